@@ -1,0 +1,24 @@
+"""swarmnode: a volunteer-computing node for large neural networks.
+
+The public names are loaded on first use, so that `import swarmnode` costs nothing:
+
+- `connect`, `aconnect`: join a swarm as a client and generate with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "aconnect", "connect"]
+
+if TYPE_CHECKING:
+    from swarmnode.client import aconnect, connect
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("connect", "aconnect"):
+        from swarmnode import client
+
+        return getattr(client, name)
+    raise AttributeError(f"module 'swarmnode' has no attribute {name!r}")

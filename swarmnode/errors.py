@@ -1,0 +1,100 @@
+"""The error tree, by whose fault it is. The message is the user's text: what happened, then what to do.
+
+Every error that may cross the wire has a `code` (`protocol/errors.md`); only the code and its fixed text travel,
+never an exception's string.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ErrorCode(IntEnum):
+    """Codes of `protocol/errors.md`. A reader treats a code that it does not know as INTERNAL."""
+
+    INTERNAL = 1  # the peer failed for a reason of its own
+    VERSION = 2  # no common protocol version
+    WRONG_SWARM = 3  # the peer serves another swarm
+    REFUSED = 4  # membership or policy refuses this peer
+    MALFORMED = 5  # a frame, body or tensor breaks the rules
+    TOO_LARGE = 6  # a length is over its bound
+    BUSY = 7  # no capacity now; the error carries a retry time
+    DRAINING = 8  # the peer is leaving and takes nothing new
+    NO_SESSION = 9  # the session is unknown here (freed, or never opened)
+    STALE = 10  # the epoch is older than the one in force
+    WRONG_SPAN = 11  # the peer does not hold the units asked for
+    NOT_FINITE = 12  # a tensor holds NaN or infinity
+    PEER_LOST = 13  # the next peer died, hangs or cannot be reached
+    NOT_FOUND = 14  # the peer does not have the content asked for
+
+
+class SwarmnodeError(Exception):
+    """Base of everything that swarmnode raises on purpose."""
+
+    exit_code = 1
+    code = ErrorCode.INTERNAL
+
+
+class UsageError(SwarmnodeError):
+    """The user asked for something that cannot be: a wrong option, a file that is not what it should be. Exit code 2."""
+
+    exit_code = 2
+
+
+class LocalError(SwarmnodeError):
+    """This machine cannot: disk full, port in use, no such device, not enough memory."""
+
+
+class CheckpointError(LocalError):
+    """A checkpoint cannot be used: missing, truncated or tampered files, or a model that cannot be split."""
+
+
+class NetworkDown(SwarmnodeError):
+    """The swarm cannot be reached from here: no bootstrap answers, or the local p2pd is gone."""
+
+
+class NoRoute(SwarmnodeError):
+    """The live peers do not cover the model."""
+
+
+class PeerError(SwarmnodeError):
+    """Another peer is at fault. `peer` is its id where it is known."""
+
+    def __init__(self, message: str, *, peer: str | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class PeerLost(PeerError):
+    """The peer died, hangs or closed the stream in the middle of something."""
+
+    code = ErrorCode.PEER_LOST
+
+
+class ProtocolError(PeerError):
+    """The peer broke the protocol. `code` says how; it is what is sent back before the link closes."""
+
+    def __init__(self, message: str, *, code: ErrorCode = ErrorCode.MALFORMED, peer: str | None = None) -> None:
+        super().__init__(message, peer=peer)
+        self.code = code
+
+
+class PeerRefused(PeerError):
+    """The peer answered with an error code instead of doing what was asked."""
+
+    def __init__(
+        self, message: str, *, code: ErrorCode, retry_s: float | None = None, peer: str | None = None
+    ) -> None:
+        super().__init__(message, peer=peer)
+        self.code = code
+        self.retry_s = retry_s
+
+
+class Busy(SwarmnodeError):
+    """No capacity now. `retry_s` says after how many seconds asking again is worth it."""
+
+    code = ErrorCode.BUSY
+
+    def __init__(self, message: str, *, retry_s: float) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s

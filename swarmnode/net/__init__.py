@@ -1,0 +1,1 @@
+"""Peers and byte streams. Knows nothing of models."""

@@ -1,0 +1,95 @@
+"""What the rest of swarmnode knows of a network. Two things stand behind it: the engine (`engine.py`) and the fake (`fake.py`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Union
+
+Buffer = Union[bytes, bytearray, memoryview]
+PeerId = str  # base58, as libp2p prints it
+
+
+class Stream(ABC):
+    """One ordered two-way byte stream to a peer whose id the network has authenticated."""
+
+    peer: PeerId
+    protocol: str
+
+    @abstractmethod
+    async def read(self) -> Buffer:
+        """The next bytes as they come, at most about 1 MiB; empty at the end of the stream. Raises PeerLost on a reset."""
+
+    @abstractmethod
+    def write(self, buffers: Sequence[Buffer]) -> None:
+        """Queue bytes for sending, in order, without waiting. Raises PeerLost on a stream that is closed."""
+
+    @abstractmethod
+    async def drain(self) -> None:
+        """Wait until the send queue is below its high-water mark. Raises PeerLost where the stream died meanwhile."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Flush and close; the peer reads the end of the stream. Safe to call twice."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Drop the stream at once, unsent bytes included."""
+
+
+StreamHandler = Callable[[Stream], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One subkey's value as the DHT gave it; `expires_at` is unix time in seconds."""
+
+    value: bytes
+    expires_at: float
+
+
+class Dht(ABC):
+    """A Kademlia table of small, signed, expiring records, shared by all peers."""
+
+    @abstractmethod
+    async def store(self, key: bytes, subkey: bytes, value: bytes, *, expires_at: float) -> bool:
+        """Store one subkey's value on the nearest peers. False where no peer but ourselves took it."""
+
+    @abstractmethod
+    async def get(self, keys: Sequence[bytes]) -> Mapping[bytes, Mapping[bytes, Record]]:
+        """The subkeys of several keys, freshest known; a key that nobody holds gives an empty mapping."""
+
+
+RecordValidator = Callable[[bytes, bytes, bytes, float], bool]
+"""(key, subkey, value, expires_at) -> whether this peer keeps or believes it. Called on every record, in and out."""
+
+
+class Network(ABC):
+    """One peer's presence on the network, from `start` to `close`."""
+
+    peer_id: PeerId
+
+    @property
+    @abstractmethod
+    def dht(self) -> Dht: ...
+
+    @abstractmethod
+    async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:
+        """A new stream to a peer. Raises PeerLost where it cannot be reached in time, NetworkDown where we are cut off."""
+
+    @abstractmethod
+    async def serve(self, protocol: str, handler: StreamHandler) -> None:
+        """Call `handler` for each incoming stream of this protocol, each in a task that the network owns."""
+
+    @abstractmethod
+    async def addresses(self) -> list[str]:
+        """Multiaddrs with /p2p/<our id> at which others may reach us now."""
+
+    @abstractmethod
+    async def connect(self, addresses: Sequence[str], *, timeout_s: float) -> bool:
+        """Try to join through any of these multiaddrs, all at once; True as soon as one peer of the DHT answered."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Leave: close streams, stop handlers, end the p2pd. Safe to call twice."""
