@@ -101,6 +101,7 @@ class Open(Body):
     codec: int = 0
     sampling: Sampling | None = None
     padding: tuple[int, ...] = ()
+    known: int = 0  # the client has the outputs for positions below this: a replay need not produce them again
 
 
 class Ready(Body):
