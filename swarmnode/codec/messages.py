@@ -26,7 +26,7 @@ class Body(msgspec.Struct, array_like=True, frozen=True):
     """Base of all bodies."""
 
 
-class Hello(Body):
+class Hello(Body, frozen=True):
     """First frame of both sides of every link. `proof` is for the membership of private swarms."""
 
     version: int
@@ -35,22 +35,22 @@ class Hello(Body):
     proof: bytes = b""
 
 
-class Ping(Body):
+class Ping(Body, frozen=True):
     """Answered at once by PONG with the same seq; the sender measures the round trip."""
 
 
-class Pong(Body):
+class Pong(Body, frozen=True):
     """Answer to PING."""
 
 
-class Error(Body):
+class Error(Body, frozen=True):
     """An error of the frame's channel (channel 0: of the whole link). Text is never sent: the code has a fixed one."""
 
     code: int
     retry_s: float = 0.0
 
 
-class End(Body):
+class End(Body, frozen=True):
     """The channel (or on channel 0 the link) is finished in order. A stream that ends without it was cut."""
 
 
@@ -61,7 +61,7 @@ class Mode(IntEnum):
     DRIVEN = 1  # the client drives every step
 
 
-class HopSpec(Body):
+class HopSpec(Body, frozen=True):
     """One hop of a route: the peer and the units [start, end) that it computes there."""
 
     peer: str
@@ -69,7 +69,7 @@ class HopSpec(Body):
     end: int
 
 
-class Sampling(Body):
+class Sampling(Body, frozen=True):
     """How the last hop draws tokens in RING mode. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
 
     The draw is a pure function of (logits, these parameters, row, position), so that a replay draws the same.
@@ -84,7 +84,7 @@ class Sampling(Body):
     stop_ids: tuple[int, ...] = ()
 
 
-class Open(Body):
+class Open(Body, frozen=True):
     """Opens a session at a hop, or moves it to a newer epoch. The frame's channel carries its INPUT frames from now on.
 
     Travels hop to hop along `route`; `index` is the receiver's own place in it. `max_length` is the number of positions
@@ -104,13 +104,13 @@ class Open(Body):
     known: int = 0  # the client has the outputs for positions below this: a replay need not produce them again
 
 
-class Ready(Body):
+class Ready(Body, frozen=True):
     """Answer to OPEN on the same channel: the hop holds positions [0, have) of the session."""
 
     have: int
 
 
-class Attach(Body):
+class Attach(Body, frozen=True):
     """Subscribes the frame's channel to the outputs of a session at its last hop, from position `start` on."""
 
     session: bytes
@@ -126,7 +126,7 @@ class Want(IntEnum):
     ALL = 2
 
 
-class Input(Body):
+class Input(Body, frozen=True):
     """Positions [seq, seq + T) of a session: the payload is ids_BT (int64 or int32) at the first hop, hidden_BTH after it.
 
     `reorder`, where not empty, permutes the rows of the cache before the input is used (beam search).
@@ -137,7 +137,7 @@ class Input(Body):
     reorder: tuple[int, ...] = ()
 
 
-class Output(Body):
+class Output(Body, frozen=True):
     """What the last hop made of the position before `seq`. RING: `ids` are the tokens at position `seq`, one per row.
 
     DRIVEN: the payload described by `tensor` (logits_BTV or hidden_BTH), whose last position is seq - 1.
@@ -149,7 +149,7 @@ class Output(Body):
     tensor: TensorInfo | None = None
 
 
-class Fault(Body):
+class Fault(Body, frozen=True):
     """Travels upstream to the client: hop `index` of the route of `epoch` cannot go on, for the reason `code`."""
 
     epoch: int
@@ -158,15 +158,15 @@ class Fault(Body):
     retry_s: float = 0.0
 
 
-class GetManifest(Body):
+class GetManifest(Body, frozen=True):
     """Asks for the manifest of the swarm named in HELLO."""
 
 
-class Manifest(Body):
+class Manifest(Body, frozen=True):
     """The payload is the manifest; its SHA-256 is the swarm id."""
 
 
-class GetChunks(Body):
+class GetChunks(Body, frozen=True):
     """Asks for `count` chunks of the file with this root, from number `first` on; count 0 asks for the chunk hash list."""
 
     root: bytes
@@ -174,7 +174,7 @@ class GetChunks(Body):
     count: int
 
 
-class Chunk(Body):
+class Chunk(Body, frozen=True):
     """One chunk (number `seq`); or with `hashes` true the file's whole list of chunk hashes, 32 bytes each."""
 
     hashes: bool = False

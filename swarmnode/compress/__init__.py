@@ -1,0 +1,1 @@
+"""Tensors to payloads and back: `codecs.encode` and `codecs.decode`."""

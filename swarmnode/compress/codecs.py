@@ -1,0 +1,110 @@
+"""Tensor to payload and back, by codec: `encode` on the sender's compute thread, `decode` on the receiver's.
+
+Both run where the tensor is (CPU or CUDA); only encoded bytes cross between host and device.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import torch
+from torch import Tensor
+
+from swarmnode.codec.tensors import FLOAT_DTYPES, MAX_ELEMENTS, Codec, DType, TensorInfo, check_tensor, payload_bytes
+from swarmnode.compress.dense import decode_half, encode_half
+from swarmnode.compress.int8 import decode_int8, encode_int8
+from swarmnode.errors import ProtocolError
+
+__all__ = ["Buffer", "decode", "encode", "payload_bytes"]
+
+Buffer = Union[bytes, bytearray, memoryview]
+
+COPY_BYTES = 1 << 16  # a smaller payload is copied out: cheaper than a view, and it keeps no tensor alive
+
+_DTYPE_OF = {
+    torch.float32: DType.FLOAT32,
+    torch.bfloat16: DType.BFLOAT16,
+    torch.float16: DType.FLOAT16,
+    torch.int64: DType.INT64,
+    torch.int32: DType.INT32,
+    torch.uint8: DType.UINT8,
+}
+_TORCH_DTYPE = {int(code): dtype for dtype, code in _DTYPE_OF.items()}
+_ITEM_BYTES = {int(code): dtype.itemsize for dtype, code in _DTYPE_OF.items()}
+
+
+def encode(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[TensorInfo, Buffer]:
+    """Descriptor and payload of a tensor of any shape, strides and device.
+
+    `param` is the codec's own parameter (top-k: elements to keep; the descriptor says how many were). With codec NONE
+    a large payload is a view of the tensor's memory: do not write to the tensor before the payload is sent.
+    Raises ValueError on a dtype that the codec does not carry.
+    """
+    dtype = _DTYPE_OF.get(tensor.dtype)
+    if dtype is None or (codec != Codec.NONE and dtype not in FLOAT_DTYPES):
+        raise ValueError(f"codec {Codec(codec).name} does not carry tensors of {tensor.dtype}")
+    with torch.no_grad():
+        payload_M = _encode_flat(tensor.detach().reshape(-1), codec)
+    return TensorInfo(int(codec), int(dtype), tuple(tensor.shape)), _to_buffer(payload_M)
+
+
+def _encode_flat(x_N: Tensor, codec: Codec) -> Tensor:
+    if codec == Codec.NONE:
+        return x_N.view(torch.uint8)
+    if codec == Codec.BF16:
+        return encode_half(x_N, torch.bfloat16)
+    if codec == Codec.FP16:
+        return encode_half(x_N, torch.float16)
+    if codec == Codec.INT8:
+        return encode_int8(x_N)
+    raise ValueError(f"unknown codec {codec}")
+
+
+def _to_buffer(payload_M: Tensor) -> Buffer:
+    payload = payload_M.cpu().numpy()
+    return payload.tobytes() if payload.nbytes < COPY_BYTES else payload.data
+
+
+def decode(
+    info: TensorInfo,
+    payload: Buffer,
+    *,
+    device: torch.device | str = "cpu",
+    max_elements: int = MAX_ELEMENTS,
+) -> Tensor:
+    """The tensor of a descriptor and its payload, with its original dtype and shape, on `device`.
+
+    Every length is checked before anything is allocated. With codec NONE, a writable payload and the CPU the tensor is
+    a view of the payload's memory. Raises ProtocolError: TOO_LARGE over `max_elements`, MALFORMED on all else.
+    """
+    expected = check_tensor(info, max_elements)
+    length = memoryview(payload).nbytes
+    if length != expected:
+        raise ProtocolError(f"a payload has {length} bytes; its descriptor {info} implies {expected}")
+    dtype = _TORCH_DTYPE[info.dtype]
+    if not length:
+        return torch.empty(info.shape, dtype=dtype, device=device)
+    payload_M = _from_buffer(payload, torch.device(device), _ITEM_BYTES[info.dtype])
+    return _decode_flat(info, payload_M, dtype).view(info.shape)
+
+
+def _from_buffer(payload: Buffer, device: torch.device, item_bytes: int) -> Tensor:
+    view = memoryview(payload)
+    # torch warns about read-only memory; unaligned views are slow or refused on some machines. One copy answers both.
+    payload_M = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+    if device.type != "cpu":
+        return payload_M.to(device)
+    return payload_M if payload_M.data_ptr() % item_bytes == 0 else payload_M.clone()
+
+
+def _decode_flat(info: TensorInfo, payload_M: Tensor, dtype: torch.dtype) -> Tensor:
+    if info.codec == Codec.NONE:
+        return payload_M.view(dtype)
+    if info.codec == Codec.BF16:
+        return decode_half(payload_M, torch.bfloat16, dtype)
+    if info.codec == Codec.FP16:
+        return decode_half(payload_M, torch.float16, dtype)
+    count = 1
+    for size in info.shape:
+        count *= size
+    return decode_int8(payload_M, count, dtype)
