@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
+from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.codec.frames import Kind
 from swarmnode.codec.tensors import TensorInfo
 from swarmnode.errors import ErrorCode, ProtocolError
@@ -221,6 +222,6 @@ def decode_body(kind: int, data: bytes | bytearray | memoryview) -> Body:
         return BODIES[known]()
     try:
         body: Body = _decoders[known].decode(data)
-    except msgspec.DecodeError as error:
+    except DECODE_ERRORS as error:
         raise ProtocolError(f"bad {known.name} body: {error}", code=ErrorCode.MALFORMED) from None
     return body

@@ -1,0 +1,188 @@
+"""The announcement: what a peer says of itself, signed with its own key (`protocol/records.md`).
+
+In the DHT a record is the msgpack array [body, signature]; the signature is over `DOMAIN || body` by the key of the
+peer that the body names. The body carries the swarm's id and its own times, so a record cannot be moved to another swarm
+or live longer than its author wanted, and a sequence number, so that an older one cannot replace a newer one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from enum import IntEnum
+
+import msgspec
+
+from swarmnode.codec.decoding import DECODE_ERRORS
+from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.net.interfaces import PeerId, RecordValidator
+
+VERSION = 1
+DOMAIN = b"swarmnode announcement 1\n"
+MAX_RECORD_BYTES = 1024
+MAX_PEER_CHARS = 128
+MAX_NAME_CHARS = 32
+MAX_DEVICE_CHARS = 48
+MAX_ADDRESSES = 4
+MAX_ADDRESS_CHARS = 96
+MAX_RTTS = 12
+DIGEST_BYTES = 8
+MAX_UNITS = 4096
+MAX_CODECS = 16
+MAX_LIFE_S = 120.0
+MAX_SKEW_S = 10.0
+
+Sign = Callable[[bytes], bytes]
+Verify = Callable[[PeerId, bytes, bytes], bool]
+"""(peer id, data, signature) -> whether the peer's key made the signature over the data"""
+
+
+class State(IntEnum):
+    """Where a peer is in its life. A reader treats a state that it does not know as OFFLINE."""
+
+    JOINING = 0  # claims its span, may still choose another
+    LOADING = 1  # will hold its span soon
+    READY = 2
+    DRAINING = 3  # finishes its sessions, takes nothing new
+    OFFLINE = 4  # goodbye
+
+
+class Announcement(msgspec.Struct, array_like=True, frozen=True):
+    """What a peer says of itself. Newer versions append fields; missing trailing fields take their defaults.
+
+    `addresses` are multiaddrs without the /p2p/ part, which is `peer`. `rtt_us` maps `peer_digest` of a few other peers
+    to the round trip measured to them, in microseconds.
+    """
+
+    version: int
+    swarm: bytes
+    peer: PeerId
+    sequence: int  # grows with every record of this peer, over restarts too
+    issued_at: float  # unix time, seconds
+    expires_at: float
+    started_at: float  # when this run of the peer began
+    state: int = State.JOINING
+    span: tuple[int, int] = (0, 0)  # units [i, j) that the peer computes
+    seeds: tuple[int, int] = (0, 0)  # units [i, j) whose weights it can give to others
+    name: str = ""
+    device: str = ""
+    decode_units_per_s: float = 0.0  # one position of one session through one unit
+    prefill_units_per_s: float = 0.0  # the same inside long prompt chunks
+    cache_tokens_free: int = 0
+    memory_bytes: int = 0
+    up_bps: float = 0.0
+    down_bps: float = 0.0
+    sessions: int = 0
+    codecs: tuple[int, ...] = (0,)
+    addresses: tuple[str, ...] = ()
+    rtt_us: dict[bytes, int] = {}
+
+    def __repr__(self) -> str:
+        start, end = self.span
+        return f"<Announcement {self.name or self.peer[-8:]} {self.life.name} [{start}:{end}) #{self.sequence}>"
+
+    @property
+    def life(self) -> State:
+        """The state as this version understands it."""
+        return State(self.state) if self.state in State._value2member_map_ else State.OFFLINE
+
+    def holds(self, unit: int) -> bool:
+        """Whether the peer's span contains the unit."""
+        return self.span[0] <= unit < self.span[1]
+
+
+class _Signed(msgspec.Struct, array_like=True, frozen=True):
+    body: bytes
+    signature: bytes
+
+
+_body_decoder = msgspec.msgpack.Decoder(Announcement)
+_signed_decoder = msgspec.msgpack.Decoder(_Signed)
+
+
+def peer_digest(peer: PeerId) -> bytes:
+    """8 bytes that stand for a peer id where space is short, and that spread peers evenly over shards."""
+    return hashlib.sha256(peer.encode()).digest()[:DIGEST_BYTES]
+
+
+def sign_announcement(announcement: Announcement, sign: Sign) -> bytes:
+    """The record to store. Raises ValueError where it breaks a rule of its own, which is a bug of the caller."""
+    broken = _broken_rule(announcement)
+    if broken is not None:
+        raise ValueError(f"announcement not valid: {broken}")
+    body = msgspec.msgpack.encode(announcement)
+    record = msgspec.msgpack.encode(_Signed(body, sign(DOMAIN + body)))
+    if len(record) > MAX_RECORD_BYTES:
+        raise ValueError(f"announcement of {len(record)} bytes; the bound is {MAX_RECORD_BYTES}")
+    return record
+
+
+def open_announcement(record: bytes, swarm_id: bytes, verify: Verify) -> Announcement:
+    """The announcement in a record of this swarm. Raises ProtocolError where it is not its peer's."""
+    if len(record) > MAX_RECORD_BYTES:
+        raise ProtocolError(f"an announcement of {len(record)} bytes", code=ErrorCode.TOO_LARGE)
+    try:
+        signed = _signed_decoder.decode(record)
+        announcement = _body_decoder.decode(signed.body)
+    except DECODE_ERRORS as error:
+        raise ProtocolError(f"bad announcement: {error}") from None
+    broken = _broken_rule(announcement)
+    if broken is not None:
+        raise ProtocolError(f"bad announcement: {broken}", peer=announcement.peer)
+    if announcement.swarm != swarm_id:
+        raise ProtocolError("an announcement of another swarm", code=ErrorCode.WRONG_SWARM, peer=announcement.peer)
+    if not verify(announcement.peer, DOMAIN + signed.body, signed.signature):
+        raise ProtocolError("an announcement with a false signature", code=ErrorCode.REFUSED, peer=announcement.peer)
+    return announcement
+
+
+def record_validator(
+    swarm_id: bytes, verify: Verify, now: Callable[[], float], max_life_s: float = MAX_LIFE_S
+) -> RecordValidator:
+    """What the DHT keeps of this swarm: announcements under its keys, each under its peer's id, that expire soon."""
+
+    def valid(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
+        if not key.startswith(swarm_id) or len(value) > MAX_RECORD_BYTES:
+            return False
+        try:
+            announcement = open_announcement(value, swarm_id, verify)
+        except ProtocolError:
+            return False
+        own_subkey = announcement.peer.encode() == subkey
+        in_bounds = expires_at <= announcement.expires_at + 1e-3 and expires_at <= now() + max_life_s + MAX_SKEW_S
+        return own_subkey and in_bounds
+
+    return valid
+
+
+def _broken_rule(announcement: Announcement) -> str | None:
+    """The first rule that the announcement breaks, or None."""
+    numbers = (
+        announcement.decode_units_per_s,
+        announcement.prefill_units_per_s,
+        announcement.up_bps,
+        announcement.down_bps,
+        announcement.started_at,
+    )
+    counts = (announcement.sequence, announcement.cache_tokens_free, announcement.memory_bytes, announcement.sessions)
+    texts = (announcement.peer, announcement.name, announcement.device, *announcement.addresses)
+    rules = {
+        "version": announcement.version >= VERSION,
+        "peer": 0 < len(announcement.peer) <= MAX_PEER_CHARS,
+        "name": len(announcement.name) <= MAX_NAME_CHARS,
+        "device": len(announcement.device) <= MAX_DEVICE_CHARS,
+        "control characters": all(text.isprintable() for text in texts),
+        "span": _is_span(announcement.span) and _is_span(announcement.seeds),
+        "numbers": all(0 <= number < 1e18 for number in numbers) and all(0 <= count < 1 << 63 for count in counts),
+        "times": 0 < announcement.expires_at - announcement.issued_at <= MAX_LIFE_S,
+        "addresses": len(announcement.addresses) <= MAX_ADDRESSES
+        and all(address.startswith("/") and len(address) <= MAX_ADDRESS_CHARS for address in announcement.addresses),
+        "codecs": len(announcement.codecs) <= MAX_CODECS,
+        "rtts": len(announcement.rtt_us) <= MAX_RTTS
+        and all(len(digest) == DIGEST_BYTES and 0 <= rtt < 1 << 32 for digest, rtt in announcement.rtt_us.items()),
+    }
+    return next((rule for rule, kept in rules.items() if not kept), None)
+
+
+def _is_span(span: tuple[int, int]) -> bool:
+    return 0 <= span[0] <= span[1] <= MAX_UNITS

@@ -1,0 +1,173 @@
+"""The content of a checkpoint folder: which files belong to it, and the hashes that make each chunk checkable alone.
+
+A file is cut into chunks (1 MiB in format 1; the last may be shorter). Its `root` is the SHA-256 over the concatenated
+SHA-256 hashes of its chunks, so that the list of chunk hashes can be checked against the manifest, and each chunk
+against the list, whoever sent them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from swarmnode.errors import CheckpointError
+
+CHUNK_BYTES = 1 << 20
+HASH_BYTES = 32
+MAX_NAME_CHARS = 128
+MAX_FILE_BYTES = 1 << 44  # 16 TiB
+INDEX_NAME = "model.safetensors.index.json"
+WEIGHTS_SUFFIX = ".safetensors"
+
+SMALL_NAMES = frozenset(
+    {
+        "config.json",
+        "generation_config.json",
+        INDEX_NAME,
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+        "chat_template.jinja",
+        "chat_template.json",
+    }
+)
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in total)"""
+
+
+class FileContent(msgspec.Struct, frozen=True):
+    """One file of a checkpoint: its plain name, its size in bytes and its 32-byte root."""
+
+    name: str
+    size: int
+    root: bytes
+
+    def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> int:
+        """How many chunks the file has; an empty file has none."""
+        return -(-self.size // chunk_bytes)
+
+    def chunk_size(self, number: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+        """Bytes of chunk `number`: `chunk_bytes`, or less for the last one."""
+        return min(chunk_bytes, self.size - number * chunk_bytes)
+
+
+def is_weights(name: str) -> bool:
+    """Whether the file holds tensors, of which a peer needs only some; all others are small and taken whole."""
+    return name.endswith(WEIGHTS_SUFFIX)
+
+
+def is_allowed_name(name: str) -> bool:
+    """Whether a file of this name may be part of a checkpoint: plain, bounded, and of a kind that cannot carry code."""
+    if len(name) > MAX_NAME_CHARS or not _PLAIN_NAME.fullmatch(name):
+        return False
+    return name in SMALL_NAMES or is_weights(name)
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint folder that matter, sorted by name. Raises CheckpointError where it is not one."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder with a checkpoint")
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json; a checkpoint folder of transformers has one")
+    names = {name for name in SMALL_NAMES if (folder / name).is_file()} | _weight_names(folder)
+    for name in names:
+        if not is_allowed_name(name):
+            raise CheckpointError(f"the file name {name!r} in {folder} is not a plain name")
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} lacks {name}, which its {INDEX_NAME} names")
+    return [folder / name for name in sorted(names)]
+
+
+def _weight_names(folder: Path) -> set[str]:
+    """The safetensors files in use: those of the index, else the single file (a folder may hold other formats too)."""
+    index = folder / INDEX_NAME
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from None
+        if not all(isinstance(name, str) for name in names):
+            raise CheckpointError(f"{index} is not an index of safetensors files: a file name is not text")
+        return names
+    if (folder / f"model{WEIGHTS_SUFFIX}").is_file():
+        return {f"model{WEIGHTS_SUFFIX}"}
+    raise CheckpointError(
+        f"{folder} has no model.safetensors and no {INDEX_NAME}; "
+        "convert other formats with transformers' save_pretrained (pickles are never read)"
+    )
+
+
+def chunk_hashes(path: Path, chunk_bytes: int = CHUNK_BYTES, done: Callable[[int], None] = lambda _: None) -> bytes:
+    """The concatenated SHA-256 hashes of a file's chunks; `done` is called with each chunk's bytes."""
+    hashes = bytearray()
+    buffer = memoryview(bytearray(chunk_bytes))
+    with path.open("rb", buffering=0) as file:
+        while size := _read_full(file.readinto, buffer):
+            hashes += hashlib.sha256(buffer[:size]).digest()
+            done(size)
+    return bytes(hashes)
+
+
+def _read_full(readinto: Callable[[memoryview], int | None], buffer: memoryview) -> int:
+    """Fill the buffer as far as the file goes: an unbuffered read may come short anywhere."""
+    filled = 0
+    while filled < len(buffer) and (size := readinto(buffer[filled:])):
+        filled += size
+    return filled
+
+
+def root_of(hashes: bytes) -> bytes:
+    """The root that a list of chunk hashes gives."""
+    return hashlib.sha256(hashes).digest()
+
+
+def describe_files(
+    paths: Sequence[Path], *, chunk_bytes: int = CHUNK_BYTES, threads: int = 4, progress: Progress | None = None
+) -> tuple[FileContent, ...]:
+    """Name, size and root of each file, in the order given; files are hashed in parallel (hashlib releases the GIL)."""
+    sizes = [path.stat().st_size for path in paths]
+    total = sum(sizes)
+    hashed = 0
+
+    def done(size: int) -> None:
+        nonlocal hashed
+        hashed += size
+        if progress is not None:
+            progress(min(hashed, total), total)
+
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="hash") as pool:
+        lists = list(pool.map(lambda path: chunk_hashes(path, chunk_bytes, done), paths))
+    return tuple(
+        FileContent(path.name, size, root_of(hashes)) for path, size, hashes in zip(paths, sizes, lists, strict=True)
+    )
+
+
+def verify_hashes(file: FileContent, hashes: bytes | bytearray | memoryview, chunk_bytes: int = CHUNK_BYTES) -> bool:
+    """Whether a list of chunk hashes is the file's own."""
+    return len(hashes) == file.chunks(chunk_bytes) * HASH_BYTES and hashlib.sha256(hashes).digest() == file.root
+
+
+def verify_chunk(hashes: bytes, number: int, data: bytes | bytearray | memoryview) -> bool:
+    """Whether `data` is chunk `number` of the file whose (verified) hash list is given."""
+    expected = hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]
+    return len(expected) == HASH_BYTES and hashlib.sha256(data).digest() == expected
+
+
+def verify_file(path: Path, file: FileContent, chunk_bytes: int = CHUNK_BYTES) -> bool:
+    """Whether a local file has exactly the content described. Reads the whole file."""
+    return path.stat().st_size == file.size and root_of(chunk_hashes(path, chunk_bytes)) == file.root

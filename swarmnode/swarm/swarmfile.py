@@ -1,0 +1,151 @@
+"""`NAME.swarm`, the founder's own file, and `load_swarm`, which takes it or an invite.
+
+The file holds the manifest, where the founder's checkpoint lies, and the identity of the bootstrap peer that invites
+promise. It is private to the host (mode 0600): what is handed out is the invite.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from swarmnode.codec.decoding import DECODE_ERRORS
+from swarmnode.errors import LocalError, ProtocolError, UsageError
+from swarmnode.swarm.invite import Invite, decode_invite, encode_invite, looks_like_invite
+from swarmnode.swarm.manifest import Manifest, decode_manifest, swarm_id
+
+FORMAT = 1
+SUFFIX = ".swarm"
+MAX_FILE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Swarm:
+    """A swarm as this machine knows it: from an invite (no manifest yet), or from the founder's own file.
+
+    `bootstraps` are multiaddrs with /p2p/. `checkpoint` is a local folder with the whole checkpoint, a hint only.
+    `bootstrap_key` (private key bytes) and `bootstrap_listen` make this host the promised bootstrap peer.
+    """
+
+    id: bytes
+    name: str
+    bootstraps: tuple[str, ...] = ()
+    manifest_bytes: bytes | None = None
+    manifest: Manifest | None = None
+    checkpoint: Path | None = None
+    bootstrap_key: bytes | None = None
+    bootstrap_listen: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        known = "manifest" if self.manifest is not None else "no manifest yet"
+        return f"<Swarm {self.name} {self.id.hex()[:12]} {known}, {len(self.bootstraps)} bootstraps>"
+
+    @property
+    def invite(self) -> str:
+        """The line of text to hand out."""
+        return encode_invite(Invite(self.id, self.name, self.bootstraps))
+
+    def with_manifest(self, raw: bytes) -> Swarm:
+        """The same swarm with its manifest. Raises ProtocolError where the bytes are another swarm's, or not valid."""
+        if swarm_id(raw) != self.id:
+            raise ProtocolError("the manifest's hash is not the swarm's id")
+        return replace(self, manifest_bytes=bytes(raw), manifest=decode_manifest(raw))
+
+
+class _SwarmFile(msgspec.Struct):
+    """The JSON of a .swarm file; bytes are base64."""
+
+    swarmnode: int  # the format
+    manifest: bytes
+    bootstraps: tuple[str, ...] = ()
+    checkpoint: str | None = None
+    bootstrap_key: bytes | None = None
+    bootstrap_listen: tuple[str, ...] = ()
+
+
+def new_swarm(manifest_bytes: bytes) -> Swarm:
+    """The swarm of a manifest. Raises ProtocolError where the manifest is not valid."""
+    manifest = decode_manifest(manifest_bytes)
+    return Swarm(swarm_id(manifest_bytes), manifest.name, manifest_bytes=manifest_bytes, manifest=manifest)
+
+
+def save_swarm(swarm: Swarm, path: Path) -> None:
+    """Write the .swarm file, readable by its owner alone, all or nothing. Raises LocalError where it cannot."""
+    if swarm.manifest_bytes is None:
+        raise ValueError("a swarm known from an invite alone has no file")
+    text = json.dumps(
+        {
+            "swarmnode": FORMAT,
+            "name": swarm.name,
+            "id": swarm.id.hex(),
+            "manifest": base64.b64encode(swarm.manifest_bytes).decode(),
+            "bootstraps": swarm.bootstraps,
+            "checkpoint": None if swarm.checkpoint is None else str(swarm.checkpoint.absolute()),
+            "bootstrap_key": None if swarm.bootstrap_key is None else base64.b64encode(swarm.bootstrap_key).decode(),
+            "bootstrap_listen": swarm.bootstrap_listen,
+        },
+        indent=1,
+    )
+    write_private(path, text.encode())
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file of mode 0600 so that a reader sees the old content or the new one. Raises LocalError."""
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).replace(path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                Path(temporary).unlink()
+            raise
+    except OSError as error:
+        raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def load_swarm(source: str | Path) -> Swarm:
+    """The swarm that a .swarm file or an invite string describes. Raises UsageError with what is wrong."""
+    if isinstance(source, str) and looks_like_invite(source):
+        invite = decode_invite(source)
+        return Swarm(invite.swarm_id, invite.name, invite.bootstraps)
+    return _read_file(Path(source))
+
+
+def _read_file(path: Path) -> Swarm:
+    try:
+        size = path.stat().st_size
+        if path.is_dir() or size > MAX_FILE_BYTES:
+            raise UsageError(f"{path} is not a {SUFFIX} file")
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"{path}: no such file; give the path of a {SUFFIX} file or an invite (swarm1…)") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    try:
+        content = msgspec.json.decode(data, type=_SwarmFile)
+    except DECODE_ERRORS as error:
+        raise UsageError(f"{path} is not a {SUFFIX} file: {error}") from None
+    if content.swarmnode > FORMAT:
+        raise UsageError(f"{path} has format {content.swarmnode}, this swarmnode knows {FORMAT}: upgrade swarmnode")
+    try:
+        swarm = new_swarm(content.manifest)
+    except ProtocolError as error:
+        raise UsageError(f"{path} cannot be used: {error}") from None
+    return replace(
+        swarm,
+        bootstraps=content.bootstraps,
+        checkpoint=None if content.checkpoint is None else Path(content.checkpoint),
+        bootstrap_key=content.bootstrap_key,
+        bootstrap_listen=content.bootstrap_listen,
+    )
