@@ -1,0 +1,122 @@
+"""What all commands share: how they start an event loop, answer Ctrl-C, print results and report errors."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import typer
+
+from swarmnode.errors import SwarmnodeError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+HOME = typer.Option(
+    None, envvar="SWARMNODE_HOME", help="Where this node keeps its identity, caches and known peers.", show_default=False
+)
+JSON = typer.Option(False, "--json", help="Print the result as JSON on standard output.")
+
+
+class Interrupted(Exception):
+    """The user asked a second time to leave now."""
+
+
+def default_home(home: Path | None) -> Path:
+    """The folder for state: the given one, or the platform's place for user data."""
+    if home is not None:
+        return home.expanduser().absolute()
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("swarmnode"))
+
+
+def fail(message: str, exit_code: int = 1) -> NoReturn:
+    """One clear line on standard error, and the exit code."""
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(exit_code)
+
+
+def reports_errors(command: Callable[P, T]) -> Callable[P, T]:
+    """A command whose SwarmnodeErrors become one line and an exit code, never a stack trace."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return command(*args, **kwargs)
+        except SwarmnodeError as error:
+            fail(str(error), error.exit_code)
+        except (Interrupted, KeyboardInterrupt):
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(1) from None
+        except BrokenPipeError:
+            # The reader of our output has gone (`| head`): nothing more to say, and nobody to say it to.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+
+    return wrapped
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on one line of standard output."""
+    typer.echo(json.dumps(value, ensure_ascii=False))
+
+
+def set_up_logging(verbose: bool) -> None:
+    """Log lines go to standard error: warnings, or with --verbose everything of ours."""
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("swarmnode").setLevel(logging.DEBUG if verbose else logging.WARNING)
+
+
+def run_async(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
+    """Run `main(stop)` on a uvloop. The first Ctrl-C or SIGTERM sets `stop`; the second one cancels main at once."""
+    import uvloop
+
+    async def supervised() -> T:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(main(stop))
+
+        def on_signal() -> None:
+            if stop.is_set():
+                task.cancel()
+            stop.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            raise Interrupted from None
+
+    loop = uvloop.new_event_loop()
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(supervised())
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+async def unless_stopped(work: Awaitable[T], stop: asyncio.Event) -> T | None:
+    """The result of `work`; None where the user asked to stop first, after `work` was cancelled."""
+    task = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        for each in (task, stopped):
+            each.cancel()
+        await asyncio.gather(task, stopped, return_exceptions=True)

@@ -1,0 +1,52 @@
+"""`swarmnode`: the commands, and how a failure looks to a person.
+
+Nothing heavy is imported here: `swarmnode --help` must answer at once.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from swarmnode import __version__
+from swarmnode.cli.bootstrap import bootstrap
+from swarmnode.cli.create import create
+from swarmnode.cli.demo import demo
+from swarmnode.cli.generate import generate
+from swarmnode.cli.run import run
+from swarmnode.cli.status import status
+
+app = typer.Typer(
+    name="swarmnode",
+    help="Lend your GPU to a swarm that serves large neural networks, or be served by one.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help is three times faster than a decorated one
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (create, bootstrap, run, status, generate, demo):
+    app.command()(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"swarmnode {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+    ),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the `swarmnode` command. Exit codes: 0 done, 1 failed, 2 wrong usage."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Settings: one frozen dataclass per component, each with defaults that suit a home machine. Times in seconds, sizes in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The serving role."""
+
+    ready_timeout_s: float = 10.0  # for a next hop to answer OPEN
+    orphan_grace_s: float = 10.0  # how long a session without upstream keeps its cache
+    retry_s: float = 2.0  # what a BUSY answer tells the client
+    drain_s: float = 20.0  # how long a leaving node waits for its sessions to move
+    max_early_attaches: int = 256  # sessions whose subscriptions came before their OPEN
+    max_early_per_session: int = 4
+    prefill_chunk_tokens: int = 256
+
+
+@dataclass(frozen=True)
+class ClientConfig:
+    """A client's sessions."""
+
+    prompt_chunk_tokens: int = 128  # prompts travel in chunks, so that hops work on them at once
+    ready_timeout_s: float = 10.0  # for the first hop to answer OPEN
+    patience_s: float = 60.0  # how long to look for a route before giving up
+    progress_s: float = 30.0  # silence of a session, all links being alive, after which it is opened anew
+    avoid_s: float = 5.0  # how long a peer that answered BUSY is not asked again

@@ -1,0 +1,1 @@
+"""Conversations: net + swarm + plan + compute."""

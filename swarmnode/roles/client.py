@@ -1,0 +1,309 @@
+"""The client's side of a session: it names the route, feeds the first hop, hears the last one, and mends what breaks.
+
+The client alone names routes, so there is one order of epochs and a client's wishes about whom to trust hold after a
+fault as before it. Whoever notices a fault tells the client; the hops keep journals, so mending costs one pass over what
+the new peer lacks.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import (
+    SESSION_ID_BYTES,
+    Attach,
+    Body,
+    End,
+    Error,
+    Fault,
+    HopSpec,
+    Input,
+    Mode,
+    Open,
+    Output,
+    Sampling,
+    Want,
+)
+from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.config import ClientConfig
+from swarmnode.errors import Busy, ErrorCode, NetworkDown, NoRoute, PeerError, PeerLost, PeerRefused, SwarmnodeError
+from swarmnode.net.hop import Entry, Hop
+from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.switchboard import Channel, Switchboard
+from swarmnode.net.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+Route = tuple[HopSpec, ...]
+
+
+class Router:
+    """What a session needs to know of the swarm. The live one reads the directory."""
+
+    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec]) -> Route:
+        """The best route now, without the peers in `avoid`, preferring the hops in `keep`. Raises NoRoute."""
+        raise NotImplementedError
+
+    def suspect(self, peer: PeerId, reason: str) -> None:
+        """A peer failed us; the directory forgets it until it announces itself again."""
+        raise NotImplementedError
+
+    async def changed(self) -> None:
+        """Wait until the picture of the swarm changes."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SessionSpec:
+    """What a session is, over all its epochs."""
+
+    mode: Mode
+    max_length: int
+    rows: int = 1
+    sampling: Sampling | None = None
+    padding: tuple[int, ...] = ()
+    codec: Codec = Codec.NONE
+
+
+@dataclass
+class SessionStats:
+    """What a session went through, for whoever watches."""
+
+    reroutes: int = 0
+    longest_stall_s: float = 0.0
+    faults: list[tuple[PeerId, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Received:
+    """An output of the last hop: `position` is that of the token it is for (the one after the last input it covers)."""
+
+    position: int
+    output: Output
+    payload: Buffer
+
+
+def ids_entry(start: int, ids_BT: Sequence[Sequence[int]], want: Want, reorder: tuple[int, ...] = ()) -> Entry:
+    """Token ids as an entry of the journal: int64, little-endian, row-major."""
+    flat = array.array("q", [token for row in ids_BT for token in row])
+    if sys.byteorder == "big":
+        flat.byteswap()
+    info = TensorInfo(Codec.NONE, DType.INT64, (len(ids_BT), len(ids_BT[0])))
+    return Entry(start, len(ids_BT[0]), Input(info, want=want, reorder=reorder), (flat.tobytes(),))
+
+
+class ClientSession:
+    """One session of a client. Use: `await start()`, `send(...)`, `await receive()`, `await close()`."""
+
+    def __init__(
+        self,
+        switchboard: Switchboard,
+        router: Router,
+        spec: SessionSpec,
+        config: ClientConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.id = secrets.token_bytes(SESSION_ID_BYTES)
+        self.spec = spec
+        self.stats = SessionStats()
+        self.route: Route = ()
+        self.epoch = 0
+        self._switchboard = switchboard
+        self._router = router
+        self._config = config
+        self._clock = clock
+        self._first = Hop(switchboard, self._from_first, lambda error: self._fault(self.epoch, 0, error))
+        self._last: Channel | None = None
+        self._expected = 0  # position of the next output
+        self._received: asyncio.Queue[Received | SwarmnodeError] = asyncio.Queue()
+        self._faults: asyncio.Queue[tuple[int, int, PeerError]] = asyncio.Queue()
+        self._avoid: dict[PeerId, float] = {}
+        self._last_progress_s = clock()
+        self._tasks = Tasks(f"session {self.id.hex()[:8]}")
+
+    def __repr__(self) -> str:
+        hops = " -> ".join(f"{hop.peer[-6:]}[{hop.start}:{hop.end})" for hop in self.route)
+        return f"<ClientSession {self.id.hex()[:8]} epoch {self.epoch} at {self._first.end} positions via {hops or 'nobody'}>"
+
+    @property
+    def length(self) -> int:
+        """Positions sent, or drawn by the swarm and heard of."""
+        return self._first.end
+
+    async def start(self) -> None:
+        """Open along the best route. Raises NoRoute, Busy, NetworkDown after the configured patience."""
+        await self._bind()
+        self._tasks.spawn(self._mend(), "mend")
+
+    def send(self, entry: Entry, *, expect: int | None = None) -> None:
+        """Send an input. `expect` is the position of the output that it will bring, where it brings one."""
+        if expect is not None:
+            self._expected = expect
+        self._last_progress_s = self._clock()
+        self._first.send(entry)
+
+    async def receive(self) -> Received:
+        """The next output. Raises what ended the session where it cannot go on."""
+        item = await self._received.get()
+        if isinstance(item, SwarmnodeError):
+            self._received.put_nowait(item)
+            raise item
+        return item
+
+    async def close(self) -> None:
+        """End the session in order; the hops free its cache."""
+        await self._tasks.close()
+        self._first.unbind()
+        if self._last is not None:
+            self._last.close()
+
+    # -- frames --------------------------------------------------------------------------------------------------------
+
+    def _from_first(self, _frame: Frame, body: Body) -> None:
+        if isinstance(body, Fault):
+            code = ErrorCode(body.code) if body.code in ErrorCode._value2member_map_ else ErrorCode.INTERNAL
+            self._fault(body.epoch, body.index, self._refusal(body.index, code, body.retry_s))
+
+    def _refusal(self, index: int, code: ErrorCode, retry_s: float) -> PeerError:
+        peer = self.route[index].peer if index < len(self.route) else None
+        if code == ErrorCode.PEER_LOST:
+            return PeerLost(f"peer {peer} was lost", peer=peer)
+        return PeerRefused(f"peer {peer} answered {code.name}", code=code, retry_s=retry_s or None, peer=peer)
+
+    def _from_last(self, frame: Frame, body: Body) -> None:
+        if isinstance(body, Output):
+            self._hear(frame.seq, body, frame.payload)
+        elif isinstance(body, Error):
+            code = ErrorCode(body.code) if body.code in ErrorCode._value2member_map_ else ErrorCode.INTERNAL
+            self._fault(self.epoch, len(self.route) - 1, self._refusal(len(self.route) - 1, code, body.retry_s))
+        elif isinstance(body, End):
+            self._fault(self.epoch, len(self.route) - 1, self._refusal(len(self.route) - 1, ErrorCode.PEER_LOST, 0.0))
+
+    def _hear(self, position: int, output: Output, payload: Buffer) -> None:
+        if position != self._expected:
+            return  # a replay brought again what we have
+        now_s = self._clock()
+        self.stats.longest_stall_s = max(self.stats.longest_stall_s, now_s - self._last_progress_s)
+        self._last_progress_s = now_s
+        if self.spec.mode == Mode.RING:
+            self._expected += 1
+            if not output.final:
+                # The ring feeds it to the first hop; we only keep it, for a first hop that comes later.
+                self._first.record(ids_entry(position, [output.ids], Want.NOTHING))
+        self._received.put_nowait(Received(position, output, payload))
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    def _fault(self, epoch: int, index: int, error: PeerError) -> None:
+        if epoch == self.epoch:
+            self._faults.put_nowait((epoch, index, error))
+
+    async def _mend(self) -> None:
+        while True:
+            try:
+                epoch, index, error = await asyncio.wait_for(self._faults.get(), self._config.progress_s)
+            except asyncio.TimeoutError:
+                if self._clock() - self._last_progress_s < self._config.progress_s or self._received.qsize():
+                    continue
+                epoch, index, error = self.epoch, -1, PeerLost("no output although all links are alive")
+            if epoch != self.epoch:
+                continue
+            if index >= 0:
+                self._blame(self.route[index].peer, error)
+            self.stats.reroutes += 1
+            try:
+                await self._bind()
+            except SwarmnodeError as failure:
+                if error.code == ErrorCode.DRAINING and isinstance(failure, NoRoute):
+                    continue  # nobody can take over, and the leaving hop still serves
+                self._received.put_nowait(failure)
+                return
+
+    def _blame(self, peer: PeerId, error: PeerError) -> None:
+        """Leave a peer out: one that failed until it announces itself again, one that is busy or leaving for a while."""
+        code = error.code
+        self.stats.faults.append((peer, code.name))
+        log.info("session %s: peer %s: %s", self.id.hex()[:8], peer, error)
+        temporary = code in (ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.WRONG_SPAN)
+        if not temporary:
+            self._router.suspect(peer, code.name)
+        retry_s = getattr(error, "retry_s", None) or self._config.avoid_s
+        self._avoid[peer] = self._clock() + retry_s
+
+    async def _bind(self) -> None:
+        """Open the next epoch along the best route, trying others while peers fail, as long as patience lasts."""
+        deadline_s = self._clock() + self._config.patience_s
+        error: SwarmnodeError | None = None
+        while True:
+            now_s = self._clock()
+            avoid = frozenset(peer for peer, until_s in self._avoid.items() if until_s > now_s)
+            try:
+                self.route = self._router.route(avoid, self.route)
+            except NoRoute as failure:
+                error = self._why(error, failure)
+                if now_s >= deadline_s:
+                    raise error from None
+                pardons = [until_s for until_s in self._avoid.values() if until_s > now_s]
+                await self._news(min([deadline_s, now_s + 1.0, *pardons]) - now_s)
+                continue
+            try:
+                await self._open()
+                return
+            except PeerError as failure:
+                error = failure
+                self._blame(failure.peer or self.route[0].peer, failure)
+            if self._clock() >= deadline_s:
+                raise error
+
+    @staticmethod
+    def _why(error: SwarmnodeError | None, no_route: NoRoute) -> SwarmnodeError:
+        """What to tell the user when no route is left: that peers are full says more than that none is there."""
+        if isinstance(error, PeerRefused) and error.code == ErrorCode.BUSY:
+            retry_s = error.retry_s or 1.0
+            return Busy(f"the swarm is full at the moment; try again in {retry_s:.0f} s", retry_s=retry_s)
+        return error if isinstance(error, Busy) else no_route
+
+    async def _news(self, timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._router.changed(), max(0.05, timeout_s))
+        except asyncio.TimeoutError:
+            pass
+
+    async def _open(self) -> None:
+        self.epoch += 1
+        spec = self.spec
+        opened = Open(
+            session=self.id,
+            epoch=self.epoch,
+            route=self.route,
+            index=0,
+            mode=spec.mode,
+            rows=spec.rows,
+            max_length=spec.max_length,
+            codec=spec.codec,
+            sampling=spec.sampling,
+            padding=spec.padding,
+            known=self._expected,
+        )
+        if self._last is not None:
+            self._last.close()
+            self._last = None
+        try:
+            await self._first.open(self.route[0].peer, opened, timeout_s=self._config.ready_timeout_s)
+            index = len(self.route) - 1
+            epoch = self.epoch
+            self._last = await self._switchboard.call(
+                self.route[index].peer, self._from_last, lambda error: self._fault(epoch, index, error)
+            )
+            self._last.send(Attach(self.id, self.epoch, start=self._expected))
+        except NetworkDown as error:
+            raise PeerLost(str(error), peer=self.route[0].peer) from error

@@ -1,0 +1,184 @@
+"""The serving role of a node: takes sessions in, refuses what it cannot hold, and lets them go when it drains."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import OrderedDict
+
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import Attach, Body, Error, Hello, Mode, Open
+from swarmnode.config import ServerConfig
+from swarmnode.errors import Busy, ErrorCode, PeerError
+from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.link import LinkConfig
+from swarmnode.net.switchboard import Channel, Switchboard
+from swarmnode.roles.session import StageSession, shape_of
+from swarmnode.roles.worker import Job, Worker
+
+log = logging.getLogger(__name__)
+
+PROTOCOL = "/swarmnode/session/1"
+
+
+class StageServer:
+    """Serves one span of units to the sessions of others.
+
+    Shared state changes without an await in between, so a frame is always handled against a whole picture.
+    """
+
+    def __init__(
+        self, network: Network, hello: Hello, worker: Worker, config: ServerConfig, link_config: LinkConfig
+    ) -> None:
+        self.config = config
+        self._network = network
+        self._worker = worker
+        self._runner = worker.runner
+        self._sessions: dict[bytes, StageSession] = {}
+        self._early: OrderedDict[bytes, list[tuple[Channel, Attach]]] = OrderedDict()
+        self._keys = itertools.count()
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.switchboard = Switchboard(network, PROTOCOL, hello, link_config, accept=self._accept)
+        self.hidden_size = self._runner.span.hidden_size
+        self.ready_timeout_s = config.ready_timeout_s
+        self.orphan_grace_s = config.orphan_grace_s
+
+    def __repr__(self) -> str:
+        state = "draining" if self._draining else "serving"
+        return f"<StageServer {state} {self.load} sessions with {self._worker!r}>"
+
+    @property
+    def load(self) -> int:
+        """Number of sessions held."""
+        return len(self._sessions)
+
+    async def start(self) -> None:
+        """Answer incoming links from now on."""
+        await self.switchboard.start()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new, ask the clients to move, and wait for them, at most `timeout_s` seconds."""
+        self._draining = True
+        for session in list(self._sessions.values()):
+            session.drain()
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            log.warning("left with %d sessions that had not moved in time", self.load)
+
+    async def close(self) -> None:
+        """Free all sessions and end all links."""
+        await asyncio.gather(*(session.close() for session in list(self._sessions.values())))
+        await self.switchboard.close()
+
+    # -- what sessions need --------------------------------------------------------------------------------------------
+
+    def submit(self, job: Job) -> None:
+        self._worker.submit(job)
+
+    def freed(self, session: StageSession) -> None:
+        """A session gives back its place."""
+        if self._sessions.get(session.id) is session:
+            del self._sessions[session.id]
+            self._worker.forget(session.key)
+        if not self._sessions:
+            self._idle.set()
+
+    # -- incoming conversations ----------------------------------------------------------------------------------------
+
+    def _accept(self, channel: Channel, _frame: Frame, body: Body) -> None:
+        if isinstance(body, Open):
+            refusal = self._open(channel, body)
+            if refusal is not None:
+                log.info("session %s refused: %s", body.session.hex()[:8], ErrorCode(refusal.code).name)
+                channel.close(refusal)
+        elif isinstance(body, Attach):
+            self._attach(channel, body)
+        else:
+            channel.close(Error(ErrorCode.MALFORMED))
+
+    def _open(self, channel: Channel, body: Open) -> Error | None:
+        """Bind a session to this channel, or say why not."""
+        if not self._is_for_me(channel.peer, body):
+            return Error(ErrorCode.MALFORMED)
+        hop = body.route[body.index]
+        if not self._runner.span.start <= hop.start < hop.end <= self._runner.span.end:
+            return Error(ErrorCode.WRONG_SPAN)
+        session = self._sessions.get(body.session)
+        if session is not None and body.epoch <= session.epoch:
+            return Error(ErrorCode.STALE)
+        if session is not None and shape_of(body) != shape_of(session.opened):
+            session.free()
+            session = None
+        if session is None:
+            session = StageSession(self, body, next(self._keys))
+            refusal = self._admit(session.key, body)
+            if refusal is not None:
+                return refusal
+            self._sessions[body.session] = session
+            self._idle.clear()
+        session.rebind(channel, body)
+        for early, attach in self._early.pop(body.session, []):
+            self._attach(early, attach)
+        return None
+
+    def _is_for_me(self, sender: PeerId, body: Open) -> bool:
+        """The route names us at our place, its sender just before, and it hangs together."""
+        route = body.route
+        joined = all(left.end == right.start for left, right in zip(route, route[1:], strict=False))
+        return (
+            joined
+            and body.index < len(route)
+            and route[body.index].peer == self._network.peer_id
+            and (body.index == 0 or route[body.index - 1].peer == sender)
+            and (body.mode != Mode.RING or (body.sampling is not None and body.rows == 1))
+        )
+
+    def _admit(self, key: int, body: Open) -> Error | None:
+        if self._draining:
+            return Error(ErrorCode.DRAINING)
+        hop = body.route[body.index]
+        while True:
+            try:
+                self._runner.open(
+                    key,
+                    rows=body.rows,
+                    max_length=body.max_length,
+                    padding=body.padding,
+                    start=hop.start,
+                    end=hop.end,
+                )
+                return None
+            except Busy:
+                orphan = next((session for session in self._sessions.values() if session.orphaned), None)
+                if orphan is None:
+                    return Error(ErrorCode.BUSY, retry_s=self.config.retry_s)
+                orphan.free()
+
+    def _attach(self, channel: Channel, body: Attach) -> None:
+        session = self._sessions.get(body.session)
+        if session is not None and session.epoch == body.epoch:
+            session.attach(channel, body.start)
+        elif session is not None and session.epoch > body.epoch:
+            channel.close(Error(ErrorCode.STALE))
+        else:
+            self._remember(channel, body)
+
+    def _remember(self, channel: Channel, body: Attach) -> None:
+        """The subscription was faster than the OPEN that travels hop to hop: keep it until that comes, within bounds."""
+        waiting = self._early.setdefault(body.session, [])
+        waiting.append((channel, body))
+
+        def forget(_error: PeerError | None = None) -> None:
+            if (channel, body) in waiting:
+                waiting.remove((channel, body))
+
+        channel.on_lost = forget
+        if len(waiting) > self.config.max_early_per_session:
+            waiting.pop(0)[0].close(Error(ErrorCode.NO_SESSION))
+        if len(self._early) > self.config.max_early_attaches:
+            for old, _attach in self._early.popitem(last=False)[1]:
+                old.close(Error(ErrorCode.NO_SESSION))

@@ -1,0 +1,329 @@
+"""A session as one hop of its route sees it: positions come in from upstream, are run, and go on to the next hop.
+
+States:
+
+    bound      an upstream channel of the epoch in force brings inputs
+    orphaned   upstream is gone; the cache is kept for a while, for a newer epoch to bind it again
+    freed      ended in order, given up, or orphaned for too long
+
+At the last hop results go to the subscribers; at the first hop in RING mode they come back as the next input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from typing import Protocol
+
+import msgspec
+
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import Attach, Body, End, Error, Fault, Input, Mode, Open, Output, Ready, Sampling, Want
+from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost
+from swarmnode.net.hop import Entry, Hop
+from swarmnode.net.interfaces import Buffer
+from swarmnode.net.switchboard import Channel, Switchboard
+from swarmnode.net.tasks import Tasks
+from swarmnode.roles.worker import Forward, Job, Result, Return, Sample
+
+log = logging.getLogger(__name__)
+
+IDS_INFO = TensorInfo(Codec.NONE, DType.INT64, (1, 1))
+
+
+class Stage(Protocol):
+    """What a session needs of the node that it runs on."""
+
+    switchboard: Switchboard
+    hidden_size: int
+    ready_timeout_s: float
+    orphan_grace_s: float
+
+    def submit(self, job: Job) -> None: ...
+    def freed(self, session: StageSession) -> None: ...
+
+
+def id_payload(token: int) -> bytes:
+    """The payload of one token id, as IDS_INFO describes it."""
+    return struct.pack("<q", token)
+
+
+def units_of(opened: Open) -> tuple[int, int]:
+    """The units [start, end) that the receiver of an OPEN computes."""
+    hop = opened.route[opened.index]
+    return hop.start, hop.end
+
+
+def shape_of(opened: Open) -> tuple[object, ...]:
+    """What must stay the same over a session's epochs for its cache to be of use."""
+    return (units_of(opened), opened.mode, opened.rows, opened.max_length, opened.padding)
+
+
+class StageSession:
+    """One session at one hop. Created on its first OPEN; `rebind` moves it to the epoch of a later one."""
+
+    def __init__(self, stage: Stage, opened: Open, key: int) -> None:
+        self._stage = stage
+        self._open = opened
+        self.key = key  # names the cache: a session that had to start over has another
+        self.accepted = 0  # positions that are run or wait to be run
+        self._upstream: Channel | None = None
+        self._downstream = Hop(stage.switchboard, self._from_downstream, self._downstream_failed)
+        self._ring: Channel | None = None
+        self._subscribers: list[Channel] = []
+        self._outputs: dict[int, tuple[Output, tuple[Buffer, ...]]] = {}
+        self._tasks = Tasks(f"session {opened.session.hex()[:8]}")
+        self._orphaned: asyncio.TimerHandle | None = None
+        self._freed = False
+
+    def __repr__(self) -> str:
+        state = "freed" if self._freed else "orphaned" if self._orphaned else "bound"
+        return f"<StageSession {self.id.hex()[:8]} epoch {self.epoch} hop {self.index} {state} at {self.accepted} positions>"
+
+    @property
+    def id(self) -> bytes:
+        return self._open.session
+
+    @property
+    def epoch(self) -> int:
+        return self._open.epoch
+
+    @property
+    def index(self) -> int:
+        return self._open.index
+
+    @property
+    def opened(self) -> Open:
+        """The OPEN in force."""
+        return self._open
+
+    @property
+    def _is_last(self) -> bool:
+        return self.index == len(self._open.route) - 1
+
+    @property
+    def _feeds_itself(self) -> bool:
+        return self.index == 0 and self._open.mode == Mode.RING
+
+    # -- a new epoch ---------------------------------------------------------------------------------------------------
+
+    def rebind(self, channel: Channel, opened: Open) -> None:
+        """Take inputs from `channel` from now on, and bind the rest of the route for the new epoch."""
+        if self._upstream is not None:
+            self._upstream.close()
+        if self._orphaned is not None:
+            self._orphaned.cancel()
+            self._orphaned = None
+        self._open, self._upstream = opened, channel
+        channel.on_frame, channel.on_lost = self._from_upstream, self._upstream_lost
+        channel.send(Ready(have=self.accepted))
+        self._close_subscribers()
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+        if not self._is_last:
+            self._tasks.spawn(self._extend(opened), "extend the route")
+            if self._feeds_itself:
+                self._tasks.spawn(self._close_the_ring(opened), "close the ring")
+        elif self._feeds_itself and (held := self._outputs.get(self.accepted)) is not None:
+            self._feed(self.accepted, held[0])  # it came while an older epoch led elsewhere
+
+    async def _extend(self, opened: Open) -> None:
+        peer = opened.route[opened.index + 1].peer
+        try:
+            forwarded = msgspec.structs.replace(opened, index=opened.index + 1)
+            await self._downstream.open(peer, forwarded, timeout_s=self._stage.ready_timeout_s)
+        except (PeerError, NetworkDown) as error:
+            if opened is self._open:
+                self._fault(opened.index + 1, error)
+
+    async def _close_the_ring(self, opened: Open) -> None:
+        last = len(opened.route) - 1
+        try:
+            channel = await self._stage.switchboard.call(
+                opened.route[last].peer, self._from_ring, lambda error: self._fault(last, error)
+            )
+            if opened is not self._open:
+                channel.close()
+                return
+            self._ring = channel
+            channel.send(Attach(opened.session, opened.epoch, start=self.accepted))
+        except (PeerError, NetworkDown) as error:
+            if opened is self._open:
+                self._fault(last, error)
+
+    # -- inputs --------------------------------------------------------------------------------------------------------
+
+    def _from_upstream(self, frame: Frame, body: Body) -> None:
+        if isinstance(body, Input):
+            code = self._check(frame.seq, body)
+            if code is None:
+                self._accept(frame.seq, body, frame.payload)
+            elif self._upstream is not None:
+                self._upstream.close(Error(code))
+                self.free()
+        elif isinstance(body, End):
+            self.free()
+        elif self._upstream is not None:
+            self._upstream.close(Error(ErrorCode.MALFORMED))
+            self.free()
+
+    def _check(self, start: int, body: Input) -> ErrorCode | None:
+        """Whether an input fits this session: the right rows and width, no gap, inside what was reserved."""
+        shape = body.tensor.shape
+        ids = units_of(self._open)[0] == 0
+        fits = (
+            len(shape) == (2 if ids else 3)
+            and shape[0] == self._open.rows
+            and shape[1] > 0
+            and (ids or shape[2] == self._stage.hidden_size)
+            and start <= self.accepted
+            and (not body.reorder or len(body.reorder) == self._open.rows)
+        )
+        if not fits:
+            return ErrorCode.MALFORMED
+        return ErrorCode.TOO_LARGE if start + shape[1] > self._open.max_length else None
+
+    def _accept(self, start: int, body: Input, payload: Buffer) -> None:
+        end = start + body.tensor.shape[1]
+        if end <= self.accepted:
+            return
+        skip = self.accepted - start
+        want = Want(body.want) if end >= self._open.known else Want.NOTHING
+        self._submit(end, ((body.tensor, payload),), want=want, reorder=body.reorder if not skip else (), skip=skip)
+
+    def _submit(
+        self, end: int, parts: tuple[tuple[TensorInfo, Buffer], ...], want: Want, reorder: tuple[int, ...], skip: int
+    ) -> None:
+        start, self.accepted = self.accepted, end
+        self._stage.submit(
+            Job(self.key, start, end - start, parts, self._then(), self._done, want=want, reorder=reorder, skip=skip)
+        )
+
+    def _then(self) -> Forward | Sample | Return:
+        if not self._is_last:
+            return Forward(Codec(self._open.codec))
+        if self._open.mode == Mode.RING:
+            return Sample(self._sampling, first=max(self._sampling.prompt_length, self._open.known))
+        return Return()
+
+    @property
+    def _sampling(self) -> Sampling:
+        assert self._open.sampling is not None  # the server refuses a RING session without it
+        return self._open.sampling
+
+    def _from_ring(self, frame: Frame, body: Body) -> None:
+        if isinstance(body, Output):
+            self._feed(frame.seq, body)
+        elif isinstance(body, Error | End):
+            code = ErrorCode(body.code) if isinstance(body, Error) else ErrorCode.PEER_LOST
+            self._send_fault(len(self._open.route) - 1, code)
+
+    def _feed(self, position: int, output: Output) -> None:
+        """A token that the last hop drew is the next input, unless it is here already or nothing follows it."""
+        if position == self.accepted and not output.final and position < self._open.max_length:
+            self._submit(position + 1, ((IDS_INFO, id_payload(output.ids[0])),), Want.NOTHING, (), 0)
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def _done(self, job: Job, result: Result) -> None:
+        if self._freed:
+            return
+        if result.error is not None:
+            # An input that is not finite is the fault of the hop that sent it.
+            from_peer = result.error == ErrorCode.NOT_FINITE and not self._is_last and self.index > 0
+            self._send_fault(self.index - 1 if from_peer else self.index, result.error)
+            self.free()
+        elif isinstance(job.then, Forward):
+            assert result.tensor is not None
+            info, payload = result.tensor
+            body = Input(info, want=job.want, reorder=job.reorder)
+            self._downstream.send(Entry(job.start, job.count, body, (payload,)))
+        elif result.tensor is not None:
+            info, payload = result.tensor
+            self._outputs.clear()  # the client drives: it has the earlier ones
+            self._publish(job.end, Output(tensor=info), (payload,))
+        for position, ids in result.tokens:
+            final = position + 1 >= self._sampling.prompt_length + self._sampling.max_new_tokens
+            self._publish(position, Output(ids, final or ids[0] in self._sampling.stop_ids), ())
+
+    def _publish(self, position: int, output: Output, payload: tuple[Buffer, ...]) -> None:
+        self._outputs[position] = (output, payload)
+        for channel in list(self._subscribers):
+            try:
+                channel.send(output, seq=position, payload=payload)
+            except PeerLost:
+                self._subscribers.remove(channel)
+        if self._is_last and self._feeds_itself:
+            self._feed(position, output)
+
+    def attach(self, channel: Channel, start: int) -> None:
+        """Send the outputs from position `start` on to a channel, the ones that exist and the ones to come."""
+        channel.on_frame = lambda _frame, body: self._detach(channel) if isinstance(body, End) else None
+        channel.on_lost = lambda _error: self._detach(channel)
+        self._subscribers.append(channel)
+        for position, (output, payload) in sorted(self._outputs.items()):
+            if position >= start:
+                channel.send(output, seq=position, payload=payload)
+
+    def _detach(self, channel: Channel) -> None:
+        if channel in self._subscribers:
+            self._subscribers.remove(channel)
+
+    def _close_subscribers(self) -> None:
+        subscribers, self._subscribers = self._subscribers, []
+        for channel in subscribers:
+            channel.close()
+
+    # -- faults and the end --------------------------------------------------------------------------------------------
+
+    def _from_downstream(self, _frame: Frame, body: Body) -> None:
+        if isinstance(body, Fault) and body.epoch == self.epoch and self._upstream is not None and self._upstream.open:
+            self._upstream.send(body)
+
+    def _downstream_failed(self, error: PeerError) -> None:
+        self._fault(self.index + 1, error)
+
+    def _fault(self, index: int, error: PeerError | NetworkDown) -> None:
+        code = ErrorCode.PEER_LOST if isinstance(error, NetworkDown) else error.code
+        self._send_fault(index, code, getattr(error, "retry_s", None) or 0.0)
+
+    def _send_fault(self, index: int, code: ErrorCode, retry_s: float = 0.0) -> None:
+        log.info("session %s: hop %d of its route fails: %s", self.id.hex()[:8], index, code.name)
+        if self._upstream is not None and self._upstream.open:
+            self._upstream.send(Fault(self.epoch, index, code, retry_s))
+
+    def drain(self) -> None:
+        """Tell the client that this hop is leaving; the session goes on here until the client has moved it."""
+        self._send_fault(self.index, ErrorCode.DRAINING)
+
+    def _upstream_lost(self, error: PeerError) -> None:
+        log.info("session %s: upstream is gone (%s); kept for %.0f s", self.id.hex()[:8], error, self._stage.orphan_grace_s)
+        loop = asyncio.get_running_loop()
+        self._orphaned = loop.call_later(self._stage.orphan_grace_s, self.free)
+
+    @property
+    def orphaned(self) -> bool:
+        return self._orphaned is not None
+
+    def free(self) -> None:
+        """Give back everything, here and downstream. Safe to call twice."""
+        if self._freed:
+            return
+        self._freed = True
+        if self._orphaned is not None:
+            self._orphaned.cancel()
+        self._downstream.unbind()
+        for channel in (self._ring, self._upstream):
+            if channel is not None:
+                channel.close()
+        self._close_subscribers()
+        self._stage.freed(self)
+
+    async def close(self) -> None:
+        """Free, and wait for the tasks of this session."""
+        self.free()
+        await self._tasks.close()
+

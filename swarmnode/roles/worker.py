@@ -1,0 +1,276 @@
+"""The compute thread of a stage: it takes what is waiting, runs it as one batch, and hands the encoded results to the loop.
+
+    loop:    submit(job) ----------------.            .----> job.done(result)
+    thread:                collect -> schedule -> run -> postprocess
+
+All tensors live on this thread: payloads are decoded, sampled and encoded here, never on the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from swarmnode.compress.codecs import decode, encode
+from swarmnode.codec.messages import Sampling, Want
+from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.compute.runner import Work, is_finite
+from swarmnode.compute.sampling import sample
+from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.net.interfaces import Buffer
+
+if TYPE_CHECKING:
+    from swarmnode.compute.runner import StageRunner
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What becomes of a job's output in the middle of a route: hidden states, encoded for the next hop."""
+
+    codec: Codec
+
+
+@dataclass(frozen=True)
+class Sample:
+    """At the last hop in RING mode: tokens for the positions from `first` on."""
+
+    sampling: Sampling
+    first: int
+
+
+@dataclass(frozen=True)
+class Return:
+    """At the last hop in DRIVEN mode: the wanted outputs go to the client as they are."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Encoded positions of a session to be run through the stage: [start, start + count), after dropping `skip` from the front."""
+
+    session: int
+    start: int
+    count: int
+    parts: tuple[tuple[TensorInfo, Buffer], ...]
+    then: Forward | Sample | Return
+    done: Callable[[Job, Result], None]
+    want: Want = Want.NOTHING
+    reorder: tuple[int, ...] = ()
+    skip: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a job. `tokens` are (position, ids per row) for Sample; `tensor` for Forward and Return."""
+
+    tensor: tuple[TensorInfo, Buffer] | None = None
+    tokens: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    error: ErrorCode | None = None
+
+
+def merge(first: Job, second: Job, max_tokens: int) -> Job | None:
+    """Both jobs as one forward pass where that gives the same: adjoining positions, no reorder or wanted output between.
+
+    This is what makes a replay of a thousand decode steps cost a few prefill passes.
+    """
+    adjoining = first.end == second.start and first.count + second.count <= max_tokens
+    if not adjoining or first.want != Want.NOTHING or second.want == Want.ALL or second.reorder or second.skip:
+        return None
+    return replace(first, count=first.count + second.count, parts=first.parts + second.parts, want=second.want)
+
+
+class Worker:
+    """Owns the compute thread. Every method but the constructor's callbacks is called from the loop.
+
+    A decode step is a job of one position; steps of all sessions that wait are run together. Prompt chunks (longer jobs)
+    are run one at a time, in turn with the decode steps, so that neither starves the other.
+    """
+
+    def __init__(self, runner: StageRunner, *, chunk_tokens: int = 256, threads: int | None = None) -> None:
+        self.runner = runner
+        self._chunk_tokens = chunk_tokens
+        self._threads = threads
+        self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiting: dict[int, deque[Job]] = {}
+        self._prefill_next = False
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="swarmnode-compute", daemon=True)
+        self.steps = 0
+        self.positions = 0
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.runner!r} after {self.steps} passes, {len(self._waiting)} sessions waiting>"
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; `job.done` is called on the loop."""
+        self._inbox.put(job)
+
+    def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Run a function on the compute thread, after everything queued before it has been collected."""
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                value = function()
+            except BaseException as error:
+                self._post(_fail, future, error)
+            else:
+                self._post(_resolve, future, value)
+
+        self._inbox.put(run)
+        return future
+
+    def forget(self, session: int) -> None:
+        """Drop what waits for a session and free its cache."""
+
+        def drop() -> None:
+            self._waiting.pop(session, None)
+            self.runner.close(session)
+
+        self._inbox.put(drop)
+
+    async def close(self) -> None:
+        """Stop after the pass that is running."""
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _post(self, callback: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:  # the loop has closed: nobody waits for results any more
+            log.debug("result dropped: the loop has closed")
+
+    # -- below: the compute thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        with torch.inference_mode():
+            while self._collect():
+                batch = self._schedule()
+                if batch:
+                    self._post(_deliver, batch, self._compute(batch))
+
+    def _collect(self) -> bool:
+        """Take everything that has arrived, waiting only where there is nothing to do. False when told to stop."""
+        wait = not self._waiting
+        while True:
+            try:
+                item = self._inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            wait = False
+            if item is None:
+                return False
+            if isinstance(item, Job):
+                self._waiting.setdefault(item.session, deque()).append(item)
+            else:
+                item()
+                wait = not self._waiting
+
+    def _schedule(self) -> list[Job]:
+        """Either all waiting decode steps, or one prompt chunk; in turn where both wait."""
+        steps: list[int] = []
+        prompts: list[int] = []
+        for session, jobs in self._waiting.items():
+            (steps if jobs[0].count == 1 and len(jobs) == 1 else prompts).append(session)
+        if prompts and (self._prefill_next or not steps):
+            self._prefill_next = False
+            return [self._take(prompts[0])]
+        self._prefill_next = True
+        return [self._take(session) for session in steps]
+
+    def _take(self, session: int) -> Job:
+        jobs = self._waiting.pop(session)
+        job = jobs.popleft()
+        while jobs and (merged := merge(job, jobs[0], self._chunk_tokens)) is not None:
+            jobs.popleft()
+            job = merged
+        if jobs:
+            self._waiting[session] = jobs  # at the end: prompts take turns
+        return job
+
+    def _compute(self, batch: Sequence[Job]) -> list[Result]:
+        works: list[Work] = []
+        ready: list[Job] = []
+        failed: dict[int, Result] = {}
+        for job in batch:
+            try:
+                works.append(self._decode(job))
+                ready.append(job)
+            except ProtocolError as error:
+                failed[id(job)] = Result(error=error.code)
+        try:
+            outputs = self.runner.run(works) if works else []
+            done = {id(job): self._encode(job, hidden) for job, hidden in zip(ready, outputs, strict=True)}
+        except Exception:
+            log.exception("a pass over %d jobs failed", len(works))
+            done = {id(job): Result(error=ErrorCode.INTERNAL) for job in ready}
+        self.steps += 1
+        self.positions += sum(job.count for job in ready)
+        return [failed.get(id(job)) or done[id(job)] for job in batch]
+
+    def _decode(self, job: Job) -> Work:
+        tensors = [decode(info, payload, device=self.runner.device) for info, payload in job.parts]
+        x = (tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1))[:, job.skip :]
+        if not is_finite(x):
+            raise ProtocolError("the input is not finite", code=ErrorCode.NOT_FINITE)
+        return Work(job.session, x, want=_wanted(job), reorder=job.reorder)
+
+    def _encode(self, job: Job, y: torch.Tensor | None) -> Result:
+        then = job.then
+        if isinstance(then, Forward):
+            assert y is not None
+            return Result(tensor=encode(y, then.codec))
+        if y is None:
+            return Result()
+        if not is_finite(y):
+            return Result(error=ErrorCode.NOT_FINITE)
+        if isinstance(then, Return):
+            return Result(tensor=encode(y, Codec.NONE))
+        first = job.end - y.shape[1] + 1  # logits at p draw the token at p + 1
+        tokens = tuple(
+            (first + column, tuple(sample(y[:, column], then.sampling, first + column).tolist()))
+            for column in range(y.shape[1])
+        )
+        return Result(tokens=tokens)
+
+
+def _wanted(job: Job) -> int:
+    """How many of the job's last positions the head must compute."""
+    then = job.then
+    if isinstance(then, Forward):
+        return 0
+    if isinstance(then, Sample):
+        return max(0, min(job.count, job.end + 1 - then.first))
+    return {Want.NOTHING: 0, Want.LAST: 1, Want.ALL: job.count}[job.want]
+
+
+def _deliver(batch: Sequence[Job], results: Sequence[Result]) -> None:
+    for job, result in zip(batch, results, strict=True):
+        job.done(job, result)
+
+
+def _resolve(future: asyncio.Future[T], value: T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail(future: asyncio.Future[T], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
