@@ -7,17 +7,15 @@ promise. It is private to the host (mode 0600): what is handed out is the invite
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
-import os
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from swarmnode.codec.decoding import DECODE_ERRORS
-from swarmnode.errors import LocalError, ProtocolError, UsageError
+from swarmnode.errors import ProtocolError, UsageError
+from swarmnode.swarm.atomic import write_private
 from swarmnode.swarm.invite import Invite, decode_invite, encode_invite, looks_like_invite
 from swarmnode.swarm.manifest import Manifest, decode_manifest, swarm_id
 
@@ -94,24 +92,6 @@ def save_swarm(swarm: Swarm, path: Path) -> None:
         indent=1,
     )
     write_private(path, text.encode())
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Write a file of mode 0600 so that a reader sees the old content or the new one. Raises LocalError."""
-    try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).replace(path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                Path(temporary).unlink()
-            raise
-    except OSError as error:
-        raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def load_swarm(source: str | Path) -> Swarm:

@@ -1,0 +1,263 @@
+"""A peer's live picture of its swarm: it publishes its own announcement and reads everybody's.
+
+The only async file of this room; what is decided here is decided by `Roster` and `shards`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from swarmnode.errors import LocalError, ProtocolError, SwarmnodeError
+from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.swarm import shards
+from swarmnode.swarm.announcement import (
+    MAX_LIFE_S,
+    VERSION,
+    Announcement,
+    Sign,
+    State,
+    Verify,
+    open_announcement,
+    sign_announcement,
+)
+from swarmnode.swarm.known_peers import KnownPeers
+from swarmnode.swarm.roster import Roster
+
+logger = logging.getLogger(__name__)
+
+URGENT_FIELDS = ("state", "span", "seeds", "addresses")
+
+
+@dataclass(frozen=True)
+class DirectoryConfig:
+    """How often to speak and to listen. Both slow down as the swarm grows, so that a peer's traffic stays bounded."""
+
+    read_s: float = 1.0
+    max_read_s: float = 5.0
+    publish_s: float = 5.0
+    max_publish_s: float = 20.0
+    life_factor: float = 3.2  # an announcement outlives three lost refreshes: 16 s
+    crowd: int = 40  # peers beyond which reading slows down (publishing: from four times as many)
+    probe_s: float = 30.0
+    retry_s: float = 1.0  # after a store that nobody took
+    dht_timeout_s: float = 10.0
+    save_s: float = 30.0
+
+    def read_period_s(self, peers: int) -> float:
+        """Seconds between two reads in a swarm of so many peers."""
+        return min(self.max_read_s, self.read_s * max(1.0, peers / self.crowd))
+
+    def publish_period_s(self, peers: int) -> float:
+        """Seconds between two refreshes of the own announcement."""
+        return min(self.max_publish_s, self.publish_s * max(1.0, peers / (4 * self.crowd)))
+
+
+class Directory:
+    """Who is in the swarm now. `start` before use, `close` at the end (which says goodbye).
+
+    A peer that only looks (a client) never calls `announce` and needs no `sign`. `now` is unix time in seconds.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        swarm_id: bytes,
+        *,
+        verify: Verify,
+        sign: Sign | None = None,
+        config: DirectoryConfig = DirectoryConfig(),
+        known_peers: KnownPeers | None = None,
+        now: Callable[[], float] = time.time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.network = network
+        self.swarm_id = swarm_id
+        self.config = config
+        self.known_peers = known_peers
+        self.revision = 0
+        self._verify = verify
+        self._sign = sign
+        self._now = now
+        self._sleep = sleep
+        self._roster = Roster()
+        self._own: Announcement | None = None
+        self._started_at = now()
+        self._sequence = 0
+        self._expires_at = 0.0
+        self._crowd_seen = 0  # the largest estimate of the last probe
+        self._next_probe_at = 0.0
+        self._next_save_at = 0.0
+        self._speak = asyncio.Event()
+        self._moved = asyncio.Event()  # set and exchanged at every change
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def __repr__(self) -> str:
+        own = "looking on" if self._own is None else repr(self._own)
+        return f"<Directory {self.swarm_id.hex()[:12]} revision {self.revision}, {self._roster!r}, {own}>"
+
+    async def start(self) -> None:
+        """Read the swarm once, then keep reading and publishing until `close`."""
+        await self.refresh()
+        self._tasks = [
+            asyncio.create_task(self._read_forever(), name="directory reads"),
+            asyncio.create_task(self._publish_forever(), name="directory publishes"),
+        ]
+
+    async def close(self) -> None:
+        """Stop, and say goodbye, so that nobody counts on us any longer. Safe to call twice."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        if self._own is not None and self._own.life is not State.OFFLINE:
+            self._own = msgspec.structs.replace(self._own, state=State.OFFLINE, sessions=0)
+            await self._publish()
+        await self._save()
+
+    def peers(self) -> Mapping[PeerId, Announcement]:
+        """The live peers by id, ourselves included once we announced; a snapshot."""
+        return self._roster.live
+
+    def announce(self, **changes: Any) -> None:
+        """Change fields of the own announcement. Raises ValueError where one is out of its bounds.
+
+        A new state, span, seeds or addresses go out at once, anything else with the next refresh.
+        """
+        if self._sign is None:
+            raise ValueError("a directory without a key cannot announce")
+        before = self._own or Announcement(VERSION, self.swarm_id, self.network.peer_id, 0, 0.0, 0.0, self._started_at)
+        self._own = msgspec.structs.replace(before, **changes)
+        sign_announcement(
+            self._stamp(self._own), self._sign
+        )  # a field out of bounds is the caller's bug: raise it here
+        urgent = any(getattr(self._own, field) != getattr(before, field) for field in URGENT_FIELDS)
+        if urgent or before.sequence == 0:
+            self._speak.set()
+
+    def suspect(self, peer: PeerId, reason: str) -> None:
+        """Drop a peer that failed from the view at once; it comes back by its own next announcement and a probation."""
+        if peer == self.network.peer_id:
+            return
+        logger.info("peer %s suspected: %s", peer, reason)
+        self._roster.suspect(peer, reason, self._now())
+        self._update()
+
+    async def changed(self, since: int) -> int:
+        """Wait until `revision` is not `since` any more; returns it."""
+        while self.revision == since:
+            await self._moved.wait()
+        return self.revision
+
+    async def refresh(self) -> None:
+        """Read all announcements now. A network that is down leaves the view as it is, until the records expire."""
+        known = max(len(self._roster.live), self._crowd_seen)
+        keys = shards.keys_to_read(self.swarm_id, known)
+        probes: dict[bytes, int] = {}
+        if self._now() >= self._next_probe_at:
+            self._next_probe_at = self._now() + self.config.probe_s
+            probes = shards.probe_keys(self.swarm_id)
+        try:
+            found = await asyncio.wait_for(
+                self.network.dht.get(list(dict.fromkeys([*keys, *probes]))), self.config.dht_timeout_s
+            )
+        except (SwarmnodeError, asyncio.TimeoutError) as error:
+            logger.warning("cannot read the swarm's announcements: %s", error or "no answer")
+            found = {}
+        for records in found.values():
+            for record in records.values():
+                self._observe(record.value)
+        if probes:
+            self._crowd_seen = max(len(found.get(key, ())) * stands_for for key, stands_for in probes.items())
+        self._update()
+        await self._remember()
+
+    def _observe(self, value: bytes) -> None:
+        """Take in one record; what is not a signed announcement of this swarm is passed over."""
+        try:
+            announcement = open_announcement(value, self.swarm_id, self._verify)
+        except ProtocolError as error:
+            logger.debug("ignored a record: %s", error)
+            return
+        if announcement.peer != self.network.peer_id:
+            self._roster.observe(announcement)
+        elif announcement.sequence > self._sequence:  # of an earlier run whose clock was ahead
+            self._sequence, self._expires_at = announcement.sequence, announcement.expires_at
+            self._speak.set()
+
+    def _update(self) -> None:
+        """Let everybody who waits know where the view changed."""
+        if self._roster.update(self._now()):
+            self.revision += 1
+            self._moved.set()
+            self._moved = asyncio.Event()
+
+    async def _read_forever(self) -> None:
+        while True:
+            await self._sleep(self.config.read_period_s(len(self._roster.live)))
+            await self.refresh()
+
+    async def _publish_forever(self) -> None:
+        while True:
+            self._speak.clear()
+            stored = self._own is None or await self._publish()
+            await self._pause(self._publish_period_s() if stored else self.config.retry_s)
+
+    async def _pause(self, delay_s: float) -> None:
+        """Wait until there is something urgent to say, at most `delay_s`."""
+        waits = [asyncio.ensure_future(self._sleep(delay_s)), asyncio.ensure_future(self._speak.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def _publish_period_s(self) -> float:
+        return self.config.publish_period_s(len(self._roster.live))
+
+    def _stamp(self, announcement: Announcement) -> Announcement:
+        """The announcement as of now. Its expiry always grows: a DHT keeps the value that expires last."""
+        now = self._now()
+        wanted = max(self._expires_at + 0.001, now + self._publish_period_s() * self.config.life_factor)
+        expires_at = min(wanted, now + MAX_LIFE_S)
+        sequence = max(self._sequence + 1, int(now * 1000))
+        return msgspec.structs.replace(announcement, sequence=sequence, issued_at=now, expires_at=expires_at)
+
+    async def _publish(self) -> bool:
+        """Sign and store the own announcement; whether another peer took it."""
+        assert self._own is not None and self._sign is not None
+        self._own = own = self._stamp(self._own)
+        self._sequence, self._expires_at = own.sequence, own.expires_at
+        self._roster.observe(own)
+        self._update()
+        key = shards.own_key(self.swarm_id, own.peer, len(self._roster.live))
+        record = sign_announcement(own, self._sign)
+        store = self.network.dht.store(key, own.peer.encode(), record, expires_at=own.expires_at)
+        try:
+            return await asyncio.wait_for(store, self.config.dht_timeout_s)
+        except (SwarmnodeError, asyncio.TimeoutError) as error:
+            logger.warning("cannot publish the own announcement: %s", error or "no answer")
+            return False
+
+    async def _remember(self) -> None:
+        """Keep the addresses of live peers for the next run."""
+        if self.known_peers is None or self._now() < self._next_save_at:
+            return
+        self._next_save_at = self._now() + self.config.save_s
+        self.known_peers.remember(self.peers().values(), self._now(), own=self.network.peer_id)
+        await self._save()
+
+    async def _save(self) -> None:
+        """Write the known peers' file; a full disk costs only this help."""
+        if self.known_peers is None:
+            return
+        try:
+            await asyncio.to_thread(self.known_peers.save)
+        except (LocalError, OSError) as error:
+            logger.warning("%s", error)
