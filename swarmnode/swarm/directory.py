@@ -133,11 +133,10 @@ class Directory:
         if self._sign is None:
             raise ValueError("a directory without a key cannot announce")
         before = self._own or Announcement(VERSION, self.swarm_id, self.network.peer_id, 0, 0.0, 0.0, self._started_at)
-        self._own = msgspec.structs.replace(before, **changes)
-        sign_announcement(
-            self._stamp(self._own), self._sign
-        )  # a field out of bounds is the caller's bug: raise it here
-        urgent = any(getattr(self._own, field) != getattr(before, field) for field in URGENT_FIELDS)
+        after = msgspec.structs.replace(before, **changes)
+        sign_announcement(self._stamp(after), self._sign)  # a field out of bounds is the caller's bug: raise it here
+        self._own = after
+        urgent = any(getattr(after, field) != getattr(before, field) for field in URGENT_FIELDS)
         if urgent or before.sequence == 0:
             self._speak.set()
 

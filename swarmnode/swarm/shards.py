@@ -37,8 +37,8 @@ def own_key(swarm_id: bytes, peer: PeerId, peers: int) -> bytes:
 
 def keys_to_read(swarm_id: bytes, peers: int) -> list[bytes]:
     """All keys under which a swarm of about `peers` peers may have published."""
-    levels = {level_for(int(peers / _UNCERTAINTY)), level_for(int(peers * _UNCERTAINTY))}
-    return [shard_key(swarm_id, level, shard) for level in sorted(levels) for shard in range(1 << level)]
+    levels = range(level_for(int(peers / _UNCERTAINTY)), level_for(int(peers * _UNCERTAINTY)) + 1)
+    return [shard_key(swarm_id, level, shard) for level in levels for shard in range(1 << level)]
 
 
 def probe_keys(swarm_id: bytes) -> dict[bytes, int]:
