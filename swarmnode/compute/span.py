@@ -1,0 +1,208 @@
+"""A span of units of a model on one device: loading it, and its forward pass.
+
+`family.py` tells the units. The family's own class is built on the meta device, cut down to the layers, embedding and head
+of the span, and filled by transformers' own loader, which knows renames and fused experts. Layers keep their numbers, so
+nothing in the config or in the names of tensors has to be rewritten.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swarmnode.compute.checkpoint import Checkpoint
+from swarmnode.compute.family import Family
+from swarmnode.compute.stack import Absent, Stack
+from swarmnode.errors import CheckpointError, LocalError
+
+Progress = Callable[[str, int, int], None]
+"""(what, done, total): called while something long goes on."""
+
+
+class Span:
+    """Units [start, end) of a model, ready to run.
+
+    `model` is the family's causal language model, cut down. Not safe for use from two threads at once.
+    """
+
+    def __init__(self, family: Family, model: Any, start: int, end: int) -> None:
+        self.family = family
+        self.model = model
+        self.start = start
+        self.end = end
+        self.stack: Stack = model.get_submodule(family.stack_name)
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    def __repr__(self) -> str:
+        return f"Span([{self.start}:{self.end}) of {self.family.units} units, {self.weight_bytes / 1e6:.1f} MB)"
+
+    @property
+    def config(self) -> Any:
+        """The whole model's transformers config."""
+        return self.model.config
+
+    @property
+    def hidden_size(self) -> int:
+        """Size H of the hidden states."""
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Size V of the vocabulary."""
+        return int(self.config.vocab_size)
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether token ids may enter here."""
+        return self.start == 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether logits come out here."""
+        return self.end == self.family.units
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of weights and buffers; tied ones count once."""
+        tensors = {tensor.data_ptr(): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """KV cache of one token of one row, over all layers of the span."""
+        elements = sum(self.family.cache_elements_per_token(unit) for unit in range(self.start, self.end))
+        return elements * self.dtype.itemsize
+
+    def layers_of(self, start: int, end: int) -> range:
+        """Numbers of the layers among units [start, end)."""
+        first = min(max(start - 1, 0), self.family.layer_count)
+        return range(first, max(first, min(end - 1, self.family.layer_count)))
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cache: Any,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        keep_last: int = -1,
+        start: int | None = None,
+        end: int | None = None,
+    ) -> Tensor:
+        """Run units [start, end) of the span (default: all) on the next positions of a batch.
+
+        `x` is ids_BT (int64) where the range starts with the embedding, else hidden_BTH. `attention_mask` (B, past + T) is
+        None where nothing is padding. Returns logits_BKV of the `keep_last` last positions (-1: all) where the range ends
+        with the head, else hidden_BTH.
+        """
+        start = self.start if start is None else start
+        end = self.end if end is None else end
+        layers = self.layers_of(start, end)
+        self.stack.select(layers.start, layers.stop)
+        inputs: dict[str, Any] = {"input_ids" if start == 0 else "inputs_embeds": x}
+        if self._takes_positions:
+            inputs["position_ids"] = position_ids
+        to_head = end == self.family.units
+        output, hidden_BTH = self.stack.pass_through(
+            lambda: self.model(**inputs, attention_mask=attention_mask, past_key_values=cache, use_cache=True),
+            entering_BTH=None if start == 0 else x,
+            keep_last=keep_last if to_head else 0,
+        )
+        logits_BKV: Tensor = output.logits
+        return logits_BKV if to_head else hidden_BTH
+
+
+def load_span(
+    checkpoint: Checkpoint,
+    start: int,
+    end: int,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = "auto",
+    quantize: str = "none",
+    progress: Progress | None = None,
+) -> Span:
+    """Load units [start, end). `dtype` "auto" is the checkpoint's own. Raises CheckpointError, LocalError.
+
+    Reads only the tensors of the span, each once, from mapped files; nothing is copied where the dtype stays and the
+    device is the CPU.
+    """
+    family = checkpoint.family
+    if not 0 <= start < end <= family.units:
+        raise LocalError(f"no units [{start}:{end}): the model has {family.units}")
+    if dtype == "auto":
+        dtype = checkpoint.dtype
+    slices = checkpoint.open_slices(checkpoint.tensors_of(start, end))
+    model = build_span_model(family, slices, start, end, dtype=dtype)
+    if progress is not None:
+        progress("weights", len(slices), len(slices))
+    model.to(device)
+    return Span(family, model, start, end)
+
+
+def build_span_model(
+    family: Family, tensors: Mapping[str, Any], start: int, end: int, *, dtype: torch.dtype | str
+) -> Any:
+    """The family's class with the units [start, end) only, filled from `tensors` (of the span, checkpoint's names)."""
+    model_class = _cut_class(family, start, end)
+    model, info = model_class.from_pretrained(
+        None, config=family.config, state_dict=dict(tensors), dtype=dtype, output_loading_info=True
+    )
+    problems = [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"]), *info["error_msgs"]]
+    if problems:
+        raise CheckpointError(f"the checkpoint lacks or contradicts {len(problems)} tensors of the model: {problems[0]}")
+    if start > 0:
+        model.set_submodule(family.input_embedding, Absent())  # was needed for a tied head only
+    model.requires_grad_(False)
+    return model
+
+
+def _cut_class(family: Family, start: int, end: int) -> type[Any]:
+    """A subclass of the family's class whose instances lack the modules of other units from the moment they are built."""
+
+    def __init__(self: Any, config: Any) -> None:
+        family.model_class.__init__(self, config)
+        _cut(self, family, start, end)
+
+    name = family.model_class.__name__  # the loader knows conversions by class name
+    return type(name, (family.model_class,), {"__init__": __init__, "__module__": family.model_class.__module__})
+
+
+def _cut(model: Any, family: Family, start: int, end: int) -> None:
+    has_head = end == family.units
+    absent = set[str]()
+    if start > 0:
+        absent |= family.front - ({family.input_embedding} if has_head and family.tied else set())
+    if not has_head:
+        absent |= family.back
+    for name in absent:
+        model.set_submodule(name, Absent())
+    layers: nn.ModuleList = model.get_submodule(family.stack_name)
+    held = {number: layers[number] for number in range(max(start - 1, 0), min(end - 1, family.layer_count))}
+    stack = Stack(
+        held,
+        total=family.layer_count,
+        returns_tuple=family.returns_tuple,
+        layer_types=getattr(family.config, "layer_types", None),
+    )
+    model.set_submodule(family.stack_name, stack)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    model.all_tied_weights_keys = {
+        target: source for target, source in model.all_tied_weights_keys.items() if {target, source} <= names
+    }

@@ -1,0 +1,131 @@
+"""The layers of a model with a door in front of the first and one behind the last that run.
+
+A family's own forward prepares masks and rotary embeddings, then goes through its list of layers. `Stack` replaces that list.
+It keeps every layer's place (family code may look at a layer's number), walks through only those asked for, and exchanges
+hidden states at two doors: what the family made of its inputs before the first layer is replaced by the hidden states that
+came from elsewhere, and what leaves the last layer is kept, before any final norm. So embedding scales, position tables and
+norms of any family need no knowledge here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Stack(nn.ModuleList):
+    """Layers under their numbers in the whole model; those that are not held here are missing.
+
+    `returns_tuple` says whether the family's layers return a tuple that starts with the hidden states, or them alone;
+    `layer_types` names the attention of each of the model's layers where the family has several kinds.
+    """
+
+    def __init__(
+        self, layers: Mapping[int, nn.Module], *, total: int, returns_tuple: bool, layer_types: Sequence[str] | None = None
+    ) -> None:
+        super().__init__()
+        for number, layer in layers.items():
+            self.add_module(str(number), layer)
+        self.total = total
+        kinds = layer_types or ["full_attention"] * total
+        self._skips: list[Any] = [_Skip(returns_tuple, kind) for kind in kinds]
+        self.entering_BTH: Tensor | None = None
+        self.leaving_BTH: Tensor | None = None
+        self.keep_last = -1
+        self._routes: dict[tuple[int, int], list[Any]] = {}
+        self._route: list[Any] = []
+        self.select(0, 0)
+
+    def select(self, first: int, end: int) -> None:
+        """From now on, run layers [first, end) only; an empty range passes hidden states from door to door."""
+        if (first, end) not in self._routes:
+            self._routes[first, end] = self._make_route(first, end)
+        self._route = self._routes[first, end]
+
+    def pass_through(
+        self, forward: Callable[[], Any], entering_BTH: Tensor | None, keep_last: int = -1
+    ) -> tuple[Any, Tensor]:
+        """Call the family's `forward` and return (what it returned, the hidden states that left the last layer).
+
+        `entering_BTH` None: the family's own embeddings enter. Behind the last layer the family goes on with the last
+        `keep_last` positions only (-1: all of them, 0: none).
+        """
+        self.entering_BTH, self.keep_last = entering_BTH, keep_last
+        try:
+            output = forward()
+            assert self.leaving_BTH is not None
+            return output, self.leaving_BTH
+        finally:
+            self.entering_BTH = self.leaving_BTH = None
+
+    def _make_route(self, first: int, end: int) -> list[Any]:
+        if first == end:  # the door stands where a layer would: families walk over as many places as the model has layers
+            place = min(first, self.total - 1)
+            return [*self._skips[:place], _Door(self, self._skips[place], enters=True, leaves=True)]
+        route = self._skips[:first] + [self._modules[str(number)] for number in range(first, end)]
+        route[first] = _Door(self, route[first], enters=True, leaves=first == end - 1)
+        if first < end - 1:
+            route[-1] = _Door(self, route[-1], enters=False, leaves=True)
+        return route
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._route)
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._route[index]
+
+    def __repr__(self) -> str:
+        return f"Stack({len(self._modules)} of {self.total} layers)"
+
+
+class _Skip:
+    """Stands where a layer is not run. Some families choose a layer's mask by its `attention_type`."""
+
+    def __init__(self, returns_tuple: bool, attention_type: str) -> None:
+        self.returns_tuple = returns_tuple
+        self.attention_type = attention_type
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        return (hidden_states,) if self.returns_tuple else hidden_states
+
+
+class _Door:
+    """A layer at which hidden states enter the stack, leave it, or both."""
+
+    def __init__(self, stack: Stack, layer: Any, *, enters: bool, leaves: bool) -> None:
+        self.stack = stack
+        self.layer = layer
+        self.enters = enters
+        self.leaves = leaves
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        stack = self.stack
+        if self.enters and stack.entering_BTH is not None:
+            hidden_states = stack.entering_BTH
+        output = self.layer(hidden_states, *args, **kwargs)
+        if not self.leaves:
+            return output
+        leaving_BTH: Tensor = output[0] if isinstance(output, tuple) else output
+        stack.leaving_BTH = leaving_BTH
+        kept = leaving_BTH
+        if stack.keep_last >= 0:
+            kept = leaving_BTH[:, leaving_BTH.shape[1] - stack.keep_last :]
+        return (kept, *output[1:]) if isinstance(output, tuple) else kept
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+
+class Absent(nn.Module):
+    """Stands for a module whose weights are not held: hidden states pass unchanged, looked-up embeddings are zero."""
+
+    def forward(self, x: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+        if x is not None and x.is_floating_point():
+            return x
+        return torch.zeros((), device=None if x is None else x.device)

@@ -1,0 +1,147 @@
+"""Learns a family's anatomy by running its own code once on the meta device: shapes only, no weights, milliseconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.initialization import no_init_weights
+
+from swarmnode.compute.stack import Stack
+from swarmnode.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one pass over the model showed; the fields are those of `Family`."""
+
+    stack_name: str
+    input_embedding: str
+    front: frozenset[str]
+    back: frozenset[str]
+    tied: bool
+    returns_tuple: bool
+    cache_shapes: tuple[tuple[tuple[int, int], ...], ...]
+
+
+def build_on_meta(model_class: type[Any], config: Any) -> Any:
+    """The model without weights. Raises CheckpointError where its class refuses the config."""
+    try:
+        with torch.device("meta"), no_init_weights():
+            return model_class(config).eval()
+    except (ValueError, TypeError, AttributeError, KeyError, ImportError, RuntimeError) as error:
+        raise CheckpointError(f"{model_class.__name__} cannot be built from this config: {error}") from error
+
+
+def trace_model(model_class: type[Any], config: Any) -> Trace:
+    """Raises CheckpointError where the model has no list of layers that hand hidden states to each other with a KV cache."""
+    model = build_on_meta(model_class, config)
+    stack_name = _find_stack(model, config.num_hidden_layers)
+    layers = list(model.get_submodule(stack_name))
+    recorder = _Recorder(len(layers))
+    probes = {number: _Probe(layer, number, recorder) for number, layer in enumerate(layers)}
+    stack = Stack(probes, total=len(layers), returns_tuple=False)
+    stack.select(0, len(layers))
+    model.set_submodule(stack_name, stack)
+    front, back = _run(model, stack, stack_name, recorder)
+    names = {id(module): name for name, module in model.named_modules()}
+    shapes = tuple(recorder.shapes.get(number, ()) for number in range(len(layers)))
+    if not all(shapes):
+        raise CheckpointError(
+            f"{model_class.__name__}: layer {shapes.index(())} keeps no KV cache of its own, so the model cannot be split"
+        )
+    return Trace(
+        stack_name=stack_name,
+        input_embedding=names[id(model.get_input_embeddings())],
+        front=frozenset(front),
+        back=frozenset(back),
+        tied=bool(config.tie_word_embeddings and model.all_tied_weights_keys),
+        returns_tuple=recorder.returns_tuple,
+        cache_shapes=shapes,
+    )
+
+
+def _find_stack(model: nn.Module, layer_count: int) -> str:
+    """The name of the list of all layers: the longest of its length by parameters."""
+    found = [
+        (sum(parameter.numel() for parameter in module.parameters()), name)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == layer_count
+    ]
+    if not found:
+        raise CheckpointError(f"{type(model).__name__} has no list of its {layer_count} layers: it cannot be split")
+    return max(found)[1]
+
+
+def _run(model: Any, stack: Stack, stack_name: str, recorder: _Recorder) -> tuple[list[str], list[str]]:
+    """One token through the model on meta. Returns the modules with weights called before and after the layers."""
+    front: list[str] = []
+    back: list[str] = []
+
+    def watch(name: str, module: nn.Module) -> Any:
+        return module.register_forward_hook(
+            lambda *_: (back if stack.leaving_BTH is not None else front).append(name)
+        )
+
+    outside = (item for item in model.named_modules() if not item[0].startswith(stack_name))
+    handles = [watch(name, module) for name, module in outside if any(True for _ in module.parameters(recurse=False))]
+    ids_BT = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    try:
+        with torch.inference_mode():
+            stack.pass_through(lambda: model(input_ids=ids_BT, past_key_values=recorder, use_cache=True), None)
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        raise CheckpointError(f"{type(model).__name__} cannot be split: {error}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return front, back
+
+
+class _Recorder(Cache):
+    """A KV cache that keeps shapes only."""
+
+    def __init__(self, layer_count: int) -> None:
+        super().__init__(layers=[DynamicLayer() for _ in range(layer_count)])
+        self.shapes: dict[int, tuple[tuple[int, int], ...]] = {}
+        self.returns_tuple = False
+        self.seen: dict[tuple[Any, ...], tuple[tuple[int, int], ...]] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """Note (heads, dim) of keys and values."""
+        self.shapes[layer_idx] = tuple((states.shape[1], states.shape[3]) for states in (key_states, value_states))
+        return key_states, value_states
+
+
+class _Probe(nn.Module):
+    """Runs a layer for its shapes, once for layers that are alike; what follows attention may not work on meta (experts)."""
+
+    def __init__(self, layer: nn.Module, number: int, recorder: _Recorder) -> None:
+        super().__init__()
+        self.layer = layer
+        self.number = number
+        self.recorder = recorder
+        self.signature = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output, or a stand-in for it."""
+        recorder = self.recorder
+        if self.signature in recorder.seen:
+            recorder.shapes[self.number] = recorder.seen[self.signature]
+            return (hidden_states,) if recorder.returns_tuple else hidden_states
+        try:
+            output = self.layer(hidden_states, *args, **kwargs)
+            recorder.returns_tuple = isinstance(output, tuple)
+        except RuntimeError:
+            output = (hidden_states,) if recorder.returns_tuple else hidden_states
+        if self.number in recorder.shapes:
+            recorder.seen[self.signature] = recorder.shapes[self.number]
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
