@@ -5,6 +5,7 @@ Both run where the tensor is (CPU or CUDA); only encoded bytes cross between hos
 
 from __future__ import annotations
 
+from math import prod
 from typing import Union
 
 import torch
@@ -12,13 +13,16 @@ from torch import Tensor
 
 from swarmnode.codec.tensors import FLOAT_DTYPES, MAX_ELEMENTS, Codec, DType, TensorInfo, check_tensor, payload_bytes
 from swarmnode.compress.dense import decode_half, encode_half
+from swarmnode.compress.int4 import decode_int4, encode_int4
 from swarmnode.compress.int8 import decode_int8, encode_int8
+from swarmnode.compress.topk import decode_topk, encode_topk
 from swarmnode.errors import ProtocolError
 
 __all__ = ["Buffer", "decode", "encode", "payload_bytes"]
 
 Buffer = Union[bytes, bytearray, memoryview]
 
+ALIGNMENT_BYTES = 8
 COPY_BYTES = 1 << 16  # a smaller payload is copied out: cheaper than a view, and it keeps no tensor alive
 
 _DTYPE_OF = {
@@ -30,7 +34,6 @@ _DTYPE_OF = {
     torch.uint8: DType.UINT8,
 }
 _TORCH_DTYPE = {int(code): dtype for dtype, code in _DTYPE_OF.items()}
-_ITEM_BYTES = {int(code): dtype.itemsize for dtype, code in _DTYPE_OF.items()}
 
 
 def encode(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[TensorInfo, Buffer]:
@@ -43,21 +46,26 @@ def encode(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[TensorInfo,
     dtype = _DTYPE_OF.get(tensor.dtype)
     if dtype is None or (codec != Codec.NONE and dtype not in FLOAT_DTYPES):
         raise ValueError(f"codec {Codec(codec).name} does not carry tensors of {tensor.dtype}")
-    with torch.no_grad():
-        payload_M = _encode_flat(tensor.detach().reshape(-1), codec)
-    return TensorInfo(int(codec), int(dtype), tuple(tensor.shape)), _to_buffer(payload_M)
+    shape = tuple(tensor.shape)
+    if not tensor.numel():
+        return TensorInfo(int(codec), int(dtype), shape), b""
+    with torch.inference_mode():  # cheaper than no_grad; no tensor made here leaves
+        payload_M, param = _encode_flat(tensor.detach().reshape(-1), codec, param)
+    return TensorInfo(int(codec), int(dtype), shape, param), _to_buffer(payload_M)
 
 
-def _encode_flat(x_N: Tensor, codec: Codec) -> Tensor:
+def _encode_flat(x_N: Tensor, codec: Codec, param: int) -> tuple[Tensor, int]:
     if codec == Codec.NONE:
-        return x_N.view(torch.uint8)
+        return x_N.view(torch.uint8), 0
     if codec == Codec.BF16:
-        return encode_half(x_N, torch.bfloat16)
+        return encode_half(x_N, torch.bfloat16), 0
     if codec == Codec.FP16:
-        return encode_half(x_N, torch.float16)
+        return encode_half(x_N, torch.float16), 0
     if codec == Codec.INT8:
-        return encode_int8(x_N)
-    raise ValueError(f"unknown codec {codec}")
+        return encode_int8(x_N), 0
+    if codec == Codec.INT4:
+        return encode_int4(x_N), 0
+    return encode_topk(x_N, param)
 
 
 def _to_buffer(payload_M: Tensor) -> Buffer:
@@ -84,17 +92,17 @@ def decode(
     dtype = _TORCH_DTYPE[info.dtype]
     if not length:
         return torch.empty(info.shape, dtype=dtype, device=device)
-    payload_M = _from_buffer(payload, torch.device(device), _ITEM_BYTES[info.dtype])
+    payload_M = _from_buffer(payload, torch.device(device))
     return _decode_flat(info, payload_M, dtype).view(info.shape)
 
 
-def _from_buffer(payload: Buffer, device: torch.device, item_bytes: int) -> Tensor:
+def _from_buffer(payload: Buffer, device: torch.device) -> Tensor:
     view = memoryview(payload)
     # torch warns about read-only memory; unaligned views are slow or refused on some machines. One copy answers both.
     payload_M = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
     if device.type != "cpu":
         return payload_M.to(device)
-    return payload_M if payload_M.data_ptr() % item_bytes == 0 else payload_M.clone()
+    return payload_M if payload_M.data_ptr() % ALIGNMENT_BYTES == 0 else payload_M.clone()
 
 
 def _decode_flat(info: TensorInfo, payload_M: Tensor, dtype: torch.dtype) -> Tensor:
@@ -104,7 +112,9 @@ def _decode_flat(info: TensorInfo, payload_M: Tensor, dtype: torch.dtype) -> Ten
         return decode_half(payload_M, torch.bfloat16, dtype)
     if info.codec == Codec.FP16:
         return decode_half(payload_M, torch.float16, dtype)
-    count = 1
-    for size in info.shape:
-        count *= size
-    return decode_int8(payload_M, count, dtype)
+    count = prod(info.shape)
+    if info.codec == Codec.INT8:
+        return decode_int8(payload_M, count, dtype)
+    if info.codec == Codec.INT4:
+        return decode_int4(payload_M, count, dtype)
+    return decode_topk(payload_M, count, info.param, dtype)

@@ -6,56 +6,38 @@ instead of their dynamic one, which is nearer to the original on activations and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from swarmnode.codec.tensors import INT8_GROUP, SCALE_BYTES, Codec, encoded_bytes
-from swarmnode.compress.scales import group_scales, piece_rows
+from swarmnode.codec.tensors import INT8_GROUP, SCALE_BYTES
+from swarmnode.compress.blocks import in_pieces, magnitudes, rows_of, scales_and_codes, write_scales
 
 LEVELS = 127
 
 
 def encode_int8(x_N: Tensor) -> Tensor:
     """Payload uint8_M on x's device: scales bfloat16_G, then codes int8_N."""
-    count = x_N.numel()
-    payload_M = torch.empty(encoded_bytes(Codec.INT8, 0, count, 0), dtype=torch.uint8, device=x_N.device)
-    scales_G1, codes_N = _parts(payload_M, count)
-    for x_GW, scale_G1, codes_GW in _pieces(x_N, scales_G1, codes_N):
-        work_GW = x_GW.float().abs() if x_GW.dtype != torch.float32 else x_GW.abs()
-        scale_G1.copy_(group_scales(work_GW, LEVELS))
-        torch.mul(x_GW, scale_G1.float().reciprocal_(), out=work_GW)
-        codes_GW.copy_(work_GW.round_())
-    return payload_M
+    x_GW = rows_of(x_N, INT8_GROUP)
+    groups = x_GW.shape[0]
+    payload_M = torch.empty(groups * (SCALE_BYTES + INT8_GROUP), dtype=torch.uint8, device=x_N.device)
+    in_pieces(_encode_groups, x_GW, *scales_and_codes(payload_M, groups))
+    return payload_M[: groups * SCALE_BYTES + x_N.numel()]
+
+
+def _encode_groups(x_GW: Tensor, scales_G1: Tensor, codes_GC: Tensor) -> None:
+    work_GW = magnitudes(x_GW)
+    inverse_G1 = write_scales(work_GW.amax(1, keepdim=True), LEVELS, scales_G1)
+    codes_GC.view(torch.int8).copy_(torch.mul(x_GW, inverse_G1, out=work_GW).round_())
 
 
 def decode_int8(payload_M: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """x_N of `dtype`; a group whose scale is not finite decodes to values that are not finite either."""
-    scales_G1, codes_N = _parts(payload_M, count)
-    x_N = torch.empty(count, dtype=dtype, device=payload_M.device)
-    for x_GW, scale_G1, codes_GW in _pieces(x_N, scales_G1, codes_N):
-        torch.mul(codes_GW, scale_G1.float(), out=x_GW)
-    return x_N
+    groups = -(-count // INT8_GROUP)
+    x_GW = torch.empty(groups, INT8_GROUP, dtype=dtype, device=payload_M.device)
+    payload_M = rows_of(payload_M, groups * (SCALE_BYTES + INT8_GROUP)).view(-1)  # the last group may be cut short
+    in_pieces(_decode_groups, x_GW, *scales_and_codes(payload_M, groups))
+    return x_GW.view(-1)[:count]
 
 
-def _parts(payload_M: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The payload's scales bfloat16_G1 and codes int8_N, as views."""
-    scale_bytes = SCALE_BYTES * -(-count // INT8_GROUP)
-    return payload_M[:scale_bytes].view(torch.bfloat16).unsqueeze(1), payload_M[scale_bytes:].view(torch.int8)
-
-
-def _pieces(x_N: Tensor, scales_G1: Tensor, codes_N: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(x_GW, scales_G1, codes_GW) piece by piece, all of them views; a last group that is not full comes alone."""
-    count = x_N.numel()
-    whole = count - count % INT8_GROUP
-    rows = piece_rows(INT8_GROUP, x_N.device)
-    if whole:
-        yield from zip(
-            torch.split(x_N[:whole].view(-1, INT8_GROUP), rows),
-            torch.split(scales_G1[: whole // INT8_GROUP], rows),
-            torch.split(codes_N[:whole].view(-1, INT8_GROUP), rows),
-            strict=True,
-        )
-    if whole < count:
-        yield x_N[whole:].view(1, -1), scales_G1[-1:], codes_N[whole:].view(1, -1)
+def _decode_groups(x_GW: Tensor, scales_G1: Tensor, codes_GC: Tensor) -> None:
+    torch.mul(codes_GC.view(torch.int8), scales_G1.float(), out=x_GW)
