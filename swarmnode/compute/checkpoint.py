@@ -94,9 +94,7 @@ class Checkpoint:
 
     def tensors_of(self, start: int, end: int) -> list[str]:
         """Names of the tensors that a span [start, end) of units needs."""
-        return [
-            name for name in self.entries if any(start <= unit < end for unit in self.family.units_of_tensor(name))
-        ]
+        return [name for name in self.entries if any(start <= unit < end for unit in self.family.units_of_tensor(name))]
 
     def read(self, names: Iterable[str]) -> dict[str, Any]:
         """The named tensors, on the CPU, as memory mapped from the files: pages are read when touched."""
@@ -151,7 +149,9 @@ def read_entries(path: Path) -> dict[str, TensorEntry]:
         entries.update({name: entry for name, entry in header.items() if weight_map.get(name) == shard})
     missing = sorted(set(weight_map) - set(entries))
     if missing:
-        raise CheckpointError(f"{path / weight_map[missing[0]]}: lacks the tensor {missing[0]}, which {INDEX_FILE} promises")
+        raise CheckpointError(
+            f"{path / weight_map[missing[0]]}: lacks the tensor {missing[0]}, which {INDEX_FILE} promises"
+        )
     return entries
 
 
@@ -195,7 +195,9 @@ def _check_entry(file: Path, name: str, value: Any, data_begin: int, size: int) 
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(f"{file}: the header's entry for {name} is damaged") from None
     if begin < 0 or entry.nbytes != wanted_bytes:
-        raise CheckpointError(f"{file}: the header's entry for {name} contradicts itself: {entry.nbytes} bytes, {shape}")
+        raise CheckpointError(
+            f"{file}: the header's entry for {name} contradicts itself: {entry.nbytes} bytes, {shape}"
+        )
     if entry.end > size:
         raise CheckpointError(f"{file}: truncated: {name} ends at byte {entry.end}, the file at {size}")
     return entry

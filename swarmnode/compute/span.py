@@ -166,7 +166,9 @@ def build_span_model(
     )
     problems = [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"]), *info["error_msgs"]]
     if problems:
-        raise CheckpointError(f"the checkpoint lacks or contradicts {len(problems)} tensors of the model: {problems[0]}")
+        raise CheckpointError(
+            f"the checkpoint lacks or contradicts {len(problems)} tensors of the model: {problems[0]}"
+        )
     if start > 0:
         model.set_submodule(family.input_embedding, Absent())  # was needed for a tied head only
     model.requires_grad_(False)

@@ -24,7 +24,12 @@ class Stack(nn.ModuleList):
     """
 
     def __init__(
-        self, layers: Mapping[int, nn.Module], *, total: int, returns_tuple: bool, layer_types: Sequence[str] | None = None
+        self,
+        layers: Mapping[int, nn.Module],
+        *,
+        total: int,
+        returns_tuple: bool,
+        layer_types: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         for number, layer in layers.items():
@@ -62,7 +67,9 @@ class Stack(nn.ModuleList):
             self.entering_BTH = self.leaving_BTH = None
 
     def _make_route(self, first: int, end: int) -> list[Any]:
-        if first == end:  # the door stands where a layer would: families walk over as many places as the model has layers
+        if (
+            first == end
+        ):  # the door stands where a layer would: families walk over as many places as the model has layers
             place = min(first, self.total - 1)
             return [*self._skips[:place], _Door(self, self._skips[place], enters=True, leaves=True)]
         route = self._skips[:first] + [self._modules[str(number)] for number in range(first, end)]

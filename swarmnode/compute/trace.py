@@ -82,9 +82,7 @@ def _run(model: Any, stack: Stack, stack_name: str, recorder: _Recorder) -> tupl
     back: list[str] = []
 
     def watch(name: str, module: nn.Module) -> Any:
-        return module.register_forward_hook(
-            lambda *_: (back if stack.leaving_BTH is not None else front).append(name)
-        )
+        return module.register_forward_hook(lambda *_: (back if stack.leaving_BTH is not None else front).append(name))
 
     outside = (item for item in model.named_modules() if not item[0].startswith(stack_name))
     handles = [watch(name, module) for name, module in outside if any(True for _ in module.parameters(recurse=False))]

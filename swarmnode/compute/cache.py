@@ -1,0 +1,202 @@
+"""The KV caches of all sessions within a budget of bytes: who shares a cohort, when buffers grow, and what is refused.
+
+A session reserves rows x max_length positions when it opens, so that it can never fail half-way for want of memory. Buffers
+grow with it. A cohort may hold padding beyond its members' reservations while there is room; where there is not, it is
+dissolved into its sessions, which always fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TypeVar
+
+import torch
+
+from swarmnode.compute.cohort import CachedSession, Cohort, regroup
+from swarmnode.compute.span import Span
+from swarmnode.errors import SwarmnodeError
+
+GROW_COLUMNS = 64  # buffers grow by at least this and by a quarter
+SMALL_COLUMNS = 128  # below it, padding costs less than another pass
+MAX_PADDING_RATIO = 2.0
+
+SessionId = TypeVar("SessionId", bound=Hashable)
+
+
+class OutOfCache(SwarmnodeError):
+    """The cache budget has no room for the session. When to ask again is the caller's to say."""
+
+
+class CachePool:
+    """Caches of the sessions of one span. Used from the compute thread only."""
+
+    def __init__(self, span: Span, budget_bytes: int) -> None:
+        self.span = span
+        self.budget_bytes = budget_bytes
+        self.sessions: dict[Hashable, CachedSession] = {}
+        layers = max(len(span.layers_of(span.start, span.end)), 1)
+        self.usable_bytes = budget_bytes * layers // (layers + 1)  # regrouping holds one layer twice
+
+    def __repr__(self) -> str:
+        return (
+            f"CachePool({len(self.sessions)} sessions, {self.reserved_bytes / 1e6:.1f} of "
+            f"{self.usable_bytes / 1e6:.1f} MB reserved, {self.allocated_bytes / 1e6:.1f} MB allocated)"
+        )
+
+    @property
+    def cohorts(self) -> list[Cohort]:
+        """Every cohort once."""
+        return list({id(s.cohort): s.cohort for s in self.sessions.values() if s.cohort is not None}.values())
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the open sessions may come to need."""
+        return sum(self._bytes(s, s.rows * s.max_length) for s in self.sessions.values())
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What buffers take now."""
+        return sum(self._bytes(cohort.members[0], cohort.rows * cohort.capacity) for cohort in self.cohorts)
+
+    @property
+    def free_bytes(self) -> int:
+        """What another session may reserve."""
+        return self.usable_bytes - self.reserved_bytes
+
+    def open(
+        self, session_id: Hashable, *, rows: int, max_length: int, padding: Sequence[int] = (), layers: range
+    ) -> CachedSession:
+        """Reserve room for a session. Raises OutOfCache where the budget has none."""
+        session = CachedSession(rows, max_length, padding, layers)
+        needed_bytes = self._bytes(session, rows * max_length)
+        if needed_bytes > self.free_bytes:
+            raise OutOfCache(
+                f"a session of {rows} x {max_length} positions needs {needed_bytes / 1e6:.1f} MB of cache, "
+                f"{max(self.free_bytes, 0) / 1e6:.1f} MB of {self.usable_bytes / 1e6:.1f} MB are free"
+            )
+        self.sessions[session_id] = session
+        return session
+
+    def close(self, session_id: Hashable) -> None:
+        """Free a session. An unknown one is no error."""
+        session = self.sessions.pop(session_id, None)
+        if session is None or session.cohort is None:
+            return
+        rest = [member for member in session.cohort.members if member is not session]
+        if rest:
+            regroup([(rest, capacity_for(rest, 1))], self.span.device)
+        session.cohort = None
+
+    def truncate(self, session_id: Hashable, length: int) -> None:
+        """Forget the positions from `length` on."""
+        session = self.sessions[session_id]
+        if not 0 <= length <= session.length:
+            raise ValueError(f"cannot truncate {session.length} positions to {length}")
+        if length == session.length:
+            return
+        (cohort,) = self._regroup_alone([session])
+        cohort.end = session.length = length
+
+    def reorder(self, session_id: Hashable, indices: Sequence[int]) -> None:
+        """Row r of the session becomes what row `indices[r]` was (beam search)."""
+        session = self.sessions[session_id]
+        if len(indices) != session.rows or not all(0 <= index < session.rows for index in indices):
+            raise ValueError(f"{list(indices)} does not reorder {session.rows} rows")
+        session.padding = [session.padding[index] for index in indices]
+        cohort = session.cohort
+        if cohort is None:
+            return
+        order = torch.tensor(indices, device=cohort.device)
+        for buffers in cohort.buffers.values():
+            for buffer in buffers:
+                rows = buffer[session.row_slice, :, : cohort.end]
+                rows.copy_(rows.index_select(0, order))
+        cohort.refresh_rows()
+
+    def prepare(self, sessions: Sequence[CachedSession], count: int) -> list[Cohort]:
+        """Cohorts that hold exactly these sessions, each with room for `count` more columns.
+
+        The sessions must use the same layers. More than one cohort comes back where lengths differ so much that padding
+        would cost more than another pass, or where the budget has no room for padding.
+        """
+        return [cohort for part in partition_by_length(sessions) for cohort in self._prepare_part(part, count)]
+
+    def _prepare_part(self, members: Sequence[CachedSession], count: int) -> list[Cohort]:
+        cohort = members[0].cohort
+        same_set = cohort is not None and set(cohort.members) == set(members)
+        if cohort is not None and same_set and cohort.end + count <= cohort.capacity:
+            return [cohort]
+        capacity = capacity_for(members, count)
+        if self._fits(members, capacity):
+            return self._regroup([members], {id(members[0]): capacity})[:1]
+        if len(members) > 1:
+            return [cohort for member in members for cohort in self._prepare_part([member], count)]
+        self._dissolve_cohorts()
+        return self._regroup([members], {id(members[0]): capacity})[:1]
+
+    def _fits(self, members: Sequence[CachedSession], capacity: int) -> bool:
+        """Whether a cohort of these members, and what it leaves behind, stay within the usable bytes."""
+        touched = {id(member.cohort): member.cohort for member in members if member.cohort is not None}
+        before = sum(self._bytes(old.members[0], old.rows * old.capacity) for old in touched.values())
+        after = self._bytes(members[0], capacity * sum(member.rows for member in members))
+        for rest in self._left_behind(members):
+            after += self._bytes(rest[0], capacity_for(rest, 1) * sum(member.rows for member in rest))
+        return self.allocated_bytes - before + after <= self.usable_bytes
+
+    def _left_behind(self, members: Sequence[CachedSession]) -> list[list[CachedSession]]:
+        """The other members of the cohorts that these members leave, per cohort."""
+        chosen = set(members)
+        touched = {id(member.cohort): member.cohort for member in members if member.cohort is not None}
+        rests = ([other for other in cohort.members if other not in chosen] for cohort in touched.values())
+        return [rest for rest in rests if rest]
+
+    def _regroup(
+        self, groups: Sequence[Sequence[CachedSession]], capacities: dict[int, int] | None = None
+    ) -> list[Cohort]:
+        """New cohorts for these groups, then for whom they leave behind; capacities by the id of a group's first member."""
+        members = [member for group in groups for member in group]
+        every = [*groups, *self._left_behind(members)]
+        sized = [(group, (capacities or {}).get(id(group[0]), capacity_for(group, 1))) for group in every]
+        return regroup(sized, self.span.device)
+
+    def _regroup_alone(self, group: Sequence[CachedSession]) -> list[Cohort]:
+        cohort = group[0].cohort
+        if cohort is not None and set(cohort.members) == set(group):
+            return [cohort]
+        return self._regroup([group])[:1]
+
+    def _dissolve_cohorts(self) -> None:
+        """Every session alone again, without padding: then all reservations fit."""
+        for cohort in self.cohorts:
+            if len(cohort.members) > 1:
+                regroup([([member], member.length) for member in cohort.members], self.span.device)
+
+    def _bytes(self, session: CachedSession, positions: int) -> int:
+        layers = session.layers
+        elements = sum(self.span.family.cache_elements_per_token(layer + 1) for layer in layers)
+        return elements * self.span.dtype.itemsize * positions
+
+
+def partition_by_length(sessions: Sequence[CachedSession]) -> list[list[CachedSession]]:
+    """Groups of sessions in which padding makes rows at most MAX_PADDING_RATIO times as long as they are, in sum."""
+    parts: list[list[CachedSession]] = []
+    used = 0
+    for session in sorted(sessions, key=lambda session: -session.length):
+        columns = session.rows * max(session.length, SMALL_COLUMNS)
+        if parts:
+            longest = max(parts[-1][0].length, SMALL_COLUMNS)
+            rows = sum(member.rows for member in parts[-1]) + session.rows
+            if rows * longest <= MAX_PADDING_RATIO * (used + columns):
+                parts[-1].append(session)
+                used += columns
+                continue
+        parts.append([session])
+        used = columns
+    return parts
+
+
+def capacity_for(members: Sequence[CachedSession], count: int) -> int:
+    """Columns for a cohort that is about to write `count` more: with slack, but none that nobody can come to use."""
+    end = max(member.length for member in members) + count
+    most = max(member.length for member in members) + max(member.max_length - member.length for member in members)
+    return max(end, min(most, end + max(GROW_COLUMNS, end // 4)))

@@ -1,0 +1,181 @@
+"""KV caches of several sessions side by side, written one column at a time.
+
+A cohort keeps, per layer, keys and values as [rows, heads, capacity, dim]. All rows end at the same column, so a decode step of
+the whole cohort writes one column in place and copies nothing; shorter rows have masked columns on their left. To the family
+this is left-padded batched generation, a contract that every family keeps: with sliding windows, alibi or anything else that
+goes by distance from the newest position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+
+class CachedSession:
+    """One session's place in the caches: `rows` rows that hold `length` positions, and room for `max_length`.
+
+    `padding[r]` of the first positions of row r are left padding. `layers` are the numbers of the layers that it uses here.
+    """
+
+    def __init__(self, rows: int, max_length: int, padding: Sequence[int], layers: range) -> None:
+        self.rows = rows
+        self.max_length = max_length
+        self.padding = list(padding) or [0] * rows
+        self.layers = layers
+        self.length = 0
+        self.cohort: Cohort | None = None
+        self.first_row = 0
+
+    def __repr__(self) -> str:
+        return f"CachedSession({self.rows} rows, {self.length} of {self.max_length} positions)"
+
+    @property
+    def row_slice(self) -> slice:
+        """Its rows in its cohort."""
+        return slice(self.first_row, self.first_row + self.rows)
+
+
+class Cohort(Cache):
+    """The cache that one forward pass over its members reads and writes.
+
+    The columns [0, end) are used by every member's last positions, right-aligned; a pass writes at `end` and `advance` makes
+    that good, so a pass that failed leaves no trace.
+    """
+
+    def __init__(self, members: Sequence[CachedSession], capacity: int, device: torch.device) -> None:
+        super().__init__(layers=[])  # the buffers are here, not in layer objects
+        self.members = list(members)
+        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.capacity = capacity
+        self.device = device
+        self.rows = sum(member.rows for member in members)
+        self.end = max(member.length for member in members)
+        self._first_columns = self._find_first_columns()
+        self._mask_RC: Tensor | None = None
+        self._first_R1: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"Cohort({len(self.members)} sessions, {self.rows} rows, columns {self.end} of {self.capacity})"
+
+    def _find_first_columns(self) -> list[int]:
+        """Per row, the first column that is not padding; it stays as columns are added."""
+        return [self.end - member.length + padding for member in self.members for padding in member.padding]
+
+    def refresh_rows(self) -> None:
+        """After the members' paddings changed places."""
+        self._first_columns = self._find_first_columns()
+        self._mask_RC = self._first_R1 = None
+
+    def attention_mask(self, count: int) -> Tensor | None:
+        """mask (rows, end + count) for a pass over `count` new columns: 1 where a column counts. None where all do."""
+        if not any(self._first_columns):
+            return None
+        if self._mask_RC is None or self._mask_RC.shape[1] < self.end + count:
+            columns_C = torch.arange(max(self.capacity, self.end + count), device=self.device)
+            self._mask_RC = (columns_C >= self._first_columns_R1()).to(torch.int64)
+        return self._mask_RC[:, : self.end + count]
+
+    def position_ids(self, count: int) -> Tensor:
+        """Positions (rows, count) of the next `count` columns, counted from each row's first token."""
+        columns_T = torch.arange(self.end, self.end + count, device=self.device)
+        if not any(self._first_columns):
+            return columns_T.expand(self.rows, count)
+        return (columns_T - self._first_columns_R1()).clamp_(min=0)
+
+    def _first_columns_R1(self) -> Tensor:
+        if self._first_R1 is None:
+            self._first_R1 = torch.tensor(self._first_columns, device=self.device)[:, None]
+        return self._first_R1
+
+    def advance(self, count: int) -> None:
+        """The last pass wrote `count` columns: they count from now on."""
+        self.end += count
+        for member in self.members:
+            member.length += count
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Called by attention: write keys and values (rows, heads, T, dim), return all of the layer so far."""
+        count = key_states.shape[2]
+        if layer_idx not in self.buffers:
+            self.buffers[layer_idx] = (self._allocate(key_states), self._allocate(value_states))
+        keys, values = self.buffers[layer_idx]
+        keys.narrow(2, self.end, count).copy_(key_states)
+        values.narrow(2, self.end, count).copy_(value_states)
+        return keys.narrow(2, 0, self.end + count), values.narrow(2, 0, self.end + count)
+
+    def _allocate(self, states: Tensor) -> Tensor:
+        _, heads, _, dim = states.shape
+        return states.new_empty(self.rows, heads, self.capacity, dim)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns in use, for the family's masks and positions."""
+        return self.end
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(columns seen, offset of the first). Sliding layers see all columns too: the family masks them."""
+        return self.end + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """No fixed one."""
+        return -1
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether positions are held."""
+        return self.end > 0
+
+
+def regroup(groups: Sequence[tuple[Sequence[CachedSession], int]], device: torch.device) -> list[Cohort]:
+    """Copy sessions into new cohorts, given as (members, capacity). Who was beside them and is not among them is lost.
+
+    Goes layer by layer and frees the old layer before the next, so that at most one layer exists twice.
+    """
+    cohorts = [Cohort(members, capacity, device) for members, capacity in groups]
+    olds = {id(old): old for cohort in cohorts for old in _cohorts_of(cohort.members)}
+    for layer in sorted({layer for old in olds.values() for layer in old.buffers}):
+        for cohort in cohorts:
+            _copy_layer(cohort, layer)
+        for old in olds.values():
+            old.buffers.pop(layer, None)
+    for cohort in cohorts:
+        row = 0
+        for member in cohort.members:
+            member.cohort, member.first_row = cohort, row
+            row += member.rows
+    return cohorts
+
+
+def _cohorts_of(members: Sequence[CachedSession]) -> Iterator[Cohort]:
+    return (member.cohort for member in members if member.cohort is not None)
+
+
+def _copy_layer(cohort: Cohort, layer: int) -> None:
+    """Fill one layer of a new cohort from where its members are now, each ending at the cohort's last column.
+
+    Columns left of a member are zeroed: masked, they still meet a weight of zero, which garbage that is not finite survives.
+    """
+    source = next((old.buffers[layer] for old in _cohorts_of(cohort.members) if layer in old.buffers), None)
+    if source is None:
+        return
+    targets = []
+    for index, like in enumerate(source):
+        target = like.new_empty(cohort.rows, like.shape[1], cohort.capacity, like.shape[3])
+        row = 0
+        for member in cohort.members:
+            rows = target[row : row + member.rows]
+            begin = cohort.end - member.length
+            rows[:, :, :begin] = 0
+            if member.cohort is not None and member.length:
+                old = member.cohort
+                columns = slice(old.end - member.length, old.end)
+                rows[:, :, begin : cohort.end] = old.buffers[layer][index][member.row_slice, :, columns]
+            row += member.rows
+        targets.append(target)
+    cohort.buffers[layer] = (targets[0], targets[1])

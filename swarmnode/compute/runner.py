@@ -1,0 +1,212 @@
+"""Runs all sessions' waiting work on one span: schedule, run, postprocess. Called from one compute thread.
+
+Decode steps (one new position) of all sessions go through the model together (continuous batching, as in Orca, OSDI 2022);
+prompts go one session at a time and in chunks, so that a long one bounds neither memory nor the others' wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.cache import CachePool
+from swarmnode.compute.cohort import CachedSession
+from swarmnode.compute.span import Span
+from swarmnode.errors import ErrorCode, ProtocolError
+
+WANT_NOTHING, WANT_LAST, WANT_ALL = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """Bounds of a runner: memory for KV caches, and positions (rows x T) that one pass may take from a prompt."""
+
+    cache_bytes: int
+    prefill_positions: int = 2048
+
+
+@dataclass(frozen=True)
+class Work:
+    """The next positions of one session.
+
+    `x` is ids_BT (int64) where the session's range starts with the embedding, else hidden_BTH. `want` says which logits are
+    needed where it ends with the head (0 none, 1 the last position's, 2 all); hidden states always come back whole.
+    `reorder`, where not empty, permutes the session's rows first.
+    """
+
+    session_id: Hashable
+    x: Tensor
+    want: int = WANT_LAST
+    reorder: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """`output` is hidden_BTH, or logits_BKV of the K positions wanted. `start` is the position of the work's first input."""
+
+    session_id: Hashable
+    start: int
+    output: Tensor
+
+
+@dataclass
+class _Opened:
+    start: int
+    end: int
+    cached: CachedSession
+
+
+class StageRunner:
+    """The sessions of one span and their passes through it."""
+
+    def __init__(self, span: Span, config: RunnerConfig) -> None:
+        self.span = span
+        self.config = config
+        self.pool = CachePool(span, config.cache_bytes)
+        self._sessions: dict[Hashable, _Opened] = {}
+
+    def __repr__(self) -> str:
+        return f"StageRunner({self.span!r}, {len(self._sessions)} sessions, {self.pool!r})"
+
+    def __contains__(self, session_id: Hashable) -> bool:
+        return session_id in self._sessions
+
+    def open(
+        self,
+        session_id: Hashable,
+        *,
+        rows: int,
+        max_length: int,
+        padding: Sequence[int] = (),
+        start: int | None = None,
+        end: int | None = None,
+    ) -> None:
+        """Open a session over units [start, end) of the span (default: all). Raises OutOfCache, ProtocolError."""
+        start = self.span.start if start is None else start
+        end = self.span.end if end is None else end
+        if not self.span.start <= start < end <= self.span.end:
+            raise ProtocolError(f"units [{start}:{end}) are not held here", code=ErrorCode.WRONG_SPAN)
+        if session_id in self._sessions:
+            raise ProtocolError("the session is open already")
+        if rows < 1 or max_length < 1 or len(padding) not in (0, rows) or any(p < 0 for p in padding):
+            raise ProtocolError("a session needs rows, a length and one padding per row")
+        layers = self.span.layers_of(start, end)
+        cached = self.pool.open(session_id, rows=rows, max_length=max_length, padding=padding, layers=layers)
+        self._sessions[session_id] = _Opened(start, end, cached)
+
+    def close(self, session_id: Hashable) -> None:
+        """Free a session. An unknown one is no error."""
+        if self._sessions.pop(session_id, None) is not None:
+            self.pool.close(session_id)
+
+    def length(self, session_id: Hashable) -> int:
+        """Positions held."""
+        return self._opened(session_id).cached.length
+
+    def truncate(self, session_id: Hashable, length: int) -> None:
+        """Forget the positions from `length` on."""
+        self._opened(session_id)
+        self.pool.truncate(session_id, length)
+
+    @torch.inference_mode()
+    def run(self, works: Sequence[Work]) -> list[Result]:
+        """Run all works, at most one per session; results in the order of the works. Raises ProtocolError on a bad one."""
+        for work in works:
+            self._check(work)
+        results: dict[Hashable, Result] = {}
+        for batch in self._schedule(works):
+            results.update(self._run_batch(batch) if batch[0].x.shape[1] == 1 else self._run_prompt(batch[0]))
+        return [results[work.session_id] for work in works]
+
+    def _schedule(self, works: Sequence[Work]) -> list[list[Work]]:
+        """Works that go through the model together: decode steps over the same units; each longer one alone."""
+        together: dict[tuple[int, int], list[Work]] = {}
+        alone: list[list[Work]] = []
+        for work in works:
+            if work.reorder:
+                self.pool.reorder(work.session_id, work.reorder)
+            opened = self._sessions[work.session_id]
+            if work.x.shape[1] == 1:
+                together.setdefault((opened.start, opened.end), []).append(work)
+            else:
+                alone.append([work])
+        return [*together.values(), *alone]
+
+    def _run_batch(self, works: Sequence[Work]) -> dict[Hashable, Result]:
+        """One new position of each session."""
+        by_session = {id(self._sessions[work.session_id].cached): work for work in works}
+        opened = self._sessions[works[0].session_id]
+        results: dict[Hashable, Result] = {}
+        for cohort in self.pool.prepare([self._sessions[work.session_id].cached for work in works], 1):
+            members = [by_session[id(member)] for member in cohort.members]
+            x = members[0].x if len(members) == 1 else torch.cat([work.x.to(self.span.device) for work in members])
+            output = self.span.forward(
+                x.to(self.span.device),
+                cache=cohort,
+                attention_mask=cohort.attention_mask(1),
+                position_ids=cohort.position_ids(1),
+                keep_last=int(any(work.want for work in members)),
+                start=opened.start,
+                end=opened.end,
+            )
+            cohort.advance(1)
+            for work, member in zip(members, cohort.members):
+                results[work.session_id] = Result(work.session_id, member.length - 1, output[member.row_slice])
+        return results
+
+    def _run_prompt(self, work: Work) -> dict[Hashable, Result]:
+        """Many new positions of one session, in chunks."""
+        opened = self._sessions[work.session_id]
+        start = opened.cached.length
+        rows, length = work.x.shape[:2]
+        chunk = max(self.config.prefill_positions // rows, 1)
+        outputs = []
+        for begin in range(0, length, chunk):
+            x = work.x[:, begin : begin + chunk].to(self.span.device)
+            is_last = begin + chunk >= length
+            count = x.shape[1]
+            (cohort,) = self.pool.prepare([opened.cached], count)
+            output = self.span.forward(
+                x,
+                cache=cohort,
+                attention_mask=cohort.attention_mask(count),
+                position_ids=cohort.position_ids(count),
+                keep_last=-1 if work.want == WANT_ALL else int(work.want == WANT_LAST and is_last),
+                start=opened.start,
+                end=opened.end,
+            )
+            cohort.advance(count)
+            outputs.append(output)
+        return {work.session_id: Result(work.session_id, start, torch.cat(outputs, dim=1))}
+
+    def _check(self, work: Work) -> None:
+        opened = self._opened(work.session_id)
+        cached, shape = opened.cached, work.x.shape
+        if opened.start == 0:
+            if len(shape) != 2 or work.x.is_floating_point():
+                raise ProtocolError(f"token ids of shape (rows, T) are needed, not {work.x.dtype} {tuple(shape)}")
+        elif len(shape) != 3 or shape[2] != self.span.hidden_size or not work.x.is_floating_point():
+            raise ProtocolError(
+                f"hidden states of shape (rows, T, {self.span.hidden_size}) are needed, not {tuple(shape)}"
+            )
+        if shape[0] != cached.rows or shape[1] < 1:
+            raise ProtocolError(f"the session has {cached.rows} rows, the input is {tuple(shape)}")
+        if cached.length + shape[1] > cached.max_length:
+            raise ProtocolError(f"the session ends at position {cached.max_length}", code=ErrorCode.TOO_LARGE)
+        if work.reorder and (len(work.reorder) != cached.rows or not all(0 <= r < cached.rows for r in work.reorder)):
+            raise ProtocolError(f"{work.reorder} does not permute {cached.rows} rows")
+
+    def _opened(self, session_id: Hashable) -> _Opened:
+        try:
+            return self._sessions[session_id]
+        except KeyError:
+            raise ProtocolError("no such session", code=ErrorCode.NO_SESSION) from None
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite. One sum finds it: both survive additions, and no mask is made."""
+    total = tensor.sum(dtype=torch.float32)
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
