@@ -1,0 +1,98 @@
+"""What every planner sees: the peers at one moment, frozen."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from swarmnode.net.interfaces import PeerId
+from swarmnode.swarm.announcement import Announcement, State, peer_digest
+
+DEFAULT_RTT_S = 0.05  # between home machines of one continent, where nothing was measured
+
+
+class Span(NamedTuple):
+    """The units [start, end)."""
+
+    start: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"[{self.start}:{self.end})"
+
+    @property
+    def units(self) -> int:
+        """How many units it has."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class PeerView:
+    """One peer as the planners see it. A speed of 0 is one that nobody measured."""
+
+    peer: PeerId
+    span: Span
+    state: State = State.READY
+    decode_units_per_s: float = 0.0
+    sessions: int = 0
+    started_at: float = 0.0
+
+    def __repr__(self) -> str:
+        return f"<PeerView {self.peer[-8:]} {self.span} {self.state.name} {self.decode_units_per_s:.0f} units/s>"
+
+
+@dataclass(frozen=True)
+class View:
+    """All peers and the round trips measured between them, in seconds, by pairs in either order."""
+
+    units: int
+    peers: tuple[PeerView, ...]
+    rtt_s: Mapping[tuple[PeerId, PeerId], float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<View of {len(self.peers)} peers, {self.units} units, {len(self.rtt_s)} links measured>"
+
+    @property
+    def default_rtt_s(self) -> float:
+        """What to assume of a link that nobody measured: the median of those measured."""
+        return statistics.median(self.rtt_s.values()) if self.rtt_s else DEFAULT_RTT_S
+
+
+def view_of(
+    units: int,
+    announcements: Iterable[Announcement],
+    *,
+    observer: PeerId | None = None,
+    rtt_s: Mapping[PeerId, float] | None = None,
+) -> View:
+    """The view that announcements give, with the round trips that `observer` measured itself."""
+    announced = sorted(announcements, key=lambda announcement: announcement.peer)
+    by_digest = {peer_digest(announcement.peer): announcement.peer for announcement in announced}
+    links: dict[tuple[PeerId, PeerId], float] = {}
+    for announcement in announced:
+        for digest, rtt_us in announcement.rtt_us.items():
+            if digest in by_digest:
+                links[announcement.peer, by_digest[digest]] = rtt_us / 1e6
+    if observer is not None:
+        links.update({(observer, peer): rtt for peer, rtt in (rtt_s or {}).items()})
+    peers = tuple(
+        PeerView(
+            announcement.peer,
+            Span(min(announcement.span[0], units), min(announcement.span[1], units)),
+            announcement.life,
+            announcement.decode_units_per_s,
+            announcement.sessions,
+            announcement.started_at,
+        )
+        for announcement in announced
+    )
+    return View(units, peers, links)
+
+
+def draw(*parts: object) -> int:
+    """A number that depends on the parts alone and is spread evenly: how ties are broken, so that peers differ."""
+    text = "\0".join(map(str, parts))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
