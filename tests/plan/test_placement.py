@@ -99,7 +99,7 @@ def test_replica_moves_into_the_gap():
 
 
 def test_the_only_holder_stays():
-    view = View(6, (peer("a", 0, 3), peer("b", 2, 4)))
+    view = View(6, (peer("a", 0, 3), peer("b", 3, 5)))
     assert fill_move(view, Joiner("a", 3, 100, 0), waited_s=99) is None
     assert fill_move(view, Joiner("b", 2, 100, 0), waited_s=99) is None, "unit 3 would be left alone"
 
