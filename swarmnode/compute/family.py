@@ -32,6 +32,7 @@ class Family:
     back: frozenset[str]  # ... and after them: final norm, head
     tied: bool  # the head's matrix is the embedding's
     returns_tuple: bool  # the layers return a tuple
+    narrows: bool  # what follows the layers works on fewer positions than went in
     cache_shapes: tuple[tuple[tuple[int, int], ...], ...]  # per layer, (heads, dim) of each tensor cached per token
 
     @property
@@ -88,6 +89,7 @@ def family_of(config: Any) -> Family:
         back=trace.back,
         tied=trace.tied,
         returns_tuple=trace.returns_tuple,
+        narrows=trace.narrows,
         cache_shapes=trace.cache_shapes,
     )
 

@@ -107,25 +107,45 @@ class Span:
     ) -> Tensor:
         """Run units [start, end) of the span (default: all) on the next positions of a batch.
 
-        `x` is ids_BT (int64) where the range starts with the embedding, else hidden_BTH. `attention_mask` (B, past + T) is
-        None where nothing is padding. Returns logits_BKV of the `keep_last` last positions (-1: all) where the range ends
-        with the head, else hidden_BTH.
+        `x` is ids_BT (int64) where the range starts with the embedding, else hidden_BTH. `attention_mask`
+        (B, past + T) is None where nothing is padding. Returns logits_BKV of the `keep_last` last positions (-1: all)
+        where the range ends with the head, else hidden_BTH.
         """
         start = self.start if start is None else start
         end = self.end if end is None else end
         layers = self.layers_of(start, end)
         self.stack.select(layers.start, layers.stop)
-        inputs: dict[str, Any] = {"input_ids" if start == 0 else "inputs_embeds": x}
+        inputs = {
+            "input_ids" if start == 0 else "inputs_embeds": x,
+            "attention_mask": attention_mask,
+            "past_key_values": cache,
+        }
         if self._takes_positions:
             inputs["position_ids"] = position_ids
-        to_head = end == self.family.units
-        output, hidden_BTH = self.stack.pass_through(
-            lambda: self.model(**inputs, attention_mask=attention_mask, past_key_values=cache, use_cache=True),
-            entering_BTH=None if start == 0 else x,
-            keep_last=keep_last if to_head else 0,
+        entering_BTH = x if start > 0 else None
+        if end < self.family.units or keep_last == 0:
+            hidden_BTH = self._forward_hidden(inputs, entering_BTH)
+            return hidden_BTH if end < self.family.units else hidden_BTH.new_empty(len(x), 0, self.vocab_size)
+        return self._forward_logits(inputs, entering_BTH, keep_last)
+
+    def _forward_hidden(self, inputs: Mapping[str, Any], entering_BTH: Tensor | None) -> Tensor:
+        """hidden_BTH as they leave the last layer; whatever the family does behind it sees no position, where it can."""
+        keep_last = 0 if self.family.narrows else -1
+        _, hidden_BTH = self.stack.pass_through(
+            lambda: self.model.base_model(**inputs, use_cache=True), entering_BTH, keep_last
+        )
+        return hidden_BTH
+
+    def _forward_logits(self, inputs: Mapping[str, Any], entering_BTH: Tensor | None, keep_last: int) -> Tensor:
+        """logits_BKV by the family's own final norm, head, scale and caps."""
+        options: dict[str, Any] = {}
+        if not self.family.narrows and keep_last > 0:
+            options["logits_to_keep"] = keep_last
+        output, _ = self.stack.pass_through(
+            lambda: self.model(**inputs, **options, use_cache=True), entering_BTH, -1 if options else keep_last
         )
         logits_BKV: Tensor = output.logits
-        return logits_BKV if to_head else hidden_BTH
+        return logits_BKV
 
 
 def load_span(
@@ -170,7 +190,7 @@ def build_span_model(
             f"the checkpoint lacks or contradicts {len(problems)} tensors of the model: {problems[0]}"
         )
     if start > 0:
-        model.set_submodule(family.input_embedding, Absent())  # was needed for a tied head only
+        _remove(model, family.input_embedding)  # was needed for a tied head only
     model.requires_grad_(False)
     return model
 
@@ -194,7 +214,7 @@ def _cut(model: Any, family: Family, start: int, end: int) -> None:
     if not has_head:
         absent |= family.back
     for name in absent:
-        model.set_submodule(name, Absent())
+        _remove(model, name)
     layers: nn.ModuleList = model.get_submodule(family.stack_name)
     held = {number: layers[number] for number in range(max(start - 1, 0), min(end - 1, family.layer_count))}
     stack = Stack(
@@ -208,3 +228,7 @@ def _cut(model: Any, family: Family, start: int, end: int) -> None:
     model.all_tied_weights_keys = {
         target: source for target, source in model.all_tied_weights_keys.items() if {target, source} <= names
     }
+
+
+def _remove(model: Any, name: str) -> None:
+    model.set_submodule(name, Absent(model.get_submodule(name)))

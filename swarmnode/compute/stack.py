@@ -130,9 +130,12 @@ class _Door:
 
 
 class Absent(nn.Module):
-    """Stands for a module whose weights are not held: hidden states pass unchanged, looked-up embeddings are zero."""
+    """Stands for a module whose weights are not held: embeddings looked up are zero, hidden states pass unchanged."""
 
-    def forward(self, x: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-        if x is not None and x.is_floating_point():
-            return x
-        return torch.zeros((), device=None if x is None else x.device)
+    def __init__(self, missing: nn.Module) -> None:
+        super().__init__()
+        self.looks_up = isinstance(missing, nn.Embedding)
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Zero (a scalar, which broadcasts) or `x`."""
+        return torch.zeros((), device=x.device) if self.looks_up else x

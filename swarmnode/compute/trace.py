@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 from transformers.initialization import no_init_weights
 
 from swarmnode.compute.stack import Stack
 from swarmnode.errors import CheckpointError
+
+
+_FOREIGN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)  # of a family's own code
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Trace:
     back: frozenset[str]
     tied: bool
     returns_tuple: bool
+    narrows: bool
     cache_shapes: tuple[tuple[tuple[int, int], ...], ...]
 
 
@@ -32,16 +36,17 @@ def build_on_meta(model_class: type[Any], config: Any) -> Any:
     try:
         with torch.device("meta"), no_init_weights():
             return model_class(config).eval()
-    except (ValueError, TypeError, AttributeError, KeyError, ImportError, RuntimeError) as error:
+    except (*_FOREIGN_ERRORS, ImportError) as error:
         raise CheckpointError(f"{model_class.__name__} cannot be built from this config: {error}") from error
 
 
 def trace_model(model_class: type[Any], config: Any) -> Trace:
     """Raises CheckpointError where the model has no list of layers that hand hidden states to each other with a KV cache."""
+    config.pad_token_id = None  # else some families look for padding among ids that are not there
     model = build_on_meta(model_class, config)
     stack_name = _find_stack(model, config.num_hidden_layers)
     layers = list(model.get_submodule(stack_name))
-    recorder = _Recorder(len(layers))
+    recorder = _Recorder()
     probes = {number: _Probe(layer, number, recorder) for number, layer in enumerate(layers)}
     stack = Stack(probes, total=len(layers), returns_tuple=False)
     stack.select(0, len(layers))
@@ -60,6 +65,7 @@ def trace_model(model_class: type[Any], config: Any) -> Trace:
         back=frozenset(back),
         tied=bool(config.tie_word_embeddings and model.all_tied_weights_keys),
         returns_tuple=recorder.returns_tuple,
+        narrows=_narrows(model, stack, recorder),
         cache_shapes=shapes,
     )
 
@@ -77,7 +83,7 @@ def _find_stack(model: nn.Module, layer_count: int) -> str:
 
 
 def _run(model: Any, stack: Stack, stack_name: str, recorder: _Recorder) -> tuple[list[str], list[str]]:
-    """One token through the model on meta. Returns the modules with weights called before and after the layers."""
+    """A pass through the model on meta. Returns the modules with weights called before and after the layers."""
     front: list[str] = []
     back: list[str] = []
 
@@ -86,23 +92,39 @@ def _run(model: Any, stack: Stack, stack_name: str, recorder: _Recorder) -> tupl
 
     outside = (item for item in model.named_modules() if not item[0].startswith(stack_name))
     handles = [watch(name, module) for name, module in outside if any(True for _ in module.parameters(recurse=False))]
-    ids_BT = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     try:
-        with torch.inference_mode():
-            stack.pass_through(lambda: model(input_ids=ids_BT, past_key_values=recorder, use_cache=True), None)
-    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-        raise CheckpointError(f"{type(model).__name__} cannot be split: {error}") from error
+        _pass(model, stack, recorder)
+    except _FOREIGN_ERRORS as error:
+        raise CheckpointError(f"{type(model).__name__} cannot be looked into without weights: {error}") from error
     finally:
         for handle in handles:
             handle.remove()
     return front, back
 
 
+def _narrows(model: Any, stack: Stack, recorder: _Recorder) -> bool:
+    """Whether the family takes fewer positions behind its layers than before; some restore the shape of the input."""
+    try:
+        _pass(model, stack, recorder, keep_last=1)
+        _pass(model, stack, recorder, keep_last=0)
+    except _FOREIGN_ERRORS:
+        return False
+    return True
+
+
+def _pass(model: Any, stack: Stack, recorder: _Recorder, keep_last: int = -1) -> None:
+    ids_BT = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    with torch.inference_mode():
+        stack.pass_through(
+            lambda: model(input_ids=ids_BT, past_key_values=recorder, use_cache=True), None, keep_last=keep_last
+        )
+
+
 class _Recorder(Cache):
     """A KV cache that keeps shapes only."""
 
-    def __init__(self, layer_count: int) -> None:
-        super().__init__(layers=[DynamicLayer() for _ in range(layer_count)])
+    def __init__(self) -> None:
+        super().__init__(layers=[])
         self.shapes: dict[int, tuple[tuple[int, int], ...]] = {}
         self.returns_tuple = False
         self.seen: dict[tuple[Any, ...], tuple[tuple[int, int], ...]] = {}

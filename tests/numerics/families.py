@@ -1,0 +1,107 @@
+"""Tiny configs of many families: small, but with everything that makes the family what it is (windows, experts, scales)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+# What each family adds to COMMON. Windows are shorter than the sequences of the tests.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_scaling": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                               "original_max_position_embeddings": 64}},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    "qwen3": {"head_dim": 8},
+    "mistral": {"sliding_window": 6},
+    "gemma": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "sliding_window": 6, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 5.0},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 6, "sliding_window_pattern": 2},
+    "mixtral": {**EXPERTS, "sliding_window": 6},
+    "qwen3_moe": {**EXPERTS, "head_dim": 8, "mlp_only_layers": [1]},
+    "gpt2": {"n_positions": 256},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "falcon": {"new_decoder_architecture": False, "multi_query": True},
+    "bloom": {},
+    "phi3": {"sliding_window": 6},
+    "olmo2": {},
+    "gpt_oss": {**EXPERTS, "head_dim": 8, "sliding_window": 6},
+    # and as many more as there are
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {"sliding_window": 6, "sliding_window_pattern": 2},
+    "stablelm": {},
+    "olmo": {},
+    "olmo3": {"sliding_window": 6},
+    "olmoe": EXPERTS,
+    "phi": {},
+    "starcoder2": {"sliding_window": 6},
+    "glm": {"head_dim": 8},
+    "glm4": {"head_dim": 8},
+    "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1, "head_dim": 8},
+    "deepseek_v3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 2, "kv_lora_rank": 8,
+                    "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "n_group": 2,
+                    "topk_group": 1, "moe_intermediate_size": 16, "num_key_value_heads": 4},
+    "llama4_text": {**EXPERTS, "attention_chunk_size": 6, "intermediate_size_mlp": 24, "interleave_moe_layer_step": 2,
+                    "head_dim": 8},
+    "mpt": {"expansion_ratio": 2, "max_seq_len": 256},
+    "gptj": {"rotary_dim": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6},
+    "gpt_bigcode": {},
+    "codegen": {"rotary_dim": 4},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 2},
+    "nemotron": {},
+    "persimmon": {},
+    "xglm": {"attention_heads": 4, "ffn_dim": 48},
+    "exaone4": {"sliding_window": 6},
+    "seed_oss": {"head_dim": 8},
+    "ernie4_5": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "granitemoe": {**EXPERTS},
+    "phimoe": {**EXPERTS},
+    "minimax_m2": {**EXPERTS, "head_dim": 8},
+    "arcee": {},
+    "helium": {"head_dim": 8},
+    "apertus": {},
+    "dots1": {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
+              "topk_group": 1, "head_dim": 8},
+    "ministral": {"head_dim": 8, "sliding_window": 6},
+}  # fmt: skip
+
+REFUSED: dict[str, str] = {
+    "mamba": "recurrent state",
+    "qwen3_next": "recurrent state",
+    "rwkv": "recurrent state",
+    "jamba": "recurrent state",
+    "lfm2": "conv",
+    "t5": "encoder-decoder",
+    "bart": "encoder-decoder",
+    "gemma3": "images or sound",
+    "llama4": "images or sound",
+    "qwen2_vl": "images or sound",
+    "bert": "",
+    "gemma3n_text": "",
+    "vit": "not a causal language model",
+}
+
+
+def tiny_config(model_type: str) -> Any:
+    """The config of a tiny model of this type, greedy and without end-of-sequence token."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[model_type](**{**COMMON, **FAMILIES[model_type]})
+    config.eos_token_id = None
+    return config
