@@ -2,38 +2,70 @@
 
 Bodies are arrays, so that a decode step costs few bytes. Newer versions append fields: a reader ignores trailing
 elements that it does not know, and missing trailing fields take their defaults.
+
+The bound of a single field stands in its type, where msgspec checks it while decoding; what ties fields together is in
+`check`.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TypeVar
+from itertools import pairwise
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from swarmnode.codec.decoding import DECODE_ERRORS
-from swarmnode.codec.frames import Kind
-from swarmnode.codec.tensors import TensorInfo
-from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.codec.frames import MAX_SEQ, Kind
+from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, TensorInfo, check_tensor
+from swarmnode.errors import ProtocolError
 
 VERSION = 1
+SWARM_ID_BYTES = 32
 SESSION_ID_BYTES = 16
+ROOT_BYTES = 32
+MAX_SOFTWARE_CHARS = 64
+MAX_PROOF_BYTES = 1024
+MAX_PEER_CHARS = 128
+MAX_UNITS = 4096
 MAX_ROUTE_HOPS = 256
 MAX_ROWS = 256
+MAX_POSITIONS = 1 << 24
 MAX_STOP_IDS = 64
+MAX_TOKEN_ID = (1 << 31) - 1
+MAX_TEMPERATURE = 1e6
+MAX_RETRY_S = 3600.0
+MAX_SEED = (1 << 63) - 1
+MAX_CHUNKS = 1 << 16
+MAX_CODE = 0xFFFF
+
+Code = Annotated[int, Meta(ge=0, le=MAX_CODE)]
+Epoch = Annotated[int, Meta(ge=0, le=MAX_SEQ)]
+HopIndex = Annotated[int, Meta(ge=0, lt=MAX_ROUTE_HOPS)]
+Position = Annotated[int, Meta(ge=0, le=MAX_POSITIONS)]
+RetrySeconds = Annotated[float, Meta(ge=0, le=MAX_RETRY_S)]
+Root = Annotated[bytes, Meta(min_length=ROOT_BYTES, max_length=ROOT_BYTES)]
+Row = Annotated[int, Meta(ge=0, lt=MAX_ROWS)]
+SessionId = Annotated[bytes, Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
+Unit = Annotated[int, Meta(ge=0, le=MAX_UNITS)]
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True):
     """Base of all bodies."""
 
+    def check(self) -> None:
+        """Raises ProtocolError where fields that are allowed one by one do not fit one another."""
+
 
 class Hello(Body, frozen=True):
     """First frame of both sides of every link. `proof` is for the membership of private swarms."""
 
-    version: int
-    swarm: bytes  # 32 bytes: the swarm id
-    software: str = ""
-    proof: bytes = b""
+    version: Annotated[int, Meta(ge=1, le=MAX_CODE)]
+    swarm: Annotated[bytes, Meta(min_length=SWARM_ID_BYTES, max_length=SWARM_ID_BYTES)]
+    software: Annotated[str, Meta(max_length=MAX_SOFTWARE_CHARS)] = ""
+    proof: Annotated[bytes, Meta(max_length=MAX_PROOF_BYTES)] = b""
 
 
 class Ping(Body, frozen=True):
@@ -47,8 +79,8 @@ class Pong(Body, frozen=True):
 class Error(Body, frozen=True):
     """An error of the frame's channel (channel 0: of the whole link). Text is never sent: the code has a fixed one."""
 
-    code: int
-    retry_s: float = 0.0
+    code: Code
+    retry_s: RetrySeconds = 0.0
 
 
 class End(Body, frozen=True):
@@ -65,9 +97,9 @@ class Mode(IntEnum):
 class HopSpec(Body, frozen=True):
     """One hop of a route: the peer and the units [start, end) that it computes there."""
 
-    peer: str
-    start: int
-    end: int
+    peer: Annotated[str, Meta(min_length=1, max_length=MAX_PEER_CHARS)]
+    start: Unit
+    end: Unit
 
 
 class Sampling(Body, frozen=True):
@@ -76,13 +108,13 @@ class Sampling(Body, frozen=True):
     The draw is a pure function of (logits, these parameters, row, position), so that a replay draws the same.
     """
 
-    prompt_length: int
-    max_new_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    stop_ids: tuple[int, ...] = ()
+    prompt_length: Annotated[int, Meta(ge=1, le=MAX_POSITIONS)]
+    max_new_tokens: Annotated[int, Meta(ge=1, le=MAX_POSITIONS)]
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] = 0.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: TokenId = 0
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] = 0
+    stop_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_STOP_IDS)] = ()
 
 
 class Open(Body, frozen=True):
@@ -92,31 +124,48 @@ class Open(Body, frozen=True):
     for which the hop reserves cache. `padding` holds, per row, how many of the first positions are left padding.
     """
 
-    session: bytes
-    epoch: int
-    route: tuple[HopSpec, ...]
-    index: int
-    mode: int
-    rows: int
-    max_length: int
-    codec: int = 0
+    session: SessionId
+    epoch: Epoch
+    route: Annotated[tuple[HopSpec, ...], Meta(min_length=1, max_length=MAX_ROUTE_HOPS)]
+    index: HopIndex
+    mode: Code
+    rows: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
+    max_length: Annotated[int, Meta(ge=1, le=MAX_POSITIONS)]
+    codec: Code = 0
     sampling: Sampling | None = None
-    padding: tuple[int, ...] = ()
-    known: int = 0  # the client has the outputs for positions below this: a replay need not produce them again
+    padding: Annotated[tuple[Position, ...], Meta(max_length=MAX_ROWS)] = ()
+    known: Position = 0  # the client has the outputs for positions below this: a replay need not produce them again
+
+    def check(self) -> None:
+        rules = {
+            "an index inside the route": self.index < len(self.route),
+            "spans that are not empty": all(hop.start < hop.end for hop in self.route),
+            "spans that follow one another": all(left.end == right.start for left, right in pairwise(self.route)),
+            "a mode of this version": self.mode in Mode._value2member_map_,
+            "a codec of this version": self.codec in Codec._value2member_map_,
+            "sampling and one row in RING mode": self.mode != Mode.RING
+            or (self.sampling is not None and self.rows == 1),
+            "padding of no row or of each": len(self.padding) in (0, self.rows),
+            "padding inside the session": max(self.padding, default=0) < self.max_length,
+            "known outputs inside the session": self.known <= self.max_length,
+        }
+        for rule, kept in rules.items():
+            if not kept:
+                raise ProtocolError(f"an OPEN needs {rule}")
 
 
 class Ready(Body, frozen=True):
     """Answer to OPEN on the same channel: the hop holds positions [0, have) of the session."""
 
-    have: int
+    have: Position
 
 
 class Attach(Body, frozen=True):
     """Subscribes the frame's channel to the outputs of a session at its last hop, from position `start` on."""
 
-    session: bytes
-    epoch: int
-    start: int = 0
+    session: SessionId
+    epoch: Epoch
+    start: Position = 0
 
 
 class Want(IntEnum):
@@ -127,15 +176,29 @@ class Want(IntEnum):
     ALL = 2
 
 
-class Input(Body, frozen=True):
-    """Positions [seq, seq + T) of a session: the payload is ids_BT (int64 or int32) at the first hop, hidden_BTH after it.
+_INPUT_DTYPES = {2: ID_DTYPES, 3: FLOAT_DTYPES}  # by rank
 
-    `reorder`, where not empty, permutes the rows of the cache before the input is used (beam search).
+
+class Input(Body, frozen=True):
+    """Positions [seq, seq + T) of a session: the payload is ids_BT (int64 or int32) where the route begins with unit 0,
+    hidden_BTH everywhere else.
+
+    `reorder`, where not empty, says for each row of the cache which row it continues (beam search), before the input.
     """
 
     tensor: TensorInfo
-    want: int = 0
-    reorder: tuple[int, ...] = ()
+    want: Code = 0
+    reorder: Annotated[tuple[Row, ...], Meta(max_length=MAX_ROWS)] = ()
+
+    def check(self) -> None:  # on the path of every token: keep it short
+        info = self.tensor
+        check_tensor(info)
+        if info.dtype not in _INPUT_DTYPES.get(len(info.shape), ()):
+            raise ProtocolError(f"an INPUT needs ids [rows, positions] or floats [rows, positions, width], not {info}")
+        if self.want > Want.ALL:
+            raise ProtocolError(f"an INPUT wants {self.want}, which this version does not know")
+        if self.reorder and (len(self.reorder) != info.shape[0] or max(self.reorder) >= info.shape[0]):
+            raise ProtocolError(f"an INPUT of {info.shape[0]} rows reorders them as {self.reorder}")
 
 
 class Output(Body, frozen=True):
@@ -145,18 +208,26 @@ class Output(Body, frozen=True):
     `final` says that nothing follows (a stop token, or max_new_tokens reached).
     """
 
-    ids: tuple[int, ...] = ()
+    ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_ROWS)] = ()
     final: bool = False
     tensor: TensorInfo | None = None
+
+    def check(self) -> None:
+        if bool(self.ids) == (self.tensor is not None):
+            raise ProtocolError("an OUTPUT needs either ids or a tensor")
+        if self.tensor is not None:
+            check_tensor(self.tensor)
+            if len(self.tensor.shape) != 3 or self.tensor.dtype not in FLOAT_DTYPES:
+                raise ProtocolError(f"an OUTPUT needs floats [rows, positions, width], not {self.tensor}")
 
 
 class Fault(Body, frozen=True):
     """Travels upstream to the client: hop `index` of the route of `epoch` cannot go on, for the reason `code`."""
 
-    epoch: int
-    index: int
-    code: int
-    retry_s: float = 0.0
+    epoch: Epoch
+    index: HopIndex
+    code: Code
+    retry_s: RetrySeconds = 0.0
 
 
 class GetManifest(Body, frozen=True):
@@ -168,11 +239,11 @@ class Manifest(Body, frozen=True):
 
 
 class GetChunks(Body, frozen=True):
-    """Asks for `count` chunks of the file with this root, from number `first` on; count 0 asks for the chunk hash list."""
+    """Asks for `count` chunks of the file with this root, from number `first` on; count 0 asks for its chunk hashes."""
 
-    root: bytes
-    first: int
-    count: int
+    root: Root
+    first: Annotated[int, Meta(ge=0, le=MAX_SEQ)]
+    count: Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
 
 
 class Chunk(Body, frozen=True):
@@ -201,27 +272,25 @@ BODIES: dict[Kind, type[Body]] = {
 KIND_OF: dict[type[Body], Kind] = {body: kind for kind, body in BODIES.items()}
 
 _encoder = msgspec.msgpack.Encoder()
-_decoders = {kind: msgspec.msgpack.Decoder(body) for kind, body in BODIES.items()}
-_EMPTY = {kind: kind in (Kind.PING, Kind.PONG, Kind.END, Kind.GET_MANIFEST, Kind.MANIFEST) for kind in BODIES}
-
-BodyT = TypeVar("BodyT", bound=Body)
+_decoders = {int(kind): msgspec.msgpack.Decoder(body) for kind, body in BODIES.items()}
+_EMPTY: dict[int, Body] = {int(KIND_OF[body]): body() for body in (Ping, Pong, End, GetManifest, Manifest)}
 
 
 def encode_body(body: Body) -> bytes:
     """The msgpack bytes of a body; a body without fields is zero bytes."""
-    return b"" if _EMPTY[KIND_OF[type(body)]] else _encoder.encode(body)
+    return b"" if KIND_OF[type(body)] in _EMPTY else _encoder.encode(body)
 
 
 def decode_body(kind: int, data: bytes | bytearray | memoryview) -> Body:
-    """The body of a frame of a known kind. Raises ProtocolError (MALFORMED) where the bytes are not one."""
+    """The body of a frame of a known kind. Raises ProtocolError: MALFORMED, or TOO_LARGE for a tensor over its bound."""
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        raise ProtocolError(f"unknown frame kind {kind}")
+    if not data and kind in _EMPTY:
+        return _EMPTY[kind]
     try:
-        known = Kind(kind)
-    except ValueError:
-        raise ProtocolError(f"unknown frame kind {kind}", code=ErrorCode.MALFORMED) from None
-    if not data and _EMPTY[known]:
-        return BODIES[known]()
-    try:
-        body: Body = _decoders[known].decode(data)
+        body: Body = decoder.decode(data)
     except DECODE_ERRORS as error:
-        raise ProtocolError(f"bad {known.name} body: {error}", code=ErrorCode.MALFORMED) from None
+        raise ProtocolError(f"bad {Kind(kind).name} body: {error}") from None
+    body.check()
     return body

@@ -47,6 +47,7 @@ class DType(IntEnum):
 
 DTYPE_BYTES = {DType.FLOAT32: 4, DType.BFLOAT16: 2, DType.FLOAT16: 2, DType.INT64: 8, DType.INT32: 4, DType.UINT8: 1}
 FLOAT_DTYPES = frozenset({DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16})
+ID_DTYPES = frozenset({DType.INT64, DType.INT32})  # token ids
 
 
 class TensorInfo(msgspec.Struct, array_like=True, frozen=True):
