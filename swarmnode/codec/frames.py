@@ -23,6 +23,8 @@ HEADER_BYTES = HEADER.size
 MAX_BODY_BYTES = 0xFFFF
 MAX_PAYLOAD_BYTES = 256 * 1024 * 1024  # the absolute bound of version 1; a link usually sets a lower one
 MAX_SEQ = 0xFFFFFFFF
+LARGE_BYTES = 64 * 1024  # payloads above this get a buffer of their own
+ALLOCATE_BYTES = 4 * 1024 * 1024  # at most this much is allocated on a header's word alone
 
 
 class Kind(IntEnum):
@@ -73,47 +75,102 @@ def pack_header(kind: int, body_bytes: int, payload_bytes: int, channel: int = 0
 class FrameReader:
     """Bytes in, frames out, in order; checks every length against the bound before it keeps a byte of it.
 
-    After an error the reader is poisoned: every further call raises the same error, since the stream has lost its place.
+    A large payload is gathered in a buffer of its own, so its bytes are copied once. After an error the reader is
+    poisoned: every further call raises the same error, since the stream has lost its place.
     """
 
     def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self.max_payload_bytes = min(max_payload_bytes, MAX_PAYLOAD_BYTES)
-        self._buffer = bytearray()
+        self._rest = b""  # of a frame whose header, body or small payload is not complete
+        self._large: _LargeFrame | None = None
         self._error: ProtocolError | None = None
 
     def __repr__(self) -> str:
-        return f"<FrameReader holding {len(self._buffer)} bytes>"
+        return f"<FrameReader holding {self.pending_bytes} bytes>"
 
     @property
     def pending_bytes(self) -> int:
         """Bytes of an unfinished frame. Not zero at the end of a stream means that it was cut."""
-        return len(self._buffer)
+        return len(self._rest) + (self._large.held_bytes if self._large else 0)
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Frame]:
         """Yield the frames that `data` completes. Raises ProtocolError (TOO_LARGE) on a length over its bound."""
-        self._buffer += data
-        while True:
-            frame = self._next()
-            if frame is None:
-                return
-            yield frame
-
-    def _next(self) -> Frame | None:
         if self._error is not None:
             raise self._error
-        if len(self._buffer) < HEADER_BYTES:
+        view, position = memoryview(data), 0
+        if self._rest:
+            view, self._rest = memoryview(self._rest + bytes(view)), b""
+        while True:
+            if self._large is not None:
+                position += self._large.fill(view[position:])
+                if not self._large.complete:
+                    return
+                frame, self._large = self._large.frame(), None
+                yield frame
+            elif (end := self._end_of_small(view, position)) is None:
+                self._rest = bytes(view[position:])
+                return
+            elif self._large is None:
+                yield self._small(view, position)
+                position = end
+            else:
+                position = end
+
+    def _end_of_small(self, view: memoryview, position: int) -> int | None:
+        """Where the frame at `position` ends, or the body of a large one (which is then begun); None if it is not all here."""
+        if len(view) - position < HEADER_BYTES:
             return None
-        kind, _flags, body_bytes, payload_bytes, channel, seq = HEADER.unpack_from(self._buffer)
+        kind, _flags, body_bytes, payload_bytes, channel, seq = HEADER.unpack_from(view, position)
         if payload_bytes > self.max_payload_bytes:
             self._error = ProtocolError(
                 f"a frame announces a payload of {payload_bytes} bytes; the bound here is {self.max_payload_bytes}",
                 code=ErrorCode.TOO_LARGE,
             )
             raise self._error
-        end = HEADER_BYTES + body_bytes + payload_bytes
-        if len(self._buffer) < end:
+        large = payload_bytes > LARGE_BYTES
+        start = position + HEADER_BYTES
+        end: int = start + body_bytes + (0 if large else payload_bytes)
+        if len(view) < end:
             return None
-        body = bytes(self._buffer[HEADER_BYTES : HEADER_BYTES + body_bytes])
-        payload = bytes(self._buffer[HEADER_BYTES + body_bytes : end])
-        del self._buffer[:end]
-        return Frame(kind, channel, seq, body, payload)
+        if large:
+            self._large = _LargeFrame(kind, channel, seq, bytes(view[start:end]), payload_bytes)
+        return end
+
+    @staticmethod
+    def _small(view: memoryview, position: int) -> Frame:
+        kind, _flags, body_bytes, payload_bytes, channel, seq = HEADER.unpack_from(view, position)
+        middle = position + HEADER_BYTES + body_bytes
+        body = bytes(view[position + HEADER_BYTES : middle])
+        return Frame(kind, channel, seq, body, bytes(view[middle : middle + payload_bytes]))
+
+
+class _LargeFrame:
+    """A frame whose payload is being gathered. Memory follows what has come, so that a lying header costs nothing."""
+
+    def __init__(self, kind: int, channel: int, seq: int, body: bytes, payload_bytes: int) -> None:
+        self._head = (kind, channel, seq, body)
+        self._payload_bytes = payload_bytes
+        self._payload = bytearray(min(payload_bytes, ALLOCATE_BYTES))
+        self._filled = 0
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self._payload)
+
+    @property
+    def complete(self) -> bool:
+        return self._filled == self._payload_bytes
+
+    def fill(self, view: memoryview) -> int:
+        """Take what belongs to this frame; how many bytes that was."""
+        size = min(len(view), self._payload_bytes - self._filled)
+        end = self._filled + size
+        if end > len(self._payload):
+            grown = min(self._payload_bytes, max(end, 2 * len(self._payload)))
+            self._payload.extend(bytes(grown - len(self._payload)))
+        self._payload[self._filled : end] = view[:size]
+        self._filled = end
+        return size
+
+    def frame(self) -> Frame:
+        return Frame(*self._head, self._payload)

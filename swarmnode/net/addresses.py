@@ -1,0 +1,85 @@
+"""Multiaddrs, as strings between components: parsed and checked by py-multiaddr here and nowhere else."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from multiaddr import Multiaddr
+from multiaddr.exceptions import Error as MultiaddrError
+
+from swarmnode.errors import LocalError, UsageError
+from swarmnode.net.interfaces import PeerId
+
+
+def check(address: str, *, needs_peer: bool = False) -> str:
+    """The address, if it is a multiaddr. Raises UsageError where it is not, or lacks the /p2p/ part that it needs."""
+    try:
+        parsed = Multiaddr(address)
+    except (MultiaddrError, ValueError) as error:
+        raise UsageError(f"{address!r} is not a multiaddr like /ip4/203.0.113.7/tcp/4001: {error}") from None
+    if needs_peer and peer_of(address) is None:
+        raise UsageError(f"{address!r} must end with /p2p/ and a peer id")
+    return str(parsed)
+
+
+def _value(address: str, *protocols: str) -> str | None:
+    """The value of the first of these protocols that the address has."""
+    parts = address.strip("/").split("/")
+    for name, value in zip(parts, parts[1:], strict=False):
+        if name in protocols:
+            return value
+    return None
+
+
+def peer_of(address: str) -> PeerId | None:
+    """The peer id that the address ends with (the target's, where it goes over a relay)."""
+    head, found, tail = address.rpartition("/p2p/")
+    return tail if found and head and "/" not in tail else None
+
+
+def with_peer(address: str, peer: PeerId) -> str:
+    """The address with /p2p/<peer> at its end."""
+    return address if address.endswith(f"/p2p/{peer}") else f"{address.rstrip('/')}/p2p/{peer}"
+
+
+def without_peer(address: str) -> str:
+    """The address without the /p2p/ part at its end."""
+    peer = peer_of(address)
+    return address if peer is None else address.removesuffix(f"/p2p/{peer}")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether the address leads to this machine alone."""
+    host = _value(address, "ip4", "ip6")
+    if host is not None:
+        return ipaddress.ip_address(host).is_loopback
+    return _value(address, "dns", "dns4", "dns6") == "localhost"
+
+
+def tcp_endpoint(address: str) -> tuple[str, int] | None:
+    """(host, port) of an ip4 or ip6 TCP address; None for others."""
+    host, port = _value(address, "ip4", "ip6"), _value(address, "tcp")
+    return (host, int(port)) if host is not None and port is not None else None
+
+
+def check_port_free(address: str) -> None:
+    """Raise LocalError where somebody listens on the address already: p2pd would silently share the port."""
+    endpoint = tcp_endpoint(address)
+    if endpoint is None or endpoint[1] == 0:
+        return
+    family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no listener
+        try:
+            probe.bind(endpoint)
+        except OSError as error:
+            raise LocalError(f"cannot listen on {address}: {error.strerror or error}; choose another port") from None
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nobody listens on at the moment."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

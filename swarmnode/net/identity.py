@@ -1,0 +1,105 @@
+"""Who a peer is: an Ed25519 key, kept in the file format that p2pd reads, and the peer id that follows from it.
+
+The id of an Ed25519 peer holds its public key (identity multihash, libp2p specs "Peer Ids and Keys"), so anyone can check its
+signatures knowing the id alone.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import base58
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from swarmnode.errors import LocalError
+from swarmnode.net.interfaces import PeerId
+
+# protobuf: field 1 (type) varint 1 = Ed25519; field 2 (data), length
+_PRIVATE_HEAD = bytes([0x08, 0x01, 0x12, 0x40])
+_PUBLIC_HEAD = bytes([0x08, 0x01, 0x12, 0x20])
+_MULTIHASH_HEAD = bytes([0x00, 0x24])  # identity hash of 36 bytes
+
+
+class Identity:
+    """A private key and the peer id that follows from it."""
+
+    def __init__(self, seed: bytes) -> None:
+        self._key = Ed25519PrivateKey.from_private_bytes(seed)
+        self._seed = seed
+        self._public = self._key.public_key().public_bytes_raw()
+        self.peer_id: PeerId = base58.b58encode(_MULTIHASH_HEAD + _PUBLIC_HEAD + self._public).decode()
+
+    def __repr__(self) -> str:
+        return f"<Identity {self.peer_id}>"
+
+    @classmethod
+    def generate(cls) -> Identity:
+        """A new one."""
+        return cls(Ed25519PrivateKey.generate().private_bytes_raw())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Identity:
+        """From the bytes of a libp2p key file. Raises LocalError where they are not an Ed25519 private key."""
+        if len(data) != len(_PRIVATE_HEAD) + 64 or not data.startswith(_PRIVATE_HEAD):
+            raise LocalError("not an Ed25519 identity")
+        return cls(data[len(_PRIVATE_HEAD) : len(_PRIVATE_HEAD) + 32])
+
+    def to_bytes(self) -> bytes:
+        """As libp2p's private key message; a secret."""
+        return _PRIVATE_HEAD + self._seed + self._public
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> Identity:
+        """The identity kept in a file; a new one is written where there is none. Raises LocalError."""
+        try:
+            return cls.from_bytes(path.read_bytes())
+        except FileNotFoundError:
+            identity = cls.generate()
+            identity.save(path)
+            return identity
+        except LocalError:
+            raise LocalError(f"{path} is not an identity file; move it away to get a new identity") from None
+        except OSError as error:
+            raise LocalError(f"cannot read {path}: {error.strerror or error}") from error
+
+    def save(self, path: Path) -> None:
+        """Write the key file, readable by its owner alone, all or nothing. Raises LocalError."""
+        temporary = path.with_name(f".{path.name}.new")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.unlink(missing_ok=True)
+            temporary.touch(mode=0o600)
+            temporary.write_bytes(self.to_bytes())
+            temporary.replace(path)
+        except OSError as error:
+            raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def sign(self, data: bytes) -> bytes:
+        """The 64-byte Ed25519 signature."""
+        return self._key.sign(data)
+
+
+@lru_cache(maxsize=4096)
+def _public_key(peer: PeerId) -> Ed25519PublicKey | None:
+    try:
+        raw = base58.b58decode(peer)
+    except ValueError:
+        return None
+    head = _MULTIHASH_HEAD + _PUBLIC_HEAD
+    if len(raw) != len(head) + 32 or not raw.startswith(head):
+        return None
+    return Ed25519PublicKey.from_public_bytes(raw[len(head) :])
+
+
+def verify(peer: PeerId, data: bytes, signature: bytes) -> bool:
+    """Whether the peer's key made the signature over the data. False for ids that are not of Ed25519 keys."""
+    key = _public_key(peer)
+    if key is None:
+        return False
+    try:
+        key.verify(signature, data)
+    except InvalidSignature:
+        return False
+    return True

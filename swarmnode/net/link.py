@@ -1,0 +1,287 @@
+"""Link: frames over a stream to one peer, with a handshake, a heartbeat, and an end that is told from a cut."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from swarmnode.codec.frames import MAX_PAYLOAD_BYTES, Frame, FrameReader, Kind, pack_header
+from swarmnode.codec.messages import KIND_OF, VERSION, Body, End, Error, Hello, Ping, Pong, decode_body, encode_body
+from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError
+from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
+
+OnFrame = Callable[[Frame, Body], None]
+
+
+@dataclass(frozen=True)
+class LinkConfig:
+    """How patient a link is. A peer that is silent while something is expected of it is lost after
+    max(min_silence_s, silence_rtts round trips), at most max_silence_s."""
+
+    connect_timeout_s: float = 5.0
+    handshake_timeout_s: float = 5.0
+    heartbeat_s: float = 0.4
+    idle_heartbeat_s: float = 10.0
+    min_silence_s: float = 1.5
+    max_silence_s: float = 10.0
+    silence_rtts: float = 8.0
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
+
+
+class Link:
+    """A framed stream to a peer. Made by `connect` or `accept`, read by `run`; `busy` says that answers are expected."""
+
+    def __init__(self, stream: Stream, config: LinkConfig) -> None:
+        self.peer: PeerId = stream.peer
+        self.rtt_s: float | None = None
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._stream = stream
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._reader = FrameReader(config.max_payload_bytes)
+        self._early: list[Frame] = []  # frames that came in one read with HELLO
+        self._out: list[Buffer] = []
+        self._closed = False
+        self._ended_here = False
+        self._lost: PeerError | None = None
+        self._busy = False
+        self._heard_at = self._loop.time()
+        self._pinged_at = 0.0
+        self._ping = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "busy" if self._busy else "idle"
+        rtt = "?" if self.rtt_s is None else f"{self.rtt_s * 1e3:.1f} ms"
+        return f"<Link to {self.peer} {state} rtt {rtt} sent {self.sent_bytes} received {self.received_bytes} bytes>"
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self._closed
+
+    @property
+    def busy(self) -> bool:
+        """Whether answers are expected, so that silence counts."""
+        return self._busy
+
+    @busy.setter
+    def busy(self, busy: bool) -> None:
+        if busy and not self._busy:
+            self._heard_at = self._loop.time()  # silence before anything was expected does not count
+        self._busy = busy
+
+    # -- making one ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    async def connect(cls, network: Network, peer: PeerId, protocol: str, hello: Hello, *, config: LinkConfig) -> Link:
+        """Open a stream to a peer and greet. Raises PeerLost, PeerRefused, ProtocolError or NetworkDown."""
+        stream = await network.open(peer, protocol, timeout_s=config.connect_timeout_s)
+        link = cls(stream, config)
+        try:
+            started_s = link._loop.time()
+            link.send(hello)
+            answer = await link._handshake()
+            link.rtt_s = link._loop.time() - started_s
+            link._check_hello(answer, hello)
+        except BaseException:
+            link.abort()
+            raise
+        return link
+
+    @classmethod
+    async def accept(cls, stream: Stream, hello: Hello, *, config: LinkConfig) -> Link:
+        """Answer a peer's greeting. One of another swarm or version gets a refusal and nothing more."""
+        link = cls(stream, config)
+        try:
+            link._check_hello(await link._handshake(), hello)
+        except ProtocolError as error:
+            await link._refuse(error.code)
+            raise
+        except BaseException:
+            link.abort()
+            raise
+        link.send(hello)
+        return link
+
+    async def _handshake(self) -> Hello:
+        try:
+            frame = await asyncio.wait_for(self._first_frame(), self._config.handshake_timeout_s)
+        except asyncio.TimeoutError:
+            raise PeerLost(f"peer {self.peer} did not greet in time", peer=self.peer) from None
+        body = decode_body(frame.kind, frame.body) if frame.kind in (Kind.HELLO, Kind.ERROR) else None
+        if isinstance(body, Error):
+            raise self._refusal(body)
+        if not isinstance(body, Hello):
+            raise ProtocolError("the first frame of a link must be HELLO", peer=self.peer)
+        return body
+
+    async def _first_frame(self) -> Frame:
+        while True:
+            frames = list(self._reader.feed(await self._read()))
+            if frames:
+                self._early = frames[1:]
+                return frames[0]
+
+    def _check_hello(self, theirs: Hello, ours: Hello) -> None:
+        if theirs.version != VERSION:
+            text = f"peer {self.peer} speaks version {theirs.version} of the protocol, we speak {VERSION}; one must upgrade"
+            raise ProtocolError(text, code=ErrorCode.VERSION, peer=self.peer)
+        if theirs.swarm != ours.swarm:
+            text = f"peer {self.peer} belongs to another swarm"
+            raise ProtocolError(text, code=ErrorCode.WRONG_SWARM, peer=self.peer)
+
+    def _refusal(self, body: Error) -> PeerRefused:
+        code = ErrorCode(body.code) if body.code in ErrorCode._value2member_map_ else ErrorCode.INTERNAL
+        return PeerRefused(
+            f"peer {self.peer} refused: {code.name}", code=code, retry_s=body.retry_s or None, peer=self.peer
+        )
+
+    async def _refuse(self, code: ErrorCode) -> None:
+        try:
+            self.send(Error(code))
+            self._flush()
+            await self._stream.close()
+        except PeerLost:
+            pass
+        self._end()
+
+    # -- sending ---------------------------------------------------------------------------------------------------------
+
+    def send(self, body: Body, *, channel: int = 0, seq: int = 0, payload: Sequence[Buffer] = ()) -> None:
+        """Queue a frame; all frames of one turn of the loop leave in one write. Raises PeerLost on a closed link."""
+        if self._closed:
+            raise self._lost or PeerLost(f"the link to peer {self.peer} is closed", peer=self.peer)
+        data = encode_body(body)
+        payload_bytes = sum(memoryview(part).nbytes for part in payload)
+        if not self._out:
+            self._loop.call_soon(self._flush)
+        self._out.append(pack_header(KIND_OF[type(body)], len(data), payload_bytes, channel, seq) + data)
+        self._out.extend(payload)
+
+    def _flush(self) -> None:
+        out, self._out = self._out, []
+        if not out or self._closed:
+            return
+        self.sent_bytes += sum(memoryview(part).nbytes for part in out)
+        try:
+            self._stream.write(out)
+        except PeerLost as error:
+            self._fail(error)
+
+    async def drain(self) -> None:
+        """Wait until the send queue is short. Raises PeerLost where the link died meanwhile."""
+        self._flush()
+        await self._stream.drain()
+
+    # -- receiving -------------------------------------------------------------------------------------------------------
+
+    async def run(self, on_frame: OnFrame) -> None:
+        """Read until the peer ends the link. Raises PeerLost where it is cut or silent, ProtocolError on what breaks the rules.
+
+        `on_frame(frame, body)` is called for each frame but those of the link itself; a ProtocolError that it raises
+        is told to the peer and ends the link.
+        """
+        self._tick()
+        try:
+            ended = self._dispatch(self._early, on_frame)
+            while not ended:
+                ended = self._dispatch(self._reader.feed(await self._read()), on_frame)
+            await self._stream.close()
+        except ProtocolError as error:
+            error.peer = self.peer
+            await self._refuse(error.code)
+            raise
+        except PeerError:
+            if self._ended_here:
+                return
+            self._stream.abort()
+            raise
+        finally:
+            self._end()
+
+    async def _read(self) -> Buffer:
+        data = await self._stream.read()
+        if self._lost is not None:
+            raise self._lost
+        if not data:
+            raise PeerLost(f"peer {self.peer} cut the link", peer=self.peer)
+        self._heard_at = self._loop.time()
+        self.received_bytes += len(data)
+        return data
+
+    def _dispatch(self, frames: Iterable[Frame], on_frame: OnFrame) -> bool:
+        """Handle frames; True where one of them ended the link."""
+        for frame in frames:
+            if frame.kind not in Kind._value2member_map_:
+                continue  # of a newer version: ignore what you do not know
+            body = decode_body(frame.kind, frame.body)
+            if isinstance(body, Ping):
+                self.send(Pong(), seq=frame.seq)
+            elif isinstance(body, Pong):
+                self._measure(frame.seq)
+            elif frame.channel or not isinstance(body, End | Error | Hello):
+                on_frame(frame, body)
+            elif isinstance(body, End):
+                return True
+            elif isinstance(body, Error):
+                raise self._refusal(body)
+        return False
+
+    # -- heartbeat -------------------------------------------------------------------------------------------------------
+
+    @property
+    def silence_limit_s(self) -> float:
+        """How long the peer may be silent while something is expected of it."""
+        config = self._config
+        return min(config.max_silence_s, max(config.min_silence_s, config.silence_rtts * (self.rtt_s or 0.0)))
+
+    def _tick(self, expected_at: float | None = None) -> None:
+        now_s = self._loop.time()
+        if expected_at is not None and now_s - expected_at > self._config.min_silence_s / 2:
+            self._heard_at = now_s  # it was us who slept (a suspended process, a blocked loop)
+        period_s = self._config.heartbeat_s if self._busy else self._config.idle_heartbeat_s
+        silence_s = now_s - self._heard_at
+        if silence_s > self.silence_limit_s + (0.0 if self._busy else period_s):
+            self._fail(PeerLost(f"peer {self.peer} hangs: silent for {silence_s:.1f} s", peer=self.peer))
+            return
+        if silence_s >= period_s * 0.9 and now_s - self._pinged_at >= period_s * 0.9 and not self._closed:
+            self._ping = (self._ping + 1) & 0xFFFFFFFF
+            self._pinged_at = now_s
+            self.send(Ping(), seq=self._ping)
+        next_s = now_s + self._config.heartbeat_s
+        self._timer = self._loop.call_at(next_s, self._tick, next_s)
+
+    def _measure(self, seq: int) -> None:
+        if seq == self._ping:
+            sample_s = self._loop.time() - self._pinged_at
+            self.rtt_s = sample_s if self.rtt_s is None else 0.8 * self.rtt_s + 0.2 * sample_s
+
+    # -- the end ---------------------------------------------------------------------------------------------------------
+
+    def _fail(self, error: PeerError) -> None:
+        self._lost = error
+        self._end()
+        self._stream.abort()  # wakes whoever reads
+
+    def _end(self) -> None:
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def close(self) -> None:
+        """End the link in order: the peer reads END. Safe to call twice."""
+        if self._closed:
+            return
+        self.send(End())
+        self._flush()
+        self._ended_here = True
+        self._end()
+        await self._stream.close()
+
+    def abort(self) -> None:
+        """Drop the link at once."""
+        self._end()
+        self._stream.abort()

@@ -1,0 +1,52 @@
+"""Every background task has an owner, which awaits or cancels it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Tasks:
+    """Owns background tasks from `spawn` to `close`. One that dies of an error nobody expected is logged and counted."""
+
+    def __init__(self, name: str, *, on_crash: Callable[[BaseException], None] | None = None) -> None:
+        self.name = name
+        self.crashes = 0
+        self._on_crash = on_crash
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Tasks {self.name}: {len(self._tasks)} running, {self.crashes} crashed{', closed' if self._closed else ''}>"
+
+    def spawn(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Run a coroutine in the background. Raises RuntimeError after `close`."""
+        if self._closed:
+            coroutine.close()
+            raise RuntimeError(f"{self.name} is closed: cannot start {name}")
+        task = asyncio.get_running_loop().create_task(coroutine, name=f"{self.name}: {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        self.crashes += 1
+        log.error("task %r died: %s", task.get_name(), error, exc_info=error)
+        if self._on_crash is not None:
+            self._on_crash(error)
+
+    async def close(self) -> None:
+        """Cancel everything and wait for its end. Safe to call twice, and from one of the tasks."""
+        self._closed = True
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
