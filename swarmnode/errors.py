@@ -28,6 +28,25 @@ class ErrorCode(IntEnum):
     NOT_FOUND = 14  # the peer does not have the content asked for
 
 
+ERROR_TEXT = {
+    ErrorCode.INTERNAL: "it failed for a reason of its own",
+    ErrorCode.VERSION: "it speaks another version of the protocol; one of us must upgrade",
+    ErrorCode.WRONG_SWARM: "it serves another swarm",
+    ErrorCode.REFUSED: "it does not admit this peer",
+    ErrorCode.MALFORMED: "it could not make sense of what we sent",
+    ErrorCode.TOO_LARGE: "what we sent is over its bounds",
+    ErrorCode.BUSY: "it has no capacity at the moment",
+    ErrorCode.DRAINING: "it is leaving the swarm",
+    ErrorCode.NO_SESSION: "it does not know the session",
+    ErrorCode.STALE: "it has moved on to a newer epoch of the session",
+    ErrorCode.WRONG_SPAN: "it does not hold the units asked for",
+    ErrorCode.NOT_FINITE: "it met a tensor with NaN or infinity",
+    ErrorCode.PEER_LOST: "it lost the next peer of the route",
+    ErrorCode.NOT_FOUND: "it does not have the content asked for",
+}
+"""What a code from a peer is shown as: never a word that the peer chose."""
+
+
 class SwarmnodeError(Exception):
     """Base of everything that swarmnode raises on purpose."""
 
@@ -82,9 +101,7 @@ class ProtocolError(PeerError):
 class PeerRefused(PeerError):
     """The peer answered with an error code instead of doing what was asked."""
 
-    def __init__(
-        self, message: str, *, code: ErrorCode, retry_s: float | None = None, peer: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, code: ErrorCode, retry_s: float | None = None, peer: str | None = None) -> None:
         super().__init__(message, peer=peer)
         self.code = code
         self.retry_s = retry_s
@@ -98,3 +115,10 @@ class Busy(SwarmnodeError):
     def __init__(self, message: str, *, retry_s: float) -> None:
         super().__init__(message)
         self.retry_s = retry_s
+
+
+def refusal(code: int, *, retry_s: float = 0.0, peer: str | None = None) -> PeerRefused:
+    """The error for a code that `peer` sent in ERROR or FAULT; an unknown code counts as INTERNAL."""
+    known = ErrorCode(code) if code in ErrorCode._value2member_map_ else ErrorCode.INTERNAL
+    text = f"peer {peer or 'unknown'} answered {known.name}: {ERROR_TEXT[known]}"
+    return PeerRefused(text, code=known, retry_s=retry_s or None, peer=peer)
