@@ -102,6 +102,11 @@ class StageRunner:
         if self._sessions.pop(session_id, None) is not None:
             self.pool.close(session_id)
 
+    def reservation_bytes(self, positions: int, start: int, end: int) -> int:
+        """What a session of so many positions (over all rows) over units [start, end) reserves of `pool.usable_bytes`."""
+        elements = sum(self.span.family.cache_elements_per_token(unit) for unit in range(start, end))
+        return elements * self.span.dtype.itemsize * positions
+
     def length(self, session_id: Hashable) -> int:
         """Positions held."""
         return self._opened(session_id).cached.length

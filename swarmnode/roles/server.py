@@ -10,11 +10,11 @@ from collections import OrderedDict
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Attach, Body, Error, Hello, Mode, Open
 from swarmnode.config import ServerConfig
-from swarmnode.errors import Busy, ErrorCode, PeerError
+from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Channel, Switchboard
-from swarmnode.roles.session import StageSession, shape_of
+from swarmnode.roles.session import StageSession, shape_of, units_of
 from swarmnode.roles.worker import Job, Worker
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class StageServer:
         self._worker = worker
         self._runner = worker.runner
         self._sessions: dict[bytes, StageSession] = {}
+        self._reserved: dict[int, int] = {}  # cache bytes, by session key
         self._early: OrderedDict[bytes, list[tuple[Channel, Attach]]] = OrderedDict()
         self._keys = itertools.count()
         self._draining = False
@@ -83,6 +84,7 @@ class StageServer:
         """A session gives back its place."""
         if self._sessions.get(session.id) is session:
             del self._sessions[session.id]
+            del self._reserved[session.key]
             self._worker.forget(session.key)
         if not self._sessions:
             self._idle.set()
@@ -138,25 +140,26 @@ class StageServer:
         )
 
     def _admit(self, key: int, body: Open) -> Error | None:
+        """Reserve cache for a new session: it can then never fail half-way for want of memory."""
         if self._draining:
             return Error(ErrorCode.DRAINING)
-        hop = body.route[body.index]
-        while True:
-            try:
-                self._runner.open(
-                    key,
-                    rows=body.rows,
-                    max_length=body.max_length,
-                    padding=body.padding,
-                    start=hop.start,
-                    end=hop.end,
-                )
-                return None
-            except Busy:
-                orphan = next((session for session in self._sessions.values() if session.orphaned), None)
-                if orphan is None:
-                    return Error(ErrorCode.BUSY, retry_s=self.config.retry_s)
-                orphan.free()
+        start, end = units_of(body)
+        needed_bytes = self._runner.reservation_bytes(body.rows * body.max_length, start, end)
+        while needed_bytes > self.free_cache_bytes:
+            orphan = next((session for session in self._sessions.values() if session.orphaned), None)
+            if orphan is None:
+                return Error(ErrorCode.BUSY, retry_s=self.config.retry_s)
+            orphan.free()
+        self._reserved[key] = needed_bytes
+        self._worker.open(
+            key, rows=body.rows, max_length=body.max_length, padding=body.padding, start=start, end=end
+        )
+        return None
+
+    @property
+    def free_cache_bytes(self) -> int:
+        """Cache that new sessions may reserve."""
+        return self._runner.pool.usable_bytes - sum(self._reserved.values())
 
     def _attach(self, channel: Channel, body: Attach) -> None:
         session = self._sessions.get(body.session)

@@ -15,14 +15,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.codec.messages import Sampling, Want
 from swarmnode.codec.tensors import Codec, TensorInfo
-from swarmnode.compute.runner import Work, is_finite
+from swarmnode.compute.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, Work, is_finite
 from swarmnode.compute.sampling import sample
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import Buffer
@@ -135,6 +135,10 @@ class Worker:
         self._inbox.put(run)
         return future
 
+    def open(self, session: int, **reservation: Any) -> None:
+        """Make room for a session (`StageRunner.open`) before any job of it is run; the caller has seen that it fits."""
+        self._inbox.put(lambda: self.runner.open(session, **reservation))
+
     def forget(self, session: int) -> None:
         """Drop what waits for a session and free its cache."""
 
@@ -217,7 +221,7 @@ class Worker:
                 failed[id(job)] = Result(error=error.code)
         try:
             outputs = self.runner.run(works) if works else []
-            done = {id(job): self._encode(job, hidden) for job, hidden in zip(ready, outputs, strict=True)}
+            done = {id(job): self._encode(job, result.output) for job, result in zip(ready, outputs, strict=True)}
         except Exception:
             log.exception("a pass over %d jobs failed", len(works))
             done = {id(job): Result(error=ErrorCode.INTERNAL) for job in ready}
@@ -226,29 +230,28 @@ class Worker:
         return [failed.get(id(job)) or done[id(job)] for job in batch]
 
     def _decode(self, job: Job) -> Work:
-        tensors = [decode(info, payload, device=self.runner.device) for info, payload in job.parts]
+        tensors = [decode(info, payload, device=self.runner.span.device) for info, payload in job.parts]
         x = (tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1))[:, job.skip :]
         if not is_finite(x):
             raise ProtocolError("the input is not finite", code=ErrorCode.NOT_FINITE)
-        return Work(job.session, x, want=_wanted(job), reorder=job.reorder)
+        wanted = _wanted(job)
+        want = WANT_NOTHING if wanted == 0 else WANT_LAST if wanted == 1 else WANT_ALL
+        return Work(job.session, x, want=want, reorder=job.reorder)
 
-    def _encode(self, job: Job, y: torch.Tensor | None) -> Result:
+    def _encode(self, job: Job, y: torch.Tensor) -> Result:
+        """`y` is hidden_BTH, or at the last hop logits_BKV (hidden_BTH where the client holds the head)."""
         then = job.then
         if isinstance(then, Forward):
-            assert y is not None
             return Result(tensor=encode(y, then.codec))
-        if y is None:
-            return Result()
+        wanted = _wanted(job)
+        y = y[:, y.shape[1] - wanted :]
         if not is_finite(y):
             return Result(error=ErrorCode.NOT_FINITE)
         if isinstance(then, Return):
-            return Result(tensor=encode(y, Codec.NONE))
-        first = job.end - y.shape[1] + 1  # logits at p draw the token at p + 1
-        tokens = tuple(
-            (first + column, tuple(sample(y[:, column], then.sampling, first + column).tolist()))
-            for column in range(y.shape[1])
-        )
-        return Result(tokens=tokens)
+            return Result(tensor=encode(y, Codec.NONE)) if wanted else Result()
+        first = job.end - wanted + 1  # logits at p draw the token at p + 1
+        tokens = ((first + column, sample(y[:, column], then.sampling, first + column)) for column in range(wanted))
+        return Result(tokens=tuple((position, tuple(ids_B.tolist())) for position, ids_B in tokens))
 
 
 def _wanted(job: Job) -> int:

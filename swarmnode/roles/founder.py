@@ -1,0 +1,86 @@
+"""Founding a swarm: from a checkpoint to a manifest, an invite and the promise of a first bootstrap peer."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from swarmnode.compute.checkpoint import open_checkpoint
+from swarmnode.errors import UsageError
+from swarmnode.net.addresses import free_port, is_loopback, with_peer
+from swarmnode.net.identity import Identity
+from swarmnode.swarm.content import Progress, checkpoint_files, describe_files
+from swarmnode.swarm.manifest import Manifest, ModelInfo, encode_manifest
+from swarmnode.swarm.swarmfile import Swarm, new_swarm
+
+
+@dataclass(frozen=True)
+class Bootstraps:
+    """Where newcomers shall find the swarm: peers that run already, or the one that `swarmnode bootstrap` will start.
+
+    `listen` and `announce` are multiaddrs without /p2p/; an empty `listen` means a free port on loopback.
+    """
+
+    running: Sequence[str] = ()
+    listen: Sequence[str] = ()
+    announce: Sequence[str] = ()
+
+
+def found_swarm(name: str, model: str, bootstraps: Bootstraps, *, progress: Progress | None = None) -> Swarm:
+    """The new swarm of a checkpoint (a local folder or a hub id, which is downloaded).
+
+    Raises CheckpointError where the checkpoint is damaged or its family cannot be split, UsageError on a bad name.
+    """
+    if not name or not name.isprintable() or "/" in name:
+        raise UsageError(f"{name!r} is not a name for a swarm; use letters, digits and dashes")
+    checkpoint = open_checkpoint(model)
+    family = checkpoint.family
+    checkpoint.check()
+    folder = Path(checkpoint.path)
+    manifest = Manifest(
+        name=name,
+        model=ModelInfo(
+            family=checkpoint.config.model_type,
+            units=family.units,
+            hidden=checkpoint.hidden_size,
+            hub_id=checkpoint.hub_id,
+            revision=checkpoint.revision,
+        ),
+        files=describe_files(checkpoint_files(folder), progress=progress),
+        created=int(time.time()),
+    )
+    swarm = replace(new_swarm(encode_manifest(manifest)), checkpoint=folder, bootstraps=tuple(bootstraps.running))
+    return swarm if bootstraps.running else _promise_bootstrap(swarm, bootstraps)
+
+
+def _promise_bootstrap(swarm: Swarm, bootstraps: Bootstraps) -> Swarm:
+    """Fix identity and addresses of the first bootstrap peer now, so that the invite is complete before it runs."""
+    identity = Identity.generate()
+    listen = tuple(bootstraps.listen) or (f"/ip4/127.0.0.1/tcp/{free_port()}",)
+    announce = tuple(bootstraps.announce) or listen
+    return replace(
+        swarm,
+        bootstraps=tuple(with_peer(address, identity.peer_id) for address in announce),
+        bootstrap_key=identity.to_bytes(),
+        bootstrap_listen=listen,
+    )
+
+
+def reaches_others(swarm: Swarm) -> bool:
+    """Whether the invite is of use on other machines."""
+    return not all(is_loopback(address) for address in swarm.bootstraps)
+
+
+def stop_ids(folder: Path) -> tuple[int, ...]:
+    """The end-of-text tokens that a checkpoint's configs name."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            found = json.loads((folder / name).read_bytes()).get("eos_token_id")
+        except (OSError, ValueError):
+            continue
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return ()
