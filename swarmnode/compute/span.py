@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.family import Family
+from swarmnode.compute.linear import speed_up_linears
 from swarmnode.compute.stack import Absent, Stack
 from swarmnode.errors import CheckpointError, LocalError
 
@@ -173,6 +174,7 @@ def load_span(
     if progress is not None:
         progress("weights", len(slices), len(slices))
     model.to(device)
+    speed_up_linears(model)
     return Span(family, model, start, end)
 
 
