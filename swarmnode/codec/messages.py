@@ -282,7 +282,7 @@ def encode_body(body: Body) -> bytes:
 
 
 def decode_body(kind: int, data: bytes | bytearray | memoryview) -> Body:
-    """The body of a frame of a known kind. Raises ProtocolError: MALFORMED, or TOO_LARGE for a tensor over the bound."""
+    """The body of a frame of a known kind. Raises ProtocolError: MALFORMED; TOO_LARGE for a tensor over its bound."""
     decoder = _decoders.get(kind)
     if decoder is None:
         raise ProtocolError(f"unknown frame kind {kind}")

@@ -1,0 +1,235 @@
+"""`protocol/vectors/v1`: what decodes to what and back to the same bytes, and what is refused with which code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+import torch
+from referencing import Registry, Resource
+
+from swarmnode.codec.frames import FrameReader, Kind, pack_header
+from swarmnode.codec.messages import BODIES, decode_body, encode_body
+from swarmnode.codec.tensors import MAX_ELEMENTS, Codec, TensorInfo
+from swarmnode.compress.codecs import decode, encode
+from swarmnode.errors import ErrorCode, PeerLost, ProtocolError, UsageError
+from swarmnode.net.identity import Identity, verify
+from swarmnode.swarm.announcement import open_announcement, sign_announcement
+from swarmnode.swarm.invite import decode_invite, encode_invite
+from swarmnode.swarm.manifest import decode_manifest, encode_manifest, swarm_id
+from tests.codec.schemas import FOLDER, plain
+
+VECTORS = Path(__file__).parents[1] / "protocol" / "vectors" / "v1"
+Vector = Mapping[str, Any]
+
+
+def vectors(file: str, *, good: bool | None = None, of: str | None = None) -> list[Any]:
+    """The vectors of a file as pytest parameters: all, or the good or the bad ones alone."""
+    rows = [json.loads(line) for line in (VECTORS / f"{file}.jsonl").read_text().splitlines()]
+    return [
+        pytest.param(row, id=row["name"])
+        for row in rows
+        if (good is None or good == ("value" in row)) and (of is None or row["of"] == of)
+    ]
+
+
+def data_of(vector: Vector) -> bytes:
+    return bytes.fromhex(vector["hex"]) + b"\0" * int(vector.get("zeros", 0))
+
+
+def assert_fits(schema: str, value: Any) -> None:
+    files = [Resource.from_contents(json.loads(path.read_text())) for path in FOLDER.iterdir()]
+    registry = Registry().with_resources((file.id() or "", file) for file in files)
+    validator = jsonschema.Draft202012Validator({"$ref": f"{schema}.json"}, registry=registry)
+    validator.validate(value)
+
+
+# -- frames ------------------------------------------------------------------------------------------------------------
+
+
+def read_frame(data: bytes) -> dict[str, Any]:
+    """The one frame of a stream that ends after it. Raises what a link would raise."""
+    reader = FrameReader()
+    frames = list(reader.feed(data))
+    if reader.pending_bytes:
+        raise PeerLost("the stream ends inside a frame")
+    (frame,) = frames
+    body, payload = bytes(frame.body).hex(), bytes(frame.payload).hex()
+    return {"kind": frame.kind, "channel": frame.channel, "seq": frame.seq, "body": body, "payload": payload}
+
+
+@pytest.mark.parametrize("vector", vectors("frames", good=True))
+def test_good_frames(vector: Vector) -> None:
+    value, data = vector["value"], data_of(vector)
+    assert read_frame(data) == value
+    body, payload = bytes.fromhex(value["body"]), bytes.fromhex(value["payload"])
+    assert pack_header(value["kind"], len(body), len(payload), value["channel"], value["seq"]) + body + payload == data
+
+
+@pytest.mark.parametrize("vector", vectors("frames", good=False))
+def test_bad_frames(vector: Vector) -> None:
+    with pytest.raises((ProtocolError, PeerLost)) as caught:
+        read_frame(data_of(vector))
+    assert caught.value.code.name == vector["error"]
+
+
+@pytest.mark.parametrize("vector", vectors("tolerated", of="frames"))
+def test_tolerated_frames(vector: Vector) -> None:
+    assert read_frame(data_of(vector)) == vector["value"]
+
+
+# -- bodies ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vector", vectors("bodies", good=True))
+def test_good_bodies(vector: Vector) -> None:
+    body = decode_body(Kind[vector["kind"]], data_of(vector))
+    assert plain(body) == vector["value"]
+    assert encode_body(body) == data_of(vector)
+    if vector["value"]:
+        assert_fits(vector["kind"].lower(), vector["value"])
+
+
+@pytest.mark.parametrize("vector", vectors("bodies", good=False))
+def test_bad_bodies(vector: Vector) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        decode_body(Kind[vector["kind"]], data_of(vector))
+    assert caught.value.code.name == vector["error"]
+
+
+@pytest.mark.parametrize("vector", vectors("tolerated", of="bodies"))
+def test_tolerated_bodies(vector: Vector) -> None:
+    assert plain(decode_body(Kind[vector["kind"]], data_of(vector))) == vector["value"]
+
+
+def test_every_kind_has_good_vectors_and_every_field_a_bad_one() -> None:
+    rows = [param.values[0] for param in vectors("bodies")]
+    assert {row["kind"] for row in rows if "value" in row} == {kind.name for kind in BODIES}
+    with_fields = {kind.name for kind, body in BODIES.items() if body.__struct_fields__}
+    assert {row["kind"] for row in rows if "error" in row} >= with_fields
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def tensor_of(vector: Vector) -> torch.Tensor:
+    info = msgspec.convert(vector["info"], TensorInfo)
+    return decode(info, bytearray(data_of(vector)), max_elements=vector.get("max_elements", MAX_ELEMENTS))
+
+
+def assert_equal(decoded: torch.Tensor, value: list[float | str]) -> None:
+    expected = torch.tensor([float(item) for item in value], dtype=torch.float64)
+    # The sums of a rotated tile may be taken in any order: `tensors.md` allows 2**-20 of the largest value.
+    peak = expected.nan_to_num(0.0, 0.0, 0.0).abs().max() if len(value) else torch.tensor(0.0)
+    assert torch.allclose(decoded.double().view(-1), expected, rtol=0.0, atol=float(peak) * 2**-20, equal_nan=True)
+
+
+@pytest.mark.parametrize("vector", vectors("tensors", good=True))
+def test_good_tensors(vector: Vector) -> None:
+    decoded = tensor_of(vector)
+    assert list(decoded.shape) == vector["info"][2]
+    assert_equal(decoded, vector["value"])
+    info, payload = encode(decoded, Codec(vector["info"][0]), param=vector["info"][3])
+    assert plain(info) == vector["info"]
+    assert bytes(payload) == data_of(vector)
+    assert_fits("tensor", vector["info"])
+
+
+@pytest.mark.parametrize("vector", vectors("tensors", good=False))
+def test_bad_tensors(vector: Vector) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        tensor_of(vector)
+    assert caught.value.code.name == vector["error"]
+
+
+@pytest.mark.parametrize("vector", vectors("tolerated", of="tensors"))
+def test_tolerated_tensors(vector: Vector) -> None:
+    assert_equal(tensor_of(vector), vector["value"])
+
+
+def test_every_codec_has_good_tensors() -> None:
+    assert {param.values[0]["info"][0] for param in vectors("tensors", good=True)} == set(Codec)
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vector", vectors("announcements", good=True))
+def test_good_announcements(vector: Vector) -> None:
+    announcement = open_announcement(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
+    assert plain(announcement) == vector["value"]
+    assert sign_announcement(announcement, Identity(bytes.fromhex(vector["key"])).sign) == data_of(vector)
+    assert_fits("announcement", vector["value"])
+
+
+@pytest.mark.parametrize("vector", vectors("announcements", good=False))
+def test_bad_announcements(vector: Vector) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        open_announcement(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
+    assert caught.value.code.name == vector["error"]
+
+
+@pytest.mark.parametrize("vector", vectors("tolerated", of="announcements"))
+def test_tolerated_announcements(vector: Vector) -> None:
+    announcement = open_announcement(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
+    assert plain(announcement) == vector["value"]
+
+
+@pytest.mark.parametrize("vector", vectors("manifests", good=True))
+def test_good_manifests(vector: Vector) -> None:
+    manifest = decode_manifest(data_of(vector))
+    assert plain(manifest) == vector["value"]
+    assert encode_manifest(manifest) == data_of(vector)
+    assert swarm_id(data_of(vector)).hex() == vector["id"]
+    assert_fits("manifest", vector["value"])
+
+
+@pytest.mark.parametrize("vector", vectors("manifests", good=False))
+def test_bad_manifests(vector: Vector) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        decode_manifest(data_of(vector))
+    assert caught.value.code.name == vector["error"]
+
+
+@pytest.mark.parametrize("vector", vectors("tolerated", of="manifests"))
+def test_tolerated_manifests(vector: Vector) -> None:
+    assert plain(decode_manifest(data_of(vector))) == vector["value"]
+
+
+# -- invites -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vector", vectors("invites", good=True))
+def test_good_invites(vector: Vector) -> None:
+    invite = decode_invite(vector["text"])
+    assert plain(invite) == vector["value"]
+    assert encode_invite(invite) == vector["text"]
+    assert_fits("invite", vector["value"])
+
+
+@pytest.mark.parametrize("vector", vectors("invites", good=False))
+def test_bad_invites(vector: Vector) -> None:
+    assert vector["error"] == "INVITE"  # no code: an invite never comes from a peer
+    with pytest.raises(UsageError):
+        decode_invite(vector["text"])
+
+
+@pytest.mark.parametrize("vector", vectors("tolerated", of="invites"))
+def test_tolerated_invites(vector: Vector) -> None:
+    assert plain(decode_invite(vector["text"])) == vector["value"]
+
+
+# -- the vectors themselves -------------------------------------------------------------------------------------------
+
+
+def test_names_are_unique_and_errors_are_codes() -> None:
+    for file in VECTORS.iterdir():
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        names = [row["name"] for row in rows]
+        assert len(set(names)) == len(names), file.name
+        assert {row["error"] for row in rows if "error" in row} <= {*ErrorCode.__members__, "INVITE"}
