@@ -105,6 +105,8 @@ def _causal_class(config: Any) -> type[Any]:
         raise CheckpointError(f"{kind} takes images or sound besides text: only text models can be split")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(f"{kind} is not a causal language model of transformers: it cannot be split")
+    if getattr(config, "num_hidden_layers", None) is None:
+        raise CheckpointError(f"{kind} does not say how many layers it has: it cannot be split")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return model_class[0] if isinstance(model_class, tuple) else model_class
 

@@ -1,8 +1,6 @@
 """A span of units of a model on one device: loading it, and its forward pass.
 
-`family.py` tells the units. The family's own class is built on the meta device, cut down to the layers, embedding and head
-of the span, and filled by transformers' own loader, which knows renames and fused experts. Layers keep their numbers, so
-nothing in the config or in the names of tensors has to be rewritten.
+`family.py` tells the units, `assemble.py` builds the model of the span, `stack.py` leads hidden states through its layers.
 """
 
 from __future__ import annotations
@@ -12,13 +10,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from swarmnode.compute.assemble import assemble
 from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.family import Family
 from swarmnode.compute.linear import speed_up_linears
-from swarmnode.compute.stack import Absent, Stack
-from swarmnode.errors import CheckpointError, LocalError
+from swarmnode.compute.stack import Stack
+from swarmnode.errors import LocalError
 
 Progress = Callable[[str, int, int], None]
 """(what, done, total): called while something long goes on."""
@@ -158,79 +157,26 @@ def load_span(
     dtype: torch.dtype | str = "auto",
     quantize: str = "none",
     progress: Progress | None = None,
+    check: bool = True,
 ) -> Span:
     """Load units [start, end). `dtype` "auto" is the checkpoint's own. Raises CheckpointError, LocalError.
 
     Reads only the tensors of the span, each once, from mapped files; nothing is copied where the dtype stays and the
-    device is the CPU.
+    device is the CPU. `check` tries the family on a tiny model first (some 0.3 s, once per process).
     """
     family = checkpoint.family
     if not 0 <= start < end <= family.units:
         raise LocalError(f"no units [{start}:{end}): the model has {family.units}")
     if dtype == "auto":
         dtype = checkpoint.dtype
+    if check:
+        from swarmnode.compute.selfcheck import check_family  # which itself runs spans
+
+        check_family(family)
     slices = checkpoint.open_slices(checkpoint.tensors_of(start, end))
-    model = build_span_model(family, slices, start, end, dtype=dtype)
+    model = assemble(family, slices, start, end, dtype=dtype)
     if progress is not None:
         progress("weights", len(slices), len(slices))
     model.to(device)
     speed_up_linears(model)
     return Span(family, model, start, end)
-
-
-def build_span_model(
-    family: Family, tensors: Mapping[str, Any], start: int, end: int, *, dtype: torch.dtype | str
-) -> Any:
-    """The family's class with the units [start, end) only, filled from `tensors` (of the span, checkpoint's names)."""
-    model_class = _cut_class(family, start, end)
-    model, info = model_class.from_pretrained(
-        None, config=family.config, state_dict=dict(tensors), dtype=dtype, output_loading_info=True
-    )
-    problems = [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"]), *info["error_msgs"]]
-    if problems:
-        raise CheckpointError(
-            f"the checkpoint lacks or contradicts {len(problems)} tensors of the model: {problems[0]}"
-        )
-    if start > 0:
-        _remove(model, family.input_embedding)  # was needed for a tied head only
-    model.requires_grad_(False)
-    return model
-
-
-def _cut_class(family: Family, start: int, end: int) -> type[Any]:
-    """A subclass of the family's class whose instances lack the modules of other units from the moment they are built."""
-
-    def __init__(self: Any, config: Any) -> None:
-        family.model_class.__init__(self, config)
-        _cut(self, family, start, end)
-
-    name = family.model_class.__name__  # the loader knows conversions by class name
-    return type(name, (family.model_class,), {"__init__": __init__, "__module__": family.model_class.__module__})
-
-
-def _cut(model: Any, family: Family, start: int, end: int) -> None:
-    has_head = end == family.units
-    absent = set[str]()
-    if start > 0:
-        absent |= family.front - ({family.input_embedding} if has_head and family.tied else set())
-    if not has_head:
-        absent |= family.back
-    for name in absent:
-        _remove(model, name)
-    layers: nn.ModuleList = model.get_submodule(family.stack_name)
-    held = {number: layers[number] for number in range(max(start - 1, 0), min(end - 1, family.layer_count))}
-    stack = Stack(
-        held,
-        total=family.layer_count,
-        returns_tuple=family.returns_tuple,
-        layer_types=getattr(family.config, "layer_types", None),
-    )
-    model.set_submodule(family.stack_name, stack)
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    model.all_tied_weights_keys = {
-        target: source for target, source in model.all_tied_weights_keys.items() if {target, source} <= names
-    }
-
-
-def _remove(model: Any, name: str) -> None:
-    model.set_submodule(name, Absent(model.get_submodule(name)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.initialization import no_init_weights
@@ -14,7 +15,11 @@ from swarmnode.compute.stack import Stack
 from swarmnode.errors import CheckpointError
 
 
-_FOREIGN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)  # of a family's own code
+# What a family's own code may raise when it meets a config or a use that it was not made for.
+FOREIGN_ERRORS = (
+    *(RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError),
+    StrictDataclassError,
+)
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,23 @@ def build_on_meta(model_class: type[Any], config: Any) -> Any:
     try:
         with torch.device("meta"), no_init_weights():
             return model_class(config).eval()
-    except (*_FOREIGN_ERRORS, ImportError) as error:
+    except FOREIGN_ERRORS as error:
         raise CheckpointError(f"{model_class.__name__} cannot be built from this config: {error}") from error
 
 
 def trace_model(model_class: type[Any], config: Any) -> Trace:
     """Raises CheckpointError where the model has no list of layers that hand hidden states to each other with a KV cache."""
-    config.pad_token_id = None  # else some families look for padding among ids that are not there
+    try:
+        return _trace_model(model_class, config)
+    except CheckpointError as error:
+        try:
+            config.pad_token_id = None  # some families look for padding among the ids, which are not there
+            return _trace_model(model_class, config)
+        except (CheckpointError, StrictDataclassError):
+            raise error from None
+
+
+def _trace_model(model_class: type[Any], config: Any) -> Trace:
     model = build_on_meta(model_class, config)
     stack_name = _find_stack(model, config.num_hidden_layers)
     layers = list(model.get_submodule(stack_name))
@@ -94,7 +109,7 @@ def _run(model: Any, stack: Stack, stack_name: str, recorder: _Recorder) -> tupl
     handles = [watch(name, module) for name, module in outside if any(True for _ in module.parameters(recurse=False))]
     try:
         _pass(model, stack, recorder)
-    except _FOREIGN_ERRORS as error:
+    except FOREIGN_ERRORS as error:
         raise CheckpointError(f"{type(model).__name__} cannot be looked into without weights: {error}") from error
     finally:
         for handle in handles:
@@ -107,7 +122,7 @@ def _narrows(model: Any, stack: Stack, recorder: _Recorder) -> bool:
     try:
         _pass(model, stack, recorder, keep_last=1)
         _pass(model, stack, recorder, keep_last=0)
-    except _FOREIGN_ERRORS:
+    except FOREIGN_ERRORS:
         return False
     return True
 

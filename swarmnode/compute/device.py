@@ -1,0 +1,101 @@
+"""What this machine computes on: which device, how much memory, which dtype."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from swarmnode.errors import LocalError
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device and its memory when it was probed. `shared` says that its memory is the machine's own."""
+
+    kind: str  # cuda, mps or cpu
+    index: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+    shared: bool
+
+    @property
+    def torch_device(self) -> torch.device:
+        """For tensors."""
+        return torch.device(self.kind, self.index) if self.kind == "cuda" else torch.device(self.kind)
+
+    @property
+    def default_dtype(self) -> torch.dtype:
+        """bfloat16 where the device computes in it at speed, float16 on older GPUs, float32 on CPUs."""
+        if self.kind == "cuda":
+            return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+        return torch.float16 if self.kind == "mps" else torch.float32
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.kind}, {self.free_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB free)"
+
+
+def probe_device(wanted: str = "auto") -> Device:
+    """The device asked for ("auto": the GPU with most free memory, else the CPU). Raises LocalError where it is not here."""
+    kind, _, number = wanted.partition(":")
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if kind == "cuda" and torch.cuda.is_available():
+        return _probe_cuda(int(number) if number else None)
+    if kind == "mps" and torch.backends.mps.is_available():
+        memory = psutil.virtual_memory()
+        return Device("mps", 0, f"Apple {platform.processor()}", memory.total, memory.available, shared=True)
+    if kind == "cpu":
+        memory = psutil.virtual_memory()
+        total_bytes = min(memory.total, _container_limit_bytes() or memory.total)
+        return Device("cpu", 0, _cpu_name(), total_bytes, min(memory.available, total_bytes), shared=True)
+    raise LocalError(f"no device {wanted!r} on this machine: use auto, cpu, cuda, cuda:N or mps")
+
+
+def set_threads(count: int | None = None) -> int:
+    """Let torch use `count` threads (default: OMP_NUM_THREADS, else the cores this process may use). Returns the count."""
+    if count is None:
+        count = int(os.environ.get("OMP_NUM_THREADS", 0)) or usable_cores()
+    torch.set_num_threads(count)
+    return count
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _probe_cuda(index: int | None) -> Device:
+    """By torch, which sees the devices that CUDA_VISIBLE_DEVICES leaves; `mem_get_info` is of the whole card."""
+    count = torch.cuda.device_count()
+    if index is not None and index >= count:
+        raise LocalError(f"no device cuda:{index}: there are {count}")
+    indices = range(count) if index is None else [index]
+    memory = {number: torch.cuda.mem_get_info(number) for number in indices}
+    best = max(memory, key=lambda number: memory[number][0])
+    free_bytes, total_bytes = memory[best]
+    return Device("cuda", best, torch.cuda.get_device_name(best), total_bytes, free_bytes, shared=False)
+
+
+def _container_limit_bytes() -> int | None:
+    """The memory limit of the control group (containers, systemd units), which psutil does not know."""
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(file) as stream:
+                return int(stream.read())
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+    return None
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as stream:
+            names = [line.partition(":")[2].strip() for line in stream if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,85 @@
+"""How many units of a model fit into memory: exact from the headers of the checkpoint, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from swarmnode.compute.checkpoint import Checkpoint
+
+# Bytes per weight of a quantised matrix, block scales included (bitsandbytes: int8 by rows; NF4 by blocks of 64 with
+# double quantisation, arXiv 2305.14314 section 3). Other tensors keep their dtype.
+QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + 0.127 / 8}
+BUFFER_BYTES = 64 << 20  # activations and the allocator's own
+BUFFER_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class UnitSizes:
+    """Per unit of a model, the bytes of its weights and of the KV cache of one token of one row."""
+
+    weight_bytes: tuple[int, ...]
+    cache_bytes_per_token: tuple[int, ...]
+
+    def need_bytes(self, start: int, end: int, cache_tokens: int) -> int:
+        """Memory for units [start, end) with a cache of `cache_tokens` (rows x positions)."""
+        return sum(self.weight_bytes[start:end]) + cache_tokens * sum(self.cache_bytes_per_token[start:end])
+
+
+def unit_sizes(checkpoint: Checkpoint, *, dtype: torch.dtype, quantize: str = "none") -> UnitSizes:
+    """Sizes as loaded: float tensors in `dtype`, matrices of layers quantised. A tied matrix counts in both ends."""
+    family = checkpoint.family
+    weights = [0.0] * family.units
+    for name, entry in checkpoint.entries.items():
+        for unit in family.units_of_tensor(name):
+            is_matrix = 1 <= unit <= family.layer_count and len(entry.shape) == 2
+            width = QUANTIZED_BYTES[quantize] if is_matrix and quantize in QUANTIZED_BYTES else dtype.itemsize
+            weights[unit] += entry.elements * width
+    cache = (family.cache_elements_per_token(unit) * dtype.itemsize for unit in range(family.units))
+    return UnitSizes(tuple(int(size) for size in weights), tuple(cache))
+
+
+def units_that_fit(sizes: UnitSizes, limit_bytes: int, cache_tokens: int, *, start: int = 1) -> int:
+    """The most units from `start` on that fit into `limit_bytes`; what a forward pass needs beside them is left free."""
+    room_bytes = usable_bytes(limit_bytes)
+    count = 0
+    while start + count < len(sizes.weight_bytes) and (
+        sizes.need_bytes(start, start + count + 1, cache_tokens) <= room_bytes
+    ):
+        count += 1
+    return count
+
+
+def usable_bytes(limit_bytes: int) -> int:
+    """Of a memory limit, what weights and caches may take."""
+    return max(0, limit_bytes - max(BUFFER_BYTES, int(limit_bytes * BUFFER_SHARE)))
+
+
+def cache_tokens_that_fit(sizes: UnitSizes, limit_bytes: int, start: int, end: int) -> int:
+    """Cache positions (rows x positions) for which memory is left beside units [start, end)."""
+    per_token = sum(sizes.cache_bytes_per_token[start:end])
+    left_bytes = usable_bytes(limit_bytes) - sum(sizes.weight_bytes[start:end])
+    return max(0, left_bytes) // per_token if per_token else 0
+
+
+def describe_fit(sizes: UnitSizes, start: int, end: int, cache_tokens: int) -> str:
+    """As in "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens"."""
+    weights = sum(sizes.weight_bytes[start:end])
+    cache = cache_tokens * sum(sizes.cache_bytes_per_token[start:end])
+    return (
+        f"fits {end - start} of {len(sizes.weight_bytes)} units: {format_bytes(weights)} weights + "
+        f"{format_bytes(cache)} cache for {cache_tokens} tokens"
+    )
+
+
+def format_bytes(count: float) -> str:
+    """As in 5.1 GB; powers of 1000."""
+    units: Sequence[str] = ("B", "kB", "MB", "GB", "TB")
+    index = 0
+    while count >= 1000 and index < len(units) - 1:
+        count, index = count / 1000, index + 1
+    return f"{count:.0f} {units[index]}" if index < 2 else f"{count:.1f} {units[index]}"
