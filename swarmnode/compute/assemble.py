@@ -17,20 +17,29 @@ from transformers.utils import logging
 
 from swarmnode.compute.family import Family
 from swarmnode.compute.stack import Absent, Stack
+from swarmnode.compute.trace import FOREIGN_ERRORS
 from swarmnode.errors import CheckpointError
 
 
 def assemble(family: Family, tensors: Mapping[str, Any], start: int, end: int, *, dtype: torch.dtype | str) -> Any:
     """The family's class with the units [start, end) only, filled from `tensors` (of the span, checkpoint's names)."""
     model_class = _cut_class(family, start, end)
-    with _quiet_loader():
-        model, info = model_class.from_pretrained(
-            None, config=family.config, state_dict=dict(tensors), dtype=dtype, output_loading_info=True
-        )
-    problems = [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"]), *info["error_msgs"]]
-    if problems:
+    try:
+        with _quiet_loader():
+            model, info = model_class.from_pretrained(
+                None,
+                config=family.config,
+                state_dict=dict(tensors),
+                dtype=dtype,
+                ignore_mismatched_sizes=True,  # they are told below
+                output_loading_info=True,
+            )
+    except FOREIGN_ERRORS as error:
+        raise CheckpointError(f"{family.model_class.__name__} cannot be filled from the checkpoint: {error}") from error
+    wrong = [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"]), *info["error_msgs"]]
+    if wrong:
         raise CheckpointError(
-            f"the checkpoint lacks or contradicts {len(problems)} tensors of the model: {problems[0]}"
+            f"{len(wrong)} tensors of the model are missing or misshapen in the checkpoint: {wrong[0]}"
         )
     if start > 0:
         _remove(model, family.input_embedding)  # was needed for a tied head only

@@ -31,12 +31,15 @@ class UnitSizes:
 
 
 def unit_sizes(checkpoint: Checkpoint, *, dtype: torch.dtype, quantize: str = "none") -> UnitSizes:
-    """Sizes as loaded: float tensors in `dtype`, matrices of layers quantised. A tied matrix counts in both ends."""
+    """Sizes as loaded: tensors in `dtype`, matrices of layers quantised where asked (experts are fused, so they are not).
+
+    A tied matrix counts in both ends.
+    """
     family = checkpoint.family
     weights = [0.0] * family.units
     for name, entry in checkpoint.entries.items():
         for unit in family.units_of_tensor(name):
-            is_matrix = 1 <= unit <= family.layer_count and len(entry.shape) == 2
+            is_matrix = 1 <= unit <= family.layer_count and len(entry.shape) == 2 and ".experts." not in name
             width = QUANTIZED_BYTES[quantize] if is_matrix and quantize in QUANTIZED_BYTES else dtype.itemsize
             weights[unit] += entry.elements * width
     cache = (family.cache_elements_per_token(unit) * dtype.itemsize for unit in range(family.units))

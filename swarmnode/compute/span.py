@@ -16,6 +16,7 @@ from swarmnode.compute.assemble import assemble
 from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.family import Family
 from swarmnode.compute.linear import speed_up_linears
+from swarmnode.compute.quantize import Quantization, quantize_layers
 from swarmnode.compute.stack import Stack
 from swarmnode.errors import LocalError
 
@@ -29,12 +30,17 @@ class Span:
     `model` is the family's causal language model, cut down. Not safe for use from two threads at once.
     """
 
-    def __init__(self, family: Family, model: Any, start: int, end: int) -> None:
+    def __init__(
+        self, family: Family, model: Any, start: int, end: int, quantization: Quantization | None = None
+    ) -> None:
         self.family = family
         self.model = model
         self.start = start
         self.end = end
+        self.quantization = quantization
         self.stack: Stack = model.get_submodule(family.stack_name)
+        parameter = next(p for p in model.parameters() if p.is_floating_point())
+        self._device, self._dtype = parameter.device, parameter.dtype
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
     def __repr__(self) -> str:
@@ -67,21 +73,22 @@ class Span:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of hidden states."""
-        dtype: torch.dtype = self.model.dtype
-        return dtype
+        """Of hidden states and caches."""
+        return self._dtype
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        device: torch.device = self.model.device
-        return device
+        return self._device
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of weights and buffers; tied ones count once."""
-        tensors = {tensor.data_ptr(): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
-        return sum(tensor.nbytes for tensor in tensors.values())
+        """Memory of weights and buffers, scales of quantised ones included; tied ones count once."""
+        tensors = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
+        quantized = self.quantization
+        if quantized is None:
+            return sum(tensor.nbytes for tensor in tensors.values())
+        return quantized.bytes_after + sum(t.nbytes for t in tensors.values() if t.is_floating_point())
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -177,6 +184,11 @@ def load_span(
     model = assemble(family, slices, start, end, dtype=dtype)
     if progress is not None:
         progress("weights", len(slices), len(slices))
+    device = torch.device(device)
+    stack = model.get_submodule(family.stack_name)
+    quantization = (
+        quantize_layers(stack, quantize, device) if quantize != "none" and len(list(stack.children())) else None
+    )
     model.to(device)
     speed_up_linears(model)
-    return Span(family, model, start, end)
+    return Span(family, model, start, end, quantization)

@@ -14,7 +14,6 @@ from transformers.initialization import no_init_weights
 from swarmnode.compute.stack import Stack
 from swarmnode.errors import CheckpointError
 
-
 # What a family's own code may raise when it meets a config or a use that it was not made for.
 FOREIGN_ERRORS = (
     *(RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError),

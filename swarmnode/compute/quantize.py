@@ -1,0 +1,103 @@
+"""Weights in 8 or 4 bits by bitsandbytes, made from full ones while a span is loaded. Saves memory, not time.
+
+int8: rows of each matrix with a scale, outlier columns apart (LLM.int8, arXiv 2208.07339). nf4: blocks of 64 in the 16 levels
+of a normal distribution, scales themselves in 8 bits (QLoRA, arXiv 2305.14314, section 3). Relative error of a product with
+normal weights: 0.004 and 0.09. Only plain linear layers inside blocks are quantised; bitsandbytes is imported only here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from swarmnode.compute.memory import format_bytes
+from swarmnode.errors import LocalError
+
+METHODS = ("none", "int8", "nf4")
+OUTLIER_THRESHOLD = 6.0  # of LLM.int8: columns of activations beyond it stay in full precision
+MIN_FEATURES = 64  # narrower matrices (routers of experts) stay as they are
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What `quantize_layers` did. Sizes are of what was quantised, before and after, scales included."""
+
+    method: str
+    matrices: int
+    bytes_before: int
+    bytes_after: int
+    kept_bytes: int  # of the layers' weights that are no plain linear layers: fused experts, norms, convolutions
+
+    def __str__(self) -> str:
+        kept = f"; {format_bytes(self.kept_bytes)} of layers stay as they are" if self.kept_bytes else ""
+        sizes = f"{format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}"
+        return f"{self.method}: {self.matrices} matrices {sizes}{kept}"
+
+
+def quantize_layers(layers: nn.Module, method: str, device: torch.device) -> Quantization:
+    """Replace the linear layers in `layers` by quantised ones on `device`, one at a time. Raises LocalError.
+
+    The rest of `layers` stays where it is.
+    """
+    if method not in METHODS[1:]:
+        raise LocalError(f"no quantisation {method!r}: use one of {', '.join(METHODS)}")
+    if device.type not in ("cuda", "cpu"):
+        raise LocalError(f"{method} is not available on {device.type}: use cuda or cpu, or no quantisation")
+    before = after = matrices = 0
+    for name, module in list(layers.named_modules()):
+        if type(module) is not nn.Linear or min(module.weight.shape) < MIN_FEATURES:
+            continue
+        quantized = _quantize_linear(module, method, device)
+        before += module.weight.nbytes
+        after += _weight_bytes(quantized)
+        matrices += 1
+        layers.set_submodule(name, quantized)
+    kept = sum(parameter.nbytes for parameter in layers.parameters() if parameter.is_floating_point())
+    if not matrices:
+        raise LocalError(
+            f"{method}: the layers of this model hold no plain matrices to quantise ({format_bytes(kept)})"
+        )
+    return Quantization(method, matrices, before, after, kept)
+
+
+def _quantize_linear(linear: nn.Linear, method: str, device: torch.device) -> nn.Module:
+    try:
+        import bitsandbytes as bnb
+
+        with torch.device("meta"):
+            quantized = _empty_linear(bnb, linear, method)
+        make = bnb.nn.Params4bit if method == "nf4" else bnb.nn.Int8Params
+        options = {"quant_type": "nf4", "compress_statistics": True} if method == "nf4" else {"has_fp16_weights": False}
+        quantized.weight = make(linear.weight.data, requires_grad=False, **options)
+        quantized.bias = linear.bias
+        return quantized.to(device)
+    except (ImportError, RuntimeError, NotImplementedError, AssertionError) as error:
+        raise LocalError(
+            f"{method} does not work on this machine's {device.type} ({error}): load without it"
+        ) from error
+
+
+def _empty_linear(bnb: Any, like: nn.Linear, method: str) -> Any:
+    has_bias = like.bias is not None
+    if method == "nf4":
+        dtype = like.weight.dtype
+        return bnb.nn.Linear4bit(like.in_features, like.out_features, has_bias, dtype, quant_type="nf4")
+    return bnb.nn.Linear8bitLt(
+        like.in_features, like.out_features, has_bias, has_fp16_weights=False, threshold=OUTLIER_THRESHOLD
+    )
+
+
+def _weight_bytes(quantized: Any) -> int:
+    """Of a quantised matrix and its scales, which are no parameters."""
+    weight = quantized.weight
+    size = int(weight.nbytes)
+    state = getattr(weight, "quant_state", None)
+    if state is not None:
+        size += int(state.absmax.nbytes)
+        if state.nested:
+            size += int(state.state2.absmax.nbytes)
+    scales = getattr(weight, "SCB", None)
+    return size + (int(scales.nbytes) if scales is not None else 0)
