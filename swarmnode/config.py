@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MIB = 1024 * 1024
 
@@ -29,3 +29,17 @@ class ClientConfig:
     patience_s: float = 60.0  # how long to look for a route before giving up
     progress_s: float = 30.0  # silence of a session, all links being alive, after which it is opened anew
     avoid_s: float = 5.0  # how long a peer that answered BUSY is not asked again
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """What a volunteer lends to one stage. None means: find out."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    quantize: str = "none"
+    memory_bytes: int | None = None
+    threads: int | None = None
+    cache_tokens: int = 4096  # positions (rows x length) that must fit beside the weights
+    max_cache_tokens: int = 262_144
+    server: ServerConfig = field(default_factory=ServerConfig)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -21,7 +22,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 HOME = typer.Option(
-    None, envvar="SWARMNODE_HOME", help="Where this node keeps its identity, caches and known peers.", show_default=False
+    None,
+    envvar="SWARMNODE_HOME",
+    help="Where this node keeps its identity, caches and known peers.",
+    show_default=False,
 )
 JSON = typer.Option(False, "--json", help="Print the result as JSON on standard output.")
 
@@ -72,7 +76,9 @@ def print_json(value: Any) -> None:
 
 def set_up_logging(verbose: bool) -> None:
     """Log lines go to standard error: warnings, or with --verbose everything of ours."""
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", level=logging.WARNING)
+    logging.basicConfig(
+        stream=sys.stderr, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", level=logging.WARNING
+    )
     logging.getLogger("swarmnode").setLevel(logging.DEBUG if verbose else logging.WARNING)
 
 
@@ -102,6 +108,10 @@ def run_async(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
         asyncio.set_event_loop(loop)
         return loop.run_until_complete(supervised())
     finally:
+        rest = asyncio.all_tasks(loop)  # searches of the DHT that nobody waits for any more
+        for task in rest:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
         asyncio.set_event_loop(None)
         loop.close()
@@ -120,3 +130,18 @@ async def unless_stopped(work: Awaitable[T], stop: asyncio.Event) -> T | None:
         for each in (task, stopped):
             each.cancel()
         await asyncio.gather(task, stopped, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def working(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar of bytes on standard error, as `progress(done, total)`; None where nobody watches."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(what, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)

@@ -22,6 +22,7 @@ from swarmnode.net.hop import Entry
 from swarmnode.roles.client import ClientSession, Received, SessionSpec, ids_entry
 
 if TYPE_CHECKING:
+    from swarmnode.compute.checkpoint import Checkpoint
     from swarmnode.roles.ends import Ends
 
 T = TypeVar("T")
@@ -58,10 +59,10 @@ class RemoteCache(Cache):
 
     def close(self) -> None:
         """Free the caches in the swarm."""
-        self._owner.run(self.session.close())
+        self._owner.free(self.session)
 
 
-class RemoteCausalLM(PreTrainedModel, GenerationMixin):
+class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     """A causal LM whose layers live in a swarm. Use it as any transformers model: `model.generate(ids, num_beams=4)`.
 
     `run` executes a coroutine on the client's loop from the calling thread. Not for training: outputs carry no graph.
@@ -75,7 +76,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):
         self,
         config: PretrainedConfig,
         open_session: OpenSession,
-        run: Callable[[Coroutine[Any, Any, T]], T],
+        run: Callable[[Coroutine[Any, Any, Any]], Any],
         *,
         generation_config: GenerationConfig | None = None,
         ends: Ends | None = None,
@@ -104,7 +105,30 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):
     def dtype(self) -> torch.dtype:
         return torch.float32
 
-    # -- transformers' side ----------------------------------------------------------------------------------------------
+    @classmethod
+    def from_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        open_session: OpenSession,
+        run: Callable[[Coroutine[Any, Any, Any]], Any],
+        ends: Ends | None,
+        prompt_chunk_tokens: int,
+    ) -> RemoteCausalLM:
+        """With the config and generation config of a checkpoint, of which no weights need be here."""
+        try:
+            generation_config = GenerationConfig.from_pretrained(checkpoint.path, local_files_only=True)
+        except OSError:
+            generation_config = None
+        return cls(
+            checkpoint.config,
+            open_session,
+            run,
+            generation_config=generation_config,
+            ends=ends,
+            prompt_chunk_tokens=prompt_chunk_tokens,
+        )
+
+    # -- transformers' side
 
     def _prepare_cache_for_generation(
         self,
@@ -151,11 +175,19 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):
         """Open a session in the swarm for `rows` sequences of at most `max_length` positions."""
         spec = SessionSpec(Mode.DRIVEN, max_length=max_length, rows=rows, padding=padding, codec=self._codec)
         session = self._open_session(spec)
+        if self._ends is not None:
+            self._ends.open(session.id, rows, max_length, padding)
         self.run(session.start())
         cache = RemoteCache(self, session, self._prompt_chunk_tokens)
         if hasattr(self, "_opened"):
             self._opened.append(cache)
         return cache
+
+    def free(self, session: ClientSession) -> None:
+        """End a session of this model."""
+        if self._ends is not None:
+            self._ends.close(session.id)
+        self.run(session.close())
 
     def forward(
         self,
@@ -181,12 +213,12 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):
             return CausalLMOutputWithPast(logits=logits_BTV)
         return CausalLMOutputWithPast(logits=logits_BTV, past_key_values=cache)
 
-    # -- the swarm's side --------------------------------------------------------------------------------------------------
+    # -- the swarm's side
 
     def _step(self, cache: RemoteCache, ids_BT: torch.Tensor, want: Want) -> torch.Tensor:
         outputs = self.run(self._exchange(cache, ids_BT, want))
         y_BTX = torch.cat([self._decode(received) for received in outputs], dim=1)
-        return self._ends.logits(y_BTX) if self._ends else y_BTX.float()
+        return self._ends.logits(cache.session.id, y_BTX) if self._ends else y_BTX.float()
 
     async def _exchange(self, cache: RemoteCache, ids_BT: torch.Tensor, want: Want) -> list[Received]:
         """Send the input in chunks and gather the wanted outputs, one chunk after the other where all are wanted."""
@@ -198,17 +230,17 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):
             chunk_BT = ids_BT[:, start - begin : start - begin + size]
             last = start + chunk_BT.shape[1] == end
             wanted = want if want == Want.ALL or last else Want.NOTHING
-            entry = self._entry(start, chunk_BT, wanted, reorder)
+            entry = self._entry(session.id, start, chunk_BT, wanted, reorder)
             session.send(entry, expect=None if wanted == Want.NOTHING else entry.end)
             reorder = ()
             if wanted != Want.NOTHING:
                 outputs.append(await session.receive())
         return outputs
 
-    def _entry(self, start: int, ids_BT: torch.Tensor, want: Want, reorder: tuple[int, ...]) -> Entry:
+    def _entry(self, session: bytes, start: int, ids_BT: torch.Tensor, want: Want, reorder: tuple[int, ...]) -> Entry:
         if self._ends is None:
             return ids_entry(start, ids_BT.tolist(), want, reorder)
-        info, payload = encode(self._ends.embed(ids_BT), self._codec)
+        info, payload = encode(self._ends.embed(session, ids_BT, reorder), self._codec)
         return Entry(start, ids_BT.shape[1], Input(info, want=want, reorder=reorder), (payload,))
 
     @staticmethod

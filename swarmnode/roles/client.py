@@ -42,6 +42,8 @@ from swarmnode.net.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
+SESSION_PROTOCOL = "/swarmnode/session/1"
+
 Route = tuple[HopSpec, ...]
 
 
@@ -166,7 +168,7 @@ class ClientSession:
         if self._last is not None:
             self._last.close()
 
-    # -- frames --------------------------------------------------------------------------------------------------------
+    # -- frames
 
     def _from_first(self, _frame: Frame, body: Body) -> None:
         if isinstance(body, Fault):
@@ -201,7 +203,7 @@ class ClientSession:
                 self._first.record(ids_entry(position, [output.ids], Want.NOTHING))
         self._received.put_nowait(Received(position, output, payload))
 
-    # -- faults --------------------------------------------------------------------------------------------------------
+    # -- faults
 
     def _fault(self, epoch: int, index: int, error: PeerError) -> None:
         if epoch == self.epoch:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from swarmnode.compute.checkpoint import open_checkpoint
+from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.errors import UsageError
 from swarmnode.net.addresses import free_port, is_loopback, with_peer
 from swarmnode.net.identity import Identity
@@ -36,18 +35,15 @@ def found_swarm(name: str, model: str, bootstraps: Bootstraps, *, progress: Prog
     """
     if not name or not name.isprintable() or "/" in name:
         raise UsageError(f"{name!r} is not a name for a swarm; use letters, digits and dashes")
-    checkpoint = open_checkpoint(model)
+    checkpoint = Checkpoint(model)
     family = checkpoint.family
-    checkpoint.check()
     folder = Path(checkpoint.path)
     manifest = Manifest(
         name=name,
         model=ModelInfo(
             family=checkpoint.config.model_type,
             units=family.units,
-            hidden=checkpoint.hidden_size,
-            hub_id=checkpoint.hub_id,
-            revision=checkpoint.revision,
+            hidden=checkpoint.config.hidden_size,
         ),
         files=describe_files(checkpoint_files(folder), progress=progress),
         created=int(time.time()),
@@ -72,15 +68,3 @@ def _promise_bootstrap(swarm: Swarm, bootstraps: Bootstraps) -> Swarm:
 def reaches_others(swarm: Swarm) -> bool:
     """Whether the invite is of use on other machines."""
     return not all(is_loopback(address) for address in swarm.bootstraps)
-
-
-def stop_ids(folder: Path) -> tuple[int, ...]:
-    """The end-of-text tokens that a checkpoint's configs name."""
-    for name in ("generation_config.json", "config.json"):
-        try:
-            found = json.loads((folder / name).read_bytes()).get("eos_token_id")
-        except (OSError, ValueError):
-            continue
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
-    return ()

@@ -14,12 +14,11 @@ from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Channel, Switchboard
+from swarmnode.roles.client import SESSION_PROTOCOL
 from swarmnode.roles.session import StageSession, shape_of, units_of
 from swarmnode.roles.worker import Job, Worker
 
 log = logging.getLogger(__name__)
-
-PROTOCOL = "/swarmnode/session/1"
 
 
 class StageServer:
@@ -42,7 +41,7 @@ class StageServer:
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self.switchboard = Switchboard(network, PROTOCOL, hello, link_config, accept=self._accept)
+        self.switchboard = Switchboard(network, SESSION_PROTOCOL, hello, link_config, accept=self._accept)
         self.hidden_size = self._runner.span.hidden_size
         self.ready_timeout_s = config.ready_timeout_s
         self.orphan_grace_s = config.orphan_grace_s
@@ -75,7 +74,7 @@ class StageServer:
         await asyncio.gather(*(session.close() for session in list(self._sessions.values())))
         await self.switchboard.close()
 
-    # -- what sessions need --------------------------------------------------------------------------------------------
+    # -- what sessions need
 
     def submit(self, job: Job) -> None:
         self._worker.submit(job)
@@ -89,7 +88,7 @@ class StageServer:
         if not self._sessions:
             self._idle.set()
 
-    # -- incoming conversations ----------------------------------------------------------------------------------------
+    # -- incoming conversations
 
     def _accept(self, channel: Channel, _frame: Frame, body: Body) -> None:
         if isinstance(body, Open):
@@ -151,9 +150,7 @@ class StageServer:
                 return Error(ErrorCode.BUSY, retry_s=self.config.retry_s)
             orphan.free()
         self._reserved[key] = needed_bytes
-        self._worker.open(
-            key, rows=body.rows, max_length=body.max_length, padding=body.padding, start=start, end=end
-        )
+        self._worker.open(key, rows=body.rows, max_length=body.max_length, padding=body.padding, start=start, end=end)
         return None
 
     @property

@@ -107,7 +107,7 @@ class StageSession:
     def _feeds_itself(self) -> bool:
         return self.index == 0 and self._open.mode == Mode.RING
 
-    # -- a new epoch ---------------------------------------------------------------------------------------------------
+    # -- a new epoch
 
     def rebind(self, channel: Channel, opened: Open) -> None:
         """Take inputs from `channel` from now on, and bind the rest of the route for the new epoch."""
@@ -154,7 +154,7 @@ class StageSession:
             if opened is self._open:
                 self._fault(last, error)
 
-    # -- inputs --------------------------------------------------------------------------------------------------------
+    # -- inputs
 
     def _from_upstream(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Input):
@@ -226,7 +226,7 @@ class StageSession:
         if position == self.accepted and not output.final and position < self._open.max_length:
             self._submit(position + 1, ((IDS_INFO, id_payload(output.ids[0])),), Want.NOTHING, (), 0)
 
-    # -- results -------------------------------------------------------------------------------------------------------
+    # -- results
 
     def _done(self, job: Job, result: Result) -> None:
         if self._freed:
@@ -277,7 +277,7 @@ class StageSession:
         for channel in subscribers:
             channel.close()
 
-    # -- faults and the end --------------------------------------------------------------------------------------------
+    # -- faults and the end
 
     def _from_downstream(self, _frame: Frame, body: Body) -> None:
         if isinstance(body, Fault) and body.epoch == self.epoch and self._upstream is not None and self._upstream.open:
@@ -300,7 +300,9 @@ class StageSession:
         self._send_fault(self.index, ErrorCode.DRAINING)
 
     def _upstream_lost(self, error: PeerError) -> None:
-        log.info("session %s: upstream is gone (%s); kept for %.0f s", self.id.hex()[:8], error, self._stage.orphan_grace_s)
+        log.info(
+            "session %s: upstream is gone (%s); kept for %.0f s", self.id.hex()[:8], error, self._stage.orphan_grace_s
+        )
         loop = asyncio.get_running_loop()
         self._orphaned = loop.call_later(self._stage.orphan_grace_s, self.free)
 
@@ -326,4 +328,3 @@ class StageSession:
         """Free, and wait for the tasks of this session."""
         self.free()
         await self._tasks.close()
-

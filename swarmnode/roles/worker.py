@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from swarmnode.compress.codecs import decode, encode
 from swarmnode.codec.messages import Sampling, Want
 from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, Work, is_finite
 from swarmnode.compute.sampling import sample
 from swarmnode.errors import ErrorCode, ProtocolError
@@ -159,7 +159,7 @@ class Worker:
         except RuntimeError:  # the loop has closed: nobody waits for results any more
             log.debug("result dropped: the loop has closed")
 
-    # -- below: the compute thread ---------------------------------------------------------------------------------------
+    # -- below: the compute thread
 
     def _run(self) -> None:
         if self._threads is not None:

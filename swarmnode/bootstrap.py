@@ -1,0 +1,88 @@
+"""The bootstrap peer: the door of a swarm."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from swarmnode.errors import LocalError
+from swarmnode.net.addresses import check_port_free
+from swarmnode.net.identity import Identity
+from swarmnode.net.interfaces import PeerId
+from swarmnode.presence import Presence, PresenceConfig
+from swarmnode.roles.seeder import Seeder
+from swarmnode.swarm.announcement import State
+from swarmnode.swarm.swarmfile import Swarm, save_swarm
+
+log = logging.getLogger(__name__)
+
+MANIFEST_PATIENCE_S = 30.0
+
+
+class Bootstrap:
+    """The door of a swarm: a full member of the DHT that relays, gives out manifest and weights, and computes nothing."""
+
+    def __init__(self, presence: Presence, seeder: Seeder) -> None:
+        self._presence = presence
+        self._seeder = seeder
+        self.invite = presence.swarm.invite
+
+    def __repr__(self) -> str:
+        return f"<Bootstrap {self._presence!r}>"
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self._presence.peer_id
+
+    @classmethod
+    async def start(cls, swarm: Swarm, config: PresenceConfig, *, file: Path | None = None) -> Bootstrap:
+        """Open the door. Where the swarm's file promises a bootstrap peer and none runs yet, this is it: same id, same address.
+
+        `file` is updated with our addresses where they are new. Raises LocalError, NetworkDown.
+        """
+        promised = _promised(swarm)
+        if promised is not None:
+            config = replace(config, host_maddrs=tuple(dict.fromkeys([*swarm.bootstrap_listen, *config.host_maddrs])))
+        presence = await Presence.join(swarm, config, role="bootstrap", identity=promised)
+        try:
+            addresses = await presence.network.addresses()
+            bootstraps = tuple(dict.fromkeys([*swarm.bootstraps, *addresses]))
+            presence.swarm = replace(swarm, bootstraps=bootstraps)
+            if file is not None and bootstraps != swarm.bootstraps:
+                save_swarm(presence.swarm, file)
+            await presence.manifest(patience_s=MANIFEST_PATIENCE_S)
+            seeder = await Seeder.start(presence.network, presence.hello, presence.swarm, presence.link_config)
+            if swarm.checkpoint is not None:
+                seeder.add_folder(swarm.checkpoint)
+            presence.directory.announce(
+                state=State.READY,
+                name=config.name,
+                device="none",
+                seeds=seeder.units,
+            )
+        except BaseException:
+            await presence.close()
+            raise
+        return cls(presence, seeder)
+
+    async def addresses(self) -> list[str]:
+        """Multiaddrs under which newcomers reach it."""
+        return await self._presence.network.addresses()
+
+    async def close(self) -> None:
+        await self._seeder.close()
+        await self._presence.close()
+
+
+def _promised(swarm: Swarm) -> Identity | None:
+    """The identity that the swarm's file promises for a bootstrap peer, if its place is free on this machine."""
+    if swarm.bootstrap_key is None:
+        return None
+    try:
+        for address in swarm.bootstrap_listen:
+            check_port_free(address)
+    except LocalError as error:
+        log.warning("%s; this is a further bootstrap peer with an identity of its own", error)
+        return None
+    return Identity.from_bytes(swarm.bootstrap_key)

@@ -1,0 +1,66 @@
+"""`swarmnode bootstrap`: the door of a swarm."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import typer
+
+from swarmnode.cli.console import HOME, JSON, default_home, print_json, reports_errors, run_async, set_up_logging
+
+
+@reports_errors
+def bootstrap(
+    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file or an invite."),
+    host_maddr: list[str] = typer.Option(
+        [],
+        "--host-maddr",
+        metavar="MADDR",
+        help="Listen here too, beside the addresses that the invite promises. Repeatable.",
+    ),
+    announce_maddr: list[str] = typer.Option(
+        [], "--announce-maddr", metavar="MADDR", help="Address under which others reach this peer. Repeatable."
+    ),
+    name: str = typer.Option("bootstrap", "--name", help="Name shown to others."),
+    home: Path = HOME,
+    nat: bool = typer.Option(False, "--nat/--no-nat", help="Ask the router to map a port (UPnP)."),
+    lan: bool = typer.Option(False, "--lan/--no-lan", help="Let peers on the local network find this one (mDNS)."),
+    as_json: bool = JSON,
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
+) -> None:
+    """Run a bootstrap peer: newcomers find the swarm here; it relays for peers behind NAT, gives out weights, computes nothing.
+
+    Example: swarmnode bootstrap friends.swarm
+    """
+    set_up_logging(verbose)
+    from swarmnode.bootstrap import Bootstrap
+    from swarmnode.presence import PresenceConfig
+    from swarmnode.swarm.swarmfile import load_swarm
+
+    config = PresenceConfig(
+        home=default_home(home),
+        name=name,
+        host_maddrs=tuple(host_maddr),
+        announce_maddrs=tuple(announce_maddr),
+        nat_port_map=nat,
+        lan=lan,
+    )
+    loaded = load_swarm(swarm)
+
+    async def serve(stop: asyncio.Event) -> None:
+        peer = await Bootstrap.start(loaded, config, file=Path(swarm) if loaded.manifest else None)
+        try:
+            addresses = await peer.addresses()
+            if as_json:
+                print_json({"event": "joined", "peer": peer.peer_id, "addresses": addresses, "invite": peer.invite})
+            else:
+                typer.echo(f"Bootstrap peer {peer.peer_id} of swarm {loaded.name} listens on:")
+                for address in addresses:
+                    typer.echo(f"  {address}")
+                typer.echo(f"Invite:\n{peer.invite}\nCtrl-C stops it.")
+            await stop.wait()
+        finally:
+            await peer.close()
+
+    run_async(serve)

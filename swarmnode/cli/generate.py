@@ -1,0 +1,105 @@
+"""`swarmnode generate`: text out of a swarm."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from swarmnode.cli.console import (
+    HOME,
+    JSON,
+    default_home,
+    fail,
+    print_json,
+    reports_errors,
+    run_async,
+    set_up_logging,
+    unless_stopped,
+)
+
+
+@reports_errors
+def generate(
+    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file or an invite."),
+    prompt: str = typer.Argument("", metavar="PROMPT", help="Text to continue; or give --ids."),
+    ids: str = typer.Option(
+        "", "--ids", metavar="1,2,3", help="Token ids to continue, for models without a tokenizer."
+    ),
+    max_new_tokens: int = typer.Option(64, "--max-new-tokens", "-n", help="How many tokens to generate at most."),
+    temperature: float = typer.Option(
+        0.0, "--temperature", help="0 takes the most likely token; higher is more random."
+    ),
+    top_p: float = typer.Option(1.0, "--top-p", help="Draw from the most likely tokens that make up this probability."),
+    top_k: int = typer.Option(0, "--top-k", help="Draw from this many most likely tokens; 0 is all."),
+    seed: int = typer.Option(
+        -1, "--seed", help="The same seed draws the same text; default: a new one.", show_default=False
+    ),
+    patience: float = typer.Option(60.0, "--patience", help="Seconds to wait for peers that hold the model."),
+    home: Path = HOME,
+    as_json: bool = JSON,
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
+) -> None:
+    """Generate text with a swarm, printing it as it comes.
+
+    Example: swarmnode generate friends.swarm "Once upon a time" --max-new-tokens 100 --temperature 0.8
+    """
+    set_up_logging(verbose)
+    if bool(prompt) == bool(ids):
+        fail("give either a PROMPT or --ids", 2)
+    from swarmnode.client import SwarmClient
+    from swarmnode.roles.generation import GenerateOptions
+    from swarmnode.swarm.swarmfile import load_swarm
+
+    options = GenerateOptions(max_new_tokens, temperature, top_p, top_k, seed if seed >= 0 else None)
+    tokens = parse_ids(ids) if ids else None
+
+    async def produce(stop: asyncio.Event) -> dict[str, Any] | None:
+        client = await SwarmClient.join(load_swarm(swarm), home=default_home(home), patience_s=patience)
+        try:
+            return await unless_stopped(_produce(client, tokens or prompt, options, stream=not as_json), stop)
+        finally:
+            await client.close()
+
+    result = run_async(produce)
+    if result is None:
+        fail("interrupted")
+    if as_json:
+        print_json(result)
+
+
+async def _produce(client: Any, prompt: str | list[int], options: Any, *, stream: bool) -> dict[str, Any]:
+    stream_of_text = await client.stream(prompt, options)
+    async for piece in stream_of_text:
+        if stream:
+            typer.echo(piece.text if piece.text is not None else f"{piece.id} ", nl=False)
+    if stream:
+        typer.echo()
+    return generation_json(stream_of_text.result)
+
+
+def generation_json(result: Any) -> dict[str, Any]:
+    """A generation as scripts read it."""
+    return {
+        "ids": result.ids,
+        "text": result.text,
+        "first_token_s": round(result.first_token_s, 4),
+        "seconds": round(result.seconds, 4),
+        "tokens_per_s": round(result.tokens_per_s, 3),
+        "route": [{"peer": hop.peer, "span": [hop.start, hop.end]} for hop in result.route],
+        "reroutes": result.reroutes,
+        "longest_stall_s": round(result.longest_stall_s, 4),
+    }
+
+
+def parse_ids(text: str) -> list[int]:
+    """Token ids separated by commas or spaces."""
+    try:
+        ids = [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        fail(f"--ids takes numbers separated by commas, not {text!r}", 2)
+    if not ids or min(ids) < 0:
+        fail("--ids needs at least one token id, none of them negative", 2)
+    return ids

@@ -1,0 +1,77 @@
+"""`swarmnode run`: a volunteer's node."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from swarmnode.cli.console import HOME, default_home, print_json, reports_errors, run_async, set_up_logging
+
+
+@reports_errors
+def run(
+    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file or an invite."),
+    device: str = typer.Option("auto", "--device", help="auto, cpu, cuda, cuda:1, mps."),
+    dtype: str = typer.Option("auto", "--dtype", help="auto, float32, bfloat16, float16."),
+    quantize: str = typer.Option("none", "--quantize", metavar="none|int8|nf4", help="Quantise the weights at load."),
+    memory: str = typer.Option(
+        "", "--memory", metavar="SIZE", help="Memory to lend, as 6GB or 512MiB; default: what is free."
+    ),
+    span: str = typer.Option(
+        "", "--span", metavar="A:B", help="Hold units A to B-1; default: what the swarm needs most."
+    ),
+    host_maddr: list[str] = typer.Option([], "--host-maddr", metavar="MADDR", help="Where to listen. Repeatable."),
+    announce_maddr: list[str] = typer.Option(
+        [], "--announce-maddr", metavar="MADDR", help="Address under which others reach this node. Repeatable."
+    ),
+    home: Path = HOME,
+    name: str = typer.Option("", "--name", help="Name shown to others."),
+    threads: int = typer.Option(0, "--threads", help="CPU threads to compute with; default: torch's choice."),
+    nat: bool = typer.Option(False, "--nat/--no-nat", help="Ask the router to map a port (UPnP)."),
+    lan: bool = typer.Option(False, "--lan/--no-lan", help="Find peers on the local network and be found (mDNS)."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object per event."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
+) -> None:
+    """Lend this machine to a swarm. Ctrl-C lets running sessions move to others before it leaves; twice leaves now.
+
+    Example: swarmnode run swarm1… --device cuda --memory 6GB
+    """
+    set_up_logging(verbose)
+    from swarmnode.config import StageConfig
+    from swarmnode.node import Node, NodeConfig, parse_bytes, parse_span
+    from swarmnode.presence import PresenceConfig
+    from swarmnode.swarm.swarmfile import load_swarm
+
+    config = NodeConfig(
+        presence=PresenceConfig(
+            home=default_home(home),
+            name=name,
+            host_maddrs=tuple(host_maddr),
+            announce_maddrs=tuple(announce_maddr),
+            nat_port_map=nat,
+            lan=lan,
+        ),
+        stage=StageConfig(
+            device=device,
+            dtype=dtype,
+            quantize=quantize,
+            memory_bytes=parse_bytes(memory) if memory else None,
+            threads=threads or None,
+        ),
+        span=parse_span(span) if span else None,
+    )
+
+    def tell(event: str, text: str, **details: Any) -> None:
+        if as_json:
+            print_json({"event": event, **details})
+        else:
+            typer.echo(text)
+
+    async def serve(stop: asyncio.Event) -> None:
+        node = Node(load_swarm(swarm), config, tell)
+        await node.run(stop)
+
+    run_async(serve)

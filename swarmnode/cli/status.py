@@ -1,0 +1,101 @@
+"""`swarmnode status`: who is in a swarm, and whether the model is covered."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from swarmnode.cli.console import (
+    HOME,
+    JSON,
+    default_home,
+    print_json,
+    reports_errors,
+    run_async,
+    set_up_logging,
+    unless_stopped,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@reports_errors
+def status(
+    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file or an invite."),
+    watch: bool = typer.Option(False, "--watch", "-w", help="Keep showing it as it changes, until Ctrl-C."),
+    home: Path = HOME,
+    as_json: bool = JSON,
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
+) -> None:
+    """Show the peers of a swarm, the units that they hold, and whether the whole model is covered.
+
+    Example: swarmnode status friends.swarm --watch
+    """
+    set_up_logging(verbose)
+    from swarmnode.client import SwarmClient
+    from swarmnode.swarm.swarmfile import load_swarm
+
+    async def show(stop: asyncio.Event) -> None:
+        client = await SwarmClient.join(load_swarm(swarm), home=default_home(home))
+        try:
+            if watch:
+                await unless_stopped(_watch(client, as_json), stop)
+            elif as_json:
+                print_json(client.status())
+            else:
+                from rich.console import Console
+
+                Console().print(status_table(client.status()))
+        finally:
+            await client.close()
+
+    run_async(show)
+
+
+async def _watch(client: Any, as_json: bool) -> None:
+    from rich.live import Live
+
+    if as_json:
+        while True:
+            print_json(client.status())
+            await client.changed()
+    with Live(status_table(client.status()), auto_refresh=False) as live:
+        while True:
+            await client.changed()
+            live.update(status_table(client.status()), refresh=True)
+
+
+def status_table(status: dict[str, Any]) -> Table:
+    """The status as a table: one row per peer, its span drawn over the model's units."""
+    from rich.table import Table
+    from rich.text import Text
+
+    units = status["units"]
+    covered = Text("covered", "green") if status["covered"] else Text("not covered", "red")
+    title = Text.assemble(f"swarm {status['name']}: {units} units, ", covered)
+    table = Table(title=title, title_justify="left")
+    for column in ("peer", "name", "state", "device", "span", "units"):
+        table.add_column(column)
+    for peer in sorted(status["peers"], key=lambda peer: (peer["span"], peer["name"])):
+        start, end = peer["span"]
+        table.add_row(
+            peer["peer"][-8:],
+            peer["name"],
+            peer["state"],
+            peer["device"],
+            f"{start}:{end}",
+            draw_span(start, end, units),
+        )
+    return table
+
+
+def draw_span(start: int, end: int, units: int, width: int = 32) -> str:
+    """A bar with the units [start, end) filled: `····████····`."""
+    cells = min(units, width)
+    return "".join(
+        "█" if start < (cell + 1) * units / cells and end > cell * units / cells else "·" for cell in range(cells)
+    )

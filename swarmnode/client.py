@@ -1,0 +1,343 @@
+"""A client of a swarm: asks, computes nothing, has no place in the DHT. For asyncio `aconnect`, for everybody else `connect`.
+
+with swarmnode.connect("friends.swarm") as swarm:
+    print(swarm.generate("Once upon a time", max_new_tokens=50).text)
+    model = swarm.causal_lm()                      # transformers' generate, beam search and all
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from swarmnode.config import ClientConfig
+from swarmnode.errors import PeerError, UsageError
+from swarmnode.net.switchboard import Switchboard
+from swarmnode.plan.placement import gaps
+from swarmnode.plan.view import Span, view_of
+from swarmnode.presence import Presence, PresenceConfig, state_name
+from swarmnode.roles.client import SESSION_PROTOCOL, ClientSession, SessionSpec
+from swarmnode.roles.generation import GenerateOptions, Generation, RingStream
+from swarmnode.roles.router import DirectoryRouter
+from swarmnode.swarm.announcement import State
+from swarmnode.swarm.swarmfile import Swarm, load_swarm
+from swarmnode.tokenizer import Tokenizer, has_tokenizer, stop_ids
+
+if TYPE_CHECKING:
+    from swarmnode.roles.causal_lm import RemoteCausalLM
+    from swarmnode.roles.weights import Weights
+
+T = TypeVar("T")
+
+
+class Piece(NamedTuple):
+    """One generated token, and the text that it adds (None for a checkpoint without tokenizer)."""
+
+    id: int
+    text: str | None
+
+
+class TextStream:
+    """The pieces of one generation as they come; `result` holds all of it in the end."""
+
+    def __init__(self, ring: RingStream, tokenizer: Tokenizer | None) -> None:
+        self._ring = ring
+        self._tokenizer = tokenizer
+
+    def __repr__(self) -> str:
+        return f"<TextStream {self._ring!r}>"
+
+    @property
+    def result(self) -> Generation:
+        return self._ring.result
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        told = ""
+        async for token in self._ring:
+            if self._tokenizer is None:
+                yield Piece(token, None)
+                continue
+            self.result.text = self._tokenizer.decode(self.result.ids)
+            # A token may be part of a character: wait with what is not whole yet.
+            whole = self.result.text.rstrip("\ufffd")
+            yield Piece(token, whole[len(told) :])
+            told = whole if len(whole) > len(told) else told
+
+
+class SwarmClient:
+    """The asyncio client. Made by `join` (or `aconnect`), ended by `close`."""
+
+    def __init__(self, presence: Presence, config: ClientConfig) -> None:
+        self.config = config
+        self._presence = presence
+        self._switchboard = Switchboard(
+            presence.network,
+            SESSION_PROTOCOL,
+            presence.hello,
+            presence.link_config,
+            on_peer_lost=self._on_peer_lost,
+        )
+        self._tokenizer: Tokenizer | None = None
+        self._small_files: Path | None = None
+
+    def __repr__(self) -> str:
+        return f"<SwarmClient {self._presence!r}>"
+
+    def _on_peer_lost(self, error: PeerError) -> None:
+        if error.peer is not None:
+            self._presence.directory.suspect(error.peer, error.code.name)
+
+    @classmethod
+    async def join(cls, swarm: Swarm, *, home: Path | None = None, patience_s: float = 60.0) -> SwarmClient:
+        """Find the swarm. Raises NetworkDown where nobody answers within `patience_s` seconds."""
+        if home is None:
+            import platformdirs
+
+            home = Path(platformdirs.user_data_dir("swarmnode"))
+        presence = await Presence.join(swarm, PresenceConfig(home, looks_on=True), role="client")
+        try:
+            await presence.wait_joined(min(patience_s, 15.0))
+            await presence.manifest(patience_s=patience_s)
+        except BaseException:
+            await presence.close()
+            raise
+        return cls(presence, ClientConfig(patience_s=patience_s))
+
+    async def __aenter__(self) -> SwarmClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Leave the swarm."""
+        await self._switchboard.close()
+        await self._presence.close()
+
+    # -- looking
+
+    @property
+    def units(self) -> int:
+        """Units of the model."""
+        assert self._presence.swarm.manifest is not None
+        return self._presence.swarm.manifest.model.units
+
+    def status(self) -> dict[str, Any]:
+        """Who is here and holds what, as `swarmnode status --json` prints it."""
+        swarm, peers = self._presence.swarm, self._presence.directory.peers()
+        view = view_of(self.units, peers.values())
+        ready = [peer for peer in view.peers if peer.state is State.READY]
+        return {
+            "swarm": swarm.id.hex(),
+            "name": swarm.name,
+            "units": self.units,
+            "covered": not gaps(self.units, ready),
+            "peers": [
+                {
+                    "peer": peer.peer,
+                    "name": peer.name,
+                    "span": list(peer.span),
+                    "state": state_name(peer.life),
+                    "device": peer.device,
+                }
+                for peer in sorted(peers.values(), key=lambda peer: (peer.span, peer.name, peer.peer))
+            ],
+        }
+
+    async def changed(self) -> None:
+        """Wait until the picture of the swarm changes."""
+        await self._presence.directory.changed(self._presence.directory.revision)
+
+    # -- generating
+
+    async def stream(
+        self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any
+    ) -> TextStream:
+        """Generate with the ring: iterate over the result. `prompt` is text or token ids; `changes` are GenerateOptions' fields."""
+        options = dataclasses.replace(options or GenerateOptions(), **changes)
+        tokenizer = await self._load_tokenizer() if isinstance(prompt, str) or self._has_tokenizer() else None
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise UsageError("this swarm's checkpoint has no tokenizer: give token ids (--ids)")
+            prompt = tokenizer.encode(prompt)
+        if not prompt:
+            raise UsageError("the prompt has no tokens")
+        if not options.stop_ids:
+            options = dataclasses.replace(options, stop_ids=await self._stop_ids())
+        router = self._router(Span(0, self.units), ring=True)
+        return TextStream(RingStream(self._switchboard, router, prompt, options, self.config), tokenizer)
+
+    async def generate(
+        self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any
+    ) -> Generation:
+        """Generate to the end; see `stream`. Many may run at once: peers batch them."""
+        stream = await self.stream(prompt, options, **changes)
+        async for _ in stream:
+            pass
+        return stream.result
+
+    def _router(self, span: Span, *, ring: bool) -> DirectoryRouter:
+        return DirectoryRouter(self._presence.directory, self._switchboard, self.units, span, ring=ring)
+
+    # -- transformers
+
+    async def acausal_lm(self, *, hold_ends: bool = False) -> RemoteCausalLM:
+        """The swarm as a transformers model whose `generate` drives every step; call it from other threads than this loop's.
+
+        With `hold_ends` embedding and head run here, so that token ids and logits never leave this machine.
+        """
+        loop = asyncio.get_running_loop()
+
+        def run(coroutine: Coroutine[Any, Any, T]) -> T:
+            return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+        weights = self._weights()
+        checkpoint = await weights.outline()
+        model_class, ends_class = await asyncio.to_thread(_import_causal_lm)
+        ends = None
+        if hold_ends:
+            ends = await asyncio.to_thread(ends_class.load, await weights.ends())
+        span = Span(1, self.units - 1) if hold_ends else Span(0, self.units)
+        router = self._router(span, ring=False)
+
+        def open_session(spec: SessionSpec) -> ClientSession:
+            return ClientSession(self._switchboard, router, spec, self.config)
+
+        return await asyncio.to_thread(
+            model_class.from_checkpoint, checkpoint, open_session, run, ends, self.config.prompt_chunk_tokens
+        )
+
+    def _weights(self) -> Weights:
+        from swarmnode.roles.weights import Weights
+
+        return Weights(self._presence)
+
+    def _has_tokenizer(self) -> bool:
+        assert self._presence.swarm.manifest is not None
+        return has_tokenizer(file.name for file in self._presence.swarm.manifest.files)
+
+    async def _load_tokenizer(self) -> Tokenizer | None:
+        if self._tokenizer is None and self._has_tokenizer():
+            folder = await self._folder()
+            self._tokenizer = await asyncio.to_thread(Tokenizer, folder)
+        return self._tokenizer
+
+    async def _folder(self) -> Path:
+        """The checkpoint's small files: config and tokenizer."""
+        if self._small_files is None:
+            self._small_files = await self._weights().small_files()
+        return self._small_files
+
+    async def _stop_ids(self) -> tuple[int, ...]:
+        return stop_ids(await self._folder())
+
+
+def _import_causal_lm() -> tuple[Any, Any]:
+    """The transformers side, imported off the loop since it takes a second."""
+    from swarmnode.roles.causal_lm import RemoteCausalLM
+    from swarmnode.roles.ends import Ends
+
+    return RemoteCausalLM, Ends
+
+
+async def aconnect(swarm: str | Path, *, home: Path | None = None, patience_s: float = 60.0) -> SwarmClient:
+    """Join a swarm (a .swarm file or an invite) as an asyncio client: `async with await aconnect(...) as swarm`."""
+    return await SwarmClient.join(load_swarm(swarm), home=home, patience_s=patience_s)
+
+
+class SyncStream:
+    """A TextStream for threads: `for piece in stream`; `result` holds all of it in the end."""
+
+    def __init__(self, owner: SyncSwarm, stream: TextStream) -> None:
+        self._owner = owner
+        self._stream = stream
+
+    def __repr__(self) -> str:
+        return f"<SyncStream {self._stream!r}>"
+
+    @property
+    def result(self) -> Generation:
+        return self._stream.result
+
+    def __iter__(self) -> Iterator[Piece]:
+        pieces = self._stream.__aiter__()
+        try:
+            while True:
+                try:
+                    yield self._owner.run(pieces.__anext__())
+                except StopAsyncIteration:
+                    return
+        finally:
+            self._owner.run(pieces.aclose())  # type: ignore[attr-defined]
+
+
+class SyncSwarm:
+    """The client for everybody without asyncio: runs a SwarmClient on a loop in a thread of its own. Made by `connect`."""
+
+    def __init__(self, swarm: Swarm, *, home: Path | None, patience_s: float) -> None:
+        import uvloop
+
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="swarmnode-client", daemon=True)
+        self._thread.start()
+        try:
+            self._client = self.run(SwarmClient.join(swarm, home=home, patience_s=patience_s))
+        except BaseException:
+            self._stop()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<SyncSwarm {self._client!r}>"
+
+    def __enter__(self) -> SyncSwarm:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine on the client's loop."""
+        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return future.result()
+
+    def status(self) -> dict[str, Any]:
+        """See SwarmClient.status."""
+        return self._client.status()
+
+    def generate(
+        self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any
+    ) -> Generation:
+        """See SwarmClient.generate."""
+        return self.run(self._client.generate(prompt, options, **changes))
+
+    def stream(self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any) -> SyncStream:
+        """See SwarmClient.stream."""
+        return SyncStream(self, self.run(self._client.stream(prompt, options, **changes)))
+
+    def causal_lm(self, *, hold_ends: bool = False) -> RemoteCausalLM:
+        """See SwarmClient.acausal_lm."""
+        return self.run(self._client.acausal_lm(hold_ends=hold_ends))
+
+    def close(self) -> None:
+        """Leave the swarm and end the thread. Safe to call twice."""
+        if self._thread.is_alive():
+            self.run(self._client.close())
+            self._stop()
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def connect(swarm: str | Path, *, home: Path | None = None, patience_s: float = 60.0) -> SyncSwarm:
+    """Join a swarm (a .swarm file or an invite) as a client: `with connect(...) as swarm`. Raises NetworkDown, UsageError."""
+    return SyncSwarm(load_swarm(swarm), home=home, patience_s=patience_s)

@@ -1,0 +1,181 @@
+"""A swarm of real processes on this machine, on loopback: for the demo, the tests and the benchmarks.
+
+Each member is a `swarmnode` command of its own, with its own home and its own p2pd; what it prints as JSON lines is read here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from swarmnode.errors import LocalError
+from swarmnode.net.parent import die_with_parent
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10.0
+
+
+class Member:
+    """One running `swarmnode` command and the events that it has printed."""
+
+    def __init__(self, name: str, arguments: Sequence[str], home: Path, environment: dict[str, str]) -> None:
+        self.name = name
+        self.home = home
+        home.mkdir(parents=True, exist_ok=True)
+        self.log = home / "log.txt"
+        self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "swarmnode.cli.main", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C at the terminal is for the parent to pass on
+                preexec_fn=die_with_parent,
+            )
+        self.seen: list[dict[str, Any]] = []
+        threading.Thread(target=self._read, name=f"events of {name}", daemon=True).start()
+
+    def __repr__(self) -> str:
+        code = self.process.poll()
+        return f"<Member {self.name} pid {self.process.pid} {'running' if code is None else f'exited {code}'}>"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def peer(self) -> str:
+        """The peer id, known once the member has joined."""
+        return str(self.wait_for("joined")["peer"])
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                self._events.put(event)
+        self._events.put(None)
+
+    def wait_for(self, event: str, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
+        """The first event of that name, waiting for it. Raises LocalError where the member ends or the time is over."""
+        for past in self.seen:
+            if past["event"] == event:
+                return past
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                item = self._events.get(timeout=max(0.0, deadline_s - time.monotonic()))
+            except queue.Empty:
+                raise LocalError(
+                    f"{self.name}: no '{event}' within {timeout_s:.0f} s; its log: {self.tail()}"
+                ) from None
+            if item is None:
+                self._events.put(None)
+                raise LocalError(f"{self.name} ended with code {self.process.wait()} before '{event}': {self.tail()}")
+            self.seen.append(item)
+            if item["event"] == event:
+                return item
+
+    def tail(self, characters: int = 2000) -> str:
+        """The end of what the member logged."""
+        return self.log.read_text(errors="replace")[-characters:].strip() or "(empty)"
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal; SIGKILL by default."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def stop(self) -> None:
+        """End it in order where possible, and in any case."""
+        self.kill(signal.SIGCONT)
+        self.kill(signal.SIGTERM)
+        try:
+            self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self.process.wait()
+
+
+class LocalSwarm:
+    """A swarm file, its bootstrap peer and its nodes, all stopped on exit: `with LocalSwarm(folder) as swarm: ...`."""
+
+    def __init__(self, folder: Path, *, threads_per_process: int = 1) -> None:
+        self.folder = folder
+        self.members: list[Member] = []
+        self.file = folder / "local.swarm"
+        self.environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads_per_process),
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+    def __enter__(self) -> LocalSwarm:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"<LocalSwarm {self.file} {self.members}>"
+
+    def create(self, model: Path, *extra: str) -> str:
+        """Found a swarm on a checkpoint; the invite."""
+        return self.command("create", str(self.file.with_suffix("")), "--model", str(model), "--quiet", *extra).strip()
+
+    def command(self, *arguments: str, timeout_s: float = START_TIMEOUT_S) -> str:
+        """Run a `swarmnode` command to its end; what it printed. Raises LocalError where it fails."""
+        done = subprocess.run(
+            [sys.executable, "-m", "swarmnode.cli.main", *arguments],
+            capture_output=True,
+            text=True,
+            env={**self.environment, "SWARMNODE_HOME": str(self.folder / "client")},
+            timeout=timeout_s,
+        )
+        if done.returncode != 0:
+            raise LocalError(
+                f"swarmnode {' '.join(arguments)} ended with code {done.returncode}: {done.stderr.strip()}"
+            )
+        return done.stdout
+
+    def bootstrap(self, *extra: str) -> Member:
+        """Start the bootstrap peer and wait until it answers."""
+        member = self._start("bootstrap", ["bootstrap", str(self.file), "--json", *extra])
+        member.wait_for("joined")
+        return member
+
+    def node(self, name: str, *extra: str, swarm: str | None = None) -> Member:
+        """Start a volunteer's node; does not wait."""
+        arguments = ["run", swarm or str(self.file), "--json", "--name", name, *extra]
+        return self._start(name, arguments)
+
+    def _start(self, name: str, arguments: list[str]) -> Member:
+        home = self.folder / "homes" / name
+        member = Member(name, [*arguments, "--home", str(home)], home, self.environment)
+        self.members.append(member)
+        return member
+
+    def stop(self) -> None:
+        """End all members, at once."""
+        for member in self.members:
+            member.kill(signal.SIGCONT)
+            member.kill(signal.SIGTERM)
+        for member in self.members:
+            member.stop()

@@ -1,0 +1,202 @@
+"""A volunteer's node, from joining to leaving.
+
+join -> choose a span -> get the weights -> load -> serve -> drain -> leave
+             ^----------------- move, when units have nobody ------'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from swarmnode.config import StageConfig
+from swarmnode.errors import UsageError
+from swarmnode.plan.placement import Joiner, choose_span, fill_move, gaps
+from swarmnode.plan.view import Span, View, view_of
+from swarmnode.presence import Presence, PresenceConfig
+from swarmnode.roles.seeder import Seeder
+from swarmnode.swarm.announcement import State
+from swarmnode.swarm.swarmfile import Swarm
+
+if TYPE_CHECKING:
+    from swarmnode.roles.stage import Hardware, Stage
+    from swarmnode.roles.weights import Weights
+
+log = logging.getLogger(__name__)
+
+MANIFEST_PATIENCE_S = 3600.0  # a volunteer has time
+
+Tell = Callable[..., None]
+"""(event, text for people, **details for scripts): what the node has to say as it lives"""
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """A size like 6GB, 512MiB or 1000000. Raises UsageError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
+    if match is None:
+        raise UsageError(f"{text!r} is not a size; write it as 6GB or 512MiB")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def parse_span(text: str) -> Span:
+    """A span like 0:6. Raises UsageError."""
+    match = re.fullmatch(r"(\d+):(\d+)", text.strip())
+    if match is None or int(match[1]) >= int(match[2]):
+        raise UsageError(f"{text!r} is not a span; write it as A:B with A < B, for units A to B-1")
+    return Span(int(match[1]), int(match[2]))
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """What a volunteer lends. None means: find out."""
+
+    presence: PresenceConfig
+    stage: StageConfig = field(default_factory=StageConfig)
+    span: Span | None = None
+    settle_s: float = 1.0  # how long joiners look around before they settle on a span, so that they see one another
+    look_s: float = 1.0  # how often to look whether units are missing
+
+
+class Node:
+    """One volunteer. `run` lives its whole life; `tell` hears what people and scripts may want to know."""
+
+    def __init__(self, swarm: Swarm, config: NodeConfig, tell: Tell) -> None:
+        self.config = config
+        self._swarm = swarm
+        self._tell = tell
+        self._presence: Presence | None = None
+        self._stage: Stage | None = None
+
+    def __repr__(self) -> str:
+        return f"<Node {self._presence!r} {self._stage!r}>"
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Live until `stop` is set, then let the sessions move away and leave. Raises LocalError, NetworkDown, CheckpointError."""
+        heavy = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, "swarmnode.roles.stage"))
+        presence = self._presence = await Presence.join(self._swarm, self.config.presence)
+        living = asyncio.ensure_future(self._live(presence, heavy))
+        stopped = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait({living, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if living.done():
+                living.result()
+            await self._leave(presence)
+        finally:
+            for task in (living, stopped):
+                task.cancel()
+            await asyncio.gather(living, stopped, heavy, return_exceptions=True)
+            if self._stage is not None:
+                await self._stage.close()
+            await presence.close()
+
+    async def _live(self, presence: Presence, heavy: asyncio.Future[ModuleType]) -> None:
+        addresses = await presence.network.addresses()
+        self._tell(
+            "joined",
+            f"Peer {presence.peer_id} of swarm {presence.swarm.name}",
+            peer=presence.peer_id,
+            addresses=addresses,
+        )
+        if not presence.joined.is_set():
+            self._tell("waiting", "The swarm cannot be reached at the moment; this node keeps trying.")
+            await presence.joined.wait()
+        await presence.manifest(patience_s=MANIFEST_PATIENCE_S)
+        seeder = await Seeder.start(presence.network, presence.hello, presence.swarm, presence.link_config)
+        await heavy
+        from swarmnode.roles.stage import Hardware
+        from swarmnode.roles.weights import Weights
+
+        weights = Weights(presence)
+        try:
+            hardware = await asyncio.to_thread(Hardware.probe, await weights.outline(), self.config.stage)
+            span = await self._first_span(presence, hardware)
+            while True:
+                await self._serve(presence, seeder, weights, hardware, span)
+                span = await self._wait_for_a_reason_to_move(presence, hardware)
+                self._tell("moving", f"Units {span} have nobody else: moving there", span=list(span))
+                await self._leave_stage(presence)
+        finally:
+            await seeder.close()
+
+    # -- placement
+
+    def _view(self, presence: Presence) -> View:
+        assert presence.swarm.manifest is not None
+        return view_of(presence.swarm.manifest.model.units, presence.directory.peers().values())
+
+    def _joiner(self, presence: Presence, hardware: Hardware) -> Joiner:
+        own = presence.directory.peers()[presence.peer_id]
+        return Joiner(presence.peer_id, hardware.capacity_units, own.decode_units_per_s, own.started_at)
+
+    async def _first_span(self, presence: Presence, hardware: Hardware) -> Span:
+        """Claim a span, look around, and claim again until the claim stands for a while."""
+        if self.config.span is not None:
+            return hardware.check(self.config.span)
+        claim = Span(0, hardware.capacity_units)
+        presence.directory.announce(
+            state=State.JOINING, span=tuple(claim), name=self.config.presence.name, device=hardware.device_name
+        )
+        settled_at = time.monotonic() + self.config.settle_s
+        while (left_s := settled_at - time.monotonic()) > 0:
+            revision = presence.directory.revision
+            choice = choose_span(self._view(presence), self._joiner(presence, hardware))
+            if choice != claim:
+                claim = choice
+                presence.directory.announce(span=tuple(claim))
+            try:
+                await asyncio.wait_for(presence.directory.changed(revision), left_s)
+            except asyncio.TimeoutError:
+                break
+        return choose_span(self._view(presence), self._joiner(presence, hardware))
+
+    async def _wait_for_a_reason_to_move(self, presence: Presence, hardware: Hardware) -> Span:
+        """Until units are without a holder and it is our turn to go there. A span that the user fixed never moves."""
+        if self.config.span is not None:
+            await asyncio.Future()
+        gap_since = time.monotonic()
+        while True:
+            view = self._view(presence)
+            if not gaps(view.units, view.peers):
+                gap_since = time.monotonic()
+            span = fill_move(view, self._joiner(presence, hardware), waited_s=time.monotonic() - gap_since)
+            if span is not None:
+                return span
+            await asyncio.sleep(self.config.look_s)
+
+    # -- serving
+
+    async def _serve(
+        self, presence: Presence, seeder: Seeder, weights: Weights, hardware: Hardware, span: Span
+    ) -> None:
+        """Get the weights of a span, load it, and answer sessions from now on."""
+        from swarmnode.roles.stage import Stage
+
+        presence.directory.announce(
+            state=State.LOADING, span=tuple(span), name=self.config.presence.name, device=hardware.device_name
+        )
+        self._tell("loading", f"Units {span}: {hardware.describe(span)}", span=list(span))
+        self._stage = await Stage.load(presence.network, presence.hello, presence.link_config, weights, hardware, span)
+        presence.directory.announce(state=State.READY, seeds=seeder.units, **self._stage.figures())
+        self._tell("ready", f"Serving units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
+
+    async def _leave(self, presence: Presence) -> None:
+        if self._stage is not None:
+            self._tell("draining", "Leaving: sessions move to other peers. Ctrl-C again leaves now.")
+            await self._leave_stage(presence)
+        self._tell("left", "Left the swarm. Thank you.")
+
+    async def _leave_stage(self, presence: Presence) -> None:
+        stage, self._stage = self._stage, None
+        if stage is not None:
+            presence.directory.announce(state=State.DRAINING)
+            await stage.drain(self.config.stage.server.drain_s)
+            await stage.close()

@@ -1,0 +1,245 @@
+"""Being there: what every peer of a swarm has, whether it computes, opens the door or only asks.
+
+An identity, the network, the directory, and access to the weights. It keeps trying to reach the swarm until it can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from swarmnode import __version__
+from swarmnode.codec.messages import VERSION, Hello
+from swarmnode.errors import LocalError, NetworkDown, PeerError
+from swarmnode.net.addresses import is_loopback
+from swarmnode.net.engine import Engine, EngineConfig
+from swarmnode.net.identity import Identity, verify
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.link import LinkConfig
+from swarmnode.net.tasks import Tasks
+from swarmnode.roles.fetcher import fetch_manifest
+from swarmnode.swarm.announcement import State, record_validator
+from swarmnode.swarm.directory import Directory
+from swarmnode.swarm.known_peers import KnownPeers
+from swarmnode.swarm.swarmfile import Swarm
+
+if TYPE_CHECKING:
+    from swarmnode.net.lan import LanDiscovery
+
+log = logging.getLogger(__name__)
+
+LOOPBACK_ANY_PORT = "/ip4/127.0.0.1/tcp/0"
+EVERYWHERE_ANY_PORT = "/ip4/0.0.0.0/tcp/0"
+MAX_SLOTS = 64
+
+
+@dataclass(frozen=True)
+class PresenceConfig:
+    """How a peer is present. Empty `host_maddrs` mean: loopback in a swarm that is on this machine alone, else everywhere."""
+
+    home: Path
+    name: str = ""
+    host_maddrs: tuple[str, ...] = ()
+    announce_maddrs: tuple[str, ...] = ()
+    nat_port_map: bool = False
+    lan: bool = False
+    join_timeout_s: float = 3.0
+    rejoin_s: float = 2.0
+    looks_on: bool = False  # a client: no place in the DHT, no announcement
+
+
+class IdentitySlot:
+    """An identity file that no other running process uses. Several nodes may share a home: each takes the next free slot."""
+
+    def __init__(self, home: Path, role: str) -> None:
+        self._lock: IO[bytes] | None = None
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+            for slot in range(1, MAX_SLOTS + 1):
+                self.path = home / (f"{role}.key" if slot == 1 else f"{role}-{slot}.key")
+                if self._take(self.path.with_suffix(".lock")):
+                    return
+        except OSError as error:
+            raise LocalError(
+                f"cannot keep state in {home}: {error.strerror or error}; choose another --home"
+            ) from error
+        raise LocalError(f"{MAX_SLOTS} nodes already use {home}; give this one another --home")
+
+    def __repr__(self) -> str:
+        return f"<IdentitySlot {self.path.name}>"
+
+    def _take(self, path: Path) -> bool:
+        lock = path.open("wb")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            return False
+        self._lock = lock
+        return True
+
+    def release(self) -> None:
+        """Let another process use the identity."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+class Presence:
+    """A peer of a swarm. Made by `join`; `swarm` has its manifest once `manifest()` returned."""
+
+    def __init__(
+        self, swarm: Swarm, config: PresenceConfig, engine: Engine, slot: IdentitySlot, identity: Identity
+    ) -> None:
+        self.swarm = swarm
+        self.config = config
+        self.network = engine
+        self.identity = identity
+        self.hello = Hello(VERSION, swarm.id, f"swarmnode/{__version__}")
+        self.link_config = LinkConfig()
+        self._slot = slot
+        self._known = KnownPeers(config.home / "peers" / f"{swarm.id.hex()[:16]}.json")
+        self.directory = Directory(
+            engine, swarm.id, verify=verify, sign=None if config.looks_on else identity.sign, known_peers=self._known
+        )
+        self._lan: LanDiscovery | None = None
+        self._tasks = Tasks("presence")
+        self.joined = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Presence of {self.peer_id} in {self.swarm.name}, {'joined' if self.joined.is_set() else 'alone'}>"
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self.network.peer_id
+
+    @classmethod
+    async def join(
+        cls, swarm: Swarm, config: PresenceConfig, *, role: str = "node", identity: Identity | None = None
+    ) -> Presence:
+        """Start the network and begin to look for the swarm. Raises LocalError where this machine cannot.
+
+        `identity` fixes who we are; else it is the one kept under `role` in the home folder (a client's is new each time).
+        """
+        slot = IdentitySlot(config.home, role)
+        try:
+            if identity is not None:
+                identity.save(slot.path)
+            elif config.looks_on:
+                identity = Identity.generate()
+                identity.save(slot.path)
+            else:
+                identity = Identity.load_or_create(slot.path)
+            engine = await Engine.start(
+                EngineConfig(
+                    identity_path=slot.path,
+                    host_maddrs=config.host_maddrs or (default_host(swarm),),
+                    announce_maddrs=config.announce_maddrs,
+                    client_mode=config.looks_on,
+                    nat_port_map=config.nat_port_map,
+                    record_validator=record_validator(swarm.id, verify, time.time),
+                )
+            )
+        except BaseException:
+            slot.release()
+            raise
+        self = cls(swarm, config, engine, slot, identity)
+        try:
+            await self._enter()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def _enter(self) -> None:
+        if self.config.lan:
+            from swarmnode.net.lan import LanDiscovery
+
+            self._lan = await LanDiscovery.start(self.swarm.id, self.peer_id, await self.network.addresses())
+        if await self._try_to_join():
+            self.joined.set()
+        await self.directory.start()
+        self._tasks.spawn(self._keep_joined(), "keep joined")
+
+    def _doors(self) -> list[str]:
+        """Every address at which the swarm may be found: the invite's, the last good ones, the LAN's."""
+        found = [*self.swarm.bootstraps, *self._known.addresses(), *(self._lan.addresses() if self._lan else ())]
+        return [address for address in dict.fromkeys(found) if not address.endswith(f"/p2p/{self.peer_id}")]
+
+    async def _try_to_join(self) -> bool:
+        doors = self._doors()
+        return bool(doors) and await self.network.connect(doors, timeout_s=self.config.join_timeout_s)
+
+    async def _keep_joined(self) -> None:
+        """Look for the swarm while we are alone, at the start as well as after everybody we knew has gone."""
+        told = False
+        while True:
+            alone = not self.joined.is_set() or not self._others()
+            if alone and self._doors():
+                if await self._try_to_join():
+                    self.joined.set()
+                    await self.directory.refresh()
+                    told = False
+                elif not told:
+                    log.warning("the swarm %s cannot be reached at the moment; this node keeps trying", self.swarm.name)
+                    told = True
+            await asyncio.sleep(self.config.rejoin_s)
+
+    def _others(self) -> list[PeerId]:
+        return [peer for peer in self.directory.peers() if peer != self.peer_id]
+
+    async def wait_joined(self, timeout_s: float) -> None:
+        """Wait until one peer of the swarm answered. Raises NetworkDown."""
+        try:
+            await asyncio.wait_for(self.joined.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            doors = ", ".join(self._doors()[:3]) or "no address known"
+            raise NetworkDown(
+                f"the swarm {self.swarm.name} cannot be reached: nobody answers at {doors}. "
+                "Is its bootstrap peer running, and is this machine online?"
+            ) from None
+
+    async def manifest(self, *, patience_s: float) -> None:
+        """Make sure that the swarm's manifest is here, asking the peers for it. Raises NetworkDown where nobody has it."""
+        if self.swarm.manifest is not None:
+            return
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            try:
+                raw = await fetch_manifest(self.network, self._manifest_sources(), self.swarm.id)
+                self.swarm = self.swarm.with_manifest(raw)
+                return
+            except PeerError as error:
+                if time.monotonic() > deadline_s:
+                    raise NetworkDown(f"no peer of the swarm {self.swarm.name} gave its manifest: {error}") from error
+            await asyncio.sleep(0.2)
+
+    def _manifest_sources(self) -> Sequence[PeerId]:
+        doors = [address.rpartition("/p2p/")[2] for address in self.swarm.bootstraps]
+        return list(dict.fromkeys([*self._others(), *doors]))
+
+    async def close(self) -> None:
+        """Say goodbye and leave. Safe to call twice."""
+        await self._tasks.close()
+        await self.directory.close()
+        if self._lan is not None:
+            await self._lan.close()
+        await self.network.close()
+        self._slot.release()
+
+
+def default_host(swarm: Swarm) -> str:
+    """A swarm that can only be found on this machine is no business of other machines."""
+    local = all(is_loopback(address) for address in swarm.bootstraps)
+    return LOOPBACK_ANY_PORT if local else EVERYWHERE_ANY_PORT
+
+
+def state_name(state: State) -> str:
+    """A state as people and scripts read it."""
+    return state.name.lower()

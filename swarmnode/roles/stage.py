@@ -1,0 +1,199 @@
+"""One span of a model, loaded and served: what a node does between choosing units and leaving them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from swarmnode.codec.messages import Hello
+from swarmnode.compute.checkpoint import Checkpoint
+from swarmnode.compute.device import Device, probe_device, set_threads
+from swarmnode.compute.memory import UnitSizes, cache_tokens_that_fit, describe_fit, unit_sizes, units_that_fit
+from swarmnode.compute.runner import WANT_LAST, RunnerConfig, StageRunner, Work
+from swarmnode.compute.span import load_span
+from swarmnode.config import StageConfig
+from swarmnode.errors import LocalError, UsageError
+from swarmnode.net.interfaces import Network
+from swarmnode.net.link import LinkConfig
+from swarmnode.plan.view import Span as Units
+from swarmnode.roles.server import StageServer
+from swarmnode.roles.worker import Worker
+
+if TYPE_CHECKING:
+    from swarmnode.roles.weights import Weights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MEMORY_SHARE = 0.8  # of what is free: a volunteer goes on using the machine
+PROBE_STEPS = 6
+PROBE_SESSION = -1
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What this machine can hold of one model. Made by `probe`, before anything is loaded."""
+
+    device: Device
+    dtype: torch.dtype
+    quantize: str
+    memory_bytes: int
+    sizes: UnitSizes
+    config: StageConfig
+
+    def __repr__(self) -> str:
+        return (
+            f"<Hardware {self.device}, {self.capacity_units} of {len(self.sizes.weight_bytes)} units in {self.dtype}>"
+        )
+
+    @classmethod
+    def probe(cls, checkpoint: Checkpoint, config: StageConfig) -> Hardware:
+        """Raises LocalError where the device is not here, CheckpointError where the model cannot be split."""
+        device = probe_device(config.device)
+        set_threads(config.threads)
+        dtype = choose_dtype(config.dtype, checkpoint, device)
+        sizes = unit_sizes(checkpoint, dtype=dtype, quantize=config.quantize)
+        memory_bytes = config.memory_bytes or int(device.free_bytes * MEMORY_SHARE)
+        hardware = cls(device, dtype, config.quantize, memory_bytes, sizes, config)
+        if hardware.capacity_units == 0:
+            raise LocalError(
+                f"{memory_bytes / 1e6:.0f} MB are not enough for one unit of this model with a cache of "
+                f"{config.cache_tokens} tokens; lend more with --memory"
+            )
+        return hardware
+
+    @property
+    def device_name(self) -> str:
+        """As others see it."""
+        return self.device.name[:48]
+
+    @property
+    def capacity_units(self) -> int:
+        """How many units fit wherever in the model the span lies: the least over all places."""
+        units = len(self.sizes.weight_bytes)
+        if self._fits(Units(0, units)):
+            return units
+        return next(
+            (count for count in range(units - 1, 0, -1) if all(self._fits(window) for window in windows(units, count))),
+            0,
+        )
+
+    def _fits(self, units: Units) -> bool:
+        fitting = units_that_fit(self.sizes, self.memory_bytes, self.config.cache_tokens, start=units.start)
+        return fitting >= units.units
+
+    def check(self, units: Units) -> Units:
+        """The span that the user fixed, if it can be held. Raises UsageError, LocalError."""
+        if units.end > len(self.sizes.weight_bytes):
+            raise UsageError(
+                f"--span {units.start}:{units.end}: the model has units 0 to {len(self.sizes.weight_bytes) - 1}"
+            )
+        if not self._fits(units):
+            need_bytes = self.sizes.need_bytes(units.start, units.end, self.config.cache_tokens)
+            raise LocalError(
+                f"units {units} need {need_bytes / 1e6:.0f} MB and some room; {self.memory_bytes / 1e6:.0f} MB are lent"
+            )
+        return units
+
+    def cache_tokens(self, units: Units) -> int:
+        """Positions that the cache beside these units may hold."""
+        left = cache_tokens_that_fit(self.sizes, self.memory_bytes, units.start, units.end)
+        return min(left, self.config.max_cache_tokens) if left else self.config.max_cache_tokens
+
+    def describe(self, units: Units) -> str:
+        """As in "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens"."""
+        return describe_fit(self.sizes, units.start, units.end, self.cache_tokens(units))
+
+
+def windows(units: int, count: int) -> list[Units]:
+    """All spans of `count` units."""
+    return [Units(start, start + count) for start in range(units - count + 1)]
+
+
+def choose_dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> torch.dtype:
+    """The checkpoint's own, so that replicas agree, unless the device cannot compute in it or the user wants another."""
+    if wanted != "auto":
+        if wanted not in DTYPES:
+            raise UsageError(f"--dtype {wanted}: choose auto, {', '.join(DTYPES)}")
+        return DTYPES[wanted]
+    own: torch.dtype = checkpoint.dtype
+    slow = own is torch.float16 if device.kind == "cpu" else own is torch.bfloat16 and device.default_dtype is not own
+    return device.default_dtype if slow else own
+
+
+class Stage:
+    """A loaded span, its compute thread and its server. Made by `load`, ended by `close`."""
+
+    def __init__(self, runner: StageRunner, worker: Worker, server: StageServer, units_per_s: float) -> None:
+        self._runner = runner
+        self._worker = worker
+        self._server = server
+        self._units_per_s = units_per_s
+
+    def __repr__(self) -> str:
+        return f"<Stage {self._server!r}>"
+
+    @classmethod
+    async def load(
+        cls, network: Network, hello: Hello, link_config: LinkConfig, weights: Weights, hardware: Hardware, units: Units
+    ) -> Stage:
+        """Fetch what is missing of the span's weights, load them, measure, and serve. Raises CheckpointError, LocalError."""
+        checkpoint = await weights.span(units)
+        span = await asyncio.to_thread(
+            load_span,
+            checkpoint,
+            units.start,
+            units.end,
+            device=hardware.device.torch_device,
+            dtype=hardware.dtype,
+            quantize=hardware.quantize,
+        )
+        per_token = max(1, span.cache_bytes_per_token)
+        runner = StageRunner(span, RunnerConfig(cache_bytes=hardware.cache_tokens(units) * per_token))
+        worker = Worker(
+            runner, chunk_tokens=hardware.config.server.prefill_chunk_tokens, threads=hardware.config.threads
+        )
+        try:
+            units_per_s = await worker.call(lambda: measure(runner))
+            server = StageServer(network, hello, worker, hardware.config.server, link_config)
+            await server.start()
+        except BaseException:
+            await worker.close()
+            raise
+        return cls(runner, worker, server, units_per_s)
+
+    def figures(self) -> dict[str, Any]:
+        """What the announcement says of this stage."""
+        per_token = max(1, self._runner.span.cache_bytes_per_token)
+        return {
+            "decode_units_per_s": self._units_per_s,
+            "cache_tokens_free": self._server.free_cache_bytes // per_token,
+            "sessions": self._server.load,
+        }
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new, and let the sessions move to other peers."""
+        await self._server.drain(timeout_s)
+
+    async def close(self) -> None:
+        """Free everything."""
+        await self._server.close()
+        await self._worker.close()
+
+
+def measure(runner: StageRunner) -> float:
+    """Units per second of a single session's decode steps, on the weights that are loaded."""
+    span = runner.span
+    runner.open(PROBE_SESSION, rows=1, max_length=PROBE_STEPS + 1)
+    try:
+        best_s = float("inf")
+        for _ in range(PROBE_STEPS):
+            x = torch.zeros((1, 1), dtype=torch.int64) if span.has_embedding else torch.zeros((1, 1, span.hidden_size))
+            started_s = time.perf_counter()
+            runner.run([Work(PROBE_SESSION, x.to(span.dtype) if x.is_floating_point() else x, want=WANT_LAST)])
+            best_s = min(best_s, time.perf_counter() - started_s)
+    finally:
+        runner.close(PROBE_SESSION)
+    return (span.end - span.start) / best_s

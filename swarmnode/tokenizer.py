@@ -1,0 +1,51 @@
+"""Text to token ids and back, by the checkpoint's own tokenizer; and the tokens that end a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from swarmnode.errors import CheckpointError
+
+FILES = frozenset({"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"})
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Whether a checkpoint with these files has a tokenizer."""
+    return not FILES.isdisjoint(names)
+
+
+class Tokenizer:
+    """transformers' tokenizer of a checkpoint folder. No code of the checkpoint is ever run."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"the checkpoint's tokenizer cannot be used: {error}") from error
+
+    def __repr__(self) -> str:
+        return f"<Tokenizer of {len(self._tokenizer)} tokens>"
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the model expects."""
+        return list(self._tokenizer(text)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of generated tokens, without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def stop_ids(folder: Path) -> tuple[int, ...]:
+    """The end-of-text tokens that a checkpoint's configs name."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            found = json.loads((folder / name).read_bytes()).get("eos_token_id")
+        except (OSError, ValueError):
+            continue
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return ()

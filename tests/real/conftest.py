@@ -1,0 +1,103 @@
+"""Real swarms for tests: every member is a process of its own, with its own p2pd, on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from swarmnode.client import SwarmClient
+from swarmnode.localswarm import LocalSwarm, Member
+from swarmnode.swarm.swarmfile import load_swarm
+
+PROMPT = [5, 17, 3, 99, 42, 7, 256, 11]
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A small random Llama on disk, and what one process generates with it."""
+
+    folder: Path
+    units: int
+
+    def alone(self, prompt: list[int], max_new_tokens: int) -> list[int]:
+        from swarmnode.demo.checkpoint import generate_alone
+
+        return generate_alone(self.folder, prompt, max_new_tokens)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(1)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return TinyModel(folder, units=6)
+
+
+class Stages:
+    """Two stages, two replicas each, and a bootstrap peer: kept whole between tests by starting what has died."""
+
+    SPANS = {"a1": "0:3", "a2": "0:3", "b1": "3:6", "b2": "3:6"}
+
+    def __init__(self, local: LocalSwarm) -> None:
+        self.local = local
+        self.door = local.bootstrap()
+        self.nodes: dict[str, Member] = {}
+        self.heal()
+
+    def heal(self) -> None:
+        """Start every node that is not running, and wait until all serve."""
+        if self.door.process.poll() is not None:
+            self.door = self.local.bootstrap()
+        for name, span in self.SPANS.items():
+            if name not in self.nodes or self.nodes[name].process.poll() is not None:
+                self.nodes[name] = self.local.node(name, "--span", span)
+        for member in self.nodes.values():
+            member.wait_for("ready")
+
+    def member(self, peer: str) -> Member:
+        """The node with this peer id."""
+        return next(member for member in self.nodes.values() if member.peer == peer)
+
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[SwarmClient]:
+        """A client that sees all four nodes ready."""
+        client = await SwarmClient.join(load_swarm(self.local.file), home=self.local.folder / "client")
+        try:
+            while sum(peer["state"] == "ready" and peer["span"][1] > 0 for peer in client.status()["peers"]) < 4:
+                await client.changed()
+            yield client
+        finally:
+            await client.close()
+
+
+@pytest.fixture(scope="session")
+def running(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
+    with LocalSwarm(tmp_path_factory.mktemp("swarm")) as local:
+        local.create(tiny.folder)
+        yield Stages(local)
+
+
+@pytest.fixture
+def stages(running: Stages) -> Stages:
+    """The session's swarm, whole again."""
+    running.heal()
+    return running

@@ -1,0 +1,116 @@
+"""What breaks, and what the user sees of it: the same text, after a short pause."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Iterator, Sequence
+
+import psutil
+import pytest
+
+from swarmnode.client import SwarmClient
+from swarmnode.roles.generation import Generation
+from tests.real.conftest import PROMPT, Stages, TinyModel
+
+TOKENS = 48
+KILL_STALL_S = 1.0
+HANG_STALL_S = 3.0
+NOISE_S = 2.0  # shared machines pause for their own reasons
+
+
+async def generate_and(client: SwarmClient, at: int, strike: object) -> Generation:
+    """Generate; at token number `at` call `strike(route)`."""
+    stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
+    number = 0
+    async for _ in stream:
+        number += 1
+        if number == at:
+            strike(stream.result.route)  # type: ignore[operator]
+    return stream.result
+
+
+@contextlib.contextmanager
+def stopped(process: psutil.Process) -> Iterator[None]:
+    """SIGSTOP it, and wake it in the end."""
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("at", [1, 2, 17, TOKENS - 1])
+@pytest.mark.parametrize("hops", [(0,), (1,), (0, 1)], ids=["first", "last", "both"])
+async def test_killed_nodes_do_not_change_the_text(stages: Stages, tiny: TinyModel, at: int, hops: Sequence[int]) -> None:
+    async with stages.client() as client:
+
+        def strike(route: Sequence[object]) -> None:
+            for hop in hops:
+                stages.member(route[hop].peer).kill()  # type: ignore[attr-defined]
+
+        result = await generate_and(client, at, strike)
+    assert result.ids == tiny.alone(PROMPT, TOKENS)
+    assert result.reroutes >= 1 or at == TOKENS - 1  # the last token may be on its way already
+    assert result.longest_stall_s <= KILL_STALL_S + NOISE_S
+
+
+@pytest.mark.parametrize("hop", [0, 1], ids=["first", "last"])
+async def test_a_hung_node_is_left_and_cannot_disturb_when_it_wakes(stages: Stages, tiny: TinyModel, hop: int) -> None:
+    async with stages.client() as client:
+        with contextlib.ExitStack() as hung:
+
+            def strike(route: Sequence[object]) -> None:
+                member = stages.member(route[hop].peer)  # type: ignore[attr-defined]
+                hung.enter_context(stopped(psutil.Process(member.pid)))
+
+            result = await generate_and(client, 10, strike)
+        assert result.ids == tiny.alone(PROMPT, TOKENS)
+        assert result.reroutes >= 1
+        assert result.longest_stall_s <= HANG_STALL_S + NOISE_S
+        again = await client.generate(PROMPT, max_new_tokens=TOKENS)
+        assert again.ids == result.ids
+
+
+async def test_a_killed_p2pd_is_mended_and_its_node_used_again(stages: Stages, tiny: TinyModel) -> None:
+    async with stages.client() as client:
+        struck: list[str] = []
+
+        def strike(route: Sequence[object]) -> None:
+            struck.append(route[1].peer)  # type: ignore[attr-defined]
+            (p2pd,) = psutil.Process(stages.member(struck[0]).pid).children()
+            p2pd.kill()
+
+        result = await generate_and(client, 10, strike)
+        assert result.ids == tiny.alone(PROMPT, TOKENS)
+        for name, member in stages.nodes.items():
+            if name.startswith("b") and member.peer != struck[0]:
+                member.kill()  # now only the mended one holds these units
+        again = await client.generate(PROMPT, max_new_tokens=TOKENS)
+    assert again.ids == result.ids
+    assert again.route[1].peer == struck[0]
+
+
+async def test_a_leaving_node_hands_its_sessions_over(stages: Stages, tiny: TinyModel) -> None:
+    async with stages.client() as client:
+        leaving = []
+
+        def strike(route: Sequence[object]) -> None:
+            leaving.append(stages.member(route[1].peer))  # type: ignore[attr-defined]
+            leaving[0].kill(signal.SIGINT)
+
+        result = await generate_and(client, 10, strike)
+        await asyncio.to_thread(leaving[0].process.wait, 30)
+    assert result.ids == tiny.alone(PROMPT, TOKENS)
+    assert result.longest_stall_s <= KILL_STALL_S + NOISE_S
+    assert leaving[0].process.returncode == 0
+
+
+async def test_the_swarm_serves_without_its_bootstrap_peer(stages: Stages, tiny: TinyModel) -> None:
+    async with stages.client() as client:
+        stages.door.kill()
+        stages.door.process.wait()
+        result = await client.generate(PROMPT, max_new_tokens=TOKENS)
+    assert result.ids == tiny.alone(PROMPT, TOKENS)
