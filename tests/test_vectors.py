@@ -14,9 +14,10 @@ import torch
 from referencing import Registry, Resource
 
 from swarmnode.codec.frames import FrameReader, Kind, pack_header
-from swarmnode.codec.messages import BODIES, decode_body, encode_body
+from swarmnode.codec.messages import BODIES, Sampling, decode_body, encode_body
 from swarmnode.codec.tensors import MAX_ELEMENTS, Codec, TensorInfo
 from swarmnode.compress.codecs import decode, encode
+from swarmnode.compute.sampling import sample, uniform
 from swarmnode.errors import ErrorCode, PeerLost, ProtocolError, UsageError
 from swarmnode.net.identity import Identity, verify
 from swarmnode.swarm.announcement import open_announcement, sign_announcement
@@ -222,6 +223,17 @@ def test_bad_invites(vector: Vector) -> None:
 @pytest.mark.parametrize("vector", vectors("tolerated", of="invites"))
 def test_tolerated_invites(vector: Vector) -> None:
     assert plain(decode_invite(vector["text"])) == vector["value"]
+
+
+# -- draws -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vector", vectors("draws"))
+def test_draws(vector: Vector) -> None:
+    parameters = Sampling(1, 1, *(vector[field] for field in ("temperature", "top_p", "top_k", "seed")))
+    drawn = sample(torch.tensor([vector["logits"]]), parameters, vector["position"], rows=[vector["row"]])
+    assert uniform(vector["seed"], vector["row"], vector["position"]) == vector["uniform"]
+    assert drawn.tolist() == [vector["value"]]
 
 
 # -- the vectors themselves -------------------------------------------------------------------------------------------

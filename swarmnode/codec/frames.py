@@ -3,10 +3,12 @@
     offset  size  field
     0       1     kind
     1       1     flags           (0 in version 1; readers ignore bits that they do not know)
-    2       2     body length     bytes, little-endian as every field
+    2       2     body length     bytes
     4       4     payload length  bytes
     8       4     channel         0 is the link itself; the opener of a conversation picks its number
     12      4     seq             meaning depends on the kind (positions, request numbers)
+
+All fields are unsigned and little-endian.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class Frame:
 
     def __repr__(self) -> str:
         name = Kind(self.kind).name if self.kind in Kind._value2member_map_ else str(self.kind)
-        return f"<Frame {name} channel={self.channel} seq={self.seq} body={len(self.body)}B payload={len(self.payload)}B>"
+        sizes = f"body={len(self.body)}B payload={len(self.payload)}B"
+        return f"<Frame {name} channel={self.channel} seq={self.seq} {sizes}>"
 
 
 def pack_header(kind: int, body_bytes: int, payload_bytes: int, channel: int = 0, seq: int = 0) -> bytes:
