@@ -178,20 +178,13 @@ class CachePool:
 
 
 def partition_by_length(sessions: Sequence[CachedSession]) -> list[list[CachedSession]]:
-    """Groups of sessions in which padding makes rows at most MAX_PADDING_RATIO times as long as they are, in sum."""
+    """Groups of sessions in which padding makes no row more than MAX_PADDING_RATIO times as long as it is."""
     parts: list[list[CachedSession]] = []
-    used = 0
     for session in sorted(sessions, key=lambda session: -session.length):
-        columns = session.rows * max(session.length, SMALL_COLUMNS)
-        if parts:
-            longest = max(parts[-1][0].length, SMALL_COLUMNS)
-            rows = sum(member.rows for member in parts[-1]) + session.rows
-            if rows * longest <= MAX_PADDING_RATIO * (used + columns):
-                parts[-1].append(session)
-                used += columns
-                continue
-        parts.append([session])
-        used = columns
+        if parts and parts[-1][0].length <= MAX_PADDING_RATIO * max(session.length, SMALL_COLUMNS):
+            parts[-1].append(session)
+        else:
+            parts.append([session])
     return parts
 
 

@@ -18,7 +18,7 @@ from swarmnode.errors import LocalError
 
 METHODS = ("none", "int8", "nf4")
 OUTLIER_THRESHOLD = 6.0  # of LLM.int8: columns of activations beyond it stay in full precision
-MIN_FEATURES = 64  # narrower matrices (routers of experts) stay as they are
+MIN_FEATURES = 32  # narrower matrices (routers of experts) stay as they are
 
 
 @dataclass(frozen=True)

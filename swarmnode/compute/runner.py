@@ -201,6 +201,8 @@ class StageRunner:
             raise ProtocolError(f"the session has {cached.rows} rows, the input is {tuple(shape)}")
         if cached.length + shape[1] > cached.max_length:
             raise ProtocolError(f"the session ends at position {cached.max_length}", code=ErrorCode.TOO_LARGE)
+        if opened.start == 0 and not bool(((work.x >= 0) & (work.x < self.span.vocab_size)).all()):
+            raise ProtocolError(f"token ids must lie in [0, {self.span.vocab_size})")
         if work.reorder and (len(work.reorder) != cached.rows or not all(0 <= r < cached.rows for r in work.reorder)):
             raise ProtocolError(f"{work.reorder} does not permute {cached.rows} rows")
 
