@@ -132,3 +132,4 @@ def test_nothing_but_protocol_errors(info: TensorInfo, data: st.DataObject) -> N
         assert error.code in (ErrorCode.MALFORMED, ErrorCode.TOO_LARGE)
     else:
         assert tuple(decoded.shape) == info.shape
+        assert decoded.numel() <= 4000
