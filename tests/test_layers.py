@@ -20,8 +20,8 @@ ROOMS = (
     {"swarm"},
     {"plan"},
     {"compute"},
-    {"roles"},
-    {"bootstrap", "client", "demo", "localswarm", "node", "presence", "tokenizer"},  # what wires the rooms together
+    {"presence", "roles"},  # a presence is the role that every node and client plays
+    {"bootstrap", "client", "demo", "localswarm", "node", "tokenizer"},  # what wires the rooms together
     {"gateway"},
     {"cli"},
 )
