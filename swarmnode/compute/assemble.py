@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from swarmnode.compute.family import Family
 from swarmnode.compute.stack import Absent, Stack
@@ -89,6 +89,7 @@ def _remove(model: Any, name: str) -> None:
 @contextmanager
 def _quiet_loader() -> Iterator[None]:
     """transformers' loader draws a bar and prints a report; problems are told by exceptions here."""
+    logging: Any = transformers_logging  # untyped
     had_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -7,7 +7,7 @@ are not read until asked for.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -110,7 +110,7 @@ class Checkpoint:
         slices: dict[str, Any] = {}
         for file, wanted in by_file.items():
             try:
-                handle = safe_open(file, framework="pt")
+                handle: Any = safe_open(file, framework="pt")
                 slices.update({name: handle.get_slice(name) for name in wanted})
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{file}: cannot be read: {error}") from error
@@ -124,7 +124,7 @@ def load_config(file: Path) -> Any:
     values = _read_json(file)
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model_type = values.get("model_type")
+    model_type = str(values.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         if "auto_map" in values:
             raise CheckpointError(f"{file}: model type {model_type!r} needs its own code, which is never run here")
@@ -203,7 +203,7 @@ def _check_entry(file: Path, name: str, value: Any, data_begin: int, size: int) 
     return entry
 
 
-def _read_json(file: Path) -> Mapping[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:

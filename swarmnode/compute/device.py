@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -85,8 +86,7 @@ def _container_limit_bytes() -> int | None:
     """The memory limit of the control group (containers, systemd units), which psutil does not know."""
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
-            with open(file) as stream:
-                return int(stream.read())
+            return int(Path(file).read_text())
         except (OSError, ValueError):  # not there, or "max"
             continue
     return None
@@ -94,8 +94,8 @@ def _container_limit_bytes() -> int | None:
 
 def _cpu_name() -> str:
     try:
-        with open("/proc/cpuinfo") as stream:
-            names = [line.partition(":")[2].strip() for line in stream if line.startswith("model name")]
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()

@@ -107,8 +107,9 @@ def _causal_class(config: Any) -> type[Any]:
         raise CheckpointError(f"{kind} is not a causal language model of transformers: it cannot be split")
     if getattr(config, "num_hidden_layers", None) is None:
         raise CheckpointError(f"{kind} does not say how many layers it has: it cannot be split")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return model_class[0] if isinstance(model_class, tuple) else model_class
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    chosen: type[Any] = model_class[0] if isinstance(model_class, tuple) else model_class
+    return chosen
 
 
 def _refuse_by_config(config: Any, model_class: type[Any]) -> None:

@@ -104,7 +104,7 @@ def _hub_errors(repository: str) -> Iterator[None]:
     """Turns what huggingface_hub raises into a line for people."""
     from huggingface_hub import errors
 
-    transport_error = errors.HfHubHTTPError.__mro__[1]  # httpx's base class, whichever httpx the library came with
+    transport_error: Any = errors.HfHubHTTPError.__mro__[1]  # httpx's base class, whichever httpx the library came with
     try:
         yield
     except errors.GatedRepoError:

@@ -62,6 +62,11 @@ def usable_bytes(limit_bytes: int) -> int:
     return max(0, limit_bytes - max(BUFFER_BYTES, int(limit_bytes * BUFFER_SHARE)))
 
 
+def limit_bytes_for(need_bytes: int) -> int:
+    """The memory limit of which `usable_bytes` are just what is needed."""
+    return max(need_bytes + BUFFER_BYTES, int(need_bytes / (1 - BUFFER_SHARE)) + 1)
+
+
 def cache_tokens_that_fit(sizes: UnitSizes, limit_bytes: int, start: int, end: int) -> int:
     """Cache positions (rows x positions) for which memory is left beside units [start, end)."""
     per_token = sum(sizes.cache_bytes_per_token[start:end])

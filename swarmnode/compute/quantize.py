@@ -65,7 +65,9 @@ def quantize_layers(layers: nn.Module, method: str, device: torch.device) -> Qua
 
 def _quantize_linear(linear: nn.Linear, method: str, device: torch.device) -> nn.Module:
     try:
-        import bitsandbytes as bnb
+        import bitsandbytes
+
+        bnb: Any = bitsandbytes  # untyped
 
         with torch.device("meta"):
             quantized = _empty_linear(bnb, linear, method)
@@ -73,7 +75,8 @@ def _quantize_linear(linear: nn.Linear, method: str, device: torch.device) -> nn
         options = {"quant_type": "nf4", "compress_statistics": True} if method == "nf4" else {"has_fp16_weights": False}
         quantized.weight = make(linear.weight.data, requires_grad=False, **options)
         quantized.bias = linear.bias
-        return quantized.to(device)
+        on_device: nn.Module = quantized.to(device)
+        return on_device
     except (ImportError, RuntimeError, NotImplementedError, AssertionError) as error:
         raise LocalError(
             f"{method} does not work on this machine's {device.type} ({error}): load without it"

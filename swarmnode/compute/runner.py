@@ -158,7 +158,7 @@ class StageRunner:
                 end=opened.end,
             )
             cohort.advance(1)
-            for work, member in zip(members, cohort.members):
+            for work, member in zip(members, cohort.members, strict=True):
                 results[work.session_id] = Result(work.session_id, member.length - 1, output[member.row_slice])
         return results
 

@@ -36,7 +36,7 @@ def sample(logits_BV: Tensor, parameters: SamplingParameters, position: int, *, 
     numbers = rows or range(len(logits_BV))
     ids = [
         _draw(logits_V, parameters, uniform(parameters.seed, row, position))
-        for row, logits_V in zip(numbers, logits_BV)
+        for row, logits_V in zip(numbers, logits_BV, strict=True)
     ]
     return torch.tensor(ids, dtype=torch.int64)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ def _split_logits(family: Family, tensors: dict[str, Tensor], ids_BT: Tensor) ->
     """Three spans; a prompt, then single positions."""
     cuts = sorted({0, 2, max(2, family.layer_count), family.units})
     runners = []
-    for start, end in zip(cuts, cuts[1:]):
+    for start, end in pairwise(cuts):
         wanted = {n: t for n, t in tensors.items() if any(start <= u < end for u in family.units_of_tensor(n))}
         span = Span(family, assemble(family, wanted, start, end, dtype=torch.float32), start, end)
         runners.append(StageRunner(span, RunnerConfig(cache_bytes=1 << 26)))

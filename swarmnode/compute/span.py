@@ -40,7 +40,8 @@ class Span:
         self.quantization = quantization
         self.stack: Stack = model.get_submodule(family.stack_name)
         parameter = next(p for p in model.parameters() if p.is_floating_point())
-        self._device, self._dtype = parameter.device, parameter.dtype
+        self._device: torch.device = parameter.device
+        self._dtype: torch.dtype = parameter.dtype
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
     def __repr__(self) -> str:
@@ -87,8 +88,8 @@ class Span:
         tensors = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
         quantized = self.quantization
         if quantized is None:
-            return sum(tensor.nbytes for tensor in tensors.values())
-        return quantized.bytes_after + sum(t.nbytes for t in tensors.values() if t.is_floating_point())
+            return sum(int(tensor.nbytes) for tensor in tensors.values())
+        return quantized.bytes_after + sum(int(t.nbytes) for t in tensors.values() if t.is_floating_point())
 
     @property
     def cache_bytes_per_token(self) -> int:

@@ -93,7 +93,8 @@ def _find_stack(model: nn.Module, layer_count: int) -> str:
     ]
     if not found:
         raise CheckpointError(f"{type(model).__name__} has no list of its {layer_count} layers: it cannot be split")
-    return max(found)[1]
+    name: str = max(found)[1]
+    return name
 
 
 def _run(model: Any, stack: Stack, stack_name: str, recorder: _Recorder) -> tuple[list[str], list[str]]:

@@ -66,7 +66,7 @@ def test_only_wanted_logits_are_made(runner):
 def test_sessions_come_and_go_in_any_mix(model, runner):
     """Decode steps of random subsets of sessions; every logit equals a pass of the whole model over that session alone."""
     generator = torch.Generator().manual_seed(3)
-    texts = {name: ids_of(length, seed=length) for name, length in zip("abcdef", (1, 3, 9, 17, 30, 40))}
+    texts = {name: ids_of(length, seed=length) for name, length in zip("abcdef", (1, 3, 9, 17, 30, 40), strict=True)}
     for name in texts:
         runner.open(name, rows=1, max_length=80)
     runner.run([Work(name, ids, WANT_NOTHING) for name, ids in texts.items()])
@@ -76,7 +76,7 @@ def test_sessions_come_and_go_in_any_mix(model, runner):
             del texts["c"]
         chosen = [name for name in texts if torch.rand(1, generator=generator) < 0.7]
         works = [Work(name, torch.randint(0, 99, (1, 1), generator=generator)) for name in chosen]
-        for work, result in zip(works, runner.run(works)):
+        for work, result in zip(works, runner.run(works), strict=True):
             texts[work.session_id] = torch.cat([texts[work.session_id], work.x], dim=1)
             assert result.session_id == work.session_id
             assert result.start == texts[work.session_id].shape[1] - 1

@@ -16,7 +16,12 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 
 # What each family adds to COMMON. Windows are shorter than the sequences of the tests.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -78,6 +83,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "dots1": {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
               "topk_group": 1, "head_dim": 8},
+    "bitnet": {},
+    "diffllama": {},
+    "doge": {},
+    "exaone_moe": {**EXPERTS, "sliding_window": 6, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 8},
+    "ernie4_5_moe": {**EXPERTS, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1},
+    "flex_olmo": EXPERTS,
+    "gpt_neox_japanese": {},
+    "granitemoeshared": {**EXPERTS, "shared_intermediate_size": 16},
+    "hunyuan_v1_moe": {**EXPERTS, "head_dim": 8, "moe_topk": 2},
+    "internlm3": {"head_dim": 8},
+    "minicpm3": {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+                 "num_key_value_heads": 4},
+    "nanochat": {"head_dim": 8},
+    "vaultgemma": {"head_dim": 8, "sliding_window": 6},
     "ministral": {"head_dim": 8, "sliding_window": 6},
 }  # fmt: skip
 

@@ -1,0 +1,168 @@
+"""Split equals whole: three spans with cohort caches give what transformers' own model and `generate` give, family by family."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from swarmnode.compute.checkpoint import Checkpoint
+from swarmnode.compute.family import family_of
+from swarmnode.compute.runner import WANT_ALL, RunnerConfig, StageRunner, Work
+from swarmnode.compute.selfcheck import check_family
+from swarmnode.compute.span import load_span
+from swarmnode.errors import CheckpointError
+from tests.numerics.families import FAMILIES, REFUSED, tiny_config
+
+TOLERANCE = 1e-4  # of the logits' standard deviation; float32, whose sums depend on the order
+NEW_TOKENS = 8
+PADDING = (0, 4)
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Pipeline:
+    """The spans of a checkpoint, run one after another as the hops of a route would."""
+
+    def __init__(self, path: Path) -> None:
+        checkpoint = Checkpoint(path)
+        cuts = [0, 2, 4, checkpoint.units]
+        spans = [load_span(checkpoint, start, end, check=False) for start, end in pairwise(cuts)]
+        self.runners = [StageRunner(span, RunnerConfig(1 << 24)) for span in spans]
+
+    def open(self, session_id: Any, **options: Any) -> None:
+        for runner in self.runners:
+            runner.open(session_id, max_length=64, **options)
+
+    def run(self, works: list[Work]) -> list[torch.Tensor]:
+        for runner in self.runners:
+            results = runner.run(works)
+            works = [
+                Work(work.session_id, result.output, work.want) for work, result in zip(works, results, strict=True)
+            ]
+        return [result.output for result in results]
+
+    def generate(self, inputs: dict[Any, torch.Tensor]) -> dict[Any, tuple[torch.Tensor, torch.Tensor]]:
+        """Greedy (ids, logits) of NEW_TOKENS tokens per session, all sessions in step."""
+        ids: dict[Any, list[torch.Tensor]] = {name: [] for name in inputs}
+        logits: dict[Any, list[torch.Tensor]] = {name: [] for name in inputs}
+        for _ in range(NEW_TOKENS):
+            outputs = self.run([Work(name, x) for name, x in inputs.items()])
+            for name, output in zip(ids, outputs, strict=True):
+                logits[name].append(output)
+                ids[name].append(output.argmax(-1))
+            inputs = {name: drawn[-1] for name, drawn in ids.items()}
+        return {name: (torch.cat(ids[name], 1), torch.cat(logits[name], 1)) for name in ids}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """(whole model, path of its sharded checkpoint): random in every tensor, so that nothing is one or zero by default."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(request.param), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    path = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(path, max_shard_size="40KB")
+    return model, path
+
+
+def whole_generate(
+    model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, 1)
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Largest, as a share of the standard deviation."""
+    assert one.shape == other.shape
+    return float((one - other).abs().max() / other.std())
+
+
+@torch.inference_mode()
+def test_split_equals_whole(family: tuple[Any, Path]) -> None:
+    """Prompt logits, left padding, and a cohort of different lengths against each alone, in one pipeline."""
+    model, path = family
+    pipeline = Pipeline(path)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, 97, (2, 11), generator=generator)
+    mask = (torch.arange(11) >= torch.tensor(PADDING)[:, None]).long()
+    padded_ids = ids * mask  # the padding token is 0
+    prompts = {length: ids[:1, :length] for length in (3, 11, 7)}
+
+    pipeline.open("all", rows=1)
+    (logits,) = pipeline.run([Work("all", ids[:1], WANT_ALL)])
+    assert difference(logits, model(ids[:1]).logits) < TOLERANCE
+
+    pipeline.open("padded", rows=2, padding=PADDING)
+    drawn = pipeline.generate({"padded": padded_ids})["padded"]
+    expected = whole_generate(model, padded_ids, mask)
+    assert difference(drawn[1], expected[1]) < TOLERANCE
+    assert torch.equal(drawn[0], expected[0])
+
+    for length in prompts:
+        pipeline.open(length, rows=1)
+    together = pipeline.generate(prompts)
+    assert len({id(runner.pool.sessions[length].cohort) for runner in pipeline.runners for length in prompts}) == 3
+    for length, prompt in prompts.items():
+        expected = whole_generate(model, prompt)
+        assert difference(together[length][1], expected[1]) < TOLERANCE
+        assert torch.equal(together[length][0], expected[0])
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
+@torch.inference_mode()
+def test_the_comparison_notices_a_wrong_weight(model_type: str, tmp_path: Path) -> None:
+    """The control: one matrix of one layer off by two per cent is far outside the tolerance."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    pipeline = Pipeline(tmp_path)
+    ids = torch.randint(2, 97, (1, 11))
+    layer = next(iter(pipeline.runners[1].span.stack._modules.values()))
+    matrix = max(layer.parameters(), key=lambda parameter: parameter.numel())
+    matrix.mul_(1.02)
+    pipeline.open(0, rows=1)
+    (logits,) = pipeline.run([Work(0, ids, WANT_ALL)])
+    assert difference(logits, model(ids).logits) > 3 * TOLERANCE
+
+
+@pytest.mark.parametrize(("model_type", "reason"), REFUSED.items())
+def test_refused_with_the_reason(model_type: str, reason: str) -> None:
+    """Before anything is loaded, in one line."""
+    options = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2} if model_type == "lfm2" else {}
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        check_family(family_of(CONFIG_MAPPING[model_type](**options)))
+    assert "cannot be" in str(caught.value) or "can be split" in str(caught.value)
+
+
+def test_quantised_checkpoints_and_foreign_code_are_refused(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 2, "quantization_config": {"quant_method": "gptq"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model_file = tmp_path / "model.safetensors"
+    model_file.write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match=r"already quantised \(gptq\)"):
+        Checkpoint(tmp_path).units  # noqa: B018
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}}')
+    with pytest.raises(CheckpointError, match="never run here"):
+        Checkpoint(tmp_path).units  # noqa: B018
+
+
+def test_a_family_that_hands_more_than_hidden_states_is_refused() -> None:
+    """The self-check, not a list of names, refuses what it cannot split."""
+    with pytest.raises(CheckpointError, match=r"differs from the whole"):
+        check_family(family_of(CONFIG_MAPPING["ctrl"]()))
