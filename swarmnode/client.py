@@ -54,6 +54,11 @@ class TextStream:
         return f"<TextStream {self._ring!r}>"
 
     @property
+    def prompt(self) -> list[int]:
+        """The token ids that are continued."""
+        return self._ring.prompt
+
+    @property
     def result(self) -> Generation:
         return self._ring.result
 

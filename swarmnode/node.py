@@ -134,7 +134,8 @@ class Node:
         return view_of(presence.swarm.manifest.model.units, presence.directory.peers().values())
 
     def _joiner(self, presence: Presence, hardware: Hardware) -> Joiner:
-        own = presence.directory.peers()[presence.peer_id]
+        own = presence.directory.own
+        assert own is not None  # a claim or a span was announced before anybody decides
         return Joiner(presence.peer_id, hardware.capacity_units, own.decode_units_per_s, own.started_at)
 
     async def _first_span(self, presence: Presence, hardware: Hardware) -> Span:

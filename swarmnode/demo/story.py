@@ -15,6 +15,7 @@ from typing import Any
 
 from swarmnode.client import SwarmClient, TextStream
 from swarmnode.demo.checkpoint import generate_alone, make_checkpoint
+from swarmnode.errors import LocalError
 from swarmnode.localswarm import LocalSwarm, Member
 from swarmnode.swarm.swarmfile import load_swarm
 
@@ -86,7 +87,7 @@ class Story:
                 nodes = await self._start(local, folder / "model")
                 client = await SwarmClient.join(load_swarm(local.file), home=folder / "client")
                 try:
-                    spans = await self._watch_them_choose(client)
+                    spans = await self._watch_them_choose(client, nodes)
                     stream, killed = await self._generate(client, nodes)
                 finally:
                     await client.close()
@@ -119,7 +120,7 @@ class Story:
         memory = await asyncio.to_thread(memory_for_half, model)
         return [local.node(f"node-{number}", "--memory", str(memory)) for number in range(1, NODES + 1)]
 
-    async def _watch_them_choose(self, client: SwarmClient) -> dict[str, list[int]]:
+    async def _watch_them_choose(self, client: SwarmClient, nodes: list[Member]) -> dict[str, list[int]]:
         self._audience.scene("The nodes look around and choose their spans")
 
         async def until_ready() -> None:
@@ -131,7 +132,11 @@ class Story:
                     return
                 await client.changed()
 
-        await asyncio.wait_for(until_ready(), COVER_TIMEOUT_S)
+        try:
+            await asyncio.wait_for(until_ready(), COVER_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            logs = "; ".join(f"{node.name}: {node.tail(200)}" for node in nodes)
+            raise LocalError(f"the nodes did not cover the model within {COVER_TIMEOUT_S:.0f} s. {logs}") from None
         return {peer["name"]: peer["span"] for peer in client.status()["peers"] if peer["span"][1]}
 
     async def _generate(self, client: SwarmClient, nodes: list[Member]) -> tuple[TextStream, str]:
@@ -153,7 +158,13 @@ class Story:
 
 
 def memory_for_half(model: Path) -> int:
-    """Bytes that hold half of the model's units and some cache: so two stages with two replicas come about."""
-    from swarmnode.roles.stage import bytes_for
+    """Bytes to lend for about half of the model's units and some cache: two stages with two replicas come about."""
+    from swarmnode.compute.checkpoint import Checkpoint
+    from swarmnode.compute.memory import limit_bytes_for, unit_sizes
+    from swarmnode.config import StageConfig
 
-    return bytes_for(model, fraction=0.5)
+    checkpoint = Checkpoint(model)
+    sizes = unit_sizes(checkpoint, dtype=checkpoint.dtype)
+    half = len(sizes.weight_bytes) // 2
+    need_bytes = max(sizes.need_bytes(start, start + half, StageConfig.cache_tokens) for start in range(half + 1))
+    return limit_bytes_for(need_bytes)

@@ -89,14 +89,14 @@ class RingStream:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.result = Generation()
-        self._prompt = list(prompt)
+        self.prompt = list(prompt)
         self._options = options
         self._config = config
         self._clock = clock
         spec = SessionSpec(
             Mode.RING,
-            max_length=len(self._prompt) + options.max_new_tokens,
-            sampling=options.sampling(len(self._prompt)),
+            max_length=len(self.prompt) + options.max_new_tokens,
+            sampling=options.sampling(len(self.prompt)),
             codec=options.codec,
         )
         self._session = ClientSession(switchboard, router, spec, config, clock=clock)
@@ -121,9 +121,9 @@ class RingStream:
     def _send_prompt(self) -> None:
         """In chunks, so that later hops work on the first one while earlier hops work on the next."""
         size = self._config.prompt_chunk_tokens
-        for start in range(0, len(self._prompt), size):
-            entry = ids_entry(start, [self._prompt[start : start + size]], Want.NOTHING)
-            self._session.send(entry, expect=len(self._prompt))
+        for start in range(0, len(self.prompt), size):
+            entry = ids_entry(start, [self.prompt[start : start + size]], Want.NOTHING)
+            self._session.send(entry, expect=len(self.prompt))
 
     def _note(self, token: int, elapsed_s: float) -> None:
         result, stats = self.result, self._session.stats

@@ -125,6 +125,11 @@ class Directory:
         """The live peers by id, ourselves included once we announced; a snapshot."""
         return self._roster.live
 
+    @property
+    def own(self) -> Announcement | None:
+        """What this peer says of itself, whether or not it has gone out yet."""
+        return self._own
+
     def announce(self, **changes: Any) -> None:
         """Change fields of the own announcement. Raises ValueError where one is out of its bounds.
 
