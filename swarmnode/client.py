@@ -27,7 +27,7 @@ from swarmnode.roles.generation import GenerateOptions, Generation, RingStream
 from swarmnode.roles.router import DirectoryRouter
 from swarmnode.swarm.announcement import State
 from swarmnode.swarm.swarmfile import Swarm, load_swarm
-from swarmnode.tokenizer import Tokenizer, has_tokenizer, stop_ids
+from swarmnode.tokenizer import Tokenizer, has_tokenizer, stop_ids, vocabulary_size
 
 if TYPE_CHECKING:
     from swarmnode.roles.causal_lm import RemoteCausalLM
@@ -173,6 +173,9 @@ class SwarmClient:
             prompt = tokenizer.encode(prompt)
         if not prompt:
             raise UsageError("the prompt has no tokens")
+        vocabulary = vocabulary_size(await self._folder())
+        if vocabulary is not None and max(prompt) >= vocabulary:
+            raise UsageError(f"token id {max(prompt)} is not in the model's vocabulary of {vocabulary}")
         if not options.stop_ids:
             options = dataclasses.replace(options, stop_ids=await self._stop_ids())
         router = self._router(Span(0, self.units), ring=True)

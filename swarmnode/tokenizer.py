@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from swarmnode.errors import CheckpointError
 
@@ -42,10 +43,21 @@ class Tokenizer:
 def stop_ids(folder: Path) -> tuple[int, ...]:
     """The end-of-text tokens that a checkpoint's configs name."""
     for name in ("generation_config.json", "config.json"):
-        try:
-            found = json.loads((folder / name).read_bytes()).get("eos_token_id")
-        except (OSError, ValueError):
-            continue
+        found = _read(folder / name).get("eos_token_id")
         if found is not None:
             return tuple(found) if isinstance(found, list) else (found,)
     return ()
+
+
+def vocabulary_size(folder: Path) -> int | None:
+    """How many token ids the model knows, where its config says so."""
+    size = _read(folder / "config.json").get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}

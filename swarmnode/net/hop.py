@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Input, Open, Ready
-from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused
+from swarmnode.errors import PeerError, PeerLost, refusal
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.switchboard import Channel, Switchboard
 
@@ -138,9 +138,7 @@ class Hop:
             if self._ready is not None and not self._ready.done():
                 self._ready.set_result(body.have)
         elif isinstance(body, Error):
-            code = ErrorCode(body.code) if body.code in ErrorCode._value2member_map_ else ErrorCode.INTERNAL
-            text = f"peer {self._channel.peer} answered {code.name}"
-            self._lost(PeerRefused(text, code=code, retry_s=body.retry_s or None, peer=self._channel.peer))
+            self._lost(refusal(body.code, retry_s=body.retry_s, peer=self._channel.peer))
         elif isinstance(body, End):
             self._lost(PeerLost(f"peer {self._channel.peer} ended the session", peer=self._channel.peer))
         else:

@@ -34,7 +34,7 @@ from swarmnode.codec.messages import (
 )
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.config import ClientConfig
-from swarmnode.errors import Busy, ErrorCode, NetworkDown, NoRoute, PeerError, PeerLost, PeerRefused, SwarmnodeError
+from swarmnode.errors import Busy, ErrorCode, NetworkDown, NoRoute, PeerError, PeerLost, PeerRefused, SwarmnodeError, refusal
 from swarmnode.net.hop import Entry, Hop
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.switchboard import Channel, Switchboard
@@ -171,24 +171,17 @@ class ClientSession:
     # -- frames
 
     def _from_first(self, _frame: Frame, body: Body) -> None:
-        if isinstance(body, Fault):
-            code = ErrorCode(body.code) if body.code in ErrorCode._value2member_map_ else ErrorCode.INTERNAL
-            self._fault(body.epoch, body.index, self._refusal(body.index, code, body.retry_s))
-
-    def _refusal(self, index: int, code: ErrorCode, retry_s: float) -> PeerError:
-        peer = self.route[index].peer if index < len(self.route) else None
-        if code == ErrorCode.PEER_LOST:
-            return PeerLost(f"peer {peer} was lost", peer=peer)
-        return PeerRefused(f"peer {peer} answered {code.name}", code=code, retry_s=retry_s or None, peer=peer)
+        if isinstance(body, Fault) and body.index < len(self.route):
+            error = refusal(body.code, retry_s=body.retry_s, peer=self.route[body.index].peer)
+            self._fault(body.epoch, body.index, error)
 
     def _from_last(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Output):
             self._hear(frame.seq, body, frame.payload)
-        elif isinstance(body, Error):
-            code = ErrorCode(body.code) if body.code in ErrorCode._value2member_map_ else ErrorCode.INTERNAL
-            self._fault(self.epoch, len(self.route) - 1, self._refusal(len(self.route) - 1, code, body.retry_s))
-        elif isinstance(body, End):
-            self._fault(self.epoch, len(self.route) - 1, self._refusal(len(self.route) - 1, ErrorCode.PEER_LOST, 0.0))
+        elif isinstance(body, Error | End):
+            code = body.code if isinstance(body, Error) else ErrorCode.PEER_LOST
+            error = refusal(code, retry_s=getattr(body, "retry_s", 0.0), peer=self.route[-1].peer)
+            self._fault(self.epoch, len(self.route) - 1, error)
 
     def _hear(self, position: int, output: Output, payload: Buffer) -> None:
         if position != self._expected:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from swarmnode.codec.messages import HopSpec, Mode, Sampling, Want
+from swarmnode.codec.messages import MAX_STOP_IDS, HopSpec, Mode, Sampling, Want
 from swarmnode.codec.tensors import Codec
 from swarmnode.config import ClientConfig
 from swarmnode.errors import UsageError
@@ -35,6 +35,7 @@ class GenerateOptions:
             "temperature must not be negative": 0 <= self.temperature < 1e6,
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
             "top_k must not be negative": self.top_k >= 0,
+            f"at most {MAX_STOP_IDS} stop tokens": len(self.stop_ids) <= MAX_STOP_IDS,
             "seed must be a number of 63 bits": self.seed is None or 0 <= self.seed <= MAX_SEED,
         }
         for rule, kept in rules.items():

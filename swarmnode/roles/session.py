@@ -20,7 +20,7 @@ import msgspec
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Attach, Body, End, Error, Fault, Input, Mode, Open, Output, Ready, Sampling, Want
-from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, DType, TensorInfo
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost
 from swarmnode.net.hop import Entry, Hop
 from swarmnode.net.interfaces import Buffer
@@ -180,7 +180,8 @@ class StageSession:
             and shape[1] > 0
             and (ids or shape[2] == self._stage.hidden_size)
             and start <= self.accepted
-            and (not body.reorder or len(body.reorder) == self._open.rows)
+            and body.tensor.dtype in (ID_DTYPES if ids else FLOAT_DTYPES)
+            and (not body.reorder or (len(body.reorder) == self._open.rows > max(body.reorder)))
         )
         if not fits:
             return ErrorCode.MALFORMED

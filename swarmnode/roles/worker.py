@@ -230,10 +230,15 @@ class Worker:
         return [failed.get(id(job)) or done[id(job)] for job in batch]
 
     def _decode(self, job: Job) -> Work:
+        # The session has checked the shapes: whatever the codec, no payload makes more than they say.
         tensors = [decode(info, payload, device=self.runner.span.device) for info, payload in job.parts]
         x = (tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1))[:, job.skip :]
-        if not is_finite(x):
-            raise ProtocolError("the input is not finite", code=ErrorCode.NOT_FINITE)
+        if x.is_floating_point():
+            if not is_finite(x):
+                raise ProtocolError("the input is not finite", code=ErrorCode.NOT_FINITE)
+            x = x.to(self.runner.span.dtype)
+        elif int(x.min()) < 0 or int(x.max()) >= self.runner.span.vocab_size:
+            raise ProtocolError("a token id is not in the vocabulary")
         wanted = _wanted(job)
         want = WANT_NOTHING if wanted == 0 else WANT_LAST if wanted == 1 else WANT_ALL
         return Work(job.session, x, want=want, reorder=job.reorder)

@@ -41,6 +41,7 @@ class DirectoryConfig:
 
     read_s: float = 1.0
     max_read_s: float = 5.0
+    calm_growth: float = 1.3  # reads that find the same peers in the same places follow one another more slowly
     publish_s: float = 5.0
     max_publish_s: float = 20.0
     life_factor: float = 3.2  # an announcement outlives three lost refreshes: 16 s
@@ -95,6 +96,9 @@ class Directory:
         self._next_probe_at = 0.0
         self._next_save_at = 0.0
         self._speak = asyncio.Event()
+        self._look = asyncio.Event()
+        self._calm = 1.0  # factor on the time between reads
+        self._seen: frozenset[tuple[PeerId, int, tuple[int, int]]] = frozenset()
         self._moved = asyncio.Event()  # set and exchanged at every change
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -152,6 +156,7 @@ class Directory:
         logger.info("peer %s suspected: %s", peer, reason)
         self._roster.suspect(peer, reason, self._now())
         self._update()
+        self._look.set()
 
     async def changed(self, since: int) -> int:
         """Wait until `revision` is not `since` any more; returns it."""
@@ -203,19 +208,30 @@ class Directory:
             self._moved = asyncio.Event()
 
     async def _read_forever(self) -> None:
+        """Often while something moves, ever more slowly while nothing does, at once after a peer failed."""
         while True:
-            await self._sleep(self.config.read_period_s(len(self._roster.live)))
+            await self._pause(self._look, self._look_again_s())
+            self._look.clear()
             await self.refresh()
+            seen = frozenset((peer.peer, peer.state, peer.span) for peer in self._roster.live.values())
+            self._calm = self._calm * self.config.calm_growth if seen == self._seen else 1.0
+            self._seen = seen
+
+    def _look_again_s(self) -> float:
+        """Seconds to the next read; not longer than until somebody's announcement ends, so that nobody stays as a ghost."""
+        period_s = self.config.read_period_s(len(self._roster.live)) * self._calm
+        ends = [peer.expires_at - self._now() for peer in self._roster.live.values() if peer is not self._own]
+        return max(0.05, min([period_s, self.config.max_read_s, *ends]))
 
     async def _publish_forever(self) -> None:
         while True:
             self._speak.clear()
             stored = self._own is None or await self._publish()
-            await self._pause(self._publish_period_s() if stored else self.config.retry_s)
+            await self._pause(self._speak, self._publish_period_s() if stored else self.config.retry_s)
 
-    async def _pause(self, delay_s: float) -> None:
-        """Wait until there is something urgent to say, at most `delay_s`."""
-        waits = [asyncio.ensure_future(self._sleep(delay_s)), asyncio.ensure_future(self._speak.wait())]
+    async def _pause(self, urgent: asyncio.Event, delay_s: float) -> None:
+        """Wait until something is urgent, at most `delay_s`."""
+        waits = [asyncio.ensure_future(self._sleep(delay_s)), asyncio.ensure_future(urgent.wait())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
