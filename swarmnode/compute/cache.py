@@ -7,7 +7,7 @@ dissolved into its sessions, which always fit.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from swarmnode.errors import SwarmnodeError
 GROW_COLUMNS = 64  # buffers grow by at least this and by a quarter
 SMALL_COLUMNS = 128  # below it, padding costs less than another pass
 MAX_PADDING_RATIO = 2.0
+MAX_LAG = 16  # steps that a cohort goes on with a stand-in for an absent member
 
 SessionId = TypeVar("SessionId", bound=Hashable)
 
@@ -94,8 +95,12 @@ class CachePool:
             raise ValueError(f"cannot truncate {session.length} positions to {length}")
         if length == session.length:
             return
-        (cohort,) = self._regroup_alone([session])
-        cohort.end = session.length = length
+        cohort = session.cohort
+        if cohort is not None and len(cohort.members) > 1:
+            cohort = self._regroup([session], capacity_for([session], 1))
+        if cohort is not None:
+            cohort.end = length
+        session.length = length
 
     def reorder(self, session_id: Hashable, indices: Sequence[int]) -> None:
         """Row r of the session becomes what row `indices[r]` was (beam search)."""
@@ -113,26 +118,36 @@ class CachePool:
                 rows.copy_(rows.index_select(0, order))
         cohort.refresh_rows()
 
-    def prepare(self, sessions: Sequence[CachedSession], count: int) -> list[Cohort]:
-        """Cohorts that hold exactly these sessions, each with room for `count` more columns.
+    def prepare(self, sessions: Sequence[CachedSession], count: int) -> Iterator[Cohort]:
+        """Cohorts whose next pass is for these sessions, with room for `count` more columns; run one, then take the next.
 
-        The sessions must use the same layers. More than one cohort comes back where lengths differ so much that padding
-        would cost more than another pass, or where the budget has no room for padding.
+        The sessions must use the same layers. More than one cohort comes where lengths differ so much that padding would
+        cost more than another pass, or where the budget has no room for padding.
         """
-        return [cohort for part in partition_by_length(sessions) for cohort in self._prepare_part(part, count)]
+        for part in partition_by_length(sessions):
+            yield from self._prepare_part(part, count)
 
     def _prepare_part(self, members: Sequence[CachedSession], count: int) -> list[Cohort]:
         cohort = members[0].cohort
-        same_set = cohort is not None and set(cohort.members) == set(members)
-        if cohort is not None and same_set and cohort.end + count <= cohort.capacity:
+        if cohort is not None and _may_share_a_pass(cohort, members, count):
+            if cohort.end + count > cohort.capacity:
+                grown = capacity_for(cohort.members, count)
+                if not self._fits(cohort.members, grown):
+                    return self._prepare_apart(members, count)
+                cohort = self._regroup(cohort.members, grown)
+            cohort.call(members)
             return [cohort]
         capacity = capacity_for(members, count)
         if self._fits(members, capacity):
-            return self._regroup([members], {id(members[0]): capacity})[:1]
-        if len(members) > 1:
-            return [cohort for member in members for cohort in self._prepare_part([member], count)]
-        self._dissolve_cohorts()
-        return self._regroup([members], {id(members[0]): capacity})[:1]
+            return [self._regroup(members, capacity)]
+        return self._prepare_apart(members, count)
+
+    def _prepare_apart(self, members: Sequence[CachedSession], count: int) -> list[Cohort]:
+        """Each member in a cohort of its own: without padding all reservations fit."""
+        for cohort in self.cohorts:
+            if len(cohort.members) > 1:
+                regroup([([member], member.length) for member in cohort.members], self.span.device)
+        return [self._regroup([member], capacity_for([member], count)) for member in members]
 
     def _fits(self, members: Sequence[CachedSession], capacity: int) -> bool:
         """Whether a cohort of these members, and what it leaves behind, stay within the usable bytes."""
@@ -150,31 +165,29 @@ class CachePool:
         rests = ([other for other in cohort.members if other not in chosen] for cohort in touched.values())
         return [rest for rest in rests if rest]
 
-    def _regroup(
-        self, groups: Sequence[Sequence[CachedSession]], capacities: dict[int, int] | None = None
-    ) -> list[Cohort]:
-        """New cohorts for these groups, then for whom they leave behind; capacities by the id of a group's first member."""
-        members = [member for group in groups for member in group]
-        every = [*groups, *self._left_behind(members)]
-        sized = [(group, (capacities or {}).get(id(group[0]), capacity_for(group, 1))) for group in every]
-        return regroup(sized, self.span.device)
-
-    def _regroup_alone(self, group: Sequence[CachedSession]) -> list[Cohort]:
-        cohort = group[0].cohort
-        if cohort is not None and set(cohort.members) == set(group):
-            return [cohort]
-        return self._regroup([group])[:1]
-
-    def _dissolve_cohorts(self) -> None:
-        """Every session alone again, without padding: then all reservations fit."""
-        for cohort in self.cohorts:
-            if len(cohort.members) > 1:
-                regroup([([member], member.length) for member in cohort.members], self.span.device)
+    def _regroup(self, group: Sequence[CachedSession], capacity: int) -> Cohort:
+        """A new cohort for this group; whom it leaves behind stays together in others."""
+        rests = self._left_behind(group)
+        sized = [(group, capacity), *((rest, capacity_for(rest, 1)) for rest in rests)]
+        return regroup(sized, self.span.device)[0]
 
     def _bytes(self, session: CachedSession, positions: int) -> int:
         layers = session.layers
         elements = sum(self.span.family.cache_elements_per_token(layer + 1) for layer in layers)
         return elements * self.span.dtype.itemsize * positions
+
+
+def _may_share_a_pass(cohort: Cohort, members: Sequence[CachedSession], count: int) -> bool:
+    """Whether a pass over these members may go over the whole cohort: all, or for a single step at least half of it.
+
+    Who has been absent for long is left behind.
+    """
+    if not all(member.cohort is cohort for member in members):
+        return False
+    if len(members) == len(cohort.members):
+        return True
+    is_most = 2 * sum(member.rows for member in members) >= cohort.rows
+    return count == 1 and is_most and max(member.lag for member in cohort.members) < MAX_LAG
 
 
 def partition_by_length(sessions: Sequence[CachedSession]) -> list[list[CachedSession]]:

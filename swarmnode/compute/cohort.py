@@ -1,9 +1,12 @@
 """KV caches of several sessions side by side, written one column at a time.
 
-A cohort keeps, per layer, keys and values as [rows, heads, capacity, dim]. All rows end at the same column, so a decode step of
-the whole cohort writes one column in place and copies nothing; shorter rows have masked columns on their left. To the family
-this is left-padded batched generation, a contract that every family keeps: with sliding windows, alibi or anything else that
-goes by distance from the newest position.
+A cohort keeps, per layer, keys and values as [rows, heads, capacity, dim]. All rows end at the same column, so a decode step
+of the whole cohort writes one column in place and copies nothing; shorter rows have masked columns on their left. To the
+family this is left-padded batched generation, a contract that every family keeps: with sliding windows, alibi or anything
+else that goes by distance from the newest position.
+
+Steps of sessions do not always arrive together. A pass over most members takes the absent ones along with stand-in inputs:
+their rows then lag behind the cohort's end, and are moved up to it when they come back, a copy of those rows alone.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ class CachedSession:
     """One session's place in the caches: `rows` rows that hold `length` positions, and room for `max_length`.
 
     `padding[r]` of the first positions of row r are left padding. `layers` are the numbers of the layers that it uses here.
+    In its cohort its rows begin at `first_row` and end `lag` columns before the cohort's end.
     """
 
     def __init__(self, rows: int, max_length: int, padding: Sequence[int], layers: range) -> None:
@@ -30,6 +34,7 @@ class CachedSession:
         self.length = 0
         self.cohort: Cohort | None = None
         self.first_row = 0
+        self.lag = 0
 
     def __repr__(self) -> str:
         return f"CachedSession({self.rows} rows, {self.length} of {self.max_length} positions)"
@@ -43,32 +48,57 @@ class CachedSession:
 class Cohort(Cache):
     """The cache that one forward pass over its members reads and writes.
 
-    The columns [0, end) are used by every member's last positions, right-aligned; a pass writes at `end` and `advance` makes
-    that good, so a pass that failed leaves no trace.
+    A pass writes at column `end` and `advance` makes that good, so a pass that failed leaves no trace. `present` are the
+    members that the next pass is for.
     """
 
     def __init__(self, members: Sequence[CachedSession], capacity: int, device: torch.device) -> None:
         super().__init__(layers=[])  # the buffers are here, not in layer objects
         self.members = list(members)
+        self.present = set(members)
         self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
         self.capacity = capacity
         self.device = device
         self.rows = sum(member.rows for member in members)
         self.end = max(member.length for member in members)
-        self._first_columns = self._find_first_columns()
+        self._first_columns: list[int] = []
         self._mask_RC: Tensor | None = None
         self._first_R1: Tensor | None = None
+        self.refresh_rows()
 
     def __repr__(self) -> str:
         return f"Cohort({len(self.members)} sessions, {self.rows} rows, columns {self.end} of {self.capacity})"
 
-    def _find_first_columns(self) -> list[int]:
-        """Per row, the first column that is not padding; it stays as columns are added."""
-        return [self.end - member.length + padding for member in self.members for padding in member.padding]
+    def columns_of(self, member: CachedSession) -> slice:
+        """Where the member's positions are."""
+        end = self.end - member.lag
+        return slice(end - member.length, end)
+
+    def call(self, members: Sequence[CachedSession]) -> None:
+        """The next pass is for these members: move up those that lag."""
+        is_changed = len(members) < len(self.members) or len(self.present) < len(self.members)
+        self.present = set(members)
+        for member in self.members:
+            if member.lag and member in self.present:
+                self._move_up(member)
+        if is_changed:
+            self.refresh_rows()
+
+    def _move_up(self, member: CachedSession) -> None:
+        old = self.columns_of(member)
+        for buffers in self.buffers.values():
+            for buffer in buffers:
+                rows = buffer[member.row_slice]
+                rows[:, :, old.start + member.lag : self.end] = rows[:, :, old].clone()
+        member.lag = 0
 
     def refresh_rows(self) -> None:
-        """After the members' paddings changed places."""
-        self._first_columns = self._find_first_columns()
+        """Find, per row, the first column that counts, which stays as columns are added; for stand-ins only the newest does."""
+        self._first_columns = [
+            self.columns_of(member).start + padding if member in self.present else self.end
+            for member in self.members
+            for padding in member.padding
+        ]
         self._mask_RC = self._first_R1 = None
 
     def attention_mask(self, count: int) -> Tensor | None:
@@ -93,10 +123,13 @@ class Cohort(Cache):
         return self._first_R1
 
     def advance(self, count: int) -> None:
-        """The last pass wrote `count` columns: they count from now on."""
+        """The last pass wrote `count` columns: they are the present members' from now on."""
         self.end += count
         for member in self.members:
-            member.length += count
+            if member in self.present:
+                member.length += count
+            else:
+                member.lag += count
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -147,7 +180,7 @@ def regroup(groups: Sequence[tuple[Sequence[CachedSession], int]], device: torch
     for cohort in cohorts:
         row = 0
         for member in cohort.members:
-            member.cohort, member.first_row = cohort, row
+            member.cohort, member.first_row, member.lag = cohort, row, 0
             row += member.rows
     return cohorts
 
@@ -174,8 +207,8 @@ def _copy_layer(cohort: Cohort, layer: int) -> None:
             rows[:, :, :begin] = 0
             if member.cohort is not None and member.length:
                 old = member.cohort
-                columns = slice(old.end - member.length, old.end)
-                rows[:, :, begin : cohort.end] = old.buffers[layer][index][member.row_slice, :, columns]
+                held = old.buffers[layer][index][member.row_slice, :, old.columns_of(member)]
+                rows[:, :, begin : cohort.end] = held
             row += member.rows
         targets.append(target)
     cohort.buffers[layer] = (targets[0], targets[1])

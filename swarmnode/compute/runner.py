@@ -6,14 +6,14 @@ prompts go one session at a time and in chunks, so that a long one bounds neithe
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from swarmnode.compute.cache import CachePool
-from swarmnode.compute.cohort import CachedSession
+from swarmnode.compute.cohort import CachedSession, Cohort
 from swarmnode.compute.span import Span
 from swarmnode.errors import ErrorCode, ProtocolError
 
@@ -121,6 +121,8 @@ class StageRunner:
         """Run all works, at most one per session; results in the order of the works. Raises ProtocolError on a bad one."""
         for work in works:
             self._check(work)
+        if len({work.session_id for work in works}) < len(works):
+            raise ValueError("two works of one session in one run")
         results: dict[Hashable, Result] = {}
         for batch in self._schedule(works):
             results.update(self._run_batch(batch) if batch[0].x.shape[1] == 1 else self._run_prompt(batch[0]))
@@ -142,24 +144,15 @@ class StageRunner:
 
     def _run_batch(self, works: Sequence[Work]) -> dict[Hashable, Result]:
         """One new position of each session."""
-        by_session = {id(self._sessions[work.session_id].cached): work for work in works}
         opened = self._sessions[works[0].session_id]
+        work_of = {self._sessions[work.session_id].cached: work for work in works}
         results: dict[Hashable, Result] = {}
-        for cohort in self.pool.prepare([self._sessions[work.session_id].cached for work in works], 1):
-            members = [by_session[id(member)] for member in cohort.members]
-            x = members[0].x if len(members) == 1 else torch.cat([work.x.to(self.span.device) for work in members])
-            output = self.span.forward(
-                x.to(self.span.device),
-                cache=cohort,
-                attention_mask=cohort.attention_mask(1),
-                position_ids=cohort.position_ids(1),
-                keep_last=int(any(work.want for work in members)),
-                start=opened.start,
-                end=opened.end,
-            )
-            cohort.advance(1)
-            for work, member in zip(members, cohort.members, strict=True):
-                results[work.session_id] = Result(work.session_id, member.length - 1, output[member.row_slice])
+        for cohort in self.pool.prepare(list(work_of), 1):
+            wants_logits = any(work_of[member].want for member in cohort.present)
+            output = self._forward(opened, cohort, _gather(cohort, work_of), keep_last=int(wants_logits))
+            for member in cohort.present:
+                session_id = work_of[member].session_id
+                results[session_id] = Result(session_id, member.length - 1, output[member.row_slice])
         return results
 
     def _run_prompt(self, work: Work) -> dict[Hashable, Result]:
@@ -170,22 +163,27 @@ class StageRunner:
         chunk = max(self.config.prefill_positions // rows, 1)
         outputs = []
         for begin in range(0, length, chunk):
-            x = work.x[:, begin : begin + chunk].to(self.span.device)
+            x = work.x[:, begin : begin + chunk]
             is_last = begin + chunk >= length
-            count = x.shape[1]
-            (cohort,) = self.pool.prepare([opened.cached], count)
-            output = self.span.forward(
-                x,
-                cache=cohort,
-                attention_mask=cohort.attention_mask(count),
-                position_ids=cohort.position_ids(count),
-                keep_last=-1 if work.want == WANT_ALL else int(work.want == WANT_LAST and is_last),
-                start=opened.start,
-                end=opened.end,
-            )
-            cohort.advance(count)
-            outputs.append(output)
+            keep_last = -1 if work.want == WANT_ALL else int(work.want == WANT_LAST and is_last)
+            for cohort in self.pool.prepare([opened.cached], x.shape[1]):
+                outputs.append(self._forward(opened, cohort, x, keep_last=keep_last))
         return {work.session_id: Result(work.session_id, start, torch.cat(outputs, dim=1))}
+
+    def _forward(self, opened: _Opened, cohort: Cohort, x: Tensor, *, keep_last: int) -> Tensor:
+        """One pass of a cohort, which advances it."""
+        count = x.shape[1]
+        output = self.span.forward(
+            x.to(self.span.device),
+            cache=cohort,
+            attention_mask=cohort.attention_mask(count),
+            position_ids=cohort.position_ids(count),
+            keep_last=keep_last,
+            start=opened.start,
+            end=opened.end,
+        )
+        cohort.advance(count)
+        return output
 
     def _check(self, work: Work) -> None:
         opened = self._opened(work.session_id)
@@ -211,6 +209,19 @@ class StageRunner:
             return self._sessions[session_id]
         except KeyError:
             raise ProtocolError("no such session", code=ErrorCode.NO_SESSION) from None
+
+
+def _gather(cohort: Cohort, work_of: Mapping[CachedSession, Work]) -> Tensor:
+    """The inputs of all rows of a cohort; rows of absent members repeat another's."""
+    if len(cohort.members) == 1:
+        return work_of[cohort.members[0]].x
+    stand_in = next(iter(work_of.values())).x[:1]
+    return torch.cat(
+        [
+            work_of[member].x if member in cohort.present else stand_in.repeat_interleave(member.rows, dim=0)
+            for member in cohort.members
+        ]
+    )
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -7,7 +7,7 @@ import torch
 
 from swarmnode.compute.cache import CachePool, OutOfCache, capacity_for, partition_by_length
 from swarmnode.compute.checkpoint import Checkpoint
-from swarmnode.compute.cohort import CachedSession
+from swarmnode.compute.cohort import CachedSession, Cohort
 from swarmnode.compute.span import load_span
 
 LAYERS = range(1, 3)
@@ -34,8 +34,8 @@ def columns(session: CachedSession, layer: int = 1) -> torch.Tensor:
     """What the session's first row holds, one number per column."""
     cohort = session.cohort
     keys, values = cohort.buffers[layer]
-    held = keys[session.row_slice, :, cohort.end - session.length : cohort.end]
-    assert torch.equal(held, -values[session.row_slice, :, cohort.end - session.length : cohort.end])
+    held = keys[session.row_slice, :, cohort.columns_of(session)]
+    assert torch.equal(held, -values[session.row_slice, :, cohort.columns_of(session)])
     return held[0, 0, :, 0]
 
 
@@ -63,12 +63,45 @@ def test_regrouping_keeps_everybody(span):
     assert all_three.rows == 3
     assert all_three.attention_mask(1).sum(1).tolist() == [member.length + 1 for member in all_three.members]
     assert all_three.position_ids(1)[:, 0].tolist() == [member.length for member in all_three.members]
-    (pair,) = pool.prepare([c, a], 1)
-    assert set(pair.members) == {a, c}
-    assert b.cohort.members == [b]
-    assert b.cohort.attention_mask(1) is None
+    (alone,) = pool.prepare([b], 1)
+    assert alone.members == [b]
+    assert set(a.cohort.members) == {a, c}
+    assert alone.attention_mask(1) is None
     for session, count in ((a, 10), (b, 25), (c, 17)):
         assert columns(session).tolist() == [float(count)] * count
+
+
+def step(pool: CachePool, sessions: list[CachedSession], value: float) -> Cohort:
+    """A pass over one new position of these sessions."""
+    (cohort,) = pool.prepare(sessions, 1)
+    for layer in LAYERS:
+        states = torch.full((cohort.rows, 2, 1, 16), value)
+        cohort.update(states, -states, layer)
+    cohort.advance(1)
+    return cohort
+
+
+def test_an_absent_session_lags_and_comes_back(span):
+    """Who misses a step or two is moved up alone; who stays away is left behind."""
+    pool = CachePool(span, 1 << 24)
+    a, b, c = (open_session(pool, name) for name in "abc")
+    for session, count in ((a, 10), (b, 12), (c, 8)):
+        fill(pool, session, count, float(count))
+    cohort = step(pool, [a, b, c], 50.0)
+    address = cohort.buffers[1][0].data_ptr()
+    assert step(pool, [a, b], 51.0) is cohort
+    assert step(pool, [a, b], 52.0) is cohort
+    assert (a.lag, b.lag, c.lag) == (0, 0, 2)
+    assert step(pool, [a, c], 53.0) is cohort
+    assert (a.lag, b.lag, c.lag) == (0, 1, 0)
+    assert cohort.buffers[1][0].data_ptr() == address
+    assert columns(a).tolist() == [10.0] * 10 + [50, 51, 52, 53]
+    assert columns(b).tolist() == [12.0] * 12 + [50, 51, 52]
+    assert columns(c).tolist() == [8.0] * 8 + [50, 53]
+    while step(pool, [a, c], 54.0) is cohort:
+        assert b.lag <= 16
+    assert b.cohort.members == [b]
+    assert columns(b).tolist() == [12.0] * 12 + [50, 51, 52]
 
 
 def test_rows_of_very_different_lengths_stay_apart():
