@@ -20,6 +20,9 @@ FOREIGN_ERRORS = (
     StrictDataclassError,
 )
 
+# (with padding token, with mask): tried in turn. Some families look for padding among ids or in masks, which are not there.
+_WAYS = ((True, False), (False, False), (False, True))
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -46,21 +49,22 @@ def build_on_meta(model_class: type[Any], config: Any) -> Any:
 
 def trace_model(model_class: type[Any], config: Any) -> Trace:
     """Raises CheckpointError where the model has no list of layers that hand hidden states to each other with a KV cache."""
-    try:
-        return _trace_model(model_class, config)
-    except CheckpointError as error:
+    first_error: Exception | None = None
+    for way in _WAYS:
         try:
-            config.pad_token_id = None  # some families look for padding among the ids, which are not there
-            return _trace_model(model_class, config)
-        except (CheckpointError, StrictDataclassError):
-            raise error from None
+            return _trace_model(model_class, config, *way)
+        except (CheckpointError, StrictDataclassError) as error:
+            first_error = first_error or error
+    raise CheckpointError(str(first_error)) from first_error
 
 
-def _trace_model(model_class: type[Any], config: Any) -> Trace:
+def _trace_model(model_class: type[Any], config: Any, has_padding_token: bool, has_mask: bool) -> Trace:
+    if not has_padding_token:
+        config.pad_token_id = None
     model = build_on_meta(model_class, config)
     stack_name = _find_stack(model, config.num_hidden_layers)
     layers = list(model.get_submodule(stack_name))
-    recorder = _Recorder()
+    recorder = _Recorder(has_mask)
     probes = {number: _Probe(layer, number, recorder) for number, layer in enumerate(layers)}
     stack = Stack(probes, total=len(layers), returns_tuple=False)
     stack.select(0, len(layers))
@@ -128,18 +132,20 @@ def _narrows(model: Any, stack: Stack, recorder: _Recorder) -> bool:
 
 
 def _pass(model: Any, stack: Stack, recorder: _Recorder, keep_last: int = -1) -> None:
-    ids_BT = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 2, dtype=torch.int64, device="meta")}
+    if recorder.has_mask:  # with all four dimensions families take it as it is
+        inputs["attention_mask"] = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="meta")
+        inputs["position_ids"] = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     with torch.inference_mode():
-        stack.pass_through(
-            lambda: model(input_ids=ids_BT, past_key_values=recorder, use_cache=True), None, keep_last=keep_last
-        )
+        stack.pass_through(lambda: model(**inputs, past_key_values=recorder, use_cache=True), None, keep_last=keep_last)
 
 
 class _Recorder(Cache):
-    """A KV cache that keeps shapes only."""
+    """A KV cache that keeps shapes only, and what else the passes share."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_mask: bool) -> None:
         super().__init__(layers=[])
+        self.has_mask = has_mask
         self.shapes: dict[int, tuple[tuple[int, int], ...]] = {}
         self.returns_tuple = False
         self.seen: dict[tuple[Any, ...], tuple[tuple[int, int], ...]] = {}

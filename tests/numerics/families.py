@@ -83,6 +83,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "dots1": {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
               "topk_group": 1, "head_dim": 8},
+    "biogpt": {},
     "bitnet": {},
     "diffllama": {},
     "doge": {},

@@ -63,6 +63,8 @@ class Pipeline:
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """(whole model, path of its sharded checkpoint): random in every tensor, so that nothing is one or zero by default."""
+    if request.param not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers does not know the family")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(request.param), dtype=torch.float32).eval()
     with torch.no_grad():
