@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import logging as transformers_logging
 
 from swarmnode.compute.family import Family
+from swarmnode.compute.lean import lean
 from swarmnode.compute.stack import Absent, Stack
 from swarmnode.compute.trace import FOREIGN_ERRORS
 from swarmnode.errors import CheckpointError
+
+with lean():
+    from transformers.utils import logging as transformers_logging
 
 
 def assemble(family: Family, tensors: Mapping[str, Any], start: int, end: int, *, dtype: torch.dtype | str) -> Any:

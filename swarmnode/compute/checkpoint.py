@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.compute.family import Family, family_of
+from swarmnode.compute.lean import lean
 from swarmnode.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -117,6 +118,7 @@ class Checkpoint:
         return slices
 
 
+@lean()
 def load_config(file: Path) -> Any:
     """The transformers config in `file`. Raises CheckpointError where it is missing, not one, or needs code of its own."""
     if not file.is_file():

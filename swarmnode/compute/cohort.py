@@ -16,7 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+
+from swarmnode.compute.lean import lean
+
+with lean():
+    from transformers.cache_utils import Cache
 
 
 class CachedSession:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from swarmnode.compute.lean import lean
 from swarmnode.compute.trace import trace_model
 from swarmnode.errors import CheckpointError
 
@@ -74,6 +75,7 @@ def _is_one_of(module: str, names: Iterable[str]) -> bool:
     return any(module == name or name.endswith("." + module) or module.endswith("." + name) for name in names)
 
 
+@lean()
 def family_of(config: Any) -> Family:
     """How the model of this transformers config is cut. Raises CheckpointError with the reason where it cannot be."""
     model_class = _causal_class(config)

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+HEAD = 1024  # of the vocabulary, put in order first
+
 
 class SamplingParameters(Protocol):
     """`temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. As `codec.messages.Sampling`."""
@@ -48,13 +50,42 @@ def uniform(seed: int, row: int, position: int) -> float:
 
 
 def _draw(logits_V: Tensor, parameters: SamplingParameters, number: float) -> int:
-    """The token whose stretch of the cumulated probabilities, most likely first, holds `number`."""
+    """The token whose stretch of the cumulated probabilities, most likely first, holds `number`.
+
+    The largest few logits nearly always hold it, so the whole vocabulary is put in order only where they do not.
+    """
     kept = min(parameters.top_k or len(logits_V), len(logits_V))
-    ordered_K, ids_K = torch.sort(logits_V, descending=True, stable=True)
-    probabilities_K = torch.softmax(ordered_K[:kept] / parameters.temperature, dim=0)
-    cumulated_K = probabilities_K.to(torch.float64).cumsum(0)
+    first = kept if parameters.top_k else min(kept, HEAD)
+    token = _draw_among(first, kept, logits_V, parameters, number)
+    if token is None:
+        token = _draw_among(kept, kept, logits_V, parameters, number)
+    assert token is not None  # all were looked at
+    return token
+
+
+def _draw_among(count: int, kept: int, logits_V: Tensor, parameters: SamplingParameters, number: float) -> int | None:
+    """The token, looked for among the `count` most likely of the `kept` ones; None where more are needed."""
+    ordered_C, ids_C = _largest(logits_V, count)
+    scaled_C = ordered_C.double() / parameters.temperature
+    total = scaled_C.logsumexp(0) if count == kept else (logits_V.double() / parameters.temperature).logsumexp(0)
+    cumulated_C = (scaled_C - total).exp().cumsum(0)
+    last = float(cumulated_C[-1]) if count == kept else 1.0
     if parameters.top_p < 1:  # the smallest set of tokens that reaches top_p (nucleus sampling, arXiv 1904.09751)
-        nucleus = int((cumulated_K < parameters.top_p).sum()) + 1
-        cumulated_K = cumulated_K[:nucleus]
-    index = int(torch.searchsorted(cumulated_K, number * float(cumulated_K[-1]), right=True))
-    return int(ids_K[min(index, len(cumulated_K) - 1)])
+        nucleus = int((cumulated_C < parameters.top_p).sum()) + 1
+        if nucleus > count and count < kept:
+            return None
+        cumulated_C = cumulated_C[:nucleus]
+        last = float(cumulated_C[-1])
+    index = int(torch.searchsorted(cumulated_C, number * last, right=True))
+    if index >= len(cumulated_C) and count < kept:
+        return None
+    return int(ids_C[min(index, len(cumulated_C) - 1)])
+
+
+def _largest(logits_V: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(values, ids) of the `count` largest, largest first, equal ones by id."""
+    ids = torch.arange(len(logits_V))
+    if count < len(logits_V):
+        ids = (logits_V >= torch.topk(logits_V, count).values[-1]).nonzero()[:, 0]
+    ordered, order = torch.sort(logits_V[ids], descending=True, stable=True)
+    return ordered[:count], ids[order][:count]

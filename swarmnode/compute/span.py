@@ -15,6 +15,7 @@ from torch import Tensor
 from swarmnode.compute.assemble import assemble
 from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.family import Family
+from swarmnode.compute.lean import lean
 from swarmnode.compute.linear import speed_up_linears
 from swarmnode.compute.quantize import Quantization, quantize_layers
 from swarmnode.compute.stack import Stack
@@ -156,6 +157,7 @@ class Span:
         return logits_BKV
 
 
+@lean()
 def load_span(
     checkpoint: Checkpoint,
     start: int,

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
-from transformers.initialization import no_init_weights
 
+from swarmnode.compute.lean import lean
 from swarmnode.compute.stack import Stack
 from swarmnode.errors import CheckpointError
+
+with lean():
+    from transformers.cache_utils import Cache
+    from transformers.initialization import no_init_weights
 
 # What a family's own code may raise when it meets a config or a use that it was not made for.
 FOREIGN_ERRORS = (

@@ -1,0 +1,252 @@
+"""Serving speed against one local transformers process, in the same run: `python contrib/benchmarks/serving.py`.
+
+Model: random Llama, hidden 512, 8 layers, 8 heads, vocabulary 32000, float32. One thread per process. Prints one JSON object;
+every ratio is the median over the repeats of (ours / local measured next to it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from swarmnode.client import SwarmClient
+from swarmnode.localswarm import LocalSwarm, Member
+from swarmnode.swarm.swarmfile import load_swarm
+
+HIDDEN, LAYERS, HEADS, VOCABULARY = 512, 8, 8, 32000
+PROMPT_TOKENS, NEW_TOKENS, PREFILL_TOKENS = 32, 64, 512
+SESSIONS = 8
+TCP_IP_HEADER_BYTES = 52  # IPv4 + TCP with timestamps
+
+LOCAL = """
+import json, sys, time, torch
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+def generate(length, new):
+    ids = torch.arange(5, 5 + length)[None]
+    started = time.perf_counter()
+    with torch.inference_mode():
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False)
+    return time.perf_counter() - started
+prompt, new, prefill = map(int, sys.argv[2:5])
+generate(prompt, 4)
+for line in sys.stdin:
+    first = generate(prompt, 1)
+    print(json.dumps({"decode_tokens_per_s": (new - 1) / (generate(prompt, new) - first), "prefill_s": generate(prefill, 1)}), flush=True)
+"""
+
+
+class Local:
+    """A process with the whole model and transformers' generate, measured on demand."""
+
+    def __init__(self, model: Path) -> None:
+        arguments = [sys.executable, "-c", LOCAL, str(model), *map(str, (PROMPT_TOKENS, NEW_TOKENS, PREFILL_TOKENS))]
+        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def measure(self) -> dict[str, float]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return dict(json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def make_model(folder: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=1376,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def spans(nodes: int) -> list[str]:
+    """Even spans of the units over so many nodes."""
+    cuts = [round(number * (LAYERS + 2) / nodes) for number in range(nodes + 1)]
+    return [f"{start}:{end}" for start, end in zip(cuts, cuts[1:], strict=False)]
+
+
+def wire_bytes(pids: set[int]) -> tuple[int, int]:
+    """(payload bytes, segments) that all TCP connections of these processes have sent so far."""
+    output = subprocess.run(["ss", "-tinpHO"], capture_output=True, text=True, check=True).stdout
+    payload = segments = 0
+    for line in output.splitlines():
+        if any(f"pid={pid}," in line for pid in pids):
+            payload += sum(map(int, re.findall(r"bytes_sent:(\d+)", line)))
+            segments += sum(map(int, re.findall(r"[^_]segs_out:(\d+)", line)))
+    return payload, segments
+
+
+def children(pid: int) -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def pss_bytes(pids: list[int]) -> int:
+    total = 0
+    for pid in pids:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        match = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
+        assert match is not None
+        total += int(match[1]) * 1024
+    return total
+
+
+async def joined(local: LocalSwarm, nodes: int) -> SwarmClient:
+    client = await SwarmClient.join(load_swarm(local.file), home=local.folder / "client")
+    while sum(peer["state"] == "ready" and peer["span"][1] > 0 for peer in client.status()["peers"]) < nodes:
+        await client.changed()
+    return client
+
+
+async def single_stream(client: SwarmClient, local: Local, repeats: int) -> dict[str, Any]:
+    """Decode speed of one session and the time of a long prompt, each beside local."""
+    prompt, long = list(range(5, 5 + PROMPT_TOKENS)), list(range(5, 5 + PREFILL_TOKENS))
+    await client.generate(prompt, max_new_tokens=8)
+    decode, prefill, speeds = [], [], []
+    for _ in range(repeats):
+        alone = await asyncio.to_thread(local.measure)
+        ours = await client.generate(prompt, max_new_tokens=NEW_TOKENS)
+        first = await client.generate(long, max_new_tokens=1)
+        decode.append(ours.tokens_per_s / alone["decode_tokens_per_s"])
+        prefill.append(alone["prefill_s"] / first.first_token_s)
+        speeds.append(ours.tokens_per_s)
+    return {
+        "decode_ratio": round(statistics.median(decode), 3),
+        "prefill_512_ratio": round(statistics.median(prefill), 3),
+        "tokens_per_s": round(statistics.median(speeds), 1),
+        "decode_ratios": [round(ratio, 3) for ratio in decode],
+    }
+
+
+async def concurrent(client: SwarmClient, local: Local, repeats: int) -> dict[str, Any]:
+    """All tokens of several sessions at once, per second of wall clock, against one local stream."""
+    ratios = []
+    for _ in range(repeats):
+        alone = await asyncio.to_thread(local.measure)
+        prompts = [list(range(5 + number, 5 + number + PROMPT_TOKENS)) for number in range(SESSIONS)]
+        started_s = time.perf_counter()
+        results = await asyncio.gather(*(client.generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in prompts))
+        seconds = time.perf_counter() - started_s
+        ratios.append(sum(len(result.ids) for result in results) / seconds / alone["decode_tokens_per_s"])
+    return {f"aggregate_{SESSIONS}_ratio": round(statistics.median(ratios), 3), "ratios": [round(r, 3) for r in ratios]}
+
+
+async def bytes_per_token(client: SwarmClient, members: list[Member]) -> dict[str, Any]:
+    """What all p2pds send per decoded token: their payloads, and the same with TCP and IP headers."""
+    pids = {pid for member in members for pid in children(member.pid)} | set(children(os.getpid()))
+    tokens = 400
+    prompt = list(range(5, 5 + PROMPT_TOKENS))
+    stream = await client.stream(prompt, max_new_tokens=tokens + 20)
+    number, before, after = 0, (0, 0), (0, 0)
+    async for _ in stream:
+        number += 1
+        if number == 10:
+            before = await asyncio.to_thread(wire_bytes, pids)
+        elif number == 10 + tokens:
+            after = await asyncio.to_thread(wire_bytes, pids)
+    payload, segments = after[0] - before[0], after[1] - before[1]
+    return {
+        "payload_bytes": round(payload / tokens, 1),
+        "with_headers_bytes": round((payload + segments * TCP_IP_HEADER_BYTES) / tokens, 1),
+        "floor_bytes": HIDDEN * 4 + 450,
+    }
+
+
+async def measure(model: Path, folder: Path, nodes: int, repeats: int, local: Local) -> dict[str, Any]:
+    result: dict[str, Any] = {"nodes": nodes}
+    with LocalSwarm(folder / f"swarm{nodes}") as swarm:
+        swarm.folder.mkdir(exist_ok=True)
+        swarm.create(model)
+        swarm.bootstrap()
+        members, starts = [], []
+        for number, span in enumerate(spans(nodes)):
+            started_s = time.perf_counter()
+            member = swarm.node(f"n{number}", "--span", span)
+            member.wait_for("ready")
+            starts.append(time.perf_counter() - started_s)
+            members.append(member)
+        result["start_to_serving_s"] = round(statistics.median(starts), 2)
+        client = await joined(swarm, nodes)
+        try:
+            result |= await single_stream(client, local, repeats)
+            if nodes == 2:
+                result |= await concurrent(client, local, repeats)
+                result["wire"] = await bytes_per_token(client, members)
+        finally:
+            await client.close()
+    return result
+
+
+def memory_before_weights(folder: Path) -> dict[str, Any]:
+    """PSS of a node that serves a model of almost no weights, all its processes."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "none")
+    with LocalSwarm(folder / "memory") as swarm:
+        swarm.folder.mkdir()
+        swarm.create(folder / "none")
+        swarm.bootstrap()
+        member = swarm.node("n")
+        member.wait_for("ready")
+        pids = [member.pid, *children(member.pid)]
+        return {"pss_mib": round(pss_bytes(pids) / 2**20, 1), "processes": len(pids)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder / "model")
+        report: dict[str, Any] = {"memory_before_weights": memory_before_weights(folder)}
+        local = Local(folder / "model")
+        try:
+            import uvloop
+
+            for nodes in options.nodes:
+                report[f"nodes_{nodes}"] = uvloop.run(measure(folder / "model", folder, nodes, options.repeats, local))
+        finally:
+            local.close()
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
