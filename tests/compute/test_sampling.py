@@ -70,3 +70,18 @@ def test_uniform_numbers_are_the_documented_ones():
     assert abs(numbers.mean() - 0.5) < 0.02
     assert numbers.min() >= 0
     assert numbers.max() < 1
+
+
+@pytest.mark.parametrize("parameters", [Parameters(), Parameters(top_p=0.97), Parameters(top_k=700, temperature=3.0)])
+def test_a_large_vocabulary_is_drawn_from_as_defined(parameters):
+    """Only the head of the order is computed at first; the draws are those of the whole order, ties by id."""
+    logits_V = torch.randn(5000, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    ordered, ids = torch.sort(logits_V, descending=True, stable=True)
+    kept = parameters.top_k or len(ids)
+    cumulated = torch.softmax(ordered[:kept].double() / parameters.temperature, 0).cumsum(0)
+    if parameters.top_p < 1:
+        cumulated = cumulated[: int((cumulated < parameters.top_p).sum()) + 1]
+    for position in range(300):
+        number = uniform(0, 0, position) * cumulated[-1]
+        wanted = ids[(cumulated <= number).sum()]
+        assert sample(logits_V[None], parameters, position).item() == wanted
