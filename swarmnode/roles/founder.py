@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from swarmnode.compute.checkpoint import Checkpoint
+from swarmnode.compute.hub import HubCheckpoint, open_checkpoint
+from swarmnode.compute.selfcheck import check_family
 from swarmnode.errors import UsageError
 from swarmnode.net.addresses import free_port, is_loopback, with_peer
 from swarmnode.net.identity import Identity
@@ -35,21 +37,33 @@ def found_swarm(name: str, model: str, bootstraps: Bootstraps, *, progress: Prog
     """
     if not name or not name.isprintable() or "/" in name:
         raise UsageError(f"{name!r} is not a name for a swarm; use letters, digits and dashes")
-    checkpoint = Checkpoint(model)
-    family = checkpoint.family
+    checkpoint = _whole_checkpoint(model)
+    check_family(checkpoint.family)
     folder = Path(checkpoint.path)
     manifest = Manifest(
         name=name,
         model=ModelInfo(
             family=checkpoint.config.model_type,
-            units=family.units,
+            units=checkpoint.units,
             hidden=checkpoint.config.hidden_size,
+            hub_id=model if isinstance(checkpoint, HubCheckpoint) else None,
+            revision=getattr(checkpoint, "revision", None),
         ),
         files=describe_files(checkpoint_files(folder), progress=progress),
         created=int(time.time()),
     )
     swarm = replace(new_swarm(encode_manifest(manifest)), checkpoint=folder, bootstraps=tuple(bootstraps.running))
     return swarm if bootstraps.running else _promise_bootstrap(swarm, bootstraps)
+
+
+def _whole_checkpoint(model: str) -> Checkpoint:
+    """The checkpoint with all its files on this machine. Raises UsageError where `model` is neither a folder nor a hub id."""
+    if not Path(model).expanduser().is_dir() and (model.count("/") != 1 or model.startswith(("/", ".", "~"))):
+        raise UsageError(f"{model}: no such folder (and a hub id has the form organisation/model)")
+    checkpoint = open_checkpoint(model)
+    if isinstance(checkpoint, HubCheckpoint):
+        checkpoint.open_slices(checkpoint.tensor_names)  # fetches every shard, with a progress bar
+    return checkpoint
 
 
 def _promise_bootstrap(swarm: Swarm, bootstraps: Bootstraps) -> Swarm:

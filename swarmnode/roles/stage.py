@@ -12,7 +12,7 @@ import torch
 from swarmnode.codec.messages import Hello
 from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.device import Device, probe_device, set_threads
-from swarmnode.compute.memory import UnitSizes, cache_tokens_that_fit, describe_fit, unit_sizes, units_that_fit
+from swarmnode.compute.memory import QUANTIZED_BYTES, UnitSizes, cache_tokens_that_fit, describe_fit, unit_sizes, units_that_fit
 from swarmnode.compute.runner import WANT_LAST, RunnerConfig, StageRunner, Work
 from swarmnode.compute.span import load_span
 from swarmnode.config import StageConfig
@@ -51,6 +51,8 @@ class Hardware:
     @classmethod
     def probe(cls, checkpoint: Checkpoint, config: StageConfig) -> Hardware:
         """Raises LocalError where the device is not here, CheckpointError where the model cannot be split."""
+        if config.quantize not in ("none", *QUANTIZED_BYTES):
+            raise UsageError(f"--quantize {config.quantize}: choose none, {', '.join(QUANTIZED_BYTES)}")
         device = probe_device(config.device)
         set_threads(config.threads)
         dtype = choose_dtype(config.dtype, checkpoint, device)
