@@ -57,7 +57,7 @@ class Bootstrap:
                 seeder.add_folder(swarm.checkpoint)
             presence.directory.announce(
                 state=State.READY,
-                name=config.name,
+                **await presence.introduction(),
                 device="none",
                 seeds=seeder.units,
             )

@@ -278,7 +278,7 @@ class SyncStream:
         try:
             while True:
                 try:
-                    yield self._owner.run(pieces.__anext__())
+                    yield self._owner.run(anext(pieces))  # type: ignore[arg-type]  # an async generator's step is a coroutine
                 except StopAsyncIteration:
                     return
         finally:

@@ -23,6 +23,7 @@ from swarmnode.plan.view import Span, View, view_of
 from swarmnode.presence import Presence, PresenceConfig
 from swarmnode.roles.seeder import Seeder
 from swarmnode.swarm.announcement import State
+from swarmnode.swarm.content import Progress
 from swarmnode.swarm.swarmfile import Swarm
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class Node:
                 await self._leave_stage(presence)
         finally:
             await seeder.close()
+            await weights.close()
 
     # -- placement
 
@@ -144,7 +146,7 @@ class Node:
             return hardware.check(self.config.span)
         claim = Span(0, hardware.capacity_units)
         presence.directory.announce(
-            state=State.JOINING, span=tuple(claim), name=self.config.presence.name, device=hardware.device_name
+            state=State.JOINING, span=tuple(claim), device=hardware.device_name, **await presence.introduction()
         )
         settled_at = time.monotonic() + self.config.settle_s
         while (left_s := settled_at - time.monotonic()) > 0:
@@ -182,12 +184,31 @@ class Node:
         from swarmnode.roles.stage import Stage
 
         presence.directory.announce(
-            state=State.LOADING, span=tuple(span), name=self.config.presence.name, device=hardware.device_name
+            state=State.LOADING, span=tuple(span), device=hardware.device_name, **await presence.introduction()
         )
         self._tell("loading", f"Units {span}: {hardware.describe(span)}", span=list(span))
-        self._stage = await Stage.load(presence.network, presence.hello, presence.link_config, weights, hardware, span)
+        checkpoint = await weights.span(span, self._show_progress())
+        if weights.cache is not None:
+            seeder.add_cache(weights.cache, (span.start, span.end))
+        elif presence.swarm.checkpoint is not None:
+            seeder.add_folder(presence.swarm.checkpoint)
+        self._stage = await Stage.load(presence.network, presence.hello, presence.link_config, checkpoint, hardware, span)
         presence.directory.announce(state=State.READY, seeds=seeder.units, **self._stage.figures())
         self._tell("ready", f"Serving units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
+
+    def _show_progress(self) -> Progress:
+        """Tells of every tenth of a download."""
+        told = -1
+
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            nonlocal told
+            tenth = 10 * done_bytes // max(1, total_bytes)
+            if tenth > told:
+                told = tenth
+                text = f"Fetching weights: {done_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB"
+                self._tell("fetching", text, done_bytes=done_bytes, total_bytes=total_bytes)
+
+        return progress
 
     async def _leave(self, presence: Presence) -> None:
         if self._stage is not None:

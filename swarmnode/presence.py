@@ -12,19 +12,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from swarmnode import __version__
 from swarmnode.codec.messages import VERSION, Hello
 from swarmnode.errors import LocalError, NetworkDown, PeerError
-from swarmnode.net.addresses import is_loopback
+from swarmnode.net.addresses import is_loopback, without_peer
 from swarmnode.net.engine import Engine, EngineConfig
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.tasks import Tasks
 from swarmnode.roles.fetcher import fetch_manifest
-from swarmnode.swarm.announcement import State, record_validator
+from swarmnode.swarm.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, State, record_validator
 from swarmnode.swarm.directory import Directory
 from swarmnode.swarm.known_peers import KnownPeers
 from swarmnode.swarm.swarmfile import Swarm
@@ -47,6 +47,7 @@ class PresenceConfig:
     name: str = ""
     host_maddrs: tuple[str, ...] = ()
     announce_maddrs: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()  # further doors (multiaddrs with /p2p/), beside the invite's
     nat_port_map: bool = False
     lan: bool = False
     join_timeout_s: float = 3.0
@@ -169,7 +170,7 @@ class Presence:
 
     def _doors(self) -> list[str]:
         """Every address at which the swarm may be found: the invite's, the last good ones, the LAN's."""
-        found = [*self.swarm.bootstraps, *self._known.addresses(), *(self._lan.addresses() if self._lan else ())]
+        found = [*self.config.peers, *self.swarm.bootstraps, *self._known.addresses(), *(self._lan.addresses() if self._lan else ())]
         return [address for address in dict.fromkeys(found) if not address.endswith(f"/p2p/{self.peer_id}")]
 
     async def _try_to_join(self) -> bool:
@@ -194,6 +195,11 @@ class Presence:
     def _others(self) -> list[PeerId]:
         return [peer for peer in self.directory.peers() if peer != self.peer_id]
 
+    async def introduction(self) -> dict[str, Any]:
+        """What every announcement of this peer says: its name, and where it is reached."""
+        addresses = [without_peer(address) for address in await self.network.addresses()]
+        return {"name": self.config.name[:MAX_NAME_CHARS], "addresses": tuple(addresses[:MAX_ADDRESSES])}
+
     async def wait_joined(self, timeout_s: float) -> None:
         """Wait until one peer of the swarm answered. Raises NetworkDown."""
         try:
@@ -212,7 +218,7 @@ class Presence:
         deadline_s = time.monotonic() + patience_s
         while True:
             try:
-                raw = await fetch_manifest(self.network, self._manifest_sources(), self.swarm.id)
+                raw = await fetch_manifest(self.network, self._manifest_sources(), self.hello, self.link_config)
                 self.swarm = self.swarm.with_manifest(raw)
                 return
             except PeerError as error:

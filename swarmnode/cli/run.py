@@ -27,6 +27,9 @@ def run(
     announce_maddr: list[str] = typer.Option(
         [], "--announce-maddr", metavar="MADDR", help="Address under which others reach this node. Repeatable."
     ),
+    peer: list[str] = typer.Option(
+        [], "--peer", metavar="MADDR", help="A peer of the swarm to join through, beside the invite's. Repeatable."
+    ),
     home: Path = HOME,
     name: str = typer.Option("", "--name", help="Name shown to others."),
     threads: int = typer.Option(0, "--threads", help="CPU threads to compute with; default: torch's choice."),
@@ -41,6 +44,7 @@ def run(
     """
     set_up_logging(verbose)
     from swarmnode.config import StageConfig
+    from swarmnode.net.addresses import check
     from swarmnode.node import Node, NodeConfig, parse_bytes, parse_span
     from swarmnode.presence import PresenceConfig
     from swarmnode.swarm.swarmfile import load_swarm
@@ -51,6 +55,7 @@ def run(
             name=name,
             host_maddrs=tuple(host_maddr),
             announce_maddrs=tuple(announce_maddr),
+            peers=tuple(check(address, needs_peer=True) for address in peer),
             nat_port_map=nat,
             lan=lan,
         ),

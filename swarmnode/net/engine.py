@@ -201,7 +201,7 @@ class Engine(Network):
             raise
         return engine
 
-    # -- p2pd ----------------------------------------------------------------------------------------------------------------
+    # -- p2pd
 
     @property
     def _inbox(self) -> Path:
@@ -281,7 +281,7 @@ class Engine(Network):
         if response.type != p2pd_pb2.Response.OK:
             raise LocalError(f"p2pd refused the protocol {protocol}: {response.error.msg}")
 
-    # -- streams -------------------------------------------------------------------------------------------------------------
+    # -- streams
 
     async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:
         try:
@@ -304,8 +304,10 @@ class Engine(Network):
         return stream
 
     async def serve(self, protocol: str, handler: StreamHandler) -> None:
+        known = protocol in self._handlers
         self._handlers[protocol] = handler
-        await self._register(protocol)
+        if not known:
+            await self._register(protocol)
 
     def _incoming(self, stream: SocketStream) -> None:
         """p2pd has connected to our socket: its preamble says who it is for."""
@@ -322,7 +324,7 @@ class Engine(Network):
         finally:
             stream.abort()
 
-    # -- where we are, and who else is there -----------------------------------------------------------------------------------
+    # -- where we are, and who else is there
 
     async def _listen_addresses(self) -> tuple[str, ...]:
         """What p2pd listens on now, with the ports that it picked."""

@@ -73,7 +73,7 @@ class Link:
             self._heard_at = self._loop.time()  # silence before anything was expected does not count
         self._busy = busy
 
-    # -- making one ------------------------------------------------------------------------------------------------------
+    # -- making one
 
     @classmethod
     async def connect(cls, network: Network, peer: PeerId, protocol: str, hello: Hello, *, config: LinkConfig) -> Link:
@@ -148,7 +148,7 @@ class Link:
             pass
         self._end()
 
-    # -- sending ---------------------------------------------------------------------------------------------------------
+    # -- sending
 
     def send(self, body: Body, *, channel: int = 0, seq: int = 0, payload: Sequence[Buffer] = ()) -> None:
         """Queue a frame; all frames of one turn of the loop leave in one write. Raises PeerLost on a closed link."""
@@ -176,7 +176,7 @@ class Link:
         self._flush()
         await self._stream.drain()
 
-    # -- receiving -------------------------------------------------------------------------------------------------------
+    # -- receiving
 
     async def run(self, on_frame: OnFrame) -> None:
         """Read until the peer ends the link. Raises PeerLost where it is cut or silent, ProtocolError on what breaks the rules.
@@ -230,7 +230,7 @@ class Link:
                 raise self._refusal(body)
         return False
 
-    # -- heartbeat -------------------------------------------------------------------------------------------------------
+    # -- heartbeat
 
     @property
     def silence_limit_s(self) -> float:
@@ -259,7 +259,7 @@ class Link:
             sample_s = self._loop.time() - self._pinged_at
             self.rtt_s = sample_s if self.rtt_s is None else 0.8 * self.rtt_s + 0.2 * sample_s
 
-    # -- the end ---------------------------------------------------------------------------------------------------------
+    # -- the end
 
     def _fail(self, error: PeerError) -> None:
         self._lost = error

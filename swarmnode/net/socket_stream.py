@@ -39,7 +39,7 @@ class SocketStream(Stream, asyncio.Protocol):
         state = "closed" if self._closed.done() else "ended" if self._ended else "open"
         return f"<SocketStream {self.protocol} to {self.peer} {state}, {self._held_bytes} bytes unread>"
 
-    # -- asyncio's side ----------------------------------------------------------------------------------------------------
+    # -- asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class, with the same methods
@@ -83,7 +83,7 @@ class SocketStream(Stream, asyncio.Protocol):
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    # -- the daemon's preamble ---------------------------------------------------------------------------------------------
+    # -- the daemon's preamble
 
     def _parse_preamble(self) -> None:
         data = b"".join(self._chunks)
@@ -101,7 +101,7 @@ class SocketStream(Stream, asyncio.Protocol):
         """The daemon's message, once. Raises PeerLost where the daemon closed instead."""
         return await self._preamble
 
-    # -- the peer's bytes --------------------------------------------------------------------------------------------------
+    # -- the peer's bytes
 
     async def read(self) -> Buffer:
         while not self._chunks:

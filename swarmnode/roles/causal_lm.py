@@ -130,7 +130,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
 
     # -- transformers' side
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # type: ignore[override]  # declared bool there, returns nothing there too
         self,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
@@ -149,7 +149,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         kept = kwargs.get("past_key_values")
         self._opened: list[RemoteCache] = []
         try:
-            return super().generate(*args, **kwargs)
+            return super().generate(*args, **kwargs)  # type: ignore[misc]  # a protocol there wants more than it uses
         finally:
             for cache in self._opened:
                 if cache is not kept:

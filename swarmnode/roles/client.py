@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import logging
 import secrets
 import sys
@@ -34,7 +35,17 @@ from swarmnode.codec.messages import (
 )
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.config import ClientConfig
-from swarmnode.errors import Busy, ErrorCode, NetworkDown, NoRoute, PeerError, PeerLost, PeerRefused, SwarmnodeError, refusal
+from swarmnode.errors import (
+    Busy,
+    ErrorCode,
+    NetworkDown,
+    NoRoute,
+    PeerError,
+    PeerLost,
+    PeerRefused,
+    SwarmnodeError,
+    refusal,
+)
 from swarmnode.net.hop import Entry, Hop
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.switchboard import Channel, Switchboard
@@ -268,10 +279,8 @@ class ClientSession:
         return error if isinstance(error, Busy) else no_route
 
     async def _news(self, timeout_s: float) -> None:
-        try:
+        with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._router.changed(), max(0.05, timeout_s))
-        except asyncio.TimeoutError:
-            pass
 
     async def _open(self) -> None:
         self.epoch += 1

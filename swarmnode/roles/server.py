@@ -129,7 +129,7 @@ class StageServer:
     def _is_for_me(self, sender: PeerId, body: Open) -> bool:
         """The route names us at our place, its sender just before, and it hangs together."""
         route = body.route
-        joined = all(left.end == right.start for left, right in zip(route, route[1:], strict=False))
+        joined = all(left.end == right.start for left, right in itertools.pairwise(route))
         return (
             joined
             and body.index < len(route)

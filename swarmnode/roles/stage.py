@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from swarmnode.codec.messages import Hello
 from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.device import Device, probe_device, set_threads
-from swarmnode.compute.memory import QUANTIZED_BYTES, UnitSizes, cache_tokens_that_fit, describe_fit, unit_sizes, units_that_fit
+from swarmnode.compute.memory import (
+    QUANTIZED_BYTES,
+    UnitSizes,
+    cache_tokens_that_fit,
+    describe_fit,
+    unit_sizes,
+    units_that_fit,
+)
 from swarmnode.compute.runner import WANT_LAST, RunnerConfig, StageRunner, Work
 from swarmnode.compute.span import load_span
 from swarmnode.config import StageConfig
@@ -22,9 +29,6 @@ from swarmnode.net.link import LinkConfig
 from swarmnode.plan.view import Span as Units
 from swarmnode.roles.server import StageServer
 from swarmnode.roles.worker import Worker
-
-if TYPE_CHECKING:
-    from swarmnode.roles.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MEMORY_SHARE = 0.8  # of what is free: a volunteer goes on using the machine
@@ -139,10 +143,9 @@ class Stage:
 
     @classmethod
     async def load(
-        cls, network: Network, hello: Hello, link_config: LinkConfig, weights: Weights, hardware: Hardware, units: Units
+        cls, network: Network, hello: Hello, link_config: LinkConfig, checkpoint: Checkpoint, hardware: Hardware, units: Units
     ) -> Stage:
-        """Fetch what is missing of the span's weights, load them, measure, and serve. Raises CheckpointError, LocalError."""
-        checkpoint = await weights.span(units)
+        """Load a span whose weights are here, measure it, and serve. Raises CheckpointError, LocalError."""
         span = await asyncio.to_thread(
             load_span,
             checkpoint,
