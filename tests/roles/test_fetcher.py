@@ -1,0 +1,191 @@
+"""Fetching chunks from sources that lie, die, sleep or lack parts."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from swarmnode.errors import ErrorCode, LocalError, PeerLost, PeerRefused
+from swarmnode.roles.fetcher import Fetcher
+from swarmnode.roles.sources import Source
+from swarmnode.swarm.content import CHUNK_BYTES, FileContent, chunk_hashes, describe_files
+from swarmnode.swarm.manifest import Manifest, ModelInfo
+from swarmnode.swarm.weight_cache import WeightCache
+
+CHUNKS = 20
+
+
+class World:
+    """A file of some chunks, its manifest, and a cache to fill."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "model.safetensors"
+        self.path.write_bytes(os.urandom(CHUNKS * CHUNK_BYTES - 77))
+        (self.file,) = describe_files([self.path])
+        self.manifest = Manifest("m", ModelInfo("llama", 6, 8), (self.file,), created=1)
+        self.home = folder / "home"
+        self.cache = WeightCache(self.home, bytes(32), self.manifest)
+        self.dropped: list[str] = []
+
+    def fetcher(self, *sources: Source) -> Fetcher:
+        return Fetcher(self.cache, lambda: sources, lambda source, _reason: self.dropped.append(source.name))
+
+    async def fetch(self, *sources: Source, numbers: range = range(CHUNKS)) -> Fetcher:
+        fetcher = self.fetcher(*sources)
+        await asyncio.wait_for(fetcher.fetch({self.file: numbers}, news=nobody_comes), 20)
+        return fetcher
+
+    def fetched(self) -> bytes:
+        return self.cache.path(self.file).read_bytes()
+
+
+async def nobody_comes() -> None:
+    raise AssertionError("the fetcher waits for news although somebody has the chunks")
+
+
+class Good(Source):
+    """Gives everything, and remembers what it gave."""
+
+    def __init__(self, world: World, name: str = "good") -> None:
+        self.name = name
+        self._path = world.path
+        self.gave: list[int] = []
+
+    async def hashes(self, file: FileContent) -> bytes:
+        return chunk_hashes(self._path)
+
+    async def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, bytes]]:
+        data = self._path.read_bytes()
+        for number in range(first, first + count):
+            await asyncio.sleep(0)
+            self.gave.append(number)
+            yield number, self.spoil(number, data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
+
+    def spoil(self, number: int, data: bytes) -> bytes:
+        return data
+
+
+class Liar(Good):
+    def spoil(self, number: int, data: bytes) -> bytes:
+        return data[:-1] + bytes([data[-1] ^ 1])
+
+
+class Mortal(Good):
+    def spoil(self, number: int, data: bytes) -> bytes:
+        if len(self.gave) > 3:
+            raise PeerLost("peer died", peer=self.name)
+        return data
+
+
+class Partial(Good):
+    """Has even runs only."""
+
+    def spoil(self, number: int, data: bytes) -> bytes:
+        if number >= CHUNKS // 2:
+            raise PeerRefused("not here", code=ErrorCode.NOT_FOUND, peer=self.name)
+        return data
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+async def test_only_what_is_wanted_is_fetched(world: World) -> None:
+    source = Good(world)
+    fetcher = await world.fetch(source, numbers=range(3, 7))
+    assert source.gave == [3, 4, 5, 6]
+    assert fetcher.fetched_bytes == 4 * CHUNK_BYTES
+    assert world.cache.path(world.file).stat().st_size == world.file.size, "sparse, but of full size"
+
+
+async def test_two_sources_share_the_work(world: World) -> None:
+    first, second = Good(world, "first"), Good(world, "second")
+    await world.fetch(first, second)
+    assert sorted(first.gave + second.gave) == list(range(CHUNKS))
+    assert first.gave and second.gave
+    assert world.fetched() == world.path.read_bytes()
+
+
+async def test_a_liar_is_refused_and_dropped(world: World) -> None:
+    liar, good = Liar(world, "liar"), Good(world)
+    await world.fetch(liar, good)
+    assert world.dropped == ["liar"]
+    assert len(liar.gave) == 1
+    assert world.fetched() == world.path.read_bytes()
+
+
+async def test_a_source_that_dies_is_replaced(world: World) -> None:
+    await world.fetch(Mortal(world, "mortal"), Good(world))
+    assert world.dropped == ["mortal"]
+    assert world.fetched() == world.path.read_bytes()
+
+
+async def test_partial_sources_are_kept(world: World) -> None:
+    await world.fetch(Partial(world, "partial"), Good(world))
+    assert world.dropped == []
+    assert world.fetched() == world.path.read_bytes()
+
+
+async def test_a_fetch_that_was_cut_goes_on_where_it_was(world: World) -> None:
+    await world.fetch(Good(world), numbers=range(10))
+    world.cache.close()
+    world.cache = WeightCache(world.home, bytes(32), world.manifest)
+    again = Good(world)
+    await world.fetch(again)
+    assert again.gave == list(range(10, CHUNKS))
+
+
+async def test_a_torn_chunk_is_fetched_again(world: World) -> None:
+    await world.fetch(Good(world))
+    marks = world.cache.folder / f".{world.file.name}.have"
+    marks.write_bytes(marks.read_bytes()[:5] + b"\0" + marks.read_bytes()[6:])  # written, but the mark never was
+    again = Good(world)
+    await world.fetch(again)
+    assert again.gave == [5]
+
+
+async def test_waits_for_news_while_nobody_has_it(world: World) -> None:
+    sources: list[Source] = []
+    asked = asyncio.Event()
+
+    async def news() -> None:
+        asked.set()
+        sources.append(Good(world))
+
+    fetcher = Fetcher(world.cache, lambda: sources, lambda _source, _reason: None)
+    await asyncio.wait_for(fetcher.fetch({world.file: range(2)}, news=news), 10)
+    assert asked.is_set()
+
+
+async def test_a_full_disk_is_said_to_be_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(LocalError, match="No space left on device"):
+        await world.fetch(Good(world))
+
+
+async def test_what_cannot_fit_is_refused_before_it_is_fetched(world: World) -> None:
+    world.cache = WeightCache(world.home, bytes(32), world.manifest, max_bytes=CHUNK_BYTES)
+    source = Good(world)
+    with pytest.raises(LocalError, match="more than there is room"):
+        await world.fetch(source)
+    assert source.gave == []
+
+
+async def test_unused_folders_of_other_swarms_give_way(world: World) -> None:
+    other = WeightCache(world.home, b"\1" * 32, world.manifest)
+    other.write(world.file, 0, bytes(CHUNK_BYTES))
+    bound = WeightCache(world.home, bytes(32), world.manifest, max_bytes=2 * CHUNK_BYTES + 65536)
+    with pytest.raises(LocalError):
+        bound.make_room(2 * CHUNK_BYTES)
+    other.close()
+    bound.make_room(2 * CHUNK_BYTES)
+    assert not other.folder.exists()
