@@ -1,8 +1,9 @@
 """Least-cost routes over spans.
 
-The model is cut into segments at the starts and ends of all spans. Changing peers anywhere else gains nothing as long as
-a detour is no shorter than the direct link, since the time of a unit depends on the peer alone: the place of a change can
-slide either way until it meets the end of a span. A dynamic programme runs over the segments from the last to the first:
+The model is cut into segments at the starts and ends of all spans. Changing peers anywhere else gains nothing as long
+as a detour is no shorter than the direct link, since the time of a unit depends on the peer alone: the place of a
+change can slide either way until it meets the end of a span. A dynamic programme runs over the segments from the last
+to the first:
 
     cost[k, p] = time of segment k on p + min(cost[k + 1, p],  min over q of link(p, q) + hop + cost[k + 1, q])
 
