@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import IntEnum
+
+import msgspec
 
 from swarmnode.errors import ErrorCode, ProtocolError
 
@@ -25,7 +26,8 @@ HEADER_BYTES = HEADER.size
 MAX_BODY_BYTES = 0xFFFF
 MAX_PAYLOAD_BYTES = 256 * 1024 * 1024  # the absolute bound of version 1; a link usually sets a lower one
 MAX_SEQ = 0xFFFFFFFF
-LARGE_BYTES = 64 * 1024  # payloads above this get a buffer of their own
+LARGE_BYTES = 16 * 1024  # payloads above this are read straight into a buffer of their own
+RECEIVE_BYTES = 96 * 1024  # holds the header, the longest body and the longest payload that is not large
 ALLOCATE_BYTES = 4 * 1024 * 1024  # at most this much is allocated on a header's word alone
 
 
@@ -49,15 +51,14 @@ class Kind(IntEnum):
     CHUNK = 35
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One frame as read. `payload` is a view that stays valid as long as the frame is referenced."""
+class Frame(msgspec.Struct, frozen=True, gc=False):
+    """One frame as read. A struct for its speed: there is one for every token and hop."""
 
     kind: int
     channel: int
     seq: int
-    body: bytes | bytearray | memoryview
-    payload: bytes | bytearray | memoryview = b""
+    body: bytes
+    payload: bytes | bytearray = b""
 
     def __repr__(self) -> str:
         name = Kind(self.kind).name if self.kind in Kind._value2member_map_ else str(self.kind)
@@ -78,13 +79,14 @@ def pack_header(kind: int, body_bytes: int, payload_bytes: int, channel: int = 0
 class FrameReader:
     """Bytes in, frames out, in order; checks every length against the bound before it keeps a byte of it.
 
-    A large payload is gathered in a buffer of its own, so its bytes are copied once. After an error the reader is
-    poisoned: every further call raises the same error, since the stream has lost its place.
+    Bytes are best read straight into `room()` and announced by `advance`: a large payload is then never copied. After an
+    error the reader is poisoned: every further call raises the same error, since the stream has lost its place.
     """
 
     def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self.max_payload_bytes = min(max_payload_bytes, MAX_PAYLOAD_BYTES)
-        self._rest = b""  # of a frame whose header, body or small payload is not complete
+        self._buffer = memoryview(bytearray(RECEIVE_BYTES))
+        self._held_bytes = 0  # at the start of the buffer, of a frame that is not complete
         self._large: _LargeFrame | None = None
         self._error: ProtocolError | None = None
 
@@ -94,67 +96,81 @@ class FrameReader:
     @property
     def pending_bytes(self) -> int:
         """Bytes of an unfinished frame. Not zero at the end of a stream means that it was cut."""
-        return len(self._rest) + (self._large.held_bytes if self._large else 0)
+        return self._held_bytes + (self._large.held_bytes if self._large else 0)
 
-    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Frame]:
-        """Yield the frames that `data` completes. Raises ProtocolError (TOO_LARGE) on a length over its bound."""
+    def room(self) -> memoryview:
+        """Where the next bytes of the stream belong; never empty."""
+        return self._buffer[self._held_bytes :] if self._large is None else self._large.room()
+
+    def advance(self, count: int) -> Iterator[Frame]:
+        """`count` bytes were put into `room()`: yield the frames that they complete.
+
+        Raises ProtocolError (TOO_LARGE) on a length over its bound.
+        """
         if self._error is not None:
             raise self._error
-        view, position = memoryview(data), 0
-        if self._rest:
-            view, self._rest = memoryview(self._rest + bytes(view)), b""
-        while True:
-            if self._large is not None:
-                position += self._large.fill(view[position:])
-                if not self._large.complete:
-                    return
-                frame, self._large = self._large.frame(), None
-                yield frame
-            elif (end := self._end_of_small(view, position)) is None:
-                self._rest = bytes(view[position:])
-                return
-            elif self._large is None:
-                yield self._small(view, position)
+        if self._large is None:
+            yield from self._parse(self._held_bytes + count)
+            return
+        self._large.filled_bytes += count
+        if self._large.complete:
+            frame, self._large = self._large.frame(), None
+            yield frame
+
+    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Frame]:
+        """The same for bytes that are somewhere else already."""
+        view = memoryview(data)
+        if self._error is not None:
+            raise self._error
+        while view:
+            room = self.room()
+            count = min(len(view), len(room))
+            room[:count] = view[:count]
+            view = view[count:]
+            yield from self.advance(count)
+
+    def _parse(self, end: int) -> Iterator[Frame]:
+        """Frames in the buffer's first `end` bytes; what is left over moves to its start, or begins a large frame."""
+        buffer, position = self._buffer, 0
+        while end - position >= HEADER_BYTES:
+            kind, _flags, body_bytes, payload_bytes, channel, seq = HEADER.unpack_from(buffer, position)
+            if payload_bytes > self.max_payload_bytes:
+                raise self._too_large(payload_bytes)
+            body_at = position + HEADER_BYTES
+            payload_at = body_at + body_bytes
+            frame_end = payload_at + payload_bytes
+            if frame_end <= end:
+                payload = bytes(buffer[payload_at:frame_end])
+                yield Frame(kind, channel, seq, bytes(buffer[body_at:payload_at]), payload)
+                position = frame_end
+            elif payload_bytes > LARGE_BYTES and payload_at <= end:
+                body = bytes(buffer[body_at:payload_at])
+                self._large = _LargeFrame(kind, channel, seq, body, payload_bytes, buffer[payload_at:end])
                 position = end
             else:
-                position = end
+                break
+        self._held_bytes = end - position
+        buffer[: self._held_bytes] = buffer[position:end]
 
-    def _end_of_small(self, view: memoryview, position: int) -> int | None:
-        """Where the frame at `position` ends, or the body of a large one (which is then begun); None if it is not all here."""
-        if len(view) - position < HEADER_BYTES:
-            return None
-        kind, _flags, body_bytes, payload_bytes, channel, seq = HEADER.unpack_from(view, position)
-        if payload_bytes > self.max_payload_bytes:
-            self._error = ProtocolError(
-                f"a frame announces a payload of {payload_bytes} bytes; the bound here is {self.max_payload_bytes}",
-                code=ErrorCode.TOO_LARGE,
-            )
-            raise self._error
-        large = payload_bytes > LARGE_BYTES
-        start = position + HEADER_BYTES
-        end: int = start + body_bytes + (0 if large else payload_bytes)
-        if len(view) < end:
-            return None
-        if large:
-            self._large = _LargeFrame(kind, channel, seq, bytes(view[start:end]), payload_bytes)
-        return end
-
-    @staticmethod
-    def _small(view: memoryview, position: int) -> Frame:
-        kind, _flags, body_bytes, payload_bytes, channel, seq = HEADER.unpack_from(view, position)
-        middle = position + HEADER_BYTES + body_bytes
-        body = bytes(view[position + HEADER_BYTES : middle])
-        return Frame(kind, channel, seq, body, bytes(view[middle : middle + payload_bytes]))
+    def _too_large(self, payload_bytes: int) -> ProtocolError:
+        self._error = ProtocolError(
+            f"a frame announces a payload of {payload_bytes} bytes; the bound here is {self.max_payload_bytes}",
+            code=ErrorCode.TOO_LARGE,
+        )
+        return self._error
 
 
 class _LargeFrame:
-    """A frame whose payload is being gathered. Memory follows what has come, so that a lying header costs nothing."""
+    """A frame whose payload is being read. Memory follows what has come, so that a lying header costs little."""
 
-    def __init__(self, kind: int, channel: int, seq: int, body: bytes, payload_bytes: int) -> None:
+    def __init__(
+        self, kind: int, channel: int, seq: int, body: bytes, payload_bytes: int, beginning: memoryview
+    ) -> None:
         self._head = (kind, channel, seq, body)
         self._payload_bytes = payload_bytes
         self._payload = bytearray(min(payload_bytes, ALLOCATE_BYTES))
-        self._filled = 0
+        self._payload[: len(beginning)] = beginning
+        self.filled_bytes = len(beginning)
 
     @property
     def held_bytes(self) -> int:
@@ -162,18 +178,15 @@ class _LargeFrame:
 
     @property
     def complete(self) -> bool:
-        return self._filled == self._payload_bytes
+        return self.filled_bytes == self._payload_bytes
 
-    def fill(self, view: memoryview) -> int:
-        """Take what belongs to this frame; how many bytes that was."""
-        size = min(len(view), self._payload_bytes - self._filled)
-        end = self._filled + size
-        if end > len(self._payload):
-            grown = min(self._payload_bytes, max(end, 2 * len(self._payload)))
-            self._payload.extend(bytes(grown - len(self._payload)))
-        self._payload[self._filled : end] = view[:size]
-        self._filled = end
-        return size
+    def room(self) -> memoryview:
+        if self.filled_bytes == len(self._payload):
+            # Not resized in place: views of it may still be held by whoever filled it.
+            grown = bytearray(min(self._payload_bytes, 2 * len(self._payload)))
+            grown[: self.filled_bytes] = self._payload
+            self._payload = grown
+        return memoryview(self._payload)[self.filled_bytes :]
 
     def frame(self) -> Frame:
         return Frame(*self._head, self._payload)

@@ -9,6 +9,7 @@ from typing import Union
 
 Buffer = Union[bytes, bytearray, memoryview]
 PeerId = str  # base58, as libp2p prints it
+READ_BYTES = 64 * 1024
 
 
 class Stream(ABC):
@@ -18,8 +19,16 @@ class Stream(ABC):
     protocol: str
 
     @abstractmethod
-    async def read(self) -> Buffer:
-        """The next bytes as they come, at most about 1 MiB; empty at the end of the stream. Raises PeerLost on a reset."""
+    async def read_into(self, buffer: memoryview) -> int:
+        """Put the next bytes at the start of `buffer`, as they come; how many, 0 at the end of the stream.
+
+        Raises PeerLost on a reset. A read that is cancelled must be the last one: bytes may have gone with it.
+        """
+
+    async def read(self) -> bytes:
+        """The next bytes as they come, at most 64 KiB; empty at the end of the stream. Raises PeerLost on a reset."""
+        buffer = bytearray(READ_BYTES)
+        return bytes(memoryview(buffer)[: await self.read_into(memoryview(buffer))])
 
     @abstractmethod
     def write(self, buffers: Sequence[Buffer]) -> None:

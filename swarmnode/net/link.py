@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from swarmnode.codec.frames import MAX_PAYLOAD_BYTES, Frame, FrameReader, Kind, pack_header
+from swarmnode.codec.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_SEQ, Frame, FrameReader, Kind, pack_header
 from swarmnode.codec.messages import KIND_OF, VERSION, Body, End, Error, Hello, Ping, Pong, decode_body, encode_body
-from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError
+from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError, refusal
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
 
 OnFrame = Callable[[Frame, Body], None]
+
+KNOWN_KINDS = frozenset(int(kind) for kind in Kind)
 
 
 @dataclass(frozen=True)
 class LinkConfig:
     """How patient a link is. A peer that is silent while something is expected of it is lost after
-    max(min_silence_s, silence_rtts round trips), at most max_silence_s."""
+    max(min_silence_s, silence_rtts round trips), at most max_silence_s; and what was sent meanwhile has first to get
+    there, over an uplink that may be as slow as `slowest_bytes_per_s`: pings queue behind it."""
 
     connect_timeout_s: float = 5.0
     handshake_timeout_s: float = 5.0
@@ -26,6 +30,7 @@ class LinkConfig:
     min_silence_s: float = 1.5
     max_silence_s: float = 10.0
     silence_rtts: float = 8.0
+    slowest_bytes_per_s: float = 256 * 1024
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
 
 
@@ -34,7 +39,8 @@ class Link:
 
     def __init__(self, stream: Stream, config: LinkConfig) -> None:
         self.peer: PeerId = stream.peer
-        self.rtt_s: float | None = None
+        self.rtt_s: float | None = None  # moving average
+        self.min_rtt_s: float | None = None
         self.sent_bytes = 0
         self.received_bytes = 0
         self._stream = stream
@@ -43,13 +49,16 @@ class Link:
         self._reader = FrameReader(config.max_payload_bytes)
         self._early: list[Frame] = []  # frames that came in one read with HELLO
         self._out: list[Buffer] = []
+        self._out_bytes = 0
         self._closed = False
         self._ended_here = False
         self._lost: PeerError | None = None
         self._busy = False
         self._heard_at = self._loop.time()
-        self._pinged_at = 0.0
+        self._sent_when_heard_bytes = 0
         self._ping = 0
+        self._pinged_at = 0.0
+        self._ping_clock_s = 0.0  # finer than the loop's clock, which uvloop rounds to milliseconds
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -81,11 +90,8 @@ class Link:
         stream = await network.open(peer, protocol, timeout_s=config.connect_timeout_s)
         link = cls(stream, config)
         try:
-            started_s = link._loop.time()
             link.send(hello)
-            answer = await link._handshake()
-            link.rtt_s = link._loop.time() - started_s
-            link._check_hello(answer, hello)
+            link._check_hello(await link._handshake(), hello)
         except BaseException:
             link.abort()
             raise
@@ -113,14 +119,14 @@ class Link:
             raise PeerLost(f"peer {self.peer} did not greet in time", peer=self.peer) from None
         body = decode_body(frame.kind, frame.body) if frame.kind in (Kind.HELLO, Kind.ERROR) else None
         if isinstance(body, Error):
-            raise self._refusal(body)
+            raise refusal(body.code, retry_s=body.retry_s, peer=self.peer)
         if not isinstance(body, Hello):
             raise ProtocolError("the first frame of a link must be HELLO", peer=self.peer)
         return body
 
     async def _first_frame(self) -> Frame:
         while True:
-            frames = list(self._reader.feed(await self._read()))
+            frames = list(self._reader.advance(await self._read()))
             if frames:
                 self._early = frames[1:]
                 return frames[0]
@@ -132,12 +138,6 @@ class Link:
         if theirs.swarm != ours.swarm:
             text = f"peer {self.peer} belongs to another swarm"
             raise ProtocolError(text, code=ErrorCode.WRONG_SWARM, peer=self.peer)
-
-    def _refusal(self, body: Error) -> PeerRefused:
-        code = ErrorCode(body.code) if body.code in ErrorCode._value2member_map_ else ErrorCode.INTERNAL
-        return PeerRefused(
-            f"peer {self.peer} refused: {code.name}", code=code, retry_s=body.retry_s or None, peer=self.peer
-        )
 
     async def _refuse(self, code: ErrorCode) -> None:
         try:
@@ -151,21 +151,28 @@ class Link:
     # -- sending
 
     def send(self, body: Body, *, channel: int = 0, seq: int = 0, payload: Sequence[Buffer] = ()) -> None:
-        """Queue a frame; all frames of one turn of the loop leave in one write. Raises PeerLost on a closed link."""
+        """Queue a frame; all frames of one turn of the loop leave in one write. Raises PeerLost on a closed link.
+
+        The payload's parts are byte buffers that nobody changes until they are sent.
+        """
         if self._closed:
             raise self._lost or PeerLost(f"the link to peer {self.peer} is closed", peer=self.peer)
         data = encode_body(body)
-        payload_bytes = sum(memoryview(part).nbytes for part in payload)
+        payload_bytes = 0
+        for part in payload:
+            payload_bytes += len(part)
         if not self._out:
             self._loop.call_soon(self._flush)
         self._out.append(pack_header(KIND_OF[type(body)], len(data), payload_bytes, channel, seq) + data)
-        self._out.extend(payload)
+        self._out += payload
+        self._out_bytes += HEADER_BYTES + len(data) + payload_bytes
 
     def _flush(self) -> None:
-        out, self._out = self._out, []
-        if not out or self._closed:
+        if not self._out or self._closed:
             return
-        self.sent_bytes += sum(memoryview(part).nbytes for part in out)
+        out, self._out = self._out, []
+        self.sent_bytes += self._out_bytes
+        self._out_bytes = 0
         try:
             self._stream.write(out)
         except PeerLost as error:
@@ -184,50 +191,51 @@ class Link:
         `on_frame(frame, body)` is called for each frame but those of the link itself; a ProtocolError that it raises
         is told to the peer and ends the link.
         """
-        self._tick()
         try:
+            self._tick()
             ended = self._dispatch(self._early, on_frame)
             while not ended:
-                ended = self._dispatch(self._reader.feed(await self._read()), on_frame)
+                ended = self._dispatch(self._reader.advance(await self._read()), on_frame)
             await self._stream.close()
         except ProtocolError as error:
             error.peer = self.peer
             await self._refuse(error.code)
             raise
-        except PeerError:
-            if self._ended_here:
-                return
-            self._stream.abort()
-            raise
+        except PeerError as error:
+            if not self._ended_here:
+                raise self._lost or error from None
         finally:
             self._end()
+            self._stream.abort()
 
-    async def _read(self) -> Buffer:
-        data = await self._stream.read()
+    async def _read(self) -> int:
+        count = await self._stream.read_into(self._reader.room())
         if self._lost is not None:
             raise self._lost
-        if not data:
+        if not count:
             raise PeerLost(f"peer {self.peer} cut the link", peer=self.peer)
-        self._heard_at = self._loop.time()
-        self.received_bytes += len(data)
-        return data
+        self._heard()
+        self.received_bytes += count
+        return count
 
     def _dispatch(self, frames: Iterable[Frame], on_frame: OnFrame) -> bool:
         """Handle frames; True where one of them ended the link."""
         for frame in frames:
-            if frame.kind not in Kind._value2member_map_:
+            if frame.kind not in KNOWN_KINDS:
                 continue  # of a newer version: ignore what you do not know
             body = decode_body(frame.kind, frame.body)
-            if isinstance(body, Ping):
+            if frame.channel:
+                on_frame(frame, body)
+            elif isinstance(body, Ping):
                 self.send(Pong(), seq=frame.seq)
             elif isinstance(body, Pong):
                 self._measure(frame.seq)
-            elif frame.channel or not isinstance(body, End | Error | Hello):
-                on_frame(frame, body)
             elif isinstance(body, End):
                 return True
             elif isinstance(body, Error):
-                raise self._refusal(body)
+                raise refusal(body.code, retry_s=body.retry_s, peer=self.peer)
+            else:
+                raise ProtocolError(f"a {Kind(frame.kind).name} has no place on channel 0")
         return False
 
     # -- heartbeat
@@ -236,7 +244,12 @@ class Link:
     def silence_limit_s(self) -> float:
         """How long the peer may be silent while something is expected of it."""
         config = self._config
-        return min(config.max_silence_s, max(config.min_silence_s, config.silence_rtts * (self.rtt_s or 0.0)))
+        patience_s = min(config.max_silence_s, max(config.min_silence_s, config.silence_rtts * (self.rtt_s or 0.0)))
+        return patience_s + (self.sent_bytes - self._sent_when_heard_bytes) / config.slowest_bytes_per_s
+
+    def _heard(self) -> None:
+        self._heard_at = self._loop.time()
+        self._sent_when_heard_bytes = self.sent_bytes
 
     def _tick(self, expected_at: float | None = None) -> None:
         now_s = self._loop.time()
@@ -247,17 +260,23 @@ class Link:
         if silence_s > self.silence_limit_s + (0.0 if self._busy else period_s):
             self._fail(PeerLost(f"peer {self.peer} hangs: silent for {silence_s:.1f} s", peer=self.peer))
             return
-        if silence_s >= period_s * 0.9 and now_s - self._pinged_at >= period_s * 0.9 and not self._closed:
-            self._ping = (self._ping + 1) & 0xFFFFFFFF
-            self._pinged_at = now_s
-            self.send(Ping(), seq=self._ping)
+        never_pinged = self._ping == 0
+        if never_pinged or (silence_s >= period_s * 0.9 and now_s - self._pinged_at >= period_s * 0.9):
+            self._send_ping(now_s)
         next_s = now_s + self._config.heartbeat_s
         self._timer = self._loop.call_at(next_s, self._tick, next_s)
 
+    def _send_ping(self, now_s: float) -> None:
+        self._ping = self._ping % MAX_SEQ + 1
+        self._pinged_at, self._ping_clock_s = now_s, time.perf_counter()
+        self.send(Ping(), seq=self._ping)
+
     def _measure(self, seq: int) -> None:
-        if seq == self._ping:
-            sample_s = self._loop.time() - self._pinged_at
-            self.rtt_s = sample_s if self.rtt_s is None else 0.8 * self.rtt_s + 0.2 * sample_s
+        if seq != self._ping:
+            return
+        sample_s = time.perf_counter() - self._ping_clock_s
+        self.rtt_s = sample_s if self.rtt_s is None else 0.8 * self.rtt_s + 0.2 * sample_s
+        self.min_rtt_s = min(sample_s, self.min_rtt_s or sample_s)
 
     # -- the end
 

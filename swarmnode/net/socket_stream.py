@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -11,13 +10,18 @@ from swarmnode.errors import PeerLost, ProtocolError
 from swarmnode.net.interfaces import Buffer, PeerId, Stream
 
 PIECE_BYTES = 1 << 20  # p2pd is slower with larger writes
-READ_HIGH_BYTES = 4 << 20
 WRITE_HIGH_BYTES = 1 << 20
-MAX_PREAMBLE_BYTES = 64 << 10
+CLOSE_TIMEOUT_S = 2.0
+STAGING_BYTES = 16 * 1024
+MAX_PREAMBLE_BYTES = STAGING_BYTES
 
 
-class SocketStream(Stream, asyncio.Protocol):
-    """Bytes to and from a peer. `preamble` is the daemon's length-prefixed message that comes before them."""
+class SocketStream(Stream, asyncio.BufferedProtocol):
+    """Bytes to and from a peer. `preamble` is the daemon's length-prefixed message that comes before them.
+
+    The socket is read straight into the buffer of whoever waits in `read_into`; what comes while nobody waits is staged,
+    and when the staging buffer is full the peer has to wait.
+    """
 
     def __init__(self, on_preamble: Callable[[SocketStream], None] = lambda _stream: None) -> None:
         self.peer: PeerId = ""
@@ -26,18 +30,19 @@ class SocketStream(Stream, asyncio.Protocol):
         self._on_preamble = on_preamble
         self._preamble: asyncio.Future[bytes] = self._loop.create_future()
         self._transport: asyncio.Transport | None = None
-        self._chunks: deque[bytes] = deque()
-        self._held_bytes = 0
+        self._staging = memoryview(bytearray(STAGING_BYTES))
+        self._staged_bytes = 0
+        self._target: memoryview | None = None  # the buffer of the reader who waits
+        self._reader: asyncio.Future[int] | None = None
         self._ended = False
         self._lost: BaseException | None = None
         self._paused_reading = False
-        self._reader: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
         self._closed: asyncio.Future[None] = self._loop.create_future()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed.done() else "ended" if self._ended else "open"
-        return f"<SocketStream {self.protocol} to {self.peer} {state}, {self._held_bytes} bytes unread>"
+        return f"<SocketStream {self.protocol} to {self.peer} {state}, {self._staged_bytes} bytes unread>"
 
     # -- asyncio's side
 
@@ -45,19 +50,23 @@ class SocketStream(Stream, asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class, with the same methods
         self._transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
 
-    def data_received(self, data: bytes) -> None:
-        self._chunks.append(data)
-        self._held_bytes += len(data)
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._staging[self._staged_bytes :] if self._target is None else self._target
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._target is not None:
+            self._wake_reader(nbytes)
+            return
+        self._staged_bytes += nbytes
         if not self._preamble.done():
             self._parse_preamble()
-        elif self._held_bytes > READ_HIGH_BYTES and self._transport is not None:
+        if self._staged_bytes == STAGING_BYTES and self._transport is not None:
             self._transport.pause_reading()
             self._paused_reading = True
-        self._wake_reader()
 
     def eof_received(self) -> bool:
         self._ended = True
-        self._wake_reader()
+        self._wake_reader(0)
         return True  # the other direction stays open until we close
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -69,7 +78,7 @@ class SocketStream(Stream, asyncio.Protocol):
         if not self._preamble.done():
             self._preamble.set_exception(PeerLost("p2pd closed the connection"))
             self._preamble.exception()  # nobody may be waiting for it
-        self._wake_reader()
+        self._wake_reader(0)
 
     def pause_writing(self) -> None:
         self._writable = self._loop.create_future()
@@ -79,21 +88,22 @@ class SocketStream(Stream, asyncio.Protocol):
             self._writable.set_result(None)
         self._writable = None
 
-    def _wake_reader(self) -> None:
+    def _wake_reader(self, count: int) -> None:
+        self._target = None
         if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+            self._reader.set_result(count)
 
     # -- the daemon's preamble
 
     def _parse_preamble(self) -> None:
-        data = b"".join(self._chunks)
+        data = bytes(self._staging[: self._staged_bytes])
         length, start = read_varint(data)
-        if length > MAX_PREAMBLE_BYTES:
+        if length > MAX_PREAMBLE_BYTES - start:
             self._preamble.set_exception(ProtocolError("p2pd sent a message that is too large"))
         elif start and len(data) >= start + length:
             rest = data[start + length :]
-            self._chunks = deque([rest] if rest else [])
-            self._held_bytes = len(rest)
+            self._staged_bytes = len(rest)
+            self._staging[: len(rest)] = rest
             self._preamble.set_result(data[start : start + length])
             self._on_preamble(self)
 
@@ -103,32 +113,43 @@ class SocketStream(Stream, asyncio.Protocol):
 
     # -- the peer's bytes
 
-    async def read(self) -> Buffer:
-        while not self._chunks:
-            if self._lost is not None:
-                raise PeerLost(f"the stream to peer {self.peer} was reset", peer=self.peer)
-            if self._ended:
-                return b""
+    async def read_into(self, buffer: memoryview) -> int:
+        if not self._staged_bytes and not self._ended:
+            self._target = buffer
             self._reader = self._loop.create_future()
-            await self._reader
-        data = self._chunks.popleft()
-        self._held_bytes -= len(data)
-        if self._paused_reading and self._held_bytes < READ_HIGH_BYTES // 2 and self._transport is not None:
+            try:
+                count = await self._reader
+            finally:
+                self._target = None
+            if count:
+                return count
+        if self._staged_bytes:
+            return self._unstage(buffer)
+        if self._lost is not None:
+            raise PeerLost(f"the stream to peer {self.peer} was reset", peer=self.peer)
+        return 0
+
+    def _unstage(self, buffer: memoryview) -> int:
+        count = min(len(buffer), self._staged_bytes)
+        buffer[:count] = self._staging[:count]
+        self._staged_bytes -= count
+        self._staging[: self._staged_bytes] = self._staging[count : count + self._staged_bytes]
+        if self._paused_reading and self._transport is not None:
             self._paused_reading = False
             self._transport.resume_reading()
-        return data
+        return count
 
     def write(self, buffers: Sequence[Buffer]) -> None:
         if self._transport is None or self._transport.is_closing():
             raise PeerLost(f"the stream to peer {self.peer} is closed", peer=self.peer)
-        small: list[Buffer] = []
+        pieces: list[Buffer] = []
         for buffer in buffers:
             if len(buffer) <= PIECE_BYTES:
-                small.append(buffer)
-                continue
-            view = memoryview(buffer).cast("B")
-            small.extend(view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES))
-        self._transport.writelines(small)
+                pieces.append(buffer)
+            else:
+                view = memoryview(buffer)
+                pieces.extend(view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES))
+        self._transport.writelines(pieces)
 
     async def drain(self) -> None:
         if self._writable is not None:
@@ -140,7 +161,8 @@ class SocketStream(Stream, asyncio.Protocol):
         if self._transport is None:
             return
         self._transport.close()
-        await asyncio.shield(self._closed)
+        await asyncio.wait([self._closed], timeout=CLOSE_TIMEOUT_S)
+        self._transport.abort()  # the peer does not take what is left
 
     def abort(self) -> None:
         if self._transport is not None:
