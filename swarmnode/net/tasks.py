@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+CANCEL_AGAIN_S = 5.0
 
 
 class Tasks:
@@ -23,6 +24,10 @@ class Tasks:
 
     def __repr__(self) -> str:
         return f"<Tasks {self.name}: {len(self._tasks)} running, {self.crashes} crashed{', closed' if self._closed else ''}>"
+
+    def __len__(self) -> int:
+        """How many are running."""
+        return len(self._tasks)
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Run a coroutine in the background. Raises RuntimeError after `close`."""
@@ -46,7 +51,9 @@ class Tasks:
     async def close(self) -> None:
         """Cancel everything and wait for its end. Safe to call twice, and from one of the tasks."""
         self._closed = True
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = {task for task in self._tasks if task is not asyncio.current_task()}
+        while tasks:
+            for task in tasks:
+                task.cancel()
+            # Again after a while: before Python 3.12, wait_for loses a cancellation that comes together with its result.
+            _, tasks = await asyncio.wait(tasks, timeout=CANCEL_AGAIN_S)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from swarmnode.codec.messages import Hello
 from swarmnode.errors import CheckpointError, ErrorCode, NetworkDown, PeerError, PeerRefused, ProtocolError
@@ -21,7 +23,7 @@ from swarmnode.swarm.weight_cache import WeightCache
 log = logging.getLogger(__name__)
 
 RUN_CHUNKS = 8  # chunks asked for at once: few questions, and little lost with a source
-MAX_SOURCES = 4
+SOURCES_AT_ONCE = 4
 
 Run = tuple[FileContent, int, int]
 """(file, first chunk, number of chunks)"""
@@ -29,7 +31,7 @@ Run = tuple[FileContent, int, int]
 
 async def fetch_manifest(network: Network, peers: Sequence[PeerId], hello: Hello, config: LinkConfig) -> bytes:
     """The swarm's manifest from whichever peer gives the right one first. Raises PeerError where none does."""
-    board = Switchboard(network, MANIFEST_PROTOCOL, hello, config)
+    board = Switchboard(network, MANIFEST_PROTOCOL, hello, replace(config, max_payload_bytes=MAX_MANIFEST_BYTES))
     failure: PeerError = PeerRefused("no peer is known that could have the manifest", code=ErrorCode.NOT_FOUND)
     questions = [asyncio.ensure_future(ask_for_manifest(board, peer)) for peer in peers]
     try:
@@ -82,22 +84,31 @@ class Fetcher:
         total_bytes = sum(file.chunk_size(number) for file, numbers in missing.items() for number in numbers)
         self._cache.make_room(total_bytes)
         goal_bytes = self.fetched_bytes + total_bytes
-        while True:
-            runs = deque(run for file, numbers in missing.items() for run in _runs(file, numbers))
-            if not runs:
-                return
-            sources = [source for source in self._sources() if source.name not in self._bad][:MAX_SOURCES]
-            await asyncio.gather(*(self._drain(source, runs, progress, goal_bytes) for source in sources))
-            left = {file: self._cache.missing(file, numbers) for file, numbers in missing.items()}
-            if left == missing:
+        asked = 0  # sources that were asked in vain since the last chunk came
+        while any(missing.values()):
+            sources = [source for source in self._sources() if source.name not in self._bad]
+            if asked >= len(sources):
                 log.info("no peer has the missing weights at the moment; waiting for one")
                 await news()
+                asked = 0
+                continue
+            runs = deque(run for file, numbers in missing.items() for run in _runs(file, numbers))
+            await _all(
+                self._drain(source, runs, progress, goal_bytes) for source in sources[asked : asked + SOURCES_AT_ONCE]
+            )
+            left = {file: self._cache.missing(file, numbers) for file, numbers in missing.items()}
+            asked = asked + SOURCES_AT_ONCE if left == missing else 0
             missing = left
 
     async def _drain(self, source: Source, runs: deque[Run], progress: Progress | None, goal_bytes: int) -> None:
-        """Fetch runs from one source until there are none, or it fails; what it did not bring is left for the next round."""
-        while runs and source.name not in self._bad:
-            file, first, count = runs.popleft()
+        """Fetch runs from one source until it has none of those left, or fails; what it did not bring goes back at once.
+
+        A source that died or hangs may be asked again when it is back; one that gave something false never is.
+        """
+        lacks: set[tuple[bytes, int]] = set()
+        while (run := next((run for run in runs if (run[0].root, run[1]) not in lacks), None)) is not None:
+            runs.remove(run)
+            file, first, count = run
             try:
                 hashes = await self._hashes(source, file)
                 async for number, data in source.chunks(file, first, count):
@@ -109,13 +120,15 @@ class Fetcher:
                         progress(self.fetched_bytes, goal_bytes)
             except PeerRefused as error:
                 log.debug("%s", error)  # it has other parts: the others of this round may have this one
-                runs.append((file, first, count))
-                return
+                runs.append(run)
+                lacks.add((file.root, first))
             except (PeerError, CheckpointError, NetworkDown) as error:
                 log.warning("source dropped: %s", error)
-                runs.append((file, first, count))
-                self._bad.add(source.name)
+                runs.append(run)
+                if isinstance(error, ProtocolError):
+                    self._bad.add(source.name)
                 self._drop(source, str(error))
+                return
 
     async def _hashes(self, source: Source, file: FileContent) -> bytes:
         known = self._cache.hashes(file)
@@ -125,6 +138,17 @@ class Fetcher:
                 raise ProtocolError(f"{source.name} gave hashes of {file.name} that are not the manifest's")
             self._cache.keep_hashes(file, known)
         return known
+
+
+async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run to the end of all; where one fails or we are cancelled, the others are cancelled and awaited."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _runs(file: FileContent, numbers: Sequence[int]) -> list[Run]:

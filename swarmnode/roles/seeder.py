@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from swarmnode.codec.frames import Frame
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 MANIFEST_PROTOCOL = "/swarmnode/manifest/1"
 WEIGHTS_PROTOCOL = "/swarmnode/weights/1"
 REQUESTS_AT_ONCE = 8
+MAX_WAITING = 256  # requests of all peers together; more are told to come back
+BUSY_RETRY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,9 @@ class Seeder:
         self._hashing: dict[bytes, asyncio.Task[bytes]] = {}
         self._turns = asyncio.Semaphore(REQUESTS_AT_ONCE)
         self._tasks = Tasks("seeder")
+        bounded = replace(link_config, max_payload_bytes=0)  # questions carry none
         self._boards = [
-            Switchboard(network, protocol, hello, link_config, accept=self._accept)
+            Switchboard(network, protocol, hello, bounded, accept=self._accept)
             for protocol in (MANIFEST_PROTOCOL, WEIGHTS_PROTOCOL)
         ]
         self.units = (0, 0)  # whose weights can be had here
@@ -88,6 +91,8 @@ class Seeder:
         if isinstance(body, GetManifest):
             channel.send(Manifest(), payload=[self._manifest_bytes])
             channel.close()
+        elif isinstance(body, GetChunks) and len(self._tasks) >= MAX_WAITING:
+            channel.close(Error(ErrorCode.BUSY, BUSY_RETRY_S))
         elif isinstance(body, GetChunks):
             self._tasks.spawn(self._answer(channel, body), f"chunks for {channel.peer}")
         else:
@@ -128,6 +133,8 @@ class Seeder:
     async def _send_chunks(self, channel: Channel, offer: _Offer, numbers: range) -> None:
         have = offer.cache.have(offer.file) if offer.cache else HAVE * offer.file.chunks()
         for number in numbers:
+            if not channel.open:
+                return  # who asked gave up
             if have[number : number + 1] != HAVE:
                 channel.close(Error(ErrorCode.NOT_FOUND))
                 return

@@ -12,10 +12,11 @@ from swarmnode.codec.messages import Body, Chunk, End, Error, GetChunks, GetMani
 from swarmnode.errors import CheckpointError, ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError, refusal
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.switchboard import Switchboard
-from swarmnode.swarm.content import FileContent, chunk_hashes
-from swarmnode.swarm.manifest import ModelInfo
+from swarmnode.swarm import manifest as manifests
+from swarmnode.swarm.content import HASH_BYTES, FileContent, chunk_hashes
 
-SILENCE_S = 10.0  # a source that sends nothing for so long is given up
+SILENCE_S = 30.0  # for one answer: a chunk at 35 KB/s (a peer that hangs altogether is found by the link's heartbeat)
+MAX_WAITING = 16  # answers that came and were not taken yet: more than a run of chunks has
 
 
 class Source(ABC):
@@ -32,24 +33,35 @@ class Source(ABC):
         """Chunks with their numbers, in order. Raises PeerError or CheckpointError."""
 
 
+def largest_answer_bytes(manifest: manifests.Manifest) -> int:
+    """The largest payload that a source may send: a chunk, or the hash list of the largest file."""
+    longest = max(file.chunks(manifest.chunk_bytes) for file in manifest.files)
+    return max(manifest.chunk_bytes, longest * HASH_BYTES)
+
+
 async def ask(board: Switchboard, peer: PeerId, question: Body) -> AsyncIterator[tuple[Frame, Body]]:
     """The answers to a question, until the peer ends the conversation. Raises PeerLost, PeerRefused."""
     answers: asyncio.Queue[tuple[Frame, Body] | PeerError | None] = asyncio.Queue()
 
     def hear(frame: Frame, body: Body) -> None:
+        if answers.qsize() >= MAX_WAITING:
+            raise ProtocolError("a peer sends more than it was asked for", code=ErrorCode.TOO_LARGE, peer=peer)
         if isinstance(body, Error):
             answers.put_nowait(refusal(body.code, retry_s=body.retry_s, peer=peer))
         else:
             answers.put_nowait(None if isinstance(body, End) else (frame, body))
 
     channel = await board.call(peer, hear, answers.put_nowait)
+    silent = PeerLost(f"peer {peer} did not answer for {SILENCE_S:.0f} s", peer=peer)
     try:
         channel.send(question)
         while True:
+            # Not wait_for: before Python 3.12 it loses a cancellation that comes together with an answer.
+            alarm = asyncio.get_running_loop().call_later(SILENCE_S, answers.put_nowait, silent)
             try:
-                item = await asyncio.wait_for(answers.get(), SILENCE_S)
-            except asyncio.TimeoutError:
-                raise PeerLost(f"peer {peer} did not answer for {SILENCE_S:.0f} s", peer=peer) from None
+                item = await answers.get()
+            finally:
+                alarm.cancel()
             if item is None:
                 return
             if isinstance(item, PeerError):
@@ -97,7 +109,7 @@ class PeerSource(Source):
 class HubSource(Source):
     """The hub that the manifest names: files come whole, into the hub's own cache, at the revision that was founded on."""
 
-    def __init__(self, model: ModelInfo, chunk_bytes: int) -> None:
+    def __init__(self, model: manifests.ModelInfo, chunk_bytes: int) -> None:
         assert model.hub_id is not None
         self.name = model.hub_id
         self._revision = model.revision

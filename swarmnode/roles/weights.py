@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from swarmnode.compute.checkpoint import Checkpoint
@@ -14,7 +15,7 @@ from swarmnode.plan.view import Span
 from swarmnode.presence import Presence
 from swarmnode.roles.fetcher import Fetcher
 from swarmnode.roles.seeder import WEIGHTS_PROTOCOL
-from swarmnode.roles.sources import HubSource, PeerSource, Source
+from swarmnode.roles.sources import HubSource, PeerSource, Source, largest_answer_bytes
 from swarmnode.swarm.content import FileContent, Progress, is_weights, verify_file
 from swarmnode.swarm.weight_cache import WeightCache
 
@@ -31,7 +32,8 @@ class Weights:
         self._presence = presence
         self._manifest = presence.swarm.manifest
         self._hint = presence.swarm.checkpoint
-        self._board = Switchboard(presence.network, WEIGHTS_PROTOCOL, presence.hello, presence.link_config)
+        bounded = replace(presence.link_config, max_payload_bytes=largest_answer_bytes(self._manifest))
+        self._board = Switchboard(presence.network, WEIGHTS_PROTOCOL, presence.hello, bounded)
         self._cache: WeightCache | None = None
         self._fetcher: Fetcher | None = None
         self._verified: set[str] = set()
@@ -46,7 +48,9 @@ class Weights:
 
     async def small_files(self) -> Path:
         """The folder with config and tokenizer."""
-        return await self._bring({file: range(file.chunks()) for file in self._manifest.files if not is_weights(file.name)})
+        return await self._bring(
+            {file: range(file.chunks()) for file in self._manifest.files if not is_weights(file.name)}
+        )
 
     async def outline(self) -> Checkpoint:
         """Config, index and headers: enough to know every tensor's place and size."""
@@ -79,7 +83,10 @@ class Weights:
                 entry = checkpoint.entries[name]
                 file = self._manifest.file(entry.file.name)
                 if file is not None and entry.end > entry.begin:
-                    first, last = entry.begin // self._manifest.chunk_bytes, (entry.end - 1) // self._manifest.chunk_bytes
+                    first, last = (
+                        entry.begin // self._manifest.chunk_bytes,
+                        (entry.end - 1) // self._manifest.chunk_bytes,
+                    )
                     wanted.setdefault(file, set()).update(range(first, last + 1))
         folder = await self._bring(wanted, progress)
         return checkpoint if folder == checkpoint.path else await self._with_units(spans, progress)
@@ -106,7 +113,9 @@ class Weights:
         Chunks from peers are always verified; `verify` is for the founder's folder, of which headers are read as they are.
         """
         if self._hint is not None and not await self._hint_is_good(wanted, verify):
-            log.warning("%s is not what the swarm was founded on (changed or damaged); asking the peers instead", self._hint)
+            log.warning(
+                "%s is not what the swarm was founded on (changed or damaged); asking the peers instead", self._hint
+            )
             self._hint = None
         if self._hint is None:
             await self._fetch(wanted, progress)

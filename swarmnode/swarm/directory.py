@@ -100,6 +100,7 @@ class Directory:
         self._calm = 1.0  # factor on the time between reads
         self._seen: frozenset[tuple[PeerId, int, tuple[int, int]]] = frozenset()
         self._moved = asyncio.Event()  # set and exchanged at every change
+        self._closed = False
         self._tasks: list[asyncio.Task[None]] = []
 
     def __repr__(self) -> str:
@@ -116,6 +117,7 @@ class Directory:
 
     async def close(self) -> None:
         """Stop, and say goodbye, so that nobody counts on us any longer. Safe to call twice."""
+        self._closed = True  # ends a loop whose wait_for lost the cancellation, as it may before Python 3.12
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -209,7 +211,7 @@ class Directory:
 
     async def _read_forever(self) -> None:
         """Often while something moves, ever more slowly while nothing does, at once after a peer failed."""
-        while True:
+        while not self._closed:
             await self._pause(self._look, self._look_again_s())
             self._look.clear()
             await self.refresh()
@@ -224,7 +226,7 @@ class Directory:
         return max(0.05, min([period_s, self.config.max_read_s, *ends]))
 
     async def _publish_forever(self) -> None:
-        while True:
+        while not self._closed:
             self._speak.clear()
             stored = self._own is None or await self._publish()
             await self._pause(self._speak, self._publish_period_s() if stored else self.config.retry_s)

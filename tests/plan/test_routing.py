@@ -1,6 +1,6 @@
 import random
 import time
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -35,7 +35,7 @@ def cost_of(view, hops, *, ring, client):
 
     first, last = hops[0][0], hops[-1][0]
     total = sum((end - start) / speeds[name] for name, start, end in hops)
-    total += sum(link(a[0], b[0]) + CONFIG.hop_s for a, b in zip(hops, hops[1:], strict=False))
+    total += sum(link(a[0], b[0]) + CONFIG.hop_s for a, b in pairwise(hops))
     if ring:
         return total + link(last, first) + CONFIG.entry_weight * link(client, first)
     return total + link(client, first) + link(client, last)

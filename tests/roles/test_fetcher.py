@@ -189,3 +189,26 @@ async def test_unused_folders_of_other_swarms_give_way(world: World) -> None:
     other.close()
     bound.make_room(2 * CHUNK_BYTES)
     assert not other.folder.exists()
+
+
+async def test_a_source_that_came_back_is_asked_again(world: World) -> None:
+    """The only one who has the weights dies in the middle, and is there again when there is news."""
+    mortal = Mortal(world, "mortal")
+
+    async def back_again() -> None:
+        mortal.gave.clear()
+
+    fetcher = world.fetcher(mortal)
+    await asyncio.wait_for(fetcher.fetch({world.file: range(CHUNKS)}, news=back_again), 20)
+    assert world.fetched() == world.path.read_bytes()
+
+
+async def test_a_failure_leaves_no_task_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = asyncio.all_tasks()
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(LocalError):
+        await world.fetch(Good(world, "first"), Good(world, "second"))
+    assert asyncio.all_tasks() == before

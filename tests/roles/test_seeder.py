@@ -1,0 +1,193 @@
+"""Manifest and chunks over links: a seeder at one end, a fetcher at the other."""
+
+import asyncio
+import json
+import random
+from dataclasses import replace
+
+import pytest
+
+from swarmnode.codec.messages import VERSION, Chunk, GetChunks, Hello
+from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError
+from swarmnode.net.link import LinkConfig
+from swarmnode.net.switchboard import Switchboard
+from swarmnode.roles.fetcher import Fetcher, fetch_manifest
+from swarmnode.roles.seeder import WEIGHTS_PROTOCOL, Seeder
+from swarmnode.roles.sources import PeerSource, ask, largest_answer_bytes
+from swarmnode.swarm.content import CHUNK_BYTES, checkpoint_files, describe_files
+from swarmnode.swarm.manifest import Manifest, ModelInfo, encode_manifest
+from swarmnode.swarm.swarmfile import new_swarm
+from swarmnode.swarm.weight_cache import WeightCache
+from tests.roles.memory_network import MemoryNetwork
+
+CHUNKS = 12
+
+
+class World:
+    """A checkpoint, seeders of it, and a newcomer with an empty cache."""
+
+    def __init__(self, folder):
+        self.folder = folder / "checkpoint"
+        self.folder.mkdir()
+        (self.folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        (self.folder / "model.safetensors").write_bytes(random.Random(7).randbytes(CHUNKS * CHUNK_BYTES - 5))
+        files = describe_files(checkpoint_files(self.folder))
+        self.swarm = new_swarm(encode_manifest(Manifest("m", ModelInfo("llama", 6, 8), files, created=1)))
+        self.weights = self.swarm.manifest.file("model.safetensors")
+        self.hello = Hello(VERSION, self.swarm.id)
+        self.peers = {}
+        self.home = folder / "home"
+        self.newcomer = MemoryNetwork(self.peers, "newcomer")
+        config = LinkConfig(max_payload_bytes=largest_answer_bytes(self.swarm.manifest))
+        self.board = Switchboard(self.newcomer, WEIGHTS_PROTOCOL, self.hello, config)
+        self.cache = WeightCache(self.home, self.swarm.id, self.swarm.manifest)
+        self.dropped = []
+        self._seeders = []
+
+    async def seeder(self, name, *, swarm=None):
+        swarm = swarm or self.swarm
+        seeder = await Seeder.start(MemoryNetwork(self.peers, name), Hello(VERSION, swarm.id), swarm, LinkConfig())
+        self._seeders.append(seeder)
+        return seeder
+
+    async def whole(self, name):
+        seeder = await self.seeder(name)
+        seeder.add_folder(self.folder)
+        return seeder
+
+    async def fetch(self, *sources, numbers=range(CHUNKS)):
+        peers = [PeerSource(self.board, name) for name in sources]
+        fetcher = Fetcher(self.cache, lambda: peers, lambda source, _reason: self.dropped.append(source.name))
+        await asyncio.wait_for(fetcher.fetch({self.weights: numbers}, news=nobody_comes), 20)
+        return fetcher
+
+    def complete(self):
+        return self.cache.path(self.weights).read_bytes() == (self.folder / "model.safetensors").read_bytes()
+
+    async def close(self):
+        await self.board.close()
+        for seeder in self._seeders:
+            await seeder.close()
+        for network in list(self.peers.values()):
+            await network.close()
+
+
+async def nobody_comes():
+    raise AssertionError("nobody had the chunks")
+
+
+@pytest.fixture
+async def world(tmp_path):
+    world = World(tmp_path)
+    yield world
+    await world.close()
+
+
+async def test_manifest_comes_from_whoever_has_the_right_one(world):
+    other = new_swarm(encode_manifest(another(world.swarm.manifest)))
+    liar = await world.seeder("liar")
+    liar._manifest_bytes = other.manifest_bytes
+    with pytest.raises(ProtocolError, match="not the swarm's"):
+        await fetch_manifest(world.newcomer, ["liar"], world.hello, LinkConfig())
+    with pytest.raises(PeerLost):
+        await fetch_manifest(world.newcomer, ["nobody"], world.hello, LinkConfig())
+    await world.seeder("honest")
+    raw = await fetch_manifest(world.newcomer, ["nobody", "liar", "honest"], world.hello, LinkConfig())
+    assert raw == world.swarm.manifest_bytes
+
+
+def another(manifest):
+    return Manifest("other", manifest.model, manifest.files, manifest.created)
+
+
+async def test_a_peer_of_another_swarm_is_refused(world):
+    await world.seeder("stranger", swarm=new_swarm(encode_manifest(another(world.swarm.manifest))))
+    with pytest.raises(PeerError):
+        await fetch_manifest(world.newcomer, ["stranger"], world.hello, LinkConfig())
+
+
+async def test_only_the_wanted_bytes_move(world):
+    seeder = await world.whole("a")
+    assert seeder.units == (0, 6)
+    await world.fetch("a", numbers=[2, 3, 11])
+    moved = world.newcomer.received()
+    assert 3 * CHUNK_BYTES - 5 < moved < 3 * CHUNK_BYTES + 2000
+    assert world.cache.missing(world.weights, range(CHUNKS)) == [0, 1, 4, 5, 6, 7, 8, 9, 10]
+
+
+async def test_tampered_checkpoint_is_refused_and_fetched_elsewhere(world):
+    await world.whole("good")
+    bad = await world.whole("bad")
+    tampered = world.folder.parent / "tampered"
+    tampered.write_bytes(bytes(world.weights.size))
+    bad._offers[world.weights.root] = replace(bad._offers[world.weights.root], path=tampered)
+    await world.fetch("bad", "good")
+    assert world.dropped == ["bad"] and world.complete()
+
+
+async def test_holders_of_different_parts_complete_one_another(world):
+    """Each is asked first for what only the other one has."""
+    await world.whole("founder")
+    parts = {"even": [0, 1, 2, 3, 8, 9, 10, 11], "odd": [4, 5, 6, 7]}
+    for name, numbers in parts.items():
+        cache = WeightCache(world.home / name, world.swarm.id, world.swarm.manifest)
+        fetcher = Fetcher(cache, lambda: [PeerSource(world.board, "founder")], lambda *_: None)
+        await fetcher.fetch({world.weights: numbers}, news=nobody_comes)
+        (await world.seeder(name)).add_cache(cache, (0, 3))
+    await world.fetch("odd", "even")
+    assert world.complete() and world.dropped == []
+
+
+async def test_more_sources_are_asked_than_at_once(world):
+    empty = [f"empty {i}" for i in range(9)]
+    for name in empty:
+        await world.seeder(name)
+    await world.whole("last")
+    await world.fetch(*empty, "last")
+    assert world.complete() and world.dropped == []
+
+
+async def test_unknown_and_impossible_requests(world):
+    await world.whole("a")
+
+    async def answers(question):
+        return [item async for item in ask(world.board, "a", question)]
+
+    with pytest.raises(PeerRefused) as caught:
+        await answers(GetChunks(b"?" * 32, 0, 1))
+    assert caught.value.code == ErrorCode.NOT_FOUND
+    with pytest.raises(PeerRefused) as caught:
+        await answers(GetChunks(world.weights.root, CHUNKS - 1, 2))
+    assert caught.value.code == ErrorCode.MALFORMED
+
+
+async def test_a_source_that_sends_without_end_is_cut_off(world):
+    seeder = await world.whole("flood")
+
+    async def flood(channel, _offer, numbers):
+        for _ in range(100):  # all in one turn of the loop, so that nobody can take them in between
+            channel.send(Chunk(), seq=numbers.start, payload=[b"x"])
+
+    seeder._send_chunks = flood
+    await world.whole("good")
+    await world.fetch("flood", "good")
+    assert world.dropped == ["flood"] and world.complete()
+
+
+async def test_a_cancelled_fetch_goes_on_where_it_was(world):
+    await world.whole("a")
+    started = asyncio.Event()
+    source = PeerSource(world.board, "a")
+    fetcher = Fetcher(world.cache, lambda: [source], lambda *_: None)
+    task = asyncio.create_task(
+        fetcher.fetch({world.weights: range(CHUNKS)}, news=nobody_comes, progress=lambda *_: started.set())
+    )
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    left = world.cache.missing(world.weights, range(CHUNKS))
+    assert 0 < len(left) < CHUNKS
+    again = await world.fetch("a")
+    assert world.complete()
+    assert again.fetched_bytes == sum(world.weights.chunk_size(number) for number in left)
