@@ -8,9 +8,10 @@ with swarmnode.connect("friends.swarm") as swarm:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -62,17 +63,18 @@ class TextStream:
     def result(self) -> Generation:
         return self._ring.result
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncGenerator[Piece, None]:
         told = ""
-        async for token in self._ring:
-            if self._tokenizer is None:
-                yield Piece(token, None)
-                continue
-            self.result.text = self._tokenizer.decode(self.result.ids)
-            # A token may be part of a character: wait with what is not whole yet.
-            whole = self.result.text.rstrip("\ufffd")
-            yield Piece(token, whole[len(told) :])
-            told = whole if len(whole) > len(told) else told
+        async with contextlib.aclosing(aiter(self._ring)) as tokens:  # who stops listening frees the session at once
+            async for token in tokens:
+                if self._tokenizer is None:
+                    yield Piece(token, None)
+                    continue
+                self.result.text = self._tokenizer.decode(self.result.ids)
+                # A token may be part of a character: wait with what is not whole yet.
+                whole = self.result.text.rstrip("\ufffd")
+                yield Piece(token, whole[len(told) :])
+                told = whole if len(whole) > len(told) else told
 
 
 class SwarmClient:
@@ -150,9 +152,12 @@ class SwarmClient:
                     "span": list(peer.span),
                     "state": state_name(peer.life),
                     "device": peer.device,
+                    "sessions": peer.sessions,
                 }
                 for peer in sorted(peers.values(), key=lambda peer: (peer.span, peer.name, peer.peer))
+                if peer.span[1] > 0
             ],
+            "doors": sorted(peer.peer for peer in peers.values() if peer.span[1] == 0),  # bootstrap peers
         }
 
     async def changed(self) -> None:
@@ -282,7 +287,7 @@ class SyncStream:
                 except StopAsyncIteration:
                     return
         finally:
-            self._owner.run(pieces.aclose())  # type: ignore[attr-defined]
+            self._owner.run(pieces.aclose())
 
 
 class SyncSwarm:

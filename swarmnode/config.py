@@ -17,7 +17,7 @@ class ServerConfig:
     drain_s: float = 20.0  # how long a leaving node waits for its sessions to move
     max_early_attaches: int = 256  # sessions whose subscriptions came before their OPEN
     max_early_per_session: int = 4
-    prefill_chunk_tokens: int = 256
+    prefill_chunk_tokens: int = 128
 
 
 @dataclass(frozen=True)

@@ -163,16 +163,16 @@ class Node:
 
     async def _wait_for_a_reason_to_move(self, presence: Presence, hardware: Hardware) -> Span:
         """Until units are without a holder and it is our turn to go there. A span that the user fixed never moves."""
-        if self.config.span is not None:
-            await asyncio.Future()
         gap_since = time.monotonic()
         while True:
             view = self._view(presence)
             if not gaps(view.units, view.peers):
                 gap_since = time.monotonic()
             span = fill_move(view, self._joiner(presence, hardware), waited_s=time.monotonic() - gap_since)
-            if span is not None:
+            if span is not None and self.config.span is None:
                 return span
+            if self._stage is not None:
+                presence.directory.announce(**self._stage.figures())
             await asyncio.sleep(self.config.look_s)
 
     # -- serving

@@ -170,8 +170,9 @@ class Presence:
 
     def _doors(self) -> list[str]:
         """Every address at which the swarm may be found: the invite's, the last good ones, the LAN's."""
-        found = [*self.config.peers, *self.swarm.bootstraps, *self._known.addresses(), *(self._lan.addresses() if self._lan else ())]
-        return [address for address in dict.fromkeys(found) if not address.endswith(f"/p2p/{self.peer_id}")]
+        near = self._lan.addresses() if self._lan else []
+        found = dict.fromkeys([*self.config.peers, *self.swarm.bootstraps, *self._known.addresses(), *near])
+        return [address for address in found if not address.endswith(f"/p2p/{self.peer_id}")]
 
     async def _try_to_join(self) -> bool:
         doors = self._doors()

@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 
 SESSION_PROTOCOL = "/swarmnode/session/1"
 
+FINAL = (ErrorCode.TOO_LARGE, ErrorCode.NOT_FINITE)  # waiting for other peers would not help
+
 Route = tuple[HopSpec, ...]
 
 
@@ -227,7 +229,7 @@ class ClientSession:
                 self._blame(self.route[index].peer, error)
             self.stats.reroutes += 1
             try:
-                await self._bind()
+                await self._bind(error)
             except SwarmnodeError as failure:
                 if error.code == ErrorCode.DRAINING and isinstance(failure, NoRoute):
                     continue  # nobody can take over, and the leaving hop still serves
@@ -239,25 +241,27 @@ class ClientSession:
         code = error.code
         self.stats.faults.append((peer, code.name))
         log.info("session %s: peer %s: %s", self.id.hex()[:8], peer, error)
-        temporary = code in (ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.WRONG_SPAN)
+        temporary = code in (ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.WRONG_SPAN, ErrorCode.TOO_LARGE)
         if not temporary:
             self._router.suspect(peer, code.name)
         retry_s = getattr(error, "retry_s", None) or self._config.avoid_s
         self._avoid[peer] = self._clock() + retry_s
 
-    async def _bind(self) -> None:
-        """Open the next epoch along the best route, trying others while peers fail, as long as patience lasts."""
+    async def _bind(self, error: SwarmnodeError | None = None) -> None:
+        """Open the next epoch along the best route, trying others while peers fail, as long as patience lasts.
+
+        `error` is why a new epoch is needed.
+        """
         deadline_s = self._clock() + self._config.patience_s
-        error: SwarmnodeError | None = None
         while True:
             now_s = self._clock()
             avoid = frozenset(peer for peer, until_s in self._avoid.items() if until_s > now_s)
             try:
                 self.route = self._router.route(avoid, self.route)
             except NoRoute as failure:
-                error = self._why(error, failure)
-                if now_s >= deadline_s:
-                    raise error from None
+                reason = self._why(error, failure)
+                if now_s >= deadline_s or reason.code in FINAL:
+                    raise reason from None
                 pardons = [until_s for until_s in self._avoid.values() if until_s > now_s]
                 await self._news(min([deadline_s, now_s + 1.0, *pardons]) - now_s)
                 continue
@@ -276,7 +280,8 @@ class ClientSession:
         if isinstance(error, PeerRefused) and error.code == ErrorCode.BUSY:
             retry_s = error.retry_s or 1.0
             return Busy(f"the swarm is full at the moment; try again in {retry_s:.0f} s", retry_s=retry_s)
-        return error if isinstance(error, Busy) else no_route
+        told = isinstance(error, Busy) or (isinstance(error, PeerRefused) and error.code in FINAL)
+        return error if told and error is not None else no_route
 
     async def _news(self, timeout_s: float) -> None:
         with contextlib.suppress(asyncio.TimeoutError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from swarmnode.codec.messages import MAX_STOP_IDS, HopSpec, Mode, Sampling, Want
@@ -105,7 +105,7 @@ class RingStream:
     def __repr__(self) -> str:
         return f"<RingStream {len(self.result.ids)} tokens of {self._options.max_new_tokens}, {self._session!r}>"
 
-    async def __aiter__(self) -> AsyncIterator[int]:
+    async def __aiter__(self) -> AsyncGenerator[int, None]:
         started_s = self._clock()
         try:
             await self._session.start()

@@ -144,6 +144,8 @@ class StageServer:
             return Error(ErrorCode.DRAINING)
         start, end = units_of(body)
         needed_bytes = self._runner.reservation_bytes(body.rows * body.max_length, start, end)
+        if needed_bytes > self._runner.pool.usable_bytes:
+            return Error(ErrorCode.TOO_LARGE)
         while needed_bytes > self.free_cache_bytes:
             orphan = next((session for session in self._sessions.values() if session.orphaned), None)
             if orphan is None:

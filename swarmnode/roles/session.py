@@ -233,9 +233,9 @@ class StageSession:
         if self._freed:
             return
         if result.error is not None:
-            # An input that is not finite is the fault of the hop that sent it.
-            from_peer = result.error == ErrorCode.NOT_FINITE and not self._is_last and self.index > 0
-            self._send_fault(self.index - 1 if from_peer else self.index, result.error)
+            # A bad input is the fault of the hop that sent it.
+            self._send_fault(max(0, self.index - 1) if result.bad_input else self.index, result.error)
+            self._close_subscribers(Error(result.error))
             self.free()
         elif isinstance(job.then, Forward):
             assert result.tensor is not None
@@ -273,10 +273,10 @@ class StageSession:
         if channel in self._subscribers:
             self._subscribers.remove(channel)
 
-    def _close_subscribers(self) -> None:
+    def _close_subscribers(self, last: Body | None = None) -> None:
         subscribers, self._subscribers = self._subscribers, []
         for channel in subscribers:
-            channel.close()
+            channel.close(last)
 
     # -- faults and the end
 

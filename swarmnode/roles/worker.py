@@ -80,6 +80,7 @@ class Result:
     tensor: tuple[TensorInfo, Buffer] | None = None
     tokens: tuple[tuple[int, tuple[int, ...]], ...] = ()
     error: ErrorCode | None = None
+    bad_input: bool = False  # the error was in what came in, not in what was made of it
 
 
 def merge(first: Job, second: Job, max_tokens: int) -> Job | None:
@@ -218,7 +219,7 @@ class Worker:
                 works.append(self._decode(job))
                 ready.append(job)
             except ProtocolError as error:
-                failed[id(job)] = Result(error=error.code)
+                failed[id(job)] = Result(error=error.code, bad_input=True)
         try:
             outputs = self.runner.run(works) if works else []
             done = {id(job): self._encode(job, result.output) for job, result in zip(ready, outputs, strict=True)}

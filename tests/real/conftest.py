@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -55,7 +56,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 class Stages:
     """Two stages, two replicas each, and a bootstrap peer: kept whole between tests by starting what has died."""
 
-    SPANS = {"a1": "0:3", "a2": "0:3", "b1": "3:6", "b2": "3:6"}
+    SPANS: ClassVar = {"a1": "0:3", "a2": "0:3", "b1": "3:6", "b2": "3:6"}
 
     def __init__(self, local: LocalSwarm) -> None:
         self.local = local
