@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import PeerView, Span, View, draw
@@ -61,20 +61,40 @@ def fill_move(view: View, joiner: Joiner, *, waited_s: float, patience_s: float 
     missing = set(gaps(view.units, living))
     if not missing:
         return None
-    moves: dict[PeerId, Span] = {}
-    ranks: dict[PeerId, tuple[int, int, int]] = {}
-    for peer in living:
-        others = [other for other in living if other is not peer]
-        capacity = joiner.capacity_units if peer.peer == joiner.peer else peer.span.units
-        span = _best_span(view.units, others, peer.peer, capacity, peer.decode_units_per_s)
-        left = set(gaps(view.units, [*others, replace(peer, span=span)]))
-        if peer.state is State.READY and left < missing:
-            moves[peer.peer] = span
-            ranks[peer.peer] = (len(left), peer.sessions, draw(peer.peer))
-    if joiner.peer not in moves:
+    own = next((peer for peer in living if peer.peer == joiner.peer), None)
+    move = None if own is None else _fill(view.units, living, own, joiner.capacity_units, missing)
+    if own is None or move is None:
         return None
-    ahead = sum(rank < ranks[joiner.peer] for rank in ranks.values())
-    return moves[joiner.peer] if waited_s >= ahead * patience_s else None
+    moves: dict[Span, _Fill | None] = {}  # replicas would make the same move
+    ahead = 0
+    for peer in living:
+        if peer.state is not State.READY or peer is own:
+            continue
+        if peer.span not in moves:
+            moves[peer.span] = _fill(view.units, living, peer, peer.span.units, missing)
+        other = moves[peer.span]
+        ahead += other is not None and _turn(peer, other) < _turn(own, move)
+    return move.span if waited_s >= ahead * patience_s else None
+
+
+class _Fill(NamedTuple):
+    """A move that fills gaps, and how many units are still without holder after it."""
+
+    span: Span
+    left: int
+
+
+def _fill(units: int, living: Sequence[PeerView], peer: PeerView, capacity: int, missing: set[int]) -> _Fill | None:
+    """Where the peer would go to fill gaps without opening another; None where it cannot."""
+    others = [other for other in living if other is not peer]
+    span = _best_span(units, others, peer.peer, capacity, peer.decode_units_per_s)
+    left = set(gaps(units, [*others, replace(peer, span=span)]))
+    return _Fill(span, len(left)) if left < missing else None
+
+
+def _turn(peer: PeerView, move: _Fill) -> tuple[int, int, int]:
+    """Whose turn it is to move: the least first."""
+    return move.left, peer.sessions, draw(peer.peer)
 
 
 def gaps(units: int, peers: Iterable[PeerView]) -> list[int]:

@@ -24,7 +24,7 @@ from swarmnode.swarm.announcement import (
     Sign,
     State,
     Verify,
-    open_announcement,
+    announcement_reader,
     sign_announcement,
 )
 from swarmnode.swarm.known_peers import KnownPeers
@@ -83,7 +83,7 @@ class Directory:
         self.config = config
         self.known_peers = known_peers
         self.revision = 0
-        self._verify = verify
+        self._read = announcement_reader(swarm_id, verify)
         self._sign = sign
         self._now = now
         self._sleep = sleep
@@ -192,7 +192,7 @@ class Directory:
     def _observe(self, value: bytes) -> None:
         """Take in one record; what is not a signed announcement of this swarm is passed over."""
         try:
-            announcement = open_announcement(value, self.swarm_id, self._verify)
+            announcement = self._read(value)
         except ProtocolError as error:
             logger.debug("ignored a record: %s", error)
             return

@@ -14,6 +14,7 @@ from swarmnode.swarm.announcement import (
     VERSION,
     Announcement,
     State,
+    announcement_reader,
     open_announcement,
     peer_digest,
     record_validator,
@@ -141,7 +142,9 @@ def test_validator():
     valid = record_validator(SWARM, fake_verify, lambda: NOW)
     good = record(make())
     assert valid(KEY, b"peer-a", good, NOW + 16)
-    assert valid(bytes(20), b"peer-a", good, NOW + 16), "engines hand keys over hashed: the signed value names the swarm"
+    assert valid(bytes(20), b"peer-a", good, NOW + 16), (
+        "engines hand keys over hashed: the signed value names the swarm"
+    )
     assert not valid(KEY, b"peer-b", good, NOW + 16), "another peer's subkey"
     assert not valid(KEY, b"peer-a", good, NOW + 17), "kept longer than its author wanted"
     assert not valid(KEY, b"peer-a", good[:-1] + bytes([good[-1] ^ 1]), NOW + 16), "damaged signature"
@@ -154,3 +157,14 @@ def test_validator():
 def test_garbage(data):
     with pytest.raises(ProtocolError):
         open_announcement(data, SWARM, fake_verify)
+
+
+def test_a_signature_is_checked_once():
+    checks = []
+    read = announcement_reader(SWARM, lambda *parts: checks.append(parts) or fake_verify(*parts))
+    good, bad = record(make()), record(make())[:-1] + b"?"
+    assert read(good) is read(good)
+    assert len(checks) == 1
+    for _ in range(2):
+        with pytest.raises(ProtocolError):
+            read(bad)
