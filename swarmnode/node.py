@@ -192,7 +192,9 @@ class Node:
             seeder.add_cache(weights.cache, (span.start, span.end))
         elif presence.swarm.checkpoint is not None:
             seeder.add_folder(presence.swarm.checkpoint)
-        self._stage = await Stage.load(presence.network, presence.hello, presence.link_config, checkpoint, hardware, span)
+        self._stage = await Stage.load(
+            presence.network, presence.hello, presence.link_config, checkpoint, hardware, span
+        )
         presence.directory.announce(state=State.READY, seeds=seeder.units, **self._stage.figures())
         self._tell("ready", f"Serving units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -45,7 +46,8 @@ prompt, new, prefill = map(int, sys.argv[2:5])
 generate(prompt, 4)
 for line in sys.stdin:
     first = generate(prompt, 1)
-    print(json.dumps({"decode_tokens_per_s": (new - 1) / (generate(prompt, new) - first), "prefill_s": generate(prefill, 1)}), flush=True)
+    decode = (new - 1) / (generate(prompt, new) - first)
+    print(json.dumps({"decode_tokens_per_s": decode, "prefill_s": generate(prefill, 1)}), flush=True)
 """
 
 
@@ -91,7 +93,7 @@ def make_model(folder: Path) -> None:
 def spans(nodes: int) -> list[str]:
     """Even spans of the units over so many nodes."""
     cuts = [round(number * (LAYERS + 2) / nodes) for number in range(nodes + 1)]
-    return [f"{start}:{end}" for start, end in zip(cuts, cuts[1:], strict=False)]
+    return [f"{start}:{end}" for start, end in itertools.pairwise(cuts)]
 
 
 def wire_bytes(pids: set[int]) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import socket
 
 from multiaddr import Multiaddr
@@ -26,7 +27,7 @@ def check(address: str, *, needs_peer: bool = False) -> str:
 def _value(address: str, *protocols: str) -> str | None:
     """The value of the first of these protocols that the address has."""
     parts = address.strip("/").split("/")
-    for name, value in zip(parts, parts[1:], strict=False):
+    for name, value in itertools.pairwise(parts):
         if name in protocols:
             return value
     return None

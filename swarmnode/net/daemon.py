@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from swarmnode.errors import LocalError
 from swarmnode.net.parent import die_with_parent
@@ -80,8 +81,6 @@ class Daemon:
     @classmethod
     async def start(cls, binary: Path, flags: Sequence[str], socket: Path) -> Daemon:
         """Start p2pd and wait until it answers. Raises LocalError with its last words where it does not come up."""
-        with contextlib.suppress(FileNotFoundError):
-            socket.unlink()
         try:
             process = await asyncio.create_subprocess_exec(
                 str(binary),
@@ -109,7 +108,8 @@ class Daemon:
 
     async def _until_ready(self) -> None:
         ready = asyncio.ensure_future(self._ready.wait())
-        await asyncio.wait({ready, self.exited}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {ready, self.exited}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
             ready.cancel()
             await self._output

@@ -101,7 +101,7 @@ class EngineConfig:
         return flags
 
 
-class _Validator(RecordValidatorBase):  # type: ignore[misc]
+class _Validator(RecordValidatorBase):
     """hivemind's question put to our callable. Keys come as their hashes: what is believed rests on the value alone."""
 
     def __init__(self, valid: RecordValidator | None) -> None:
@@ -372,9 +372,7 @@ class Engine(Network):
             peer=target.to_bytes(), addrs=[Multiaddr(without_peer(address)).to_bytes()], timeout=5
         )
         try:
-            stream, response = await self._request(
-                p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request)
-            )
+            stream, response = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request))
             stream.abort()
         except (NetworkDown, PeerLost) as error:
             log.debug("cannot dial %s: %s", address, error)
@@ -406,11 +404,11 @@ class Engine(Network):
         self._folder.remove()
 
 
-class _Client(P2P):  # type: ignore[misc]
+class _Client(P2P):
     """hivemind's client of a p2pd that we started ourselves; the DHT speaks through it."""
 
     @classmethod
     async def connect(cls, socket: Path, folder: Path) -> Any:
         # Each client listens on a socket of its own; hivemind wants a prefix that it completes with a random name.
-        client = type("Client", (cls,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
+        client: Any = type("Client", (cls,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
         return await client.replicate(HivemindMultiaddr(f"/unix{socket}"))

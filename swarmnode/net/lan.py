@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from zeroconf import NonUniqueNameException, ServiceStateChange, Zeroconf
+from zeroconf import ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from swarmnode.errors import LocalError, UsageError
-from swarmnode.net.addresses import check, is_loopback, peer_of, tcp_endpoint, with_peer, without_peer
+from swarmnode.net.addresses import check, is_loopback, tcp_endpoint, with_peer, without_peer
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
 
@@ -50,26 +50,27 @@ class LanDiscovery:
         Loopback addresses are nobody else's business: with none but them, nothing is sent. Raises LocalError.
         """
         discovery = cls(swarm_id, peer_id, addresses)
-        interfaces = sorted({endpoint[0] for address in discovery._own if (endpoint := tcp_endpoint(address))})
-        if not interfaces:
+        endpoints = [endpoint for address in discovery._own if (endpoint := tcp_endpoint(address))]
+        if not endpoints:
             return discovery
+        hosts = sorted({host for host, _port in endpoints})
         try:
-            discovery._zeroconf = AsyncZeroconf(interfaces=interfaces)
-            await discovery._zeroconf.async_register_service(discovery._service())
-        except (OSError, NonUniqueNameException) as error:
+            discovery._zeroconf = AsyncZeroconf(interfaces=hosts)
+            # A peer id is nobody else's name: the second of probing for others that use it can be saved.
+            service = discovery._service(hosts, endpoints[0][1])
+            await discovery._zeroconf.async_register_service(service, cooperating_responders=True)
+        except OSError as error:
             await discovery.close()
             raise LocalError(f"cannot announce this peer on the local network: {error}") from error
-        discovery._browser = AsyncServiceBrowser(
-            discovery._zeroconf.zeroconf, SERVICE, handlers=[discovery._changed]
-        )
+        discovery._browser = AsyncServiceBrowser(discovery._zeroconf.zeroconf, SERVICE, handlers=[discovery._changed])
         return discovery
 
-    def _service(self) -> AsyncServiceInfo:
-        port = next(endpoint[1] for address in self._own if (endpoint := tcp_endpoint(address)))
+    def _service(self, hosts: Sequence[str], port: int) -> AsyncServiceInfo:
         places = {f"a{index}": without_peer(address) for index, address in enumerate(self._own)}
         return AsyncServiceInfo(
             SERVICE,
             f"{self._peer_id}.{SERVICE}",
+            parsed_addresses=list(hosts),
             port=port,
             properties={"swarm": self._swarm, **places},
             server=f"{self._peer_id}.local.",
@@ -116,6 +117,6 @@ def usable(told: Sequence[str], peer: PeerId) -> list[str]:
             full = check(with_peer(address, peer), needs_peer=True)
         except UsageError:
             continue
-        if peer_of(full) == peer and not is_loopback(full):
+        if full.count("/p2p/") == 1 and tcp_endpoint(full) and not is_loopback(full):
             good.append(full)
     return good

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-CANCEL_AGAIN_S = 5.0
+CANCEL_AGAIN_S = 0.5
 
 
 class Tasks:

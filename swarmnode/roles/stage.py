@@ -143,7 +143,13 @@ class Stage:
 
     @classmethod
     async def load(
-        cls, network: Network, hello: Hello, link_config: LinkConfig, checkpoint: Checkpoint, hardware: Hardware, units: Units
+        cls,
+        network: Network,
+        hello: Hello,
+        link_config: LinkConfig,
+        checkpoint: Checkpoint,
+        hardware: Hardware,
+        units: Units,
     ) -> Stage:
         """Load a span whose weights are here, measure it, and serve. Raises CheckpointError, LocalError."""
         span = await asyncio.to_thread(

@@ -109,7 +109,9 @@ class WeightCache:
         free_bytes = shutil.disk_usage(self.root).free
         bound = self._max_bytes if self._max_bytes is not None else int(used_bytes(self.root) + free_bytes * DISK_SHARE)
         excess = used_bytes(self.root) + needed_bytes - bound
-        others = sorted((path for path in self.root.iterdir() if path != self.folder), key=lambda path: path.stat().st_mtime)
+        others = sorted(
+            (path for path in self.root.iterdir() if path != self.folder), key=lambda path: path.stat().st_mtime
+        )
         for folder in others:
             if excess <= 0:
                 break
@@ -151,4 +153,6 @@ def _evict(folder: Path) -> bool:
 
 
 def _disk_error(folder: Path, error: OSError) -> LocalError:
-    return LocalError(f"cannot keep weights in {folder}: {error.strerror or error}; free disk space or choose another --home")
+    return LocalError(
+        f"cannot keep weights in {folder}: {error.strerror or error}; free disk space or choose another --home"
+    )

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -20,21 +20,49 @@ PEER = """
 import asyncio, json, sys
 from swarmnode.net.lan import LanDiscovery
 
-async def main(swarm, peer, address, leave_early):
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.02)
+
+async def main(swarm, peer, address):
     lan = await LanDiscovery.start(bytes.fromhex(swarm), peer, ["/ip4/127.0.0.1/tcp/4001", address])
-    print("ready", flush=True)
-    for line in sys.stdin:  # blocks on purpose between questions: answers are given while we wait below
-        found = []
-        for _ in range(int(line)):
-            await asyncio.sleep(0.05)
-            found = lan.addresses()
-            if found:
-                break
-        print(json.dumps(found), flush=True)
+    print(json.dumps("ready"), flush=True)
+    leaving = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
+    for condition in (lambda: lan.addresses(), lambda: not lan.addresses()):
+        heard = asyncio.create_task(until(condition))
+        await asyncio.wait({leaving, heard}, return_when=asyncio.FIRST_COMPLETED)
+        if leaving.done():
+            break
+        print(json.dumps(lan.addresses()), flush=True)
+    await leaving
     await lan.close()
 
-asyncio.run(main(*sys.argv[1:5]))
+asyncio.run(main(*sys.argv[1:4]))
 """
+
+
+class Peer:
+    """A process in a namespace that tells what it hears."""
+
+    def __init__(self, namespace: str, swarm: bytes, address: str) -> None:
+        self.id = Identity.generate().peer_id
+        self.address = f"{address}/p2p/{self.id}"
+        command = ["ip", "netns", "exec", namespace, sys.executable, "-c", PEER, swarm.hex(), self.id, self.address]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.tells() == "ready"
+
+    def tells(self) -> object:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def leave(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        assert self._process.wait(10) == 0
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 def ip(*arguments: str) -> None:
@@ -62,3 +90,44 @@ def rooms() -> Iterator[tuple[str, str]]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+@pytest.fixture
+def start(rooms: tuple[str, str]) -> Iterator[Callable[..., Peer]]:
+    peers: list[Peer] = []
+
+    def start(room: int, swarm: bytes = SWARM) -> Peer:
+        peers.append(Peer(rooms[room], swarm, f"/ip4/10.77.0.{room + 1}/tcp/4001"))
+        return peers[-1]
+
+    yield start
+    for peer in peers:
+        peer.end()
+
+
+def test_peers_of_a_swarm_hear_of_one_another_and_of_goodbyes(start: Callable[..., Peer]) -> None:
+    first = start(0)
+    stranger = start(1, swarm=bytes(32))
+    second = start(1)
+    assert first.tells() == [second.address]
+    assert second.tells() == [first.address]
+    stranger.leave()  # had heard nothing: its next line would have been an address
+    second.leave()
+    assert first.tells() == []
+    first.leave()
+
+
+async def test_loopback_stays_silent() -> None:
+    lan = await LanDiscovery.start(SWARM, "us", ["/ip4/127.0.0.1/tcp/4001/p2p/us", "/ip6/::1/tcp/4001/p2p/us"])
+    assert repr(lan) == "<LanDiscovery silent 0 addresses, 0 peers found>"
+    assert lan.addresses() == []
+    await lan.close()
+    await lan.close()
+
+
+def test_what_strangers_tell_is_checked() -> None:
+    peer, other = Identity.generate().peer_id, Identity.generate().peer_id
+    good = "/ip4/10.0.0.7/tcp/4001"
+    told = [good, f"{good}/p2p/{other}", "/ip4/127.0.0.1/tcp/1", "/ip4/10.0.0.300/tcp/1", "nonsense", "/unix/tmp/x"]
+    assert usable(told, peer) == [f"{good}/p2p/{peer}"]
+    assert usable([good], "not a peer id") == []

@@ -44,7 +44,9 @@ def stopped(process: psutil.Process) -> Iterator[None]:
 
 @pytest.mark.parametrize("at", [1, 2, 17, TOKENS - 1])
 @pytest.mark.parametrize("hops", [(0,), (1,), (0, 1)], ids=["first", "last", "both"])
-async def test_killed_nodes_do_not_change_the_text(stages: Stages, tiny: TinyModel, at: int, hops: Sequence[int]) -> None:
+async def test_killed_nodes_do_not_change_the_text(
+    stages: Stages, tiny: TinyModel, at: int, hops: Sequence[int]
+) -> None:
     async with stages.client() as client:
 
         def strike(route: Sequence[object]) -> None:

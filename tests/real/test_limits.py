@@ -73,13 +73,13 @@ async def test_the_sessions_of_a_dead_client_are_freed(local: LocalSwarm, tiny: 
     ids = ",".join(map(str, PROMPT))
     command = [sys.executable, "-m", "swarmnode.cli.main", "generate", str(local.file), "--ids", ids, "-n", "3000"]
     async with await joined(local) as client:
-        dying = subprocess.Popen(command, env=local.environment, stdout=subprocess.PIPE)
+        dying = await asyncio.create_subprocess_exec(*command, env=local.environment, stdout=subprocess.PIPE)
         assert dying.stdout is not None
-        await asyncio.to_thread(dying.stdout.read, 4)  # it has tokens: its session is open
+        await dying.stdout.readexactly(4)  # it has tokens: its session is open
         while await sessions(client) == 0:
             await client.changed()
         dying.send_signal(signal.SIGKILL)
-        dying.wait()
+        await dying.wait()
 
         async def freed() -> None:
             while await sessions(client):
