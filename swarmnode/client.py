@@ -346,9 +346,18 @@ class SyncSwarm:
             self._stop()
 
     def _stop(self) -> None:
+        self.run(_cancel_the_rest())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _cancel_the_rest() -> None:
+    """Searches of the DHT that nobody waits for any more go with the loop that was theirs."""
+    rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
 
 
 def connect(swarm: str | Path, *, home: Path | None = None, patience_s: float = 60.0) -> SyncSwarm:
