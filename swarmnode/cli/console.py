@@ -79,6 +79,7 @@ def set_up_logging(verbose: bool) -> None:
     logging.basicConfig(
         stream=sys.stderr, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", level=logging.WARNING
     )
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of optional kernels that it fetches from a hub
     logging.getLogger("swarmnode").setLevel(logging.DEBUG if verbose else logging.WARNING)
 
 

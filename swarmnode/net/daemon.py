@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,8 @@ from swarmnode.net.parent import die_with_parent
 
 log = logging.getLogger(__name__)
 
-FOLDER_PREFIX = "swarmnode-p2pd-"
+FOLDER_PREFIX = "swarmnode-"  # short: a socket's path may have 103 bytes (macOS), of which hivemind's names take 26
+MAX_FOLDER_CHARS = 76
 START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 3.0
 
@@ -31,10 +34,19 @@ class SocketFolder:
 
     def __init__(self) -> None:
         remove_stale_folders()
-        self.path = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))  # mode 0700
+        prefix = f"{FOLDER_PREFIX}{os.getpid()}-"
+        self.path = Path(tempfile.mkdtemp(prefix=prefix))  # mode 0700
+        if len(str(self.path)) > MAX_FOLDER_CHARS:
+            self.path.rmdir()
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
+        self._sockets = itertools.count(1)
 
     def __repr__(self) -> str:
         return f"<SocketFolder {self.path}>"
+
+    def new_socket(self, name: str) -> Path:
+        """A path that no other process has listened on: the file of one that was killed is still there."""
+        return self.path / f"{name}-{next(self._sockets)}.sock"
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -47,6 +59,10 @@ def remove_stale_folders() -> None:
         with contextlib.suppress(OSError):
             if pid.isdigit() and not _is_alive(int(pid)) and folder.stat().st_uid == os.getuid():
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove(socket: Path) -> None:
+    socket.unlink(missing_ok=True)
 
 
 def _is_alive(pid: int) -> bool:
@@ -68,6 +84,7 @@ class Daemon:
         self.exited: asyncio.Future[int] = asyncio.ensure_future(process.wait())
         self._output = asyncio.ensure_future(self._read())
         self._ready = asyncio.Event()
+        self._started_s = time.monotonic()
         self.last_line = ""
 
     def __repr__(self) -> str:
@@ -78,9 +95,15 @@ class Daemon:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since its start."""
+        return time.monotonic() - self._started_s
+
     @classmethod
     async def start(cls, binary: Path, flags: Sequence[str], socket: Path) -> Daemon:
         """Start p2pd and wait until it answers. Raises LocalError with its last words where it does not come up."""
+        _remove(socket)  # of a p2pd that was killed: a new one cannot take its place
         try:
             process = await asyncio.create_subprocess_exec(
                 str(binary),

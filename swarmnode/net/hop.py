@@ -53,6 +53,7 @@ class Hop:
         self._ready: asyncio.Future[int] | None = None
         self._error: PeerError | None = None
         self._live = False
+        self._attempt = 0  # counts bindings: what an earlier one still hears or awaits is void
 
     def __repr__(self) -> str:
         where = f"to {self._channel.peer}" if self._channel else "unbound"
@@ -78,21 +79,27 @@ class Hop:
         Raises PeerLost, PeerRefused or NetworkDown; the hop is then unbound and keeps its journal.
         """
         self.unbind()
+        attempt = self._attempt
+        channel = await self._switchboard.call(
+            peer, lambda frame, body: self._hear(attempt, frame, body), lambda error: self._lost(attempt, error)
+        )
+        if attempt != self._attempt:
+            channel.close()
+            raise _superseded(peer)
         ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        channel = await self._switchboard.call(peer, self._hear, self._lost)
         self._ready, self._channel, self._error = ready, channel, None
         try:
             channel.send(body)
             have = await asyncio.wait_for(ready, timeout_s)
-            await self._replay(channel, have)
+            await self._replay(attempt, channel, have)
         except asyncio.TimeoutError:
-            self.unbind()
+            self._leave(attempt)
             raise PeerLost(f"peer {peer} did not get ready within {timeout_s:.1f} s", peer=peer) from None
         except (PeerError, asyncio.CancelledError):
-            self.unbind()
+            self._leave(attempt)
             raise
 
-    async def _replay(self, channel: Channel, have: int) -> None:
+    async def _replay(self, attempt: int, channel: Channel, have: int) -> None:
         sent = 0
         while sent < len(self._journal):  # the journal may grow while we wait for the link to drain
             entry = self._journal[sent]
@@ -100,6 +107,8 @@ class Hop:
             if entry.end > have:
                 channel.send(entry.body, seq=entry.start, payload=entry.payload)
                 await channel.drain()
+            if attempt != self._attempt:
+                raise _superseded(channel.peer)
             if self._error is not None:
                 raise self._error
         self._live = True
@@ -110,7 +119,7 @@ class Hop:
             try:
                 self._channel.send(entry.body, seq=entry.start, payload=entry.payload)
             except PeerLost as error:
-                self._lost(error)
+                self._lost(self._attempt, error)
 
     def record(self, entry: Entry) -> bool:
         """Journal an entry without sending it (the peer got it in another way). False where it was there already."""
@@ -125,29 +134,44 @@ class Hop:
             self._channel.send(body, seq=seq)
 
     def unbind(self) -> None:
-        """Leave the current peer in order; the journal stays for the next one."""
+        """Leave the current peer in order, and give up an `open` that is under way; the journal stays for the next one."""
         channel, self._channel = self._channel, None
+        self._attempt += 1
         self._live = False
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(_superseded(channel.peer if channel else None))
+            self._ready.exception()  # nobody may be waiting any more
         if channel is not None:
             channel.close()
 
-    def _hear(self, frame: Frame, body: Body) -> None:
-        if self._channel is None:
+    def _leave(self, attempt: int) -> None:
+        """Unbind, unless a newer epoch has bound the hop meanwhile."""
+        if attempt == self._attempt:
+            self.unbind()
+
+    def _hear(self, attempt: int, frame: Frame, body: Body) -> None:
+        if attempt != self._attempt or self._channel is None:
             return
         if isinstance(body, Ready):
             if self._ready is not None and not self._ready.done():
                 self._ready.set_result(body.have)
         elif isinstance(body, Error):
-            self._lost(refusal(body.code, retry_s=body.retry_s, peer=self._channel.peer))
+            self._lost(attempt, refusal(body.code, retry_s=body.retry_s, peer=self._channel.peer))
         elif isinstance(body, End):
-            self._lost(PeerLost(f"peer {self._channel.peer} ended the session", peer=self._channel.peer))
+            self._lost(attempt, PeerLost(f"peer {self._channel.peer} ended the session", peer=self._channel.peer))
         else:
             self._on_frame(frame, body)
 
-    def _lost(self, error: PeerError) -> None:
+    def _lost(self, attempt: int, error: PeerError) -> None:
+        if attempt != self._attempt:
+            return
         was_live, self._live = self._live, False
         self._error = error
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)
         elif was_live:
             self._on_fault(error)
+
+
+def _superseded(peer: PeerId | None) -> PeerLost:
+    return PeerLost(f"the session has moved on from peer {peer}", peer=peer)

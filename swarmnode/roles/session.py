@@ -72,6 +72,7 @@ class StageSession:
         self._upstream: Channel | None = None
         self._downstream = Hop(stage.switchboard, self._from_downstream, self._downstream_failed)
         self._ring: Channel | None = None
+        self._ahead: dict[int, int] = {}  # tokens by position that wait for the ones before them
         self._subscribers: list[Channel] = []
         self._outputs: dict[int, tuple[Output, tuple[Buffer, ...]]] = {}
         self._tasks = Tasks(f"session {opened.session.hex()[:8]}")
@@ -194,6 +195,7 @@ class StageSession:
         skip = self.accepted - start
         want = Want(body.want) if end >= self._open.known else Want.NOTHING
         self._submit(end, ((body.tensor, payload),), want=want, reorder=body.reorder if not skip else (), skip=skip)
+        self._feed_what_waits()
 
     def _submit(
         self, end: int, parts: tuple[tuple[TensorInfo, Buffer], ...], want: Want, reorder: tuple[int, ...], skip: int
@@ -223,9 +225,17 @@ class StageSession:
             self._send_fault(len(self._open.route) - 1, code)
 
     def _feed(self, position: int, output: Output) -> None:
-        """A token that the last hop drew is the next input, unless it is here already or nothing follows it."""
-        if position == self.accepted and not output.final and position < self._open.max_length:
-            self._submit(position + 1, ((IDS_INFO, id_payload(output.ids[0])),), Want.NOTHING, (), 0)
+        """A token that the last hop drew is the next input, unless it is here already or nothing follows it.
+
+        After a fault it may come before the replay of what precedes it: then it waits.
+        """
+        if self.accepted <= position < self._open.max_length and not output.final:
+            self._ahead[position] = output.ids[0]
+        self._feed_what_waits()
+
+    def _feed_what_waits(self) -> None:
+        while (token := self._ahead.pop(self.accepted, None)) is not None:
+            self._submit(self.accepted + 1, ((IDS_INFO, id_payload(token)),), Want.NOTHING, (), 0)
 
     # -- results
 
