@@ -27,7 +27,7 @@ ROOMS = (
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 HEAVY = {"torch", "transformers", "hivemind", "bitsandbytes", "scipy", "numpy", "safetensors", "huggingface_hub"}
-HIVEMIND_FILES = {"net/engine.py"}
+HIVEMIND_FILES = {"net/from_hivemind.py"}
 FORBIDDEN = {  # top-level package -> rooms that may not import it at all
     "torch": {"codec", "net", "swarm", "plan"},
     "transformers": {"codec", "compress", "net", "swarm", "plan"},

@@ -26,6 +26,7 @@ import uvloop
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import VERSION, Body, Chunk, Hello, Output, Ready
 from swarmnode.net.engine import Engine, EngineConfig
+from swarmnode.net.from_hivemind import PeerID
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import Stream
 from swarmnode.net.link import Link, LinkConfig
@@ -145,8 +146,6 @@ class Client:
 
     async def bare(self, mib: int, round_trips: int) -> dict[str, float]:
         async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-            from hivemind.p2p import PeerID
-
             _, reader, writer = await self._engine._p2p.call_binary_stream_handler(
                 PeerID.from_base58(self._peer), BARE_STREAM
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import socket
+from collections.abc import Sequence
 
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
@@ -62,6 +63,18 @@ def tcp_endpoint(address: str) -> tuple[str, int] | None:
     """(host, port) of an ip4 or ip6 TCP address; None for others."""
     host, port = _value(address, "ip4", "ip6"), _value(address, "tcp")
     return (host, int(port)) if host is not None and port is not None else None
+
+
+def with_ports(configured: Sequence[str], listening: Sequence[str]) -> tuple[str, ...]:
+    """The configured addresses, ports that were left open (0) replaced by those that are listened on now."""
+    filled = []
+    for address in configured:
+        for transport in ("tcp", "udp"):
+            ports = [port for other in listening if (port := _value(other, transport)) is not None]
+            if _value(address, transport) == "0" and ports:
+                address = address.replace(f"/{transport}/0", f"/{transport}/{ports[0]}", 1)
+        filled.append(address)
+    return tuple(filled)
 
 
 def check_port_free(address: str) -> None:

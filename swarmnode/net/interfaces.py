@@ -10,6 +10,7 @@ from typing import Union
 Buffer = Union[bytes, bytearray, memoryview]
 PeerId = str  # base58, as libp2p prints it
 READ_BYTES = 64 * 1024
+MAX_RECORD_BYTES = 4096
 
 
 class Stream(ABC):
@@ -63,7 +64,8 @@ class Dht(ABC):
 
     @abstractmethod
     async def store(self, key: bytes, subkey: bytes, value: bytes, *, expires_at: float) -> bool:
-        """Store one subkey's value on the nearest peers. False where no peer but ourselves took it."""
+        """Store one subkey's value on the nearest peers. False where no peer but ourselves took it: nobody else is there,
+        its validator refuses it, it is over MAX_RECORD_BYTES, or a record that expires later is known."""
 
     @abstractmethod
     async def get(self, keys: Sequence[bytes]) -> Mapping[bytes, Mapping[bytes, Record]]:
@@ -71,7 +73,9 @@ class Dht(ABC):
 
 
 RecordValidator = Callable[[bytes, bytes, bytes, float], bool]
-"""(key, subkey, value, expires_at) -> whether this peer keeps or believes it. Called on every record, in and out."""
+"""(key, subkey, value, expires_at) -> whether this peer keeps or believes it. Called on every record, in and out.
+
+The key may be a hash of the one that was stored: what is believed should rest on the value alone."""
 
 
 class Network(ABC):

@@ -23,7 +23,7 @@ class SocketStream(Stream, asyncio.BufferedProtocol):
     and when the staging buffer is full the peer has to wait.
     """
 
-    def __init__(self, on_preamble: Callable[[SocketStream], None] = lambda _stream: None) -> None:
+    def __init__(self, on_preamble: Callable[[SocketStream, bytes], None] = lambda _stream, _preamble: None) -> None:
         self.peer: PeerId = ""
         self.protocol = ""
         self._loop = asyncio.get_running_loop()
@@ -104,8 +104,9 @@ class SocketStream(Stream, asyncio.BufferedProtocol):
             rest = data[start + length :]
             self._staged_bytes = len(rest)
             self._staging[: len(rest)] = rest
-            self._preamble.set_result(data[start : start + length])
-            self._on_preamble(self)
+            preamble = data[start : start + length]
+            self._preamble.set_result(preamble)
+            self._on_preamble(self, preamble)
 
     async def preamble(self) -> bytes:
         """The daemon's message, once. Raises PeerLost where the daemon closed instead."""

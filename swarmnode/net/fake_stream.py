@@ -1,0 +1,160 @@
+"""Streams of the fake network: two pipes whose bytes arrive when the world says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from swarmnode.errors import PeerLost
+from swarmnode.net.interfaces import Buffer, PeerId, Stream
+
+HIGH_WATER_BYTES = 1 << 20
+
+Deliver = Callable[["Pipe", int], None]
+"""(pipe, bytes): the world calls the pipe's `arrive` once for each call, in order, when the bytes are there."""
+
+
+class Pipe:
+    """One direction of a stream."""
+
+    def __init__(self, source: PeerId, target: PeerId, deliver: Deliver) -> None:
+        self.source = source
+        self.target = target
+        self.unread_bytes = 0  # on the way, or arrived and not read
+        self.last_arrival_s = 0.0  # of what was sent last; later bytes do not overtake it
+        self.ended = False
+        self.broken = False
+        self._deliver = deliver
+        self._travelling: deque[bytes] = deque()
+        self._arrived: deque[memoryview] = deque()
+        self._changed: set[asyncio.Future[None]] = set()
+
+    def __repr__(self) -> str:
+        state = "broken" if self.broken else "ended" if self.ended else "open"
+        return f"<Pipe to {self.target} {state}, {self.unread_bytes} bytes unread>"
+
+    def send(self, data: bytes) -> None:
+        """Send bytes; none at all are the end."""
+        self._travelling.append(data)
+        self.unread_bytes += len(data)
+        self._deliver(self, len(data))
+
+    def arrive(self) -> None:
+        """What was sent first is there now."""
+        data = self._travelling.popleft()
+        if data:
+            self._arrived.append(memoryview(data))
+            self._wake()
+        else:
+            self.end()
+
+    def end(self) -> None:
+        """Nothing comes after what has arrived."""
+        self.ended = True
+        self._wake()
+
+    def break_off(self) -> None:
+        """Nothing arrives any more, nor is taken."""
+        self.broken = True
+        self._arrived.clear()
+        self._wake()
+
+    async def read_into(self, buffer: memoryview) -> int:
+        while not self._arrived:
+            if self.broken:
+                raise PeerLost(f"the stream to peer {self.source} was reset", peer=self.source)
+            if self.ended:
+                return 0
+            await self._change()
+        data = self._arrived.popleft()
+        count = min(len(data), len(buffer))
+        buffer[:count] = data[:count]
+        if count < len(data):
+            self._arrived.appendleft(data[count:])
+        self.unread_bytes -= count
+        self._wake()
+        return count
+
+    async def drained(self) -> None:
+        while self.unread_bytes > HIGH_WATER_BYTES and not self.broken:
+            await self._change()
+
+    async def _change(self) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._changed.add(future)
+        try:
+            await future
+        finally:
+            self._changed.discard(future)
+
+    def _wake(self) -> None:
+        for future in self._changed:
+            if not future.done():
+                future.set_result(None)
+
+
+class FakeStream(Stream):
+    """One end of a stream."""
+
+    def __init__(self, peer: PeerId, protocol: str, incoming: Pipe, outgoing: Pipe) -> None:
+        self.peer = peer
+        self.protocol = protocol
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "broken" if self._incoming.broken else "open"
+        return f"<FakeStream {self.protocol} to {self.peer} {state}>"
+
+    async def read_into(self, buffer: memoryview) -> int:
+        return 0 if self._closed else await self._incoming.read_into(buffer)
+
+    def write(self, buffers: Sequence[Buffer]) -> None:
+        self._check()
+        data = b"".join(buffers)
+        if data:
+            self._outgoing.send(data)
+
+    async def drain(self) -> None:
+        await self._outgoing.drained()
+        self._check()
+
+    def _check(self) -> None:
+        if self._closed or self._outgoing.broken:
+            raise PeerLost(f"the stream to peer {self.peer} is closed", peer=self.peer)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing will be read or written here any more."""
+        return self._closed or self._incoming.broken
+
+    async def close(self) -> None:
+        self._end()
+
+    def abort(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if not self._closed:
+            self.mute()
+            self._outgoing.send(b"")
+
+    def mute(self) -> None:
+        """Say and hear nothing any more; the peer is not told."""
+        self._closed = True
+        self._incoming.end()
+
+    def break_off(self) -> None:
+        """The connection is gone, in both directions at once."""
+        self._incoming.break_off()
+        self._outgoing.break_off()
+
+
+def connect(opener: PeerId, target: PeerId, protocol: str, deliver: Deliver) -> tuple[FakeStream, FakeStream]:
+    """The two ends of a new stream: the opener's, the target's."""
+    there, back = Pipe(opener, target, deliver), Pipe(target, opener, deliver)
+    near = FakeStream(target, protocol, incoming=back, outgoing=there)
+    far = FakeStream(opener, protocol, incoming=there, outgoing=back)
+    return near, far

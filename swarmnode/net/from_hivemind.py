@@ -1,0 +1,81 @@
+"""All that is taken from hivemind: its client of p2pd, its Kademlia table, their messages. The only file that imports it.
+
+hivemind's packages import everything that hivemind can do (averaging, optimisers, torch, scipy) as soon as one module of
+them is wanted: 1.3 s and 150 MiB where these modules alone take 0.2 s and 23 MiB. So while they are imported, the packages
+around them are stand-ins without contents. Afterwards hivemind is gone from `sys.modules`: who imports it later in the same
+process gets it whole, as if it had never been here. Where it is loaded already, it is used as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+_HOLLOW = ("hivemind", "hivemind.utils", "hivemind.dht")
+_UTILS = {  # what the modules below ask of hivemind.utils itself, and where that has it from
+    "get_logger": "logging",
+    "MSGPackSerializer": "serializer",
+    "SerializerBase": "serializer",
+    "get_dht_time": "timed_storage",
+}
+
+
+@contextlib.contextmanager
+def _hollow_packages() -> Iterator[None]:
+    if "hivemind" in sys.modules:
+        yield
+        return
+    try:
+        for name in _HOLLOW:
+            spec = importlib.util.find_spec(name)
+            if spec is None or spec.submodule_search_locations is None:
+                raise ImportError(f"{name} is not installed")
+            package = types.ModuleType(name)
+            package.__path__ = list(spec.submodule_search_locations)
+            package.__spec__ = spec
+            sys.modules[name] = package
+        for thing, module in _UTILS.items():
+            source = importlib.import_module(f"hivemind.utils.{module}")
+            setattr(sys.modules["hivemind.utils"], thing, getattr(source, thing))
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "hivemind"]:
+            del sys.modules[name]
+
+
+with _hollow_packages():
+    import hivemind.hivemind_cli as _binaries
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+    from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+    from hivemind.p2p import P2P, PeerID
+    from hivemind.proto import dht_pb2, p2pd_pb2
+    from hivemind.utils.multiaddr import Multiaddr as HivemindMultiaddr
+    from hivemind.utils.serializer import MSGPackSerializer
+
+P2PD = Path(_binaries.__path__[0]) / "p2pd"
+
+logging.getLogger("hivemind").setLevel(logging.CRITICAL)  # its warnings are our normal life: peers come and go
+
+__all__ = [
+    "DHTID",
+    "P2P",
+    "P2PD",
+    "DHTLocalStorage",
+    "DHTNode",
+    "DHTRecord",
+    "DictionaryDHTValue",
+    "HivemindMultiaddr",
+    "MSGPackSerializer",
+    "PeerID",
+    "RecordValidatorBase",
+    "dht_pb2",
+    "p2pd_pb2",
+]

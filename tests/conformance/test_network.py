@@ -1,0 +1,396 @@
+"""What every network promises: one suite for the fake and for the real one, where the other peer is a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+import uvloop
+
+from swarmnode.errors import NetworkDown, PeerLost
+from swarmnode.net.addresses import free_port
+from swarmnode.net.engine import Engine, EngineConfig
+from swarmnode.net.fake import FakeNetwork, FakeWorld
+from swarmnode.net.identity import Identity
+from swarmnode.net.interfaces import MAX_RECORD_BYTES, Network, PeerId, Stream
+from tests.conformance import puppet
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TIMEOUT_S = 5.0
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    return uvloop.EventLoopPolicy()
+
+
+class Puppet(ABC):
+    """The other peer."""
+
+    peer: PeerId
+    addresses: list[str]
+
+    @abstractmethod
+    def kill(self) -> None: ...
+
+    @abstractmethod
+    def hang(self) -> None: ...
+
+    @abstractmethod
+    def wake(self) -> None: ...
+
+
+class Bench(ABC):
+    """Makes networks in this process and puppets elsewhere, and clears them away."""
+
+    @abstractmethod
+    async def network(self) -> Network: ...
+
+    @abstractmethod
+    async def puppet(self) -> Puppet: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+
+class FakePuppet(Puppet):
+    def __init__(self, world: FakeWorld, network: FakeNetwork, addresses: list[str]) -> None:
+        self._world = world
+        self.network = network
+        self.peer = network.peer_id
+        self.addresses = addresses
+
+    def kill(self) -> None:
+        self._world.kill(self.peer)
+
+    def hang(self) -> None:
+        self._world.hang(self.peer)
+
+    def wake(self) -> None:
+        self._world.wake(self.peer)
+
+
+class FakeBench(Bench):
+    def __init__(self, folder: Path) -> None:
+        self._world = FakeWorld(seed=7)
+        self._networks: list[FakeNetwork] = []
+
+    async def network(self) -> FakeNetwork:
+        self._networks.append(self._world.join(record_validator=puppet.believes))
+        return self._networks[-1]
+
+    async def puppet(self) -> Puppet:
+        network = await self.network()
+        await puppet.serve(network)
+        return FakePuppet(self._world, network, await network.addresses())
+
+    async def close(self) -> None:
+        for network in self._networks:
+            await network.close()
+
+
+class ProcessPuppet(Puppet):
+    def __init__(self, identity: Path) -> None:
+        command = [sys.executable, "-m", puppet.__name__, str(identity)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.peer, self.addresses = json.loads(self._process.stdout.readline())
+
+    def _all(self) -> list[psutil.Process]:
+        own = psutil.Process(self._process.pid)
+        return [own, *own.children()]
+
+    def kill(self) -> None:
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def hang(self) -> None:
+        for process in self._all():
+            process.suspend()
+
+    def wake(self) -> None:
+        for process in self._all():
+            process.resume()
+
+    def end(self) -> None:
+        if self._process.poll() is None:
+            self.wake()
+            self._process.communicate(timeout=10)
+
+
+class EngineBench(Bench):
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._engines: list[Engine] = []
+        self._puppets: list[ProcessPuppet] = []
+
+    def _identity(self) -> Path:
+        path = self._folder / f"{len(self._engines)}-{len(self._puppets)}.key"
+        Identity.load_or_create(path)
+        return path
+
+    async def network(self) -> Engine:
+        self._engines.append(await Engine.start(EngineConfig(self._identity(), record_validator=puppet.believes)))
+        return self._engines[-1]
+
+    async def puppet(self) -> Puppet:
+        self._puppets.append(await asyncio.to_thread(ProcessPuppet, self._identity()))
+        return self._puppets[-1]
+
+    async def close(self) -> None:
+        for engine in self._engines:
+            await engine.close()
+        for process in self._puppets:
+            await asyncio.to_thread(process.end)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=[FakeBench, EngineBench], ids=["fake", "engine"])
+async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+    bench = request.param(tmp_path_factory.mktemp("bench"))
+    try:
+        yield bench
+    finally:
+        await bench.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def there(bench: Bench) -> Puppet:
+    return await bench.puppet()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def here(bench: Bench, there: Puppet) -> Network:
+    network = await bench.network()
+    assert await network.connect(there.addresses, timeout_s=TIMEOUT_S)
+    return network
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def other(bench: Bench, there: Puppet) -> Network:
+    network = await bench.network()
+    assert await network.connect(there.addresses, timeout_s=TIMEOUT_S)
+    return network
+
+
+async def read_to_end(stream: Stream) -> bytes:
+    data = b""
+    while piece := await stream.read():
+        data += piece
+    return data
+
+
+async def cut(stream: Stream) -> None:
+    """Wait until the stream is over, in whichever way it shows."""
+    with contextlib.suppress(PeerLost):
+        assert await stream.read() == b""
+
+
+async def test_bytes_come_back_in_order(here: Network, there: Puppet) -> None:
+    stream = await here.open(there.peer, puppet.ECHO, timeout_s=TIMEOUT_S)
+    assert (stream.peer, stream.protocol) == (there.peer, puppet.ECHO)
+    stream.write([b"a", bytearray(b"bc"), memoryview(b"def")])
+    stream.write([b"", b"g"])
+    data = b""
+    while len(data) < 7:
+        data += await stream.read()
+    assert data == b"abcdefg"
+    await stream.close()
+
+
+async def test_large_transfers_with_flow_control(here: Network, there: Puppet) -> None:
+    stream = await here.open(there.peer, puppet.ECHO, timeout_s=TIMEOUT_S)
+    payload = bytes(range(256)) * 4096 * 16  # 16 MiB: beyond every buffer on the way
+
+    async def write() -> None:
+        for start in range(0, len(payload), 3 * MIB):
+            stream.write([payload[start : start + 3 * MIB]])
+            await stream.drain()
+
+    writing = asyncio.ensure_future(write())
+    received = bytearray(len(payload))
+    view, filled = memoryview(received), 0
+    while filled < len(payload):
+        filled += await stream.read_into(view[filled:])
+    await writing
+    assert received == payload
+    await stream.close()
+
+
+async def test_a_writer_is_held_back_by_a_reader_that_does_not_read(here: Network, there: Puppet) -> None:
+    stream = await here.open(there.peer, puppet.HOLD, timeout_s=TIMEOUT_S)
+
+    async def write() -> None:
+        while True:
+            stream.write([bytes(4 * MIB)])
+            await stream.drain()
+
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(write(), 0.5)  # it would fill the memory
+    stream.abort()
+
+
+async def test_peers_are_authenticated(here: Network, other: Network, there: Puppet) -> None:
+    for network in (here, other):
+        stream = await network.open(there.peer, puppet.WHO, timeout_s=TIMEOUT_S)
+        assert (await read_to_end(stream)).decode() == network.peer_id
+
+
+async def test_close_flushes_and_is_read_as_the_end(here: Network, there: Puppet) -> None:
+    stream = await here.open(there.peer, puppet.BYE, timeout_s=TIMEOUT_S)
+    assert await read_to_end(stream) == b"bye"
+    assert await stream.read() == b""
+    await stream.close()
+    await stream.close()
+    with pytest.raises(PeerLost):
+        stream.write([b"late"])
+
+
+async def test_many_streams_at_once(here: Network, there: Puppet) -> None:
+    async def ask(number: int) -> bytes:
+        stream = await here.open(there.peer, puppet.ECHO, timeout_s=TIMEOUT_S)
+        text = f"stream {number}".encode()
+        stream.write([text])
+        answer = b""
+        while len(answer) < len(text):
+            answer += await stream.read()
+        stream.abort()
+        return answer
+
+    answers = await asyncio.gather(*(ask(number) for number in range(20)))
+    assert answers == [f"stream {number}".encode() for number in range(20)]
+
+
+async def test_incoming_streams_are_served_in_this_process_too(here: Network, other: Network) -> None:
+    served: asyncio.Future[PeerId] = asyncio.get_running_loop().create_future()
+
+    async def answer(stream: Stream) -> None:
+        served.set_result(stream.peer)
+        stream.write([b"welcome"])
+        await stream.close()
+
+    await here.serve("/test/here/1", answer)
+    stream = await other.open(here.peer_id, "/test/here/1", timeout_s=TIMEOUT_S)
+    assert await read_to_end(stream) == b"welcome"
+    assert await served == other.peer_id
+
+
+async def test_an_unknown_protocol_is_refused(here: Network, there: Puppet) -> None:
+    with pytest.raises(PeerLost):
+        stream = await here.open(there.peer, "/test/nobody/1", timeout_s=TIMEOUT_S)
+        await cut(stream)  # where protocols are negotiated lazily it shows on the first read
+        raise PeerLost("refused late")
+
+
+@pytest.mark.parametrize("name", ["stranger", "nonsense"])
+async def test_peers_that_nobody_knows_are_refused_in_time(here: Network, name: str) -> None:
+    peer = Identity.generate().peer_id if name == "stranger" else "nonsense"
+    started_s = time.monotonic()
+    with pytest.raises(PeerLost):
+        await here.open(peer, puppet.ECHO, timeout_s=1.0)
+    assert time.monotonic() - started_s < 2.0
+
+
+async def test_a_killed_peer_is_noticed_at_once_and_then_refused(bench: Bench, here: Network) -> None:
+    doomed = await bench.puppet()
+    assert await here.connect(doomed.addresses, timeout_s=TIMEOUT_S)
+    stream = await here.open(doomed.peer, puppet.HOLD, timeout_s=TIMEOUT_S)
+    doomed.kill()
+    started_s = time.monotonic()
+    await asyncio.wait_for(cut(stream), 1.0)
+    stream.abort()
+    with pytest.raises(PeerLost):
+        await here.open(doomed.peer, puppet.ECHO, timeout_s=1.0)
+    assert time.monotonic() - started_s < 2.0
+
+
+async def test_a_hanging_peer_costs_no_more_than_the_timeout_and_may_wake(bench: Bench, here: Network) -> None:
+    sleeper = await bench.puppet()
+    assert await here.connect(sleeper.addresses, timeout_s=TIMEOUT_S)
+    stream = await here.open(sleeper.peer, puppet.ECHO, timeout_s=TIMEOUT_S)
+    sleeper.hang()
+    try:
+        stream.write([b"anybody there?"])
+        reading = asyncio.ensure_future(stream.read())
+        started_s = time.monotonic()
+        with pytest.raises((PeerLost, asyncio.TimeoutError)):  # opening may succeed before the peer has agreed
+            late = await here.open(sleeper.peer, puppet.WHO, timeout_s=0.5)
+            await asyncio.wait_for(late.read(), 0.5)
+        assert time.monotonic() - started_s < 2.0
+        assert not reading.done()
+    finally:
+        sleeper.wake()
+    assert await asyncio.wait_for(reading, TIMEOUT_S) == b"anybody there?"
+    stream.abort()
+
+
+async def test_dead_addresses_do_not_hold_up_a_live_one(bench: Bench, there: Puppet) -> None:
+    newcomer = await bench.network()
+    dead = [f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{Identity.generate().peer_id}" for _ in range(3)]
+    started_s = time.monotonic()
+    assert not await newcomer.connect(dead, timeout_s=1.0)
+    assert await newcomer.connect([*dead, *there.addresses], timeout_s=TIMEOUT_S)
+    assert time.monotonic() - started_s < 2.0
+    assert await newcomer.connect(await newcomer.addresses(), timeout_s=1.0) is False  # itself is nobody
+
+
+async def test_records_are_stored_for_others_and_expire(here: Network, other: Network) -> None:
+    soon, late = time.time() + 1.0, time.time() + 60.0
+    assert await here.dht.store(b"key", b"soon", b"1", expires_at=soon)
+    assert await here.dht.store(b"key", b"late", b"2", expires_at=late)
+    found = await other.dht.get([b"key", b"nothing"])
+    assert {subkey: record.value for subkey, record in found[b"key"].items()} == {b"soon": b"1", b"late": b"2"}
+    assert found[b"key"][b"late"].expires_at == pytest.approx(late, abs=1e-3)
+    assert found[b"nothing"] == {}
+    await asyncio.sleep(max(0.0, soon - time.time()) + 0.05)
+    assert set((await other.dht.get([b"key"]))[b"key"]) == {b"late"}
+
+
+async def test_the_later_expiry_wins(here: Network, other: Network) -> None:
+    now = time.time()
+    assert await here.dht.store(b"race", b"who", b"first", expires_at=now + 60)
+    assert await other.dht.store(b"race", b"who", b"second", expires_at=now + 61)
+    assert not await here.dht.store(b"race", b"who", b"too old", expires_at=now + 60.5)
+    for network in (here, other):
+        assert (await network.dht.get([b"race"]))[b"race"][b"who"].value == b"second"
+
+
+async def test_records_that_the_validator_or_the_bounds_refuse(here: Network, other: Network) -> None:
+    later = time.time() + 60
+    assert not await here.dht.store(b"refused", b"a", b"bad value", expires_at=later)
+    assert not await here.dht.store(b"refused", b"b", bytes(MAX_RECORD_BYTES + 1), expires_at=later)
+    assert await here.dht.store(b"refused", b"c", bytes(MAX_RECORD_BYTES - 100), expires_at=later)
+    assert set((await other.dht.get([b"refused"]))[b"refused"]) == {b"c"}
+
+
+async def test_alone_nothing_is_stored_with_others(bench: Bench) -> None:
+    loner = await bench.network()
+    assert not await loner.dht.store(b"lonely", b"a", b"value", expires_at=time.time() + 60)
+    assert (await loner.dht.get([b"nothing"]))[b"nothing"] == {}
+    assert len(await loner.addresses()) >= 1
+
+
+async def test_after_close_everything_is_refused(bench: Bench, there: Puppet) -> None:
+    leaver = await bench.network()
+    assert await leaver.connect(there.addresses, timeout_s=TIMEOUT_S)
+    stream = await leaver.open(there.peer, puppet.HOLD, timeout_s=TIMEOUT_S)
+    await leaver.close()
+    await leaver.close()
+    await cut(stream)
+    with pytest.raises((NetworkDown, PeerLost)):
+        await leaver.open(there.peer, puppet.ECHO, timeout_s=1.0)
+    with pytest.raises(NetworkDown):
+        await leaver.dht.get([b"key"])
