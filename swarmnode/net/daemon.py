@@ -61,10 +61,6 @@ def remove_stale_folders() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove(socket: Path) -> None:
-    socket.unlink(missing_ok=True)
-
-
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -103,7 +99,6 @@ class Daemon:
     @classmethod
     async def start(cls, binary: Path, flags: Sequence[str], socket: Path) -> Daemon:
         """Start p2pd and wait until it answers. Raises LocalError with its last words where it does not come up."""
-        _remove(socket)  # of a p2pd that was killed: a new one cannot take its place
         try:
             process = await asyncio.create_subprocess_exec(
                 str(binary),

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import importlib.util
 import logging
+import pkgutil
 import sys
 import types
 from collections.abc import Iterator
@@ -58,7 +59,11 @@ with _hollow_packages():
     from hivemind.p2p import P2P, PeerID
     from hivemind.proto import dht_pb2, p2pd_pb2
     from hivemind.utils.multiaddr import Multiaddr as HivemindMultiaddr
+    from hivemind.utils.multiaddr import codecs as _codecs
     from hivemind.utils.serializer import MSGPackSerializer
+
+    for _codec in pkgutil.iter_modules(_codecs.__path__):
+        _codecs.codec_by_name(_codec.name)  # else imported when first met, which would bring in the whole of hivemind
 
 P2PD = Path(_binaries.__path__[0]) / "p2pd"
 
