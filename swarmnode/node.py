@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MANIFEST_PATIENCE_S = 3600.0  # a volunteer has time
+SETTLE_LOOK_S = 0.2  # between two looks at the others' claims
 
 Tell = Callable[..., None]
 """(event, text for people, **details for scripts): what the node has to say as it lives"""
@@ -63,7 +64,8 @@ class NodeConfig:
     presence: PresenceConfig
     stage: StageConfig = field(default_factory=StageConfig)
     span: Span | None = None
-    settle_s: float = 1.0  # how long joiners look around before they settle on a span, so that they see one another
+    settle_s: float = 1.0  # how long a claim must stand before it is taken, so that joiners see one another
+    max_settle_s: float = 6.0
     look_s: float = 1.0  # how often to look whether units are missing
 
 
@@ -148,18 +150,17 @@ class Node:
         presence.directory.announce(
             state=State.JOINING, span=tuple(claim), device=hardware.device_name, **await presence.introduction()
         )
+        give_up_at = time.monotonic() + self.config.max_settle_s
         settled_at = time.monotonic() + self.config.settle_s
-        while (left_s := settled_at - time.monotonic()) > 0:
-            revision = presence.directory.revision
+        while time.monotonic() < min(settled_at, give_up_at):
+            await asyncio.sleep(SETTLE_LOOK_S)
+            await presence.directory.refresh()
             choice = choose_span(self._view(presence), self._joiner(presence, hardware))
             if choice != claim:
                 claim = choice
                 presence.directory.announce(span=tuple(claim))
-            try:
-                await asyncio.wait_for(presence.directory.changed(revision), left_s)
-            except asyncio.TimeoutError:
-                break
-        return choose_span(self._view(presence), self._joiner(presence, hardware))
+                settled_at = time.monotonic() + self.config.settle_s
+        return claim
 
     async def _wait_for_a_reason_to_move(self, presence: Presence, hardware: Hardware) -> Span:
         """Until units are without a holder and it is our turn to go there. A span that the user fixed never moves."""
