@@ -10,7 +10,6 @@ from swarmnode.errors import PeerLost
 from swarmnode.net.interfaces import Buffer, PeerId, Stream
 
 HIGH_WATER_BYTES = 1 << 20
-PIECE_BYTES = 1 << 16
 
 Deliver = Callable[["Pipe", int], None]
 """(pipe, bytes): the world calls the pipe's `arrive` once for each call, in order, when the bytes are there."""
@@ -115,8 +114,8 @@ class FakeStream(Stream):
     def write(self, buffers: Sequence[Buffer]) -> None:
         self._check()
         data = b"".join(buffers)
-        for start in range(0, len(data), PIECE_BYTES):  # a slow path brings a large write bit by bit
-            self._outgoing.send(data[start : start + PIECE_BYTES])
+        if data:
+            self._outgoing.send(data)
 
     async def drain(self) -> None:
         await self._outgoing.drained()

@@ -101,21 +101,17 @@ class Hop:
 
     async def _replay(self, attempt: int, channel: Channel, have: int) -> None:
         sent = 0
-        self._check_bound(attempt, channel)  # an error may have come together with READY
         while sent < len(self._journal):  # the journal may grow while we wait for the link to drain
             entry = self._journal[sent]
             sent += 1
             if entry.end > have:
                 channel.send(entry.body, seq=entry.start, payload=entry.payload)
                 await channel.drain()
-                self._check_bound(attempt, channel)
+            if attempt != self._attempt:
+                raise _superseded(channel.peer)
+            if self._error is not None:
+                raise self._error
         self._live = True
-
-    def _check_bound(self, attempt: int, channel: Channel) -> None:
-        if attempt != self._attempt:
-            raise _superseded(channel.peer)
-        if self._error is not None:
-            raise self._error
 
     def send(self, entry: Entry) -> None:
         """Journal an entry and, while the hop is live, send it. Entries already journalled are ignored."""
