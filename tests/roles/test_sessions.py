@@ -77,17 +77,20 @@ async def test_a_hop_that_fails_is_replaced_and_the_tokens_stay_the_same(harm: s
     assert [load for one, load in zip(swarm.volunteers, swarm.loads, strict=True) if one.peer != victim] == [0] * 5
 
 
+@pytest.mark.parametrize("harm", ["kill", "hang"])
+@pytest.mark.parametrize("index", [0, 1, 2], ids=["first", "middle", "last"])
 @in_virtual_time
-async def test_hops_that_stay_compute_nothing_again() -> None:
+async def test_hops_that_stay_compute_nothing_again(harm: str, index: int) -> None:
     swarm = await ToySwarm.start(*THREE, *THREE)
+    victim = swarm.volunteers[index]
     tokens = []
-    async for token in swarm.ring(PROMPT, 15):
+    async for token in swarm.ring(PROMPT, 25):
         tokens.append(token)
         if len(tokens) == 7:
-            swarm.world.kill(swarm.volunteers[1].peer)
-    assert tokens == expected(PROMPT, 15)
-    for kept in (swarm.volunteers[0], swarm.volunteers[2]):
-        assert kept.worker.positions == len(PROMPT) + 14
+            getattr(swarm.world, harm)(victim.peer)
+    assert tokens == expected(PROMPT, 25)
+    kept = [one.worker.positions for one in swarm.volunteers[:3] if one is not victim]
+    assert kept == [len(PROMPT) + 24] * 2
 
 
 @in_virtual_time
