@@ -91,6 +91,7 @@ class SwarmClient:
             on_peer_lost=self._on_peer_lost,
         )
         self._tokenizer: Tokenizer | None = None
+        self._weights: Weights | None = None
         self._small_files: Path | None = None
 
     def __repr__(self) -> str:
@@ -125,6 +126,8 @@ class SwarmClient:
     async def close(self) -> None:
         """Leave the swarm."""
         await self._switchboard.close()
+        if self._weights is not None:
+            await self._weights.close()
         await self._presence.close()
 
     # -- looking
@@ -210,7 +213,7 @@ class SwarmClient:
         def run(coroutine: Coroutine[Any, Any, T]) -> T:
             return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
-        weights = self._weights()
+        weights = await self._open_weights()
         checkpoint = await weights.outline()
         model_class, ends_class = await asyncio.to_thread(_import_causal_lm)
         ends = None
@@ -226,10 +229,12 @@ class SwarmClient:
             model_class.from_checkpoint, checkpoint, open_session, run, ends, self.config.prompt_chunk_tokens
         )
 
-    def _weights(self) -> Weights:
-        from swarmnode.roles.weights import Weights
-
-        return Weights(self._presence)
+    async def _open_weights(self) -> Weights:
+        """Access to the checkpoint, held until `close`."""
+        weights_class = await asyncio.to_thread(_import_weights)
+        if self._weights is None:
+            self._weights = weights_class(self._presence)
+        return self._weights
 
     def _has_tokenizer(self) -> bool:
         assert self._presence.swarm.manifest is not None
@@ -244,11 +249,17 @@ class SwarmClient:
     async def _folder(self) -> Path:
         """The checkpoint's small files: config and tokenizer."""
         if self._small_files is None:
-            self._small_files = await self._weights().small_files()
+            self._small_files = await (await self._open_weights()).small_files()
         return self._small_files
 
     async def _stop_ids(self) -> tuple[int, ...]:
         return stop_ids(await self._folder())
+
+
+def _import_weights() -> type[Weights]:
+    from swarmnode.roles.weights import Weights
+
+    return Weights
 
 
 def _import_causal_lm() -> tuple[Any, Any]:

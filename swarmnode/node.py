@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MANIFEST_PATIENCE_S = 3600.0  # a volunteer has time
+PROGRESS_S = 15.0
 SETTLE_LOOK_S = 0.2  # between two looks at the others' claims
 
 Tell = Callable[..., None]
@@ -200,14 +201,14 @@ class Node:
         self._tell("ready", f"Serving units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
 
     def _show_progress(self) -> Progress:
-        """Tells of every tenth of a download."""
-        told = -1
+        """Tells of every tenth of a download, and of a slow one now and then."""
+        told, told_at = -1, time.monotonic()
 
         def progress(done_bytes: int, total_bytes: int) -> None:
-            nonlocal told
+            nonlocal told, told_at
             tenth = 10 * done_bytes // max(1, total_bytes)
-            if tenth > told:
-                told = tenth
+            if tenth > told or time.monotonic() - told_at >= PROGRESS_S:
+                told, told_at = tenth, time.monotonic()
                 text = f"Fetching weights: {done_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB"
                 self._tell("fetching", text, done_bytes=done_bytes, total_bytes=total_bytes)
 

@@ -17,13 +17,13 @@ from typing import IO, TYPE_CHECKING, Any
 from swarmnode import __version__
 from swarmnode.codec.messages import VERSION, Hello
 from swarmnode.errors import LocalError, NetworkDown, PeerError
-from swarmnode.net.addresses import is_loopback, without_peer
+from swarmnode.net.addresses import is_loopback, peer_of, without_peer
 from swarmnode.net.engine import Engine, EngineConfig
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.tasks import Tasks
-from swarmnode.roles.fetcher import fetch_manifest
+from swarmnode.roles.newcomer import fetch_manifest
 from swarmnode.swarm.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, State, record_validator
 from swarmnode.swarm.directory import Directory
 from swarmnode.swarm.known_peers import KnownPeers
@@ -53,6 +53,7 @@ class PresenceConfig:
     join_timeout_s: float = 3.0
     rejoin_s: float = 2.0
     looks_on: bool = False  # a client: no place in the DHT, no announcement
+    max_cache_bytes: int | None = None  # of fetched weights of all swarms; None: most of what the disk has free
 
 
 class IdentitySlot:
@@ -219,7 +220,13 @@ class Presence:
         deadline_s = time.monotonic() + patience_s
         while True:
             try:
-                raw = await fetch_manifest(self.network, self._manifest_sources(), self.hello, self.link_config)
+                raw = await fetch_manifest(
+                    self.network,
+                    self._manifest_sources(),
+                    self.hello,
+                    self.link_config,
+                    drop=self.directory.suspect,
+                )
                 self.swarm = self.swarm.with_manifest(raw)
                 return
             except PeerError as error:
@@ -227,9 +234,13 @@ class Presence:
                     raise NetworkDown(f"no peer of the swarm {self.swarm.name} gave its manifest: {error}") from error
             await asyncio.sleep(0.2)
 
+    def doors(self) -> list[PeerId]:
+        """The peers that the invite and the user name, whether or not they have announced themselves."""
+        named = [peer_of(address) for address in [*self.config.peers, *self.swarm.bootstraps]]
+        return list(dict.fromkeys(peer for peer in named if peer is not None and peer != self.peer_id))
+
     def _manifest_sources(self) -> Sequence[PeerId]:
-        doors = [address.rpartition("/p2p/")[2] for address in self.swarm.bootstraps]
-        return list(dict.fromkeys([*self._others(), *doors]))
+        return list(dict.fromkeys([*self._others(), *self.doors()]))
 
     async def close(self) -> None:
         """Say goodbye and leave. Safe to call twice."""

@@ -20,6 +20,9 @@ def run(
     memory: str = typer.Option(
         "", "--memory", metavar="SIZE", help="Memory to lend, as 6GB or 512MiB; default: what is free."
     ),
+    disk: str = typer.Option(
+        "", "--disk", metavar="SIZE", help="Disk space for fetched weights of all swarms; default: most of what is free."
+    ),
     span: str = typer.Option(
         "", "--span", metavar="A:B", help="Hold units A to B-1; default: what the swarm needs most."
     ),
@@ -58,6 +61,7 @@ def run(
             peers=tuple(check(address, needs_peer=True) for address in peer),
             nat_port_map=nat,
             lan=lan,
+            max_cache_bytes=parse_bytes(disk) if disk else None,
         ),
         stage=StageConfig(
             device=device,

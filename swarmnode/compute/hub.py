@@ -95,6 +95,14 @@ class HubCheckpoint(Checkpoint):
             )
 
 
+def fetch_file(repository: str, file: str, *, revision: str | None = None) -> Path:
+    """One file of a model on the hub, downloaded where it is not here yet. Raises CheckpointError."""
+    from huggingface_hub import hf_hub_download
+
+    with _hub_errors(repository):
+        return Path(hf_hub_download(repository, file, revision=revision))
+
+
 def _same_tensor(one: TensorEntry | None, other: TensorEntry) -> bool:
     return one is not None and (one.dtype, one.shape, one.nbytes) == (other.dtype, other.shape, other.nbytes)
 

@@ -18,6 +18,8 @@ def check(address: str, *, needs_peer: bool = False) -> str:
     """The address, if it is a multiaddr. Raises UsageError where it is not, or lacks the /p2p/ part that it needs."""
     try:
         parsed = Multiaddr(address)
+        if not address:
+            raise ValueError("it is empty")
     except (MultiaddrError, ValueError) as error:
         raise UsageError(f"{address!r} is not a multiaddr like /ip4/203.0.113.7/tcp/4001: {error}") from None
     if needs_peer and peer_of(address) is None:

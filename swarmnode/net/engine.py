@@ -240,3 +240,9 @@ class _Client(P2P):
         # Each client listens on a socket of its own; hivemind wants a prefix that it completes with a random name.
         client: Any = type("Client", (cls,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
         return await client.replicate(HivemindMultiaddr(f"/unix{socket}"))
+
+    async def shutdown(self) -> None:
+        """Also after p2pd's death, without a word about the connection that it took along."""
+        await super().shutdown()
+        tasks = [self._client.control._read_task, self._client.control._write_task]
+        await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)

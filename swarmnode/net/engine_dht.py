@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from swarmnode.errors import NetworkDown
 from swarmnode.net.from_hivemind import (
@@ -29,6 +30,8 @@ MAX_KEYS = 512
 MAX_SUBKEYS = 512  # per key
 MAX_CLOCK_SKEW_S = 3.0
 
+T = TypeVar("T")
+
 
 class EngineDht(Dht):
     """A peer's place in the table. The hivemind node below is a new one after each restart of p2pd, the records stay."""
@@ -40,12 +43,13 @@ class EngineDht(Dht):
         self._id = DHTID.generate()
         self._storage = _BoundedStorage()
         self._node: Any = None
+        self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._skewed: set[PeerId] = set()
 
     def __repr__(self) -> str:
         if self._node is None:
             return "<EngineDht down>"
-        return f"<EngineDht knows {len(self._node.protocol.routing_table)} peers, keeps {len(self._storage)} keys>"
+        return f"<EngineDht knows {len(self._node.protocol.routing_table.uid_to_peer_id)} peers, keeps {len(self._storage)} keys>"
 
     async def start(self, p2p: P2P) -> None:
         """Take part through a running p2pd."""
@@ -63,12 +67,14 @@ class EngineDht(Dht):
         )
         node.protocol.storage = self._storage
         self._node = node
+        self._stopped = asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:
         """p2pd is gone."""
         if self._node is not None:
             self._node.is_alive = False
             self._node = None
+            self._stopped.set_result(None)
 
     async def meet(self, peer: PeerId) -> bool:
         """Ask a connected peer for its place in the table. False where it has none."""
@@ -112,11 +118,25 @@ class EngineDht(Dht):
             return False
         # Kept here in any case, so that whoever asks us finds it; hivemind would count that as success.
         kept = self._storage.store_subkey(DHTID.generate(source=key), subkey, packed, expires_at)
-        return bool(await node.store(key, value, expires_at, subkey=subkey, exclude_self=True)) and kept
+        storing = node.store(key, value, expires_at, subkey=subkey, exclude_self=True)
+        return bool(await self._while_running(storing)) and kept
 
     async def get(self, keys: Sequence[bytes]) -> Mapping[bytes, Mapping[bytes, Record]]:
-        found = await self._running().get_many(list(keys), sufficient_expiration_time=float("inf"))
+        finding = self._running().get_many(list(keys), sufficient_expiration_time=float("inf"))
+        found = await self._while_running(finding)
         return {key: _records(found.get(key)) for key in keys}
+
+    async def _while_running(self, work: Coroutine[Any, Any, T]) -> T:
+        """hivemind's calls hang where p2pd dies under them: raise NetworkDown instead."""
+        task = asyncio.ensure_future(work)
+        either: set[asyncio.Future[Any]] = {task, self._stopped}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise NetworkDown("p2pd ended in the middle of it")
+            return task.result()
+        finally:
+            task.cancel()
 
     def _running(self) -> Any:
         if self._node is None:

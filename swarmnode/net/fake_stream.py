@@ -10,6 +10,7 @@ from swarmnode.errors import PeerLost
 from swarmnode.net.interfaces import Buffer, PeerId, Stream
 
 HIGH_WATER_BYTES = 1 << 20
+PIECE_BYTES = 1 << 16
 
 Deliver = Callable[["Pipe", int], None]
 """(pipe, bytes): the world calls the pipe's `arrive` once for each call, in order, when the bytes are there."""
@@ -114,8 +115,8 @@ class FakeStream(Stream):
     def write(self, buffers: Sequence[Buffer]) -> None:
         self._check()
         data = b"".join(buffers)
-        if data:
-            self._outgoing.send(data)
+        for start in range(0, len(data), PIECE_BYTES):  # a slow path brings a large write bit by bit
+            self._outgoing.send(data[start : start + PIECE_BYTES])
 
     async def drain(self) -> None:
         await self._outgoing.drained()

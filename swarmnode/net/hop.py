@@ -78,8 +78,14 @@ class Hop:
 
         Raises PeerLost, PeerRefused or NetworkDown; the hop is then unbound and keeps its journal.
         """
-        self.unbind()
-        attempt = self._attempt
+        former = self._release()
+        try:
+            await self._bind(self._attempt, peer, body, timeout_s)
+        finally:
+            if former is not None:
+                former.close()  # only now: before the OPEN, END would free the cache of a peer that stays
+
+    async def _bind(self, attempt: int, peer: PeerId, body: Open, timeout_s: float) -> None:
         channel = await self._switchboard.call(
             peer, lambda frame, body: self._hear(attempt, frame, body), lambda error: self._lost(attempt, error)
         )
@@ -101,17 +107,21 @@ class Hop:
 
     async def _replay(self, attempt: int, channel: Channel, have: int) -> None:
         sent = 0
+        self._check_bound(attempt, channel)  # an error may have come together with READY
         while sent < len(self._journal):  # the journal may grow while we wait for the link to drain
             entry = self._journal[sent]
             sent += 1
             if entry.end > have:
                 channel.send(entry.body, seq=entry.start, payload=entry.payload)
                 await channel.drain()
-            if attempt != self._attempt:
-                raise _superseded(channel.peer)
-            if self._error is not None:
-                raise self._error
+                self._check_bound(attempt, channel)
         self._live = True
+
+    def _check_bound(self, attempt: int, channel: Channel) -> None:
+        if attempt != self._attempt:
+            raise _superseded(channel.peer)
+        if self._error is not None:
+            raise self._error
 
     def send(self, entry: Entry) -> None:
         """Journal an entry and, while the hop is live, send it. Entries already journalled are ignored."""
@@ -135,14 +145,19 @@ class Hop:
 
     def unbind(self) -> None:
         """Leave the current peer in order, and give up an `open` that is under way; the journal stays for the next one."""
+        channel = self._release()
+        if channel is not None:
+            channel.close()
+
+    def _release(self) -> Channel | None:
+        """Forget the binding, or the `open` that is under way; its channel is still to be closed."""
         channel, self._channel = self._channel, None
         self._attempt += 1
         self._live = False
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(_superseded(channel.peer if channel else None))
             self._ready.exception()  # nobody may be waiting any more
-        if channel is not None:
-            channel.close()
+        return channel
 
     def _leave(self, attempt: int) -> None:
         """Unbind, unless a newer epoch has bound the hop meanwhile."""

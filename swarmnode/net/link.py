@@ -32,6 +32,7 @@ class LinkConfig:
     silence_rtts: float = 8.0
     slowest_bytes_per_s: float = 256 * 1024
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
+    clock: Callable[[], float] = time.perf_counter  # for round trips: uvloop's own has milliseconds only
 
 
 class Link:
@@ -39,7 +40,7 @@ class Link:
 
     def __init__(self, stream: Stream, config: LinkConfig) -> None:
         self.peer: PeerId = stream.peer
-        self.rtt_s: float | None = None  # moving average
+        self.rtt_s: float | None = None  # rises by a moving average
         self.min_rtt_s: float | None = None
         self.sent_bytes = 0
         self.received_bytes = 0
@@ -58,7 +59,8 @@ class Link:
         self._sent_when_heard_bytes = 0
         self._ping = 0
         self._pinged_at = 0.0
-        self._ping_clock_s = 0.0  # finer than the loop's clock, which uvloop rounds to milliseconds
+        self._timed_ping = 0  # whose answer is measured; 0 is none
+        self._timed_at_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -268,14 +270,19 @@ class Link:
 
     def _send_ping(self, now_s: float) -> None:
         self._ping = self._ping % MAX_SEQ + 1
-        self._pinged_at, self._ping_clock_s = now_s, time.perf_counter()
+        self._pinged_at = now_s
+        if not self._timed_ping:  # else there are pings on the way: the round trip is longer than the period
+            self._timed_ping, self._timed_at_s = self._ping, self._config.clock()
         self.send(Ping(), seq=self._ping)
 
     def _measure(self, seq: int) -> None:
-        if seq != self._ping:
+        if seq != self._timed_ping:
             return
-        sample_s = time.perf_counter() - self._ping_clock_s
-        self.rtt_s = sample_s if self.rtt_s is None else 0.8 * self.rtt_s + 0.2 * sample_s
+        self._timed_ping = 0
+        sample_s = self._config.clock() - self._timed_at_s
+        # It falls at once: a ping that queued behind a long payload says little about the next one.
+        rises = self.rtt_s is not None and sample_s > self.rtt_s
+        self.rtt_s = 0.8 * (self.rtt_s or 0.0) + 0.2 * sample_s if rises else sample_s
         self.min_rtt_s = min(sample_s, self.min_rtt_s or sample_s)
 
     # -- the end

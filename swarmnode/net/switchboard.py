@@ -141,7 +141,10 @@ class Switchboard:
         await self._network.serve(self._protocol, self._serve)
 
     async def call(self, peer: PeerId, on_frame: OnFrame, on_lost: OnLost) -> Channel:
-        """Begin a conversation with a peer over the one link to it. Raises PeerLost, PeerRefused or NetworkDown."""
+        """Begin a conversation with a peer over the one link to it. Raises PeerLost, PeerRefused or NetworkDown.
+
+        Its first frame is to be sent at once, before anything else is awaited: numbers must arrive in their order.
+        """
         line = self._outgoing.get(peer)
         if line is None or line.link.closed:
             line = await self._dial(peer)

@@ -43,6 +43,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.now_s
 
+    def sleep_through(self, seconds: float) -> None:
+        """Let time pass while nothing runs, as in a suspended process: timers are late afterwards."""
+        self._jumping.now_s += seconds
+
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """Like `asyncio.run`, in virtual time."""
@@ -50,8 +54,12 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     try:
         return loop.run_until_complete(main)
     finally:
-        remaining = asyncio.all_tasks(loop)
-        for task in remaining:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*remaining, return_exceptions=True))
+        loop.run_until_complete(_cancel_the_rest())
         loop.close()
+
+
+async def _cancel_the_rest() -> None:
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)

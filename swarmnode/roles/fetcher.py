@@ -4,58 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from swarmnode.codec.messages import Hello
 from swarmnode.errors import CheckpointError, ErrorCode, NetworkDown, PeerError, PeerRefused, ProtocolError
-from swarmnode.net.interfaces import Network, PeerId
-from swarmnode.net.link import LinkConfig
-from swarmnode.net.switchboard import Switchboard
-from swarmnode.roles.seeder import MANIFEST_PROTOCOL
-from swarmnode.roles.sources import Source, ask_for_manifest
+from swarmnode.net.interfaces import Buffer
+from swarmnode.roles.download import Download, Run
+from swarmnode.roles.sources import Source
 from swarmnode.swarm.content import FileContent, Progress, verify_chunk, verify_hashes
-from swarmnode.swarm.manifest import MAX_MANIFEST_BYTES, swarm_id
 from swarmnode.swarm.weight_cache import WeightCache
 
 log = logging.getLogger(__name__)
 
-RUN_CHUNKS = 8  # chunks asked for at once: few questions, and little lost with a source
 SOURCES_AT_ONCE = 4
-
-Run = tuple[FileContent, int, int]
-"""(file, first chunk, number of chunks)"""
-
-
-async def fetch_manifest(network: Network, peers: Sequence[PeerId], hello: Hello, config: LinkConfig) -> bytes:
-    """The swarm's manifest from whichever peer gives the right one first. Raises PeerError where none does."""
-    board = Switchboard(network, MANIFEST_PROTOCOL, hello, replace(config, max_payload_bytes=MAX_MANIFEST_BYTES))
-    failure: PeerError = PeerRefused("no peer is known that could have the manifest", code=ErrorCode.NOT_FOUND)
-    questions = [asyncio.ensure_future(ask_for_manifest(board, peer)) for peer in peers]
-    try:
-        for question in asyncio.as_completed(questions):
-            try:
-                raw = await question
-            except PeerError as error:
-                failure = error
-            except NetworkDown as error:
-                failure = PeerRefused(str(error), code=ErrorCode.PEER_LOST)
-            else:
-                if len(raw) <= MAX_MANIFEST_BYTES and swarm_id(raw) == hello.swarm:
-                    return raw
-                failure = ProtocolError("a peer gave a manifest that is not the swarm's")
-        raise failure
-    finally:
-        for task in questions:
-            task.cancel()
-        await asyncio.gather(*questions, return_exceptions=True)
-        await board.close()
+LOOK_AGAIN_S = 1.0  # whether a source that rested, or a run that is overdue, can be taken up
+MAX_REST_S = 60.0
 
 
 class Fetcher:
-    """Brings chunks into a cache. `sources()` names who may have them now, best first; `drop` hears of liars."""
+    """Brings chunks into a cache. `sources()` names who may have them now, best first; `drop` hears of those that failed."""
 
     def __init__(
         self, cache: WeightCache, sources: Callable[[], Sequence[Source]], drop: Callable[[Source, str], None]
@@ -63,11 +30,14 @@ class Fetcher:
         self._cache = cache
         self._sources = sources
         self._drop = drop
-        self._bad: set[str] = set()
+        self._bad: set[str] = set()  # gave something false: never asked again
+        self._rests: dict[str, float] = {}  # source -> loop time before which it is not asked
+        self._failures: dict[str, int] = {}  # in a row
         self.fetched_bytes = 0
 
     def __repr__(self) -> str:
-        return f"<Fetcher into {self._cache!r}, {self.fetched_bytes / 1e6:.1f} MB fetched, {len(self._bad)} sources dropped>"
+        dropped = f"{len(self._bad)} sources dropped"
+        return f"<Fetcher into {self._cache!r}, {self.fetched_bytes / 1e6:.1f} MB fetched, {dropped}>"
 
     async def fetch(
         self,
@@ -75,60 +45,113 @@ class Fetcher:
         *,
         news: Callable[[], Awaitable[None]],
         progress: Progress | None = None,
+        patience_s: float | None = None,
     ) -> None:
-        """Bring these chunks of these files. Waits for `news()` (of peers) while nobody has what is missing.
+        """Bring these chunks of these files. `news()` returns when there may be other sources than before.
 
-        Raises LocalError where the disk is full.
+        While nobody has what is missing it waits, at most `patience_s`. Raises PeerRefused (NOT_FOUND) after that,
+        LocalError where the disk is full.
         """
-        missing = {file: self._cache.missing(file, numbers) for file, numbers in wanted.items()}
-        total_bytes = sum(file.chunk_size(number) for file, numbers in missing.items() for number in numbers)
-        self._cache.make_room(total_bytes)
-        goal_bytes = self.fetched_bytes + total_bytes
-        asked = 0  # sources that were asked in vain since the last chunk came
-        while any(missing.values()):
-            sources = [source for source in self._sources() if source.name not in self._bad]
-            if asked >= len(sources):
-                log.info("no peer has the missing weights at the moment; waiting for one")
-                await news()
-                asked = 0
-                continue
-            runs = deque(run for file, numbers in missing.items() for run in _runs(file, numbers))
-            await _all(
-                self._drain(source, runs, progress, goal_bytes) for source in sources[asked : asked + SOURCES_AT_ONCE]
-            )
-            left = {file: self._cache.missing(file, numbers) for file, numbers in missing.items()}
-            asked = asked + SOURCES_AT_ONCE if left == missing else 0
-            missing = left
+        missing = await asyncio.to_thread(self._missing, wanted)
+        download = Download(missing)
+        if download.done:
+            return
+        await asyncio.to_thread(self._cache.make_room, download.total_bytes)
+        working: dict[str, asyncio.Task[None]] = {}
+        listening = asyncio.ensure_future(news())
+        try:
+            idle_since = self._now()
+            told = False
+            while not download.done:
+                for source in self._free(download, working):
+                    working[source.name] = asyncio.ensure_future(self._drain(source, download, progress))
+                if working:
+                    idle_since, told = self._now(), False
+                elif patience_s is not None and self._now() - idle_since > patience_s:
+                    raise PeerRefused("no peer has the missing weights", code=ErrorCode.NOT_FOUND)
+                elif not told and self._now() - idle_since > LOOK_AGAIN_S:
+                    log.warning("no peer has the missing weights at the moment; waiting for one")
+                    told = True
+                ended, _ = await asyncio.wait(
+                    {listening, *working.values()}, timeout=LOOK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in ended:
+                    task.result()
+                working = {name: task for name, task in working.items() if task not in ended}
+                if listening in ended:
+                    listening = asyncio.ensure_future(news())
+        finally:
+            await _cancel([listening, *working.values()])
 
-    async def _drain(self, source: Source, runs: deque[Run], progress: Progress | None, goal_bytes: int) -> None:
-        """Fetch runs from one source until it has none of those left, or fails; what it did not bring goes back at once.
+    def _missing(self, wanted: Mapping[FileContent, Iterable[int]]) -> dict[FileContent, list[int]]:
+        return {file: self._cache.missing(file, numbers) for file, numbers in wanted.items()}
 
-        A source that died or hangs may be asked again when it is back; one that gave something false never is.
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    def _free(self, download: Download, working: Mapping[str, object]) -> list[Source]:
+        """Sources to set to work now, the last resort only where nobody else works."""
+        now_s = self._now()
+        able = [
+            source
+            for source in self._sources()
+            if source.name not in self._bad
+            and source.name not in working
+            and self._rests.get(source.name, now_s) <= now_s
+            and download.has_work_for(source.name, now_s)
+        ]
+        peers = [source for source in able if not source.last_resort]
+        chosen = peers or ([] if working else able)
+        return chosen[: max(0, SOURCES_AT_ONCE - len(working))]
+
+    async def _drain(self, source: Source, download: Download, progress: Progress | None) -> None:
+        """Fetch runs from one source until it has none of those left, or fails.
+
+        A source that died or hangs is asked again after a rest; one that gave something false never is.
         """
-        lacks: set[tuple[bytes, int]] = set()
-        while (run := next((run for run in runs if (run[0].root, run[1]) not in lacks), None)) is not None:
-            runs.remove(run)
-            file, first, count = run
+        while (run := download.take(source.name, self._now())) is not None:
+            lacking = False
             try:
-                hashes = await self._hashes(source, file)
-                async for number, data in source.chunks(file, first, count):
-                    if not await asyncio.to_thread(verify_chunk, hashes, number, data):
-                        raise ProtocolError(f"{source.name} gave a chunk of {file.name} that was tampered with")
-                    await asyncio.to_thread(self._cache.write, file, number, data)
-                    self.fetched_bytes += len(data)
-                    if progress is not None:
-                        progress(self.fetched_bytes, goal_bytes)
+                await self._bring(source, run, download, progress)
+                self._failures.pop(source.name, None)
             except PeerRefused as error:
-                log.debug("%s", error)  # it has other parts: the others of this round may have this one
-                runs.append(run)
-                lacks.add((file.root, first))
+                log.debug("%s", error)
+                lacking = error.code == ErrorCode.NOT_FOUND
+                if not lacking:
+                    self._rest(source, error.retry_s)
+                    return
             except (PeerError, CheckpointError, NetworkDown) as error:
-                log.warning("source dropped: %s", error)
-                runs.append(run)
+                log.warning("a source of weights failed: %s", error)
                 if isinstance(error, ProtocolError):
                     self._bad.add(source.name)
+                self._rest(source)
                 self._drop(source, str(error))
                 return
+            finally:
+                download.give_back(source.name, self._now(), lacking=lacking)
+
+    def _rest(self, source: Source, at_least_s: float | None = None) -> None:
+        """Leave a source alone for a while, longer after every failure in a row."""
+        failures = self._failures[source.name] = self._failures.get(source.name, 0) + 1
+        self._rests[source.name] = self._now() + max(at_least_s or 0.0, min(MAX_REST_S, 2.0 ** (failures - 1)))
+
+    async def _bring(self, source: Source, run: Run, download: Download, progress: Progress | None) -> None:
+        """A run of chunks from one source into the cache. Raises ProtocolError on the first that is not the manifest's."""
+        hashes = await self._hashes(source, run.file)
+        async for number, data in source.chunks(run.file, run.first, run.count):
+            if not await asyncio.to_thread(self._keep, hashes, run.file, number, data):
+                raise ProtocolError(f"{source.name} gave a chunk of {run.file.name} that was tampered with")
+            if download.came(run.file, number):
+                self.fetched_bytes += len(data)
+                if progress is not None:
+                    progress(download.done_bytes, download.total_bytes)
+
+    def _keep(self, hashes: bytes, file: FileContent, number: int, data: Buffer) -> bool:
+        if not verify_chunk(hashes, number, data):
+            return False
+        self._cache.write(file, number, data)
+        return True
 
     async def _hashes(self, source: Source, file: FileContent) -> bytes:
         known = self._cache.hashes(file)
@@ -140,23 +163,7 @@ class Fetcher:
         return known
 
 
-async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run to the end of all; where one fails or we are cancelled, the others are cancelled and awaited."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _runs(file: FileContent, numbers: Sequence[int]) -> list[Run]:
-    """Adjoining chunk numbers, at most RUN_CHUNKS at a time."""
-    runs: list[Run] = []
-    for number in numbers:
-        if runs and runs[-1][1] + runs[-1][2] == number and runs[-1][2] < RUN_CHUNKS:
-            runs[-1] = (file, runs[-1][1], runs[-1][2] + 1)
-        else:
-            runs.append((file, number, 1))
-    return runs
+async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

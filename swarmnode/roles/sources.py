@@ -8,14 +8,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import Body, Chunk, End, Error, GetChunks, GetManifest, Manifest
-from swarmnode.errors import CheckpointError, ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError, refusal
+from swarmnode.codec.messages import Body, Chunk, End, Error, GetChunks
+from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError, refusal
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.switchboard import Switchboard
 from swarmnode.swarm import manifest as manifests
 from swarmnode.swarm.content import HASH_BYTES, FileContent, chunk_hashes
 
 SILENCE_S = 30.0  # for one answer: a chunk at 35 KB/s (a peer that hangs altogether is found by the link's heartbeat)
+HASHING_S = 120.0  # for a hash list, which the peer may have to work out from a file of gigabytes first
 MAX_WAITING = 16  # answers that came and were not taken yet: more than a run of chunks has
 
 
@@ -23,6 +24,7 @@ class Source(ABC):
     """Somebody who may have chunks. What it gives is not believed before it is checked."""
 
     name: str
+    last_resort = False  # dear to ask: only while no other source works
 
     @abstractmethod
     async def hashes(self, file: FileContent) -> Buffer:
@@ -39,8 +41,13 @@ def largest_answer_bytes(manifest: manifests.Manifest) -> int:
     return max(manifest.chunk_bytes, longest * HASH_BYTES)
 
 
-async def ask(board: Switchboard, peer: PeerId, question: Body) -> AsyncIterator[tuple[Frame, Body]]:
-    """The answers to a question, until the peer ends the conversation. Raises PeerLost, PeerRefused."""
+async def ask(
+    board: Switchboard, peer: PeerId, question: Body, *, silence_s: float = SILENCE_S
+) -> AsyncIterator[tuple[Frame, Body]]:
+    """The answers to a question, until the peer ends the conversation; each may take `silence_s`.
+
+    Raises PeerLost, PeerRefused, NetworkDown.
+    """
     answers: asyncio.Queue[tuple[Frame, Body] | PeerError | None] = asyncio.Queue()
 
     def hear(frame: Frame, body: Body) -> None:
@@ -52,12 +59,12 @@ async def ask(board: Switchboard, peer: PeerId, question: Body) -> AsyncIterator
             answers.put_nowait(None if isinstance(body, End) else (frame, body))
 
     channel = await board.call(peer, hear, answers.put_nowait)
-    silent = PeerLost(f"peer {peer} did not answer for {SILENCE_S:.0f} s", peer=peer)
+    silent = PeerLost(f"peer {peer} did not answer for {silence_s:.0f} s", peer=peer)
     try:
         channel.send(question)
         while True:
             # Not wait_for: before Python 3.12 it loses a cancellation that comes together with an answer.
-            alarm = asyncio.get_running_loop().call_later(SILENCE_S, answers.put_nowait, silent)
+            alarm = asyncio.get_running_loop().call_later(silence_s, answers.put_nowait, silent)
             try:
                 item = await answers.get()
             finally:
@@ -71,14 +78,6 @@ async def ask(board: Switchboard, peer: PeerId, question: Body) -> AsyncIterator
         channel.close()
 
 
-async def ask_for_manifest(board: Switchboard, peer: PeerId) -> bytes:
-    """A peer's manifest, not checked yet. Raises PeerError."""
-    async for frame, body in ask(board, peer, GetManifest()):
-        if isinstance(body, Manifest):
-            return bytes(frame.payload)
-    raise PeerRefused(f"peer {peer} has no manifest", code=ErrorCode.NOT_FOUND, peer=peer)
-
-
 class PeerSource(Source):
     """A peer of the swarm that says it has weights."""
 
@@ -90,7 +89,8 @@ class PeerSource(Source):
         return f"<PeerSource {self.name}>"
 
     async def hashes(self, file: FileContent) -> Buffer:
-        async for frame, body in ask(self._board, self.name, GetChunks(file.root, 0, 0)):
+        question = GetChunks(file.root, 0, 0)
+        async for frame, body in ask(self._board, self.name, question, silence_s=HASHING_S):
             if isinstance(body, Chunk) and body.hashes:
                 return frame.payload
         raise ProtocolError("a peer ended a conversation without an answer", peer=self.name)
@@ -107,7 +107,9 @@ class PeerSource(Source):
 
 
 class HubSource(Source):
-    """The hub that the manifest names: files come whole, into the hub's own cache, at the revision that was founded on."""
+    """The hub that the manifest names. Files come whole, into the hub's own cache, at the revision founded on."""
+
+    last_resort = True
 
     def __init__(self, model: manifests.ModelInfo, chunk_bytes: int) -> None:
         assert model.hub_id is not None
@@ -119,17 +121,9 @@ class HubSource(Source):
         return f"<HubSource {self.name}>"
 
     async def _fetch(self, file: FileContent) -> Path:
-        return await asyncio.to_thread(self._download, file)
+        from swarmnode.compute.hub import fetch_file
 
-    def _download(self, file: FileContent) -> Path:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError
-
-        try:
-            return Path(hf_hub_download(self.name, file.name, revision=self._revision))
-        except (HfHubHTTPError, OSError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise CheckpointError(f"the hub does not give {file.name} of {self.name}: {reason}") from error
+        return await asyncio.to_thread(fetch_file, self.name, file.name, revision=self._revision)
 
     async def hashes(self, file: FileContent) -> Buffer:
         return await asyncio.to_thread(chunk_hashes, await self._fetch(file), self._chunk_bytes)

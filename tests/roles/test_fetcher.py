@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from swarmnode.errors import ErrorCode, LocalError, PeerLost, PeerRefused
+from swarmnode.roles.download import RUN_CHUNKS
 from swarmnode.roles.fetcher import Fetcher
 from swarmnode.roles.sources import Source
 from swarmnode.swarm.content import CHUNK_BYTES, FileContent, chunk_hashes, describe_files
@@ -40,12 +41,20 @@ class World:
         await asyncio.wait_for(fetcher.fetch({self.file: numbers}, news=nobody_comes), 20)
         return fetcher
 
+    def reopen(self) -> None:
+        """As the next process does."""
+        self.cache.close()
+        self.cache = WeightCache(self.home, bytes(32), self.manifest)
+
+    def forget(self) -> None:
+        self.cache.path(self.file).unlink()
+
     def fetched(self) -> bytes:
         return self.cache.path(self.file).read_bytes()
 
 
 async def nobody_comes() -> None:
-    raise AssertionError("the fetcher waits for news although somebody has the chunks")
+    await asyncio.Event().wait()
 
 
 class Good(Source):
@@ -55,6 +64,7 @@ class Good(Source):
         self.name = name
         self._path = world.path
         self.gave: list[int] = []
+        self._gave_more = asyncio.Event()
 
     async def hashes(self, file: FileContent) -> bytes:
         return chunk_hashes(self._path)
@@ -64,7 +74,14 @@ class Good(Source):
         for number in range(first, first + count):
             await asyncio.sleep(0)
             self.gave.append(number)
+            self._gave_more.set()
             yield number, self.spoil(number, data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
+
+    async def finished(self, chunks: int) -> None:
+        """Until it gave so many."""
+        while len(self.gave) < chunks:
+            self._gave_more.clear()
+            await self._gave_more.wait()
 
     def spoil(self, number: int, data: bytes) -> bytes:
         return data
@@ -76,14 +93,42 @@ class Liar(Good):
 
 
 class Mortal(Good):
+    """Dies so many times, each time with its fourth chunk."""
+
+    deaths = 100
+
     def spoil(self, number: int, data: bytes) -> bytes:
-        if len(self.gave) > 3:
+        if self.deaths and len(self.gave) > 3:
+            self.deaths -= 1
+            self.gave.clear()
             raise PeerLost("peer died", peer=self.name)
         return data
 
 
+class Busy(Good):
+    """Has no time when first asked."""
+
+    def spoil(self, number: int, data: bytes) -> bytes:
+        if len(self.gave) == 1:
+            raise PeerRefused("not now", code=ErrorCode.BUSY, retry_s=0.01, peer=self.name)
+        return data
+
+
+class Hanging(Good):
+    """Never answers."""
+
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__(world, name)
+        self.asked = asyncio.Event()
+
+    async def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, bytes]]:
+        self.asked.set()
+        await asyncio.Event().wait()
+        yield first, b""
+
+
 class Partial(Good):
-    """Has even runs only."""
+    """Has the first half only."""
 
     def spoil(self, number: int, data: bytes) -> bytes:
         if number >= CHUNKS // 2:
@@ -134,33 +179,67 @@ async def test_partial_sources_are_kept(world: World) -> None:
 
 async def test_a_fetch_that_was_cut_goes_on_where_it_was(world: World) -> None:
     await world.fetch(Good(world), numbers=range(10))
-    world.cache.close()
-    world.cache = WeightCache(world.home, bytes(32), world.manifest)
+    world.reopen()
     again = Good(world)
     await world.fetch(again)
     assert again.gave == list(range(10, CHUNKS))
 
 
-async def test_a_torn_chunk_is_fetched_again(world: World) -> None:
+async def test_a_chunk_without_a_mark_is_fetched_again(world: World) -> None:
+    """A killed process wrote a chunk, or half of it, and never came to mark it."""
     await world.fetch(Good(world))
     marks = world.cache.folder / f".{world.file.name}.have"
-    marks.write_bytes(marks.read_bytes()[:5] + b"\0" + marks.read_bytes()[6:])  # written, but the mark never was
+    marks.write_bytes(marks.read_bytes()[:5] + b"\0" + marks.read_bytes()[6:])
     again = Good(world)
     await world.fetch(again)
     assert again.gave == [5]
 
 
+async def test_a_mark_without_its_chunk_is_found_by_the_next_process(world: World) -> None:
+    """A power cut kept the mark and lost a part of the chunk."""
+    await world.fetch(Good(world))
+    with world.cache.path(world.file).open("r+b") as stream:
+        stream.seek(7 * CHUNK_BYTES + CHUNK_BYTES // 2)
+        stream.write(bytes(CHUNK_BYTES // 2))
+    world.reopen()
+    again = Good(world)
+    await world.fetch(again)
+    assert again.gave == [7]
+    assert world.fetched() == world.path.read_bytes()
+
+
+async def test_marks_of_a_file_that_was_removed_count_for_nothing(world: World) -> None:
+    await world.fetch(Good(world))
+    world.cache.path(world.file).unlink()
+    again = Good(world)
+    await world.fetch(again, numbers=range(3))
+    assert again.gave == [0, 1, 2]
+    assert world.cache.missing(world.file, range(CHUNKS)) == list(range(3, CHUNKS))
+
+
 async def test_waits_for_news_while_nobody_has_it(world: World) -> None:
     sources: list[Source] = []
-    asked = asyncio.Event()
+    waited = asyncio.Event()
+    comes = asyncio.Event()
 
     async def news() -> None:
-        asked.set()
-        sources.append(Good(world))
+        waited.set()
+        await comes.wait()
+        comes.clear()
 
     fetcher = Fetcher(world.cache, lambda: sources, lambda _source, _reason: None)
-    await asyncio.wait_for(fetcher.fetch({world.file: range(2)}, news=news), 10)
-    assert asked.is_set()
+    fetching = asyncio.ensure_future(fetcher.fetch({world.file: range(2)}, news=news))
+    await waited.wait()
+    assert not fetching.done()
+    sources.append(Good(world))
+    comes.set()
+    await asyncio.wait_for(fetching, 10)
+
+
+async def test_nobody_for_too_long_is_an_error(world: World) -> None:
+    fetcher = world.fetcher()
+    with pytest.raises(PeerRefused, match="no peer has"):
+        await asyncio.wait_for(fetcher.fetch({world.file: range(2)}, news=nobody_comes, patience_s=0.1), 10)
 
 
 async def test_a_full_disk_is_said_to_be_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,15 +271,59 @@ async def test_unused_folders_of_other_swarms_give_way(world: World) -> None:
 
 
 async def test_a_source_that_came_back_is_asked_again(world: World) -> None:
-    """The only one who has the weights dies in the middle, and is there again when there is news."""
+    """The only one who has the weights dies after a few chunks, again and again."""
     mortal = Mortal(world, "mortal")
-
-    async def back_again() -> None:
-        mortal.gave.clear()
-
-    fetcher = world.fetcher(mortal)
-    await asyncio.wait_for(fetcher.fetch({world.file: range(CHUNKS)}, news=back_again), 20)
+    mortal.deaths = 2
+    await world.fetch(mortal)
+    assert world.dropped == ["mortal"] * 2
     assert world.fetched() == world.path.read_bytes()
+
+
+async def test_one_who_is_busy_is_asked_again(world: World) -> None:
+    busy = Busy(world, "busy")
+    await world.fetch(busy, numbers=range(2))
+    assert world.dropped == []
+    assert busy.gave == [0, 0, 1]
+
+
+async def test_a_newcomer_helps_while_another_one_hangs(world: World) -> None:
+    """Neither needs the other to end first: the fetch does not go in rounds."""
+    sources: list[Source] = [Hanging(world, "hanging")]
+    comes = asyncio.Event()
+
+    async def news() -> None:
+        await comes.wait()
+        comes.clear()
+
+    fetcher = Fetcher(world.cache, lambda: sources, lambda _source, _reason: None)
+    fetching = asyncio.ensure_future(fetcher.fetch({world.file: range(CHUNKS)}, news=news))
+    await sources[0].asked.wait()  # type: ignore[attr-defined]
+    good = Good(world)
+    sources.append(good)
+    comes.set()
+    await good.finished(CHUNKS - RUN_CHUNKS)  # all but the run that is held
+    assert not fetching.done()
+    fetching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+
+
+async def test_what_one_holds_for_too_long_another_brings(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmnode.roles.download.OVERDUE_S", 0.0)
+    hanging, good = Hanging(world, "hanging"), Good(world)
+    await world.fetch(hanging, good)
+    assert sorted(good.gave) == list(range(CHUNKS))
+    assert world.fetched() == world.path.read_bytes()
+
+
+async def test_the_last_resort_is_asked_where_nobody_else_can(world: World) -> None:
+    hub = Good(world, "hub")
+    hub.last_resort = True
+    await world.fetch(hub, Good(world))
+    assert hub.gave == []
+    world.forget()
+    await world.fetch(Partial(world, "partial"), hub)
+    assert set(hub.gave) >= set(range(CHUNKS // 2, CHUNKS)) and hub.gave
 
 
 async def test_a_failure_leaves_no_task_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

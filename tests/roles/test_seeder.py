@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnode.codec.messages import VERSION, Chunk, GetChunks, Hello
+from swarmnode.codec.messages import VERSION, Attach, Chunk, GetChunks, Hello
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Switchboard
-from swarmnode.roles.fetcher import Fetcher, fetch_manifest
-from swarmnode.roles.seeder import WEIGHTS_PROTOCOL, Seeder
+from swarmnode.roles.fetcher import Fetcher
+from swarmnode.roles.newcomer import fetch_manifest
+from swarmnode.roles.seeder import REQUESTS_PER_PEER, WEIGHTS_PROTOCOL, Seeder
 from swarmnode.roles.sources import PeerSource, ask, largest_answer_bytes
 from swarmnode.swarm.content import CHUNK_BYTES, checkpoint_files, describe_files
 from swarmnode.swarm.manifest import Manifest, ModelInfo, encode_manifest
@@ -73,7 +74,7 @@ class World:
 
 
 async def nobody_comes():
-    raise AssertionError("nobody had the chunks")
+    await asyncio.Event().wait()
 
 
 @pytest.fixture
@@ -87,8 +88,12 @@ async def test_manifest_comes_from_whoever_has_the_right_one(world):
     other = new_swarm(encode_manifest(another(world.swarm.manifest)))
     liar = await world.seeder("liar")
     liar._manifest_bytes = other.manifest_bytes
+    dropped = []
     with pytest.raises(ProtocolError, match="not the swarm's"):
-        await fetch_manifest(world.newcomer, ["liar"], world.hello, LinkConfig())
+        await fetch_manifest(
+            world.newcomer, ["liar"], world.hello, LinkConfig(), drop=lambda peer, _: dropped.append(peer)
+        )
+    assert dropped == ["liar"]
     with pytest.raises(PeerLost):
         await fetch_manifest(world.newcomer, ["nobody"], world.hello, LinkConfig())
     await world.seeder("honest")
@@ -115,14 +120,51 @@ async def test_only_the_wanted_bytes_move(world):
     assert world.cache.missing(world.weights, range(CHUNKS)) == [0, 1, 4, 5, 6, 7, 8, 9, 10]
 
 
-async def test_tampered_checkpoint_is_refused_and_fetched_elsewhere(world):
-    await world.whole("good")
-    bad = await world.whole("bad")
+def tamper(world, seeder):
+    """Let a seeder's weights be zeros, of the right size."""
     tampered = world.folder.parent / "tampered"
     tampered.write_bytes(bytes(world.weights.size))
-    bad._offers[world.weights.root] = replace(bad._offers[world.weights.root], path=tampered)
+    seeder._offers[world.weights.root] = replace(seeder._offers[world.weights.root], path=tampered)
+
+
+async def test_a_tampered_chunk_is_refused_and_fetched_elsewhere(world):
+    await world.whole("good")
+    await world.fetch("good", numbers=[0])  # with the hash list, so that only a chunk can be false
+    tamper(world, await world.whole("bad"))
     await world.fetch("bad", "good")
     assert world.dropped == ["bad"] and world.complete()
+
+
+async def test_tampered_hashes_are_refused_and_fetched_elsewhere(world):
+    liar = await world.whole("liar")
+
+    async def lie(_offer):
+        return bytes(32 * CHUNKS)
+
+    liar._hash = lie
+    await world.whole("good")
+    await world.fetch("liar", "good")
+    assert world.dropped == ["liar"] and world.complete()
+
+
+async def test_a_damaged_file_is_not_given_by_who_notices(world):
+    seeder = await world.whole("bad")
+    tamper(world, seeder)
+    await world.whole("good")
+    await world.fetch("bad", "good")
+    assert world.dropped == [] and world.complete()
+    assert seeder.units == (0, 0)
+
+
+async def test_a_file_that_was_cut_short_meanwhile_is_not_given(world):
+    seeder = await world.whole("a")
+    copy = world.folder.parent / "copy"
+    copy.write_bytes(b"short")
+    seeder._offers[world.weights.root] = replace(seeder._offers[world.weights.root], path=copy)
+    with pytest.raises(PeerRefused) as caught:
+        await answers(world, GetChunks(world.weights.root, 2, 1))
+    assert caught.value.code == ErrorCode.NOT_FOUND
+    assert seeder.units == (0, 0)
 
 
 async def test_holders_of_different_parts_complete_one_another(world):
@@ -147,18 +189,67 @@ async def test_more_sources_are_asked_than_at_once(world):
     assert world.complete() and world.dropped == []
 
 
+async def answers(world, question):
+    return [item async for item in ask(world.board, "a", question)]
+
+
 async def test_unknown_and_impossible_requests(world):
     await world.whole("a")
-
-    async def answers(question):
-        return [item async for item in ask(world.board, "a", question)]
-
     with pytest.raises(PeerRefused) as caught:
-        await answers(GetChunks(b"?" * 32, 0, 1))
+        await answers(world, GetChunks(b"?" * 32, 0, 1))
     assert caught.value.code == ErrorCode.NOT_FOUND
     with pytest.raises(PeerRefused) as caught:
-        await answers(GetChunks(world.weights.root, CHUNKS - 1, 2))
+        await answers(world, GetChunks(world.weights.root, CHUNKS - 1, 2))
     assert caught.value.code == ErrorCode.MALFORMED
+    with pytest.raises(PeerRefused) as caught:
+        await answers(world, Attach(b"s" * 16, 0))
+    assert caught.value.code == ErrorCode.MALFORMED
+    assert len(await answers(world, GetChunks(world.weights.root, CHUNKS - 1, 1))) == 1
+    assert len(world.newcomer._streams) == 1, "the link lives on"
+
+
+async def test_one_who_asks_for_too_much_at_once_loses_the_link_alone(world):
+    seeder = await world.whole("a")
+    stranger = MemoryNetwork(world.peers, "stranger")
+    board = Switchboard(stranger, WEIGHTS_PROTOCOL, world.hello, LinkConfig())
+    lost = asyncio.get_running_loop().create_future()
+    for _ in range(REQUESTS_PER_PEER + 1):  # in one turn of the loop, so that none is answered in between
+        channel = await board.call("a", lambda *_: None, lambda error: lost.done() or lost.set_result(error))
+        channel.send(GetChunks(world.weights.root, 0, CHUNKS))
+    error = await asyncio.wait_for(lost, 10)
+    assert isinstance(error, PeerRefused) and error.code == ErrorCode.TOO_LARGE
+    await world.fetch("a")
+    assert world.complete() and not seeder._askers
+    await board.close()
+
+
+async def test_more_peers_than_it_has_room_for_are_told_to_come_back(world, monkeypatch):
+    monkeypatch.setattr("swarmnode.roles.seeder.PEERS_AT_ONCE", 0)
+    await world.whole("a")
+    with pytest.raises(PeerRefused) as caught:
+        await answers(world, GetChunks(world.weights.root, 0, 1))
+    assert caught.value.code == ErrorCode.BUSY and caught.value.retry_s > 0
+
+
+async def test_what_is_announced_follows_what_is_held(world):
+    seeder = await world.seeder("a")
+    assert seeder.units == (0, 0)
+    for units, announced in [((1, 3), (1, 3)), ((3, 4), (1, 4)), ((5, 6), (5, 6))]:
+        seeder.add_cache(world.cache, units)
+        assert seeder.units == announced
+
+
+async def test_a_manifest_is_found_behind_peers_that_hang(world):
+    hanging = [f"hanging {i}" for i in range(3)]
+    for name in hanging:
+        (await world.seeder(name))._send = never
+    await world.seeder("honest")
+    fetching = fetch_manifest(world.newcomer, [*hanging, "honest"], world.hello, LinkConfig())
+    assert await asyncio.wait_for(fetching, 10) == world.swarm.manifest_bytes
+
+
+async def never(*_):
+    await asyncio.Event().wait()
 
 
 async def test_a_source_that_sends_without_end_is_cut_off(world):

@@ -1,0 +1,182 @@
+"""A swarm of a toy model on the fake network: the real servers and clients, in virtual time, with arithmetic for layers.
+
+Every unit of the model adds up what it has seen, so each token depends on every position before it and on the cache of
+every unit: one position too many, too few or twice changes everything that follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import deque
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from swarmnode.codec.messages import VERSION, Hello, HopSpec, Want
+from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.config import ClientConfig, ServerConfig
+from swarmnode.errors import NoRoute
+from swarmnode.net.fake import FakeWorld, Path
+from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.link import LinkConfig
+from swarmnode.net.switchboard import Switchboard
+from swarmnode.roles.client import SESSION_PROTOCOL, Route, Router
+from swarmnode.roles.generation import GenerateOptions, RingStream
+from swarmnode.roles.server import StageServer
+from swarmnode.roles.worker import Forward, Job, Result, Sample
+
+MODULUS = 997
+HELLO = Hello(VERSION, bytes(32), "toy")
+STEP_S = 0.01
+UNITS = 4
+
+
+def step(sums: list[int], first_unit: int, value: int) -> int:
+    """One position through some units, whose caches are `sums`."""
+    for index, held in enumerate(sums):
+        value = sums[index] = (held + value + first_unit + index) % MODULUS
+    return value
+
+
+def expected(prompt: Sequence[int], count: int) -> list[int]:
+    """What the whole model draws after a prompt."""
+    sums, tokens = [0] * UNITS, list(prompt)
+    for position in range(len(prompt) + count - 1):
+        drawn = step(sums, 0, tokens[position])
+        if position + 1 >= len(prompt):
+            tokens.append(drawn)
+    return tokens[len(prompt) :]
+
+
+def unpack(info: TensorInfo, payload: Buffer) -> list[int]:
+    """Ids, or hidden states of width 1."""
+    letter = "q" if info.dtype == DType.INT64 else "f"
+    return [int(value) for value in struct.unpack(f"<{info.shape[1]}{letter}", payload)]
+
+
+def pack(values: Sequence[int]) -> tuple[TensorInfo, bytes]:
+    return TensorInfo(Codec.NONE, DType.FLOAT32, (1, len(values), 1)), struct.pack(f"<{len(values)}f", *values)
+
+
+class ToyWorker:
+    """Stands in for `Worker`: one job at a time, STEP_S each."""
+
+    def __init__(self, start: int, end: int, cache_bytes: int) -> None:
+        self.runner: Any = SimpleNamespace(
+            span=SimpleNamespace(start=start, end=end, hidden_size=1),
+            pool=SimpleNamespace(usable_bytes=cache_bytes),
+            reservation_bytes=lambda tokens, start, end: tokens * (end - start),
+        )
+        self.caches: dict[int, tuple[int, list[int]]] = {}  # first unit, sums
+        self.lengths: dict[int, int] = {}
+        self.positions = 0
+        self._jobs: deque[Job] = deque()
+
+    def open(self, key: int, *, start: int, end: int, **_reservation: object) -> None:
+        self.caches[key], self.lengths[key] = (start, [0] * (end - start)), 0
+
+    def forget(self, key: int) -> None:
+        del self.caches[key], self.lengths[key]
+
+    def submit(self, job: Job) -> None:
+        self._jobs.append(job)
+        asyncio.get_running_loop().call_later(STEP_S, self._run)
+
+    def _run(self) -> None:
+        job = self._jobs.popleft()
+        if job.session in self.caches:
+            job.done(job, self._result(job))
+
+    def _result(self, job: Job) -> Result:
+        assert job.start == self.lengths[job.session], "a gap or an overlap reached the worker"
+        self.lengths[job.session] = job.end
+        values = [value for info, payload in job.parts for value in unpack(info, payload)][job.skip :]
+        self.positions += len(values)
+        first_unit, sums = self.caches[job.session]
+        outputs = [step(sums, first_unit, value) for value in values]
+        if isinstance(job.then, Forward):
+            return Result(tensor=pack(outputs))
+        if isinstance(job.then, Sample):
+            drawn = enumerate(outputs, job.start + 1)
+            return Result(tokens=tuple((position, (token,)) for position, token in drawn if position >= job.then.first))
+        return Result(tensor=pack(outputs[-1:])) if job.want == Want.LAST else Result()
+
+
+class Volunteer:
+    """A peer that serves some units."""
+
+    def __init__(self, world: FakeWorld, start: int, end: int, cache_bytes: int, config: ServerConfig) -> None:
+        self.start, self.end = start, end
+        self.network = world.join()
+        self.peer = self.network.peer_id
+        self.worker = ToyWorker(start, end, cache_bytes)
+        self.server = StageServer(self.network, HELLO, self.worker, config, LinkConfig())  # type: ignore[arg-type]
+
+
+class ToyRouter(Router):
+    """Replicas in the order in which they joined, but rather those that are kept."""
+
+    def __init__(self, volunteers: list[Volunteer]) -> None:
+        self._volunteers = volunteers
+        self.suspected: list[PeerId] = []
+
+    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec]) -> Route:
+        kept = {hop.peer for hop in keep}
+        usable = [one for one in self._volunteers if one.peer not in avoid and one.peer not in self.suspected]
+        usable.sort(key=lambda one: one.peer not in kept)
+        hops: list[HopSpec] = []
+        while (unit := hops[-1].end if hops else 0) < UNITS:
+            chosen = next((one for one in usable if one.start == unit), None)
+            if chosen is None:
+                raise NoRoute(f"nobody serves unit {unit}")
+            hops.append(HopSpec(chosen.peer, chosen.start, chosen.end))
+        return tuple(hops)
+
+    def suspect(self, peer: PeerId, reason: str) -> None:
+        self.suspected.append(peer)
+
+    async def changed(self) -> None:
+        await asyncio.Event().wait()
+
+
+class ToySwarm:
+    """Volunteers and one client. Made by `start`."""
+
+    def __init__(self, spans: Iterable[tuple[int, int]], cache_bytes: int, config: ServerConfig) -> None:
+        self.world = FakeWorld(seed=11)
+        self.world.default_path = Path(latency_s=0.01)
+        self.client = self.world.join()
+        self.switchboard = Switchboard(self.client, SESSION_PROTOCOL, HELLO, LinkConfig())
+        self.volunteers = [Volunteer(self.world, start, end, cache_bytes, config) for start, end in spans]
+        self.router = ToyRouter(self.volunteers)
+        self.config = ClientConfig(patience_s=5.0, prompt_chunk_tokens=3)
+
+    @classmethod
+    async def start(
+        cls,
+        *spans: tuple[int, int],
+        cache_bytes: int = 10_000,
+        config: ServerConfig = ServerConfig(),
+    ) -> ToySwarm:
+        swarm = cls(spans, cache_bytes, config)
+        for one in swarm.volunteers:
+            await one.server.start()
+            assert await one.network.connect(await swarm.client.addresses(), timeout_s=1)
+        return swarm
+
+    def ring(self, prompt: Sequence[int], count: int, **options: Any) -> RingStream:
+        return RingStream(
+            self.switchboard,
+            self.router,
+            prompt,
+            GenerateOptions(max_new_tokens=count, **options),
+            self.config,
+            clock=asyncio.get_running_loop().time,
+        )
+
+    @property
+    def loads(self) -> list[int]:
+        """Sessions that each volunteer holds; each has a cache, and no cache is left without one."""
+        assert all(len(one.worker.caches) == one.server.load for one in self.volunteers)
+        return [one.server.load for one in self.volunteers]
