@@ -1,0 +1,44 @@
+"""Segment: what training needs to know of some units of any model, be it a transformers span or a piece of a graph."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+SHARED = -1
+"""The block of parameters that the first and the last unit share (tied embedding and head)."""
+
+Values = tuple[Tensor, ...]
+"""What crosses the boundary before a unit: floats (some of which take gradients), and whole numbers that only pass by."""
+
+
+class Segment(ABC):
+    """Units [start, end) of a model of `units` units, ready to be trained. Not safe for use from two threads at once.
+
+    Parameters belong to blocks: block u is unit u's own; SHARED holds what the first and last unit have in common, and
+    is held by whoever holds either of the two.
+    """
+
+    start: int
+    end: int
+    units: int
+    device: torch.device
+
+    @abstractmethod
+    def parameters(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
+        """By block, then by name as in the model's state dict; no parameter twice."""
+
+    @abstractmethod
+    def buffers(self) -> Mapping[int, Mapping[str, Tensor]]:
+        """Persistent buffers (running statistics of batch norms), by unit, then by name."""
+
+    @abstractmethod
+    def forward(self, values: Values, start: int, end: int, seed: int) -> Values:
+        """Units [start, end) in training mode on the values at boundary `start`; the values at boundary `end`.
+
+        At the end of the model that is the mean loss of the microbatch, a scalar. Whatever is random follows from
+        (seed, unit) alone, so that another split, a recomputation or a replay draws the same.
+        """

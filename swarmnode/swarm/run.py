@@ -1,0 +1,123 @@
+"""A run: everything that decides what a training computes. Equal runs on equal data draw the same loss curve, whoever takes part.
+
+The run's id is the SHA-256 of its encoding. The first trainer brings the run; who comes with another one is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import msgspec
+
+from swarmnode.codec.decoding import DECODE_ERRORS
+from swarmnode.codec.tensors import Codec
+from swarmnode.errors import ProtocolError, UsageError
+
+MAX_RUN_BYTES = 4096
+MAX_MICROBATCHES = 4096
+FINGERPRINT_BYTES = 32
+OPTIMIZERS = ("adamw", "sgd")
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+class Averaging(msgspec.Struct, frozen=True):
+    """How replicas of a unit come to one gradient, or (every > 1, DiLoCo, arXiv 2311.08105) to one set of parameters."""
+
+    every: int = 1  # steps between two averagings
+    codec: int = Codec.NONE
+    keep: float = 0.05  # share of the elements that top-k sends
+    rank: int = 0  # above 0: PowerSGD (arXiv 1905.13727) of this rank, for matrices
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9  # Nesterov
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Settings of a training. `batch` and `microbatch` count samples, `sequence` tokens of a sample (0: no tokens)."""
+
+    data: bytes  # fingerprint of the data, 32 bytes
+    steps: int
+    batch: int
+    microbatch: int
+    sequence: int = 0
+    optimizer: str = "adamw"
+    learning_rate: float = 3e-4
+    schedule: str = "cosine"
+    warmup_steps: int = 0
+    final_share: float = 0.1  # of the learning rate, at the last step
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    momentum: float = 0.0  # of SGD
+    clip: float = 1.0  # global norm; 0 is off
+    seed: int = 0
+    checkpoint_steps: int = 50
+    autocast: bool = False  # bfloat16 on GPUs
+    averaging: Averaging = Averaging()
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of one step."""
+        return self.batch // self.microbatch
+
+    @property
+    def id(self) -> bytes:
+        """32 bytes that name the run."""
+        return hashlib.sha256(encode_run(self)).digest()
+
+    def learning_rate_at(self, step: int) -> float:
+        """Of the update that ends step `step` (from 0): linear warm-up, then the schedule down to `final_share`."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.learning_rate
+        done = (step - self.warmup_steps) / max(1, self.steps - 1 - self.warmup_steps)
+        left = 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        return self.learning_rate * (self.final_share + (1 - self.final_share) * max(0.0, left))
+
+
+_encoder = msgspec.msgpack.Encoder(order="sorted")
+_decoder = msgspec.msgpack.Decoder(Run)
+
+
+def encode_run(run: Run) -> bytes:
+    """Canonical bytes."""
+    return _encoder.encode(run)
+
+
+def decode_run(raw: bytes) -> Run:
+    """The run in these bytes. Raises ProtocolError where they are not a valid one."""
+    if len(raw) > MAX_RUN_BYTES:
+        raise ProtocolError(f"a run of {len(raw)} bytes; the bound is {MAX_RUN_BYTES}")
+    try:
+        run = _decoder.decode(raw)
+        check_run(run)
+    except (*DECODE_ERRORS, UsageError) as error:
+        raise ProtocolError(f"bad run: {error}") from None
+    return run
+
+
+def check_run(run: Run) -> None:
+    """Raises UsageError, which names the first setting that cannot be."""
+    numbers = (run.learning_rate, run.final_share, run.epsilon, run.weight_decay, run.momentum, run.clip, *run.betas)
+    rules = {
+        "a fingerprint of the data": len(run.data) == FINGERPRINT_BYTES,
+        "at least one step": 0 < run.steps <= 1 << 31,
+        "a microbatch of at least one sample": run.microbatch > 0,
+        "a batch that is a multiple of the microbatch": run.batch > 0 and run.batch % run.microbatch == 0,
+        f"at most {MAX_MICROBATCHES} microbatches in a step": run.batch // max(1, run.microbatch) <= MAX_MICROBATCHES,
+        "a sequence length of 0 or more": 0 <= run.sequence <= 1 << 24,
+        f"an optimizer out of {', '.join(OPTIMIZERS)}": run.optimizer in OPTIMIZERS,
+        f"a schedule out of {', '.join(SCHEDULES)}": run.schedule in SCHEDULES,
+        "finite settings, none of them negative": all(math.isfinite(number) and number >= 0 for number in numbers),
+        "betas below 1": max(run.betas) < 1,
+        "a warm-up of 0 steps or more": 0 <= run.warmup_steps <= 1 << 31,
+        "checkpoints every step or more seldom": run.checkpoint_steps > 0,
+        "a codec that this version knows": run.averaging.codec in Codec._value2member_map_,
+        "an averaging every step or more seldom": run.averaging.every > 0,
+        "a share of kept elements up to 1": 0 < run.averaging.keep <= 1,
+        "a rank of 0 or more": 0 <= run.averaging.rank <= 1024,
+    }
+    for rule, kept in rules.items():
+        if not kept:
+            raise UsageError(f"the training needs {rule}")
