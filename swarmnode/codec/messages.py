@@ -16,47 +16,36 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from swarmnode.codec.body import (
+    MAX_CHUNKS,
+    MAX_CODE,
+    MAX_POSITIONS,
+    MAX_PROOF_BYTES,
+    MAX_ROUTE_HOPS,
+    MAX_ROWS,
+    MAX_SEED,
+    MAX_SOFTWARE_CHARS,
+    MAX_TEMPERATURE,
+    SWARM_ID_BYTES,
+    Code,
+    Epoch,
+    HopIndex,
+    Position,
+    RetrySeconds,
+    Root,
+    Row,
+    SessionId,
+    TokenId,
+)
+from swarmnode.codec.body import MAX_STOP_IDS as MAX_STOP_IDS
+from swarmnode.codec.body import VERSION as VERSION
+from swarmnode.codec.body import Body as Body
+from swarmnode.codec.body import HopSpec as HopSpec
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.codec.frames import MAX_SEQ, Kind
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, TensorInfo, check_tensor
+from swarmnode.codec.training_messages import TRAINING_BODIES, Discard
 from swarmnode.errors import ProtocolError
-
-VERSION = 1
-SWARM_ID_BYTES = 32
-SESSION_ID_BYTES = 16
-ROOT_BYTES = 32
-MAX_SOFTWARE_CHARS = 64
-MAX_PROOF_BYTES = 1024
-MAX_PEER_CHARS = 128
-MAX_UNITS = 4096
-MAX_ROUTE_HOPS = 256
-MAX_ROWS = 256
-MAX_POSITIONS = 1 << 24
-MAX_STOP_IDS = 64
-MAX_TOKEN_ID = (1 << 31) - 1
-MAX_TEMPERATURE = 1e6
-MAX_RETRY_S = 3600.0
-MAX_SEED = (1 << 63) - 1
-MAX_CHUNKS = 1 << 16
-MAX_CODE = 0xFFFF
-
-Code = Annotated[int, Meta(ge=0, le=MAX_CODE)]
-Epoch = Annotated[int, Meta(ge=0, le=MAX_SEQ)]
-HopIndex = Annotated[int, Meta(ge=0, lt=MAX_ROUTE_HOPS)]
-Position = Annotated[int, Meta(ge=0, le=MAX_POSITIONS)]
-RetrySeconds = Annotated[float, Meta(ge=0, le=MAX_RETRY_S)]
-Root = Annotated[bytes, Meta(min_length=ROOT_BYTES, max_length=ROOT_BYTES)]
-Row = Annotated[int, Meta(ge=0, lt=MAX_ROWS)]
-SessionId = Annotated[bytes, Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
-TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
-Unit = Annotated[int, Meta(ge=0, le=MAX_UNITS)]
-
-
-class Body(msgspec.Struct, array_like=True, frozen=True):
-    """Base of all bodies."""
-
-    def check(self) -> None:
-        """Raises ProtocolError where fields that are allowed one by one do not fit one another."""
 
 
 class Hello(Body, frozen=True):
@@ -92,14 +81,6 @@ class Mode(IntEnum):
 
     RING = 0  # the last hop samples and the first hop is fed at once
     DRIVEN = 1  # the client drives every step
-
-
-class HopSpec(Body, frozen=True):
-    """One hop of a route: the peer and the units [start, end) that it computes there."""
-
-    peer: Annotated[str, Meta(min_length=1, max_length=MAX_PEER_CHARS)]
-    start: Unit
-    end: Unit
 
 
 class Sampling(Body, frozen=True):
@@ -268,12 +249,13 @@ BODIES: dict[Kind, type[Body]] = {
     Kind.MANIFEST: Manifest,
     Kind.GET_CHUNKS: GetChunks,
     Kind.CHUNK: Chunk,
+    **TRAINING_BODIES,
 }
 KIND_OF: dict[type[Body], Kind] = {body: kind for kind, body in BODIES.items()}
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {int(kind): msgspec.msgpack.Decoder(body) for kind, body in BODIES.items()}
-_EMPTY: dict[int, Body] = {int(KIND_OF[body]): body() for body in (Ping, Pong, End, GetManifest, Manifest)}
+_EMPTY: dict[int, Body] = {int(KIND_OF[body]): body() for body in (Ping, Pong, End, GetManifest, Manifest, Discard)}
 
 
 def encode_body(body: Body) -> bytes:

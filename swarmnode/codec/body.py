@@ -1,0 +1,55 @@
+"""What all bodies have in common: their base, the types of their fields, and the bounds that msgspec checks while decoding."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from swarmnode.codec.frames import MAX_SEQ
+
+VERSION = 1
+SWARM_ID_BYTES = 32
+SESSION_ID_BYTES = 16
+ROOT_BYTES = 32
+MAX_SOFTWARE_CHARS = 64
+MAX_PROOF_BYTES = 1024
+MAX_PEER_CHARS = 128
+MAX_UNITS = 4096
+MAX_ROUTE_HOPS = 256
+MAX_ROWS = 256
+MAX_POSITIONS = 1 << 24
+MAX_STOP_IDS = 64
+MAX_TOKEN_ID = (1 << 31) - 1
+MAX_TEMPERATURE = 1e6
+MAX_RETRY_S = 3600.0
+MAX_SEED = (1 << 63) - 1
+MAX_CHUNKS = 1 << 16
+MAX_CODE = 0xFFFF
+
+Code = Annotated[int, Meta(ge=0, le=MAX_CODE)]
+Epoch = Annotated[int, Meta(ge=0, le=MAX_SEQ)]
+HopIndex = Annotated[int, Meta(ge=0, lt=MAX_ROUTE_HOPS)]
+Position = Annotated[int, Meta(ge=0, le=MAX_POSITIONS)]
+RetrySeconds = Annotated[float, Meta(ge=0, le=MAX_RETRY_S)]
+Root = Annotated[bytes, Meta(min_length=ROOT_BYTES, max_length=ROOT_BYTES)]
+Row = Annotated[int, Meta(ge=0, lt=MAX_ROWS)]
+SessionId = Annotated[bytes, Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
+Unit = Annotated[int, Meta(ge=0, le=MAX_UNITS)]
+
+
+class Body(msgspec.Struct, array_like=True, frozen=True):
+    """Base of all bodies."""
+
+    def check(self) -> None:
+        """Raises ProtocolError where fields that are allowed one by one do not fit one another."""
+
+
+class HopSpec(Body, frozen=True):
+    """One hop of a route: the peer and the units [start, end) that it computes there."""
+
+    peer: Annotated[str, Meta(min_length=1, max_length=MAX_PEER_CHARS)]
+    start: Unit
+    end: Unit
