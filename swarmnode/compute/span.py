@@ -116,9 +116,9 @@ class Span:
     ) -> Tensor:
         """Run units [start, end) of the span (default: all) on the next positions of a batch.
 
-        `x` is ids_BT (int64) where the range starts with the embedding, else hidden_BTH. `attention_mask`
-        (B, past + T) is None where nothing is padding. Returns logits_BKV of the `keep_last` last positions (-1: all)
-        where the range ends with the head, else hidden_BTH.
+        `x` is ids_BT (int64) where the range starts with the embedding, else hidden_BTH. Without a `cache` (training)
+        they are the first ones, and nothing is kept. `attention_mask` (B, past + T) is None where nothing is padding.
+        Returns logits_BKV of the `keep_last` last positions (-1: all) where the range ends with the head, else hidden_BTH.
         """
         start = self.start if start is None else start
         end = self.end if end is None else end
@@ -128,6 +128,7 @@ class Span:
             "input_ids" if start == 0 else "inputs_embeds": x,
             "attention_mask": attention_mask,
             "past_key_values": cache,
+            "use_cache": cache is not None,
         }
         if self._takes_positions:
             inputs["position_ids"] = position_ids
@@ -140,9 +141,7 @@ class Span:
     def _forward_hidden(self, inputs: Mapping[str, Any], entering_BTH: Tensor | None) -> Tensor:
         """hidden_BTH as they leave the last layer; whatever the family does behind it sees no position, where it can."""
         keep_last = 0 if self.family.narrows else -1
-        _, hidden_BTH = self.stack.pass_through(
-            lambda: self.model.base_model(**inputs, use_cache=True), entering_BTH, keep_last
-        )
+        _, hidden_BTH = self.stack.pass_through(lambda: self.model.base_model(**inputs), entering_BTH, keep_last)
         return hidden_BTH
 
     def _forward_logits(self, inputs: Mapping[str, Any], entering_BTH: Tensor | None, keep_last: int) -> Tensor:
@@ -151,7 +150,7 @@ class Span:
         if not self.family.narrows and keep_last > 0:
             options["logits_to_keep"] = keep_last
         output, _ = self.stack.pass_through(
-            lambda: self.model(**inputs, **options, use_cache=True), entering_BTH, -1 if options else keep_last
+            lambda: self.model(**inputs, **options), entering_BTH, -1 if options else keep_last
         )
         logits_BKV: Tensor = output.logits
         return logits_BKV
@@ -175,18 +174,10 @@ def load_span(
     device is the CPU. `check` tries the family on a tiny model first (some 0.3 s, once per process).
     """
     family = checkpoint.family
-    if not 0 <= start < end <= family.units:
-        raise LocalError(f"no units [{start}:{end}): the model has {family.units}")
-    if dtype == "auto":
-        dtype = checkpoint.dtype
-    if check:
-        from swarmnode.compute.selfcheck import check_family  # which itself runs spans
-
-        check_family(family)
-    slices = checkpoint.open_slices(checkpoint.tensors_of(start, end))
-    model = assemble(family, slices, start, end, dtype=dtype)
+    model = load_model(checkpoint, start, end, dtype=dtype, check=check)
     if progress is not None:
-        progress("weights", len(slices), len(slices))
+        tensors = len(checkpoint.tensors_of(start, end))
+        progress("weights", tensors, tensors)
     device = torch.device(device)
     stack = model.get_submodule(family.stack_name)
     quantization = (
@@ -195,3 +186,17 @@ def load_span(
     model.to(device)
     speed_up_linears(model)
     return Span(family, model, start, end, quantization)
+
+
+@lean()
+def load_model(checkpoint: Checkpoint, start: int, end: int, *, dtype: torch.dtype | str, check: bool = True) -> Any:
+    """The family's class with units [start, end), on the CPU; weights are mapped from the files where their dtype stays."""
+    family = checkpoint.family
+    if not 0 <= start < end <= family.units:
+        raise LocalError(f"no units [{start}:{end}): the model has {family.units}")
+    if check:
+        from swarmnode.compute.selfcheck import check_family  # which itself runs spans
+
+        check_family(family)
+    slices = checkpoint.open_slices(checkpoint.tensors_of(start, end))
+    return assemble(family, slices, start, end, dtype=checkpoint.dtype if dtype == "auto" else dtype)

@@ -40,6 +40,7 @@ class Stack(nn.ModuleList):
         self.entering_BTH: Tensor | None = None
         self.leaving_BTH: Tensor | None = None
         self.keep_last = -1
+        self.when_left: Callable[[], None] | None = None  # called as soon as hidden states have left the last layer
         self._routes: dict[tuple[int, int], list[Any]] = {}
         self._route: list[Any] = []
         self.select(0, 0)
@@ -120,6 +121,8 @@ class _Door:
             return output
         leaving_BTH: Tensor = output[0] if isinstance(output, tuple) else output
         stack.leaving_BTH = leaving_BTH
+        if stack.when_left is not None:
+            stack.when_left()
         kept = leaving_BTH
         if stack.keep_last >= 0:
             kept = leaving_BTH[:, leaving_BTH.shape[1] - stack.keep_last :]

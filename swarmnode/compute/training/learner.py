@@ -1,0 +1,299 @@
+"""Learner: forward and backward passes of a segment, gradients counted by microbatch, and the update that ends a step.
+
+A lease is one attempt at one microbatch. Its gradients go straight into the parameters' accumulators (`grad`), and its index is
+marked as counted for the units that it went through; an index that was counted before only lets gradients flow through. The
+accumulators stay until `commit`, so whatever happens between the passes and the commit can be tried again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from swarmnode.compute.training.optimizer import Optimizer, clip_factor
+from swarmnode.compute.training.randomness import microbatch_seed
+from swarmnode.compute.training.segment import Segment, Values
+from swarmnode.compute.training.statistics import Changes, Statistics
+from swarmnode.errors import CheckpointError, NotFinite, ProtocolError
+from swarmnode.swarm.run import Run
+
+
+@dataclass
+class _Flight:
+    """A forward pass that waits for its gradients. `outputs` are kept with their graph, or None to be computed again."""
+
+    index: int
+    start: int
+    end: int
+    inputs: Values
+    outputs: Values | None
+    changes: Changes  # of running statistics
+
+
+class Learner:
+    """Trains the units of a segment. Not safe for use from two threads at once.
+
+    `recompute`: keep only the inputs of a pass and run it again when its gradients come (the model's last units keep
+    their graph, because their backward pass follows at once).
+    """
+
+    def __init__(self, segment: Segment, run: Run, *, step: int = 0, recompute: bool = False) -> None:
+        self.segment = segment
+        self.run = run
+        self.step = step
+        self.recompute = recompute
+        self.counted = dict.fromkeys(range(segment.start, segment.end), 0)
+        held = segment.parameters()
+        self.blocks = tuple(sorted({*held, *self.counted}))
+        self._parameters: dict[int, dict[str, nn.Parameter]] = {
+            block: dict(sorted(held.get(block, {}).items())) for block in self.blocks
+        }
+        self._optimizers = {block: Optimizer(self._parameters[block], run) for block in self.blocks}
+        self._buffers = segment.buffers()
+        self._statistics = Statistics(self._buffers)
+        self._flights: dict[int, _Flight] = {}
+
+    def __repr__(self) -> str:
+        counts = [bin(mask).count("1") for mask in self.counted.values()]
+        return (
+            f"Learner(step {self.step}, units [{self.segment.start}:{self.segment.end}), {min(counts)} to {max(counts)} "
+            f"of {self.run.microbatches} microbatches counted, {self.in_flight} in flight)"
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """Forward passes that wait for their gradients."""
+        return len(self._flights)
+
+    # -- passes
+
+    def forward(self, lease: int, index: int, start: int, end: int, values: Values) -> Values:
+        """Units [start, end) on microbatch `index`: the values at boundary `end`, detached; at the model's end its mean loss.
+
+        Raises ValueError for a lease that is in flight, an index or units that do not exist, NotFinite for NaN or infinity.
+        """
+        if lease in self._flights:
+            raise ValueError(f"lease {lease} is in flight already")
+        if not 0 <= index < self.run.microbatches:
+            raise ValueError(f"no microbatch {index}: a step has {self.run.microbatches}")
+        if not self.segment.start <= start < end <= self.segment.end:
+            raise ValueError(f"units [{start}:{end}) are not among [{self.segment.start}:{self.segment.end})")
+        inputs = tuple(value.detach().requires_grad_(start > 0 and value.is_floating_point()) for value in values)
+        keep = not self.recompute or end == self.segment.units
+        with torch.set_grad_enabled(keep):
+            outputs, changes = self._compute(index, start, end, inputs)
+        if not _is_finite(outputs):
+            self._blame(index, start, end, values)
+        self._flights[lease] = _Flight(index, start, end, inputs, outputs if keep else None, changes)
+        return tuple(output.detach() for output in outputs)
+
+    def backward(self, lease: int, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Take the gradients of what `forward` returned (none at the model's end); the gradient of each of its inputs.
+
+        Raises ValueError where the lease is not in flight or where some of its units had counted the index and others
+        not, ProtocolError for gradients that do not fit, NotFinite for NaN or infinity. The lease is over in any case.
+        """
+        flight = self._flights.pop(lease, None)
+        if flight is None:
+            raise ValueError(f"lease {lease} is not in flight")
+        units = range(flight.start, flight.end)
+        counted = {bool(self.counted[unit] >> flight.index & 1) for unit in units}
+        if len(counted) > 1:
+            raise ValueError(f"microbatch {flight.index} is counted for some of the units {units} only")
+        outputs = flight.outputs
+        if outputs is None:
+            with torch.enable_grad():
+                outputs, _ = self._compute(flight.index, flight.start, flight.end, flight.inputs)
+        if flight.end == self.segment.units:
+            grads = (*grads, torch.full_like(outputs[0], 1 / self.run.microbatches))
+        roots, seeds = _match(outputs, grads, flight.end)
+        if counted == {True}:
+            return _flow_through(roots, seeds, flight.inputs)
+        self._accumulate(roots, seeds)
+        self._statistics.count(flight.changes)
+        for unit in units:
+            self.counted[unit] |= 1 << flight.index
+        return tuple(value.grad for value in flight.inputs)
+
+    def drop(self, lease: int) -> None:
+        """Forget a forward pass that will not come back; an unknown lease is no error."""
+        self._flights.pop(lease, None)
+
+    def discard(self) -> None:
+        """Forget everything of this step: accumulators, masks, passes in flight."""
+        self._flights.clear()
+        self._statistics.clear()
+        self.counted = dict.fromkeys(self.counted, 0)
+        for parameters in self._parameters.values():
+            for parameter in parameters.values():
+                parameter.grad = None
+
+    def _compute(self, index: int, start: int, end: int, inputs: Values) -> tuple[Values, Changes]:
+        """One pass; running statistics are as before it, and what it would have changed is returned."""
+        saved = self._statistics.save(start, end)
+        seed = microbatch_seed(self.run.seed, self.step, index)
+        try:
+            with self._autocast():
+                outputs = self.segment.forward(inputs, start, end, seed)
+        finally:
+            changes = self._statistics.take_back(saved)
+        return outputs, changes
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        device = self.segment.device.type
+        return torch.autocast(device, torch.bfloat16, enabled=self.run.autocast and device == "cuda")
+
+    def _accumulate(self, roots: list[Tensor], seeds: list[Tensor]) -> None:
+        """Into `grad`. A failure in the middle (memory) leaves sums of which nobody knows what they hold: nothing counts."""
+        try:
+            if roots:
+                torch.autograd.backward(roots, seeds)
+        except RuntimeError:
+            self.discard()
+            raise
+
+    @torch.no_grad()
+    def _blame(self, index: int, start: int, end: int, values: Values) -> None:
+        """Run the pass again unit by unit, and raise NotFinite for the first one that is at fault."""
+        if not _is_finite(values):
+            raise NotFinite(f"NaN or infinity came in at the boundary before unit {start}", unit=start)
+        for unit in range(start, end):
+            values, _ = self._compute(index, unit, unit + 1, values)
+            if not _is_finite(values) or unit == end - 1:
+                what = "the loss is" if unit == self.segment.units - 1 else "what comes out is"
+                raise NotFinite(f"unit {unit}, step {self.step}: {what} NaN or infinite", unit=unit)
+
+    # -- the end of a step
+
+    def shapes(self, blocks: Sequence[int]) -> list[torch.Size]:
+        """What `gradient` strings together: per block the parameters, names in order, then the unit's running statistics."""
+        return [piece.shape for block in blocks for piece in self._pieces(block)]
+
+    @torch.no_grad()
+    def gradient(self, blocks: Sequence[int]) -> Tensor:
+        """A flat copy_N in float32 of the accumulators of these blocks; see `shapes`. Raises KeyError for others' blocks."""
+        pieces = [piece.flatten().float() for block in blocks for piece in self._pieces(block)]
+        return torch.cat(pieces) if pieces else torch.zeros(0, device=self.segment.device)
+
+    @torch.no_grad()
+    def squared_norm(self, blocks: Sequence[int], flat: Tensor | None = None) -> float:
+        """Of the gradients of these blocks, by the accumulators or by a flat sum. Raises NotFinite, naming the unit."""
+        flat_pieces = iter(self._split(blocks, flat) if flat is not None else ())
+        total = 0.0
+        for block in blocks:
+            own = self._pieces(block)
+            pieces = [next(flat_pieces) for _ in own] if flat is not None else own
+            norms = [torch.linalg.vector_norm(piece) for piece in pieces[: len(self._parameters[block])]]
+            square = float(torch.stack(norms).double().square().sum()) if norms else 0.0
+            if not math.isfinite(square):
+                raise NotFinite(
+                    f"unit {max(block, 0)}, step {self.step}: its gradient is NaN or infinite", unit=max(block, 0)
+                )
+            total += square
+        return total
+
+    @torch.no_grad()
+    def commit(self, sums: Mapping[tuple[int, ...], Tensor], norm: float) -> None:
+        """Update all parameters and go on to the next step.
+
+        `sums`: groups of blocks -> flat sum of all replicas' gradients, which is used up; other blocks take their own
+        accumulators. `norm`: the gradient's, over all units of the model. What is in flight is dropped.
+        """
+        if not math.isfinite(norm):
+            raise NotFinite(f"step {self.step}: the norm of the gradient is {norm}", unit=self.segment.start)
+        pieces = {block: self._pieces(block) for block in self.blocks}
+        for blocks, flat in sums.items():
+            parts = iter(self._split(blocks, flat))
+            pieces.update({block: [next(parts) for _ in pieces[block]] for block in blocks})
+        factor = clip_factor(self.run.clip, norm)
+        for block, parameters in self._parameters.items():
+            for parameter, gradient in zip(parameters.values(), pieces[block], strict=False):
+                parameter.grad = gradient.to(parameter)
+                if factor < 1:
+                    parameter.grad.mul_(factor)
+            self._optimizers[block].update(self.step)
+            self._statistics.move(block, pieces[block][len(parameters) :], self.run.microbatches)
+        del pieces
+        self.discard()
+        self.step += 1
+
+    def _pieces(self, block: int) -> list[Tensor]:
+        gradients = [
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for parameter in self._parameters[block].values()
+        ]
+        return [*gradients, *self._statistics.sums(block)]
+
+    def _split(self, blocks: Sequence[int], flat: Tensor) -> list[Tensor]:
+        """Views of a flat vector in the shapes of `blocks`. Raises ValueError where the lengths do not fit."""
+        shapes = self.shapes(blocks)
+        sizes = [shape.numel() for shape in shapes]
+        if flat.dim() != 1 or len(flat) != sum(sizes):
+            raise ValueError(
+                f"a flat gradient of shape {tuple(flat.shape)} for {sum(sizes)} elements of blocks {blocks}"
+            )
+        return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+    # -- state
+
+    def state(self, block: int) -> dict[str, Tensor]:
+        """All that decides how this block goes on, by name: references, not copies."""
+        tensors: dict[str, Tensor] = {
+            f"parameter/{name}": parameter.detach() for name, parameter in self._parameters[block].items()
+        }
+        tensors.update({f"buffer/{name}": buffer for name, buffer in sorted(self._buffers.get(block, {}).items())})
+        for slot, named in self._optimizers[block].slots.items():
+            tensors.update({f"{self.run.optimizer}/{slot}/{name}": tensor for name, tensor in named.items()})
+        return tensors
+
+    @torch.no_grad()
+    def load(self, block: int, tensors: Mapping[str, Tensor]) -> None:
+        """Take over a state. Raises CheckpointError, changing nothing, where names or shapes differ."""
+        own = self.state(block)
+        if own.keys() != tensors.keys():
+            name = min(own.keys() ^ tensors.keys())
+            missing = "lacks" if name in own else "has an unknown"
+            raise CheckpointError(f"the training state of unit {block} {missing} tensor {name}: it is of another run")
+        for name, tensor in tensors.items():
+            if tensor.shape != own[name].shape:
+                shapes = f"{tuple(tensor.shape)}, not {tuple(own[name].shape)}"
+                raise CheckpointError(f"the training state of unit {block} has {name} of shape {shapes}")
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
+
+
+def _is_finite(values: Values) -> bool:
+    """By sums: one pass, no copies."""
+    return all(math.isfinite(value.sum(dtype=torch.float32).item()) for value in values if value.is_floating_point())
+
+
+def _match(outputs: Values, grads: Sequence[Tensor | None], boundary: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs that take gradients, and theirs. Raises ProtocolError where they do not fit, NotFinite for NaN."""
+    if len(grads) != len(outputs):
+        raise ProtocolError(f"{len(grads)} gradients for {len(outputs)} values at boundary {boundary}")
+    roots: list[Tensor] = []
+    seeds: list[Tensor] = []
+    for output, gradient in zip(outputs, grads, strict=True):
+        if gradient is None or not output.requires_grad:
+            continue
+        if gradient.shape != output.shape:
+            raise ProtocolError(f"a gradient of shape {tuple(gradient.shape)} for a value of {tuple(output.shape)}")
+        roots.append(output)
+        seeds.append(gradient.to(output))
+    if not _is_finite(tuple(seeds)):
+        raise NotFinite(f"the gradient that came back at boundary {boundary} is NaN or infinite", unit=boundary)
+    return roots, seeds
+
+
+def _flow_through(roots: list[Tensor], seeds: list[Tensor], inputs: Values) -> tuple[Tensor | None, ...]:
+    """Gradients of the inputs alone: nothing is accumulated."""
+    wanted = [value for value in inputs if value.requires_grad]
+    if not wanted or not roots:
+        return tuple(None for _ in inputs)
+    gradients = iter(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
+    return tuple(next(gradients) if value.requires_grad else None for value in inputs)

@@ -1,0 +1,114 @@
+"""Units of a causal language model, ready to be trained: a span whose weights are its own memory.
+
+Values at boundary 0: (ids_BT,). In between: (hidden_BTH, ids_BT), for the labels are the ids. At the end: the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from swarmnode.compute.checkpoint import Checkpoint
+from swarmnode.compute.span import Span, load_model
+from swarmnode.compute.training.randomness import reseed
+from swarmnode.compute.training.segment import SHARED, Segment, Values
+from swarmnode.errors import ProtocolError
+
+NO_LABEL = -100
+
+
+class SpanSegment(Segment):
+    """Units of a causal language model. Takes over the span's model: training mode, gradients, seeded dropout."""
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self.start, self.end = span.start, span.end
+        self.units = span.family.units
+        self.device = span.device
+        self._seed = 0
+        span.model.train().requires_grad_(True)
+        for number in span.layers_of(span.start, span.end):
+            span.stack.get_submodule(str(number)).register_forward_pre_hook(self._reseeding(number + 1))
+        span.stack.when_left = self._reseeding(self.units - 1)
+
+    def __repr__(self) -> str:
+        return f"SpanSegment([{self.start}:{self.end}) of {self.units} units on {self.device})"
+
+    def parameters(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
+        """A tied head's matrix goes by the embedding's name, wherever it is held."""
+        ties = self.span.model.all_tied_weights_keys
+        blocks: dict[int, dict[str, nn.Parameter]] = {}
+        for name, parameter in self.span.model.named_parameters():
+            source = ties.get(name, name)
+            units = self.span.family.units_of_tensor(source)
+            blocks.setdefault(units[0] if len(units) == 1 else SHARED, {})[source] = parameter
+        return blocks
+
+    def buffers(self) -> Mapping[int, Mapping[str, Tensor]]:
+        """Most families have none."""
+        persistent = self.span.model.state_dict().keys()
+        units: dict[int, dict[str, Tensor]] = {}
+        for name, buffer in self.span.model.named_buffers():
+            if name in persistent:
+                held = [unit for unit in self.span.family.units_of_tensor(name) if self.start <= unit < self.end]
+                units.setdefault(held[0], {})[name] = buffer
+        return units
+
+    def forward(self, values: Values, start: int, end: int, seed: int) -> Values:
+        """See `Segment`. The loss is the mean over the B * (T - 1) tokens that have a token before them."""
+        self._check(values, start)
+        x, ids_BT = values[0], values[-1]
+        self._seed = seed
+        reseed(seed, start)
+        output = self.span.forward(x, cache=None, start=start, end=end)
+        return (next_token_loss(output, ids_BT),) if end == self.units else (output, ids_BT)
+
+    def _reseeding(self, unit: int) -> Any:
+        """A hook that comes before a unit's own code: what ran before it may have drawn, and another split runs less."""
+
+        def hook(*_: Any) -> None:
+            reseed(self._seed, unit)
+
+        return hook
+
+    def _check(self, values: Values, start: int) -> None:
+        """Raises ProtocolError where the values are not those of the boundary."""
+        if len(values) != (1 if start == 0 else 2):
+            raise ProtocolError(f"{len(values)} values at boundary {start} of a language model")
+        ids_BT = values[-1]
+        if ids_BT.dtype != torch.int64 or ids_BT.dim() != 2 or ids_BT.shape[1] < 2 or ids_BT.numel() == 0:
+            raise ProtocolError(f"token ids of dtype {ids_BT.dtype} and shape {tuple(ids_BT.shape)}")
+        low, high = int(ids_BT.min()), int(ids_BT.max())
+        if low < 0 or high >= self.span.vocab_size:
+            raise ProtocolError(
+                f"token ids from {low} to {high}, but the model's vocabulary has {self.span.vocab_size}: "
+                "the data was made with another tokenizer"
+            )
+        if start > 0 and values[0].shape != (*ids_BT.shape, self.span.hidden_size):
+            raise ProtocolError(f"hidden states of shape {tuple(values[0].shape)} for ids of {tuple(ids_BT.shape)}")
+
+
+def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
+    """Mean cross-entropy of each next token, in float32. The last position is left out by its label: no copy of logits."""
+    labels_BT = functional.pad(ids_BT[:, 1:], (0, 1), value=NO_LABEL)
+    return functional.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten(), ignore_index=NO_LABEL)
+
+
+def load_segment(
+    checkpoint: Checkpoint,
+    start: int,
+    end: int,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> SpanSegment:
+    """Load units [start, end) to train them. Raises CheckpointError, LocalError."""
+    model = load_model(checkpoint, start, end, dtype=dtype)
+    model.to(device)
+    for parameter in model.parameters():  # a mapped file would be copied page by page in the midst of training
+        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    return SpanSegment(Span(checkpoint.family, model, start, end))
