@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,16 @@ def build(kind: str) -> Any:
     """A random model: "gpt2" (tied, no dropout), "gpt2-dropout" (0.1 everywhere), "llama" (untied)."""
     torch.manual_seed(0)
     if kind == "llama":
-        sizes: dict[str, Any] = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
+        sizes: dict[str, Any] = {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+        }
         return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=VOCABULARY, eos_token_id=None))
     dropout = 0.1 if kind == "gpt2-dropout" else 0.0
-    drops = dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
-    ends: dict[str, Any] = dict(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None)
+    drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    ends: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None}
     return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=3, n_head=4, n_positions=32, **ends, **drops))
 
 
@@ -49,9 +55,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
 
 def make_run(**changes: Any) -> Run:
     """AdamW with a warm-up and a clip that bites."""
-    settings: dict[str, Any] = dict(
-        data=bytes(32), steps=12, batch=SAMPLES * MICROBATCHES, microbatch=SAMPLES, sequence=LENGTH
-    )
+    settings: dict[str, Any] = {
+        "data": bytes(32),
+        "steps": 12,
+        "batch": SAMPLES * MICROBATCHES,
+        "microbatch": SAMPLES,
+        "sequence": LENGTH,
+    }
     return Run(**{**settings, "learning_rate": 1e-2, "warmup_steps": 3, "clip": 0.5, "seed": 7, **changes})
 
 
@@ -63,7 +73,7 @@ def ids_of(step: int, index: int) -> Tensor:
 
 def learners(checkpoint: Checkpoint, run: Run, cuts: Sequence[int], **options: Any) -> list[Learner]:
     """One learner for each span between neighbouring cuts."""
-    spans = zip(cuts, cuts[1:], strict=False)
+    spans = itertools.pairwise(cuts)
     return [Learner(load_segment(checkpoint, start, end), run, **options) for start, end in spans]
 
 
