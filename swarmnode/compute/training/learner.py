@@ -8,13 +8,14 @@ accumulators stay until `commit`, so whatever happens between the passes and the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from swarmnode.compute.training.flight import Flight, Gradients, Piece, accumulate, flow_through, is_finite, leaves
 from swarmnode.compute.training.optimizer import Optimizer, clip_factor
 from swarmnode.compute.training.randomness import microbatch_seed
 from swarmnode.compute.training.segment import Segment, Values
@@ -23,23 +24,11 @@ from swarmnode.errors import CheckpointError, NotFinite, ProtocolError
 from swarmnode.swarm.run import Run
 
 
-@dataclass
-class _Flight:
-    """A forward pass that waits for its gradients. `outputs` are kept with their graph, or None to be computed again."""
-
-    index: int
-    start: int
-    end: int
-    inputs: Values
-    outputs: Values | None
-    changes: Changes  # of running statistics
-
-
 class Learner:
     """Trains the units of a segment. Not safe for use from two threads at once.
 
-    `recompute`: keep only the inputs of a pass and run it again when its gradients come (the model's last units keep
-    their graph, because their backward pass follows at once).
+    `recompute`: keep only what enters each unit, and run the units again, one by one, when gradients come: the memory of
+    one unit's graph for a third more of computing. The head keeps its graph, for its backward pass follows at once.
     """
 
     def __init__(self, segment: Segment, run: Run, *, step: int = 0, recompute: bool = False) -> None:
@@ -56,7 +45,7 @@ class Learner:
         self._optimizers = {block: Optimizer(self._parameters[block], run) for block in self.blocks}
         self._buffers = segment.buffers()
         self._statistics = Statistics(self._buffers)
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, Flight] = {}
 
     def __repr__(self) -> str:
         counts = [bin(mask).count("1") for mask in self.counted.values()]
@@ -83,16 +72,18 @@ class Learner:
             raise ValueError(f"no microbatch {index}: a step has {self.run.microbatches}")
         if not self.segment.start <= start < end <= self.segment.end:
             raise ValueError(f"units [{start}:{end}) are not among [{self.segment.start}:{self.segment.end})")
-        inputs = tuple(value.detach().requires_grad_(start > 0 and value.is_floating_point()) for value in values)
-        keep = not self.recompute or end == self.segment.units
-        with torch.set_grad_enabled(keep):
-            outputs, changes = self._compute(index, start, end, inputs)
-        if not _is_finite(outputs):
+        flight = Flight(index, start, end, [], (), {})
+        cuts = range(start, end + 1) if self.recompute else (start, end)
+        outputs = values
+        for piece_start, piece_end in pairwise(cuts):
+            outputs = self._fly(flight, piece_start, piece_end, outputs)
+        if not is_finite(outputs):
             self._blame(index, start, end, values)
-        self._flights[lease] = _Flight(index, start, end, inputs, outputs if keep else None, changes)
-        return tuple(output.detach() for output in outputs)
+        flight.shapes = tuple(output.shape for output in outputs)
+        self._flights[lease] = flight
+        return outputs
 
-    def backward(self, lease: int, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def backward(self, lease: int, grads: Sequence[Tensor | None]) -> Gradients:
         """Take the gradients of what `forward` returned (none at the model's end); the gradient of each of its inputs.
 
         Raises ValueError where the lease is not in flight or where some of its units had counted the index and others
@@ -105,20 +96,20 @@ class Learner:
         counted = {bool(self.counted[unit] >> flight.index & 1) for unit in units}
         if len(counted) > 1:
             raise ValueError(f"microbatch {flight.index} is counted for some of the units {units} only")
-        outputs = flight.outputs
-        if outputs is None:
-            with torch.enable_grad():
-                outputs, _ = self._compute(flight.index, flight.start, flight.end, flight.inputs)
         if flight.end == self.segment.units:
-            grads = (*grads, torch.full_like(outputs[0], 1 / self.run.microbatches))
-        roots, seeds = _match(outputs, grads, flight.end)
+            grads = (*grads, torch.full(flight.shapes[0], 1 / self.run.microbatches))
+        _check_gradients(flight, grads)
         if counted == {True}:
-            return _flow_through(roots, seeds, flight.inputs)
-        self._accumulate(roots, seeds)
+            return self._fly_back(flight, grads, flow_through)
+        try:
+            inputs = self._fly_back(flight, grads, accumulate)
+        except RuntimeError:  # out of memory: nobody knows what the accumulators hold now, so nothing counts
+            self.discard()
+            raise
         self._statistics.count(flight.changes)
         for unit in units:
             self.counted[unit] |= 1 << flight.index
-        return tuple(value.grad for value in flight.inputs)
+        return inputs
 
     def drop(self, lease: int) -> None:
         """Forget a forward pass that will not come back; an unknown lease is no error."""
@@ -133,38 +124,53 @@ class Learner:
             for parameter in parameters.values():
                 parameter.grad = None
 
+    def _fly(self, flight: Flight, start: int, end: int, values: Values) -> Values:
+        """The pass through one more piece, units [start, end)."""
+        inputs = leaves(values, start)
+        keep = not self.recompute or end == self.segment.units
+        with torch.set_grad_enabled(keep):
+            outputs, changes = self._compute(flight.index, start, end, inputs)
+        flight.pieces.append(Piece(start, end, inputs, outputs if keep else None))
+        flight.changes.update(changes)
+        return tuple(output.detach() for output in outputs)
+
+    def _fly_back(
+        self,
+        flight: Flight,
+        grads: Sequence[Tensor | None],
+        go_back: Callable[[Values, Sequence[Any], Values], Gradients],
+    ) -> Gradients:
+        """Through the pieces in reverse order, each forgotten when it is done."""
+        while flight.pieces:
+            piece = flight.pieces.pop()
+            outputs = piece.outputs
+            if outputs is None:
+                with torch.enable_grad():
+                    outputs, _ = self._compute(flight.index, piece.start, piece.end, piece.inputs)
+            grads = go_back(outputs, grads, piece.inputs)
+            del piece, outputs
+        return tuple(grads)
+
     def _compute(self, index: int, start: int, end: int, inputs: Values) -> tuple[Values, Changes]:
-        """One pass; running statistics are as before it, and what it would have changed is returned."""
+        """Run units; running statistics are as before it, and what it would have changed is returned."""
         saved = self._statistics.save(start, end)
         seed = microbatch_seed(self.run.seed, self.step, index)
+        device = self.segment.device.type
         try:
-            with self._autocast():
+            with torch.autocast(device, torch.bfloat16, enabled=self.run.autocast and device == "cuda"):
                 outputs = self.segment.forward(inputs, start, end, seed)
         finally:
             changes = self._statistics.take_back(saved)
         return outputs, changes
 
-    def _autocast(self) -> AbstractContextManager[object]:
-        device = self.segment.device.type
-        return torch.autocast(device, torch.bfloat16, enabled=self.run.autocast and device == "cuda")
-
-    def _accumulate(self, roots: list[Tensor], seeds: list[Tensor]) -> None:
-        """Into `grad`. A failure in the middle (memory) leaves sums of which nobody knows what they hold: nothing counts."""
-        try:
-            if roots:
-                torch.autograd.backward(roots, seeds)
-        except RuntimeError:
-            self.discard()
-            raise
-
     @torch.no_grad()
     def _blame(self, index: int, start: int, end: int, values: Values) -> None:
         """Run the pass again unit by unit, and raise NotFinite for the first one that is at fault."""
-        if not _is_finite(values):
+        if not is_finite(values):
             raise NotFinite(f"NaN or infinity came in at the boundary before unit {start}", unit=start)
         for unit in range(start, end):
             values, _ = self._compute(index, unit, unit + 1, values)
-            if not _is_finite(values) or unit == end - 1:
+            if not is_finite(values) or unit == end - 1:
                 what = "the loss is" if unit == self.segment.units - 1 else "what comes out is"
                 raise NotFinite(f"unit {unit}, step {self.step}: {what} NaN or infinite", unit=unit)
 
@@ -237,7 +243,7 @@ class Learner:
             raise ValueError(
                 f"a flat gradient of shape {tuple(flat.shape)} for {sum(sizes)} elements of blocks {blocks}"
             )
-        return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+        return [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
 
     # -- state
 
@@ -267,33 +273,12 @@ class Learner:
             own[name].copy_(tensor)
 
 
-def _is_finite(values: Values) -> bool:
-    """By sums: one pass, no copies."""
-    return all(math.isfinite(value.sum(dtype=torch.float32).item()) for value in values if value.is_floating_point())
-
-
-def _match(outputs: Values, grads: Sequence[Tensor | None], boundary: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs that take gradients, and theirs. Raises ProtocolError where they do not fit, NotFinite for NaN."""
-    if len(grads) != len(outputs):
-        raise ProtocolError(f"{len(grads)} gradients for {len(outputs)} values at boundary {boundary}")
-    roots: list[Tensor] = []
-    seeds: list[Tensor] = []
-    for output, gradient in zip(outputs, grads, strict=True):
-        if gradient is None or not output.requires_grad:
-            continue
-        if gradient.shape != output.shape:
-            raise ProtocolError(f"a gradient of shape {tuple(gradient.shape)} for a value of {tuple(output.shape)}")
-        roots.append(output)
-        seeds.append(gradient.to(output))
-    if not _is_finite(tuple(seeds)):
-        raise NotFinite(f"the gradient that came back at boundary {boundary} is NaN or infinite", unit=boundary)
-    return roots, seeds
-
-
-def _flow_through(roots: list[Tensor], seeds: list[Tensor], inputs: Values) -> tuple[Tensor | None, ...]:
-    """Gradients of the inputs alone: nothing is accumulated."""
-    wanted = [value for value in inputs if value.requires_grad]
-    if not wanted or not roots:
-        return tuple(None for _ in inputs)
-    gradients = iter(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
-    return tuple(next(gradients) if value.requires_grad else None for value in inputs)
+def _check_gradients(flight: Flight, grads: Sequence[Tensor | None]) -> None:
+    """Raises ProtocolError where they do not fit what left, NotFinite for NaN or infinity."""
+    if len(grads) != len(flight.shapes):
+        raise ProtocolError(f"{len(grads)} gradients for {len(flight.shapes)} values at boundary {flight.end}")
+    for gradient, shape in zip(grads, flight.shapes, strict=True):
+        if gradient is not None and gradient.shape != shape:
+            raise ProtocolError(f"a gradient of shape {tuple(gradient.shape)} for a value of shape {tuple(shape)}")
+    if not is_finite(grads):
+        raise NotFinite(f"the gradient that came back from unit {flight.end} is NaN or infinite", unit=flight.end)
