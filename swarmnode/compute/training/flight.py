@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from swarmnode.compute.training.block import Changes
 from swarmnode.compute.training.segment import Values
-from swarmnode.compute.training.statistics import Changes
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -34,7 +34,7 @@ class Flight:
     end: int
     pieces: list[Piece]
     shapes: tuple[torch.Size, ...]
-    changes: Changes  # of running statistics
+    changes: dict[int, Changes]  # by unit
 
 
 def leaves(values: Values, boundary: int) -> Values:

@@ -13,14 +13,14 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from swarmnode.compute.training.block import Block, Changes
 from swarmnode.compute.training.flight import Flight, Gradients, Piece, accumulate, flow_through, is_finite, leaves
-from swarmnode.compute.training.optimizer import Optimizer, clip_factor
+from swarmnode.compute.training.optimizer import clip_factor
 from swarmnode.compute.training.randomness import microbatch_seed
 from swarmnode.compute.training.segment import Segment, Values
-from swarmnode.compute.training.statistics import Changes, Statistics
-from swarmnode.errors import CheckpointError, NotFinite, ProtocolError
+from swarmnode.errors import NotFinite, ProtocolError
 from swarmnode.swarm.run import Run
 
 
@@ -37,14 +37,11 @@ class Learner:
         self.step = step
         self.recompute = recompute
         self.counted = dict.fromkeys(range(segment.start, segment.end), 0)
-        held = segment.parameters()
-        self.blocks = tuple(sorted({*held, *self.counted}))
-        self._parameters: dict[int, dict[str, nn.Parameter]] = {
-            block: dict(sorted(held.get(block, {}).items())) for block in self.blocks
+        parameters, buffers = segment.parameters(), segment.buffers()
+        self._blocks = {
+            number: Block(number, parameters.get(number, {}), buffers.get(number, {}), run, segment.device)
+            for number in sorted({*parameters, *self.counted})
         }
-        self._optimizers = {block: Optimizer(self._parameters[block], run) for block in self.blocks}
-        self._buffers = segment.buffers()
-        self._statistics = Statistics(self._buffers)
         self._flights: dict[int, Flight] = {}
 
     def __repr__(self) -> str:
@@ -53,6 +50,11 @@ class Learner:
             f"Learner(step {self.step}, units [{self.segment.start}:{self.segment.end}), {min(counts)} to {max(counts)} "
             f"of {self.run.microbatches} microbatches counted, {self.in_flight} in flight)"
         )
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Numbers of the blocks held, in order."""
+        return tuple(self._blocks)
 
     @property
     def in_flight(self) -> int:
@@ -106,8 +108,8 @@ class Learner:
         except RuntimeError:  # out of memory: nobody knows what the accumulators hold now, so nothing counts
             self.discard()
             raise
-        self._statistics.count(flight.changes)
         for unit in units:
+            self._blocks[unit].count(flight.changes[unit])
             self.counted[unit] |= 1 << flight.index
         return inputs
 
@@ -118,11 +120,9 @@ class Learner:
     def discard(self) -> None:
         """Forget everything of this step: accumulators, masks, passes in flight."""
         self._flights.clear()
-        self._statistics.clear()
         self.counted = dict.fromkeys(self.counted, 0)
-        for parameters in self._parameters.values():
-            for parameter in parameters.values():
-                parameter.grad = None
+        for block in self._blocks.values():
+            block.sums_N.zero_()
 
     def _fly(self, flight: Flight, start: int, end: int, values: Values) -> Values:
         """The pass through one more piece, units [start, end)."""
@@ -151,16 +151,16 @@ class Learner:
             del piece, outputs
         return tuple(grads)
 
-    def _compute(self, index: int, start: int, end: int, inputs: Values) -> tuple[Values, Changes]:
+    def _compute(self, index: int, start: int, end: int, inputs: Values) -> tuple[Values, dict[int, Changes]]:
         """Run units; running statistics are as before it, and what it would have changed is returned."""
-        saved = self._statistics.save(start, end)
+        saved = {unit: self._blocks[unit].save() for unit in range(start, end)}
         seed = microbatch_seed(self.run.seed, self.step, index)
         device = self.segment.device.type
         try:
             with torch.autocast(device, torch.bfloat16, enabled=self.run.autocast and device == "cuda"):
                 outputs = self.segment.forward(inputs, start, end, seed)
         finally:
-            changes = self._statistics.take_back(saved)
+            changes = {unit: self._blocks[unit].take_back(values) for unit, values in saved.items()}
         return outputs, changes
 
     @torch.no_grad()
@@ -178,99 +178,54 @@ class Learner:
 
     def shapes(self, blocks: Sequence[int]) -> list[torch.Size]:
         """What `gradient` strings together: per block the parameters, names in order, then the unit's running statistics."""
-        return [piece.shape for block in blocks for piece in self._pieces(block)]
+        return [shape for block in blocks for shape in self._blocks[block].shapes]
 
-    @torch.no_grad()
     def gradient(self, blocks: Sequence[int]) -> Tensor:
         """A flat copy_N in float32 of the accumulators of these blocks; see `shapes`. Raises KeyError for others' blocks."""
-        pieces = [piece.flatten().float() for block in blocks for piece in self._pieces(block)]
-        return torch.cat(pieces) if pieces else torch.zeros(0, device=self.segment.device)
+        return torch.cat([self._blocks[block].sums_N for block in blocks])
 
-    @torch.no_grad()
     def squared_norm(self, blocks: Sequence[int], flat: Tensor | None = None) -> float:
         """Of the gradients of these blocks, by the accumulators or by a flat sum. Raises NotFinite, naming the unit."""
-        flat_pieces = iter(self._split(blocks, flat) if flat is not None else ())
-        total = 0.0
-        for block in blocks:
-            own = self._pieces(block)
-            pieces = [next(flat_pieces) for _ in own] if flat is not None else own
-            norms = [torch.linalg.vector_norm(piece) for piece in pieces[: len(self._parameters[block])]]
-            square = float(torch.stack(norms).double().square().sum()) if norms else 0.0
-            if not math.isfinite(square):
-                raise NotFinite(
-                    f"unit {max(block, 0)}, step {self.step}: its gradient is NaN or infinite", unit=max(block, 0)
-                )
-            total += square
-        return total
+        parts = self._split(blocks, flat) if flat is not None else [self._blocks[block].sums_N for block in blocks]
+        return sum(self._blocks[block].squared_norm(part) for block, part in zip(blocks, parts, strict=True))
 
-    @torch.no_grad()
     def commit(self, sums: Mapping[tuple[int, ...], Tensor], norm: float) -> None:
         """Update all parameters and go on to the next step.
 
-        `sums`: groups of blocks -> flat sum of all replicas' gradients, which is used up; other blocks take their own
-        accumulators. `norm`: the gradient's, over all units of the model. What is in flight is dropped.
+        `sums`: groups of blocks -> flat sum of all replicas' gradients; other blocks take their own accumulators. `norm`:
+        the gradient's, over all units of the model. What is in flight is dropped. Raises ValueError, changing nothing,
+        where a sum has the wrong length, and NotFinite.
         """
         if not math.isfinite(norm):
             raise NotFinite(f"step {self.step}: the norm of the gradient is {norm}", unit=self.segment.start)
-        pieces = {block: self._pieces(block) for block in self.blocks}
-        for blocks, flat in sums.items():
-            parts = iter(self._split(blocks, flat))
-            pieces.update({block: [next(parts) for _ in pieces[block]] for block in blocks})
+        splits = {blocks: self._split(blocks, flat) for blocks, flat in sums.items()}
+        for blocks, parts in splits.items():
+            for block, part in zip(blocks, parts, strict=True):
+                self._blocks[block].sums_N.copy_(part)
         factor = clip_factor(self.run.clip, norm)
-        for block, parameters in self._parameters.items():
-            for parameter, gradient in zip(parameters.values(), pieces[block], strict=False):
-                parameter.grad = gradient.to(parameter)
-                if factor < 1:
-                    parameter.grad.mul_(factor)
-            self._optimizers[block].update(self.step)
-            self._statistics.move(block, pieces[block][len(parameters) :], self.run.microbatches)
-        del pieces
+        for held in self._blocks.values():
+            held.update(self.step, factor)
         self.discard()
         self.step += 1
 
-    def _pieces(self, block: int) -> list[Tensor]:
-        gradients = [
-            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for parameter in self._parameters[block].values()
-        ]
-        return [*gradients, *self._statistics.sums(block)]
-
-    def _split(self, blocks: Sequence[int], flat: Tensor) -> list[Tensor]:
-        """Views of a flat vector in the shapes of `blocks`. Raises ValueError where the lengths do not fit."""
-        shapes = self.shapes(blocks)
-        sizes = [shape.numel() for shape in shapes]
+    def _split(self, blocks: Sequence[int], flat: Tensor) -> Sequence[Tensor]:
+        """The parts of a flat vector. Raises ValueError where it is not as long as the blocks together."""
+        sizes = [len(self._blocks[block].sums_N) for block in blocks]
         if flat.dim() != 1 or len(flat) != sum(sizes):
             raise ValueError(
                 f"a flat gradient of shape {tuple(flat.shape)} for {sum(sizes)} elements of blocks {blocks}"
             )
-        return [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
+        return torch.split(flat, sizes)
 
     # -- state
 
     def state(self, block: int) -> dict[str, Tensor]:
         """All that decides how this block goes on, by name: references, not copies."""
-        tensors: dict[str, Tensor] = {
-            f"parameter/{name}": parameter.detach() for name, parameter in self._parameters[block].items()
-        }
-        tensors.update({f"buffer/{name}": buffer for name, buffer in sorted(self._buffers.get(block, {}).items())})
-        for slot, named in self._optimizers[block].slots.items():
-            tensors.update({f"{self.run.optimizer}/{slot}/{name}": tensor for name, tensor in named.items()})
-        return tensors
+        return self._blocks[block].state()
 
-    @torch.no_grad()
     def load(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Take over a state. Raises CheckpointError, changing nothing, where names or shapes differ."""
-        own = self.state(block)
-        if own.keys() != tensors.keys():
-            name = min(own.keys() ^ tensors.keys())
-            missing = "lacks" if name in own else "has an unknown"
-            raise CheckpointError(f"the training state of unit {block} {missing} tensor {name}: it is of another run")
-        for name, tensor in tensors.items():
-            if tensor.shape != own[name].shape:
-                shapes = f"{tuple(tensor.shape)}, not {tuple(own[name].shape)}"
-                raise CheckpointError(f"the training state of unit {block} has {name} of shape {shapes}")
-        for name, tensor in tensors.items():
-            own[name].copy_(tensor)
+        self._blocks[block].load(tensors)
 
 
 def _check_gradients(flight: Flight, grads: Sequence[Tensor | None]) -> None:

@@ -98,16 +98,9 @@ def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
     return functional.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten(), ignore_index=NO_LABEL)
 
 
-def load_segment(
-    checkpoint: Checkpoint,
-    start: int,
-    end: int,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> SpanSegment:
-    """Load units [start, end) to train them. Raises CheckpointError, LocalError."""
-    model = load_model(checkpoint, start, end, dtype=dtype)
+def load_segment(checkpoint: Checkpoint, start: int, end: int, *, device: torch.device | str = "cpu") -> SpanSegment:
+    """Load units [start, end) to train them, in float32. Raises CheckpointError, LocalError."""
+    model = load_model(checkpoint, start, end, dtype=torch.float32)
     model.to(device)
     for parameter in model.parameters():  # a mapped file would be copied page by page in the midst of training
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)

@@ -37,10 +37,7 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """The update that ends step `step` (from 0), by the parameters' `grad`; those without one count as zero."""
-        for parameter in self.parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        """The update that ends step `step` (from 0), by the parameters' `grad`."""
         decayed = [name for name, parameter in self.parameters.items() if parameter.dim() >= 2]
         others = [name for name, parameter in self.parameters.items() if parameter.dim() < 2]
         for names, weight_decay in ((decayed, self.run.weight_decay), (others, 0.0)):

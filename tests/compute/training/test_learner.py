@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.training.learner import Learner
-from swarmnode.errors import CheckpointError, NotFinite, ProtocolError
+from swarmnode.errors import CheckpointError, NotFinite, ProtocolError, UsageError
 from tests.compute.training.conftest import (
     MICROBATCHES,
     commit_all,
@@ -218,6 +218,13 @@ def test_a_state_goes_on_bit_for_bit(checkpoint: Get, optimizer: str) -> None:
             learner.load(block, tensors)
         learner.step = 3
     assert train(heir, 3) == expected
+
+
+def test_only_float32_is_trained() -> None:
+    segment = ToySegment()
+    segment.modules[1].to(torch.bfloat16)
+    with pytest.raises(UsageError, match="not float32"):
+        Learner(segment, make_run())
 
 
 def test_names_of_a_state() -> None:

@@ -49,15 +49,6 @@ def test_updates_are_those_of_torch(settings: dict[str, Any]) -> None:
         torch.testing.assert_close(parameter, theirs[name], rtol=1e-5, atol=1e-6)
 
 
-def test_a_parameter_without_gradient_counts_as_one_of_zero() -> None:
-    run = make_run(weight_decay=0.5)
-    own = parameters()
-    before = {name: parameter.detach().clone() for name, parameter in own.items()}
-    Optimizer(own, run).update(5)
-    assert torch.equal(own["bias"], before["bias"])
-    torch.testing.assert_close(own["matrix"].detach(), before["matrix"] * (1 - 0.5 * run.learning_rate_at(5)))
-
-
 def test_clip_factor_is_that_of_torch() -> None:
     for clip, scale in ((0.5, 3.0), (2.0, 1e-3)):
         parameter = nn.Parameter(torch.zeros(10))
