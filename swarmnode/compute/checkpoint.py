@@ -99,10 +99,10 @@ class Checkpoint:
 
     def read(self, names: Iterable[str]) -> dict[str, Any]:
         """The named tensors, on the CPU, as memory mapped from the files: pages are read when touched."""
-        return {name: entry[:] for name, entry in self.open_slices(names).items()}
+        return {name: entry[...] for name, entry in self.open_slices(names).items()}
 
     def open_slices(self, names: Iterable[str]) -> dict[str, Any]:
-        """The named tensors as safetensors slices, nothing read yet; `slice[:]` makes a tensor of one."""
+        """The named tensors as safetensors slices, nothing read yet; `slice[...]` makes a tensor of one."""
         from safetensors import SafetensorError, safe_open
 
         by_file: dict[Path, list[str]] = {}

@@ -1,0 +1,64 @@
+"""Why a module cannot be exported, for people: which operator, in which line of their code, and what to do."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, resolve_name
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+_DATA_DEPENDENT = "data-dependent"
+
+
+class FailedCall(TorchFunctionMode):
+    """Notes the innermost torch function that raised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = ""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it."""
+        try:
+            return function(*args, **(kwargs or {}))
+        except Exception:
+            self.name = self.name or resolve_name(function) or getattr(function, "__name__", str(function))
+            raise
+
+
+def complaint(error: Exception, failed: FailedCall) -> str:
+    """The text for an error that came out of torch.export."""
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    operator = f"the operator {failed.name}" if failed.name else "an operation"
+    text = f"the module cannot be exported: {operator} in {source_of(error)} failed: {reason}"
+    if _DATA_DEPENDENT in reason:
+        text += (
+            ". Which operators run must not depend on the values of tensors: use torch.where or a mask in place of if, "
+            "for, indexing by a mask and .item()"
+        )
+    return text
+
+
+def source_of(error: Exception) -> str:
+    """File, line and text of the module's own code that raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _HERE, "<"))]
+    if not own:
+        return "code that torch does not tell"
+    return f"{own[-1].filename}, line {own[-1].lineno}: `{own[-1].line}`"
+
+
+def source_of_node(node: Any) -> str:
+    """File, line and text of the module's own code behind a node of torch.fx."""
+    lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    places = [number for number, line in enumerate(lines) if line.startswith("File ") and _TORCH not in line]
+    if not places:
+        return "code that torch does not tell"
+    place = places[-1]
+    file = lines[place].removeprefix("File ").replace('"', "").partition(", in ")[0]
+    code = lines[place + 1] if place + 1 < len(lines) else ""
+    return f"{file}: `{code}`"

@@ -1,0 +1,156 @@
+"""Layout: what each unit of a cut graph computes and holds, and which values cross each boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from swarmnode.compute.graph.graph import BUFFER, CONSTANT, Graph, Move, Node, Ref, TensorType
+from swarmnode.compute.graph.operators import is_random
+from swarmnode.errors import CheckpointError
+
+SHARED = -1  # as in swarmnode.compute.training.segment
+_NO_GRADIENT = frozenset({"aten.detach.default", "aten.detach_copy.default"})
+
+
+@dataclass(frozen=True)
+class Value:
+    """What crosses a boundary. `trained`: it depends on something that is trained, so a gradient comes back for it."""
+
+    ref: Ref
+    type: TensorType
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one unit computes, and the names of the weights that it reads."""
+
+    nodes: tuple[Node, ...]
+    weights: tuple[str, ...]
+    moves: tuple[Move, ...]
+
+
+class Layout:
+    """The units of a graph. Raises CheckpointError where a weight is used by units that cannot share it.
+
+    `boundaries[k]` are the values before unit k, inputs first; the last boundary has the loss alone. A node that computes
+    from nothing but constants belongs to no unit: every unit that needs it computes it again.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._trained = trained_values(graph)
+        self._types = {Ref(item.name): item.type for item in graph.inputs} | value_types(graph.nodes)
+        constants = constant_values(graph)
+        self._unit_of = {node.name: unit for node, unit in _units_of(graph) if node.name not in constants}
+        self.units = tuple(self._collect(constants))
+        self.blocks = self._find_blocks()
+        self.boundaries = tuple(self._boundaries())
+
+    def __repr__(self) -> str:
+        widths = [len(boundary) for boundary in self.boundaries]
+        return f"Layout({len(self.units)} units, {min(widths)} to {max(widths)} values at a boundary)"
+
+    def _collect(self, constants: set[str]) -> Iterable[Unit]:
+        """The units, each with the constant nodes that it needs."""
+        weights = {weight.name for weight in self.graph.weights}
+        own: list[list[Node]] = [[] for _ in range(self.graph.units)]
+        for node in self.graph.nodes:
+            if node.name not in constants:
+                own[self._unit_of[node.name]].append(node)
+        for number, nodes in enumerate(own):
+            moves = tuple(move for move in self.graph.moves if self._unit_of.get(move.value.name) == number)
+            needed = {ref.name for node in nodes for ref in node.refs()}
+            for node in reversed(self.graph.nodes):
+                if node.name in constants and node.name in needed:
+                    needed |= {ref.name for ref in node.refs()}
+            names = {node.name for node in nodes} | (needed & constants)
+            used = needed | {move.buffer for move in moves}
+            yield Unit(
+                tuple(node for node in self.graph.nodes if node.name in names), tuple(sorted(used & weights)), moves
+            )
+
+    def _find_blocks(self) -> dict[str, int]:
+        """Name of a trained weight or a buffer -> its block."""
+        last = self.graph.units - 1
+        users: dict[str, list[int]] = {}
+        for number, unit in enumerate(self.units):
+            for name in unit.weights:
+                users.setdefault(name, []).append(number)
+        blocks: dict[str, int] = {}
+        for weight in self.graph.weights:
+            numbers = users.get(weight.name, [])
+            if not numbers or not (weight.trained or weight.kind == BUFFER):
+                continue
+            if len(numbers) > 1 and not (weight.trained and numbers == [0, last]):
+                raise CheckpointError(f"{weight.tensor} is used by units {numbers}; only the first and the last may share")
+            blocks[weight.name] = numbers[0] if len(numbers) == 1 else SHARED
+        return blocks
+
+    def _boundaries(self) -> Iterable[tuple[Value, ...]]:
+        made = {Ref(item.name): -1 for item in self.graph.inputs}
+        used: dict[Ref, int] = {}
+        for number, unit in enumerate(self.units):
+            own = {node.name for node in unit.nodes}
+            made.update({ref: number for ref in self._types if ref.name in own and ref.name in self._unit_of})
+            used.update({ref: number for node in unit.nodes for ref in node.refs()})
+        crossing = [
+            [ref for ref in self._types if ref in made and made[ref] < number <= used.get(ref, -1)]
+            for number in range(self.graph.units)
+        ]
+        crossing[0] = [Ref(item.name) for item in self.graph.inputs]
+        self._carry_batch(crossing)
+        for refs in [*crossing, [self.graph.loss]]:
+            yield tuple(Value(ref, self._types[ref], ref.name in self._trained) for ref in refs)
+
+    def _carry_batch(self, crossing: list[list[Ref]]) -> None:
+        """Let an input pass by as long as later boundaries cannot tell the size of the batch without it."""
+        if not self.graph.any_batch:
+            return
+        teller = next((Ref(item.name) for item in self.graph.inputs if item.type.tells_batch), None)
+        if teller is None:
+            raise CheckpointError("no input of the graph tells the size of the batch")
+        silent = [k for k, refs in enumerate(crossing) if not any(self._types[ref].tells_batch for ref in refs)]
+        for refs in crossing[: max(silent, default=-1) + 1]:
+            if teller not in refs:
+                refs.insert(0, teller)
+
+
+def value_types(nodes: Iterable[Node]) -> dict[Ref, TensorType]:
+    """Of every tensor that nodes compute."""
+    types: dict[Ref, TensorType] = {}
+    for node in nodes:
+        for item, kind in enumerate(node.types):
+            if kind is not None:
+                types[Ref(node.name, item if len(node.types) > 1 else None)] = kind
+    return types
+
+
+def trained_values(graph: Graph) -> set[str]:
+    """Names of the values that depend on trained weights in a way that gradients go."""
+    trained = {weight.name for weight in graph.weights if weight.trained}
+    for node in graph.nodes:
+        if node.operator not in _NO_GRADIENT and any(ref.name in trained for ref in node.refs()):
+            trained.add(node.name)
+    return trained
+
+
+def constant_values(graph: Graph) -> set[str]:
+    """Names of the nodes that compute the same in every pass: positions, masks, tables."""
+    known = {weight.name for weight in graph.weights if weight.kind == CONSTANT}
+    nodes: set[str] = set()
+    for node in graph.nodes:
+        fixed = all(ref.name in known or ref.name in nodes for ref in node.refs())
+        if fixed and not is_random(node.operator, node.args) and node.name != graph.loss.name:
+            nodes.add(node.name)
+    return nodes
+
+
+def _units_of(graph: Graph) -> Iterable[tuple[Node, int]]:
+    cuts = iter((*graph.cuts, len(graph.nodes)))
+    cut, unit = next(cuts), 0
+    for number, node in enumerate(graph.nodes):
+        if number == cut:
+            cut, unit = next(cuts), unit + 1
+        yield node, unit

@@ -1,0 +1,224 @@
+"""GraphSegment: trains units of a graph. An interpreter: the operators are looked up once, then called in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swarmnode.compute.checkpoint import Checkpoint
+from swarmnode.compute.graph.graph import Argument, Constant, Graph, Here, Node, Poly, Real, Ref, TensorType
+from swarmnode.compute.graph.layout import Layout, Unit
+from swarmnode.compute.graph.operators import is_random, resolve
+from swarmnode.compute.graph.serialise import read_graph, torch_constant
+from swarmnode.compute.training.randomness import reseed
+from swarmnode.compute.training.segment import Segment, Values
+from swarmnode.errors import CheckpointError, ProtocolError
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a value lies while a unit computes."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One operator with its arguments; `results`: which of its results go where; `done`: values that nobody needs any more."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[tuple[int | None, int], ...]
+    done: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A unit, ready to run. `moves`: buffers and the slots of their new values."""
+
+    calls: tuple[_Call, ...]
+    moves: tuple[tuple[Tensor, int], ...]
+    is_random: bool
+
+
+class GraphSegment(Segment):
+    """Units [start, end) of a graph. `weights`: by their names in the state dict; they are taken over, not copied."""
+
+    def __init__(
+        self, graph: Graph, weights: Mapping[str, Tensor], start: int, end: int, *, device: torch.device | str = "cpu"
+    ) -> None:
+        self.graph = graph
+        self.layout = Layout(graph)
+        self.start, self.end, self.units = start, end, graph.units
+        self.device = torch.device(device)
+        self._slots: dict[Ref, int] = {}
+        held = {name for unit in self.layout.units[start:end] for name in unit.weights}
+        self._weights = {weight.name: weight for weight in graph.weights if weight.name in held}
+        self._tensors = {
+            name: _as_weight(weights[weight.tensor].to(self.device), weight.trained, weight.type, weight.tensor)
+            for name, weight in self._weights.items()
+        }
+        self._programs = {number: self._compile(self.layout.units[number], number) for number in range(start, end)}
+        self._template: list[Any] = [None] * len(self._slots)
+        for name, tensor in self._tensors.items():
+            self._template[self._slots[Ref(name)]] = tensor
+
+    def __repr__(self) -> str:
+        return f"GraphSegment([{self.start}:{self.end}) of {self.units} units on {self.device})"
+
+    def parameters(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
+        """See `Segment`. Parameters that the module's author froze are none."""
+        blocks: dict[int, dict[str, nn.Parameter]] = {}
+        for name, tensor in self._tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                blocks.setdefault(self.layout.blocks[name], {})[self._weights[name].tensor] = tensor
+        return blocks
+
+    def buffers(self) -> Mapping[int, Mapping[str, Tensor]]:
+        """See `Segment`: those that move."""
+        units: dict[int, dict[str, Tensor]] = {}
+        for name, unit in self.layout.blocks.items():
+            if name in self._tensors and not self._weights[name].trained:
+                units.setdefault(unit, {})[self._weights[name].tensor] = self._tensors[name]
+        return units
+
+    def forward(self, values: Values, start: int, end: int, seed: int) -> Values:
+        """See `Segment`. Raises ProtocolError for values that are not those of the boundary."""
+        boundary = self.layout.boundaries[start]
+        batch = self._check(values, start)
+        slots = self._template.copy()
+        for value, tensor in zip(boundary, values, strict=True):
+            slots[self._slots[value.ref]] = tensor if value.trained else tensor.detach()
+        for number in range(start, end):
+            self._run(number, slots, batch, seed)
+        return tuple(slots[self._slots[value.ref]] for value in self.layout.boundaries[end])
+
+    def _run(self, number: int, slots: list[Any], batch: int, seed: int) -> None:
+        program = self._programs[number]
+        if program.is_random:
+            reseed(seed, number)
+        try:
+            for call in program.calls:
+                args = [_fill(argument, slots, batch) for argument in call.args]
+                kwargs = {key: _fill(argument, slots, batch) for key, argument in call.kwargs.items()}
+                output = call.function(*args, **kwargs)
+                for item, slot in call.results:
+                    slots[slot] = output if item is None else output[item]
+                for slot in call.done:
+                    slots[slot] = None
+        except IndexError as error:
+            raise ProtocolError(f"unit {number} of the graph cannot work with this batch: {error}") from error
+        for buffer, slot in program.moves:
+            buffer.data.copy_(slots[slot].detach())  # data: graphs that are kept must not take it for a change
+
+    # -- values
+
+    def _check(self, values: Values, number: int) -> int:
+        """The size of the batch. Raises ProtocolError where the values are not those of the boundary."""
+        boundary = self.layout.boundaries[number]
+        if len(values) != len(boundary):
+            raise ProtocolError(f"{len(values)} values at boundary {number} of the graph, not {len(boundary)}")
+        for value, tensor in zip(boundary, values, strict=True):
+            if tensor.dim() != len(value.type.shape) or not _fits(tensor.dtype, value.type.dtype):
+                raise ProtocolError(f"{value.ref.name} is {_describe(tensor)} at boundary {number}, not {value.type}")
+        batch = self.graph.batch
+        if self.graph.any_batch:
+            teller = next(number for number, value in enumerate(boundary) if value.type.tells_batch)
+            batch = boundary[teller].type.batch_of(tuple(values[teller].shape))
+        for value, tensor in zip(boundary, values, strict=True):
+            if tuple(tensor.shape) != value.type.sizes(batch):
+                hint = "" if self.graph.any_batch else f" (the module was exported for batches of {batch} only)"
+                sizes = value.type.sizes(batch)
+                raise ProtocolError(f"{value.ref.name} is {_describe(tensor)} at boundary {number}, not {sizes}{hint}")
+        return batch
+
+    # -- programs
+
+    def _compile(self, unit: Unit, number: int) -> _Program:
+        """Slots for values, functions for names, and when to forget what."""
+        leaving = {value.ref for boundary in self.layout.boundaries[number + 1 :] for value in boundary}
+        kept = leaving | {move.value for move in unit.moves} | {Ref(name) for name in unit.weights}
+        for value in self.layout.boundaries[number]:
+            self._slot(value.ref)
+        last_use = {ref: node.name for node in unit.nodes for ref in node.refs() if ref not in kept}
+        calls = []
+        for node in unit.nodes:
+            done = sorted({self._slot(ref) for ref in node.refs() if last_use.get(ref) == node.name})
+            calls.append(self._compile_call(node, tuple(done)))
+        return _Program(
+            calls=tuple(calls),
+            moves=tuple((self._tensors[move.buffer], self._slot(move.value)) for move in unit.moves),
+            is_random=any(is_random(node.operator, node.args) for node in unit.nodes),
+        )
+
+    def _compile_call(self, node: Node, done: tuple[int, ...]) -> _Call:
+        if len(node.types) == 1:
+            results: list[tuple[int | None, int]] = [(None, self._slot(Ref(node.name)))]
+        else:
+            results = [(item, self._slot(Ref(node.name, item))) for item in range(len(node.types))]
+        return _Call(
+            function=resolve(node.operator),
+            args=tuple(map(self._compile_argument, node.args)),
+            kwargs={key: self._compile_argument(argument) for key, argument in node.kwargs.items()},
+            results=tuple(results),
+            done=done,
+        )
+
+    def _compile_argument(self, argument: Argument) -> Any:
+        if isinstance(argument, list):
+            return [self._compile_argument(atom) for atom in argument]
+        if isinstance(argument, Ref):
+            return _Slot(self._slot(argument))
+        if isinstance(argument, Constant):
+            return torch_constant(argument.name)
+        if isinstance(argument, Real):
+            return float(argument.text)
+        return self.device if isinstance(argument, Here) else argument
+
+    def _slot(self, ref: Ref) -> int:
+        return self._slots.setdefault(ref, len(self._slots))
+
+
+def load_segment(folder: Path, start: int, end: int, *, device: torch.device | str = "cpu") -> GraphSegment:
+    """Load units [start, end) of the graph in `folder` to train them. Raises CheckpointError, LocalError."""
+    graph = read_graph(folder)
+    checkpoint = Checkpoint(folder)
+    layout = Layout(graph)
+    held = {name for unit in layout.units[start:end] for name in unit.weights}
+    names = [weight.tensor for weight in graph.weights if weight.name in held]
+    missing = [name for name in names if name not in checkpoint.entries]
+    if missing:
+        raise CheckpointError(f"{folder}: the graph needs the tensor {missing[0]}, which the weights lack")
+    copies = {name: tensor.clone() for name, tensor in checkpoint.read(names).items()}  # a map must not be written into
+    return GraphSegment(graph, copies, start, end, device=device)
+
+
+def _fill(argument: Any, slots: list[Any], batch: int) -> Any:
+    kind = type(argument)
+    if kind is _Slot:
+        return slots[argument.number]
+    if kind is list:
+        return [_fill(item, slots, batch) for item in argument]
+    return argument.at(batch) if kind is Poly else argument
+
+
+def _as_weight(tensor: Tensor, trained: bool, kind: TensorType, name: str) -> Tensor:
+    if tuple(tensor.shape) != kind.shape or str(tensor.dtype) != f"torch.{kind.dtype}":
+        raise CheckpointError(f"the tensor {name} is {_describe(tensor)}, but the graph has {kind.dtype} {kind.shape}")
+    return nn.Parameter(tensor) if trained else tensor
+
+
+def _fits(dtype: torch.dtype, wanted: str) -> bool:
+    """Under autocast a float may come in another precision."""
+    own = torch_constant(wanted)
+    return dtype == own or (dtype.is_floating_point and isinstance(own, torch.dtype) and own.is_floating_point)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -1,0 +1,214 @@
+"""The file of a graph: JSON that names operators and values, beside the weights as safetensors. No code, no pickle.
+
+Everything is checked before it is believed: sizes, names, that values exist before they are used, and that every operator is one
+of those in `operators.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from swarmnode.compute.checkpoint import SINGLE_FILE
+from swarmnode.compute.graph.graph import (
+    BUFFER,
+    CONSTANT,
+    FORMAT,
+    PARAMETER,
+    Argument,
+    Constant,
+    Graph,
+    Node,
+    Poly,
+    Real,
+    Ref,
+    Size,
+    TensorType,
+)
+from swarmnode.compute.graph.operators import resolve
+from swarmnode.compute.graph.reader import Exported
+from swarmnode.errors import CheckpointError
+
+GRAPH_FILE = "graph.json"
+MAX_GRAPH_BYTES = 64 << 20
+MAX_NODES = 1 << 17
+MAX_WEIGHTS = 1 << 17
+MAX_UNITS = 4096
+MAX_INPUTS = 256
+MAX_ARGUMENTS = 64
+MAX_LIST = 4096
+MAX_RESULTS = 4096
+MAX_DIMENSIONS = 16
+MAX_DEGREE = 4
+MAX_NUMBER = 1 << 62
+MAX_TEXT = 1024
+_KINDS = (PARAMETER, BUFFER, CONSTANT)
+_REALS = ("inf", "-inf", "nan")
+_CONSTANTS: dict[str, Any] = {
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64"),
+        *("complex128", "strided", "contiguous_format", "preserve_format", "channels_last", "channels_last_3d"),
+    )
+}
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Graph)
+
+
+def torch_constant(name: str) -> Any:
+    """The dtype, memory format or layout of that name. Raises CheckpointError for anything else."""
+    if name not in _CONSTANTS:
+        raise CheckpointError(f"the graph names {name[:MAX_TEXT]!r}, which is no dtype or format that a graph may use")
+    return _CONSTANTS[name]
+
+
+def write_graph(exported: Exported, folder: Path) -> None:
+    """Write graph.json and model.safetensors into an existing folder."""
+    from safetensors.torch import save_file
+
+    raw = encode_graph(exported.graph)
+    weights = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in exported.weights.items()}
+    save_file(weights, folder / SINGLE_FILE)
+    (folder / GRAPH_FILE).write_bytes(raw)
+
+
+def read_graph(folder: Path) -> Graph:
+    """The graph in `folder`. Raises CheckpointError where it is missing, damaged or asks for what a graph may not."""
+    file = folder / GRAPH_FILE
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(MAX_GRAPH_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"{file}: not readable: {error}") from None
+    try:
+        return decode_graph(raw)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+
+
+def encode_graph(graph: Graph) -> bytes:
+    """The graph as JSON. Raises CheckpointError where it is beyond the bounds."""
+    check_graph(graph)
+    raw = msgspec.json.format(_encoder.encode(graph), indent=0)
+    if len(raw) > MAX_GRAPH_BYTES:
+        raise CheckpointError(f"a graph of {len(raw)} bytes is over the bound of {MAX_GRAPH_BYTES}")
+    return raw
+
+
+def decode_graph(raw: bytes) -> Graph:
+    """The graph in these bytes. Raises CheckpointError."""
+    if len(raw) > MAX_GRAPH_BYTES:
+        raise CheckpointError(f"a graph over the bound of {MAX_GRAPH_BYTES} bytes")
+    try:
+        graph = _decoder.decode(raw)
+    except (msgspec.DecodeError, RecursionError, OverflowError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"the graph is damaged: {error}") from None
+    check_graph(graph)
+    return graph
+
+
+def check_graph(graph: Graph) -> None:
+    """Raises CheckpointError for the first thing that is not as it must be."""
+    rules = {
+        f"to be of format {FORMAT}": graph.format == FORMAT,
+        "a bounded number of inputs": 0 < len(graph.inputs) <= MAX_INPUTS,
+        "a bounded number of weights": len(graph.weights) <= MAX_WEIGHTS,
+        "a bounded number of nodes": 0 < len(graph.nodes) <= MAX_NODES,
+        "a bounded number of units": graph.units <= MAX_UNITS,
+        "units of at least one node": _is_rising((0, *graph.cuts, len(graph.nodes))),
+        "a batch of at least one sample": 0 < graph.batch <= MAX_NUMBER,
+        "every weight once": len({weight.tensor for weight in graph.weights}) == len(graph.weights),
+    }
+    for rule, kept in rules.items():
+        if not kept:
+            raise CheckpointError(f"the graph is not valid: it needs {rule}")
+    known = _check_names(graph)
+    for node in graph.nodes:
+        _check_node(node, known)
+        known[node.name] = len(node.types)
+    kinds = {weight.name: weight.kind for weight in graph.weights}
+    for move in graph.moves:
+        _check_ref(move.value, known)
+        if kinds.get(move.buffer) != BUFFER:
+            raise CheckpointError(f"the graph moves {move.buffer[:MAX_TEXT]!r}, which is no buffer")
+    _check_ref(graph.loss, known)
+    if graph.loss.name not in {node.name for node in graph.nodes}:
+        raise CheckpointError("the graph's loss is no result of a node")
+
+
+def _check_names(graph: Graph) -> dict[str, int]:
+    """Values that are there from the start, with how many results each is."""
+    for weight in graph.weights:
+        if weight.kind not in _KINDS or (weight.trained and weight.kind != PARAMETER):
+            raise CheckpointError(f"the graph's weight {weight.tensor[:MAX_TEXT]!r} has an unknown kind")
+        if not all(isinstance(size, int) for size in weight.type.shape):
+            raise CheckpointError(f"the graph's weight {weight.tensor[:MAX_TEXT]!r} depends on the batch")
+    known: dict[str, int] = {}
+    for item in (*graph.inputs, *graph.weights):
+        _check_type(item.type)
+        _check_name(item.name, known)
+        known[item.name] = 1
+    return known
+
+
+def _check_node(node: Node, known: dict[str, int]) -> None:
+    _check_name(node.name, known)
+    resolve(node.operator)
+    if len(node.args) + len(node.kwargs) > MAX_ARGUMENTS or not 0 < len(node.types) <= MAX_RESULTS:
+        raise CheckpointError(f"the graph's node {node.name} has too many arguments or results")
+    for argument in (*node.args, *node.kwargs.values()):
+        if isinstance(argument, list) and len(argument) > MAX_LIST:
+            raise CheckpointError(f"the graph's node {node.name} has a list of {len(argument)} arguments")
+        for atom in argument if isinstance(argument, list) else (argument,):
+            _check_atom(atom, known)
+    for kind in node.types:
+        if kind is not None:
+            _check_type(kind)
+
+
+def _check_atom(atom: Argument, known: dict[str, int]) -> None:
+    if isinstance(atom, Ref):
+        _check_ref(atom, known)
+    elif isinstance(atom, Constant):
+        torch_constant(atom.name)
+    elif isinstance(atom, Poly):
+        _check_size(atom)
+    elif isinstance(atom, Real) and atom.text not in _REALS:
+        raise CheckpointError("the graph has a float that is none")
+    elif isinstance(atom, str) and len(atom) > MAX_TEXT:
+        raise CheckpointError("the graph has a text that is too long")
+    elif isinstance(atom, float) and not math.isfinite(atom):
+        raise CheckpointError("the graph has a float that JSON cannot write")
+
+
+def _check_ref(ref: Ref, known: dict[str, int]) -> None:
+    results = known.get(ref.name, 0)
+    if results == 0 or (ref.item is None) != (results == 1) or not 0 <= (ref.item or 0) < results:
+        raise CheckpointError(f"the graph uses the value {ref.name[:MAX_TEXT]!r} before there is one")
+
+
+def _check_name(name: str, known: dict[str, int]) -> None:
+    if not 0 < len(name) <= MAX_TEXT or not name.isprintable() or name in known:
+        raise CheckpointError(f"the graph has two values named {name[:MAX_TEXT]!r}, or a name that is none")
+
+
+def _check_type(kind: TensorType) -> None:
+    if not isinstance(torch_constant(kind.dtype), torch.dtype) or len(kind.shape) > MAX_DIMENSIONS:
+        raise CheckpointError("the graph has a value of an impossible type")
+    for size in kind.shape:
+        _check_size(size)
+
+
+def _check_size(size: Size) -> None:
+    numbers = (size,) if isinstance(size, int) else size.coefficients
+    if not 0 < len(numbers) <= MAX_DEGREE + 1 or any(abs(number) > MAX_NUMBER for number in numbers):
+        raise CheckpointError("the graph has an impossible size")
+
+
+def _is_rising(numbers: tuple[int, ...]) -> bool:
+    return all(before < after for before, after in zip(numbers, numbers[1:], strict=False))
