@@ -74,7 +74,9 @@ class TensorType(msgspec.Struct, frozen=True):
 
     def batch_of(self, shape: tuple[int, ...]) -> int:
         """The batch of a tensor of that shape; only where `tells_batch`."""
-        return next(actual // size.coefficients[1] for size, actual in zip(self.shape, shape, strict=True) if _is_multiple(size))
+        return next(
+            actual // size.coefficients[1] for size, actual in zip(self.shape, shape, strict=True) if _is_multiple(size)
+        )
 
 
 class Input(msgspec.Struct, frozen=True):
@@ -137,6 +139,13 @@ class Graph(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         batch = "any batch" if self.any_batch else f"batches of {self.batch}"
         return f"Graph({len(self.nodes)} nodes in {self.units} units, {len(self.weights)} weights, {batch})"
+
+    @property
+    def sources(self) -> tuple[tuple[str, TensorType], ...]:
+        """Names and types of the values that are there before any node computes: inputs, then weights."""
+        return tuple((item.name, item.type) for item in self.inputs) + tuple(
+            (weight.name, weight.type) for weight in self.weights
+        )
 
     @property
     def units(self) -> int:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from swarmnode.compute.graph.graph import BUFFER, CONSTANT, Graph, Move, Node, Ref, TensorType
 from swarmnode.compute.graph.operators import is_random
+from swarmnode.compute.training.segment import SHARED
 from swarmnode.errors import CheckpointError
 
-SHARED = -1  # as in swarmnode.compute.training.segment
 _NO_GRADIENT = frozenset({"aten.detach.default", "aten.detach_copy.default"})
 
 
@@ -84,7 +84,9 @@ class Layout:
             if not numbers or not (weight.trained or weight.kind == BUFFER):
                 continue
             if len(numbers) > 1 and not (weight.trained and numbers == [0, last]):
-                raise CheckpointError(f"{weight.tensor} is used by units {numbers}; only the first and the last may share")
+                raise CheckpointError(
+                    f"{weight.tensor} is used by units {numbers}; only the first and the last may share"
+                )
             blocks[weight.name] = numbers[0] if len(numbers) == 1 else SHARED
         return blocks
 

@@ -16,57 +16,54 @@ from swarmnode.errors import CheckpointError
 BATCH_NORM = "aten.batch_norm.default"
 """The one operator that writes: it moves its running statistics, which are buffers of its unit."""
 
-_ALLOWED = frozenset(
-    """
-    batch_norm linear mm bmm addmm baddbmm addmv mv dot outer ger matmul einsum bilinear kron tensordot cdist _euclidean_dist
-    conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d unfold im2col col2im
-    scaled_dot_product_attention lstm gru rnn_tanh rnn_relu lstm_cell gru_cell
-    layer_norm native_layer_norm group_norm native_group_norm instance_norm rms_norm _fused_rms_norm
-    linalg_vector_norm norm renorm cosine_similarity pairwise_distance
-    add sub rsub mul div true_divide floor_divide remainder fmod pow neg abs sign sgn reciprocal sqrt rsqrt square exp exp2
-    expm1 log log2 log10 log1p logaddexp sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sinc erf erfc erfinv
-    lgamma digamma floor ceil round trunc frac maximum minimum fmax fmin clamp clamp_min clamp_max lerp addcmul addcdiv
-    hypot xlogy logit nan_to_num heaviside copysign
-    eq ne lt le gt ge isnan isinf isfinite isclose logical_and logical_or logical_xor logical_not bitwise_and bitwise_or
-    bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__ where
-    masked_fill masked_scatter
-    relu relu6 leaky_relu prelu _prelu_kernel elu celu selu gelu silu mish hardtanh hardswish hardsigmoid
-    sigmoid log_sigmoid softplus threshold glu softmax log_softmax _softmax _log_softmax _safe_softmax hardshrink
-    softshrink logsumexp
-    sum mean prod var std var_mean std_mean amax amin max min argmax argmin any all cumsum cumprod logcumsumexp cummax cummin
-    topk sort argsort kthvalue median nanmedian mode nansum nanmean count_nonzero trace diff bincount searchsorted bucketize
-    max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices avg_pool1d
-    avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool2d
-    _adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
-    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
-    _upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler grid_sampler_2d grid_sampler_3d affine_grid_generator
-    pixel_shuffle pixel_unshuffle channel_shuffle
-    pad constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d
-    replication_pad3d _pad_circular
-    embedding embedding_bag one_hot index index_put index_add index_copy index_fill index_select gather scatter scatter_add
-    scatter_reduce take take_along_dim nonzero_static slice_scatter select_scatter diagonal_scatter
-    reshape view_as reshape_as expand expand_as permute transpose t swapaxes swapdims movedim numpy_T mT
-    squeeze unsqueeze flatten unflatten slice select narrow split split_with_sizes tensor_split chunk unbind cat concat stack
-    hstack vstack dstack repeat repeat_interleave tile roll flip rot90 tril triu diagonal diag diag_embed broadcast_to
-    broadcast_tensors meshgrid contiguous clone detach alias _to_copy to type_as lift_fresh_copy view_copy slice_copy
-    permute_copy expand_copy select_copy t_copy transpose_copy squeeze_copy unsqueeze_copy detach_copy copy
-    zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor arange
-    linspace logspace eye fill zero tril_indices triu_indices
-    dropout native_dropout feature_dropout alpha_dropout bernoulli rand randn rand_like randn_like randint randint_like
-    randperm normal uniform multinomial exponential
-    cross_entropy_loss nll_loss nll_loss_forward nll_loss2d nll_loss2d_forward nll_loss_nd mse_loss l1_loss smooth_l1_loss
-    huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div margin_ranking_loss hinge_embedding_loss
-    cosine_embedding_loss triplet_margin_loss soft_margin_loss multi_margin_loss multilabel_margin_loss poisson_nll_loss
-    """.split()
-)
-
-_RANDOM = frozenset(
-    """
-    dropout native_dropout feature_dropout alpha_dropout bernoulli rand randn rand_like randn_like randint randint_like randperm
-    normal uniform multinomial exponential
-    """.split()
-)
+_ALLOWED_NAMES = """
+batch_norm linear mm bmm addmm baddbmm addmv mv dot outer ger matmul einsum bilinear kron tensordot cdist _euclidean_dist
+conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d unfold im2col col2im
+scaled_dot_product_attention lstm gru rnn_tanh rnn_relu lstm_cell gru_cell
+layer_norm native_layer_norm group_norm native_group_norm instance_norm rms_norm _fused_rms_norm
+linalg_vector_norm norm renorm cosine_similarity pairwise_distance
+add sub rsub mul div true_divide floor_divide remainder fmod pow neg abs sign sgn reciprocal sqrt rsqrt square exp exp2
+expm1 log log2 log10 log1p logaddexp sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sinc erf erfc erfinv
+lgamma digamma floor ceil round trunc frac maximum minimum fmax fmin clamp clamp_min clamp_max lerp addcmul addcdiv
+hypot xlogy logit nan_to_num heaviside copysign
+eq ne lt le gt ge isnan isinf isfinite isclose logical_and logical_or logical_xor logical_not bitwise_and bitwise_or
+bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__ where
+masked_fill masked_scatter
+relu relu6 leaky_relu prelu _prelu_kernel elu celu selu gelu silu mish hardtanh hardswish hardsigmoid
+sigmoid log_sigmoid softplus threshold glu softmax log_softmax _softmax _log_softmax _safe_softmax hardshrink
+softshrink logsumexp
+sum mean prod var std var_mean std_mean amax amin max min argmax argmin any all cumsum cumprod logcumsumexp cummax cummin
+topk sort argsort kthvalue median nanmedian mode nansum nanmean count_nonzero trace diff bincount searchsorted bucketize
+max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices avg_pool1d
+avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool2d
+_adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
+_upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler grid_sampler_2d grid_sampler_3d affine_grid_generator
+pixel_shuffle pixel_unshuffle channel_shuffle
+pad constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d
+replication_pad3d _pad_circular
+embedding embedding_bag one_hot index index_put index_add index_copy index_fill index_select gather scatter scatter_add
+scatter_reduce take take_along_dim nonzero_static slice_scatter select_scatter diagonal_scatter
+reshape view_as reshape_as expand expand_as permute transpose t swapaxes swapdims movedim numpy_T mT
+squeeze unsqueeze flatten unflatten slice select narrow split split_with_sizes tensor_split chunk unbind cat concat stack
+hstack vstack dstack repeat repeat_interleave tile roll flip rot90 tril triu diagonal diag diag_embed broadcast_to
+broadcast_tensors meshgrid contiguous clone detach alias _to_copy to type_as lift_fresh_copy view_copy slice_copy
+permute_copy expand_copy select_copy t_copy transpose_copy squeeze_copy unsqueeze_copy detach_copy copy
+zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor arange
+linspace logspace eye fill zero tril_indices triu_indices
+dropout native_dropout feature_dropout alpha_dropout bernoulli rand randn rand_like randn_like randint randint_like
+randperm normal uniform multinomial exponential
+cross_entropy_loss nll_loss nll_loss_forward nll_loss2d nll_loss2d_forward nll_loss_nd mse_loss l1_loss smooth_l1_loss
+huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div margin_ranking_loss hinge_embedding_loss
+cosine_embedding_loss triplet_margin_loss soft_margin_loss multi_margin_loss multilabel_margin_loss poisson_nll_loss
+"""
+_RANDOM_NAMES = """
+dropout native_dropout feature_dropout alpha_dropout bernoulli rand randn rand_like randn_like randint randint_like randperm
+normal uniform multinomial exponential
+"""
+_ALLOWED = frozenset(_ALLOWED_NAMES.split())
+_RANDOM = frozenset(_RANDOM_NAMES.split())
 _RANDOM_WITH_DROPOUT = {"scaled_dot_product_attention": 4, "lstm": 5, "gru": 5, "rnn_tanh": 5, "rnn_relu": 5}
 """Operators that draw where they are told a dropout, and which argument tells it."""
 

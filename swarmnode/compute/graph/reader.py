@@ -79,7 +79,9 @@ class _Reader:
         for node in self.program.graph.nodes:
             if node.op == "call_function":
                 self._read_call(node)
-        moves, loss = self._read_outputs({spec.target: placeholders[spec.arg.name] for spec in self.signature.input_specs})
+        moves, loss = self._read_outputs(
+            {spec.target: placeholders[spec.arg.name] for spec in self.signature.input_specs}
+        )
         moved = {move.buffer for move in moves} | {name for node in self.nodes for name in moved_by_batch_norm(node)}
         graph = Graph(
             inputs=tuple(self.inputs),

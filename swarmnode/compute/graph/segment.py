@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from swarmnode.compute.checkpoint import Checkpoint
-from swarmnode.compute.graph.graph import Argument, Constant, Graph, Here, Node, Poly, Real, Ref, TensorType
+from swarmnode.compute.graph.arguments import argument_value, torch_constant
+from swarmnode.compute.graph.graph import Argument, Graph, Node, Poly, Ref, TensorType
 from swarmnode.compute.graph.layout import Layout, Unit
 from swarmnode.compute.graph.operators import is_random, resolve
-from swarmnode.compute.graph.serialise import read_graph, torch_constant
+from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.training.randomness import reseed
 from swarmnode.compute.training.segment import Segment, Values
 from swarmnode.errors import CheckpointError, ProtocolError
@@ -171,15 +172,12 @@ class GraphSegment(Segment):
         )
 
     def _compile_argument(self, argument: Argument) -> Any:
+        """What stays the same in every pass is put in now."""
         if isinstance(argument, list):
             return [self._compile_argument(atom) for atom in argument]
         if isinstance(argument, Ref):
             return _Slot(self._slot(argument))
-        if isinstance(argument, Constant):
-            return torch_constant(argument.name)
-        if isinstance(argument, Real):
-            return float(argument.text)
-        return self.device if isinstance(argument, Here) else argument
+        return argument if isinstance(argument, Poly) else argument_value(argument, self.device)
 
     def _slot(self, ref: Ref) -> int:
         return self._slots.setdefault(ref, len(self._slots))

@@ -7,13 +7,14 @@ of those in `operators.py`.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 
 from swarmnode.compute.checkpoint import SINGLE_FILE
+from swarmnode.compute.graph.arguments import torch_constant
 from swarmnode.compute.graph.graph import (
     BUFFER,
     CONSTANT,
@@ -48,23 +49,8 @@ MAX_NUMBER = 1 << 62
 MAX_TEXT = 1024
 _KINDS = (PARAMETER, BUFFER, CONSTANT)
 _REALS = ("inf", "-inf", "nan")
-_CONSTANTS: dict[str, Any] = {
-    name: getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64"),
-        *("complex128", "strided", "contiguous_format", "preserve_format", "channels_last", "channels_last_3d"),
-    )
-}
-
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Graph)
-
-
-def torch_constant(name: str) -> Any:
-    """The dtype, memory format or layout of that name. Raises CheckpointError for anything else."""
-    if name not in _CONSTANTS:
-        raise CheckpointError(f"the graph names {name[:MAX_TEXT]!r}, which is no dtype or format that a graph may use")
-    return _CONSTANTS[name]
 
 
 def write_graph(exported: Exported, folder: Path) -> None:
@@ -72,7 +58,9 @@ def write_graph(exported: Exported, folder: Path) -> None:
     from safetensors.torch import save_file
 
     raw = encode_graph(exported.graph)
-    weights = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in exported.weights.items()}
+    weights = {
+        name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in exported.weights.items()
+    }
     save_file(weights, folder / SINGLE_FILE)
     (folder / GRAPH_FILE).write_bytes(raw)
 
@@ -149,10 +137,10 @@ def _check_names(graph: Graph) -> dict[str, int]:
         if not all(isinstance(size, int) for size in weight.type.shape):
             raise CheckpointError(f"the graph's weight {weight.tensor[:MAX_TEXT]!r} depends on the batch")
     known: dict[str, int] = {}
-    for item in (*graph.inputs, *graph.weights):
-        _check_type(item.type)
-        _check_name(item.name, known)
-        known[item.name] = 1
+    for name, kind in graph.sources:
+        _check_type(kind)
+        _check_name(name, known)
+        known[name] = 1
     return known
 
 
@@ -211,4 +199,4 @@ def _check_size(size: Size) -> None:
 
 
 def _is_rising(numbers: tuple[int, ...]) -> bool:
-    return all(before < after for before, after in zip(numbers, numbers[1:], strict=False))
+    return all(before < after for before, after in pairwise(numbers))

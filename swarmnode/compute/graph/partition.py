@@ -1,0 +1,185 @@
+"""Partition: where a graph is cut into units, and where a chain of units is cut into stages of equal time.
+
+A good place to cut is one that few bytes cross, compared with the places around it. Among these, the cuts are chosen that let the
+fewest bytes cross in all, while no unit is more than a small share of the time or of the weights. Equal graphs are cut alike, on
+any machine.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import msgspec
+
+from swarmnode.compute.graph.estimate import estimate_nodes, reference_seconds, type_bytes
+from swarmnode.compute.graph.graph import BUFFER, Graph, Ref
+from swarmnode.compute.graph.layout import constant_values, value_types
+
+UNITS = 64
+"""No unit shall have more than 1 / UNITS of the time or of the weights, if there is a good place to cut."""
+
+_NEIGHBOURHOOD = 1 / 16  # of the time, on either side of a place
+_SLACK = 1.1  # a good place is crossed by at most so many times the bytes of the best one around
+_CRUMB = 1 / 4  # of the largest share: what is smaller, in time and in weights, is no unit of its own
+_FAR = 0.5  # of the time: users of a weight further apart than this let it be shared by the first and the last unit
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A cut graph, and what people should know about it."""
+
+    graph: Graph
+    remarks: tuple[str, ...]
+
+
+def partition(graph: Graph, units: int = UNITS) -> Partition:
+    """The graph with its cuts."""
+    batch = graph.batch
+    seconds = [0.0, *accumulate(reference_seconds(estimate_nodes(graph, batch).values()))]
+    weights = [0.0, *accumulate(_first_weights(graph))]
+    crossing = crossing_bytes(graph)
+    closed, remarks = _closed_places(graph, seconds)
+    good = _good_places(crossing, seconds, closed)
+    places = _without_crumbs([0, *good, len(graph.nodes)], crossing, [seconds, weights], _CRUMB / units)
+    cuts = _choose(places, crossing, [seconds, weights], 1 / units)
+    return Partition(msgspec.structs.replace(graph, cuts=tuple(cuts)), tuple(remarks))
+
+
+def crossing_bytes(graph: Graph) -> list[int]:
+    """For every place k, between nodes k - 1 and k: bytes of the values that are there before and needed after."""
+    constants = constant_values(graph)
+    made = {Ref(item.name): 0 for item in graph.inputs}
+    types = {Ref(item.name): item.type for item in graph.inputs} | value_types(graph.nodes)
+    last: dict[Ref, int] = {}
+    number_of = {node.name: number for number, node in enumerate(graph.nodes)}
+    for ref in types:
+        if ref.name in number_of and ref.name not in constants:
+            made[ref] = number_of[ref.name] + 1
+    for number, node in enumerate(graph.nodes):
+        last.update(dict.fromkeys((ref for ref in node.refs() if ref in made), number))
+    change = [0] * (len(graph.nodes) + 2)
+    for ref, end in last.items():
+        size = type_bytes(types[ref], graph.batch)
+        change[made[ref]] += size
+        change[end + 1] -= size
+    return list(accumulate(change))[: len(graph.nodes) + 1]
+
+
+def balance(
+    seconds: Sequence[float], boundary_bytes: Sequence[int], stages: int, bytes_per_s: float = 1e9
+) -> list[int]:
+    """The units at which `stages` stages begin, but for the first, so that the slowest stage is as fast as can be: its
+    units' time, and the time to send what enters it. Raises ValueError where there are fewer units than stages.
+    """
+    units = len(seconds)
+    if not 0 < stages <= units:
+        raise ValueError(f"{units} units cannot be {stages} stages")
+    before = [0.0, *accumulate(seconds)]
+
+    def time(start: int, end: int) -> float:
+        return before[end] - before[start] + (boundary_bytes[start] / bytes_per_s if start else 0.0)
+
+    never = (float("inf"), ())
+    best: list[tuple[float, tuple[int, ...]]] = [(time(0, end), ()) for end in range(units + 1)]
+    for stage in range(1, stages):
+        best = [
+            min(
+                ((max(best[start][0], time(start, end)), (*best[start][1], start)) for start in range(stage, end)),
+                default=never,
+            )
+            for end in range(units + 1)
+        ]
+    return list(best[units][1])
+
+
+def _first_weights(graph: Graph) -> list[int]:
+    """By node: bytes of the trained weights that it is the first to use."""
+    sizes = {weight.name: type_bytes(weight.type, 1) for weight in graph.weights if weight.trained}
+    return [sum(sizes.pop(ref.name, 0) for ref in node.refs()) for node in graph.nodes]
+
+
+def _closed_places(graph: Graph, seconds: list[float]) -> tuple[set[int], list[str]]:
+    """Places where no cut may be, for what is held once must be used in one unit, or in the first and the last."""
+    held = {weight.name: weight for weight in graph.weights if weight.trained or weight.kind == BUFFER}
+    users: dict[str, list[int]] = {name: [] for name in held}
+    number_of = {node.name: number for number, node in enumerate(graph.nodes)}
+    for number, node in enumerate(graph.nodes):
+        for ref in node.refs():
+            if ref.name in held and (not users[ref.name] or users[ref.name][-1] != number):
+                users[ref.name].append(number)
+    for move in graph.moves:
+        users[move.buffer] = sorted({*users[move.buffer], number_of[move.value.name]})
+    closed: set[int] = set()
+    remarks: list[str] = []
+    for name, numbers in users.items():
+        gaps = [(seconds[after] - seconds[before + 1], before, after) for before, after in pairwise(numbers)]
+        widest, before, after = max(gaps, default=(0.0, 0, 0))
+        if widest > _FAR * seconds[-1] and held[name].trained:
+            closed |= {*range(1, before + 1), *range(after + 1, len(graph.nodes))}
+            remarks.append(f"{held[name].tensor} is shared by the first and the last unit")
+        elif len(numbers) > 1:
+            closed |= set(range(numbers[0] + 1, numbers[-1] + 1))
+            share = (seconds[numbers[-1] + 1] - seconds[numbers[0]]) / seconds[-1]
+            if share > _NEIGHBOURHOOD:
+                remarks.append(
+                    f"{held[name].tensor} is used all over {share:.0%} of the model, which stays in one unit"
+                )
+    return closed, remarks
+
+
+def _good_places(crossing: list[int], seconds: list[float], closed: set[int]) -> list[int]:
+    """Open places that are crossed by few bytes, compared with the open places around."""
+    reach = _NEIGHBOURHOOD * seconds[-1]
+    open_places = [place for place in range(1, len(crossing) - 1) if place not in closed]
+    good = []
+    for place in open_places:
+        first = bisect_left(open_places, seconds[place] - reach, key=seconds.__getitem__)
+        end = bisect_left(open_places, seconds[place] + reach, key=seconds.__getitem__)
+        if crossing[place] <= _SLACK * min(crossing[near] for near in open_places[first : max(end, first + 1)]):
+            good.append(place)
+    return good
+
+
+def _without_crumbs(places: list[int], crossing: list[int], sums: Sequence[list[float]], share: float) -> list[int]:
+    """Of two places with next to nothing between them, keep the one that fewer bytes cross. The ends stay."""
+
+    def is_crumb(start: int, end: int) -> bool:
+        return all(numbers[end] - numbers[start] < share * numbers[-1] for numbers in sums)
+
+    kept = [places[0]]
+    for place in places[1:-1]:
+        if not is_crumb(kept[-1], place):
+            kept.append(place)
+        elif len(kept) > 1 and crossing[place] < crossing[kept[-1]]:
+            kept[-1] = place
+    while len(kept) > 1 and is_crumb(kept[-1], places[-1]):
+        kept.pop()
+    return [*kept, places[-1]]
+
+
+def _choose(places: list[int], crossing: list[int], sums: Sequence[list[float]], share: float) -> list[int]:
+    """Those of the inner places that fewest bytes cross, such that between two neighbours there is at most `share` of every sum
+    (or no further place). A shortest path: the best way to each place over the ways to those before it.
+    """
+    bounds = [share * numbers[-1] for numbers in sums]
+    best: list[tuple[int, int]] = [(0, 0)]  # (bytes, place before) by number of the place
+    for number in range(1, len(places)):
+        ways = []
+        for earlier in range(number - 1, -1, -1):
+            fits = all(
+                numbers[places[number]] - numbers[places[earlier]] <= bound
+                for numbers, bound in zip(sums, bounds, strict=True)
+            )
+            if not fits and earlier < number - 1:
+                break
+            ways.append((best[earlier][0] + crossing[places[number]] + 1, earlier))
+        best.append(min(ways))
+    cuts: list[int] = []
+    number = best[-1][1]
+    while number:
+        cuts.append(places[number])
+        number = best[number][1]
+    return cuts[::-1]

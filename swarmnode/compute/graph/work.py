@@ -1,0 +1,112 @@
+"""Work: what a piece of computing asks of a machine, counted from the operators that torch dispatches, on fake tensors.
+
+Products of matrices, convolutions and attention are counted in floating-point operations (a multiplication and an addition are
+two), all other operators in bytes read and written. Views cost nothing but the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+MATMUL, CONVOLUTION, ATTENTION = "matmul", "convolution", "attention"  # in floating-point operations
+PLAIN, FUNCTION = (
+    "plain",
+    "function",
+)  # in bytes: operators that move and add; those that compute exp, tanh, random numbers ...
+CALLS = "calls"
+FLOPS = (MATMUL, CONVOLUTION, ATTENTION)
+
+_ATTENTION = "_scaled_dot_product"
+_FUNCTION_NAMES = """
+exp expm1 log log2 log1p sin cos tan tanh tanh_backward sigmoid sigmoid_backward silu silu_backward gelu gelu_backward erf
+pow rsqrt _softmax _softmax_backward_data _safe_softmax _log_softmax _log_softmax_backward_data native_dropout bernoulli_
+bernoulli normal_ uniform_ softplus mish elu native_layer_norm native_layer_norm_backward native_batch_norm
+native_batch_norm_backward native_group_norm native_group_norm_backward
+"""
+_KINDS = {
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), MATMUL),
+    **dict.fromkeys(("convolution", "convolution_backward"), CONVOLUTION),
+    **dict.fromkeys(_FUNCTION_NAMES.split(), FUNCTION),
+}
+_FREE = frozenset({"detach", "alias", "_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided"})
+_PICKING = frozenset(
+    {"embedding", "index", "gather", "index_select"}
+)  # they read as much as they write, not the whole table
+
+
+@dataclass(frozen=True)
+class Work:
+    """Amounts by kind."""
+
+    amounts: Mapping[str, float] = field(default_factory=dict)
+
+    def __add__(self, other: Work) -> Work:
+        kinds = {**self.amounts, **other.amounts}
+        return Work({kind: self.amounts.get(kind, 0.0) + other.amounts.get(kind, 0.0) for kind in kinds})
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of products, convolutions and attention."""
+        return sum(self.amounts.get(kind, 0.0) for kind in FLOPS)
+
+
+def total(works: Iterable[Work]) -> Work:
+    """The sum."""
+    return sum(works, Work())
+
+
+class WorkCounter(TorchDispatchMode):
+    """Counts what is dispatched while it is entered. Meant for fake tensors, which cost nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.amounts: dict[str, float] = {}
+
+    @property
+    def work(self) -> Work:
+        """What was counted so far."""
+        return Work(dict(self.amounts))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and count it."""
+        kwargs = kwargs or {}
+        output = function(*args, **kwargs)
+        if function.namespace == "aten":
+            self._count(function, args, kwargs, output)
+        return output
+
+    def _count(self, function: Any, args: Any, kwargs: Any, output: Any) -> None:
+        name = function._overloadpacket.__name__
+        self._add(CALLS, 1)
+        kind = ATTENTION if name.startswith(_ATTENTION) else _KINDS.get(name, PLAIN)
+        if function.is_view or name in _FREE:
+            return
+        if kind == ATTENTION:
+            self._add(kind, attention_flops(args, is_backward="backward" in name))
+        elif kind in FLOPS:
+            self._add(kind, flop_registry[function._overloadpacket](*args, **kwargs, out_val=output))
+        else:
+            self._add(kind, bytes_of(output) + bytes_of(output if name in _PICKING else (args, kwargs)))
+
+    def _add(self, kind: str, amount: float) -> None:
+        self.amounts[kind] = self.amounts.get(kind, 0.0) + amount
+
+
+def attention_flops(args: Any, *, is_backward: bool) -> float:
+    """Of fused attention of query_BHTD over key_BHSD: two products forward, five backward (the weights are computed again)."""
+    query, key, value = args[1:4] if is_backward else args[:3]
+    pairs = 2.0 * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    key_width, value_width = query.shape[3], value.shape[3]
+    return pairs * (3 * key_width + 2 * value_width if is_backward else key_width + value_width)
+
+
+def bytes_of(values: Any) -> int:
+    """Of all tensors in a tree of values."""
+    return sum(value.numel() * value.element_size() for value in tree_leaves(values) if isinstance(value, Tensor))
