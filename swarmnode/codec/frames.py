@@ -68,6 +68,8 @@ class Kind(IntEnum):
     FAILED = 64
     STEP = 65
     STOPPED = 66
+    LIST_STATES = 80
+    STATES = 81
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):

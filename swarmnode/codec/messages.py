@@ -43,6 +43,7 @@ from swarmnode.codec.body import Body as Body
 from swarmnode.codec.body import HopSpec as HopSpec
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.codec.frames import MAX_SEQ, Kind
+from swarmnode.codec.state_messages import STATE_BODIES
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, TensorInfo, check_tensor
 from swarmnode.codec.training_messages import TRAINING_BODIES, Discard
 from swarmnode.errors import ProtocolError
@@ -250,6 +251,7 @@ BODIES: dict[Kind, type[Body]] = {
     Kind.GET_CHUNKS: GetChunks,
     Kind.CHUNK: Chunk,
     **TRAINING_BODIES,
+    **STATE_BODIES,
 }
 KIND_OF: dict[type[Body], Kind] = {body: kind for kind, body in BODIES.items()}
 
