@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from swarmnode.errors import CheckpointError, ErrorCode, NetworkDown, PeerError, PeerRefused, ProtocolError
 from swarmnode.net.interfaces import Buffer
 from swarmnode.roles.download import Download, Run
 from swarmnode.roles.sources import Source
+from swarmnode.swarm.chunk_folder import ChunkFolder
 from swarmnode.swarm.content import FileContent, Progress, verify_chunk, verify_hashes
-from swarmnode.swarm.weight_cache import WeightCache
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class Fetcher:
     """Brings chunks into a cache. `sources()` names who may have them now, best first; `drop` hears of those that failed."""
 
     def __init__(
-        self, cache: WeightCache, sources: Callable[[], Sequence[Source]], drop: Callable[[Source, str], None]
+        self, cache: ChunkFolder, sources: Callable[[], Sequence[Source]], drop: Callable[[Source, str], None]
     ) -> None:
         self._cache = cache
         self._sources = sources
@@ -38,6 +38,11 @@ class Fetcher:
     def __repr__(self) -> str:
         dropped = f"{len(self._bad)} sources dropped"
         return f"<Fetcher into {self._cache!r}, {self.fetched_bytes / 1e6:.1f} MB fetched, {dropped}>"
+
+    @property
+    def liars(self) -> Set[str]:
+        """Names of the sources that gave something false."""
+        return self._bad
 
     async def fetch(
         self,
@@ -68,9 +73,9 @@ class Fetcher:
                 if working:
                     idle_since, told = self._now(), False
                 elif patience_s is not None and self._now() - idle_since > patience_s:
-                    raise PeerRefused("no peer has the missing weights", code=ErrorCode.NOT_FOUND)
+                    raise PeerRefused("no peer has the missing parts", code=ErrorCode.NOT_FOUND)
                 elif not told and self._now() - idle_since > LOOK_AGAIN_S:
-                    log.warning("no peer has the missing weights at the moment; waiting for one")
+                    log.warning("no peer has the missing parts at the moment; waiting for one")
                     told = True
                 ended, _ = await asyncio.wait(
                     {listening, *working.values()}, timeout=LOOK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED
@@ -122,7 +127,7 @@ class Fetcher:
                     self._rest(source, error.retry_s)
                     return
             except (PeerError, CheckpointError, NetworkDown) as error:
-                log.warning("a source of weights failed: %s", error)
+                log.warning("a source failed: %s", error)
                 if isinstance(error, ProtocolError):
                     self._bad.add(source.name)
                 self._rest(source)
@@ -137,7 +142,7 @@ class Fetcher:
         self._rests[source.name] = self._now() + max(at_least_s or 0.0, min(MAX_REST_S, 2.0 ** (failures - 1)))
 
     async def _bring(self, source: Source, run: Run, download: Download, progress: Progress | None) -> None:
-        """A run of chunks from one source into the cache. Raises ProtocolError on the first that is not the manifest's."""
+        """A run of chunks from one source into the cache. Raises ProtocolError on the first that is not the file's own."""
         hashes = await self._hashes(source, run.file)
         async for number, data in source.chunks(run.file, run.first, run.count):
             if not await asyncio.to_thread(self._keep, hashes, run.file, number, data):
@@ -158,7 +163,7 @@ class Fetcher:
         if known is None:
             known = bytes(await source.hashes(file))
             if not await asyncio.to_thread(verify_hashes, file, known):
-                raise ProtocolError(f"{source.name} gave hashes of {file.name} that are not the manifest's")
+                raise ProtocolError(f"{source.name} gave hashes of {file.name} that are not its own")
             self._cache.keep_hashes(file, known)
         return known
 

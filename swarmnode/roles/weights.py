@@ -12,8 +12,9 @@ from swarmnode.errors import CheckpointError, PeerRefused
 from swarmnode.net.switchboard import Switchboard
 from swarmnode.plan.view import Span
 from swarmnode.presence import Presence
+from swarmnode.roles.chunk_server import weights_link
 from swarmnode.roles.fetcher import Fetcher
-from swarmnode.roles.seeder import WEIGHTS_PROTOCOL, weights_link
+from swarmnode.roles.seeder import WEIGHTS_PROTOCOL
 from swarmnode.roles.sources import HubSource, PeerSource, Source, largest_answer_bytes
 from swarmnode.swarm.announcement import Announcement, peer_digest
 from swarmnode.swarm.content import FileContent, Progress, is_weights, verify_file
@@ -160,7 +161,7 @@ class Weights:
         config, directory = self._presence.config, self._presence.directory
         if self._fetcher is None:
             root = config.home / "weights"
-            self._cache = WeightCache(root, self._presence.swarm.id, self._manifest, config.max_cache_bytes)
+            self._cache = WeightCache(root, self._presence.swarm.id, config.max_cache_bytes)
             self._fetcher = Fetcher(self._cache, self._sources, self._drop)
 
         async def news() -> None:

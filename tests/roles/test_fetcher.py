@@ -15,7 +15,6 @@ from swarmnode.roles.download import RUN_CHUNKS
 from swarmnode.roles.fetcher import Fetcher
 from swarmnode.roles.sources import Source
 from swarmnode.swarm.content import CHUNK_BYTES, FileContent, chunk_hashes, describe_files
-from swarmnode.swarm.manifest import Manifest, ModelInfo
 from swarmnode.swarm.weight_cache import WeightCache
 
 CHUNKS = 20
@@ -28,9 +27,8 @@ class World:
         self.path = folder / "model.safetensors"
         self.path.write_bytes(os.urandom(CHUNKS * CHUNK_BYTES - 77))
         (self.file,) = describe_files([self.path])
-        self.manifest = Manifest("m", ModelInfo("llama", 6, 8), (self.file,), created=1)
         self.home = folder / "home"
-        self.cache = WeightCache(self.home, bytes(32), self.manifest)
+        self.cache = WeightCache(self.home, bytes(32))
         self.dropped: list[str] = []
 
     def fetcher(self, *sources: Source) -> Fetcher:
@@ -44,7 +42,7 @@ class World:
     def reopen(self) -> None:
         """As the next process does."""
         self.cache.close()
-        self.cache = WeightCache(self.home, bytes(32), self.manifest)
+        self.cache = WeightCache(self.home, bytes(32))
 
     def forget(self) -> None:
         self.cache.path(self.file).unlink()
@@ -252,7 +250,7 @@ async def test_a_full_disk_is_said_to_be_so(world: World, monkeypatch: pytest.Mo
 
 
 async def test_what_cannot_fit_is_refused_before_it_is_fetched(world: World) -> None:
-    world.cache = WeightCache(world.home, bytes(32), world.manifest, max_bytes=CHUNK_BYTES)
+    world.cache = WeightCache(world.home, bytes(32), max_bytes=CHUNK_BYTES)
     source = Good(world)
     with pytest.raises(LocalError, match="more than there is room"):
         await world.fetch(source)
@@ -260,9 +258,9 @@ async def test_what_cannot_fit_is_refused_before_it_is_fetched(world: World) -> 
 
 
 async def test_unused_folders_of_other_swarms_give_way(world: World) -> None:
-    other = WeightCache(world.home, b"\1" * 32, world.manifest)
+    other = WeightCache(world.home, b"\1" * 32)
     other.write(world.file, 0, bytes(CHUNK_BYTES))
-    bound = WeightCache(world.home, bytes(32), world.manifest, max_bytes=2 * CHUNK_BYTES + 65536)
+    bound = WeightCache(world.home, bytes(32), max_bytes=2 * CHUNK_BYTES + 65536)
     with pytest.raises(LocalError):
         bound.make_room(2 * CHUNK_BYTES)
     other.close()

@@ -11,9 +11,10 @@ from swarmnode.codec.messages import VERSION, Attach, Chunk, GetChunks, Hello
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Switchboard
+from swarmnode.roles.chunk_server import REQUESTS_PER_PEER
 from swarmnode.roles.fetcher import Fetcher
 from swarmnode.roles.newcomer import fetch_manifest
-from swarmnode.roles.seeder import REQUESTS_PER_PEER, WEIGHTS_PROTOCOL, Seeder
+from swarmnode.roles.seeder import WEIGHTS_PROTOCOL, Seeder
 from swarmnode.roles.sources import PeerSource, ask, largest_answer_bytes
 from swarmnode.swarm.content import CHUNK_BYTES, checkpoint_files, describe_files
 from swarmnode.swarm.manifest import Manifest, ModelInfo, encode_manifest
@@ -41,7 +42,7 @@ class World:
         self.newcomer = MemoryNetwork(self.peers, "newcomer")
         config = LinkConfig(max_payload_bytes=largest_answer_bytes(self.swarm.manifest))
         self.board = Switchboard(self.newcomer, WEIGHTS_PROTOCOL, self.hello, config)
-        self.cache = WeightCache(self.home, self.swarm.id, self.swarm.manifest)
+        self.cache = WeightCache(self.home, self.swarm.id)
         self.dropped = []
         self._seeders = []
 
@@ -172,7 +173,7 @@ async def test_holders_of_different_parts_complete_one_another(world):
     await world.whole("founder")
     parts = {"even": [0, 1, 2, 3, 8, 9, 10, 11], "odd": [4, 5, 6, 7]}
     for name, numbers in parts.items():
-        cache = WeightCache(world.home / name, world.swarm.id, world.swarm.manifest)
+        cache = WeightCache(world.home / name, world.swarm.id)
         fetcher = Fetcher(cache, lambda: [PeerSource(world.board, "founder")], lambda *_: None)
         await fetcher.fetch({world.weights: numbers}, news=nobody_comes)
         (await world.seeder(name)).add_cache(cache, (0, 3))
@@ -224,7 +225,7 @@ async def test_one_who_asks_for_too_much_at_once_loses_the_link_alone(world):
 
 
 async def test_more_peers_than_it_has_room_for_are_told_to_come_back(world, monkeypatch):
-    monkeypatch.setattr("swarmnode.roles.seeder.PEERS_AT_ONCE", 0)
+    monkeypatch.setattr("swarmnode.roles.chunk_server.PEERS_AT_ONCE", 0)
     await world.whole("a")
     with pytest.raises(PeerRefused) as caught:
         await answers(world, GetChunks(world.weights.root, 0, 1))
