@@ -121,3 +121,23 @@ def check_run(run: Run) -> None:
     for rule, kept in rules.items():
         if not kept:
             raise UsageError(f"the training needs {rule}")
+
+
+def differences(own: Run, other: Run) -> list[str]:
+    """What is set otherwise in another run, a sentence each."""
+    found = []
+    for field in Run.__struct_fields__:
+        here, there = getattr(own, field), getattr(other, field)
+        if field == "averaging":
+            found += [_difference(f"averaging {name}", here, there, name) for name in Averaging.__struct_fields__]
+        elif field == "data":
+            same = here == there
+            found.append("" if same else f"The data is other data ({here.hex()[:8]} here, {there.hex()[:8]} there).")
+        else:
+            found.append(_difference(field.replace("_", " "), own, other, field))
+    return [sentence for sentence in found if sentence]
+
+
+def _difference(words: str, own: Run | Averaging, other: Run | Averaging, field: str) -> str:
+    here, there = getattr(own, field), getattr(other, field)
+    return "" if here == there else f"The setting {words!r} is {here} here and {there} there."
