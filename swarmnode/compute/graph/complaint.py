@@ -32,9 +32,9 @@ class FailedCall(TorchFunctionMode):
 
 def complaint(error: Exception, failed: FailedCall) -> str:
     """The text for an error that came out of torch.export."""
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    reason = str(error).strip().partition("\n")[0].partition(" (unhinted")[0] or type(error).__name__
     operator = f"the operator {failed.name}" if failed.name else "an operation"
-    text = f"the module cannot be exported: {operator} in {source_of(error)} failed: {reason}"
+    text = f"the module cannot be exported: {operator} in {source_of(error)} failed: {reason.rstrip('.')}"
     if _DATA_DEPENDENT in reason:
         text += (
             ". Which operators run must not depend on the values of tensors: use torch.where or a mask in place of if, "

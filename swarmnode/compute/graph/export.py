@@ -6,9 +6,11 @@ differentiate as they are stay whole. Batch norms are put back together, since t
 
 from __future__ import annotations
 
+import io
+import logging
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, suppress
 from typing import Any
 
 import torch
@@ -23,16 +25,16 @@ Example = Mapping[str, Tensor] | tuple[Tensor, ...]
 _NO_GRAD = "wrap_with_set_grad_enabled"
 
 
-def export_module(module: nn.Module, example: Example) -> Exported:
+def export_module(module: nn.Module, example: Example, *, any_batch: bool = True) -> Exported:
     """What the module computes in training, for any batch where it can be. Its forward gives the mean loss of the batch:
-    a scalar, an output with `.loss`, or a tuple that begins with it.
+    a scalar, an output with `.loss`, or a tuple that begins with it. Without `any_batch`: for the example's batch only.
 
     Raises UsageError, naming operator and source line, where the module does something that a graph cannot hold.
     """
     args, kwargs = _check_example(example)
     was_training = module.training
     try:
-        return _export(module.train(), args, kwargs)
+        return _export(module.train(), args, kwargs, any_batch)
     finally:
         module.train(was_training)
 
@@ -65,20 +67,19 @@ def _check_example(example: Example) -> tuple[tuple[Tensor, ...], dict[str, Tens
     values = (*args, *kwargs.values())
     if not values or not all(isinstance(value, Tensor) for value in values):
         raise UsageError("the example batch must be a tuple of tensors, or a dict of tensors by argument name")
-    # copies: torch takes one tensor under two names for one input
-    return tuple(value.detach().clone() for value in args), {name: kwargs[name].detach().clone() for name in kwargs}
+    return args, kwargs
 
 
-def _export(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Exported:
+def _export(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], any_batch: bool) -> Exported:
     """With a batch of any size where the module takes one, else with the example's."""
     values = (*args, *kwargs.values())
     batch = next((value.shape[0] for value in values if value.dim()), 1)
 
-    def any_batch(value: Tensor) -> dict[int, Any]:
+    def free(value: Tensor) -> dict[int, Any]:
         return {0: torch.export.Dim.AUTO} if value.dim() and value.shape[0] == batch else {}
 
-    if batch > 1:
-        shapes = (tuple(map(any_batch, args)), {name: any_batch(kwargs[name]) for name in kwargs})
+    if any_batch and batch > 1:
+        shapes = (tuple(map(free, args)), {name: free(kwargs[name]) for name in kwargs})
         with suppress(Exception):  # the second attempt says what is wrong, if it is not the batch
             return read_program(module, _trace(_Loss(module), args, kwargs, shapes))
     failed = FailedCall()
@@ -94,9 +95,23 @@ def _export(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tenso
 
 def _trace(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], shapes: Any) -> Any:
     """An ExportedProgram of functional operators."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return _functional(torch.export.export(module, (args, kwargs), dynamic_shapes=shapes, strict=False))
+    # copies, since torch marks sizes at the tensors, and takes one tensor under two names for one input
+    example = (tuple(map(torch.clone, args)), {name: value.clone() for name, value in kwargs.items()})
+    with _quiet():
+        return _functional(torch.export.export(module, example, dynamic_shapes=shapes, strict=False))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch prints about its troubles: whole graphs, and hints that speak of its insides."""
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = was_disabled
 
 
 def _functional(program: Any) -> Any:

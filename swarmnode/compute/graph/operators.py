@@ -16,6 +16,9 @@ from swarmnode.errors import CheckpointError
 BATCH_NORM = "aten.batch_norm.default"
 """The one operator that writes: it moves its running statistics, which are buffers of its unit."""
 
+FUNCTIONAL_BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
+"""What torch.export makes of it; it has no derivative."""
+
 _ALLOWED_NAMES = """
 batch_norm linear mm bmm addmm baddbmm addmv mv dot outer ger matmul einsum bilinear kron tensordot cdist _euclidean_dist
 conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d unfold im2col col2im
@@ -74,21 +77,27 @@ INSTEAD = {
     "aten.empty_like.default": "aten.zeros_like.default",
     "aten.new_empty.default": "aten.new_zeros.default",
     "aten.lift_fresh_copy.default": "aten.clone.default",
+    FUNCTIONAL_BATCH_NORM: BATCH_NORM,
 }
 """What the export writes in place of some operators."""
 
 
-def resolve(operator: str) -> Callable[..., Any]:
-    """The function behind a name like "aten.linear.default". Raises CheckpointError for all that is not on the list."""
+def resolve(operator: str, *, is_source: bool = False) -> Callable[..., Any]:
+    """The function behind a name like "aten.linear.default". Raises CheckpointError for all that is not on the list.
+
+    `is_source`: for a program that will be exported, which may also write in place, and use what the export replaces.
+    """
     namespace, _, rest = operator.partition(".")
     base, _, overload = rest.partition(".")
-    if namespace != "aten" or base not in _ALLOWED or not overload.replace("_", "").isalnum():
-        raise CheckpointError(f"the operator {operator} is not one that a graph may use")
+    known = {base, base.removesuffix("_")} if is_source else {base}
+    is_allowed = bool(known & _ALLOWED) or (is_source and operator in INSTEAD)
+    if namespace != "aten" or not is_allowed or not overload.replace("_", "").isalnum():
+        raise CheckpointError(f"the operator {operator:.80} is not one that a graph may use")
     function = getattr(getattr(torch.ops.aten, base, None), overload, None)
     if function is None or not isinstance(function, torch._ops.OpOverload):
-        raise CheckpointError(f"the operator {operator} is unknown to this version of torch ({torch.__version__})")
-    if function._schema.is_mutable and operator != BATCH_NORM:
-        raise CheckpointError(f"the operator {operator} writes into its arguments, which a graph may not")
+        raise CheckpointError(f"the operator {operator:.80} is unknown to this version of torch ({torch.__version__})")
+    if function._schema.is_mutable and operator != BATCH_NORM and not is_source:
+        raise CheckpointError(f"the operator {operator:.80} writes into its arguments, which a graph may not")
     return function
 
 

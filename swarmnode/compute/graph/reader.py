@@ -30,11 +30,10 @@ from swarmnode.compute.graph.graph import (
     TensorType,
     Weight,
 )
-from swarmnode.compute.graph.operators import BATCH_NORM, INSTEAD, moved_by_batch_norm, resolve
+from swarmnode.compute.graph.operators import FUNCTIONAL_BATCH_NORM, INSTEAD, moved_by_batch_norm, resolve
 from swarmnode.errors import CheckpointError, UsageError
 
 WRAPPER_PREFIX = "module."
-_FUNCTIONAL_BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 _WEIGHT_KINDS = ("PARAMETER", "BUFFER", "CONSTANT_TENSOR")
 
 
@@ -134,9 +133,9 @@ class _Reader:
 
     def _read_operator(self, node: Any, value: Any) -> None:
         name, args, kwargs = str(node.target), node.args, dict(node.kwargs)
-        if name == _FUNCTIONAL_BATCH_NORM:
+        if name == FUNCTIONAL_BATCH_NORM:
             self._check_batch_norm(node)
-            name, args, value = BATCH_NORM, (*args, True), value[:1]
+            args, value = (*args, True), value[:1]
             self.batch_norms.add(node.name)
         if name in INSTEAD:
             name = INSTEAD[name]
