@@ -1,8 +1,8 @@
 """Bodies of `/swarmnode/state/1`: which training states a peer has (`protocol/frames.md`). The bytes travel as chunks.
 
-    LIST_STATES                 asks
-    STATES, STATES, ... END     the answer, in as many frames as its entries need
-    GET_CHUNKS, CHUNK           as for the files of a manifest; the root is an entry's
+LIST_STATES                 asks
+STATES, STATES, ... END     the answer, in as many frames as its entries need
+GET_CHUNKS, CHUNK           as for the files of a manifest; the root is an entry's
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from swarmnode.codec.frames import Kind
 from swarmnode.codec.training_messages import Block, RunBytes, Step
 
 MAX_STATE_BLOCKS = 4097
-MAX_STATE_BYTES = 1 << 44
-MAX_ENTRIES = 1024
+MAX_STATE_BYTES = 1 << 37
+MAX_ENTRIES = 1024  # in one frame
+MAX_LISTED = 12 * MAX_ENTRIES  # in one answer
 
 
 class ListStates(Body, frozen=True):

@@ -37,6 +37,7 @@ SHARED = -1  # the block that the first and the last unit share
 RUN_FILE = "run.msgpack"
 FILES = "files.msgpack"
 MAX_SLOTS = 64
+MAX_HELD = 4  # so that nobody can fill a disk by asking for ever newer steps
 _STEP = re.compile(r"step-(\d{8,})")
 _INCOMING = re.compile(r"\.incoming-(\d{8,})")
 _decoder = msgspec.msgpack.Decoder(dict[int, FileContent])
@@ -117,15 +118,19 @@ class StateStore:
             fault = "it was changed or damaged"
         except OSError as error:
             fault = str(error.strerror or error)
-        self._damaged |= {(step, block)}
+        self.set_aside(step, block)
         raise CheckpointError(f"{path} cannot be used: {fault}")
 
-    def find(self, root: bytes) -> tuple[int, FileContent, Path] | None:
-        """Step, description and path of the file with this root."""
+    def set_aside(self, step: int, block: int) -> None:
+        """The file of this block is damaged: go on as if it were not there."""
+        self._damaged |= {(step, block)}
+
+    def find(self, root: bytes) -> tuple[int, int, FileContent, Path] | None:
+        """Step, block, description and path of the file with this root."""
         for step in self._steps:
-            for file in self.files(step).values():
+            for block, file in self.files(step).items():
                 if file.root == root:
-                    return step, file, self._step_folder(step) / file.name
+                    return step, block, file, self._step_folder(step) / file.name
         return None
 
     # -- writing
@@ -159,7 +164,10 @@ class StateStore:
     def hold(self, step: int, seconds: float) -> None:
         """Somebody needs this step: do not remove it for so long."""
         with self._holding:
-            self._held_until[step] = max(self._held_until.get(step, 0.0), self._clock() + seconds)
+            self._held_until.pop(step, None)  # the latest to be needed come last
+            self._held_until[step] = self._clock() + seconds
+            for oldest in list(self._held_until)[:-MAX_HELD]:
+                del self._held_until[oldest]
 
     def _held(self) -> set[int]:
         now = self._clock()

@@ -70,7 +70,7 @@ def test_steps_are_kept_over_restarts(home: Home) -> None:
     assert (store.newest(), store.newest((0, 1)), store.newest((5,))) == (20, 20, None)
     for block, file in store.files(20).items():
         assert store.path(20, block).read_bytes() == content(20, block)
-        assert store.find(file.root) == (20, file, store.folder / "step-00000020" / file.name)
+        assert store.find(file.root) == (20, block, file, store.folder / "step-00000020" / file.name)
         assert file == describe_files([store.path(20, block)])[0]
     assert sorted(path.name for path in (store.folder / "step-00000020").iterdir()) == [
         "files.msgpack",
@@ -95,6 +95,10 @@ def test_a_step_that_somebody_fetches_stays(home: Home) -> None:
     home.now_s = 61
     home.write(34)
     assert list(home.store.steps()) == [34]
+    for step in range(35, 45):
+        home.write(step)
+        home.store.hold(step, 60)
+    assert list(home.store.steps()) == [40, 41, 42, 43, 44], "40 is for all peers; of what is held only a few are kept"
 
 
 def test_a_step_can_grow_and_be_replaced(home: Home) -> None:
