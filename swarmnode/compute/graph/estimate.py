@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from swarmnode.compute.graph.arguments import argument_value, torch_constant
 from swarmnode.compute.graph.graph import Graph, Node, Poly, Ref, TensorType
-from swarmnode.compute.graph.layout import Layout, constant_values, trained_values, value_types
+from swarmnode.compute.graph.layout import Layout, trained_values, value_types
 from swarmnode.compute.graph.operators import resolve
 from swarmnode.compute.graph.rates import REFERENCE, Rates
 from swarmnode.compute.graph.work import PLAIN, Work, WorkCounter, bytes_of, total
@@ -93,7 +93,6 @@ class _Estimator:
         self.batch = batch
         self.trained = trained_values(graph)
         self.weights = {Ref(weight.name) for weight in graph.weights}
-        self.constants = constant_values(graph)
         self.types = {Ref(name): kind for name, kind in graph.sources} | value_types(graph.nodes)
         self.storages: dict[Ref, Any] = {}  # value -> the value whose memory it is a view of
         self.seen: set[Ref] = set()
@@ -105,15 +104,11 @@ class _Estimator:
     def _estimate(self, node: Node) -> NodeEstimate:
         inputs = {ref: self._fake(ref) for ref in dict.fromkeys(node.refs())}
         wanted = [tensor for tensor in inputs.values() if tensor.requires_grad]
-        kept: dict[Any, int] = {}
-        named = {_storage(tensor): ref for ref, tensor in inputs.items()}
+        named = {storage_of(tensor): ref for ref, tensor in inputs.items()}
+        saved: list[Tensor] = []
 
         def keep(tensor: Tensor) -> Tensor:
-            ref = named.get(_storage(tensor))
-            if ref is None:
-                kept[node.name, _storage(tensor)] = bytes_of(tensor)
-            elif ref not in self.weights:
-                kept[self.storages.get(ref, ref)] = bytes_of(tensor)
+            saved.append(tensor)
             return tensor
 
         def argument(value: Any) -> Any:
@@ -127,20 +122,27 @@ class _Estimator:
             function = resolve(node.operator)
             output = function(*map(argument, node.args), **{key: argument(value) for key, value in node.kwargs.items()})
         outputs = list(output) if isinstance(output, list | tuple) else [output]
-        self._note_views(node, outputs, named)
+        for item, tensor in enumerate(outputs):
+            if isinstance(tensor, Tensor):
+                self._name_output(Ref(node.name, item if len(outputs) > 1 else None), tensor, named)
+        kept = {self._key(node, tensor, named): bytes_of(tensor) for tensor in saved}
+        kept = {key: size for key, size in kept.items() if key not in self.weights}
         return NodeEstimate(forward.work, self._backward(outputs, wanted) + self._sums(node), kept)
+
+    def _name_output(self, ref: Ref, tensor: Tensor, named: dict[Any, Ref]) -> None:
+        """A view goes by the name of what it is a view of."""
+        source = named.setdefault(storage_of(tensor), ref)
+        self.storages[ref] = self.storages.get(source, source)
+
+    def _key(self, node: Node, tensor: Tensor, named: dict[Any, Ref]) -> Any:
+        """One for each memory: the value that it belongs to, or something of the node's own."""
+        ref = named.get(storage_of(tensor))
+        return (node.name, storage_of(tensor)) if ref is None else self.storages.get(ref, ref)
 
     def _fake(self, ref: Ref) -> Tensor:
         kind = self.types[ref]
         tensor = torch.empty(kind.sizes(self.batch), dtype=torch_constant(kind.dtype))
         return tensor.requires_grad_(ref.name in self.trained and tensor.is_floating_point())
-
-    def _note_views(self, node: Node, outputs: list[Any], named: dict[Any, Ref]) -> None:
-        for item, tensor in enumerate(outputs):
-            source = named.get(_storage(tensor)) if isinstance(tensor, Tensor) else None
-            if source is not None:
-                ref = Ref(node.name, item if len(outputs) > 1 else None)
-                self.storages[ref] = self.storages.get(source, source)
 
     def _backward(self, outputs: list[Any], wanted: list[Tensor]) -> Work:
         roots = [tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.requires_grad]
@@ -160,7 +162,8 @@ class _Estimator:
         return Work({PLAIN: 3.0 * sum(type_bytes(self.types[ref], self.batch) for ref in again)})
 
 
-def _storage(tensor: Tensor) -> Any:
+def storage_of(tensor: Tensor) -> Any:
+    """What tells the memory of one tensor from another's; views have their source's."""
     return tensor.untyped_storage()._cdata
 
 

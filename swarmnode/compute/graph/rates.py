@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from swarmnode.compute.graph.work import ATTENTION, CALLS, CONVOLUTION, FUNCTION, MATMUL, PLAIN, Work
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from swarmnode.compute.graph.work import (
+    ATTENTION,
+    BATCH_NORM,
+    CALLS,
+    CONVOLUTION,
+    FILTERS,
+    HARD,
+    LARGE,
+    MATMUL,
+    PLAIN,
+    RANDOM,
+    SOFT,
+    Work,
+    WorkCounter,
+)
+
+_TRIALS = 5
 
 
 @dataclass(frozen=True)
@@ -19,5 +41,76 @@ class Rates:
         return sum(amount / self.per_s[kind] for kind, amount in work.amounts.items())
 
 
-REFERENCE = Rates({MATMUL: 1e11, CONVOLUTION: 1e11, ATTENTION: 5e10, PLAIN: 1e10, FUNCTION: 5e9, CALLS: 3e5})
+REFERENCE = Rates(
+    {
+        CALLS: 3e5,
+        PLAIN: 3e10,
+        LARGE: 1e10,
+        SOFT: 1e10,
+        HARD: 5e9,
+        RANDOM: 2e9,
+        BATCH_NORM: 5e9,
+        MATMUL: 1e11,
+        CONVOLUTION: 1e11,
+        FILTERS: 2e9,
+        ATTENTION: 5e10,
+    }
+)
 """A middling processor, for decisions that must not depend on the machine that makes them."""
+
+
+def measure_rates(device: torch.device | str = "cpu") -> Rates:
+    """Of this machine, with as many threads as torch has now. Takes about a second."""
+    device = torch.device(device)
+    per_s: dict[str, float] = {}
+    for kind, trial in _trials(device).items():
+        with WorkCounter() as counter:
+            trial()
+        other = Rates(per_s).seconds(Work({done: counter.amounts.get(done, 0.0) for done in per_s}))
+        per_s[kind] = counter.amounts[kind] / max(_fastest_s(trial, device) - other, 1e-9)
+    return Rates(per_s)
+
+
+def _trials(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """For each kind something that is mostly of it; earlier kinds are subtracted from later ones."""
+    tiny = torch.zeros(1, device=device)
+    matrix = torch.randn(512, 512, device=device)
+    block = torch.randn(1 << 18, device=device)  # 1 MiB, as activations are
+    large = torch.randn(1 << 24, device=device)  # 64 MiB
+    images = torch.randn(8, 64, 16, 16, device=device, requires_grad=True)
+    moments = torch.ones(64, device=device)
+    kernel = torch.randn(64, 64, 3, 3, device=device, requires_grad=True)
+    small = torch.randn(2, 256, 4, 4, device=device, requires_grad=True)
+    filters = torch.randn(512, 256, 3, 3, device=device, requires_grad=True)
+    query = torch.randn(4, 8, 128, 64, device=device, requires_grad=True)
+
+    def backward(output: Tensor, *inputs: Tensor) -> Any:
+        return torch.autograd.grad(output, inputs, output.detach())
+
+    def batch_norm() -> Tensor:
+        return functional.batch_norm(images, moments.clone(), moments.clone(), training=True)
+
+    return {
+        CALLS: lambda: [tiny + tiny for _ in range(1000)],
+        PLAIN: lambda: [block + block for _ in range(50)],
+        LARGE: lambda: large + large,
+        SOFT: lambda: [torch.softmax(block.view(-1, 512), 1) for _ in range(20)],
+        HARD: lambda: [torch.tanh(block) for _ in range(5)],
+        RANDOM: lambda: [torch.empty_like(block).bernoulli_(0.9) for _ in range(5)],
+        BATCH_NORM: lambda: [backward(batch_norm(), images) for _ in range(5)],
+        MATMUL: lambda: [matrix @ matrix for _ in range(5)],
+        CONVOLUTION: lambda: backward(functional.conv2d(images, kernel, padding=1), images, kernel),
+        FILTERS: lambda: backward(functional.conv2d(small, filters, padding=1), small, filters),
+        ATTENTION: lambda: backward(functional.scaled_dot_product_attention(query, query, query), query),
+    }
+
+
+def _fastest_s(trial: Callable[[], Any], device: torch.device) -> float:
+    seconds = []
+    for _ in range(_TRIALS):
+        start = time.perf_counter()
+        trial()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

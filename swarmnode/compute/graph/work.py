@@ -16,24 +16,27 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 MATMUL, CONVOLUTION, ATTENTION = "matmul", "convolution", "attention"  # in floating-point operations
-PLAIN, FUNCTION = (
-    "plain",
-    "function",
-)  # in bytes: operators that move and add; those that compute exp, tanh, random numbers ...
-CALLS = "calls"
 FLOPS = (MATMUL, CONVOLUTION, ATTENTION)
+FILTERS = "filters"  # bytes of a convolution's weights, which libraries lay out anew in every call
+PLAIN, LARGE = "plain", "large"  # bytes of operators that move and add: little enough for the caches, or not
+SOFT, HARD = "soft", "hard"  # bytes of operators that compute functions: softmax and its like, tanh and its like
+RANDOM, BATCH_NORM = "random", "batch_norm"  # bytes of those that draw, and of those
+CALLS = "calls"
 
+_LARGE_BYTES = 24 << 20
 _ATTENTION = "_scaled_dot_product"
-_FUNCTION_NAMES = """
-exp expm1 log log2 log1p sin cos tan tanh tanh_backward sigmoid sigmoid_backward silu silu_backward gelu gelu_backward erf
-pow rsqrt _softmax _softmax_backward_data _safe_softmax _log_softmax _log_softmax_backward_data native_dropout bernoulli_
-bernoulli normal_ uniform_ softplus mish elu native_layer_norm native_layer_norm_backward native_batch_norm
-native_batch_norm_backward native_group_norm native_group_norm_backward
+_SOFT_NAMES = """
+exp expm1 log log2 log1p sigmoid silu silu_backward gelu gelu_backward rsqrt softplus mish elu _softmax _softmax_backward_data
+_safe_softmax _log_softmax _log_softmax_backward_data native_layer_norm native_layer_norm_backward native_group_norm
+native_group_norm_backward
 """
 _KINDS = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), MATMUL),
     **dict.fromkeys(("convolution", "convolution_backward"), CONVOLUTION),
-    **dict.fromkeys(_FUNCTION_NAMES.split(), FUNCTION),
+    **dict.fromkeys(("native_batch_norm", "native_batch_norm_backward"), BATCH_NORM),
+    **dict.fromkeys(("native_dropout", "bernoulli", "bernoulli_", "normal_", "uniform_", "randn", "rand"), RANDOM),
+    **dict.fromkeys(("tanh", "sin", "cos", "tan", "atan", "erf", "sinh", "cosh"), HARD),
+    **dict.fromkeys(_SOFT_NAMES.split(), SOFT),
 }
 _FREE = frozenset({"detach", "alias", "_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided"})
 _PICKING = frozenset(
@@ -50,6 +53,9 @@ class Work:
     def __add__(self, other: Work) -> Work:
         kinds = {**self.amounts, **other.amounts}
         return Work({kind: self.amounts.get(kind, 0.0) + other.amounts.get(kind, 0.0) for kind in kinds})
+
+    def __sub__(self, other: Work) -> Work:
+        return self + Work({kind: -amount for kind, amount in other.amounts.items()})
 
     @property
     def flops(self) -> float:
@@ -92,8 +98,11 @@ class WorkCounter(TorchDispatchMode):
             self._add(kind, attention_flops(args, is_backward="backward" in name))
         elif kind in FLOPS:
             self._add(kind, flop_registry[function._overloadpacket](*args, **kwargs, out_val=output))
+            if kind == CONVOLUTION:
+                self._add(FILTERS, bytes_of(args[2] if name.endswith("backward") else args[1]))
         else:
-            self._add(kind, bytes_of(output) + bytes_of(output if name in _PICKING else (args, kwargs)))
+            moved = bytes_of(output) + bytes_of(output if name in _PICKING else (args, kwargs))
+            self._add(LARGE if kind == PLAIN and moved > _LARGE_BYTES else kind, moved)
 
     def _add(self, kind: str, amount: float) -> None:
         self.amounts[kind] = self.amounts.get(kind, 0.0) + amount
