@@ -59,6 +59,10 @@ class Weights:
             {file: range(file.chunks()) for file in self._manifest.files if not is_weights(file.name)}
         )
 
+    async def everything(self) -> Path:
+        """The folder with all files, whole."""
+        return await self._bring({file: range(file.chunks()) for file in self._manifest.files})
+
     async def outline(self) -> Checkpoint:
         """Config, index and headers: enough to know every tensor's place and size."""
         hint = self._hint

@@ -1,0 +1,109 @@
+"""Gathers the trained tensors of all blocks into one checkpoint, as `save_pretrained` would write it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Checkpoint, load_config
+from swarmnode.compute.lean import lean
+from swarmnode.compute.training.snapshot import write_tensors
+from swarmnode.errors import CheckpointError
+from swarmnode.swarm.content import SMALL_NAMES
+
+SHARD_BYTES = 5_000_000_000
+PARTS = ("parameter/", "buffer/")  # of a block's state; the rest is the optimiser's
+
+
+def gather(files: Iterable[Path]) -> dict[str, Tensor]:
+    """Parameters and buffers in the states of blocks, by their names in the state dict, mapped from the files."""
+    from safetensors import SafetensorError, safe_open
+
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            file: Any = safe_open(path, framework="pt")
+            for key in file.keys():  # noqa: SIM118  (no mapping)
+                for part in PARTS:
+                    if key.startswith(part):
+                        tensors[key.removeprefix(part)] = file.get_tensor(key)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: not readable as a training state: {error}") from error
+    return tensors
+
+
+def write_language_model(tensors: Mapping[str, Tensor], small_files: Path, out: Path) -> None:
+    """Write what `from_pretrained` reads into the empty folder `out`; `small_files` has config and tokenizer.
+
+    Raises CheckpointError where the tensors are not those of the model, OSError.
+    """
+    check_names(tensors, small_files)
+    for name in SMALL_NAMES - {INDEX_FILE}:
+        if (small_files / name).is_file():
+            shutil.copyfile(small_files / name, out / name)
+    values = json.loads((small_files / CONFIG_FILE).read_bytes())
+    values.pop("torch_dtype", None)  # the older name of the next one
+    values["dtype"] = "float32"  # which all are trained in
+    (out / CONFIG_FILE).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    write_shards(tensors, out)
+
+
+def write_module(tensors: Mapping[str, Tensor], founded: Path, out: Path) -> None:
+    """Write what `load_state_dict` takes: what was trained, and the rest as the swarm was founded with it (in `founded`).
+
+    A tensor that the module has under two names is there once, and constants of its code are there too: `strict=False`.
+    """
+    checkpoint = Checkpoint(founded)
+    unknown = sorted(tensors.keys() - checkpoint.entries.keys())
+    if unknown:
+        raise CheckpointError(f"the states hold {unknown[0]}, which the swarm's module does not have")
+    write_shards({**checkpoint.read(checkpoint.tensor_names), **tensors}, out)
+
+
+@lean()
+def check_names(tensors: Mapping[str, Tensor], small_files: Path) -> None:
+    """Raises CheckpointError where these are not all tensors of the model that the config describes, tied ones once."""
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(load_config(small_files / CONFIG_FILE))
+    expected = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    for name in sorted(expected.keys() ^ tensors.keys()):
+        raise CheckpointError(f"the states {'lack' if name in expected else 'hold an unknown'} tensor {name}")
+    for name, tensor in expected.items():
+        if tensor.shape != tensors[name].shape:
+            raise CheckpointError(
+                f"the states hold {name} of shape {tuple(tensors[name].shape)}, not {tuple(tensor.shape)}"
+            )
+
+
+def write_shards(tensors: Mapping[str, Tensor], out: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write model.safetensors, or shards of at most `shard_bytes` (or one tensor) with an index. Raises OSError."""
+    shards: list[dict[str, Tensor]] = [{}]
+    used_bytes = 0
+    for name, tensor in sorted(tensors.items()):
+        if shards[-1] and used_bytes + tensor.nbytes > shard_bytes:
+            shards.append({})
+            used_bytes = 0
+        shards[-1][name] = tensor
+        used_bytes += tensor.nbytes
+    if len(shards) == 1:
+        write_tensors(out / SINGLE_FILE, shards[0], {"format": "pt"})
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_tensors(out / file, shard, {"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file))
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    (out / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,140 @@
+"""Exports a training: the newest step that the swarm's peers have together, written as a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from swarmnode.codec.state_messages import StateEntry
+from swarmnode.compute.training.gather import gather, write_language_model, write_module
+from swarmnode.errors import ErrorCode, LocalError, PeerRefused, ProtocolError, UsageError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.switchboard import Switchboard
+from swarmnode.presence import Presence
+from swarmnode.roles.training.states import Listing, choose, fetch_states, state_board, survey
+from swarmnode.roles.weights import Weights
+from swarmnode.swarm.content import Progress
+from swarmnode.swarm.manifest import CAUSAL_LM
+from swarmnode.swarm.run import Run, decode_run
+from swarmnode.swarm.states import SHARED, StateStore
+
+AGAIN_S = 1.0
+PATIENCE_S = 30.0  # for peers to turn up who have all units
+
+
+async def export(presence: Presence, out: Path, progress: Progress | None = None) -> int:
+    """Write the trained model into the folder `out`, which appears when all of it is there; the step that it is of.
+
+    For a language model it is what `from_pretrained` reads, else safetensors for `load_state_dict`. Raises UsageError
+    where there is something at `out`, PeerRefused where the peers do not have all units, LocalError.
+    """
+    check_out(out)
+    board = state_board(presence.network, presence.hello, presence.link_config)
+    try:
+        run, blocks, newest = await _look(presence, board)
+        root = presence.config.home / "exports" / presence.swarm.id.hex()[:16]
+        store = StateStore(root, run, keep=1)
+        try:
+            step = await fetch_states(
+                board, lambda: _others(presence), blocks, into=store, at_least=newest, progress=progress
+            )
+            files = [store.path(step, block, verify=False) for block in blocks]  # each chunk was checked on its way
+            await _write(presence, files, out)
+            shutil.rmtree(store.folder, ignore_errors=True)
+        finally:
+            store.close()
+    finally:
+        await board.close()
+    return step
+
+
+def check_out(out: Path) -> None:
+    """Raises UsageError unless `out` is free, or an empty folder."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.exists() or out.is_symlink():
+        raise UsageError(f"{out} is there already; name a folder that does not exist yet")
+
+
+def _others(presence: Presence) -> list[PeerId]:
+    return [peer for peer in presence.directory.peers() if peer != presence.peer_id]
+
+
+async def _look(presence: Presence, board: Switchboard) -> tuple[Run, tuple[int, ...], int]:
+    """The run, all blocks of the model, and the newest step that the peers have of them."""
+    assert presence.swarm.manifest is not None
+    units = tuple(range(presence.swarm.manifest.model.units))
+    deadline_s = asyncio.get_running_loop().time() + PATIENCE_S
+    while True:
+        listings = await survey(board, _others(presence))
+        found = _of_one_run(listings)
+        if found is not None:
+            run, entries = found
+            blocks = (SHARED, *units) if any(entry.block == SHARED for entry in entries) else units
+            chosen = choose(entries, blocks)
+            if chosen is not None:
+                return run, blocks, chosen[0]
+        if asyncio.get_running_loop().time() > deadline_s:
+            raise PeerRefused(_lack(units, listings), code=ErrorCode.NOT_FOUND)
+        await asyncio.sleep(AGAIN_S)
+
+
+def _of_one_run(listings: Mapping[PeerId, Listing]) -> tuple[Run, list[StateEntry]] | None:
+    """The run of most peers, and what they have of it."""
+    votes = Counter(listing.run for listing in listings.values() if listing.entries and _is_run(listing.run))
+    if not votes:
+        return None
+    encoded = max(votes, key=lambda run: (votes[run], run))
+    of_it = [listing for listing in listings.values() if listing.run == encoded]
+    return decode_run(encoded), [entry for listing in of_it for entry in listing.entries]
+
+
+def _is_run(encoded: bytes) -> bool:
+    try:
+        decode_run(encoded)
+    except ProtocolError:
+        return False
+    return True
+
+
+def _lack(units: Sequence[int], listings: Mapping[PeerId, Listing]) -> str:
+    held = {entry.block for listing in listings.values() for entry in listing.entries}
+    missing = [unit for unit in units if unit not in held]
+    if not held:
+        return (
+            "no peer of the swarm has a training state: is it being trained, and has it reached its first checkpoint?"
+        )
+    if missing:
+        return f"no peer has a training state of units {missing}; the model can be exported when one is there again"
+    return "the peers have no step of all units together yet; try again after the next checkpoint of the training"
+
+
+async def _write(presence: Presence, files: Sequence[Path], out: Path) -> None:
+    assert presence.swarm.manifest is not None
+    language = presence.swarm.manifest.kind == CAUSAL_LM
+    weights = Weights(presence)
+    try:
+        founded = await (weights.small_files() if language else weights.everything())
+        await asyncio.to_thread(_write_beside, language, files, founded, out)
+    finally:
+        await weights.close()
+
+
+def _write_beside(language: bool, files: Sequence[Path], founded: Path, out: Path) -> None:
+    """Write into another folder, then rename it: nobody sees half a checkpoint."""
+    partial = out.parent / f".{out.name}.partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        (write_language_model if language else write_module)(gather(files), founded, partial)
+        check_out(out)
+        partial.replace(out)
+    except OSError as error:
+        raise LocalError(
+            f"cannot write {out}: {error.strerror or error}; free disk space or name another place"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
