@@ -114,6 +114,7 @@ def _closed_places(graph: Graph, seconds: list[float]) -> tuple[set[int], list[s
         users[move.buffer] = sorted({*users[move.buffer], number_of[move.value.name]})
     closed: set[int] = set()
     remarks: list[str] = []
+    spread: list[tuple[float, str]] = []  # share of the time that lies between the users of a tensor
     for name, numbers in users.items():
         gaps = [(seconds[after] - seconds[before + 1], before, after) for before, after in pairwise(numbers)]
         widest, before, after = max(gaps, default=(0.0, 0, 0))
@@ -122,11 +123,10 @@ def _closed_places(graph: Graph, seconds: list[float]) -> tuple[set[int], list[s
             remarks.append(f"{held[name].tensor} is shared by the first and the last unit")
         elif len(numbers) > 1:
             closed |= set(range(numbers[0] + 1, numbers[-1] + 1))
-            share = (seconds[numbers[-1] + 1] - seconds[numbers[0]]) / seconds[-1]
-            if share > _NEIGHBOURHOOD:
-                remarks.append(
-                    f"{held[name].tensor} is used all over {share:.0%} of the model, which stays in one unit"
-                )
+            spread.append(((seconds[numbers[-1] + 1] - seconds[numbers[0]]) / seconds[-1], held[name].tensor))
+    share, tensor = max(spread, default=(0.0, ""))
+    if share > _NEIGHBOURHOOD:
+        remarks.append(f"{tensor} is used all over {share:.0%} of the model, which therefore stays in one unit")
     return closed, remarks
 
 
