@@ -10,6 +10,7 @@ from msgspec import NODEFAULT
 from msgspec import inspect as types
 
 from swarmnode.codec.messages import BODIES, HopSpec, Sampling
+from swarmnode.codec.state_messages import StateEntry
 from swarmnode.codec.tensors import TensorInfo
 from swarmnode.swarm.announcement import Announcement
 from swarmnode.swarm.content import FileContent
@@ -21,6 +22,7 @@ NAMES: dict[type[msgspec.Struct], str] = {
     **{body: kind.name.lower() for kind, body in BODIES.items() if body.__struct_fields__},
     HopSpec: "hop",
     Sampling: "sampling",
+    StateEntry: "state_entry",
     TensorInfo: "tensor",
     Announcement: "announcement",
     Manifest: "manifest",

@@ -15,13 +15,13 @@ import pytest
 from msgspec import NODEFAULT
 from msgspec import inspect as types
 
-from swarmnode.codec import frames, messages, tensors
+from swarmnode.codec import frames, messages, state_messages, tensors
 from swarmnode.errors import ERROR_TEXT, ErrorCode
 from swarmnode.swarm import announcement, content, invite, manifest, shards
 from tests.codec.schemas import NAMES, plain
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
-MODULES = (frames, messages, tensors, announcement, content, invite, manifest, shards)
+MODULES = (frames, messages, state_messages, tensors, announcement, content, invite, manifest, shards)
 Row = dict[str, str]
 
 
