@@ -127,7 +127,10 @@ class Status(Body, frozen=True):
     counted: Annotated[tuple[Counted, ...], Meta(max_length=MAX_RANGES)] = ()
     kept: Annotated[tuple[Step, ...], Meta(max_length=MAX_KEPT_STEPS)] = ()  # on its disk
     reduced: bool = False
+    losses: Annotated[tuple[Number, ...], Meta(max_length=8 * MAX_MASK_BYTES)] = ()  # of what the last unit counted
     norm: Number = 0.0  # of the gradient that led to `step`
+    loss: Number = 0.0  # of the step before `step`
+    answers: Code = 0  # the kind of the command that this answers; 0: told unasked
     unit_s: Number = 0.0  # measured: one microbatch through one unit, forward and back
     in_flight: Annotated[int, Meta(ge=0, le=1 << 16)] = 0  # how many microbatches fit at once; 0: as many as come
 
@@ -158,6 +161,7 @@ class MemberSpec(Body, frozen=True):
 class Group(Body, frozen=True):
     """Blocks that the same replicas hold: together they have counted every microbatch of the step once."""
 
+    number: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
     blocks: Annotated[tuple[Block, ...], Meta(min_length=1, max_length=4097)]
     members: Annotated[tuple[MemberSpec, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
 
@@ -195,10 +199,11 @@ class Part(Body, frozen=True):
 
 
 class Commit(Body, frozen=True):
-    """Update with the agreed gradients, whose norm over the whole model is `norm`; the step is over."""
+    """Update with the agreed gradients, whose norm over the whole model is `norm`; the step is over, its loss was `loss`."""
 
     step: Step
     norm: Number
+    loss: Number = 0.0
 
 
 class Sync(Body, frozen=True):
@@ -218,10 +223,11 @@ class Restore(Body, frozen=True):
 
 
 class Work(Body, frozen=True):
-    """A trainer offers to feed this run, up to `want` microbatches at a time."""
+    """A trainer offers to feed this run, up to `want` microbatches at a time; it has heard of all steps below `since`."""
 
     run: Annotated[bytes, Meta(min_length=1, max_length=MAX_RUN_BYTES)]
     want: Annotated[int, Meta(ge=1, le=MAX_WANTED)]
+    since: Step = 0
 
 
 class Lease(Body, frozen=True):

@@ -43,7 +43,8 @@ def wire(
     `fixed` names, for each unit, the peer that it must pass there, if any.
     """
     free = {peer: worker for peer, worker in workers.items() if worker.in_flight < (worker.room or in_flight)}
-    best: list[tuple[float, list[Wire]]] = [(math.inf, [])] * units + [(0.0, [])]
+    nowhere: list[Wire] = []
+    best = [(math.inf, nowhere)] * units + [(0.0, nowhere)]
     for start in range(units - 1, -1, -1):
         for peer in sorted(free):
             worker = free[peer]

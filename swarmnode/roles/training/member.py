@@ -1,0 +1,58 @@
+"""Member: a stage as the conductor sees it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Union
+
+from swarmnode.codec.training_messages import Condition, Status
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.switchboard import Channel
+from swarmnode.plan.muster import Report
+from swarmnode.plan.view import Span
+from swarmnode.plan.wiring import Worker
+from swarmnode.roles.training.loopback import Loopback
+
+Line = Union[Channel, Loopback]
+
+
+class Standing(Enum):
+    """What may be asked of a member."""
+
+    ASKED = "asked"  # has not said yet what it holds
+    COMING = "coming"  # on its way to the step in force, within moments
+    LISTENING = "listening"  # hears the reductions while it fetches the state
+    USABLE = "usable"
+
+
+@dataclass
+class Member:
+    """A stage, the line to it, and what it said last. `releases` are leases whose RELEASE it has not answered."""
+
+    peer: PeerId
+    line: Line
+    standing: Standing = Standing.ASKED
+    status: Status | None = None
+    worker: Worker = field(default_factory=lambda: Worker(Span(0, 0)))
+    releases: deque[int] = field(default_factory=deque)
+    listens_from: int = 0  # the first step whose reduction it hears
+
+    @property
+    def span(self) -> Span:
+        return self.worker.span
+
+    def hear(self, status: Status) -> None:
+        """Take in what it says of itself."""
+        self.status = status
+        self.worker.span = Span(status.start, status.end)
+        self.worker.unit_s = status.unit_s
+        self.worker.room = status.in_flight
+
+    def report(self) -> Report:
+        """Its place in the run, for the muster."""
+        status = self.status
+        assert status is not None
+        ready = status.condition != Condition.LISTENING
+        return Report(self.span, status.step, ready, status.reduced, frozenset(status.kept))
