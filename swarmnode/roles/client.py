@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from swarmnode.codec.body import SESSION_ID_BYTES
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import (
-    SESSION_ID_BYTES,
     Attach,
     Body,
     End,

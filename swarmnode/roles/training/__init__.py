@@ -1,1 +1,1 @@
-"""The training conversations: a conductor shares out microbatches, trainers feed them, stages compute and count them."""
+"""What a swarm in training keeps: its states on disk, given to peers, fetched from them, exported as a checkpoint."""
