@@ -483,3 +483,88 @@ class Conductor:
         self._began_at_s = self._clock()
         for member in self._usable():
             self._ledger.report(member.peer, member.span, {})
+
+    # -- reducing
+
+    def _reduce(self) -> None:
+        """Everything is counted once: let the replicas of each unit agree, listeners hearing."""
+        self._attempt = next(self._attempts)
+        self._groups = self._make_groups()
+        self._squares = {}
+        hearing = [member for member in self._members.values() if self._hears(member)]
+        self._reducing = {member.peer for member in hearing}
+        self.phase = Phase.REDUCING
+        for member in hearing:
+            own = tuple(group for group in self._groups if any(m.peer == member.peer for m in group.members))
+            member.line.send(Reduce(self.step, self._attempt, own))
+
+    def _hears(self, member: Member) -> bool:
+        listens = member.standing is Standing.LISTENING and member.listens_from <= self.step
+        return listens or member.standing is Standing.USABLE
+
+    def _make_groups(self) -> list[Group]:
+        """Units that the same members hold are one group; what the first and last unit share is one of its own."""
+        members = sorted((m for m in self._members.values() if self._hears(m)), key=lambda member: member.peer)
+        by_holders: dict[tuple[MemberSpec, ...], list[int]] = {}
+        for unit in range(self._units):
+            holders = (m for m in members if m.span.start <= unit < m.span.end)
+            specs = tuple(MemberSpec(m.peer, self._ledger.counts(m.peer, (unit,))) for m in holders)
+            by_holders.setdefault(specs, []).append(unit)
+        ends = (0, self._units - 1)
+        sharing = (m for m in members if m.span.start == 0 or m.span.end == self._units)
+        shared = tuple(MemberSpec(m.peer, self._ledger.counts(m.peer, ends)) for m in sharing)
+        blocks = [(specs, tuple(units)) for specs, units in by_holders.items()] + [(shared, (SHARED,))]
+        return [Group(number, held, specs) for number, (specs, held) in enumerate(blocks)]
+
+    def _hear_reduced(self, member: Member, body: Reduced) -> None:
+        if self.phase is not Phase.REDUCING or body.attempt != self._attempt or member.peer not in self._reducing:
+            return
+        own = [group for group in self._groups if any(m.peer == member.peer for m in group.members)]
+        for group, square in zip(own, body.squares, strict=False):
+            self._squares.setdefault(group.number, square)
+        self._reducing.discard(member.peer)
+        if not self._reducing:
+            self._commit()
+
+    def _hear_failed(self, member: Member, body: Failed) -> None:
+        """A stage could not reduce: a member is lost, which its own line will tell, or its gradient is not finite."""
+        if body.code == ErrorCode.NOT_FINITE:
+            self._stop(Stopped(self.step, body.code, body.unit))
+        elif self.phase is Phase.REDUCING and body.lease == self._attempt:
+            self.phase = Phase.STEPPING  # the clock's next tick tries again, unless a loss is noticed before
+
+    def _commit(self) -> None:
+        """The word that ends the step."""
+        assert self.run is not None
+        norm = math.sqrt(sum(self._squares.values()))
+        loss = math.fsum(self._losses.values()) / max(1, len(self._losses))
+        if not math.isfinite(norm):
+            bad = next(group for group in self._groups if not math.isfinite(self._squares.get(group.number, 0.0)))
+            self._stop(Stopped(self.step, ErrorCode.NOT_FINITE, bad.blocks[0]))
+            return
+        for member in self._members.values():
+            if self._hears(member):
+                member.line.send(Commit(self.step, norm, loss))
+        now_s = self._clock()
+        report = StepReport(self.step, loss, now_s - self._began_at_s, norm, len(self._usable()))
+        self._history.append(report)
+        self._tell(report)
+        self.step += 1
+        self.phase = Phase.STEPPING
+        self._new_ledger()
+        if self.step >= self.run.steps:
+            self._stop(Stopped(self.step))
+
+    def _stop(self, stopped: Stopped) -> None:
+        """The run is over, or cannot go on: the last good step stays."""
+        self.phase = Phase.OVER
+        self._stopped = stopped
+        self._grants.clear()
+        if stopped.code:
+            for member in self._usable():
+                member.line.send(Discard())
+        self._tell(stopped)
+
+
+def _overlap(left: Span, right: Span) -> bool:
+    return left.start < right.end and right.start < left.end
