@@ -157,3 +157,34 @@ class Reducer:
                 raise ProtocolError("a part of another length than agreed", peer=member.peer)
             pieces.append(piece)
         return await self._bench.call(Urgency.CONTROL, lambda: torch.cat(pieces))
+
+    # -- parts on the links
+
+    async def _channel_to(self, peer: PeerId) -> Channel:
+        channel = self._channels.get(peer)
+        if channel is None or not channel.open:
+            channel = self._channels[peer] = await self._switchboard.call(
+                peer, lambda _frame, _body: None, lambda error: self._lost(peer, error)
+            )
+        return channel
+
+    def _lost(self, peer: PeerId, error: PeerError) -> None:
+        """Whoever waits for a part of this peer waits in vain."""
+        self._channels.pop(peer, None)
+        for slot, future in self._wanted.items():
+            if slot[-1] == peer and not future.done():
+                future.set_exception(error)
+
+    def hear(self, channel: Channel, frame: Frame, body: Body) -> None:
+        """A part has come, perhaps before our own REDUCE. Only those of the newest steps are kept."""
+        if not isinstance(body, Part):
+            if isinstance(body, End | Error):
+                self._lost(channel.peer, PeerLost("a replica ended the reduction", peer=channel.peer))
+            return
+        slot = (body.attempt, body.group, body.round, body.part, body.agreed, channel.peer)
+        if len(self._parts) >= MAX_EARLY_PARTS or body.step < self._newest[0]:
+            return
+        self._parts[slot], self._payloads[slot] = body, frame.payload
+        future = self._wanted.get(slot)
+        if future is not None and not future.done():
+            future.set_result(None)
