@@ -21,7 +21,10 @@ def run(
         "", "--memory", metavar="SIZE", help="Memory to lend, as 6GB or 512MiB; default: what is free."
     ),
     disk: str = typer.Option(
-        "", "--disk", metavar="SIZE", help="Disk space for fetched weights of all swarms; default: most of what is free."
+        "",
+        "--disk",
+        metavar="SIZE",
+        help="Disk space for fetched weights of all swarms; default: most of what is free.",
     ),
     span: str = typer.Option(
         "", "--span", metavar="A:B", help="Hold units A to B-1; default: what the swarm needs most."

@@ -44,7 +44,7 @@ def muster(units: int, reports: Mapping[PeerId, Report], *, roll_back: bool) -> 
     here = _covering(units, reports, newest)
     if not here.missing or not roll_back:
         return here
-    kept = {step for report in reports.values() for step in report.kept if 0 < step}
+    kept = {step for report in reports.values() for step in report.kept if step > 0}
     alive = {report.step for report in reports.values() if report.ready and report.step > 0}
     for step in sorted(kept | alive, reverse=True):
         back = _covering(units, reports, step, disk=True)

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Union
+from enum import Enum
 
 from swarmnode.codec.frames import Frame, Kind
 from swarmnode.codec.messages import Body, End, Error, HopSpec
@@ -52,10 +52,11 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Channel
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.ledger import Ledger
-from swarmnode.plan.muster import Muster, Report, muster
+from swarmnode.plan.muster import Muster, muster
 from swarmnode.plan.view import Span
-from swarmnode.plan.wiring import Wire, Worker, wire
-from swarmnode.roles.training.loopback import Loopback
+from swarmnode.plan.wiring import wire
+from swarmnode.roles.training.grants import Grant, Grants
+from swarmnode.roles.training.member import Line, Member, Standing
 from swarmnode.roles.training.status import masks_of
 from swarmnode.swarm.run import Run, decode_run, encode_run
 
@@ -66,7 +67,6 @@ TELL_MISSING_S = 1.0
 HISTORY_STEPS = 1024
 LEASE_BITS = 20  # leases of one term
 
-Line = Union[Channel, Loopback]
 Dial = Callable[[PeerId, Callable[[Frame, Body], None], Callable[[PeerError], None]], Awaitable[Line]]
 
 
@@ -100,6 +100,7 @@ class Conductor:
     ) -> None:
         self.term = term
         self.run: Run | None = None
+        self._wanted: Run | None = None  # what a trainer offers
         self.step = 0
         self.phase = Phase.MUSTERING
         self._units = units
@@ -400,9 +401,7 @@ class Conductor:
 
     def _uncovered(self) -> tuple[int, ...]:
         """Units that nobody holds who takes part or soon will."""
-        able = [
-            member for member in self._members.values() if member.standing in (Standing.USABLE, Standing.COMING)
-        ]
+        able = [member for member in self._members.values() if member.standing in (Standing.USABLE, Standing.COMING)]
         held = {unit for member in able for unit in range(*member.span)}
         return tuple(unit for unit in range(self._units) if unit not in held)
 
@@ -431,9 +430,7 @@ class Conductor:
             return
         fresh = all(not member.status.kept and member.status.condition == Condition.BLANK for member in members)  # type: ignore[union-attr]
         raw = encode_run(run)
-        reports = {
-            member.peer: member.report(raw, fresh=fresh or self._wanted is not None) for member in members
-        }
+        reports = {member.peer: member.report(raw, fresh=fresh or self._wanted is not None) for member in members}
         now_s = self._clock()
         waited_s = 0.0 if self._missing_since_s is None else now_s - self._missing_since_s
         alone = not any(report.ready for report in reports.values())

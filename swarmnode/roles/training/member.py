@@ -50,9 +50,10 @@ class Member:
         self.worker.unit_s = status.unit_s
         self.worker.room = status.in_flight
 
-    def report(self) -> Report:
-        """Its place in the run, for the muster."""
+    def report(self, run: bytes, *, fresh: bool) -> Report:
+        """Its place in a run, for the muster. `fresh`: nobody has begun it, so that the founding parameters are step 0."""
         status = self.status
         assert status is not None
-        ready = status.condition != Condition.LISTENING
-        return Report(self.span, status.step, ready, status.reduced, frozenset(status.kept))
+        begun = status.run == run and status.condition == Condition.READY
+        kept = frozenset(status.kept) if status.run == run else frozenset()
+        return Report(self.span, status.step if begun else 0, begun or fresh, begun and status.reduced, kept)

@@ -169,6 +169,8 @@ class Passage:
         """Tell the sender which hop of the route could not, and why."""
         log.info("%r: %s", self, error)
         route = self.body.route
-        index = next((place for place, hop in enumerate(route) if hop.peer == getattr(error, "peer", None)), self.body.hop)
+        index = next(
+            (place for place, hop in enumerate(route) if hop.peer == getattr(error, "peer", None)), self.body.hop
+        )
         if self._channel.open:
             self._channel.close(Fault(0, index, error.code))

@@ -8,22 +8,23 @@ are not touched: an attempt that fails is made again with other members.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from torch import Tensor
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error
-from swarmnode.codec.training_messages import Group, MemberSpec, Part, Reduce
-from swarmnode.compute.training.exchange import Exchange, Round
-from swarmnode.compute.training.parts import cut, decode_part, encode_part, reduce_part
+from swarmnode.codec.training_messages import Group, Part, Reduce
+from swarmnode.compute.training.parts import cut, reduce_part
 from swarmnode.errors import PeerError, PeerLost, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Channel, Switchboard
 from swarmnode.roles.training.bench import Bench, Urgency
+from swarmnode.roles.training.values import decode_values, encode_values
 
 if TYPE_CHECKING:
     from swarmnode.compute.training.learner import Learner
@@ -40,12 +41,6 @@ class Agreed:
 
     sums: Mapping[Blocks, Tensor]
     squares: tuple[float, ...]
-    exchanges: tuple[Exchange, ...] = ()
-
-    def accept(self) -> None:
-        """The step is committed: what compression left out is carried over to the next."""
-        for exchange in self.exchanges:
-            exchange.accept()
 
 
 class Reducer:
@@ -61,34 +56,29 @@ class Reducer:
         self._wanted: dict[Slot, asyncio.Future[None]] = {}
         self._newest = (-1, -1)  # (step, attempt)
         self._term = 0
+        self._device: torch.device = torch.device("cpu")
 
     def __repr__(self) -> str:
         return f"<Reducer at {self._newest}, {len(self._parts)} parts waiting>"
 
-    async def reduce(
-        self, term: int, body: Reduce, learner: Learner, exchanges: Mapping[Blocks, Exchange], *, listening: bool
-    ) -> Agreed:
-        """Agree with the members of each group that we are in. Raises PeerLost where one of them is lost."""
+    async def reduce(self, term: int, body: Reduce, learner: Learner, *, listening: bool) -> Agreed:
+        """Agree with the members of each group that we are in. Raises PeerLost where one of them is lost, NotFinite."""
         self._begin(term, (body.step, body.attempt))
+        self._device = learner.segment.device
         sums: dict[Blocks, Tensor] = {}
         squares: list[float] = []
-        used: list[Exchange] = []
-        for number, group in enumerate(body.groups):
-            alone = len(group.members) == 1
-            if all(member.peer != self._peer for member in group.members):
-                squares.append(0.0)
-                continue
-            if not alone:
-                exchange = exchanges[group.blocks]
-                sums[group.blocks] = await self._exchange(body, number, group, learner, exchange, listening)
-                used.append(exchange)
-            total = sums.get(group.blocks)
+        for group in body.groups:
+            blocks = tuple(block for block in group.blocks if block in learner.blocks)
+            if len(group.members) > 1 and blocks:
+                local_N = await self._bench.call(Urgency.CONTROL, lambda blocks=blocks: learner.gradient(blocks))
+                sums[blocks] = await self._sum(body, group, torch.zeros_like(local_N) if listening else local_N)
+            total = sums.get(blocks)
             squares.append(
                 await self._bench.call(
-                    Urgency.CONTROL, lambda blocks=group.blocks, total=total: learner.squared_norm(blocks, total)
+                    Urgency.CONTROL, lambda blocks=blocks, total=total: learner.squared_norm(blocks, total)
                 )
             )
-        return Agreed(sums, tuple(squares), tuple(used))
+        return Agreed(sums, tuple(squares))
 
     def _begin(self, term: int, attempt: tuple[int, int]) -> None:
         if term != self._term:
@@ -108,55 +98,52 @@ class Reducer:
 
     # -- one group
 
-    async def _exchange(
-        self, body: Reduce, number: int, group: Group, learner: Learner, exchange: Exchange, listening: bool
-    ) -> Tensor:
-        """Drive the exchange's rounds over the links."""
-        local_N = await self._bench.call(Urgency.CONTROL, lambda: learner.gradient(group.blocks))
-        if listening:
-            local_N = torch.zeros_like(local_N)
-        rounds = exchange.run(local_N)
-        count = 0
-        try:
-            round_ = await self._bench.call(Urgency.CONTROL, lambda: next(rounds))
-            while True:
-                total_N = await self._sum(body, number, group, count, round_)
-                count += 1
-                round_ = await self._bench.call(Urgency.CONTROL, lambda total_N=total_N: _send(rounds, total_N))
-        except _Finished as finished:
-            return finished.result
-
-    async def _sum(self, body: Reduce, number: int, group: Group, count: int, round_: Round) -> Tensor:
-        """One vector summed over the contributors."""
-        contributors = [member for member in group.members if member.count > 0]
-        weight = sum(member.count for member in contributors)
-        slices = cut(len(round_.vector_N), len(contributors))
-        own = next((place for place, member in enumerate(contributors) if member.peer == self._peer), None)
-        others = [member.peer for member in group.members if member.peer != self._peer]
-
-        def head(part: int, agreed: bool) -> Part:
-            return Part(self._term, body.step, body.attempt, number, count, part, agreed, ())
-
+    async def _sum(self, body: Reduce, group: Group, local_N: Tensor) -> Tensor:
+        """A vector summed over the contributors, who each add up a part of it."""
+        contributors = [member.peer for member in group.members if member.count > 0]
+        slices = cut(len(local_N), len(contributors))
+        own = contributors.index(self._peer) if self._peer in contributors else None
         if own is not None:
-            for place, member in enumerate(contributors):
+            for place, peer in enumerate(contributors):
                 if place != own:
-                    await self._send(member.peer, head(place, False), round_, round_.vector_N[slices[place]])
-            agreed = await self._reduce_own(head(own, False), round_, slices[own], contributors, weight)
-            for peer in others:
-                await self._send_encoded(peer, head(own, True), agreed)
-        pieces: list[Tensor] = []
-        for place, member in enumerate(contributors):
-            if place == own:
-                infos, payload = agreed
-                piece = await self._bench.call(
-                    Urgency.CONTROL, lambda i=infos, p=payload: decode_part(i, p, round_.vector_N.device)[0]
-                )
-            else:
-                piece = (await self._receive(member.peer, head(place, True), round_))[0]
-            if len(piece) != slices[place].stop - slices[place].start:
-                raise ProtocolError("a part of another length than agreed", peer=member.peer)
-            pieces.append(piece)
-        return await self._bench.call(Urgency.CONTROL, lambda: torch.cat(pieces))
+                    await self._send(peer, self._head(body, group, place, False), local_N[slices[place]])
+            pieces = [
+                local_N[slices[own]]
+                if peer == self._peer
+                else await self._receive(peer, self._head(body, group, own, False), slices[own])
+                for peer in contributors
+            ]
+            agreed_N = await self._bench.call(Urgency.CONTROL, lambda: reduce_part(pieces))
+            for member in group.members:
+                if member.peer != self._peer:
+                    await self._send(member.peer, self._head(body, group, own, True), agreed_N)
+        parts = [
+            agreed_N if place == own else await self._receive(peer, self._head(body, group, place, True), slices[place])
+            for place, peer in enumerate(contributors)
+        ]
+        return await self._bench.call(Urgency.CONTROL, lambda: torch.cat(parts))
+
+    def _head(self, body: Reduce, group: Group, part: int, agreed: bool) -> Part:
+        return Part(self._term, body.step, body.attempt, group.number, 0, part, agreed, ())
+
+    async def _send(self, peer: PeerId, head: Part, part_N: Tensor) -> None:
+        infos, payload = await self._bench.call(Urgency.CONTROL, lambda: encode_values((part_N,)))
+        channel = await self._channel_to(peer)
+        channel.send(msgspec.structs.replace(head, values=infos), payload=payload)
+        await channel.drain()
+
+    async def _receive(self, peer: PeerId, head: Part, place: slice) -> Tensor:
+        slot = (head.attempt, head.group, head.round, head.part, head.agreed, peer)
+        if slot not in self._parts:
+            await self._channel_to(peer)  # so that its loss is noticed
+            future = self._wanted[slot] = asyncio.get_running_loop().create_future()
+            await future
+        part, payload = self._parts.pop(slot), self._payloads.pop(slot)
+        device = self._device
+        (part_N,) = await self._bench.call(Urgency.CONTROL, lambda: decode_values(part.values, payload, device))
+        if part_N.dim() != 1 or len(part_N) != place.stop - place.start:
+            raise ProtocolError("a part of another length than agreed", peer=peer)
+        return part_N
 
     # -- parts on the links
 

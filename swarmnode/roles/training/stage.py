@@ -33,7 +33,7 @@ from swarmnode.codec.training_messages import (
 )
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Segment
-from swarmnode.errors import ErrorCode, LocalError, NotFinite, PeerError, ProtocolError, SwarmnodeError
+from swarmnode.errors import ErrorCode, LocalError, PeerError, SwarmnodeError
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Channel, Switchboard
@@ -55,7 +55,9 @@ MAX_WAITING = 64  # microbatches of the step to come
 class TrainingStage:
     """`on_work` is called for trainers that offer themselves; `on_conductor_lost` when the conductor in force is gone."""
 
-    def __init__(self, network: Network, hello: Hello, link_config: LinkConfig, segment: Segment, keeper: Keeper) -> None:
+    def __init__(
+        self, network: Network, hello: Hello, link_config: LinkConfig, segment: Segment, keeper: Keeper
+    ) -> None:
         self.segment = segment
         self.bench = Bench()
         self.switchboard = Switchboard(network, TRAIN_PROTOCOL, hello, link_config, accept=self._accept)
@@ -241,7 +243,6 @@ class TrainingStage:
             norm,
             loss,
             kind,
-            self.bench.unit_s,
         )
 
     async def _begin(self, line: Line, body: Begin) -> None:
@@ -290,10 +291,12 @@ class TrainingStage:
         listening = self.condition == Condition.LISTENING
         self._agreed = None
         try:
-            self._agreed = await self._reducer.reduce(self.term, body, self.learner, {}, listening=listening)
-        except (SwarmnodeError, NotFinite) as error:
+            self._agreed = await self._reducer.reduce(self.term, body, self.learner, listening=listening)
+        except SwarmnodeError as error:
             unit = getattr(error, "unit", None)
-            line.send(Failed(body.attempt, getattr(error, "peer", None) or "", error.code, -1 if unit is None else unit))
+            line.send(
+                Failed(body.attempt, getattr(error, "peer", None) or "", error.code, -1 if unit is None else unit)
+            )
             return
         line.send(Reduced(body.step, body.attempt, self._agreed.squares))
 
@@ -307,7 +310,6 @@ class TrainingStage:
             learner = self.learner
             self.step, self._last, self._losses = body.step + 1, (body.norm, body.loss), {}
             done = self.bench.call(Urgency.CONTROL, lambda: learner.commit(agreed.sums, body.norm))
-            agreed.accept()
             self._reducer.forget()
             self._tasks.spawn(self._after_commit(line, done), "commit")
             waiting, self._waiting = self._waiting, []

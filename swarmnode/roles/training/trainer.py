@@ -60,7 +60,7 @@ class Trainer:
         if stopped.code == ErrorCode.NOT_FINITE:
             raise NotFinite(
                 f"step {stopped.step}: the loss or a gradient is not finite; the swarm keeps the step before",
-                unit=None if stopped.unit < 0 else stopped.unit,
+                unit=stopped.unit,
             )
         return stopped.step
 

@@ -1,0 +1,81 @@
+"""Text for training, read from files: every document as tokens, one after another with a separator between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from swarmnode.errors import UsageError
+
+TEXT_SUFFIXES = frozenset({".txt", ".py", ".md", ".rst", ".jsonl"})
+BYTE_SEPARATOR = 0  # text has no byte of this value
+BYTE_VOCABULARY = 256
+
+Encode = Callable[[str], list[int]]
+
+
+def read_corpus(path: Path, encode: Encode | None = None, separator: int | None = None) -> np.ndarray:
+    """All documents of a file, or of a folder's text files in the order of their names, as tokens (uint32_N).
+
+    Without `encode` each byte of the UTF-8 text is a token. Raises UsageError, which names the file that is empty or no text.
+    """
+    documents: list[np.ndarray] = []
+    for document in _documents(path):
+        if encode is None:
+            tokens = np.frombuffer(document.encode(), dtype=np.uint8).astype(np.uint32)
+        else:
+            tokens = np.asarray(encode(document), dtype=np.uint32)
+        documents.append(tokens)
+        documents.append(np.asarray([BYTE_SEPARATOR if separator is None else separator], dtype=np.uint32))
+    if not documents:
+        raise UsageError(f"{path} is empty: there is no text to train on")
+    return np.concatenate(documents)
+
+
+def _documents(path: Path) -> Iterator[str]:
+    for file in _files(path):
+        text = _read(file)
+        if file.suffix == ".jsonl":
+            yield from _lines_of(file, text)
+        elif text:
+            yield text
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise UsageError(f"{path}: no such file or folder")
+    files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
+    if not files:
+        raise UsageError(f"{path} has no text files ({', '.join(sorted(TEXT_SUFFIXES))})")
+    return files
+
+
+def _read(file: Path) -> str:
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None
+    if b"\0" in raw:
+        raise UsageError(f"{file} is not text: it holds zero bytes")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not UTF-8 text: byte {error.start} does not fit") from None
+
+
+def _lines_of(file: Path, text: str) -> Iterator[str]:
+    """The "text" of each line of a JSON lines file."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                document = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError):
+                raise UsageError(f'{file}, line {number}: not a JSON object with a "text"') from None
+            if not isinstance(document, str):
+                raise UsageError(f'{file}, line {number}: its "text" is not text')
+            yield document

@@ -1,0 +1,55 @@
+"""A run in one process: the same batches, the same arithmetic, no swarm. What any swarm's loss curve is compared with."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from swarmnode.compute.training.batches import Batches
+from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.segment import Segment, Values
+from swarmnode.errors import UsageError
+from swarmnode.swarm.run import Run, check_run
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step that is over: its mean loss and gradient norm before clipping, and how fast it went. `peers` computed it."""
+
+    step: int
+    loss: float
+    step_s: float
+    tokens_per_s: float
+    peers: int
+    norm: float
+
+
+def train_locally(
+    segment: Segment, run: Run, batches: Batches, *, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[StepReport]:
+    """Train the whole model, a report for each step. Raises UsageError where run, data and model do not fit, NotFinite.
+
+    A step whose loss or gradient is not finite is not committed: the parameters stay as the last good step left them.
+    """
+    check_run(run)
+    if run.data != batches.fingerprint:
+        raise UsageError("the training's settings are for other data")
+    if (segment.start, segment.end) != (0, segment.units):
+        raise UsageError(f"a training in one process needs the whole model, not units [{segment.start}:{segment.end})")
+    learner = Learner(segment, run)
+    for step in range(run.steps):
+        began_s = clock()
+        losses = [_pass(learner, batches.microbatch(step, number, run), number) for number in range(run.microbatches)]
+        norm = math.sqrt(learner.squared_norm(learner.blocks))
+        learner.commit({}, norm)
+        step_s = clock() - began_s
+        tokens = run.batch * max(1, run.sequence)
+        yield StepReport(step, math.fsum(losses) / len(losses), step_s, tokens / max(step_s, 1e-9), 1, norm)
+
+
+def _pass(learner: Learner, values: Values, number: int) -> float:
+    (loss,) = learner.forward(number, number, 0, learner.segment.units, values)
+    learner.backward(number, ())
+    return float(loss)
