@@ -29,6 +29,7 @@ class Keeper:
         self._board = state_board(network, hello, link_config)
         self._server: StateServer | None = None
         self._store: StateStore | None = None
+        self._served: StateStore | None = None
         runs = stored_runs(root)
         if runs:
             self.open(runs[0])
@@ -55,8 +56,11 @@ class Keeper:
     async def serve(self, fresh: Callable[[], Awaitable[int]]) -> None:
         """Give states to peers; `fresh` writes down the step that the stage is at."""
         assert self._store is not None
+        if self._served is self._store:
+            return
         if self._server is not None:
             await self._server.close()
+        self._served = self._store
         self._server = await StateServer.start(self._network, self._hello, self._link_config, self._store, fresh)
 
     def save(self, learner: Learner) -> int:

@@ -77,7 +77,8 @@ class TrainingStage:
         self._heard: list[tuple[int, Agreed, float]] = []  # while listening: agreed gradients and norms by step
         self._losses: dict[int, float] = {}
         self._last = (0.0, 0.0)  # norm and loss of the step before
-        self._task: asyncio.Task[None] | None = None  # the long command under way: only the newest counts
+        self._move: asyncio.Task[None] | None = None  # to another run or step
+        self._reduction: asyncio.Task[None] | None = None
         self._tasks = Tasks("training stage")
 
     def __repr__(self) -> str:
@@ -179,13 +180,13 @@ class TrainingStage:
             self._on_bench(lambda: self._learner and self._learner.discard())
             self._answer(line, Kind.DISCARD)
         elif isinstance(body, Reduce):
-            self._long(self._reduce(line, body))
+            self._reduction = self._instead_of(self._reduction, self._reduce(line, body))
         elif isinstance(body, Begin):
-            self._long(self._begin(line, body))
+            self._move = self._instead_of(self._move, self._begin(line, body))
         elif isinstance(body, Sync):
-            self._long(self._sync(line, body))
+            self._move = self._instead_of(self._move, self._sync(line, body))
         elif isinstance(body, Restore):
-            self._long(self._restore(line, body))
+            self._move = self._instead_of(self._move, self._restore(line, body))
 
     def _conduct(self, line: Line, body: Conduct) -> None:
         if body.term < self.term or (body.term == self.term and self.conductor not in (None, line.peer)):
@@ -207,11 +208,13 @@ class TrainingStage:
             if passage is not None:
                 passage.end()
 
-    def _long(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a command that takes its time; an earlier one is given up."""
-        if self._task is not None:
-            self._task.cancel()
-        self._task = self._tasks.spawn(work, "command")
+    def _instead_of(
+        self, earlier: asyncio.Task[None] | None, work: Coroutine[Any, Any, None]
+    ) -> asyncio.Task[None]:
+        """Begin a command that takes its time; the earlier one of its kind is given up."""
+        if earlier is not None:
+            earlier.cancel()
+        return self._tasks.spawn(work, "command")
 
     def _answer(self, line: Line, kind: Kind) -> None:
         """STATUS as of when everything that came before is done."""
@@ -257,9 +260,17 @@ class TrainingStage:
 
     async def _take_up(self, run: Run, step: int) -> None:
         self._keeper.open(run)
+        await self._keeper.serve(self._fresh)
         self.run, self.step, self._agreed, self._losses = run, step, None, {}
         self._learner = await self.bench.call(Urgency.CONTROL, lambda: Learner(self.segment, run, step=step))
         self.condition = Condition.READY
+
+    async def _fresh(self) -> int:
+        """Write down the step that this stage is at, for a replica that asks."""
+        if self.condition != Condition.READY:
+            raise LocalError("this stage is behind itself")
+        learner = self.learner
+        return await self.bench.call(Urgency.CONTROL, lambda: self._keeper.save(learner))
 
     async def _restore(self, line: Line, body: Restore) -> None:
         run = decode_run(body.run)
