@@ -65,16 +65,16 @@ class Fetcher:
         working: dict[str, asyncio.Task[None]] = {}
         listening = asyncio.ensure_future(news())
         try:
-            idle_since = self._now()
-            told = False
+            idle_since, brought_bytes, told = self._now(), download.done_bytes, False
             while not download.done:
                 for source in self._free(download, working):
                     working[source.name] = asyncio.ensure_future(self._drain(source, download, progress))
-                if working:
-                    idle_since, told = self._now(), False
-                elif patience_s is not None and self._now() - idle_since > patience_s:
+                if download.done_bytes > brought_bytes:  # to be asked and have nothing is no progress
+                    idle_since, brought_bytes, told = self._now(), download.done_bytes, False
+                idle_s = 0.0 if working else self._now() - idle_since
+                if patience_s is not None and idle_s > patience_s:
                     raise PeerRefused("no peer has the missing parts", code=ErrorCode.NOT_FOUND)
-                elif not told and self._now() - idle_since > LOOK_AGAIN_S:
+                if not told and idle_s > LOOK_AGAIN_S:
                     log.warning("no peer has the missing parts at the moment; waiting for one")
                     told = True
                 ended, _ = await asyncio.wait(
