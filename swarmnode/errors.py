@@ -26,6 +26,8 @@ class ErrorCode(IntEnum):
     NOT_FINITE = 12  # a tensor holds NaN or infinity
     PEER_LOST = 13  # the next peer died, hangs or cannot be reached
     NOT_FOUND = 14  # the peer does not have the content asked for
+    WRONG_RUN = 15  # the swarm is trained with other settings or other data
+    ELSEWHERE = 16  # another peer does that at the moment
 
 
 ERROR_TEXT = {
@@ -43,6 +45,8 @@ ERROR_TEXT = {
     ErrorCode.NOT_FINITE: "it met a tensor with NaN or infinity",
     ErrorCode.PEER_LOST: "it lost the next peer of the route",
     ErrorCode.NOT_FOUND: "it does not have the content asked for",
+    ErrorCode.WRONG_RUN: "the swarm is being trained with other settings or other data",
+    ErrorCode.ELSEWHERE: "another peer does that at the moment",
 }
 """What a code from a peer is shown as: never a word that the peer chose."""
 

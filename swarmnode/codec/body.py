@@ -27,7 +27,10 @@ MAX_RETRY_S = 3600.0
 MAX_SEED = (1 << 63) - 1
 MAX_CHUNKS = 1 << 16
 MAX_CODE = 0xFFFF
+MAX_RUN_BYTES = 4096
+MAX_STEP = 1 << 40
 
+Block = Annotated[int, Meta(ge=-1, le=MAX_UNITS)]
 Code = Annotated[int, Meta(ge=0, le=MAX_CODE)]
 Epoch = Annotated[int, Meta(ge=0, le=MAX_SEQ)]
 HopIndex = Annotated[int, Meta(ge=0, lt=MAX_ROUTE_HOPS)]
@@ -35,7 +38,9 @@ Position = Annotated[int, Meta(ge=0, le=MAX_POSITIONS)]
 RetrySeconds = Annotated[float, Meta(ge=0, le=MAX_RETRY_S)]
 Root = Annotated[bytes, Meta(min_length=ROOT_BYTES, max_length=ROOT_BYTES)]
 Row = Annotated[int, Meta(ge=0, lt=MAX_ROWS)]
+RunBytes = Annotated[bytes, Meta(max_length=MAX_RUN_BYTES)]
 SessionId = Annotated[bytes, Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
+Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 Unit = Annotated[int, Meta(ge=0, le=MAX_UNITS)]
 

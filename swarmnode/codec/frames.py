@@ -49,6 +49,25 @@ class Kind(IntEnum):
     MANIFEST = 33
     GET_CHUNKS = 34
     CHUNK = 35
+    FORWARD = 48
+    BACKWARD = 49
+    CONDUCT = 50
+    STATUS = 51
+    BEGIN = 52
+    RELEASE = 53
+    DISCARD = 54
+    REDUCE = 55
+    REDUCED = 56
+    PART = 57
+    COMMIT = 58
+    SYNC = 59
+    RESTORE = 60
+    WORK = 61
+    LEASE = 62
+    DONE = 63
+    FAILED = 64
+    STEP = 65
+    STOPPED = 66
     LIST_STATES = 80
     STATES = 81
 

@@ -45,6 +45,7 @@ from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.codec.frames import MAX_SEQ, Kind
 from swarmnode.codec.state_messages import STATE_BODIES
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, TensorInfo, check_tensor
+from swarmnode.codec.training_messages import TRAINING_BODIES, Discard
 from swarmnode.errors import ProtocolError
 
 
@@ -249,13 +250,14 @@ BODIES: dict[Kind, type[Body]] = {
     Kind.MANIFEST: Manifest,
     Kind.GET_CHUNKS: GetChunks,
     Kind.CHUNK: Chunk,
+    **TRAINING_BODIES,
     **STATE_BODIES,
 }
 KIND_OF: dict[type[Body], Kind] = {body: kind for kind, body in BODIES.items()}
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {int(kind): msgspec.msgpack.Decoder(body) for kind, body in BODIES.items()}
-_EMPTY: dict[int, Body] = {int(KIND_OF[body]): body() for body in (Ping, Pong, End, GetManifest, Manifest)}
+_EMPTY: dict[int, Body] = {int(KIND_OF[body]): body() for body in (Ping, Pong, End, GetManifest, Manifest, Discard)}
 
 
 def encode_body(body: Body) -> bytes:

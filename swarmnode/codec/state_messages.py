@@ -11,19 +11,13 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from swarmnode.codec.body import MAX_UNITS, Body, Root
+from swarmnode.codec.body import Block, Body, Root, RunBytes, Step
 from swarmnode.codec.frames import Kind
 
-MAX_RUN_BYTES = 4096
-MAX_STEP = 1 << 40
 MAX_STATE_BLOCKS = 4097
 MAX_STATE_BYTES = 1 << 37
 MAX_ENTRIES = 1024  # in one frame
 MAX_LISTED = 12 * MAX_ENTRIES  # in one answer
-
-Block = Annotated[int, Meta(ge=-1, le=MAX_UNITS)]
-RunBytes = Annotated[bytes, Meta(max_length=MAX_RUN_BYTES)]
-Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
 
 
 class ListStates(Body, frozen=True):

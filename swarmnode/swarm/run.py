@@ -10,11 +10,11 @@ import math
 
 import msgspec
 
+from swarmnode.codec.body import MAX_RUN_BYTES
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import ProtocolError, UsageError
 
-MAX_RUN_BYTES = 4096
 MAX_MICROBATCHES = 4096
 FINGERPRINT_BYTES = 32
 OPTIMIZERS = ("adamw", "sgd")

@@ -1,0 +1,313 @@
+"""Bodies of the training conversations (`protocol/training.md`).
+
+    trainer  -> conductor   WORK ... DONE | FAILED         conductor -> trainer   LEASE, STEP, STOPPED
+    trainer  -> first hop   FORWARD                         hop -> who sent it     BACKWARD | FAULT
+    conductor -> stage      CONDUCT, BEGIN, RELEASE, DISCARD, REDUCE, COMMIT, SYNC, RESTORE
+    stage -> conductor      STATUS, REDUCED, FAILED
+    replica -> replica      PART
+
+One conversation carries one microbatch: FORWARD opens it and says the whole route, BACKWARD ends it.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from itertools import pairwise
+from typing import Annotated
+
+from msgspec import Meta
+
+from swarmnode.codec.body import (
+    MAX_PEER_CHARS,
+    MAX_ROUTE_HOPS,
+    MAX_RUN_BYTES,
+    Block,
+    Body,
+    Code,
+    HopIndex,
+    HopSpec,
+    RunBytes,
+    Step,
+    Unit,
+)
+from swarmnode.codec.frames import Kind
+from swarmnode.codec.tensors import MAX_ELEMENTS, TensorInfo, check_tensor
+from swarmnode.errors import ErrorCode, ProtocolError
+
+MAX_VALUES = 256  # tensors that cross one boundary
+MAX_MASK_BYTES = 512  # 4096 microbatches in a step
+MAX_RANGES = 96
+MAX_MEMBERS = 64  # replicas that average together
+MAX_GROUPS = 64
+MAX_KEPT_STEPS = 16
+MAX_LEASES = 4096
+MAX_WANTED = 256
+MAX_TERM = 1 << 62
+
+Index = Annotated[int, Meta(ge=0, lt=8 * MAX_MASK_BYTES)]
+LeaseNumber = Annotated[int, Meta(ge=0, le=MAX_TERM)]
+Peer = Annotated[str, Meta(min_length=1, max_length=MAX_PEER_CHARS)]
+Term = Annotated[int, Meta(ge=0, le=MAX_TERM)]
+Number = Annotated[float, Meta()]
+Values = Annotated[tuple[TensorInfo, ...], Meta(max_length=MAX_VALUES)]
+
+
+def _check_values(values: tuple[TensorInfo, ...]) -> None:
+    elements = 0
+    for info in values:
+        check_tensor(info)
+        count = 1
+        for size in info.shape:
+            count *= size
+        elements += count
+    if elements > MAX_ELEMENTS:
+        raise ProtocolError(f"{elements} elements cross one boundary", code=ErrorCode.TOO_LARGE)
+
+
+class Forward(Body, frozen=True):
+    """One microbatch at the boundary before the receiver's units: the payload is the values' payloads, one after another."""
+
+    term: Term
+    lease: LeaseNumber
+    step: Step
+    number: Index  # of the microbatch in its step
+    route: Annotated[tuple[HopSpec, ...], Meta(min_length=1, max_length=MAX_ROUTE_HOPS)]
+    hop: HopIndex  # the receiver's place in the route
+    values: Values
+
+    def check(self) -> None:
+        rules = {
+            "a place inside the route": self.hop < len(self.route),
+            "spans that are not empty": all(hop.start < hop.end for hop in self.route),
+            "spans that follow one another": all(left.end == right.start for left, right in pairwise(self.route)),
+        }
+        for rule, kept in rules.items():
+            if not kept:
+                raise ProtocolError(f"a FORWARD needs {rule}")
+        _check_values(self.values)
+
+
+class Backward(Body, frozen=True):
+    """The gradients of a FORWARD's values, in their order; `present` says which of them have one. Ends the conversation."""
+
+    loss: Number
+    present: Annotated[tuple[bool, ...], Meta(max_length=MAX_VALUES)]
+    values: Values
+
+    def check(self) -> None:
+        if sum(self.present) != len(self.values):
+            raise ProtocolError("a BACKWARD needs a gradient for each value that it names")
+        _check_values(self.values)
+
+
+class Conduct(Body, frozen=True):
+    """The sender conducts from now on. A stage follows the highest term that it has heard, and answers STATUS."""
+
+    term: Term
+
+
+class Condition(IntEnum):
+    """Of a stage's units."""
+
+    BLANK = 0  # as the swarm was founded: no run has begun
+    READY = 1  # at `step`, able to work
+    LISTENING = 2  # behind the others, on the way
+
+
+class Counted(Body, frozen=True):
+    """Units [start, end) have counted the microbatches of the bits set in `mask` (little-endian)."""
+
+    start: Unit
+    end: Unit
+    mask: Annotated[bytes, Meta(max_length=MAX_MASK_BYTES)]
+
+
+class Status(Body, frozen=True):
+    """What a stage holds. `reduced` says that the gradients of `step` are agreed, so that COMMIT is all that is missing."""
+
+    term: Term
+    condition: Code
+    start: Unit
+    end: Unit
+    run: RunBytes = b""
+    step: Step = 0
+    counted: Annotated[tuple[Counted, ...], Meta(max_length=MAX_RANGES)] = ()
+    kept: Annotated[tuple[Step, ...], Meta(max_length=MAX_KEPT_STEPS)] = ()  # on its disk
+    reduced: bool = False
+    losses: Annotated[tuple[Number, ...], Meta(max_length=8 * MAX_MASK_BYTES)] = ()  # of what the last unit counted
+    norm: Number = 0.0  # of the gradient that led to `step`
+    loss: Number = 0.0  # of the step before `step`
+    answers: Code = 0  # the kind of the command that this answers; 0: told unasked
+    unit_s: Number = 0.0  # measured: one microbatch through one unit, forward and back
+    in_flight: Annotated[int, Meta(ge=0, le=1 << 16)] = 0  # how many microbatches fit at once; 0: as many as come
+
+
+class Begin(Body, frozen=True):
+    """Train this run from its step 0 on, with the parameters as they are."""
+
+    run: Annotated[bytes, Meta(min_length=1, max_length=MAX_RUN_BYTES)]
+
+
+class Release(Body, frozen=True):
+    """Forget these leases, and answer STATUS: what is counted then stays counted, what is not never will be by them."""
+
+    leases: Annotated[tuple[LeaseNumber, ...], Meta(max_length=MAX_LEASES)]
+
+
+class Discard(Body, frozen=True):
+    """Forget all that was counted in this step, and answer STATUS."""
+
+
+class MemberSpec(Body, frozen=True):
+    """A replica in a reduction. `count` is how many microbatches it has counted; 0: it only listens."""
+
+    peer: Peer
+    count: Annotated[int, Meta(ge=0, le=8 * MAX_MASK_BYTES)]
+
+
+class Group(Body, frozen=True):
+    """Blocks that the same replicas hold: together they have counted every microbatch of the step once.
+
+    What is summed is the gradient of the step, or (`outer`) how far each replica's parameters came since the last averaging.
+    """
+
+    number: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
+    blocks: Annotated[tuple[Block, ...], Meta(min_length=1, max_length=4097)]
+    members: Annotated[tuple[MemberSpec, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
+    outer: bool = False
+
+
+class Reduce(Body, frozen=True):
+    """Agree on the gradients of `step` with the members of each group. An earlier attempt is given up."""
+
+    step: Step
+    attempt: Annotated[int, Meta(ge=0, le=1 << 31)]
+    groups: Annotated[tuple[Group, ...], Meta(max_length=MAX_GROUPS)]
+
+
+class Reduced(Body, frozen=True):
+    """The gradients are agreed; `squares` are their squared norms, one for each group."""
+
+    step: Step
+    attempt: Annotated[int, Meta(ge=0, le=1 << 31)]
+    squares: Annotated[tuple[Number, ...], Meta(max_length=MAX_GROUPS)]
+
+
+class Part(Body, frozen=True):
+    """A part of a group's vector in one round of a reduction: a contribution, or (`agreed`) the sum that counts."""
+
+    term: Term
+    step: Step
+    attempt: Annotated[int, Meta(ge=0, le=1 << 31)]
+    group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
+    round: Annotated[int, Meta(ge=0, le=64)]
+    part: Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
+    agreed: bool
+    values: Values
+
+    def check(self) -> None:
+        _check_values(self.values)
+
+
+class Commit(Body, frozen=True):
+    """Update with the agreed gradients, whose norm over the whole model is `norm`; the step is over, its loss was `loss`.
+
+    `beat_s`: seconds of computing that one microbatch costs the slowest stage; no link need be faster. 0: not known yet.
+    """
+
+    step: Step
+    norm: Number
+    loss: Number = 0.0
+    beat_s: Number = 0.0
+
+
+class Sync(Body, frozen=True):
+    """The receiver is behind: keep what is agreed from `step` on, fetch the state of that step or later from these peers,
+    catch up, and answer STATUS."""
+
+    run: Annotated[bytes, Meta(min_length=1, max_length=MAX_RUN_BYTES)]
+    step: Step
+    peers: Annotated[tuple[Peer, ...], Meta(max_length=MAX_MEMBERS)]
+
+
+class Restore(Body, frozen=True):
+    """Go back to this step, as it is on the receiver's disk, and answer STATUS."""
+
+    run: Annotated[bytes, Meta(min_length=1, max_length=MAX_RUN_BYTES)]
+    step: Step
+
+
+class Work(Body, frozen=True):
+    """A trainer offers to feed this run, up to `want` microbatches at a time; it has heard of all steps below `since`."""
+
+    run: Annotated[bytes, Meta(min_length=1, max_length=MAX_RUN_BYTES)]
+    want: Annotated[int, Meta(ge=1, le=MAX_WANTED)]
+    since: Step = 0
+
+
+class Lease(Body, frozen=True):
+    """One attempt at a microbatch, for the trainer to feed along this route."""
+
+    term: Term
+    lease: LeaseNumber
+    step: Step
+    number: Index
+    route: Annotated[tuple[HopSpec, ...], Meta(min_length=1, max_length=MAX_ROUTE_HOPS)]
+
+
+class Done(Body, frozen=True):
+    """The microbatch went along the whole route and back."""
+
+    lease: LeaseNumber
+    loss: Number
+
+
+class Failed(Body, frozen=True):
+    """The lease (or for a stage: the attempt to reduce) failed at `peer`, which may be empty, for the reason `code`."""
+
+    lease: LeaseNumber
+    peer: Annotated[str, Meta(max_length=MAX_PEER_CHARS)]
+    code: Code
+    unit: Block = -1  # where it is known
+
+
+class StepReport(Body, frozen=True):
+    """A step was committed (`loss`, `step_s`, `norm` are its own); or `missing` units have nobody and the run waits."""
+
+    step: Step
+    loss: Number = 0.0
+    step_s: Number = 0.0
+    norm: Number = 0.0
+    peers: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    missing: Annotated[tuple[Unit, ...], Meta(max_length=4096)] = ()
+
+
+class Stopped(Body, frozen=True):
+    """The run is over: `code` 0 when all steps are done, else why it cannot go on, and at which unit (-1: unknown)."""
+
+    step: Step
+    code: Code = 0
+    unit: Block = -1
+
+
+TRAINING_BODIES: dict[Kind, type[Body]] = {
+    Kind.FORWARD: Forward,
+    Kind.BACKWARD: Backward,
+    Kind.CONDUCT: Conduct,
+    Kind.STATUS: Status,
+    Kind.BEGIN: Begin,
+    Kind.RELEASE: Release,
+    Kind.DISCARD: Discard,
+    Kind.REDUCE: Reduce,
+    Kind.REDUCED: Reduced,
+    Kind.PART: Part,
+    Kind.COMMIT: Commit,
+    Kind.SYNC: Sync,
+    Kind.RESTORE: Restore,
+    Kind.WORK: Work,
+    Kind.LEASE: Lease,
+    Kind.DONE: Done,
+    Kind.FAILED: Failed,
+    Kind.STEP: StepReport,
+    Kind.STOPPED: Stopped,
+}

@@ -1,0 +1,73 @@
+"""Which way a microbatch goes: through the replicas that will be done with it first.
+
+Each peer is booked for what was sent to it and has not come back (virtual finish times, as SWARM does, 2301.11913 section 3.2,
+with measured seconds per unit); a route is the cheapest chain of spans, mid-span entry included. So a peer with half the
+speed gets half the work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.view import Span
+
+UNMEASURED_UNIT_S = 0.01
+
+
+@dataclass
+class Worker:
+    """A peer that may take microbatches: `unit_s` seconds for one through one unit, `booked_units` sent and not back."""
+
+    span: Span
+    unit_s: float = 0.0
+    booked_units: int = 0
+    in_flight: int = 0
+    room: int = 0  # microbatches that it takes at once; 0: no bound of its own
+
+    def finish_s(self, units: int) -> float:
+        """When it would be done with so many units more."""
+        return (self.booked_units + units) * (self.unit_s or UNMEASURED_UNIT_S)
+
+
+Wire = tuple[PeerId, Span]
+
+
+def wire(
+    units: int, workers: Mapping[PeerId, Worker], fixed: Sequence[PeerId | None], *, in_flight: int
+) -> list[Wire] | None:
+    """The route of one microbatch; None where all who could take it have `in_flight` already, or nobody holds a unit.
+
+    `fixed` names, for each unit, the peer that it must pass there, if any.
+    """
+    free = {peer: worker for peer, worker in workers.items() if worker.in_flight < (worker.room or in_flight)}
+    nowhere: list[Wire] = []
+    best = [(math.inf, nowhere)] * units + [(0.0, nowhere)]
+    for start in range(units - 1, -1, -1):
+        for peer in sorted(free):
+            worker = free[peer]
+            end = _reach(start, peer, worker.span, fixed)
+            for stop in {end, *_joints(start, end, free)}:
+                rest_s, rest = best[stop]
+                if start < stop and rest_s < math.inf and not (rest and rest[0][0] == peer):
+                    cost_s = worker.finish_s(stop - start) + rest_s
+                    if cost_s < best[start][0]:
+                        best[start] = (cost_s, [(peer, Span(start, stop)), *rest])
+    return best[0][1] or None
+
+
+def _reach(start: int, peer: PeerId, span: Span, fixed: Sequence[PeerId | None]) -> int:
+    """How far a peer may take a microbatch that enters at `start`: to where its span or its claim on it ends."""
+    if not span.start <= start < span.end or fixed[start] not in (None, peer):
+        return start
+    end = start + 1
+    while end < span.end and fixed[end] == fixed[start]:
+        end += 1
+    return end
+
+
+def _joints(start: int, end: int, workers: Mapping[PeerId, Worker]) -> set[int]:
+    """Boundaries inside [start, end) at which another peer's span begins: where one may hand over early."""
+    return {worker.span.start for worker in workers.values() if start < worker.span.start < end}

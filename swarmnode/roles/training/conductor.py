@@ -1,0 +1,567 @@
+"""Conductor: shares out a step's microbatches, sees that each is counted once, and gives the word to reduce and commit.
+
+Any ready node can conduct, the eldest does. What a conductor knows is what the stages and trainers told it, so when it is
+lost the next one asks again and goes on. A term numbers the conductors: stages follow the highest that they heard.
+
+    mustering    asking who holds what; where units are missing, waiting
+    stepping     leases out, counts in
+    reducing     replicas agree on gradients; any loss leads back to stepping
+    over         all steps done, or the loss is not finite
+
+Every event changes what is known and then calls `_advance`, which decides what follows; nothing here waits in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from swarmnode.codec.frames import Frame, Kind
+from swarmnode.codec.messages import Body, End, Error, HopSpec
+from swarmnode.codec.training_messages import (
+    Begin,
+    Commit,
+    Condition,
+    Conduct,
+    Discard,
+    Done,
+    Failed,
+    Group,
+    Lease,
+    MemberSpec,
+    Reduce,
+    Reduced,
+    Release,
+    Restore,
+    Status,
+    StepReport,
+    Stopped,
+    Sync,
+    Work,
+)
+from swarmnode.compute.training.segment import SHARED
+from swarmnode.errors import ErrorCode, PeerError, ProtocolError, SwarmnodeError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.switchboard import Channel
+from swarmnode.net.tasks import Tasks
+from swarmnode.plan.ledger import Ledger
+from swarmnode.plan.muster import Muster, muster
+from swarmnode.plan.view import Span
+from swarmnode.plan.wiring import wire
+from swarmnode.roles.training.grants import Grant, Grants
+from swarmnode.roles.training.member import Line, Member, Standing
+from swarmnode.roles.training.status import masks_of
+from swarmnode.swarm.run import Run, decode_run, encode_run
+
+log = logging.getLogger(__name__)
+
+ROLL_BACK_AFTER_S = 3.0  # units are missing that long before steps on disk count: a peer may only have been slow
+TELL_MISSING_S = 1.0
+HISTORY_STEPS = 1024
+LEASE_BITS = 20  # leases of one term
+
+Dial = Callable[[PeerId, Callable[[Frame, Body], None], Callable[[PeerError], None]], Awaitable[Line]]
+
+
+class Phase(Enum):
+    MUSTERING = "mustering"
+    STEPPING = "stepping"
+    REDUCING = "reducing"
+    OVER = "over"
+
+
+@dataclass(eq=False)
+class TrainerLine:
+    """A trainer at work."""
+
+    channel: Channel
+    want: int
+    leases: set[int] = field(default_factory=set)
+
+
+class Conductor:
+    """One term. `dial` opens a conversation with a stage; `resigned` is called where a higher term was heard of."""
+
+    def __init__(
+        self,
+        term: int,
+        units: int,
+        dial: Dial,
+        *,
+        resigned: Callable[[int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.term = term
+        self.run: Run | None = None
+        self._wanted: Run | None = None  # what a trainer offers
+        self.step = 0
+        self.phase = Phase.MUSTERING
+        self._units = units
+        self._dial = dial
+        self._resigned = resigned
+        self._clock = clock
+        self._members: dict[PeerId, Member] = {}
+        self._dialing: set[PeerId] = set()
+        self._trainers: dict[Channel, TrainerLine] = {}
+        self._ledger = Ledger(0, units, 0)
+        self._losses: dict[int, float] = {}
+        self._grants = Grants()
+        self._numbers = itertools.count()
+        self._attempts = itertools.count()
+        self._attempt = -1
+        self._groups: list[Group] = []
+        self._squares: dict[int, float] = {}
+        self._reducing: set[PeerId] = set()
+        self._history: deque[StepReport] = deque(maxlen=HISTORY_STEPS)
+        self._began_at_s = clock()  # of the step
+        self._missing_since_s: float | None = None
+        self._missing: tuple[int, ...] = ()
+        self._stopped: Stopped | None = None
+        self._tasks = Tasks("conductor")
+
+    def __repr__(self) -> str:
+        return f"<Conductor of term {self.term} {self.phase.value} at step {self.step}, {len(self._members)} stages>"
+
+    def start(self) -> None:
+        """Begin to watch the clock."""
+        self._tasks.spawn(self._tick(), "clock")
+
+    async def close(self) -> None:
+        """Let go of everybody; the next conductor will ask them."""
+        await self._tasks.close()
+        for line in [*(member.line for member in self._members.values()), *self._trainers]:
+            line.close()
+
+    async def _tick(self) -> None:
+        """What only time brings about: steps on disk that begin to count, and news for those who wait."""
+        while True:
+            await asyncio.sleep(TELL_MISSING_S)
+            if self._missing:
+                self._tell(StepReport(self.step, missing=self._missing))
+            self._advance()
+
+    # -- stages come and go
+
+    def enlist(self, peers: Iterable[PeerId]) -> None:
+        """These stages are there: speak to those that are new."""
+        for peer in peers:
+            if peer not in self._members and peer not in self._dialing:
+                self._dialing.add(peer)
+                self._tasks.spawn(self._call(peer), f"call {peer}")
+
+    async def _call(self, peer: PeerId) -> None:
+        try:
+            line = await self._dial(
+                peer, lambda _frame, body: self._hear(peer, body), lambda error: self._lose(peer, error)
+            )
+        except SwarmnodeError as error:
+            log.info("stage %s cannot be reached: %s", peer, error)
+            return
+        finally:
+            self._dialing.discard(peer)
+        self._members[peer] = Member(peer, line)
+        line.send(Conduct(self.term))
+
+    def _lose(self, peer: PeerId, error: PeerError | None = None) -> None:
+        """A stage is gone with what it had counted."""
+        member = self._members.pop(peer, None)
+        if member is None:
+            return
+        log.info("stage %s is lost: %s", peer, error)
+        member.line.close()
+        self._ledger.lose(peer)
+        self._grants.lose(peer)
+        for grant in self._grants:
+            if any(hop == peer for hop, _ in grant.route):
+                self._call_back(grant)
+        if self.phase is Phase.REDUCING and peer in self._reducing:
+            self.phase = Phase.STEPPING
+        self._advance()
+
+    def _hear(self, peer: PeerId, body: Body) -> None:
+        member = self._members.get(peer)
+        if member is None:
+            return
+        if isinstance(body, Status):
+            self._hear_status(member, body)
+        elif isinstance(body, Reduced):
+            self._hear_reduced(member, body)
+        elif isinstance(body, Failed):
+            self._hear_failed(member, body)
+        elif isinstance(body, End | Error):
+            self._lose(peer)
+        self._advance()
+
+    def _hear_status(self, member: Member, status: Status) -> None:
+        if status.term > self.term:
+            self._resigned(status.term)
+            return
+        first = member.status is None
+        member.hear(status)
+        if status.answers == Kind.RELEASE:
+            self._grants.released(member.releases.popleft(), member.peer)
+            self._take_counts(member, status, keep=True)
+        elif first:
+            self._admit(member)
+        elif self._is_here(status):
+            if member.standing is not Standing.USABLE:
+                member.standing = Standing.USABLE
+                self._ledger.report(member.peer, member.span, {})
+            if status.answers == Kind.DISCARD:
+                self._take_counts(member, status, keep=False)
+
+    def _is_here(self, status: Status) -> bool:
+        """Whether a stage is ready for the step in force."""
+        return (
+            self.run is not None
+            and status.condition == Condition.READY
+            and status.step == self.step
+            and status.run == encode_run(self.run)
+        )
+
+    def _take_counts(self, member: Member, status: Status, *, keep: bool) -> None:
+        """What a stage has counted. `keep`: besides what is known already, which may be newer than what it said."""
+        masks = masks_of(status.counted, self._ledger.everything)
+        if keep:
+            known = self._ledger.peers.get(member.peer)
+            if known is not None:
+                for unit, mask in known.masks.items():
+                    masks[unit] = masks.get(unit, 0) | mask
+        self._ledger.report(member.peer, member.span, masks)
+        last = masks_of(status.counted, self._ledger.everything).get(self._units - 1, 0)
+        numbers = [number for number in range(last.bit_length()) if last >> number & 1]
+        self._losses.update(zip(numbers, status.losses, strict=False))
+
+    def _admit(self, member: Member) -> None:
+        """A stage has said what it holds, in the middle of a run."""
+        status = member.status
+        assert status is not None
+        if self.phase is Phase.MUSTERING or self.run is None:
+            return
+        if self._is_here(status):
+            member.standing = Standing.USABLE
+            self._take_counts(member, status, keep=False)
+        elif status.condition == Condition.BLANK and self.step == 0 and not self._history:
+            member.standing = Standing.COMING
+            member.line.send(Begin(encode_run(self.run)))
+        else:
+            self._sync(member)
+
+    def _sync(self, member: Member) -> None:
+        """Let a stage that is behind hear the reductions from now on, and fetch the state from its replicas."""
+        assert self.run is not None
+        member.standing = Standing.LISTENING
+        member.listens_from = self.step + (self.phase is Phase.REDUCING)
+        holders = tuple(other.peer for other in self._usable() if _overlap(other.span, member.span))
+        member.line.send(Sync(encode_run(self.run), member.listens_from, holders))
+
+    def _usable(self) -> list[Member]:
+        return [member for member in self._members.values() if member.standing is Standing.USABLE]
+
+    # -- trainers
+
+    def work(self, channel: Channel, body: Work) -> None:
+        """A trainer offers itself. It is refused where the swarm is in the middle of another run."""
+        try:
+            run = decode_run(body.run)
+        except ProtocolError:
+            channel.close(Error(ErrorCode.MALFORMED))
+            return
+        if self.run is not None and run != self.run and self.phase is not Phase.OVER:
+            channel.close(Error(ErrorCode.WRONG_RUN))
+            return
+        trainer = self._trainers[channel] = TrainerLine(channel, body.want)
+        channel.on_frame = lambda _frame, body: self._hear_trainer(trainer, body)
+        channel.on_lost = lambda _error: self._lose_trainer(trainer)
+        self._offer(run)
+        for report in self._history:
+            if report.step >= body.since:
+                channel.send(report)
+        if self._stopped is not None:
+            channel.send(self._stopped)
+        self._advance()
+
+    def _offer(self, run: Run) -> None:
+        """Take up a run where there is none, where the last one is over, or where it had stopped at a bad step."""
+        if self.run is None:
+            self._wanted = run
+        elif run != self.run:
+            self.run, self._wanted = None, run
+            self._history.clear()
+            self._muster_again()
+        elif self._stopped is not None and self._stopped.code:
+            self._muster_again()
+
+    def _hear_trainer(self, trainer: TrainerLine, body: Body) -> None:
+        if isinstance(body, Done):
+            self._hear_done(trainer, body)
+        elif isinstance(body, Failed):
+            trainer.leases.discard(body.lease)
+            grant = next((grant for grant in self._grants if grant.lease == body.lease), None)
+            if grant is not None and body.code == ErrorCode.NOT_FINITE:
+                self._stop(Stopped(self.step, body.code, body.unit))
+            elif grant is not None:
+                log.info("microbatch %d failed at %s: %s", grant.number, body.peer, ErrorCode(body.code).name)
+                self._call_back(grant)
+        elif isinstance(body, End | Error):
+            self._lose_trainer(trainer)
+        self._advance()
+
+    def _hear_done(self, trainer: TrainerLine, body: Done) -> None:
+        trainer.leases.discard(body.lease)
+        grant = self._grants.done(body.lease)
+        if grant is None:
+            return  # called back before: the stages have said what they counted
+        self._book(grant, -1)
+        for peer, span in grant.route:
+            self._ledger.count(peer, span, grant.number)
+        self._losses[grant.number] = body.loss
+
+    def _lose_trainer(self, trainer: TrainerLine) -> None:
+        if self._trainers.pop(trainer.channel, None) is None:
+            return
+        trainer.channel.close()
+        for grant in self._grants:
+            if grant.lease in trainer.leases:
+                self._call_back(grant)
+        self._advance()
+
+    def _tell(self, report: StepReport | Stopped) -> None:
+        for channel in self._trainers:
+            channel.send(report)
+
+    # -- leases
+
+    def _lease(self) -> None:
+        """Give every microbatch that is missing and free to a trainer with room, along the best route."""
+        busy = self._grants.numbers
+        workers = {member.peer: member.worker for member in self._usable()}
+        depth = len(wire(self._units, workers, [None] * self._units, in_flight=1 << 30) or ())
+        for number in self._ledger.missing():
+            trainer = min(self._trainers.values(), key=lambda trainer: len(trainer.leases), default=None)
+            if trainer is None or len(trainer.leases) >= trainer.want:
+                return
+            if number in busy:
+                continue
+            route = wire(self._units, workers, self._ledger.counters(number), in_flight=depth + 1)
+            if route is None:
+                return
+            grant = Grant((self.term << LEASE_BITS) + next(self._numbers), number, tuple(route), trainer.channel)
+            self._grants.add(grant)
+            self._book(grant, 1)
+            trainer.leases.add(grant.lease)
+            hops = tuple(HopSpec(peer, span.start, span.end) for peer, span in route)
+            trainer.channel.send(Lease(self.term, grant.lease, self.step, number, hops))
+
+    def _book(self, grant: Grant, sign: int) -> None:
+        for peer, span in grant.route:
+            member = self._members.get(peer)
+            if member is not None:
+                member.worker.booked_units += sign * span.units
+                member.worker.in_flight += sign
+
+    def _call_back(self, grant: Grant) -> None:
+        """Have the stages of the route forget a lease, and hear what they had counted by then."""
+        self._book(grant, -1)
+        members = [self._members[peer] for peer, _ in grant.route if peer in self._members]
+        self._grants.call_back(grant.lease, {member.peer for member in members})
+        for member in members:
+            member.releases.append(grant.lease)
+            member.line.send(Release((grant.lease,)))
+
+    # -- what follows
+
+    def _advance(self) -> None:
+        """Decide what follows from what is known now."""
+        if self.phase is Phase.MUSTERING:
+            self._muster()
+        if self.phase is Phase.STEPPING:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Within a step: nobody missing, nothing twice, the rest leased, and then the reduction."""
+        if self._uncovered():
+            self._muster_again()
+            return
+        for peer in self._ledger.conflicts():
+            member = self._members[peer]
+            member.standing = Standing.COMING
+            self._ledger.lose(peer)
+            member.line.send(Discard())
+        self._lease()
+        if self._ledger.complete() and not len(self._grants):
+            self._reduce()
+
+    def _uncovered(self) -> tuple[int, ...]:
+        """Units that nobody holds who takes part or soon will."""
+        able = [member for member in self._members.values() if member.standing in (Standing.USABLE, Standing.COMING)]
+        held = {unit for member in able for unit in range(*member.span)}
+        return tuple(unit for unit in range(self._units) if unit not in held)
+
+    # -- mustering
+
+    def _muster_again(self) -> None:
+        """Ask everybody anew; leases of before are void."""
+        self.phase = Phase.MUSTERING
+        self._stopped = None
+        self._grants.clear()
+        for trainer in self._trainers.values():
+            trainer.leases.clear()
+        for member in self._members.values():
+            member.standing, member.status = Standing.ASKED, None
+            member.worker.booked_units = member.worker.in_flight = 0
+            member.releases.clear()
+            member.line.send(Conduct(self.term))
+
+    def _muster(self) -> None:
+        """Once all have said what they hold: the step to go on from, and everybody on the way there."""
+        members = [member for member in self._members.values() if member.status is not None]
+        if not members or len(members) < len(self._members) or self._dialing:
+            return
+        run = self._run_of(members)
+        if run is None:
+            return
+        fresh = all(not member.status.kept and member.status.condition == Condition.BLANK for member in members)  # type: ignore[union-attr]
+        raw = encode_run(run)
+        reports = {member.peer: member.report(raw, fresh=fresh or self._wanted is not None) for member in members}
+        now_s = self._clock()
+        waited_s = 0.0 if self._missing_since_s is None else now_s - self._missing_since_s
+        alone = not any(report.ready for report in reports.values())
+        found = muster(self._units, reports, roll_back=alone or waited_s >= ROLL_BACK_AFTER_S)
+        self._missing = found.missing
+        if found.missing:
+            self._missing_since_s = self._missing_since_s if self._missing_since_s is not None else now_s
+            return
+        self._missing_since_s = None
+        self._assemble(run, raw, found)
+
+    def _run_of(self, members: Iterable[Member]) -> Run | None:
+        """The run in force: the conductor's own, the furthest of the stages', or what a trainer offers."""
+        if self.run is not None:
+            return self.run
+        if self._wanted is not None and self._history == deque():
+            begun = [member.status for member in members if member.status is not None and member.status.run]
+            furthest = max(begun, key=lambda status: (status.condition, status.step), default=None)
+            if furthest is None or furthest.run == encode_run(self._wanted):
+                return self._wanted
+        return None
+
+    def _assemble(self, run: Run, raw: bytes, found: Muster) -> None:
+        """Everybody to the step that was found."""
+        self.run, self.step, self.phase = run, found.step, Phase.STEPPING
+        self._new_ledger()
+        told = next((self._members[peer].status for peer in found.stay), None)
+        for peer in found.stay | found.commit | found.restore:
+            member = self._members[peer]
+            member.standing = Standing.COMING
+            if peer in found.commit and told is not None:
+                member.line.send(Commit(found.step - 1, told.norm, told.loss))
+            elif peer in found.restore:
+                member.line.send(Restore(raw, found.step))
+            elif member.status is not None and member.status.run == raw and member.status.condition == Condition.READY:
+                member.standing = Standing.USABLE
+                self._take_counts(member, member.status, keep=False)
+            else:
+                member.line.send(Begin(raw))
+        for peer in found.sync:
+            self._sync(self._members[peer])
+
+    def _new_ledger(self) -> None:
+        assert self.run is not None
+        self._ledger = Ledger(self.step, self._units, self.run.microbatches)
+        self._losses = {}
+        self._began_at_s = self._clock()
+        for member in self._usable():
+            self._ledger.report(member.peer, member.span, {})
+
+    # -- reducing
+
+    def _reduce(self) -> None:
+        """Everything is counted once: let the replicas of each unit agree, listeners hearing."""
+        self._attempt = next(self._attempts)
+        self._groups = self._make_groups()
+        self._squares = {}
+        hearing = [member for member in self._members.values() if self._hears(member)]
+        self._reducing = {member.peer for member in hearing}
+        self.phase = Phase.REDUCING
+        for member in hearing:
+            own = tuple(group for group in self._groups if any(m.peer == member.peer for m in group.members))
+            member.line.send(Reduce(self.step, self._attempt, own))
+
+    def _hears(self, member: Member) -> bool:
+        listens = member.standing is Standing.LISTENING and member.listens_from <= self.step
+        return listens or member.standing is Standing.USABLE
+
+    def _make_groups(self) -> list[Group]:
+        """Units that the same members hold are one group; what the first and last unit share is one of its own."""
+        members = sorted((m for m in self._members.values() if self._hears(m)), key=lambda member: member.peer)
+        by_holders: dict[tuple[MemberSpec, ...], list[int]] = {}
+        for unit in range(self._units):
+            holders = (m for m in members if m.span.start <= unit < m.span.end)
+            specs = tuple(MemberSpec(m.peer, self._ledger.counts(m.peer, (unit,))) for m in holders)
+            by_holders.setdefault(specs, []).append(unit)
+        ends = (0, self._units - 1)
+        sharing = (m for m in members if m.span.start == 0 or m.span.end == self._units)
+        shared = tuple(MemberSpec(m.peer, self._ledger.counts(m.peer, ends)) for m in sharing)
+        blocks = [(specs, tuple(units)) for specs, units in by_holders.items()] + [(shared, (SHARED,))]
+        return [Group(number, held, specs) for number, (specs, held) in enumerate(blocks)]
+
+    def _hear_reduced(self, member: Member, body: Reduced) -> None:
+        if self.phase is not Phase.REDUCING or body.attempt != self._attempt or member.peer not in self._reducing:
+            return
+        own = [group for group in self._groups if any(m.peer == member.peer for m in group.members)]
+        for group, square in zip(own, body.squares, strict=False):
+            self._squares.setdefault(group.number, square)
+        self._reducing.discard(member.peer)
+        if not self._reducing:
+            self._commit()
+
+    def _hear_failed(self, member: Member, body: Failed) -> None:
+        """A stage could not reduce: a member is lost, which its own line will tell, or its gradient is not finite."""
+        if body.code == ErrorCode.NOT_FINITE:
+            self._stop(Stopped(self.step, body.code, body.unit))
+        elif self.phase is Phase.REDUCING and body.lease == self._attempt:
+            self.phase = Phase.STEPPING  # the clock's next tick tries again, unless a loss is noticed before
+
+    def _commit(self) -> None:
+        """The word that ends the step."""
+        assert self.run is not None
+        norm = math.sqrt(sum(self._squares.values()))
+        loss = math.fsum(self._losses.values()) / max(1, len(self._losses))
+        if not math.isfinite(norm):
+            bad = next(group for group in self._groups if not math.isfinite(self._squares.get(group.number, 0.0)))
+            self._stop(Stopped(self.step, ErrorCode.NOT_FINITE, bad.blocks[0]))
+            return
+        for member in self._members.values():
+            if self._hears(member):
+                member.line.send(Commit(self.step, norm, loss))
+        now_s = self._clock()
+        report = StepReport(self.step, loss, now_s - self._began_at_s, norm, len(self._usable()))
+        self._history.append(report)
+        self._tell(report)
+        self.step += 1
+        self.phase = Phase.STEPPING
+        self._new_ledger()
+        if self.step >= self.run.steps:
+            self._stop(Stopped(self.step))
+
+    def _stop(self, stopped: Stopped) -> None:
+        """The run is over, or cannot go on: the last good step stays."""
+        self.phase = Phase.OVER
+        self._stopped = stopped
+        self._grants.clear()
+        if stopped.code:
+            for member in self._usable():
+                member.line.send(Discard())
+        self._tell(stopped)
+
+
+def _overlap(left: Span, right: Span) -> bool:
+    return left.start < right.end and right.start < left.end

@@ -1,0 +1,114 @@
+"""Crew: a training node among the others. It sees to it that somebody conducts: the eldest ready one, whenever nobody does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import Body, Error
+from swarmnode.codec.training_messages import Failed, Work
+from swarmnode.errors import ErrorCode, PeerError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.switchboard import Channel
+from swarmnode.net.tasks import Tasks
+from swarmnode.roles.training.conductor import Conductor
+from swarmnode.roles.training.loopback import Loopback
+from swarmnode.roles.training.member import Line
+from swarmnode.roles.training.stage import TrainingStage
+from swarmnode.swarm.announcement import State
+from swarmnode.swarm.directory import Directory
+
+log = logging.getLogger(__name__)
+
+SETTLE_S = 0.3  # a new conductor's CONDUCT may be on its way
+
+
+class Crew:
+    """Owns the conductor, while it is this node's turn."""
+
+    def __init__(self, directory: Directory, stage: TrainingStage, units: int) -> None:
+        self._directory = directory
+        self._stage = stage
+        self._units = units
+        self._conductor: Conductor | None = None
+        self._tasks = Tasks("crew")
+        self._changed = asyncio.Event()
+        stage.on_work = self._work
+        stage.on_conductor_lost = self._lost
+
+    def __repr__(self) -> str:
+        return f"<Crew of {self._stage!r}, {self._conductor or 'not conducting'}>"
+
+    def start(self) -> None:
+        self._tasks.spawn(self._watch(), "watch")
+        self._tasks.spawn(self._follow_directory(), "directory")
+
+    async def close(self) -> None:
+        await self._tasks.close()
+        if self._conductor is not None:
+            await self._conductor.close()
+
+    async def _follow_directory(self) -> None:
+        revision = -1
+        while True:
+            revision = await self._directory.changed(revision)
+            self._changed.set()
+
+    async def _watch(self) -> None:
+        """Whenever something changed: conduct if nobody does and we are the eldest; let a conductor of ours know who is there."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            ready = ready_peers(self._directory)
+            own = self._directory.network.peer_id
+            if self._stage.conductor is None and ready[:1] == [own]:
+                await asyncio.sleep(SETTLE_S)
+                if self._stage.conductor is None:
+                    await self._take_over()
+            if self._conductor is not None:
+                self._conductor.enlist(ready)
+
+    async def _take_over(self) -> None:
+        if self._conductor is not None:
+            await self._conductor.close()
+        self._conductor = Conductor(self._stage.term + 1, self._units, self._dial, resigned=self._resigned)
+        log.info("this node conducts the training from now on")
+        self._conductor.start()
+
+    def _resigned(self, term: int) -> None:
+        conductor, self._conductor = self._conductor, None
+        if conductor is not None:
+            self._stage.term = max(self._stage.term, term - 1)
+            self._tasks.spawn(conductor.close(), "resign")
+
+    def _lost(self, peer: PeerId, error: PeerError) -> None:
+        if peer != self._directory.network.peer_id:
+            self._directory.suspect(peer, str(error))
+        self._changed.set()
+
+    async def _dial(
+        self, peer: PeerId, on_frame: Callable[[Frame, Body], None], on_lost: Callable[[PeerError], None]
+    ) -> Line:
+        if peer != self._directory.network.peer_id:
+            return await self._stage.switchboard.call(peer, on_frame, on_lost)
+        here, there = Loopback.pair(peer)
+        here.on_frame, here.on_lost = on_frame, on_lost
+        self._stage.follow(there)
+        return here
+
+    def _work(self, channel: Channel, body: Work) -> None:
+        """A trainer asks: we conduct, or say who does."""
+        if self._conductor is not None:
+            self._conductor.work(channel, body)
+        elif self._stage.conductor is not None:
+            channel.close(Failed(0, self._stage.conductor, ErrorCode.ELSEWHERE))
+        else:
+            channel.close(Error(ErrorCode.ELSEWHERE))
+
+
+def ready_peers(directory: Directory) -> list[PeerId]:
+    """Who may conduct, the eldest first."""
+    ready = [peer for peer in directory.peers().values() if peer.life is State.READY]
+    return [peer.peer for peer in sorted(ready, key=lambda peer: (peer.started_at, peer.peer))]

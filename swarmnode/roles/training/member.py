@@ -1,0 +1,59 @@
+"""Member: a stage as the conductor sees it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Union
+
+from swarmnode.codec.training_messages import Condition, Status
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.switchboard import Channel
+from swarmnode.plan.muster import Report
+from swarmnode.plan.view import Span
+from swarmnode.plan.wiring import Worker
+from swarmnode.roles.training.loopback import Loopback
+
+Line = Union[Channel, Loopback]
+
+
+class Standing(Enum):
+    """What may be asked of a member."""
+
+    ASKED = "asked"  # has not said yet what it holds
+    COMING = "coming"  # on its way to the step in force, within moments
+    LISTENING = "listening"  # hears the reductions while it fetches the state
+    USABLE = "usable"
+
+
+@dataclass
+class Member:
+    """A stage, the line to it, and what it said last. `releases` are leases whose RELEASE it has not answered."""
+
+    peer: PeerId
+    line: Line
+    standing: Standing = Standing.ASKED
+    status: Status | None = None
+    worker: Worker = field(default_factory=lambda: Worker(Span(0, 0)))
+    releases: deque[int] = field(default_factory=deque)
+    listens_from: int = 0  # the first step whose reduction it hears
+
+    @property
+    def span(self) -> Span:
+        return self.worker.span
+
+    def hear(self, status: Status) -> None:
+        """Take in what it says of itself."""
+        self.status = status
+        self.worker.span = Span(status.start, status.end)
+        self.worker.unit_s = status.unit_s
+        self.worker.room = status.in_flight
+
+    def report(self, run: bytes, *, fresh: bool) -> Report:
+        """Its place in a run, for the muster. `fresh`: nobody has begun it, so that the founding parameters are step 0."""
+        status = self.status
+        assert status is not None
+        begun = status.run == run and status.condition == Condition.READY
+        kept = frozenset(status.kept) if status.run == run else frozenset()
+        return Report(self.span, status.step if begun else 0, begun or fresh, begun and status.reduced, kept)

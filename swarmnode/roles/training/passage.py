@@ -1,0 +1,176 @@
+"""Passage: one microbatch at one hop. Values come in, are computed, and go on; gradients come back, and so do ours.
+
+One conversation with the sender and one with the next hop carry it; the end of either, in whatever way, is its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import Body, End, Error, Fault
+from swarmnode.codec.training_messages import Backward, Forward
+from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
+from swarmnode.net.switchboard import Channel
+from swarmnode.roles.training.bench import Urgency
+from swarmnode.roles.training.values import Encoded, decode_values, encode_values
+
+if TYPE_CHECKING:
+    from swarmnode.roles.training.stage import TrainingStage
+
+log = logging.getLogger(__name__)
+
+
+class Passage:
+    """`run` lives its whole life; `cancel` ends it early. `body` says what and where."""
+
+    def __init__(self, stage: TrainingStage, channel: Channel, body: Forward, payload: bytes | bytearray) -> None:
+        self.body = body
+        self._stage = stage
+        self._channel = channel
+        self._payload: bytes | bytearray = payload
+        self._next: Channel | None = None
+        self._answer: asyncio.Future[tuple[Backward, bytes | bytearray]] | None = None
+        self._ended = False
+        channel.on_frame = self._hear_sender
+        channel.on_lost = lambda _error: self.end()
+
+    def __repr__(self) -> str:
+        body = self.body
+        return f"<Passage of microbatch {body.number} of step {body.step}, lease {body.lease}, hop {body.hop}>"
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    async def run(self) -> None:
+        """Forward, wait for the gradients, back. What goes wrong is told to the sender."""
+        body = self.body
+        try:
+            if body.hop + 1 == len(body.route):
+                loss, encoded, present = await self._stage.bench.call(Urgency.FORWARD, self._there_and_back)
+            else:
+                values = await self._stage.bench.call(Urgency.FORWARD, self._forward)
+                answer, payload = await self._ask_next(values)
+                loss = answer.loss
+                encoded, present = await self._stage.bench.call(
+                    Urgency.BACKWARD, lambda: self._backward(self._gradients(answer, payload))
+                )
+            if not self._ended:
+                self._finish(Backward(loss, present, encoded[0]), encoded[1])
+        except SwarmnodeError as error:
+            self._fail(error)
+        except asyncio.CancelledError:
+            self.end()
+            raise
+        except Exception:
+            log.exception("%r failed", self)
+            self._fail(ProtocolError("a microbatch failed here", code=ErrorCode.INTERNAL))
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Forget it all; whoever computes for it stops. Safe to call twice."""
+        if self._ended:
+            return
+        self._ended = True
+        self._channel.close()
+        if self._next is not None:
+            self._next.close()
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(PeerLost("the microbatch was given up"))
+        self._stage.ended(self)
+
+    # -- compute, on the bench
+
+    def _forward(self) -> Encoded:
+        body, learner = self.body, self._stage.learner
+        self._check_alive()
+        values = decode_values(body.values, self._payload, learner.segment.device)
+        self._payload = b""
+        hop = body.route[body.hop]
+        outputs = learner.forward(body.lease, body.number, hop.start, hop.end, values)
+        return encode_values(outputs, self._stage.codec_of(forward=True))
+
+    def _there_and_back(self) -> tuple[float, Encoded, tuple[bool, ...]]:
+        """At the last hop the loss's gradient is at hand."""
+        body, learner = self.body, self._stage.learner
+        self._check_alive()
+        values = decode_values(body.values, self._payload, learner.segment.device)
+        self._payload = b""
+        hop = body.route[body.hop]
+        (loss,) = learner.forward(body.lease, body.number, hop.start, hop.end, values)
+        encoded, present = self._backward(())
+        return float(loss), encoded, present
+
+    def _backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Encoded, tuple[bool, ...]]:
+        self._check_alive()
+        inputs = self._stage.learner.backward(self.body.lease, gradients)
+        if self.body.hop == 0:
+            inputs = tuple(None for _ in inputs)  # the trainer has no use for them
+        present = tuple(gradient is not None for gradient in inputs)
+        flowing = [gradient for gradient in inputs if gradient is not None]
+        return encode_values(flowing, self._stage.codec_of(forward=False)), present
+
+    def _gradients(self, answer: Backward, payload: bytes | bytearray) -> tuple[Tensor | None, ...]:
+        flowing = iter(decode_values(answer.values, payload, self._stage.learner.segment.device))
+        return tuple(next(flowing) if present else None for present in answer.present)
+
+    def _check_alive(self) -> None:
+        if self._ended:
+            raise PeerLost("the microbatch was given up")
+
+    # -- conversations
+
+    async def _ask_next(self, encoded: Encoded) -> tuple[Backward, bytes | bytearray]:
+        body = self.body
+        hop = body.route[body.hop + 1]
+        channel = await self._stage.switchboard.call(hop.peer, self._hear_next, self._lose_next)
+        if self._ended:
+            channel.close()
+            raise PeerLost("the microbatch was given up")
+        self._next = channel
+        self._answer = asyncio.get_running_loop().create_future()
+        onward = Forward(body.term, body.lease, body.step, body.number, body.route, body.hop + 1, encoded[0])
+        channel.send(onward, payload=encoded[1])
+        return await self._answer
+
+    def _hear_sender(self, _frame: Frame, body: Body) -> None:
+        if isinstance(body, End | Error):
+            self.end()
+
+    def _hear_next(self, frame: Frame, body: Body) -> None:
+        if self._answer is None or self._answer.done():
+            return
+        if isinstance(body, Backward):
+            self._answer.set_result((body, frame.payload))
+        elif isinstance(body, Fault):
+            peer = self.body.route[min(body.index, len(self.body.route) - 1)].peer
+            self._answer.set_exception(refusal(body.code, peer=peer))
+        elif isinstance(body, Error):
+            self._answer.set_exception(refusal(body.code, peer=self.body.route[self.body.hop + 1].peer))
+        elif isinstance(body, End):
+            self._lose_next(PeerLost("the next hop ended the microbatch", peer=self.body.route[self.body.hop + 1].peer))
+
+    def _lose_next(self, error: PeerError) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+
+    def _finish(self, answer: Backward, payload: list[bytes | bytearray | memoryview]) -> None:
+        if self._channel.open:
+            self._channel.send(answer, payload=payload)
+            self._channel.close()
+
+    def _fail(self, error: SwarmnodeError) -> None:
+        """Tell the sender which hop of the route could not, and why."""
+        log.info("%r: %s", self, error)
+        route = self.body.route
+        index = next(
+            (place for place, hop in enumerate(route) if hop.peer == getattr(error, "peer", None)), self.body.hop
+        )
+        if self._channel.open:
+            self._channel.close(Fault(0, index, error.code))

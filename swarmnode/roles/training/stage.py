@@ -1,0 +1,343 @@
+"""TrainingStage: the units that a node trains. It computes microbatches for whoever sends them, and follows the conductor.
+
+Shared state changes on the loop without an await in between; tensors live on the bench's thread. `step` is what the next
+FORWARD must be of; one of the step after it waits for the COMMIT that may still be on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from swarmnode.codec.frames import Frame, Kind
+from swarmnode.codec.messages import Body, End, Error, Fault, Hello
+from swarmnode.codec.tensors import Codec
+from swarmnode.codec.training_messages import (
+    Begin,
+    Commit,
+    Condition,
+    Conduct,
+    Discard,
+    Failed,
+    Forward,
+    Part,
+    Reduce,
+    Reduced,
+    Release,
+    Restore,
+    Status,
+    Sync,
+    Work,
+)
+from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.segment import Segment
+from swarmnode.errors import ErrorCode, LocalError, PeerError, SwarmnodeError
+from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.link import LinkConfig
+from swarmnode.net.switchboard import Channel, Switchboard
+from swarmnode.net.tasks import Tasks
+from swarmnode.roles.training.bench import Bench, Urgency
+from swarmnode.roles.training.keeper import Keeper
+from swarmnode.roles.training.member import Line
+from swarmnode.roles.training.passage import Passage
+from swarmnode.roles.training.reducer import Agreed, Reducer
+from swarmnode.roles.training.status import counted_of
+from swarmnode.swarm.run import Run, decode_run, encode_run
+
+log = logging.getLogger(__name__)
+
+TRAIN_PROTOCOL = "/swarmnode/train/1"
+MAX_WAITING = 64  # microbatches of the step to come
+
+
+class TrainingStage:
+    """`on_work` is called for trainers that offer themselves; `on_conductor_lost` when the conductor in force is gone."""
+
+    def __init__(
+        self, network: Network, hello: Hello, link_config: LinkConfig, segment: Segment, keeper: Keeper
+    ) -> None:
+        self.segment = segment
+        self.bench = Bench()
+        self.switchboard = Switchboard(network, TRAIN_PROTOCOL, hello, link_config, accept=self._accept)
+        self.term = 0
+        self.conductor: PeerId | None = None
+        self.step = 0
+        self.condition = Condition.BLANK
+        self.run: Run | None = None
+        self.on_work: Callable[[Channel, Work], None] = lambda channel, _body: channel.close(Error(ErrorCode.ELSEWHERE))
+        self.on_conductor_lost: Callable[[PeerId, PeerError], None] = lambda _peer, _error: None
+        self._learner: Learner | None = None
+        self._keeper = keeper
+        self._reducer = Reducer(network.peer_id, self.switchboard, self.bench)
+        self._passages: dict[int, Passage] = {}
+        self._waiting: list[tuple[Channel, Forward, bytes | bytearray]] = []
+        self._agreed: Agreed | None = None
+        self._heard: list[tuple[int, Agreed, float]] = []  # while listening: agreed gradients and norms by step
+        self._losses: dict[int, float] = {}
+        self._last = (0.0, 0.0)  # norm and loss of the step before
+        self._move: asyncio.Task[None] | None = None  # to another run or step
+        self._reduction: asyncio.Task[None] | None = None
+        self._tasks = Tasks("training stage")
+
+    def __repr__(self) -> str:
+        return f"<TrainingStage {self.segment!r} {self.condition.name} at step {self.step}, term {self.term}>"
+
+    @property
+    def learner(self) -> Learner:
+        """Raises LocalError before a run has begun."""
+        if self._learner is None:
+            raise LocalError("no training has begun here")
+        return self._learner
+
+    async def start(self) -> None:
+        """Answer from now on."""
+        await self.switchboard.start()
+
+    async def close(self) -> None:
+        """Keep the step that is reached, and leave."""
+        await self._tasks.close()
+        await self.switchboard.close()
+        if self._learner is not None and self.condition == Condition.READY:
+            learner = self._learner
+            await self.bench.call(Urgency.CONTROL, lambda: self._keeper.save(learner))
+        await self.bench.close()
+
+    def codec_of(self, *, forward: bool) -> Codec:
+        """What a boundary's values travel as."""
+        return Codec.NONE
+
+    # -- conversations
+
+    def _accept(self, channel: Channel, frame: Frame, body: Body) -> None:
+        if isinstance(body, Forward):
+            self._forward(channel, body, frame.payload)
+        elif isinstance(body, Part):
+            self._reducer.hear(channel, frame, body)
+            channel.on_frame = lambda frame, body: self._reducer.hear(channel, frame, body)
+        elif isinstance(body, Conduct):
+            self.follow(channel)
+            self.obey(channel, body)
+        elif isinstance(body, Work):
+            self.on_work(channel, body)
+        else:
+            channel.close(Error(ErrorCode.MALFORMED))
+
+    def _forward(self, channel: Channel, body: Forward, payload: bytes | bytearray) -> None:
+        hop = body.route[body.hop]
+        refusal = None
+        if body.term != self.term or not self.step <= body.step <= self.step + 1 or self.condition != Condition.READY:
+            refusal = ErrorCode.STALE
+        elif not self.segment.start <= hop.start < hop.end <= self.segment.end:
+            refusal = ErrorCode.WRONG_SPAN
+        elif body.lease in self._passages or len(self._waiting) >= MAX_WAITING:
+            refusal = ErrorCode.BUSY
+        if refusal is not None:
+            channel.close(Fault(0, body.hop, refusal))
+        elif body.step > self.step:
+            self._waiting.append((channel, body, payload))
+        else:
+            passage = self._passages[body.lease] = Passage(self, channel, body, payload)
+            self._tasks.spawn(passage.run(), f"lease {body.lease}")
+
+    def ended(self, passage: Passage) -> None:
+        """A passage is over, in whatever way: what it kept goes."""
+        lease = passage.body.lease
+        if self._passages.get(lease) is passage:
+            del self._passages[lease]
+        learner = self._learner
+        if learner is not None:
+            self._tasks.spawn(_settle(self.bench.call(Urgency.CONTROL, lambda: learner.drop(lease))), "drop")
+
+    # -- the conductor's word
+
+    def follow(self, line: Line) -> None:
+        """Hear a conductor's commands on this line."""
+        line.on_frame = lambda _frame, body: self.obey(line, body)
+        line.on_lost = lambda error: self._conductor_lost(line, error)
+
+    def _conductor_lost(self, line: Line, error: PeerError) -> None:
+        if self.conductor == line.peer:
+            self.conductor = None
+            self.on_conductor_lost(line.peer, error)
+
+    def obey(self, line: Line, body: Body) -> None:
+        """Do what a command says; one of a conductor that is not in force any more is answered STALE."""
+        if isinstance(body, Conduct):
+            self._conduct(line, body)
+        elif isinstance(body, End):
+            self._conductor_lost(line, PeerError("the conductor let go", peer=line.peer))
+        elif self.conductor != line.peer:
+            line.close(Error(ErrorCode.STALE))
+        elif isinstance(body, Commit):
+            self._commit(line, body)
+        elif isinstance(body, Release):
+            self._release(body.leases)
+            self._answer(line, Kind.RELEASE)
+        elif isinstance(body, Discard):
+            self._give_up_all()
+            if self._learner is not None:
+                self._on_bench(self._learner.discard)
+            self._answer(line, Kind.DISCARD)
+        elif isinstance(body, Reduce):
+            self._reduction = self._instead_of(self._reduction, self._reduce(line, body))
+        elif isinstance(body, Begin):
+            self._move = self._instead_of(self._move, self._begin(line, body))
+        elif isinstance(body, Sync):
+            self._move = self._instead_of(self._move, self._sync(line, body))
+        elif isinstance(body, Restore):
+            self._move = self._instead_of(self._move, self._restore(line, body))
+
+    def _conduct(self, line: Line, body: Conduct) -> None:
+        if body.term < self.term or (body.term == self.term and self.conductor not in (None, line.peer)):
+            self._answer(line, Kind.CONDUCT)  # it says which term is in force
+            return
+        self.term, self.conductor = body.term, line.peer
+        self._give_up_all()
+        self._answer(line, Kind.CONDUCT)
+
+    def _give_up_all(self) -> None:
+        self._release(list(self._passages))
+        for channel, _, _ in self._waiting:
+            channel.close()
+        self._waiting.clear()
+
+    def _release(self, leases: tuple[int, ...] | list[int]) -> None:
+        for lease in leases:
+            passage = self._passages.get(lease)
+            if passage is not None:
+                passage.end()
+
+    def _instead_of(self, earlier: asyncio.Task[None] | None, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin a command that takes its time; the earlier one of its kind is given up."""
+        if earlier is not None:
+            earlier.cancel()
+        return self._tasks.spawn(work, "command")
+
+    def _answer(self, line: Line, kind: Kind) -> None:
+        """STATUS as of when everything that came before is done."""
+        self._tasks.spawn(self._tell(line, kind), "status")
+
+    async def _tell(self, line: Line, kind: int = 0) -> None:
+        status = await self.bench.call(Urgency.CONTROL, lambda: self._status(kind))
+        if line.open:
+            line.send(status)
+
+    def _status(self, kind: int) -> Status:
+        """Made on the bench, where the masks are."""
+        masks = {} if self._learner is None else dict(self._learner.counted)
+        last = masks.get(self.segment.units - 1, 0)
+        losses = tuple(self._losses.get(number, 0.0) for number in range(last.bit_length()) if last >> number & 1)
+        run = self.run or self._keeper.run
+        norm, loss = self._last
+        return Status(
+            self.term,
+            self.condition,
+            self.segment.start,
+            self.segment.end,
+            b"" if run is None else encode_run(run),
+            self.step,
+            counted_of(masks),
+            self._keeper.kept(),
+            self._agreed is not None,
+            losses,
+            norm,
+            loss,
+            kind,
+        )
+
+    async def _begin(self, line: Line, body: Begin) -> None:
+        """Step 0 of a run, with the parameters as they are."""
+        run = decode_run(body.run)
+        again = self.run is not None  # parameters are not the founding ones any more: a joiner must find step 0 here
+        await self._take_up(run, 0)
+        if again:
+            learner = self.learner
+            await self.bench.call(Urgency.CONTROL, lambda: self._keeper.save(learner))
+        await self._tell(line, Kind.BEGIN)
+
+    async def _take_up(self, run: Run, step: int) -> None:
+        self._keeper.open(run)
+        await self._keeper.serve(self._fresh)
+        self.run, self.step, self._agreed, self._losses = run, step, None, {}
+        self._learner = await self.bench.call(Urgency.CONTROL, lambda: Learner(self.segment, run, step=step))
+        self.condition = Condition.READY
+
+    async def _fresh(self) -> int:
+        """Write down the step that this stage is at, for a replica that asks."""
+        if self.condition != Condition.READY:
+            raise LocalError("this stage is behind itself")
+        learner = self.learner
+        return await self.bench.call(Urgency.CONTROL, lambda: self._keeper.save(learner))
+
+    async def _restore(self, line: Line, body: Restore) -> None:
+        run = decode_run(body.run)
+        await self._take_up(run, body.step)
+        learner = self.learner
+        await self.bench.call(Urgency.CONTROL, lambda: self._keeper.load(learner, body.step))
+        await self._tell(line, Kind.RESTORE)
+
+    async def _sync(self, line: Line, body: Sync) -> None:
+        """Fetch a state while the reductions are heard, then catch up."""
+        run = decode_run(body.run)
+        self._give_up_all()
+        self._heard = []
+        await self._take_up(run, body.step)
+        self.condition = Condition.LISTENING
+        step = await self._keeper.fetch(lambda: body.peers, self.learner.blocks, at_least=body.step)
+        learner = self.learner
+        await self.bench.call(Urgency.CONTROL, lambda: self._keeper.load(learner, step))
+        self.step = step
+        while self._heard:
+            missed, agreed, norm = self._heard.pop(0)
+            if missed == self.step:
+                await self.bench.call(Urgency.CONTROL, partial(learner.commit, agreed.sums, norm))
+                self.step += 1
+        self.condition = Condition.READY
+        await self._tell(line, Kind.SYNC)
+
+    async def _reduce(self, line: Line, body: Reduce) -> None:
+        listening = self.condition == Condition.LISTENING
+        self._agreed = None
+        try:
+            self._agreed = await self._reducer.reduce(self.term, body, self.learner, listening=listening)
+        except SwarmnodeError as error:
+            unit = getattr(error, "unit", None)
+            line.send(
+                Failed(body.attempt, getattr(error, "peer", None) or "", error.code, -1 if unit is None else unit)
+            )
+            return
+        line.send(Reduced(body.step, body.attempt, self._agreed.squares))
+
+    def _commit(self, line: Line, body: Commit) -> None:
+        agreed, self._agreed = self._agreed, None
+        if self.condition == Condition.LISTENING and agreed is not None:
+            self._heard.append((body.step, agreed, body.norm))
+        elif agreed is None or body.step != self.step:
+            self._answer(line, Kind.COMMIT)
+        else:
+            learner = self.learner
+            self.step, self._last, self._losses = body.step + 1, (body.norm, body.loss), {}
+            done = self.bench.call(Urgency.CONTROL, lambda: learner.commit(agreed.sums, body.norm))
+            self._reducer.forget()
+            self._tasks.spawn(self._after_commit(line, done), "commit")
+            waiting, self._waiting = self._waiting, []
+            for channel, forward, payload in waiting:
+                self._forward(channel, forward, payload)
+
+    async def _after_commit(self, line: Line, done: asyncio.Future[None]) -> None:
+        await done
+        assert self.run is not None
+        if self.step % self.run.checkpoint_steps == 0 or self.step == self.run.steps:
+            learner = self.learner
+            await self.bench.call(Urgency.CONTROL, lambda: self._keeper.save(learner))
+        await self._tell(line)
+
+    def _on_bench(self, function: Callable[[], object]) -> None:
+        self._tasks.spawn(_settle(self.bench.call(Urgency.CONTROL, function)), "bench")
+
+
+async def _settle(future: asyncio.Future[Any]) -> None:
+    await future

@@ -1,0 +1,31 @@
+"""Masks of counted microbatches, as they stand in a STATUS: runs of units with the same mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+
+from swarmnode.codec.training_messages import Counted
+from swarmnode.errors import ProtocolError
+
+
+def counted_of(masks: Mapping[int, int]) -> tuple[Counted, ...]:
+    """The masks by unit, in few words; units without any are left out."""
+    runs: list[Counted] = []
+    for _, run in groupby(sorted(masks.items()), key=lambda item: (item[1], item[0] - sorted(masks).index(item[0]))):
+        units = list(run)
+        mask = units[0][1]
+        if mask:
+            runs.append(Counted(units[0][0], units[-1][0] + 1, mask.to_bytes((mask.bit_length() + 7) // 8, "little")))
+    return tuple(runs)
+
+
+def masks_of(counted: Iterable[Counted], everything: int) -> dict[int, int]:
+    """Masks by unit. Raises ProtocolError where one counts a microbatch that the step does not have."""
+    masks: dict[int, int] = {}
+    for entry in counted:
+        mask = int.from_bytes(entry.mask, "little")
+        if mask & ~everything:
+            raise ProtocolError("a stage has counted microbatches that the step does not have")
+        masks.update(dict.fromkeys(range(entry.start, entry.end), mask))
+    return masks
