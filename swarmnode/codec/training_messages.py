@@ -11,6 +11,7 @@ One conversation carries one microbatch: FORWARD opens it and says the whole rou
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from itertools import pairwise
 from typing import Annotated
@@ -21,6 +22,7 @@ from swarmnode.codec.body import (
     MAX_PEER_CHARS,
     MAX_ROUTE_HOPS,
     MAX_RUN_BYTES,
+    MAX_UNITS,
     Block,
     Body,
     Code,
@@ -31,24 +33,35 @@ from swarmnode.codec.body import (
     Unit,
 )
 from swarmnode.codec.frames import Kind
-from swarmnode.codec.tensors import MAX_ELEMENTS, TensorInfo, check_tensor
+from swarmnode.codec.tensors import TensorInfo, check_tensor, element_count
 from swarmnode.errors import ErrorCode, ProtocolError
 
 MAX_VALUES = 256  # tensors that cross one boundary
-MAX_MASK_BYTES = 512  # 4096 microbatches in a step
+MAX_VALUE_ELEMENTS = 1 << 28  # of them all; top-k says many in few bytes
+MAX_MASK_BYTES = 256  # 2048 microbatches in a step: their losses and MAX_RANGES masks fit one body
 MAX_RANGES = 96
 MAX_MEMBERS = 64  # replicas that average together
 MAX_GROUPS = 64
 MAX_KEPT_STEPS = 16
 MAX_LEASES = 4096
 MAX_WANTED = 256
-MAX_TERM = 1 << 62
+MAX_BLOCKS = MAX_UNITS + 1
+MAX_ATTEMPT = 1 << 31
+MAX_ROUND = 64
+MAX_TERM = 1 << 30
+MAX_LEASE = 1 << 62
+MAX_NORM = 1e100  # past any norm of float32 numbers, yet finite
+MAX_DURATION_S = 1e9
 
+Attempt = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
+Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]  # seconds
 Index = Annotated[int, Meta(ge=0, lt=8 * MAX_MASK_BYTES)]
-LeaseNumber = Annotated[int, Meta(ge=0, le=MAX_TERM)]
+LeaseNumber = Annotated[int, Meta(ge=0, le=MAX_LEASE)]
+Norm = Annotated[float, Meta(ge=0, le=MAX_NORM)]
 Peer = Annotated[str, Meta(min_length=1, max_length=MAX_PEER_CHARS)]
 Term = Annotated[int, Meta(ge=0, le=MAX_TERM)]
-Number = Annotated[float, Meta()]
+Number = float  # losses and squares, where NaN and infinity tell something
+Route = Annotated[tuple[HopSpec, ...], Meta(min_length=1, max_length=MAX_ROUTE_HOPS)]
 Values = Annotated[tuple[TensorInfo, ...], Meta(max_length=MAX_VALUES)]
 
 
@@ -56,12 +69,30 @@ def _check_values(values: tuple[TensorInfo, ...]) -> None:
     elements = 0
     for info in values:
         check_tensor(info)
-        count = 1
-        for size in info.shape:
-            count *= size
-        elements += count
-    if elements > MAX_ELEMENTS:
-        raise ProtocolError(f"{elements} elements cross one boundary", code=ErrorCode.TOO_LARGE)
+        elements += element_count(info.shape)
+    if elements > MAX_VALUE_ELEMENTS:
+        raise ProtocolError(
+            f"values of {elements} elements; the bound is {MAX_VALUE_ELEMENTS}", code=ErrorCode.TOO_LARGE
+        )
+
+
+def _check(frame: str, rules: Mapping[str, bool]) -> None:
+    for rule, kept in rules.items():
+        if not kept:
+            raise ProtocolError(f"a {frame} needs {rule}")
+
+
+def _check_route(frame: str, route: tuple[HopSpec, ...], hop: int = 0) -> None:
+    rules = {
+        "a place inside the route": hop < len(route),
+        "spans that are not empty": all(hop.start < hop.end for hop in route),
+        "spans that follow one another": all(left.end == right.start for left, right in pairwise(route)),
+    }
+    _check(frame, rules)
+
+
+def _different(items: Sequence[object]) -> bool:
+    return len(set(items)) == len(items)
 
 
 class Forward(Body, frozen=True):
@@ -71,19 +102,12 @@ class Forward(Body, frozen=True):
     lease: LeaseNumber
     step: Step
     number: Index  # of the microbatch in its step
-    route: Annotated[tuple[HopSpec, ...], Meta(min_length=1, max_length=MAX_ROUTE_HOPS)]
+    route: Route
     hop: HopIndex  # the receiver's place in the route
     values: Values
 
     def check(self) -> None:
-        rules = {
-            "a place inside the route": self.hop < len(self.route),
-            "spans that are not empty": all(hop.start < hop.end for hop in self.route),
-            "spans that follow one another": all(left.end == right.start for left, right in pairwise(self.route)),
-        }
-        for rule, kept in rules.items():
-            if not kept:
-                raise ProtocolError(f"a FORWARD needs {rule}")
+        _check_route("FORWARD", self.route, self.hop)
         _check_values(self.values)
 
 
@@ -95,8 +119,7 @@ class Backward(Body, frozen=True):
     values: Values
 
     def check(self) -> None:
-        if sum(self.present) != len(self.values):
-            raise ProtocolError("a BACKWARD needs a gradient for each value that it names")
+        _check("BACKWARD", {"a gradient for each value that it names": sum(self.present) == len(self.values)})
         _check_values(self.values)
 
 
@@ -135,11 +158,20 @@ class Status(Body, frozen=True):
     kept: Annotated[tuple[Step, ...], Meta(max_length=MAX_KEPT_STEPS)] = ()  # on its disk
     reduced: bool = False
     losses: Annotated[tuple[Number, ...], Meta(max_length=8 * MAX_MASK_BYTES)] = ()  # of what the last unit counted
-    norm: Number = 0.0  # of the gradient that led to `step`
+    norm: Norm = 0.0  # of the gradient that led to `step`
     loss: Number = 0.0  # of the step before `step`
     answers: Code = 0  # the kind of the command that this answers; 0: told unasked
-    unit_s: Number = 0.0  # measured: one microbatch through one unit, forward and back
+    unit_s: Duration = 0.0  # measured: one microbatch through one unit, forward and back
     in_flight: Annotated[int, Meta(ge=0, le=1 << 16)] = 0  # how many microbatches fit at once; 0: as many as come
+
+    def check(self) -> None:
+        inside = (self.start, *(unit for run in self.counted for unit in (run.start, run.end)), self.end)
+        rules = {
+            "units": self.start < self.end,
+            "counted units that are not empty": all(run.start < run.end for run in self.counted),
+            "counted units of its own, in order": all(left <= right for left, right in pairwise(inside)),
+        }
+        _check("STATUS", rules)
 
 
 class Begin(Body, frozen=True):
@@ -172,7 +204,7 @@ class Group(Body, frozen=True):
     """
 
     number: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
-    blocks: Annotated[tuple[Block, ...], Meta(min_length=1, max_length=4097)]
+    blocks: Annotated[tuple[Block, ...], Meta(min_length=1, max_length=MAX_BLOCKS)]
     members: Annotated[tuple[MemberSpec, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
     outer: bool = False
 
@@ -181,15 +213,29 @@ class Reduce(Body, frozen=True):
     """Agree on the gradients of `step` with the members of each group. An earlier attempt is given up."""
 
     step: Step
-    attempt: Annotated[int, Meta(ge=0, le=1 << 31)]
+    attempt: Attempt
     groups: Annotated[tuple[Group, ...], Meta(max_length=MAX_GROUPS)]
+
+    def check(self) -> None:
+        blocks = [block for group in self.groups for block in group.blocks]
+        rules = {
+            "groups of different numbers": _different([group.number for group in self.groups]),
+            "blocks of one group each": _different(blocks),
+            "members that are named once": all(
+                _different([member.peer for member in group.members]) for group in self.groups
+            ),
+            "a member that has counted something": all(
+                any(member.count for member in group.members) for group in self.groups
+            ),
+        }
+        _check("REDUCE", rules)
 
 
 class Reduced(Body, frozen=True):
     """The gradients are agreed; `squares` are their squared norms, one for each group."""
 
     step: Step
-    attempt: Annotated[int, Meta(ge=0, le=1 << 31)]
+    attempt: Attempt
     squares: Annotated[tuple[Number, ...], Meta(max_length=MAX_GROUPS)]
 
 
@@ -198,9 +244,9 @@ class Part(Body, frozen=True):
 
     term: Term
     step: Step
-    attempt: Annotated[int, Meta(ge=0, le=1 << 31)]
+    attempt: Attempt
     group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
-    round: Annotated[int, Meta(ge=0, le=64)]
+    round: Annotated[int, Meta(ge=0, le=MAX_ROUND)]
     part: Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
     agreed: bool
     values: Values
@@ -216,9 +262,9 @@ class Commit(Body, frozen=True):
     """
 
     step: Step
-    norm: Number
+    norm: Norm
     loss: Number = 0.0
-    beat_s: Number = 0.0
+    beat_s: Duration = 0.0
 
 
 class Sync(Body, frozen=True):
@@ -228,6 +274,9 @@ class Sync(Body, frozen=True):
     run: Annotated[bytes, Meta(min_length=1, max_length=MAX_RUN_BYTES)]
     step: Step
     peers: Annotated[tuple[Peer, ...], Meta(max_length=MAX_MEMBERS)]
+
+    def check(self) -> None:
+        _check("SYNC", {"peers that are named once": _different(self.peers)})
 
 
 class Restore(Body, frozen=True):
@@ -252,7 +301,10 @@ class Lease(Body, frozen=True):
     lease: LeaseNumber
     step: Step
     number: Index
-    route: Annotated[tuple[HopSpec, ...], Meta(min_length=1, max_length=MAX_ROUTE_HOPS)]
+    route: Route
+
+    def check(self) -> None:
+        _check_route("LEASE", self.route)
 
 
 class Done(Body, frozen=True):
@@ -276,10 +328,10 @@ class StepReport(Body, frozen=True):
 
     step: Step
     loss: Number = 0.0
-    step_s: Number = 0.0
-    norm: Number = 0.0
+    step_s: Duration = 0.0
+    norm: Norm = 0.0
     peers: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
-    missing: Annotated[tuple[Unit, ...], Meta(max_length=4096)] = ()
+    missing: Annotated[tuple[Unit, ...], Meta(max_length=MAX_UNITS)] = ()
 
 
 class Stopped(Body, frozen=True):

@@ -15,7 +15,7 @@ from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import ProtocolError, UsageError
 
-MAX_MICROBATCHES = 4096
+MAX_MICROBATCHES = 2048
 FINGERPRINT_BYTES = 32
 OPTIMIZERS = ("adamw", "sgd")
 SCHEDULES = ("constant", "linear", "cosine")

@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 ROLL_BACK_AFTER_S = 3.0  # units are missing that long before steps on disk count: a peer may only have been slow
 TELL_MISSING_S = 1.0
 HISTORY_STEPS = 1024
-LEASE_BITS = 20  # leases of one term
+LEASE_BITS = 32  # leases of one term
 
 Dial = Callable[[PeerId, Callable[[Frame, Body], None], Callable[[PeerError], None]], Awaitable[Line]]
 
