@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -24,10 +25,12 @@ from swarmnode.presence import Presence, PresenceConfig
 from swarmnode.roles.seeder import Seeder
 from swarmnode.swarm.announcement import State
 from swarmnode.swarm.content import Progress
+from swarmnode.swarm.manifest import TRAIN
 from swarmnode.swarm.swarmfile import Swarm
 
 if TYPE_CHECKING:
     from swarmnode.roles.stage import Hardware, Stage
+    from swarmnode.roles.training.post import Post
     from swarmnode.roles.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -78,7 +81,7 @@ class Node:
         self._swarm = swarm
         self._tell = tell
         self._presence: Presence | None = None
-        self._stage: Stage | None = None
+        self._stage: Stage | Post | None = None
 
     def __repr__(self) -> str:
         return f"<Node {self._presence!r} {self._stage!r}>"
@@ -121,7 +124,9 @@ class Node:
 
         weights = Weights(presence)
         try:
-            hardware = await asyncio.to_thread(Hardware.probe, await weights.outline(), self.config.stage)
+            assert presence.swarm.manifest is not None
+            probe = partial(Hardware.probe, trains=presence.swarm.manifest.mode == TRAIN)
+            hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
             span = await self._first_span(presence, hardware)
             while True:
                 await self._serve(presence, seeder, weights, hardware, span)
@@ -183,8 +188,6 @@ class Node:
         self, presence: Presence, seeder: Seeder, weights: Weights, hardware: Hardware, span: Span
     ) -> None:
         """Get the weights of a span, load it, and answer sessions from now on."""
-        from swarmnode.roles.stage import Stage
-
         presence.directory.announce(
             state=State.LOADING, span=tuple(span), device=hardware.device_name, **await presence.introduction()
         )
@@ -194,11 +197,9 @@ class Node:
             seeder.add_cache(weights.cache, (span.start, span.end))
         elif presence.swarm.checkpoint is not None:
             seeder.add_folder(presence.swarm.checkpoint)
-        self._stage = await Stage.load(
-            presence.network, presence.hello, presence.link_config, checkpoint, hardware, span
-        )
+        self._stage = await _kind_of_stage(hardware).load(presence, checkpoint, hardware, span)
         presence.directory.announce(state=State.READY, seeds=seeder.units, **self._stage.figures())
-        self._tell("ready", f"Serving units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
+        self._tell("ready", f"{'Training' if hardware.trains else 'Serving'} units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
 
     def _show_progress(self) -> Progress:
         """Tells of every tenth of a download, and of a slow one now and then."""
@@ -226,3 +227,14 @@ class Node:
             presence.directory.announce(state=State.DRAINING)
             await stage.drain(self.config.stage.server.drain_s)
             await stage.close()
+
+
+def _kind_of_stage(hardware: Hardware) -> type[Stage] | type[Post]:
+    """What this swarm's volunteers do with their units."""
+    if hardware.trains:
+        from swarmnode.roles.training.post import Post
+
+        return Post
+    from swarmnode.roles.stage import Stage
+
+    return Stage

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 # Bytes per weight of a quantised matrix, block scales included (bitsandbytes: int8 by rows; NF4 by blocks of 64 with
 # double quantisation, arXiv 2305.14314 section 3). Other tensors keep their dtype.
 QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + 0.127 / 8}
+TRAINING_BYTES = 16  # per parameter
 BUFFER_BYTES = 64 << 20  # activations and the allocator's own
 BUFFER_SHARE = 0.05
 
@@ -44,6 +45,15 @@ def unit_sizes(checkpoint: Checkpoint, *, dtype: torch.dtype, quantize: str = "n
             weights[unit] += entry.elements * width
     cache = (family.cache_elements_per_token(unit) * dtype.itemsize for unit in range(family.units))
     return UnitSizes(tuple(int(size) for size in weights), tuple(cache))
+
+
+def training_sizes(checkpoint: Checkpoint) -> UnitSizes:
+    """Sizes for training: parameters, gradients and AdamW's two memories, all in float32. What is tied counts in both ends."""
+    weights = tuple(
+        TRAINING_BYTES * sum(checkpoint.entries[name].elements for name in checkpoint.tensors_of(unit, unit + 1))
+        for unit in range(checkpoint.units)
+    )
+    return UnitSizes(weights, (0,) * len(weights))
 
 
 def units_that_fit(sizes: UnitSizes, limit_bytes: int, cache_tokens: int, *, start: int = 1) -> int:

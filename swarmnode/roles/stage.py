@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from swarmnode.codec.messages import Hello
 from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.device import Device, probe_device, set_threads
 from swarmnode.compute.memory import (
@@ -17,16 +16,17 @@ from swarmnode.compute.memory import (
     UnitSizes,
     cache_tokens_that_fit,
     describe_fit,
+    format_bytes,
+    training_sizes,
     unit_sizes,
     units_that_fit,
 )
 from swarmnode.compute.runner import WANT_LAST, RunnerConfig, StageRunner, Work
-from swarmnode.compute.span import load_span
+from swarmnode.compute.span import Span, load_span
 from swarmnode.config import StageConfig
 from swarmnode.errors import LocalError, UsageError
-from swarmnode.net.interfaces import Network
-from swarmnode.net.link import LinkConfig
 from swarmnode.plan.view import Span as Units
+from swarmnode.presence import Presence
 from swarmnode.roles.server import StageServer
 from swarmnode.roles.worker import Worker
 
@@ -46,6 +46,7 @@ class Hardware:
     memory_bytes: int
     sizes: UnitSizes
     config: StageConfig
+    trains: bool = False
 
     def __repr__(self) -> str:
         return (
@@ -53,20 +54,23 @@ class Hardware:
         )
 
     @classmethod
-    def probe(cls, checkpoint: Checkpoint, config: StageConfig) -> Hardware:
+    def probe(cls, checkpoint: Checkpoint, config: StageConfig, *, trains: bool = False) -> Hardware:
         """Raises LocalError where the device is not here, CheckpointError where the model cannot be split."""
+        if trains and (config.quantize != "none" or config.dtype not in ("auto", "float32")):
+            raise UsageError("training keeps its weights in float32: leave --quantize and --dtype alone")
         if config.quantize not in ("none", *QUANTIZED_BYTES):
             raise UsageError(f"--quantize {config.quantize}: choose none, {', '.join(QUANTIZED_BYTES)}")
         device = probe_device(config.device)
         set_threads(config.threads)
-        dtype = choose_dtype(config.dtype, checkpoint, device)
-        sizes = unit_sizes(checkpoint, dtype=dtype, quantize=config.quantize)
+        dtype = torch.float32 if trains else choose_dtype(config.dtype, checkpoint, device)
+        sizes = training_sizes(checkpoint) if trains else unit_sizes(checkpoint, dtype=dtype, quantize=config.quantize)
         memory_bytes = config.memory_bytes or int(device.free_bytes * MEMORY_SHARE)
-        hardware = cls(device, dtype, config.quantize, memory_bytes, sizes, config)
+        hardware = cls(device, dtype, config.quantize, memory_bytes, sizes, config, trains)
         if hardware.capacity_units == 0:
             raise LocalError(
-                f"{memory_bytes / 1e6:.0f} MB are not enough for one unit of this model with a cache of "
-                f"{config.cache_tokens} tokens; lend more with --memory"
+                f"{memory_bytes / 1e6:.0f} MB are not enough for one unit of this model "
+                + ("with its gradients and optimiser" if trains else f"with a cache of {config.cache_tokens} tokens")
+                + "; lend more with --memory"
             )
         return hardware
 
@@ -105,11 +109,16 @@ class Hardware:
 
     def cache_tokens(self, units: Units) -> int:
         """Positions that the cache beside these units may hold."""
+        if self.trains:
+            return self.config.cache_tokens
         left = cache_tokens_that_fit(self.sizes, self.memory_bytes, units.start, units.end)
         return min(left, self.config.max_cache_tokens) if left else self.config.max_cache_tokens
 
     def describe(self, units: Units) -> str:
         """As in "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens"."""
+        if self.trains:
+            size = format_bytes(self.sizes.need_bytes(units.start, units.end, 0))
+            return f"{units.units} of {len(self.sizes.weight_bytes)} units: {size} weights, gradients and optimiser"
         return describe_fit(self.sizes, units.start, units.end, self.cache_tokens(units))
 
 
@@ -142,15 +151,7 @@ class Stage:
         return f"<Stage {self._server!r}>"
 
     @classmethod
-    async def load(
-        cls,
-        network: Network,
-        hello: Hello,
-        link_config: LinkConfig,
-        checkpoint: Checkpoint,
-        hardware: Hardware,
-        units: Units,
-    ) -> Stage:
+    async def load(cls, presence: Presence, checkpoint: Checkpoint, hardware: Hardware, units: Units) -> Stage:
         """Load a span whose weights are here, measure it, and serve. Raises CheckpointError, LocalError."""
         span = await asyncio.to_thread(
             load_span,
@@ -161,14 +162,21 @@ class Stage:
             dtype=hardware.dtype,
             quantize=hardware.quantize,
         )
+        return await cls.serve(presence, span, hardware)
+
+    @classmethod
+    async def serve(cls, presence: Presence, span: Span, hardware: Hardware) -> Stage:
+        """Serve a span that is loaded."""
         per_token = max(1, span.cache_bytes_per_token)
-        runner = StageRunner(span, RunnerConfig(cache_bytes=hardware.cache_tokens(units) * per_token))
+        runner = StageRunner(span, RunnerConfig(cache_bytes=hardware.cache_tokens(Units(span.start, span.end)) * per_token))
         worker = Worker(
             runner, chunk_tokens=hardware.config.server.prefill_chunk_tokens, threads=hardware.config.threads
         )
         try:
             units_per_s = await worker.call(lambda: measure(runner))
-            server = StageServer(network, hello, worker, hardware.config.server, link_config)
+            server = StageServer(
+                presence.network, presence.hello, worker, hardware.config.server, presence.link_config
+            )
             await server.start()
         except BaseException:
             await worker.close()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from swarmnode.compute.checkpoint import Checkpoint
+from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.errors import CheckpointError, PeerRefused
 from swarmnode.net.switchboard import Switchboard
 from swarmnode.plan.view import Span
@@ -18,6 +19,7 @@ from swarmnode.roles.seeder import WEIGHTS_PROTOCOL
 from swarmnode.roles.sources import HubSource, PeerSource, Source, largest_answer_bytes
 from swarmnode.swarm.announcement import Announcement, peer_digest
 from swarmnode.swarm.content import FileContent, Progress, is_weights, verify_file
+from swarmnode.swarm.manifest import CAUSAL_LM
 from swarmnode.swarm.weight_cache import WeightCache
 
 log = logging.getLogger(__name__)
@@ -73,7 +75,7 @@ class Weights:
             return await self.outline()  # the folder was given up in the middle: what it gave before does not count
         folder = await self._bring({file: range(self._header_chunks(file)) for file in weights}, verify=False)
         try:
-            return await asyncio.to_thread(Checkpoint, folder)
+            return await asyncio.to_thread(self._open, folder)
         except CheckpointError as error:
             if self._hint is None:
                 raise
@@ -117,6 +119,9 @@ class Weights:
         with (self._folder() / file.name).open("rb") as stream:
             length = int.from_bytes(stream.read(HEADER_LENGTH_BYTES), "little")
         return min(file.chunks(), -(-(HEADER_LENGTH_BYTES + length) // self._manifest.chunk_bytes))
+
+    def _open(self, folder: Path) -> Checkpoint:
+        return (Checkpoint if self._manifest.kind == CAUSAL_LM else GraphCheckpoint)(folder)
 
     def _folder(self) -> Path:
         if self._hint is not None:

@@ -78,6 +78,7 @@ class Announcement(msgspec.Struct, array_like=True, frozen=True):
     codecs: tuple[int, ...] = (0,)
     addresses: tuple[str, ...] = ()
     rtt_us: dict[bytes, int] = {}
+    training_step: int = 0  # of a swarm in training: the step that the peer is at
 
     def __repr__(self) -> str:
         start, end = self.span
@@ -181,7 +182,13 @@ def _broken_rule(announcement: Announcement) -> str | None:
         announcement.down_bps,
         announcement.started_at,
     )
-    counts = (announcement.sequence, announcement.cache_tokens_free, announcement.memory_bytes, announcement.sessions)
+    counts = (
+        announcement.sequence,
+        announcement.cache_tokens_free,
+        announcement.memory_bytes,
+        announcement.sessions,
+        announcement.training_step,
+    )
     texts = (announcement.peer, announcement.name, announcement.device, *announcement.addresses)
     rules = {
         "version": announcement.version >= VERSION,

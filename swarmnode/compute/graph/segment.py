@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.graph.arguments import argument_value, torch_constant
+from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.graph import Argument, Graph, Node, Poly, Ref, TensorType
 from swarmnode.compute.graph.layout import Layout, Unit
 from swarmnode.compute.graph.operators import is_random, resolve
-from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.training.randomness import reseed
 from swarmnode.compute.training.segment import Segment, Values
 from swarmnode.errors import CheckpointError, ProtocolError
@@ -185,16 +184,13 @@ class GraphSegment(Segment):
 
 def load_segment(folder: Path, start: int, end: int, *, device: torch.device | str = "cpu") -> GraphSegment:
     """Load units [start, end) of the graph in `folder` to train them. Raises CheckpointError, LocalError."""
-    graph = read_graph(folder)
-    checkpoint = Checkpoint(folder)
-    layout = Layout(graph)
-    held = {name for unit in layout.units[start:end] for name in unit.weights}
-    names = [weight.tensor for weight in graph.weights if weight.name in held]
+    checkpoint = GraphCheckpoint(folder)
+    names = checkpoint.tensors_of(start, end)
     missing = [name for name in names if name not in checkpoint.entries]
     if missing:
         raise CheckpointError(f"{folder}: the graph needs the tensor {missing[0]}, which the weights lack")
     copies = {name: tensor.clone() for name, tensor in checkpoint.read(names).items()}  # a map must not be written into
-    return GraphSegment(graph, copies, start, end, device=device)
+    return GraphSegment(checkpoint.graph, copies, start, end, device=device)
 
 
 def _fill(argument: Any, slots: list[Any], batch: int) -> Any:

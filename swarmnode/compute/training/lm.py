@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmnode.compute.checkpoint import Checkpoint
+from swarmnode.compute.linear import speed_up_linears
 from swarmnode.compute.span import Span, load_model
 from swarmnode.compute.training.randomness import reseed
 from swarmnode.compute.training.segment import SHARED, Segment, Values
@@ -105,3 +106,19 @@ def load_segment(checkpoint: Checkpoint, start: int, end: int, *, device: torch.
     for parameter in model.parameters():  # a mapped file would be copied page by page in the midst of training
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     return SpanSegment(Span(checkpoint.family, model, start, end))
+
+
+def load_twin(checkpoint: Checkpoint, segment: SpanSegment) -> Span:
+    """A span for serving that shares a segment's memory, and so answers with whatever the training has made of it by then.
+
+    It has no dropout and no gradients.
+    """
+    model = load_model(checkpoint, segment.start, segment.end, dtype=torch.float32).eval()
+    trained = dict(segment.span.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.data = trained[name].data
+    held = dict(segment.span.model.named_buffers())
+    for name, buffer in model.named_buffers():
+        buffer.data = held[name].data
+    speed_up_linears(model)
+    return Span(checkpoint.family, model, segment.start, segment.end)

@@ -57,10 +57,17 @@ class TrainingStage:
     """`on_work` is called for trainers that offer themselves; `on_conductor_lost` when the conductor in force is gone."""
 
     def __init__(
-        self, network: Network, hello: Hello, link_config: LinkConfig, segment: Segment, keeper: Keeper
+        self,
+        network: Network,
+        hello: Hello,
+        link_config: LinkConfig,
+        segment: Segment,
+        keeper: Keeper,
+        *,
+        threads: int | None = None,
     ) -> None:
         self.segment = segment
-        self.bench = Bench()
+        self.bench = Bench(threads=threads)
         self.switchboard = Switchboard(network, TRAIN_PROTOCOL, hello, link_config, accept=self._accept)
         self.term = 0
         self.conductor: PeerId | None = None

@@ -1,0 +1,77 @@
+"""Post: a volunteer's place in a training swarm. It trains its units, conducts when it is its turn, and serves what is trained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from swarmnode.compute.checkpoint import Checkpoint
+from swarmnode.compute.graph.checkpoint import GraphCheckpoint
+from swarmnode.compute.graph.segment import load_segment as load_graph_segment
+from swarmnode.compute.training.lm import SpanSegment, load_segment, load_twin
+from swarmnode.compute.training.segment import Segment
+from swarmnode.plan.view import Span
+from swarmnode.presence import Presence
+from swarmnode.roles.stage import Hardware, Stage
+from swarmnode.roles.training.crew import Crew
+from swarmnode.roles.training.keeper import Keeper
+from swarmnode.roles.training.stage import TrainingStage
+
+
+class Post:
+    """The training twin of `Stage`: made by `load`, ended by `close`. Modules that are no language models are not served."""
+
+    def __init__(self, training: TrainingStage, crew: Crew, keeper: Keeper, serving: Stage | None) -> None:
+        self._training = training
+        self._crew = crew
+        self._keeper = keeper
+        self._serving = serving
+
+    def __repr__(self) -> str:
+        return f"<Post {self._training!r}, {self._crew!r}>"
+
+    @classmethod
+    async def load(cls, presence: Presence, checkpoint: Checkpoint, hardware: Hardware, units: Span) -> Post:
+        """Load units whose weights are here, and train them as the swarm asks. Raises CheckpointError, LocalError."""
+        segment = await asyncio.to_thread(load, checkpoint, units, hardware)
+        serving = None
+        if isinstance(segment, SpanSegment):
+            twin = await asyncio.to_thread(load_twin, checkpoint, segment)
+            serving = await Stage.serve(presence, twin, hardware)
+        folder = presence.config.home / "training" / presence.swarm.id.hex()[:16]
+        keeper = Keeper(presence.network, presence.hello, presence.link_config, folder)
+        training = TrainingStage(
+            presence.network, presence.hello, presence.link_config, segment, keeper, threads=hardware.config.threads
+        )
+        crew = Crew(presence.directory, training, checkpoint.units)
+        await training.start()
+        crew.start()
+        return cls(training, crew, keeper, serving)
+
+    def figures(self) -> Mapping[str, Any]:
+        """What the announcement says of this stage."""
+        own = {"training_step": self._training.step}
+        return own if self._serving is None else {**self._serving.figures(), **own}
+
+    async def drain(self, timeout_s: float) -> None:
+        """Hand the conductor's role on, and let the sessions move to other peers."""
+        await self._crew.close()
+        if self._serving is not None:
+            await self._serving.drain(timeout_s)
+
+    async def close(self) -> None:
+        """Keep the step that is reached, and free everything."""
+        await self._crew.close()
+        await self._training.close()
+        await self._keeper.close()
+        if self._serving is not None:
+            await self._serving.close()
+
+
+def load(checkpoint: Checkpoint, units: Span, hardware: Hardware) -> Segment:
+    """The units, ready to be trained. Raises CheckpointError, LocalError."""
+    device = hardware.device.torch_device
+    if isinstance(checkpoint, GraphCheckpoint):
+        return load_graph_segment(checkpoint.path, units.start, units.end, device=device)
+    return load_segment(checkpoint, units.start, units.end, device=device)
