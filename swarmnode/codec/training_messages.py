@@ -60,7 +60,7 @@ LeaseNumber = Annotated[int, Meta(ge=0, le=MAX_LEASE)]
 Norm = Annotated[float, Meta(ge=0, le=MAX_NORM)]
 Peer = Annotated[str, Meta(min_length=1, max_length=MAX_PEER_CHARS)]
 Term = Annotated[int, Meta(ge=0, le=MAX_TERM)]
-Number = float  # losses and squares, where NaN and infinity tell something
+Number = Annotated[float, Meta(description="losses and squares: NaN and infinity tell something")]
 Route = Annotated[tuple[HopSpec, ...], Meta(min_length=1, max_length=MAX_ROUTE_HOPS)]
 Values = Annotated[tuple[TensorInfo, ...], Meta(max_length=MAX_VALUES)]
 

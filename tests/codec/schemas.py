@@ -1,7 +1,12 @@
-"""JSON Schema of the msgpack structures, from the types that decode them. Bytes are written as lower-case hex."""
+"""JSON Schema of the msgpack structures, from the types that decode them. Bytes are written as lower-case hex.
+
+`python -m tests.codec.schemas` writes them anew, after a field was added.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ from msgspec import inspect as types
 from swarmnode.codec.messages import BODIES, HopSpec, Sampling
 from swarmnode.codec.state_messages import StateEntry
 from swarmnode.codec.tensors import TensorInfo
+from swarmnode.codec.training_messages import Counted, Group, MemberSpec
 from swarmnode.swarm.announcement import Announcement
 from swarmnode.swarm.content import FileContent
 from swarmnode.swarm.invite import Invite
@@ -23,6 +29,9 @@ NAMES: dict[type[msgspec.Struct], str] = {
     HopSpec: "hop",
     Sampling: "sampling",
     StateEntry: "state_entry",
+    Counted: "counted",
+    MemberSpec: "member",
+    Group: "group",
     TensorInfo: "tensor",
     Announcement: "announcement",
     Manifest: "manifest",
@@ -73,6 +82,8 @@ def _schema(info: types.Type) -> dict[str, Any]:
         return {"type": "string", "pattern": "^([0-9a-f]{2})*$", **_lengths(info, "Length", factor=2)}
     if isinstance(info, types.StrType):
         return {"type": "string", **_lengths(info, "Length")}
+    if isinstance(info, types.Metadata):  # a float that may be anything
+        return {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
     if isinstance(info, types.IntType | types.FloatType):
         return {"type": "integer" if isinstance(info, types.IntType) else "number", **_bounds(info)}
     return {"type": {types.BoolType: "boolean", types.NoneType: "null"}[type(info)]}
@@ -89,13 +100,20 @@ def _lengths(info: Any, what: str, factor: int = 1) -> dict[str, int]:
 
 
 def plain(value: Any) -> Any:
-    """A decoded structure as JSON knows it: arrays, and bytes in hex."""
+    """A decoded structure as JSON knows it: arrays, bytes in hex, and texts for numbers that are not finite."""
     if isinstance(value, msgspec.Struct):
         value = msgspec.to_builtins(value, builtin_types=(bytes,))
     if isinstance(value, bytes):
         return value.hex()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
         return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return value
+
+
+if __name__ == "__main__":
+    for struct, name in NAMES.items():
+        (FOLDER / f"{name}.json").write_text(json.dumps(schema_of(struct), indent=2) + "\n")

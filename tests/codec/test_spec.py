@@ -15,13 +15,13 @@ import pytest
 from msgspec import NODEFAULT
 from msgspec import inspect as types
 
-from swarmnode.codec import body, frames, messages, state_messages, tensors
+from swarmnode.codec import body, frames, messages, state_messages, tensors, training_messages
 from swarmnode.errors import ERROR_TEXT, ErrorCode
 from swarmnode.swarm import announcement, content, invite, manifest, shards
 from tests.codec.schemas import NAMES, plain
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
-MODULES = (body, frames, messages, state_messages, tensors, announcement, content, invite, manifest, shards)
+MODULES = (body, frames, messages, state_messages, training_messages, tensors, announcement, content, invite, manifest, shards)
 Row = dict[str, str]
 
 
@@ -61,6 +61,7 @@ def table(file: str, heading: str) -> list[Row]:
         ("frames", "Kinds", frames.Kind),
         ("frames", "Modes", messages.Mode),
         ("frames", "Wants", messages.Want),
+        ("frames", "Conditions", training_messages.Condition),
         ("tensors", "Codecs", tensors.Codec),
         ("tensors", "Dtypes", tensors.DType),
         ("records", "States", announcement.State),
@@ -143,7 +144,9 @@ def test_limits_are_the_ones_of_the_code() -> None:
     written = {name: number(value) for name, value in written_limits().items()}
     defined = {name: value for module in MODULES for name, value in constants(module).items()}
     imported = {
-        f"{module}.{name.split('.')[1]}" for module in ("messages", "state_messages") for name in constants(body)
+        f"{module}.{name.split('.')[1]}"
+        for module in ("messages", "state_messages", "training_messages")
+        for name in constants(body)
     }
     imported |= {"body.MAX_SEQ", "messages.MAX_SEQ", "manifest.MAX_FILE_BYTES"}
     assert written == {name: value for name, value in defined.items() if name not in imported}
@@ -172,6 +175,8 @@ def test_fields(name: str) -> None:
 
 
 def type_text(info: types.Type) -> str:
+    if isinstance(info, types.Metadata):
+        return type_text(info.type)
     if isinstance(info, types.StructType):
         return NAMES[info.cls].upper()
     if isinstance(info, types.UnionType):
@@ -199,6 +204,8 @@ def limits_text(info: types.Type) -> str:
         return _lengths(info, "") + (f" of {items}" if items != "-" else "")
     if isinstance(info, types.BytesType | types.StrType):
         return _lengths(info, " bytes" if isinstance(info, types.BytesType) else " characters")
+    if isinstance(info, types.Metadata):
+        return "any"
     if isinstance(info, types.FloatType):
         return f"over 0 to {info.le:g}" if info.gt is not None else f"{info.ge:g}..{info.le:g}"
     if isinstance(info, types.IntType):
