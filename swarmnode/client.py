@@ -27,8 +27,9 @@ from swarmnode.roles.client import SESSION_PROTOCOL, ClientSession, SessionSpec
 from swarmnode.roles.generation import GenerateOptions, Generation, RingStream
 from swarmnode.roles.router import DirectoryRouter
 from swarmnode.swarm.announcement import State
+from swarmnode.swarm.content import has_tokenizer
 from swarmnode.swarm.swarmfile import Swarm, load_swarm
-from swarmnode.tokenizer import Tokenizer, has_tokenizer, stop_ids, vocabulary_size
+from swarmnode.tokenizer import Tokenizer, stop_ids, vocabulary_size
 
 if TYPE_CHECKING:
     from swarmnode.roles.causal_lm import RemoteCausalLM

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from swarmnode.errors import CheckpointError
-
-FILES = frozenset({"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"})
-
-
-def has_tokenizer(names: Iterable[str]) -> bool:
-    """Whether a checkpoint with these files has a tokenizer."""
-    return not FILES.isdisjoint(names)
 
 
 class Tokenizer:
@@ -34,6 +27,16 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects."""
         return list(self._tokenizer(text)["input_ids"])
+
+    def encode_document(self, text: str) -> list[int]:
+        """Token ids of a text of any length, without special tokens."""
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    @property
+    def separator(self) -> int | None:
+        """The token between two documents: the end of text, where there is one."""
+        token: int | None = self._tokenizer.eos_token_id
+        return token
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of generated tokens, without special tokens."""

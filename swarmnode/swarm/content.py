@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,28 +22,24 @@ CHUNK_BYTES = 1 << 20
 HASH_BYTES = 32
 MAX_NAME_CHARS = 128
 MAX_FILE_BYTES = 1 << 44  # 16 TiB
+CONFIG_NAME = "config.json"
+GRAPH_NAME = "graph.json"
 INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_SUFFIX = ".safetensors"
 
-SMALL_NAMES = frozenset(
-    {
-        "config.json",
-        "generation_config.json",
-        INDEX_NAME,
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "tokenizer.model",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "vocab.txt",
-        "merges.txt",
-        "spiece.model",
-        "sentencepiece.bpe.model",
-        "chat_template.jinja",
-        "chat_template.json",
-    }
-)
+VOCABULARY_NAMES = frozenset({"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"})
+"""A checkpoint with one of these has a tokenizer."""
+
+TOKENIZER_NAMES = VOCABULARY_NAMES | {
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+}
+SMALL_NAMES = TOKENIZER_NAMES | {CONFIG_NAME, GRAPH_NAME, INDEX_NAME, "generation_config.json"}
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 Progress = Callable[[int, int], None]
@@ -71,6 +67,11 @@ def is_weights(name: str) -> bool:
     return name.endswith(WEIGHTS_SUFFIX)
 
 
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Whether a checkpoint with these files has a tokenizer."""
+    return not VOCABULARY_NAMES.isdisjoint(names)
+
+
 def is_allowed_name(name: str) -> bool:
     """Whether a file of this name may be part of a checkpoint: plain, bounded, and of a kind that cannot carry code."""
     if len(name) > MAX_NAME_CHARS or not _PLAIN_NAME.fullmatch(name):
@@ -82,8 +83,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """The files of a checkpoint folder that matter, sorted by name. Raises CheckpointError where it is not one."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder with a checkpoint")
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} has no config.json; a checkpoint folder of transformers has one")
+    if not (folder / CONFIG_NAME).is_file() and not (folder / GRAPH_NAME).is_file():
+        raise CheckpointError(f"{folder} has no {CONFIG_NAME}; a checkpoint folder of transformers has one")
     names = {name for name in SMALL_NAMES if (folder / name).is_file()} | _weight_names(folder)
     for name in names:
         if not is_allowed_name(name):

@@ -22,18 +22,21 @@ MAX_NAME_CHARS = 64
 MAX_UNITS = 4096
 MAX_HIDDEN = 1 << 20
 CAUSAL_LM = "causal_lm"
+GRAPH = "graph"
 SERVE = "serve"
+TRAIN = "train"
 OPEN = "open"
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
     """The model in the few numbers that peers need before they hold its config.
 
-    `units` counts the embedding, every block and the head; `hidden` is the width of what travels between them.
-    `hub_id` names the checkpoint on the Hugging Face hub, where it is there, at commit `revision`.
+    Of a language model, `units` counts the embedding, every block and the head, and `hidden` is the width of what travels
+    between them; of a graph, `units` are its own and `hidden` is 0. `hub_id` names the checkpoint on the Hugging Face hub,
+    where it is there, at commit `revision`.
     """
 
-    family: str  # transformers' model_type
+    family: str  # transformers' model_type; for a graph what its founder calls it
     units: int
     hidden: int
     hub_id: str | None = None
@@ -115,12 +118,15 @@ def _check(manifest: Manifest) -> None:
     """Bounds on everything that a reader will allocate by, open or print."""
     model = manifest.model
     names = [file.name for file in manifest.files]
+    is_graph = manifest.kind == GRAPH
     rules = {
         "a name": 0 < len(manifest.name) <= MAX_NAME_CHARS and manifest.name.isprintable(),
-        "a kind that this version knows (causal_lm)": manifest.kind == CAUSAL_LM,
+        "a kind that this version knows (causal_lm, graph)": manifest.kind in (CAUSAL_LM, GRAPH),
+        "a mode that this version knows (serve, train)": manifest.mode in (SERVE, TRAIN),
+        "the mode train for a graph": not is_graph or manifest.mode == TRAIN,
         "a model family": 0 < len(model.family) <= MAX_NAME_CHARS and model.family.isprintable(),
-        "a sane number of units": 2 < model.units <= MAX_UNITS,
-        "a sane width": 0 < model.hidden <= MAX_HIDDEN,
+        "a sane number of units": (1 if is_graph else 3) <= model.units <= MAX_UNITS,
+        "a sane width": (0 if is_graph else 1) <= model.hidden <= MAX_HIDDEN,
         "chunks of 1 MiB": manifest.chunk_bytes == CHUNK_BYTES,
         "a bounded list of files": 0 < len(names) <= MAX_FILES,
         "each file once": len(set(names)) == len(names),

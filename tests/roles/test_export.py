@@ -79,8 +79,8 @@ class World:
         named = {name: t.clone() for stage in self.stages for b in stage.blocks for name, t in stage.state(b).items()}
         return {name.removeprefix("parameter/"): t for name, t in named.items() if name.startswith("parameter/")}
 
-    async def export(self, out: Path) -> int:
-        return await asyncio.wait_for(export(self.presence, out), 20)
+    async def export(self, out: Path, *, force: bool = False) -> int:
+        return await asyncio.wait_for(export(self.presence, out, force=force, patience_s=0.1), 20)
 
     async def close(self) -> None:
         for thing in (*self.servers, *self.peers.values()):
@@ -92,7 +92,6 @@ class World:
 @pytest_asyncio.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr("swarmnode.roles.training.export.AGAIN_S", 0.01)
-    monkeypatch.setattr("swarmnode.roles.training.export.PATIENCE_S", 0.1)
     world = World(tmp_path)
     for stage in (0, 1):
         await world.start(stage)

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.swarm.content import FileContent
 from swarmnode.swarm.manifest import (
+    GRAPH,
     MAX_MANIFEST_BYTES,
+    TRAIN,
     Manifest,
     ModelInfo,
     decode_manifest,
@@ -38,6 +40,16 @@ def test_round_trip_and_id():
     assert decode_manifest(raw).file("nope") is None
 
 
+def test_a_graph_has_units_of_its_own_and_no_width():
+    manifest = make_manifest(
+        model=ModelInfo("resnet", units=1, hidden=0),
+        files=(FileContent("graph.json", 20, bytes(32)), FileContent("model.safetensors", 9_000_000, b"r" * 32)),
+        kind=GRAPH,
+        mode=TRAIN,
+    )
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+
+
 def test_unknown_fields_are_ignored_and_missing_ones_take_defaults():
     fields = msgspec.msgpack.decode(encode_manifest(make_manifest()))
     del fields["mode"], fields["owner"]
@@ -53,6 +65,9 @@ def test_unknown_fields_are_ignored_and_missing_ones_take_defaults():
         {"name": "x" * 65},
         {"name": "a\x1b[2J"},
         {"kind": "diffusion"},
+        {"mode": "mine"},
+        {"kind": GRAPH},
+        {"kind": GRAPH, "mode": TRAIN, "model": ModelInfo("resnet", units=0, hidden=0)},
         {"model": ModelInfo("llama", units=1, hidden=64)},
         {"model": ModelInfo("llama", units=10**6, hidden=64)},
         {"model": ModelInfo("llama", units=6, hidden=0)},

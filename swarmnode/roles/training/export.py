@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from torch import Tensor
+
 from swarmnode.codec.state_messages import StateEntry
 from swarmnode.compute.training.gather import gather, write_language_model, write_module
-from swarmnode.errors import ErrorCode, LocalError, PeerRefused, ProtocolError, UsageError
+from swarmnode.errors import ErrorCode, PeerRefused, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Switchboard
 from swarmnode.presence import Presence
@@ -18,6 +20,7 @@ from swarmnode.roles.training.states import Listing, choose, fetch_states, state
 from swarmnode.roles.weights import Weights
 from swarmnode.swarm.content import Progress
 from swarmnode.swarm.manifest import CAUSAL_LM
+from swarmnode.swarm.new_folder import check_free, new_folder
 from swarmnode.swarm.run import Run, decode_run
 from swarmnode.swarm.states import SHARED, StateStore
 
@@ -25,16 +28,24 @@ AGAIN_S = 1.0
 PATIENCE_S = 30.0  # for peers to turn up who have all units
 
 
-async def export(presence: Presence, out: Path, progress: Progress | None = None) -> int:
+async def export(
+    presence: Presence,
+    out: Path,
+    progress: Progress | None = None,
+    *,
+    force: bool = False,
+    patience_s: float = PATIENCE_S,
+) -> int:
     """Write the trained model into the folder `out`, which appears when all of it is there; the step that it is of.
 
     For a language model it is what `from_pretrained` reads, else safetensors for `load_state_dict`. Raises UsageError
-    where there is something at `out`, PeerRefused where the peers do not have all units, LocalError.
+    where there is something at `out` (`force`: something else than a checkpoint), PeerRefused where the peers do not have
+    all units after `patience_s`, LocalError.
     """
-    check_out(out)
+    check_free(out, force=force)
     board = state_board(presence.network, presence.hello, presence.link_config)
     try:
-        run, blocks, newest = await _look(presence, board)
+        run, blocks, newest = await _look(presence, board, patience_s)
         root = presence.config.home / "exports" / presence.swarm.id.hex()[:16]
         store = StateStore(root, run, keep=1)
         try:
@@ -42,7 +53,7 @@ async def export(presence: Presence, out: Path, progress: Progress | None = None
                 board, lambda: _others(presence), blocks, into=store, at_least=newest, progress=progress
             )
             files = [store.path(step, block, verify=False) for block in blocks]  # each chunk was checked on its way
-            await _write(presence, files, out)
+            await _write(presence, files, out, force)
             shutil.rmtree(store.folder, ignore_errors=True)
         finally:
             store.close()
@@ -51,23 +62,15 @@ async def export(presence: Presence, out: Path, progress: Progress | None = None
     return step
 
 
-def check_out(out: Path) -> None:
-    """Raises UsageError unless `out` is free, or an empty folder."""
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if out.exists() or out.is_symlink():
-        raise UsageError(f"{out} is there already; name a folder that does not exist yet")
-
-
 def _others(presence: Presence) -> list[PeerId]:
     return [peer for peer in presence.directory.peers() if peer != presence.peer_id]
 
 
-async def _look(presence: Presence, board: Switchboard) -> tuple[Run, tuple[int, ...], int]:
+async def _look(presence: Presence, board: Switchboard, patience_s: float) -> tuple[Run, tuple[int, ...], int]:
     """The run, all blocks of the model, and the newest step that the peers have of them."""
     assert presence.swarm.manifest is not None
     units = tuple(range(presence.swarm.manifest.model.units))
-    deadline_s = asyncio.get_running_loop().time() + PATIENCE_S
+    deadline_s = asyncio.get_running_loop().time() + patience_s
     while True:
         listings = await survey(board, _others(presence))
         found = _of_one_run(listings)
@@ -112,29 +115,20 @@ def _lack(units: Sequence[int], listings: Mapping[PeerId, Listing]) -> str:
     return "the peers have no step of all units together yet; try again after the next checkpoint of the training"
 
 
-async def _write(presence: Presence, files: Sequence[Path], out: Path) -> None:
+async def _write(presence: Presence, files: Sequence[Path], out: Path, force: bool) -> None:
     assert presence.swarm.manifest is not None
     language = presence.swarm.manifest.kind == CAUSAL_LM
     weights = Weights(presence)
     try:
         founded = await (weights.small_files() if language else weights.everything())
-        await asyncio.to_thread(_write_beside, language, files, founded, out)
+        await asyncio.to_thread(write_checkpoint, language, gather(files), founded, out, force=force)
     finally:
         await weights.close()
 
 
-def _write_beside(language: bool, files: Sequence[Path], founded: Path, out: Path) -> None:
-    """Write into another folder, then rename it: nobody sees half a checkpoint."""
-    partial = out.parent / f".{out.name}.partial"
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        (write_language_model if language else write_module)(gather(files), founded, partial)
-        check_out(out)
-        partial.replace(out)
-    except OSError as error:
-        raise LocalError(
-            f"cannot write {out}: {error.strerror or error}; free disk space or name another place"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+def write_checkpoint(
+    language: bool, tensors: Mapping[str, Tensor], founded: Path, out: Path, *, force: bool = False
+) -> None:
+    """Write trained tensors into `out`; `founded` has what the swarm was founded with. Raises UsageError, LocalError."""
+    with new_folder(out, force=force) as folder:
+        (write_language_model if language else write_module)(tensors, founded, folder)

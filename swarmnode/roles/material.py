@@ -1,0 +1,126 @@
+"""What a swarm can be founded on: a checkpoint, the fresh weights of a config, or a module that was made a graph."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarmnode.compute.checkpoint import Checkpoint
+from swarmnode.compute.hub import HubCheckpoint, open_checkpoint
+from swarmnode.errors import UsageError
+from swarmnode.swarm.content import CONFIG_NAME, TOKENIZER_NAMES, checkpoint_files, has_tokenizer
+from swarmnode.swarm.manifest import CAUSAL_LM, GRAPH, MAX_NAME_CHARS, MAX_UNITS, ModelInfo
+from swarmnode.swarm.new_folder import new_folder
+
+BYTES = 256
+
+
+@dataclass(frozen=True)
+class Material:
+    """A folder with the weights, which of its files count, and the model in a few numbers.
+
+    `vocabulary`: of a language model, where its config tells. `remarks` are for the founder.
+    """
+
+    folder: Path
+    files: tuple[Path, ...]
+    kind: str
+    model: ModelInfo
+    vocabulary: int | None = None
+    remarks: tuple[str, ...] = ()
+
+
+def from_checkpoint(model: str, *, byte_level: bool = False) -> Material:
+    """A local folder, or a hub id, which is downloaded. `byte_level` leaves its tokenizer out.
+
+    Raises CheckpointError where the checkpoint is damaged or its family cannot be split.
+    """
+    from swarmnode.compute.selfcheck import check_family
+
+    checkpoint = _whole_checkpoint(model)
+    check_family(checkpoint.family)
+    folder = Path(checkpoint.path)
+    files = checkpoint_files(folder)
+    return Material(
+        folder=folder,
+        files=tuple(file for file in files if not (byte_level and file.name in TOKENIZER_NAMES)),
+        kind=CAUSAL_LM,
+        model=ModelInfo(
+            family=checkpoint.config.model_type,
+            units=checkpoint.units,
+            hidden=checkpoint.config.hidden_size,
+            hub_id=model if isinstance(checkpoint, HubCheckpoint) else None,
+            revision=getattr(checkpoint, "revision", None),
+        ),
+        vocabulary=getattr(checkpoint.config, "vocab_size", None),
+    )
+
+
+def from_config(config: Path, out: Path, *, seed: int = 0, byte_level: bool = False, force: bool = False) -> Material:
+    """Fresh weights for a transformers config (a folder, or its config.json), written into the folder `out` beside it all.
+
+    Raises UsageError where there is no config, CheckpointError where its family cannot be split, LocalError.
+    """
+    from swarmnode.compute.fresh import write_fresh_model
+
+    folder = config.parent if config.name == CONFIG_NAME else config
+    if not (folder / CONFIG_NAME).is_file():
+        raise UsageError(f"{folder} has no {CONFIG_NAME}; give a folder with the config of a transformers model")
+    with new_folder(out, force=force) as partial:
+        write_fresh_model(folder, partial, seed)
+        for name in () if byte_level else TOKENIZER_NAMES:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, partial / name)
+    return from_checkpoint(str(out))
+
+
+def from_module(spec: str, out: Path, *, units: int | None = None, force: bool = False) -> Material:
+    """A factory "package.module:function" or an exported program "file.pt2", written as a graph into the folder `out`.
+
+    `units` is about how many units to cut it into. Raises UsageError where it cannot be exported, with operator and line.
+    """
+    from swarmnode.compute.graph.partition import UNITS, partition
+    from swarmnode.compute.graph.reader import Exported
+    from swarmnode.compute.graph.serialise import write_graph
+    from swarmnode.compute.graph.source import export_source
+
+    if units is not None and not 1 <= units <= MAX_UNITS:
+        raise UsageError(f"--units {units}: a model can be cut into 1 to {MAX_UNITS} units")
+    exported = export_source(spec)
+    cut = partition(exported.graph, units or UNITS)
+    with new_folder(out, force=force) as partial:
+        write_graph(Exported(cut.graph, exported.weights), partial)
+    return Material(
+        folder=out,
+        files=tuple(checkpoint_files(out)),
+        kind=GRAPH,
+        model=ModelInfo(family=_short_name(spec), units=cut.graph.units, hidden=0),
+        remarks=cut.remarks,
+    )
+
+
+def check_vocabulary(material: Material) -> None:
+    """Raises UsageError where bytes are to be tokens of a language model whose vocabulary has not got that many."""
+    size = material.vocabulary
+    if size is not None and size < BYTES and not has_tokenizer(file.name for file in material.files):
+        raise UsageError(
+            f"without a tokenizer each byte of the text is a token, so the model needs a vocabulary of at least {BYTES}; "
+            f"this one has {size}: raise vocab_size, or put a tokenizer into the folder"
+        )
+
+
+def _short_name(spec: str) -> str:
+    """What to call a module: its factory's name, or its file's."""
+    name = spec.rpartition(":")[2] if ":" in spec else Path(spec).stem
+    return "".join(filter(str.isprintable, name))[:MAX_NAME_CHARS] or "graph"
+
+
+def _whole_checkpoint(model: str) -> Checkpoint:
+    """The checkpoint with all its files on this machine. Raises UsageError where `model` is neither a folder nor a hub id."""
+    if not Path(model).expanduser().is_dir() and (model.count("/") != 1 or model.startswith(("/", ".", "~"))):
+        raise UsageError(f"{model}: no such folder (and a hub id has the form organisation/model)")
+    checkpoint = open_checkpoint(model)
+    if isinstance(checkpoint, HubCheckpoint):
+        checkpoint.open_slices(checkpoint.tensor_names)  # fetches every shard, with a progress bar
+    return checkpoint
