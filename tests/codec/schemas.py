@@ -22,6 +22,7 @@ from swarmnode.swarm.announcement import Announcement
 from swarmnode.swarm.content import FileContent
 from swarmnode.swarm.invite import Invite
 from swarmnode.swarm.manifest import Manifest, ModelInfo
+from swarmnode.swarm.run import Averaging, Run
 
 FOLDER = Path(__file__).parents[2] / "protocol" / "schema"
 NAMES: dict[type[msgspec.Struct], str] = {
@@ -37,6 +38,8 @@ NAMES: dict[type[msgspec.Struct], str] = {
     Manifest: "manifest",
     ModelInfo: "model",
     FileContent: "file",
+    Run: "run",
+    Averaging: "averaging",
     Invite: "invite",
 }
 

@@ -17,11 +17,14 @@ from msgspec import inspect as types
 
 from swarmnode.codec import body, frames, messages, state_messages, tensors, training_messages
 from swarmnode.errors import ERROR_TEXT, ErrorCode
-from swarmnode.swarm import announcement, content, invite, manifest, shards
+from swarmnode.swarm import announcement, content, invite, manifest, run, shards
 from tests.codec.schemas import NAMES, plain
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
-MODULES = (body, frames, messages, state_messages, training_messages, tensors, announcement, content, invite, manifest, shards)
+MODULES = (
+    *(body, frames, messages, state_messages, training_messages, tensors),
+    *(announcement, content, invite, manifest, run, shards),
+)
 Row = dict[str, str]
 
 
@@ -61,7 +64,7 @@ def table(file: str, heading: str) -> list[Row]:
         ("frames", "Kinds", frames.Kind),
         ("frames", "Modes", messages.Mode),
         ("frames", "Wants", messages.Want),
-        ("frames", "Conditions", training_messages.Condition),
+        ("training", "Conditions", training_messages.Condition),
         ("tensors", "Codecs", tensors.Codec),
         ("tensors", "Dtypes", tensors.DType),
         ("records", "States", announcement.State),
@@ -148,18 +151,22 @@ def test_limits_are_the_ones_of_the_code() -> None:
         for module in ("messages", "state_messages", "training_messages")
         for name in constants(body)
     }
-    imported |= {"body.MAX_SEQ", "messages.MAX_SEQ", "manifest.MAX_FILE_BYTES"}
+    imported |= {"body.MAX_SEQ", "messages.MAX_SEQ", "manifest.MAX_FILE_BYTES", "run.MAX_RUN_BYTES"}
     assert written == {name: value for name, value in defined.items() if name not in imported}
 
 
 # -- fields ------------------------------------------------------------------------------------------------------------
 
 STRUCTS = {name: struct for struct, name in NAMES.items()}
+PARTS = (training_messages.Counted, training_messages.Group, training_messages.MemberSpec)
 PAGES = {
     **dict.fromkeys(("announcement", "manifest", "model", "file"), "records"),
+    **{NAMES[body]: "training" for body in (*training_messages.TRAINING_BODIES.values(), *PARTS) if body in NAMES},
+    **dict.fromkeys(("run", "averaging"), "training"),
     "tensor": "tensors",
     "invite": "invites",
 }
+CHECKED_ELSEWHERE = {"announcement", "manifest", "model", "file", "tensor", "invite", "run", "averaging"}
 
 
 @pytest.mark.parametrize("name", STRUCTS)
@@ -170,7 +177,7 @@ def test_fields(name: str) -> None:
     assert [row["field"] for row in rows] == [field.name for field in info.fields]
     assert [row["type"] for row in rows] == [type_text(field.type) for field in info.fields]
     assert [row["default"] for row in rows] == [default_text(field) for field in info.fields]
-    if name not in PAGES:
+    if name not in CHECKED_ELSEWHERE:
         assert [row["limits"] for row in rows] == [limits_text(field.type) for field in info.fields]
 
 
