@@ -199,7 +199,8 @@ class Node:
             seeder.add_folder(presence.swarm.checkpoint)
         self._stage = await _kind_of_stage(hardware).load(presence, checkpoint, hardware, span)
         presence.directory.announce(state=State.READY, seeds=seeder.units, **self._stage.figures())
-        self._tell("ready", f"{'Training' if hardware.trains else 'Serving'} units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
+        doing = "Training" if hardware.trains else "Serving"
+        self._tell("ready", f"{doing} units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
 
     def _show_progress(self) -> Progress:
         """Tells of every tenth of a download, and of a slow one now and then."""

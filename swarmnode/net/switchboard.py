@@ -159,7 +159,7 @@ class Switchboard:
         # Shielded: one caller giving up must not end the dialling that another waits for.
         task = self._dialing.get(peer)
         if task is None:
-            task = self._dialing[peer] = self._tasks.spawn(self._connect(peer), f"dial {peer}")
+            task = self._dialing[peer] = self._tasks.spawn(self._connect(peer), f"dial {peer}", awaited=True)
             task.add_done_callback(lambda _task: self._dialing.pop(peer, None))
         try:
             return await asyncio.shield(task)

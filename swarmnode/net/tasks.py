@@ -29,14 +29,14 @@ class Tasks:
         """How many are running."""
         return len(self._tasks)
 
-    def spawn(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Run a coroutine in the background. Raises RuntimeError after `close`."""
+    def spawn(self, coroutine: Coroutine[Any, Any, T], name: str, *, awaited: bool = False) -> asyncio.Task[T]:
+        """Run a coroutine in the background; `awaited`: others wait for it and hear of its errors. Raises RuntimeError after `close`."""
         if self._closed:
             coroutine.close()
             raise RuntimeError(f"{self.name} is closed: cannot start {name}")
         task = asyncio.get_running_loop().create_task(coroutine, name=f"{self.name}: {name}")
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._tasks.discard if awaited else self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:

@@ -18,13 +18,11 @@ import itertools
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
 from enum import Enum
 
 from swarmnode.codec.frames import Frame, Kind
-from swarmnode.codec.messages import Body, End, Error, HopSpec
+from swarmnode.codec.messages import Body, End, Error
 from swarmnode.codec.training_messages import (
     Begin,
     Commit,
@@ -34,11 +32,9 @@ from swarmnode.codec.training_messages import (
     Done,
     Failed,
     Group,
-    Lease,
     MemberSpec,
     Reduce,
     Reduced,
-    Release,
     Restore,
     Status,
     StepReport,
@@ -54,8 +50,8 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.plan.ledger import Ledger
 from swarmnode.plan.muster import Muster, muster
 from swarmnode.plan.view import Span
-from swarmnode.plan.wiring import wire
-from swarmnode.roles.training.grants import Grant, Grants
+from swarmnode.roles.training.audience import Audience, TrainerLine
+from swarmnode.roles.training.dispatcher import Dispatcher
 from swarmnode.roles.training.member import Line, Member, Standing
 from swarmnode.roles.training.status import masks_of
 from swarmnode.swarm.run import Run, decode_run, encode_run
@@ -63,9 +59,7 @@ from swarmnode.swarm.run import Run, decode_run, encode_run
 log = logging.getLogger(__name__)
 
 ROLL_BACK_AFTER_S = 3.0  # units are missing that long before steps on disk count: a peer may only have been slow
-TELL_MISSING_S = 1.0
-HISTORY_STEPS = 1024
-LEASE_BITS = 32  # leases of one term
+LOOK_S = 1.0
 
 Dial = Callable[[PeerId, Callable[[Frame, Body], None], Callable[[PeerError], None]], Awaitable[Line]]
 
@@ -75,15 +69,6 @@ class Phase(Enum):
     STEPPING = "stepping"
     REDUCING = "reducing"
     OVER = "over"
-
-
-@dataclass(eq=False)
-class TrainerLine:
-    """A trainer at work."""
-
-    channel: Channel
-    want: int
-    leases: set[int] = field(default_factory=set)
 
 
 class Conductor:
@@ -100,7 +85,6 @@ class Conductor:
     ) -> None:
         self.term = term
         self.run: Run | None = None
-        self._wanted: Run | None = None  # what a trainer offers
         self.step = 0
         self.phase = Phase.MUSTERING
         self._units = units
@@ -109,21 +93,18 @@ class Conductor:
         self._clock = clock
         self._members: dict[PeerId, Member] = {}
         self._dialing: set[PeerId] = set()
-        self._trainers: dict[Channel, TrainerLine] = {}
+        self._audience = Audience()
+        self._dispatcher = Dispatcher(term, units, self._members, self._audience)
         self._ledger = Ledger(0, units, 0)
         self._losses: dict[int, float] = {}
-        self._grants = Grants()
-        self._numbers = itertools.count()
         self._attempts = itertools.count()
         self._attempt = -1
         self._groups: list[Group] = []
         self._squares: dict[int, float] = {}
         self._reducing: set[PeerId] = set()
-        self._history: deque[StepReport] = deque(maxlen=HISTORY_STEPS)
         self._began_at_s = clock()  # of the step
         self._missing_since_s: float | None = None
         self._missing: tuple[int, ...] = ()
-        self._stopped: Stopped | None = None
         self._tasks = Tasks("conductor")
 
     def __repr__(self) -> str:
@@ -136,15 +117,15 @@ class Conductor:
     async def close(self) -> None:
         """Let go of everybody; the next conductor will ask them."""
         await self._tasks.close()
-        for line in [*(member.line for member in self._members.values()), *self._trainers]:
+        for line in [*(member.line for member in self._members.values()), *(line.channel for line in self._audience)]:
             line.close()
 
     async def _tick(self) -> None:
         """What only time brings about: steps on disk that begin to count, and news for those who wait."""
         while True:
-            await asyncio.sleep(TELL_MISSING_S)
+            await asyncio.sleep(LOOK_S)
             if self._missing:
-                self._tell(StepReport(self.step, missing=self._missing))
+                self._audience.tell(StepReport(self.step, missing=self._missing))
             self._advance()
 
     # -- stages come and go
@@ -166,21 +147,18 @@ class Conductor:
             return
         finally:
             self._dialing.discard(peer)
-        self._members[peer] = Member(peer, line)
-        line.send(Conduct(self.term))
+        member = self._members[peer] = Member(peer, line)
+        member.send(Conduct(self.term))
 
     def _lose(self, peer: PeerId, error: PeerError | None = None) -> None:
         """A stage is gone with what it had counted."""
         member = self._members.pop(peer, None)
         if member is None:
             return
-        log.info("stage %s is lost: %s", peer, error)
+        log.info("stage %s is lost: %s", peer, error or "it let go")
         member.line.close()
         self._ledger.lose(peer)
-        self._grants.lose(peer)
-        for grant in self._grants:
-            if any(hop == peer for hop, _ in grant.route):
-                self._call_back(grant)
+        self._dispatcher.lose(peer)
         if self.phase is Phase.REDUCING and peer in self._reducing:
             self.phase = Phase.STEPPING
         self._advance()
@@ -194,7 +172,7 @@ class Conductor:
         elif isinstance(body, Reduced):
             self._hear_reduced(member, body)
         elif isinstance(body, Failed):
-            self._hear_failed(member, body)
+            self._hear_failed(body)
         elif isinstance(body, End | Error):
             self._lose(peer)
         self._advance()
@@ -206,7 +184,7 @@ class Conductor:
         first = member.status is None
         member.hear(status)
         if status.answers == Kind.RELEASE:
-            self._grants.released(member.releases.popleft(), member.peer)
+            self._dispatcher.grants.released(member.releases.popleft(), member.peer)
             self._take_counts(member, status, keep=True)
         elif first:
             self._admit(member)
@@ -216,6 +194,11 @@ class Conductor:
                 self._ledger.report(member.peer, member.span, {})
             if status.answers == Kind.DISCARD:
                 self._take_counts(member, status, keep=False)
+        elif status.answers in (Kind.BEGIN, Kind.RESTORE):
+            log.warning("stage %s could not come to step %d", member.peer, self.step)
+            self._muster_again()
+        elif status.answers == Kind.SYNC and status.condition != Condition.READY:
+            self._sync(member)
 
     def _is_here(self, status: Status) -> bool:
         """Whether a stage is ready for the step in force."""
@@ -229,15 +212,13 @@ class Conductor:
     def _take_counts(self, member: Member, status: Status, *, keep: bool) -> None:
         """What a stage has counted. `keep`: besides what is known already, which may be newer than what it said."""
         masks = masks_of(status.counted, self._ledger.everything)
-        if keep:
-            known = self._ledger.peers.get(member.peer)
-            if known is not None:
-                for unit, mask in known.masks.items():
-                    masks[unit] = masks.get(unit, 0) | mask
+        losses = zip(_bits(masks.get(self._units - 1, 0)), status.losses, strict=False)
+        self._losses.update(losses)
+        known = self._ledger.peers.get(member.peer)
+        if keep and known is not None:
+            for unit, mask in known.masks.items():
+                masks[unit] = masks.get(unit, 0) | mask
         self._ledger.report(member.peer, member.span, masks)
-        last = masks_of(status.counted, self._ledger.everything).get(self._units - 1, 0)
-        numbers = [number for number in range(last.bit_length()) if last >> number & 1]
-        self._losses.update(zip(numbers, status.losses, strict=False))
 
     def _admit(self, member: Member) -> None:
         """A stage has said what it holds, in the middle of a run."""
@@ -248,9 +229,9 @@ class Conductor:
         if self._is_here(status):
             member.standing = Standing.USABLE
             self._take_counts(member, status, keep=False)
-        elif status.condition == Condition.BLANK and self.step == 0 and not self._history:
+        elif status.condition == Condition.BLANK and self.step == 0 and not self._audience.history:
             member.standing = Standing.COMING
-            member.line.send(Begin(encode_run(self.run)))
+            member.send(Begin(encode_run(self.run)))
         else:
             self._sync(member)
 
@@ -260,7 +241,7 @@ class Conductor:
         member.standing = Standing.LISTENING
         member.listens_from = self.step + (self.phase is Phase.REDUCING)
         holders = tuple(other.peer for other in self._usable() if _overlap(other.span, member.span))
-        member.line.send(Sync(encode_run(self.run), member.listens_from, holders))
+        member.send(Sync(encode_run(self.run), member.listens_from, holders))
 
     def _usable(self) -> list[Member]:
         return [member for member in self._members.values() if member.standing is Standing.USABLE]
@@ -274,107 +255,49 @@ class Conductor:
         except ProtocolError:
             channel.close(Error(ErrorCode.MALFORMED))
             return
-        if self.run is not None and run != self.run and self.phase is not Phase.OVER:
-            channel.close(Error(ErrorCode.WRONG_RUN))
+        trainer = TrainerLine(channel, run, body.want)
+        if not self._accepts(trainer):
             return
-        trainer = self._trainers[channel] = TrainerLine(channel, body.want)
         channel.on_frame = lambda _frame, body: self._hear_trainer(trainer, body)
         channel.on_lost = lambda _error: self._lose_trainer(trainer)
-        self._offer(run)
-        for report in self._history:
-            if report.step >= body.since:
-                channel.send(report)
-        if self._stopped is not None:
-            channel.send(self._stopped)
+        if self._audience.stopped is not None and (run != self.run or self._audience.stopped.code):
+            self._begin_anew(run)
+        self._audience.add(trainer, body.since)
         self._advance()
 
-    def _offer(self, run: Run) -> None:
-        """Take up a run where there is none, where the last one is over, or where it had stopped at a bad step."""
-        if self.run is None:
-            self._wanted = run
-        elif run != self.run:
-            self.run, self._wanted = None, run
-            self._history.clear()
-            self._muster_again()
-        elif self._stopped is not None and self._stopped.code:
-            self._muster_again()
+    def _accepts(self, trainer: TrainerLine) -> bool:
+        """Whether a trainer's run is the one in force, or may become it."""
+        accepted = self.run is None or trainer.run == self.run or self.phase is Phase.OVER
+        if not accepted:
+            trainer.channel.close(Error(ErrorCode.WRONG_RUN))
+        return accepted
 
     def _hear_trainer(self, trainer: TrainerLine, body: Body) -> None:
         if isinstance(body, Done):
-            self._hear_done(trainer, body)
+            trainer.leases.discard(body.lease)
+            grant = self._dispatcher.done(body.lease)
+            if grant is not None:
+                for peer, span in grant.route:
+                    self._ledger.count(peer, span, grant.number)
+                self._losses[grant.number] = body.loss
         elif isinstance(body, Failed):
             trainer.leases.discard(body.lease)
-            grant = next((grant for grant in self._grants if grant.lease == body.lease), None)
-            if grant is not None and body.code == ErrorCode.NOT_FINITE:
-                self._stop(Stopped(self.step, body.code, body.unit))
-            elif grant is not None:
+            grant = next((grant for grant in self._dispatcher.grants if grant.lease == body.lease), None)
+            if grant is not None:
                 log.info("microbatch %d failed at %s: %s", grant.number, body.peer, ErrorCode(body.code).name)
-                self._call_back(grant)
+                self._dispatcher.call_back(grant)
         elif isinstance(body, End | Error):
             self._lose_trainer(trainer)
         self._advance()
 
-    def _hear_done(self, trainer: TrainerLine, body: Done) -> None:
-        trainer.leases.discard(body.lease)
-        grant = self._grants.done(body.lease)
-        if grant is None:
-            return  # called back before: the stages have said what they counted
-        self._book(grant, -1)
-        for peer, span in grant.route:
-            self._ledger.count(peer, span, grant.number)
-        self._losses[grant.number] = body.loss
-
     def _lose_trainer(self, trainer: TrainerLine) -> None:
-        if self._trainers.pop(trainer.channel, None) is None:
+        if not self._audience.remove(trainer.channel):
             return
         trainer.channel.close()
-        for grant in self._grants:
+        for grant in self._dispatcher.grants:
             if grant.lease in trainer.leases:
-                self._call_back(grant)
+                self._dispatcher.call_back(grant)
         self._advance()
-
-    def _tell(self, report: StepReport | Stopped) -> None:
-        for channel in self._trainers:
-            channel.send(report)
-
-    # -- leases
-
-    def _lease(self) -> None:
-        """Give every microbatch that is missing and free to a trainer with room, along the best route."""
-        busy = self._grants.numbers
-        workers = {member.peer: member.worker for member in self._usable()}
-        depth = len(wire(self._units, workers, [None] * self._units, in_flight=1 << 30) or ())
-        for number in self._ledger.missing():
-            trainer = min(self._trainers.values(), key=lambda trainer: len(trainer.leases), default=None)
-            if trainer is None or len(trainer.leases) >= trainer.want:
-                return
-            if number in busy:
-                continue
-            route = wire(self._units, workers, self._ledger.counters(number), in_flight=depth + 1)
-            if route is None:
-                return
-            grant = Grant((self.term << LEASE_BITS) + next(self._numbers), number, tuple(route), trainer.channel)
-            self._grants.add(grant)
-            self._book(grant, 1)
-            trainer.leases.add(grant.lease)
-            hops = tuple(HopSpec(peer, span.start, span.end) for peer, span in route)
-            trainer.channel.send(Lease(self.term, grant.lease, self.step, number, hops))
-
-    def _book(self, grant: Grant, sign: int) -> None:
-        for peer, span in grant.route:
-            member = self._members.get(peer)
-            if member is not None:
-                member.worker.booked_units += sign * span.units
-                member.worker.in_flight += sign
-
-    def _call_back(self, grant: Grant) -> None:
-        """Have the stages of the route forget a lease, and hear what they had counted by then."""
-        self._book(grant, -1)
-        members = [self._members[peer] for peer, _ in grant.route if peer in self._members]
-        self._grants.call_back(grant.lease, {member.peer for member in members})
-        for member in members:
-            member.releases.append(grant.lease)
-            member.line.send(Release((grant.lease,)))
 
     # -- what follows
 
@@ -394,9 +317,9 @@ class Conductor:
             member = self._members[peer]
             member.standing = Standing.COMING
             self._ledger.lose(peer)
-            member.line.send(Discard())
-        self._lease()
-        if self._ledger.complete() and not len(self._grants):
+            member.send(Discard())
+        self._dispatcher.dispatch(self._ledger)
+        if self._ledger.complete() and not len(self._dispatcher.grants):
             self._reduce()
 
     def _uncovered(self) -> tuple[int, ...]:
@@ -410,15 +333,10 @@ class Conductor:
     def _muster_again(self) -> None:
         """Ask everybody anew; leases of before are void."""
         self.phase = Phase.MUSTERING
-        self._stopped = None
-        self._grants.clear()
-        for trainer in self._trainers.values():
-            trainer.leases.clear()
+        self._dispatcher.clear()
         for member in self._members.values():
             member.standing, member.status = Standing.ASKED, None
-            member.worker.booked_units = member.worker.in_flight = 0
-            member.releases.clear()
-            member.line.send(Conduct(self.term))
+            member.send(Conduct(self.term))
 
     def _muster(self) -> None:
         """Once all have said what they hold: the step to go on from, and everybody on the way there."""
@@ -428,9 +346,9 @@ class Conductor:
         run = self._run_of(members)
         if run is None:
             return
-        fresh = all(not member.status.kept and member.status.condition == Condition.BLANK for member in members)  # type: ignore[union-attr]
         raw = encode_run(run)
-        reports = {member.peer: member.report(raw, fresh=fresh or self._wanted is not None) for member in members}
+        fresh = all(not member.has_begun for member in members)
+        reports = {member.peer: member.report(raw, fresh=fresh) for member in members}
         now_s = self._clock()
         waited_s = 0.0 if self._missing_since_s is None else now_s - self._missing_since_s
         alone = not any(report.ready for report in reports.values())
@@ -443,15 +361,16 @@ class Conductor:
         self._assemble(run, raw, found)
 
     def _run_of(self, members: Iterable[Member]) -> Run | None:
-        """The run in force: the conductor's own, the furthest of the stages', or what a trainer offers."""
+        """The run in force: the conductor's own, the furthest that a stage has begun, or what a trainer offers."""
         if self.run is not None:
             return self.run
-        if self._wanted is not None and self._history == deque():
-            begun = [member.status for member in members if member.status is not None and member.status.run]
-            furthest = max(begun, key=lambda status: (status.condition, status.step), default=None)
-            if furthest is None or furthest.run == encode_run(self._wanted):
-                return self._wanted
-        return None
+        begun = [member.status for member in members if member.has_begun and member.status is not None]
+        furthest = max(
+            begun, key=lambda status: (status.condition, status.step, max(status.kept, default=0)), default=None
+        )
+        if furthest is not None:
+            return decode_run(furthest.run)
+        return next((trainer.run for trainer in self._audience), None)
 
     def _assemble(self, run: Run, raw: bytes, found: Muster) -> None:
         """Everybody to the step that was found."""
@@ -462,16 +381,49 @@ class Conductor:
             member = self._members[peer]
             member.standing = Standing.COMING
             if peer in found.commit and told is not None:
-                member.line.send(Commit(found.step - 1, told.norm, told.loss))
+                member.send(Commit(found.step - 1, told.norm, told.loss))
             elif peer in found.restore:
-                member.line.send(Restore(raw, found.step))
+                member.send(Restore(raw, found.step))
             elif member.status is not None and member.status.run == raw and member.status.condition == Condition.READY:
                 member.standing = Standing.USABLE
                 self._take_counts(member, member.status, keep=False)
             else:
-                member.line.send(Begin(raw))
+                member.send(Begin(raw))
         for peer in found.sync:
             self._sync(self._members[peer])
+        if told is not None and self.step > 0 and not self._audience.history:  # it may have died before it could tell
+            self._audience.tell(StepReport(self.step - 1, told.loss, 0.0, told.norm, len(found.stay)))
+        self._settle_run()
+
+    def _settle_run(self) -> None:
+        """A run is in force now: trainers of other runs go, unless this one is at its end and theirs can begin."""
+        assert self.run is not None
+        if self.step >= self.run.steps:
+            self._stop(Stopped(self.step))
+        others = [trainer for trainer in self._audience if trainer.run != self.run]
+        if others and self.phase is Phase.OVER:
+            self._begin_anew(others[0].run)
+        for trainer in others:
+            if not self._accepts(trainer):
+                self._audience.remove(trainer.channel)
+
+    def _begin_anew(self, run: Run) -> None:
+        """Another run, from the parameters that the last one led to; the same one again, after it had met NaN."""
+        self._audience.begin_anew()
+        if run == self.run:
+            self._muster_again()
+            return
+        self.run, self.step, self.phase = run, 0, Phase.STEPPING
+        self._dispatcher.clear()
+        self._new_ledger()
+        usable = self._usable()
+        for member in usable:
+            self._ledger.lose(member.peer)
+            member.standing = Standing.COMING
+            member.send(Begin(encode_run(run)))
+        for member in self._members.values():
+            if member not in usable and member.standing is not Standing.ASKED:
+                self._sync(member)
 
     def _new_ledger(self) -> None:
         assert self.run is not None
@@ -493,7 +445,7 @@ class Conductor:
         self.phase = Phase.REDUCING
         for member in hearing:
             own = tuple(group for group in self._groups if any(m.peer == member.peer for m in group.members))
-            member.line.send(Reduce(self.step, self._attempt, own))
+            member.send(Reduce(self.step, self._attempt, own))
 
     def _hears(self, member: Member) -> bool:
         listens = member.standing is Standing.LISTENING and member.listens_from <= self.step
@@ -523,12 +475,12 @@ class Conductor:
         if not self._reducing:
             self._commit()
 
-    def _hear_failed(self, member: Member, body: Failed) -> None:
-        """A stage could not reduce: a member is lost, which its own line will tell, or its gradient is not finite."""
+    def _hear_failed(self, body: Failed) -> None:
+        """A stage met NaN, or it could not reduce since a member is lost, which its own line will tell."""
         if body.code == ErrorCode.NOT_FINITE:
             self._stop(Stopped(self.step, body.code, body.unit))
         elif self.phase is Phase.REDUCING and body.lease == self._attempt:
-            self.phase = Phase.STEPPING  # the clock's next tick tries again, unless a loss is noticed before
+            self.phase = Phase.STEPPING
 
     def _commit(self) -> None:
         """The word that ends the step."""
@@ -541,11 +493,9 @@ class Conductor:
             return
         for member in self._members.values():
             if self._hears(member):
-                member.line.send(Commit(self.step, norm, loss))
-        now_s = self._clock()
-        report = StepReport(self.step, loss, now_s - self._began_at_s, norm, len(self._usable()))
-        self._history.append(report)
-        self._tell(report)
+                member.send(Commit(self.step, norm, loss))
+        step_s = self._clock() - self._began_at_s
+        self._audience.tell(StepReport(self.step, loss, step_s, norm, len(self._usable())))
         self.step += 1
         self.phase = Phase.STEPPING
         self._new_ledger()
@@ -554,14 +504,20 @@ class Conductor:
 
     def _stop(self, stopped: Stopped) -> None:
         """The run is over, or cannot go on: the last good step stays."""
+        if self.phase is Phase.OVER:
+            return
         self.phase = Phase.OVER
-        self._stopped = stopped
-        self._grants.clear()
+        self._dispatcher.clear()
         if stopped.code:
             for member in self._usable():
-                member.line.send(Discard())
-        self._tell(stopped)
+                member.send(Discard())
+        self._audience.tell(stopped)
 
 
 def _overlap(left: Span, right: Span) -> bool:
     return left.start < right.end and right.start < left.end
+
+
+def _bits(mask: int) -> list[int]:
+    """Numbers of the bits that are set."""
+    return [number for number in range(mask.bit_length()) if mask >> number & 1]

@@ -17,12 +17,13 @@ from swarmnode.roles.training.conductor import Conductor
 from swarmnode.roles.training.loopback import Loopback
 from swarmnode.roles.training.member import Line
 from swarmnode.roles.training.stage import TrainingStage
-from swarmnode.swarm.announcement import State
+from swarmnode.swarm.announcement import State, peer_digest
 from swarmnode.swarm.directory import Directory
 
 log = logging.getLogger(__name__)
 
 SETTLE_S = 0.3  # a new conductor's CONDUCT may be on its way
+TERM_BITS = 16  # of a term that tell conductors apart
 
 
 class Crew:
@@ -73,15 +74,18 @@ class Crew:
     async def _take_over(self) -> None:
         if self._conductor is not None:
             await self._conductor.close()
-        self._conductor = Conductor(self._stage.term + 1, self._units, self._dial, resigned=self._resigned)
+        term = term_after(self._stage.term, self._directory.network.peer_id)
+        self._conductor = Conductor(term, self._units, self._dial, resigned=self._resigned)
         log.info("this node conducts the training from now on")
         self._conductor.start()
 
     def _resigned(self, term: int) -> None:
         conductor, self._conductor = self._conductor, None
         if conductor is not None:
+            log.info("a newer term is in force: this node does not conduct any more")
             self._stage.term = max(self._stage.term, term - 1)
             self._tasks.spawn(conductor.close(), "resign")
+            self._changed.set()
 
     def _lost(self, peer: PeerId, error: PeerError) -> None:
         if peer != self._directory.network.peer_id:
@@ -106,6 +110,11 @@ class Crew:
             channel.close(Failed(0, self._stage.conductor, ErrorCode.ELSEWHERE))
         else:
             channel.close(Error(ErrorCode.ELSEWHERE))
+
+
+def term_after(term: int, peer: PeerId) -> int:
+    """A higher term than any heard of. Two peers that take over at once have different ones, so that one of them resigns."""
+    return ((term >> TERM_BITS) + 1 << TERM_BITS) + int.from_bytes(peer_digest(peer)[: TERM_BITS // 8], "big")
 
 
 def ready_peers(directory: Directory) -> list[PeerId]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Union
 
+from swarmnode.codec.messages import Body
 from swarmnode.codec.training_messages import Condition, Status
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Channel
@@ -42,6 +43,17 @@ class Member:
     @property
     def span(self) -> Span:
         return self.worker.span
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it is in a run, or has steps of one on its disk."""
+        status = self.status
+        return status is not None and bool(status.run) and (status.condition != Condition.BLANK or bool(status.kept))
+
+    def send(self, body: Body) -> None:
+        """Tell it something; where the line is cut, its loss is about to be heard of."""
+        if self.line.open:
+            self.line.send(body)
 
     def hear(self, status: Status) -> None:
         """Take in what it says of itself."""

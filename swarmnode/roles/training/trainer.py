@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Fault
@@ -20,7 +19,7 @@ from swarmnode.swarm.run import Run, encode_run
 
 log = logging.getLogger(__name__)
 
-WANT = 32
+WANT = 32  # microbatches at a time
 RETRY_S = 0.3
 
 
@@ -41,7 +40,6 @@ class Trainer:
         self._batches = batches
         self._on_step = on_step
         self._next_step = 0
-        self._tasks = Tasks("trainer")
 
     def __repr__(self) -> str:
         return f"<Trainer at step {self._next_step} of {self._run.steps}>"
@@ -49,77 +47,125 @@ class Trainer:
     async def train(self, stop: asyncio.Event) -> int:
         """Feed until the run is over or `stop` is set; the steps done. Raises UsageError where the swarm is in another run,
         NotFinite where the loss is."""
+        named: PeerId | None = None
         while not stop.is_set():
-            for peer in self._conductors():
-                stopped = await self._serve(peer, stop)
+            for peer in [named] if named is not None else self._conductors():
+                shift = _Shift(self._switchboard, peer, self._run, self._batches, self._report)
+                stopped = await shift.work(self._next_step, stop)
+                named = shift.redirected
                 if stopped is not None:
                     return self._finish(stopped)
-            await asyncio.sleep(RETRY_S)
+                if named is not None or stop.is_set():
+                    break
+            else:
+                await asyncio.sleep(RETRY_S)
         return self._next_step
 
     def _finish(self, stopped: Stopped) -> int:
         if stopped.code == ErrorCode.NOT_FINITE:
+            where = f"unit {stopped.unit}" if stopped.unit >= 0 else "the embedding that the ends share"
             raise NotFinite(
-                f"step {stopped.step}: the loss or a gradient is not finite; the swarm keeps the step before",
+                f"step {stopped.step}: the loss or the gradient is NaN or infinite, first seen at {where}; the swarm keeps "
+                "the step before. Lower --lr or --clip, or look at the data",
                 unit=stopped.unit,
             )
         return stopped.step
 
-    async def _serve(self, peer: PeerId, stop: asyncio.Event) -> Stopped | None:
-        """Work for one conductor until it is lost or says that the run is over."""
-        loop = asyncio.get_running_loop()
-        over: asyncio.Future[Stopped | None] = loop.create_future()
-        leases: dict[int, asyncio.Task[None]] = {}
-
-        def hear(_frame: Frame, body: Body) -> None:
-            if isinstance(body, Lease):
-                leases[body.lease] = self._tasks.spawn(self._feed(channel, body), f"lease {body.lease}")
-                leases[body.lease].add_done_callback(lambda _task: leases.pop(body.lease, None))
-            elif isinstance(body, StepReport):
-                self._report(body)
-            elif not over.done() and isinstance(body, Stopped):
-                over.set_result(body)
-            elif not over.done() and isinstance(body, Error):
-                over.set_exception(refusal(body.code, peer=peer))
-            elif not over.done() and isinstance(body, End):
-                over.set_result(None)
-
-        def lost(_error: PeerError) -> None:
-            if not over.done():
-                over.set_result(None)
-
-        try:
-            channel = await self._switchboard.call(peer, hear, lost)
-            channel.send(Work(encode_run(self._run), WANT, self._next_step))
-            stopping = asyncio.ensure_future(stop.wait())
-            either: set[asyncio.Future[Any]] = {over, stopping}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
-            channel.close()
-            return over.result() if over.done() else None
-        except PeerRefused as error:
-            if error.code == ErrorCode.WRONG_RUN:
-                raise UsageError("the swarm is being trained with other settings or other data") from None
-            return None
-        except SwarmnodeError as error:
-            log.info("conductor %s: %s", peer, error)
-            return None
-        finally:
-            for task in list(leases.values()):
-                task.cancel()
-            over.cancel()
-
     def _report(self, report: StepReport) -> None:
+        """Each step is reported once, whichever conductor tells of it."""
         if not report.missing:
             if report.step < self._next_step:
                 return
             self._next_step = report.step + 1
         self._on_step(report)
 
-    async def _feed(self, conductor: Channel, lease: Lease) -> None:
-        """One microbatch there and back."""
+
+class _Shift:
+    """Working for one conductor. `redirected`: who conducts instead, if that is what it said."""
+
+    def __init__(
+        self,
+        switchboard: Switchboard,
+        conductor: PeerId,
+        run: Run,
+        batches: Batches,
+        on_report: Callable[[StepReport], None],
+    ) -> None:
+        self.redirected: PeerId | None = None
+        self._switchboard = switchboard
+        self._conductor = conductor
+        self._run = run
+        self._batches = batches
+        self._on_report = on_report
+        self._channel: Channel | None = None
+        self._over: asyncio.Future[Stopped | None] = asyncio.get_running_loop().create_future()
+        self._feeding = Tasks("trainer")
+
+    def __repr__(self) -> str:
+        return f"<Shift for {self._conductor}>"
+
+    async def work(self, since: int, stop: asyncio.Event) -> Stopped | None:
+        """Until the conductor says that the run is over; None where it is lost or does not conduct. Raises UsageError."""
+        stopping = asyncio.ensure_future(stop.wait())
+        stopping.add_done_callback(lambda _: self._end(None))
+        try:
+            self._channel = await self._switchboard.call(self._conductor, self._hear, lambda _error: self._end(None))
+            self._channel.send(Work(encode_run(self._run), WANT, since))
+            return await self._over
+        except PeerRefused as error:
+            if error.code == ErrorCode.WRONG_RUN:
+                raise UsageError(
+                    "the swarm is in the middle of a training with other settings or other data; go on with those, "
+                    "or found another swarm"
+                ) from None
+            return None
+        except SwarmnodeError as error:
+            log.info("conductor %s: %s", self._conductor, error)
+            return None
+        finally:
+            stopping.cancel()
+            self._over.cancel()
+            await self._feeding.close()
+            if self._channel is not None:
+                self._channel.close()
+
+    def _end(self, result: Stopped | None) -> None:
+        if not self._over.done():
+            self._over.set_result(result)
+
+    def _hear(self, _frame: Frame, body: Body) -> None:
+        if isinstance(body, Lease):
+            self._feeding.spawn(self._feed(body), f"lease {body.lease}")
+        elif isinstance(body, StepReport):
+            self._on_report(body)
+        elif isinstance(body, Stopped):
+            self._end(body)
+        elif isinstance(body, Failed):
+            self.redirected = body.peer if body.code == ErrorCode.ELSEWHERE else None
+            self._end(None)
+        elif isinstance(body, Error):
+            if not self._over.done():
+                self._over.set_exception(refusal(body.code, peer=self._conductor))
+        elif isinstance(body, End):
+            self._end(None)
+
+    async def _feed(self, lease: Lease) -> None:
+        """One microbatch there and back, and word of it to the conductor."""
+        try:
+            done = await self._send(lease)
+            self._tell(Done(lease.lease, done.loss))
+        except PeerError as error:
+            code = error.code if isinstance(error, PeerRefused) else ErrorCode.PEER_LOST
+            self._tell(Failed(lease.lease, error.peer or "", code))
+
+    def _tell(self, body: Body) -> None:
+        if self._channel is not None and self._channel.open:
+            self._channel.send(body)
+
+    async def _send(self, lease: Lease) -> Backward:
+        """Raises PeerError where some hop is lost or cannot."""
         answer: asyncio.Future[Backward] = asyncio.get_running_loop().create_future()
-        route = lease.route
+        first, route = lease.route[0], lease.route
 
         def fail(error: Exception) -> None:
             if not answer.done():
@@ -131,26 +177,13 @@ class Trainer:
             elif isinstance(body, Fault):
                 fail(refusal(body.code, peer=route[min(body.index, len(route) - 1)].peer))
             elif isinstance(body, End | Error):
-                fail(refusal(ErrorCode.PEER_LOST, peer=route[0].peer))
+                fail(refusal(ErrorCode.PEER_LOST, peer=first.peer))
 
+        values = await asyncio.to_thread(self._batches.microbatch, lease.step, lease.number, self._run)
+        infos, payload = encode_values(values)
+        channel = await self._switchboard.call(first.peer, hear, fail)
         try:
-            values = await asyncio.to_thread(self._batches.microbatch, lease.step, lease.number, self._run)
-            infos, payload = encode_values(values)
-            channel = await self._switchboard.call(route[0].peer, hear, fail)
-            try:
-                channel.send(
-                    Forward(lease.term, lease.lease, lease.step, lease.number, route, 0, infos), payload=payload
-                )
-                done = await answer
-            finally:
-                channel.close()
-            if conductor.open:
-                conductor.send(Done(lease.lease, done.loss))
-        except PeerError as error:
-            if conductor.open:
-                code = error.code if isinstance(error, PeerRefused) else ErrorCode.PEER_LOST
-                conductor.send(Failed(lease.lease, error.peer or "", code))
-
-    async def close(self) -> None:
-        """Stop feeding."""
-        await self._tasks.close()
+            channel.send(Forward(lease.term, lease.lease, lease.step, lease.number, route, 0, infos), payload=payload)
+            return await answer
+        finally:
+            channel.close()
