@@ -14,7 +14,7 @@ from swarmnode.roles.training.audience import Audience, TrainerLine
 from swarmnode.roles.training.grants import Grant, Grants
 from swarmnode.roles.training.member import Member, Standing
 
-LEASE_BITS = 32  # leases of one term
+LEASE_BITS = 22  # leases of one term
 
 
 class Dispatcher:
