@@ -11,20 +11,22 @@ from swarmnode import __version__
 from swarmnode.cli.bootstrap import bootstrap
 from swarmnode.cli.create import create
 from swarmnode.cli.demo import demo
+from swarmnode.cli.export import export
 from swarmnode.cli.generate import generate
 from swarmnode.cli.run import run
 from swarmnode.cli.status import status
+from swarmnode.cli.train import train
 
 app = typer.Typer(
     name="swarmnode",
-    help="Lend your GPU to a swarm that serves large neural networks, or be served by one.",
+    help="Lend your GPU to a swarm that serves or trains large neural networks, or use one.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help is three times faster than a decorated one
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (create, bootstrap, run, status, generate, demo):
+for command in (create, bootstrap, run, status, generate, train, export, demo):
     app.command()(command)
 
 

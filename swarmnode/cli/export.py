@@ -1,0 +1,64 @@
+"""`swarmnode export`: what a swarm has trained, as a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import typer
+
+from swarmnode.cli.console import (
+    HOME,
+    JSON,
+    default_home,
+    fail,
+    print_json,
+    reports_errors,
+    run_async,
+    set_up_logging,
+    unless_stopped,
+    working,
+)
+
+
+@reports_errors
+def export(
+    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file or an invite."),
+    out: Path = typer.Argument(..., metavar="OUT", help="Folder to write; it appears when all of it is there."),
+    force: bool = typer.Option(False, "--force", help="Replace a checkpoint that is in OUT."),
+    patience: float = typer.Option(30.0, "--patience", help="Seconds to wait for peers that hold all units."),
+    home: Path = HOME,
+    as_json: bool = JSON,
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
+) -> None:
+    """Write the newest step that a training swarm has of all units as a checkpoint, also while it trains.
+
+    A language model is read by transformers' from_pretrained, a module by load_state_dict.
+
+    Example: swarmnode export school.swarm ./trained
+    """
+    set_up_logging(verbose)
+    from swarmnode.swarm.new_folder import check_free
+    from swarmnode.swarm.swarmfile import load_swarm
+
+    target = out.absolute()
+    check_free(target, force=force)
+    known = load_swarm(swarm)
+    from swarmnode.training.client import TrainingClient
+
+    async def fetch(stop: asyncio.Event) -> int | None:
+        client = await TrainingClient.join(known, default_home(home), patience_s=patience)
+        try:
+            with working("Fetching the trained weights", quiet=as_json) as progress:
+                exporting = client.export(target, force=force, patience_s=patience, progress=progress)
+                return await unless_stopped(exporting, stop)
+        finally:
+            await client.close()
+
+    step = run_async(fetch)
+    if step is None:
+        fail("interrupted; nothing was written")
+    if as_json:
+        print_json({"out": str(out), "step": step})
+    else:
+        typer.echo(f"Wrote the model after {step} steps to {out}")

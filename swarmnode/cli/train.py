@@ -1,0 +1,135 @@
+"""`swarmnode train`: feed data to a swarm that trains, or train the same thing in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from swarmnode.cli.console import HOME, default_home, fail, reports_errors, run_async, set_up_logging
+
+if TYPE_CHECKING:
+    from swarmnode.swarm.run import Run
+
+CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk")
+
+
+@reports_errors
+def train(
+    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file or an invite."),
+    data: Path = typer.Option(
+        ...,
+        "--data",
+        metavar="PATH",
+        help="Text: a file, a folder or .jsonl; for a module: an .npz file of its inputs.",
+    ),
+    steps: int = typer.Option(..., "--steps", help="Updates of the whole run."),
+    batch: int = typer.Option(32, "--batch", help="Samples of a step."),
+    microbatch: int = typer.Option(
+        0, "--microbatch", help="Samples that travel together; default: 4.", show_default=False
+    ),
+    sequence: int = typer.Option(0, "--sequence", help="Tokens of a sample; default: 128.", show_default=False),
+    optimizer: str = typer.Option("adamw", "--optimizer", metavar="adamw|sgd"),
+    lr: float = typer.Option(3e-4, "--lr", help="Learning rate, at its highest."),
+    schedule: str = typer.Option("cosine", "--schedule", metavar="constant|linear|cosine", help="After the warm-up."),
+    warmup: int = typer.Option(0, "--warmup", help="Steps in which the learning rate rises."),
+    clip: float = typer.Option(1.0, "--clip", help="Largest norm of the gradient of all units; 0 is off."),
+    weight_decay: float = typer.Option(0.1, "--weight-decay"),
+    momentum: float = typer.Option(0.0, "--momentum", help="Of sgd."),
+    seed: int = typer.Option(0, "--seed", help="Of the order of samples, and of dropout."),
+    autocast: bool = typer.Option(False, "--autocast", help="Compute in bfloat16 on GPUs."),
+    checkpoint_steps: int = typer.Option(50, "--checkpoint-steps", help="Nodes keep their state every so many steps."),
+    average_every: int = typer.Option(
+        1, "--average-every", help="Steps between two averagings of replicas; above 1: as DiLoCo does."
+    ),
+    average_codec: str = typer.Option("none", "--average-codec", metavar="|".join(CODECS), help="Of what they send."),
+    average_rank: int = typer.Option(0, "--average-rank", help="Above 0: PowerSGD of that rank."),
+    log: Path = typer.Option(
+        None, "--log", metavar="FILE", help="Write a JSON line for each step.", show_default=False
+    ),
+    local: bool = typer.Option(False, "--local", help="Train in this process instead, for comparison."),
+    out: Path = typer.Option(
+        None, "--out", metavar="DIR", help="With --local: write the trained model there.", show_default=False
+    ),
+    device: str = typer.Option("auto", "--device", help="With --local: auto, cpu, cuda, cuda:1, mps."),
+    threads: int = typer.Option(0, "--threads", help="With --local: CPU threads; default: all.", show_default=False),
+    force: bool = typer.Option(False, "--force", help="Replace a checkpoint in --out."),
+    patience: float = typer.Option(60.0, "--patience", help="Seconds to wait for the swarm to answer."),
+    home: Path = HOME,
+    as_json: bool = typer.Option(False, "--json", help="Print a JSON line for each step."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
+) -> None:
+    """Train a swarm's model on your data. Any number of trainers may share the work, with the same data and settings.
+
+    Ctrl-C stops feeding; the same command goes on from there.
+
+    Example: swarmnode train school.swarm --data ./texts --steps 1000 --batch 32 --sequence 256 --lr 6e-4 --warmup 50
+    """
+    set_up_logging(verbose)
+    if not local and (out is not None or force or device != "auto" or threads):
+        fail(
+            "--out, --force, --device and --threads go with --local; a swarm's model is written by `swarmnode export`",
+            2,
+        )
+    if average_codec not in CODECS:
+        fail(f"--average-codec {average_codec}: it is one of {', '.join(CODECS)}", 2)
+    from swarmnode.codec.tensors import Codec
+    from swarmnode.swarm.run import Averaging, Run
+    from swarmnode.swarm.swarmfile import load_swarm
+    from swarmnode.training.preparation import NO_DATA
+
+    settings = Run(
+        data=NO_DATA,  # filled in when it is read
+        steps=steps,
+        batch=batch,
+        microbatch=microbatch,
+        sequence=sequence,
+        optimizer=optimizer,
+        learning_rate=lr,
+        schedule=schedule,
+        warmup_steps=warmup,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        clip=clip,
+        seed=seed,
+        checkpoint_steps=checkpoint_steps,
+        autocast=autocast,
+        averaging=Averaging(every=average_every, codec=Codec[average_codec.upper()], rank=average_rank),
+    )
+    known, target = load_swarm(swarm), out.absolute() if out is not None else None
+
+    async def feed(view: Any, stop: asyncio.Event) -> int:
+        from swarmnode.training.client import TrainingClient
+
+        client = await TrainingClient.join(known, default_home(home), patience_s=patience)
+        try:
+            return await client.train(data, settings, view, stop)
+        finally:
+            await client.close()
+
+    async def train_alone(view: Any, stop: asyncio.Event) -> int:
+        from swarmnode.training.local import Output, Place, train_here
+
+        output = None if target is None else Output(target, force)
+        place = Place(device, threads or None)
+        return await train_here(
+            known, default_home(home), data, settings, view, stop, place=place, output=output, patience_s=patience
+        )
+
+    from swarmnode.cli.training_view import training_view
+
+    with training_view(as_json=as_json, log=log) as view:
+        done = run_async(lambda stop: (train_alone if local else feed)(view, stop))
+    _say_where_it_stands(done, settings, out if local else None, swarm, local=local, as_json=as_json)
+
+
+def _say_where_it_stands(done: int, settings: Run, out: Path | None, swarm: str, *, local: bool, as_json: bool) -> None:
+    """The last line, on standard error where standard output is for scripts."""
+    saved = f"; the model is in {out}" if out is not None else ""
+    if done < settings.steps:
+        goes_on = "" if local else "; the swarm keeps them, and the same command goes on"
+        fail(f"stopped after {done} of {settings.steps} steps{goes_on}{saved}")
+    next_step = "" if local else f". Next: swarmnode export {swarm} OUT"
+    typer.echo(f"All {done} steps are done{saved}{next_step}", err=as_json)

@@ -1,0 +1,1 @@
+"""The user's side of a training: settings and data, feeding a swarm, or training in this process."""

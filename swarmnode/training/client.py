@@ -1,0 +1,136 @@
+"""A trainer of a swarm: joins it as a client, fetches config and tokenizer, and feeds the data."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from swarmnode.codec.training_messages import StepReport as SwarmReport
+from swarmnode.compute.training.local import StepReport
+from swarmnode.errors import PeerError, ProtocolError, UsageError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.switchboard import Switchboard
+from swarmnode.presence import Presence, PresenceConfig
+from swarmnode.roles.training.crew import ready_peers
+from swarmnode.roles.training.export import export
+from swarmnode.roles.training.stage import TRAIN_PROTOCOL
+from swarmnode.roles.training.states import state_board, survey
+from swarmnode.roles.training.trainer import Trainer
+from swarmnode.roles.weights import Weights
+from swarmnode.swarm.content import Progress
+from swarmnode.swarm.manifest import Manifest
+from swarmnode.swarm.run import Run, decode_run, differences
+from swarmnode.swarm.swarmfile import Swarm
+from swarmnode.training.listener import Listener
+from swarmnode.training.preparation import check_trains, prepare
+
+log = logging.getLogger(__name__)
+
+JOIN_S = 15.0
+
+
+class TrainingClient:
+    """Made by `join`, ended by `close`."""
+
+    def __init__(self, presence: Presence) -> None:
+        self._presence = presence
+        self._weights = Weights(presence)
+
+    def __repr__(self) -> str:
+        return f"<TrainingClient {self._presence!r}>"
+
+    @classmethod
+    async def join(cls, swarm: Swarm, home: Path, *, patience_s: float = 60.0) -> TrainingClient:
+        """Find the swarm. Raises NetworkDown where nobody answers, UsageError where it does not train."""
+        presence = await Presence.join(swarm, PresenceConfig(home, looks_on=True), role="client")
+        try:
+            await presence.wait_joined(min(patience_s, JOIN_S))
+            await presence.manifest(patience_s=patience_s)
+            self = cls(presence)
+            check_trains(self.manifest)
+        except BaseException:
+            await presence.close()
+            raise
+        return self
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the swarm works on."""
+        assert self._presence.swarm.manifest is not None
+        return self._presence.swarm.manifest
+
+    async def founded(self) -> Path:
+        """The folder with all files that the swarm was founded with."""
+        return await self._weights.everything()
+
+    async def train(self, data: Path, settings: Run, listener: Listener, stop: asyncio.Event) -> int:
+        """Feed the data until the run is over or `stop` is set: how many steps are done.
+
+        Raises UsageError where data and settings do not fit the model or the run that the swarm is in, NotFinite.
+        """
+        folder = await self._weights.small_files()
+        run, batches = await asyncio.to_thread(prepare, self.manifest, folder, data, settings)
+        listener.begun(run)
+        presence = self._presence
+        board = Switchboard(
+            presence.network, TRAIN_PROTOCOL, presence.hello, presence.link_config, on_peer_lost=self._suspect
+        )
+
+        def conductors() -> list[PeerId]:
+            ready = ready_peers(presence.directory)
+            if not ready:
+                listener.waiting(())
+            return ready
+
+        try:
+            return await Trainer(board, conductors, run, batches, _telling(listener, run)).train(stop)
+        except UsageError as error:
+            told = await self._differences(run)
+            raise UsageError(f"{error}. {' '.join(told)}" if told else str(error)) from None
+        finally:
+            await board.close()
+
+    async def export(self, out: Path, *, force: bool, patience_s: float, progress: Progress | None = None) -> int:
+        """Write the trained model as a checkpoint; see `roles/training/export.py`."""
+        return await export(self._presence, out, progress, force=force, patience_s=patience_s)
+
+    async def close(self) -> None:
+        """Leave the swarm."""
+        await self._weights.close()
+        await self._presence.close()
+
+    def _suspect(self, error: PeerError) -> None:
+        if error.peer is not None:
+            self._presence.directory.suspect(error.peer, error.code.name)
+
+    async def _differences(self, own: Run) -> list[str]:
+        """How the run that the peers keep states of differs from ours; nothing where none of them tells."""
+        presence = self._presence
+        board = state_board(presence.network, presence.hello, presence.link_config)
+        try:
+            for listing in (await survey(board, presence.directory.peers())).values():
+                try:
+                    found = differences(own, decode_run(listing.run))
+                except ProtocolError:
+                    continue  # no run at all
+                if found:
+                    return found
+        finally:
+            await board.close()
+        return []
+
+
+def _telling(listener: Listener, run: Run) -> Callable[[SwarmReport], None]:
+    """What the conductor reports, in the listener's words."""
+    tokens = run.batch * max(1, run.sequence)
+
+    def tell(report: SwarmReport) -> None:
+        if report.missing:
+            listener.waiting(report.missing)
+        else:
+            tokens_per_s = tokens / max(report.step_s, 1e-9)
+            listener.step(StepReport(report.step, report.loss, report.step_s, tokens_per_s, report.peers, report.norm))
+
+    return tell

@@ -1,0 +1,75 @@
+"""Preparation: from a user's data and settings, and the small files of a swarm, to a run and its batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from swarmnode.compute.checkpoint import CONFIG_FILE, load_config
+from swarmnode.compute.graph.serialise import read_graph
+from swarmnode.compute.training.batches import Batches
+from swarmnode.compute.training.data import array_batches, token_batches
+from swarmnode.errors import UsageError
+from swarmnode.swarm.content import has_tokenizer
+from swarmnode.swarm.manifest import CAUSAL_LM, TRAIN, Manifest
+from swarmnode.swarm.run import Run, check_run
+from swarmnode.tokenizer import Tokenizer
+
+NO_DATA = bytes(32)
+SEQUENCE = 128  # tokens of a sample, where the user does not say
+MICROBATCH = 4  # samples
+
+Prepared = tuple[Run, Batches]
+
+
+def prepare(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prepared:
+    """Read the data for the model whose config and tokenizer, or graph, are in `folder`, and complete the settings.
+
+    A `sequence` or `microbatch` of 0 is chosen here. Raises UsageError where model, data and settings do not fit.
+    """
+    check_trains(manifest)
+    ready = _for_text if manifest.kind == CAUSAL_LM else _for_graph
+    run, batches = ready(manifest, folder, data, settings)
+    run = msgspec.structs.replace(run, data=batches.fingerprint)
+    check_run(run)
+    batches.samples(run)  # raises where there is not one
+    return run, batches
+
+
+def check_trains(manifest: Manifest) -> None:
+    """Raises UsageError where the swarm does something else."""
+    if manifest.mode != TRAIN:
+        raise UsageError(
+            f"the swarm {manifest.name} serves its model; one that trains is founded with create --mode train"
+        )
+
+
+def _for_text(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prepared:
+    config = load_config(folder / CONFIG_FILE)
+    positions = getattr(config, "max_position_embeddings", None) or SEQUENCE
+    sequence = settings.sequence or min(SEQUENCE, positions)
+    if sequence > positions:
+        raise UsageError(f"--sequence {sequence} is more than the {positions} positions that the model has")
+    run = _with(settings, sequence, settings.microbatch or min(MICROBATCH, settings.batch))
+    check_run(run)  # before the data, which may take long to read
+    if not has_tokenizer(file.name for file in manifest.files):
+        return run, token_batches(data, config.vocab_size)
+    tokenizer = Tokenizer(folder)
+    return run, token_batches(data, config.vocab_size, tokenizer.encode_document, tokenizer.separator)
+
+
+def _for_graph(_manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prepared:
+    graph = read_graph(folder)
+    if settings.sequence:
+        raise UsageError("--sequence is for language models: the samples of this model are rows of arrays")
+    microbatch = settings.microbatch or (min(MICROBATCH, settings.batch) if graph.any_batch else graph.batch)
+    if not graph.any_batch and microbatch != graph.batch:
+        raise UsageError(f"this model was exported for batches of {graph.batch} only: give --microbatch {graph.batch}")
+    run = _with(settings, 0, microbatch)
+    check_run(run)
+    return run, array_batches(data, graph)
+
+
+def _with(settings: Run, sequence: int, microbatch: int) -> Run:
+    return msgspec.structs.replace(settings, sequence=sequence, microbatch=microbatch)
