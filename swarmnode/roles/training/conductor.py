@@ -60,6 +60,7 @@ log = logging.getLogger(__name__)
 
 ROLL_BACK_AFTER_S = 3.0  # units are missing that long before steps on disk count: a peer may only have been slow
 LOOK_S = 1.0
+TERM_BITS = 16  # of a term that tell conductors apart
 
 Dial = Callable[[PeerId, Callable[[Frame, Body], None], Callable[[PeerError], None]], Awaitable[Line]]
 
@@ -72,7 +73,7 @@ class Phase(Enum):
 
 
 class Conductor:
-    """One term. `dial` opens a conversation with a stage; `resigned` is called where a higher term was heard of."""
+    """A peer's time in office, with a new term for each muster. `dial` opens a conversation with a stage; `resigned` is called where a higher term was heard of."""
 
     def __init__(
         self,
@@ -181,13 +182,17 @@ class Conductor:
         if status.term > self.term:
             self._resigned(status.term)
             return
-        first = member.status is None
-        member.hear(status)
         if status.answers == Kind.RELEASE:
-            self._dispatcher.grants.released(member.releases.popleft(), member.peer)
-            self._take_counts(member, status, keep=True)
-        elif first:
+            self._hear_released(member, status)
+            return
+        first = member.status is None
+        if first and status.answers != Kind.CONDUCT:
+            return  # told before it heard our CONDUCT: it may have counted more since
+        member.hear(status)
+        if first:
             self._admit(member)
+        elif member.standing is Standing.DISCARDING and status.answers != Kind.DISCARD:
+            return  # told before it heard of that
         elif self._is_here(status):
             if member.standing is not Standing.USABLE:
                 member.standing = Standing.USABLE
@@ -197,8 +202,17 @@ class Conductor:
         elif status.answers in (Kind.BEGIN, Kind.RESTORE):
             log.warning("stage %s could not come to step %d", member.peer, self.step)
             self._muster_again()
-        elif status.answers == Kind.SYNC and status.condition != Condition.READY:
-            self._sync(member)
+        elif status.answers == Kind.COMMIT or (status.answers == Kind.SYNC and status.condition != Condition.READY):
+            self._sync(member)  # it came too late for a reduction, or did not get a state
+
+    def _hear_released(self, member: Member, status: Status) -> None:
+        """A stage forgot the first lease that it was told to; leases of before a muster are nobody's any more."""
+        if not member.releases:
+            raise ProtocolError("a stage answers a RELEASE that was not sent", peer=member.peer)
+        self._dispatcher.grants.released(member.releases.popleft(), member.peer)
+        if member.standing is Standing.USABLE and self._is_here(status):
+            member.hear(status)
+            self._take_counts(member, status, keep=True)
 
     def _is_here(self, status: Status) -> bool:
         """Whether a stage is ready for the step in force."""
@@ -284,7 +298,7 @@ class Conductor:
             trainer.leases.discard(body.lease)
             grant = next((grant for grant in self._dispatcher.grants if grant.lease == body.lease), None)
             if grant is not None:
-                log.info("microbatch %d failed at %s: %s", grant.number, body.peer, ErrorCode(body.code).name)
+                log.info("microbatch %d failed at %s: code %d", grant.number, body.peer, body.code)
                 self._dispatcher.call_back(grant)
         elif isinstance(body, End | Error):
             self._lose_trainer(trainer)
@@ -315,7 +329,7 @@ class Conductor:
             return
         for peer in self._ledger.conflicts():
             member = self._members[peer]
-            member.standing = Standing.COMING
+            member.standing = Standing.DISCARDING
             self._ledger.lose(peer)
             member.send(Discard())
         self._dispatcher.dispatch(self._ledger)
@@ -324,16 +338,19 @@ class Conductor:
 
     def _uncovered(self) -> tuple[int, ...]:
         """Units that nobody holds who takes part or soon will."""
-        able = [member for member in self._members.values() if member.standing in (Standing.USABLE, Standing.COMING)]
+        within_moments = (Standing.USABLE, Standing.COMING, Standing.DISCARDING)
+        able = [member for member in self._members.values() if member.standing in within_moments]
         held = {unit for member in able for unit in range(*member.span)}
         return tuple(unit for unit in range(self._units) if unit not in held)
 
     # -- mustering
 
     def _muster_again(self) -> None:
-        """Ask everybody anew; leases of before are void."""
+        """Ask everybody anew. A term of its own sees to it that leases of before, which trainers still have, are void."""
         self.phase = Phase.MUSTERING
+        self.term += 1 << TERM_BITS
         self._dispatcher.clear()
+        self._dispatcher.term = self.term
         for member in self._members.values():
             member.standing, member.status = Standing.ASKED, None
             member.send(Conduct(self.term))

@@ -13,7 +13,7 @@ from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Channel
 from swarmnode.net.tasks import Tasks
-from swarmnode.roles.training.conductor import Conductor
+from swarmnode.roles.training.conductor import TERM_BITS, Conductor
 from swarmnode.roles.training.loopback import Loopback
 from swarmnode.roles.training.member import Line
 from swarmnode.roles.training.stage import TrainingStage
@@ -23,7 +23,6 @@ from swarmnode.swarm.directory import Directory
 log = logging.getLogger(__name__)
 
 SETTLE_S = 0.3  # a new conductor's CONDUCT may be on its way
-TERM_BITS = 16  # of a term that tell conductors apart
 
 
 class Crew:
@@ -63,6 +62,7 @@ class Crew:
             await self._changed.wait()
             self._changed.clear()
             ready = ready_peers(self._directory)
+            log.warning('DBG %s %s %s', ready, self._directory.network.peer_id, self._stage.conductor)
             own = self._directory.network.peer_id
             if self._stage.conductor is None and ready[:1] == [own]:
                 await asyncio.sleep(SETTLE_S)

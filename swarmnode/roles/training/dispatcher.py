@@ -22,14 +22,14 @@ class Dispatcher:
 
     def __init__(self, term: int, units: int, members: Mapping[PeerId, Member], audience: Audience) -> None:
         self.grants = Grants()
-        self._term = term
+        self.term = term
         self._units = units
         self._members = members
         self._audience = audience
         self._numbers = itertools.count()
 
     def __repr__(self) -> str:
-        return f"<Dispatcher of term {self._term}, {self.grants!r}>"
+        return f"<Dispatcher of term {self.term}, {self.grants!r}>"
 
     def dispatch(self, ledger: Ledger) -> None:
         """Lease every microbatch that is missing and free, as long as trainers and stages have room."""
@@ -46,7 +46,7 @@ class Dispatcher:
             route = wire(self._units, workers, ledger.counters(number), in_flight=depth + 1)
             if route is None:
                 return
-            grant = Grant((self._term << LEASE_BITS) + next(self._numbers), number, tuple(route), trainer.channel)
+            grant = Grant((self.term << LEASE_BITS) + next(self._numbers), number, tuple(route), trainer.channel)
             self._grant(trainer, grant, ledger.step)
 
     def _grant(self, trainer: TrainerLine, grant: Grant, step: int) -> None:
@@ -54,7 +54,7 @@ class Dispatcher:
         self._book(grant, 1)
         trainer.leases.add(grant.lease)
         hops = tuple(HopSpec(peer, span.start, span.end) for peer, span in grant.route)
-        trainer.send(Lease(self._term, grant.lease, step, grant.number, hops))
+        trainer.send(Lease(self.term, grant.lease, step, grant.number, hops))
 
     def _book(self, grant: Grant, sign: int) -> None:
         for peer, span in grant.route:
@@ -93,4 +93,3 @@ class Dispatcher:
             trainer.leases.clear()
         for member in self._members.values():
             member.worker.booked_units = member.worker.in_flight = 0
-            member.releases.clear()

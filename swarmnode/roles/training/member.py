@@ -24,6 +24,7 @@ class Standing(Enum):
 
     ASKED = "asked"  # has not said yet what it holds
     COMING = "coming"  # on its way to the step in force, within moments
+    DISCARDING = "discarding"  # forgets what it had counted, since others counted the same
     LISTENING = "listening"  # hears the reductions while it fetches the state
     USABLE = "usable"
 

@@ -78,9 +78,10 @@ class Reducer:
         return Agreed(sums, tuple(squares))
 
     def _begin(self, term: int, attempt: tuple[int, int]) -> None:
-        if term != self._term:
-            self._parts.clear()
-            self._payloads.clear()
+        for slot in [
+            slot for slot, part in self._parts.items() if (part.term, part.step, part.attempt) < (term, *attempt)
+        ]:
+            del self._parts[slot], self._payloads[slot]
         self._term, self._newest = term, attempt
         for future in self._wanted.values():
             if not future.done():
@@ -166,7 +167,7 @@ class Reducer:
                 self._lost(channel.peer, PeerLost("a replica ended the reduction", peer=channel.peer))
             return
         slot = (body.attempt, body.group, body.round, body.part, body.agreed, channel.peer)
-        if len(self._parts) >= MAX_EARLY_PARTS or body.step < self._newest[0]:
+        if len(self._parts) >= MAX_EARLY_PARTS or (body.term, body.step) < (self._term, self._newest[0]):
             return
         self._parts[slot], self._payloads[slot] = body, frame.payload
         future = self._wanted.get(slot)

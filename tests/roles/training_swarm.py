@@ -1,0 +1,221 @@
+"""A training swarm of the toy segment on the fake network: real stages, conductors and trainers, each with its crew."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarmnode.codec.messages import VERSION, Hello
+from swarmnode.codec.training_messages import Condition, StepReport
+from swarmnode.compute.training.batches import ArrayBatches, Batches
+from swarmnode.compute.training.local import train_locally
+from swarmnode.net.fake import FakeNetwork, FakeWorld
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.link import LinkConfig
+from swarmnode.net.switchboard import Switchboard
+from swarmnode.roles.training.bench import Urgency
+from swarmnode.roles.training.crew import Crew, ready_peers
+from swarmnode.roles.training.keeper import Keeper
+from swarmnode.roles.training.stage import TRAIN_PROTOCOL, TrainingStage
+from swarmnode.roles.training.trainer import Trainer
+from swarmnode.swarm.announcement import State
+from swarmnode.swarm.directory import Directory
+from swarmnode.swarm.run import Run
+from tests.compute.training.toy import CLASSES, FEATURES, ToySegment
+
+HELLO = Hello(VERSION, bytes(32), "toy")
+PATIENCE_S = 20.0
+
+
+def toy_batches() -> ArrayBatches:
+    generator = np.random.default_rng(0)
+    return ArrayBatches(
+        {
+            "x": generator.normal(size=(48, FEATURES)).astype(np.float32),
+            "labels": generator.integers(0, CLASSES, 48),
+        }
+    )
+
+
+def toy_run(batches: Batches, steps: int, **settings: Any) -> Run:
+    return Run(data=batches.fingerprint, steps=steps, batch=24, microbatch=4, learning_rate=1e-2, **settings)
+
+
+def local_losses(run: Run, batches: Batches) -> list[float]:
+    """What one process makes of the run."""
+    return [report.loss for report in train_locally(ToySegment(), run, batches)]
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for something that nobody tells; fails after a while."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + PATIENCE_S
+    while not condition():
+        assert loop.time() < end_s, f"never came: {what}"
+        await asyncio.sleep(0.005)
+
+
+class Announced:
+    """What all peers know of one another, at once."""
+
+    def __init__(self) -> None:
+        self.peers: dict[PeerId, Any] = {}
+        self._ages = itertools.count()
+        self._revision = 0
+        self._news = asyncio.Event()
+
+    def add(self, peer: PeerId) -> None:
+        self.peers[peer] = SimpleNamespace(peer=peer, life=State.READY, started_at=float(next(self._ages)))
+        self._tell()
+
+    def remove(self, peer: PeerId) -> None:
+        self.peers.pop(peer, None)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._revision += 1
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def changed(self, since: int) -> int:
+        while self._revision <= since:
+            await self._news.wait()
+        return self._revision
+
+
+class ToyDirectory:
+    """One peer's view of them."""
+
+    def __init__(self, network: FakeNetwork, announced: Announced) -> None:
+        self.network = network
+        self.suspected: set[PeerId] = set()
+        self._announced = announced
+
+    def peers(self) -> Mapping[PeerId, Any]:
+        return {peer: news for peer, news in self._announced.peers.items() if peer not in self.suspected}
+
+    async def changed(self, since: int) -> int:
+        return await self._announced.changed(since)
+
+    def suspect(self, peer: PeerId, _reason: str) -> None:
+        self.suspected.add(peer)
+
+
+class Volunteer:
+    """A node that trains some units, and conducts when it is its turn."""
+
+    def __init__(self, network: FakeNetwork, directory: ToyDirectory, segment: ToySegment, folder: Path) -> None:
+        self.network = network
+        self.segment = segment
+        self.keeper = Keeper(network, HELLO, LinkConfig(), folder)
+        self.stage = TrainingStage(network, HELLO, LinkConfig(), segment, self.keeper)
+        self.crew = Crew(cast("Directory", directory), self.stage, ToySegment.units)
+        self.alive = True
+
+    def __repr__(self) -> str:
+        return f"<Volunteer {self.stage!r}>"
+
+    @property
+    def peer(self) -> PeerId:
+        return self.network.peer_id
+
+    @property
+    def ready(self) -> bool:
+        return self.stage.condition == Condition.READY
+
+    @property
+    def conducts(self) -> bool:
+        return self.alive and self.stage.conductor == self.peer
+
+    async def close(self) -> None:
+        await self.crew.close()
+        await self.stage.close()
+        await self.keeper.close()
+        await self.network.close()
+
+
+class TrainingSwarm:
+    """Volunteers by number, in the order in which they came; the first one is the eldest."""
+
+    def __init__(self, folder: Path) -> None:
+        self.world = FakeWorld(seed=1)
+        self.announced = Announced()
+        self.volunteers: list[Volunteer] = []
+        self._folder = folder
+        self._trainers: list[Switchboard] = []
+
+    async def _network(self) -> FakeNetwork:
+        network = self.world.join()
+        for volunteer in self.volunteers:
+            if volunteer.alive:
+                await network.connect(await volunteer.network.addresses(), timeout_s=1)
+                break
+        return network
+
+    async def join(self, start: int, end: int, *, breaks: int | None = None) -> Volunteer:
+        """A new volunteer for these units."""
+        network = await self._network()
+        segment = ToySegment(start, end, breaks=breaks)
+        folder = self._folder / f"{len(self.volunteers)}"
+        volunteer = Volunteer(network, ToyDirectory(network, self.announced), segment, folder)
+        self.volunteers.append(volunteer)
+        await volunteer.stage.start()
+        volunteer.crew.start()
+        self.announced.add(volunteer.peer)
+        return volunteer
+
+    def kill(self, volunteer: Volunteer) -> None:
+        """As by kill -9; the others' announcements of it go with it."""
+        volunteer.alive = False
+        self.world.kill(volunteer.peer)
+        self.announced.remove(volunteer.peer)
+
+    async def trainer(
+        self, run: Run, batches: Batches, on_step: Callable[[StepReport], None]
+    ) -> tuple[FakeNetwork, Trainer]:
+        """A trainer with a network of its own."""
+        network = await self._network()
+        directory = cast("Directory", ToyDirectory(network, self.announced))
+        board = Switchboard(network, TRAIN_PROTOCOL, HELLO, LinkConfig())
+        self._trainers.append(board)
+        return network, Trainer(board, lambda: ready_peers(directory), run, batches, on_step)
+
+    @property
+    def live(self) -> list[Volunteer]:
+        return [volunteer for volunteer in self.volunteers if volunteer.alive]
+
+    @property
+    def conductor(self) -> Volunteer | None:
+        return next((volunteer for volunteer in self.live if volunteer.conducts), None)
+
+    async def settled(self, steps: int) -> None:
+        """Everybody has made the update of the last step."""
+        for volunteer in self.live:
+            await until(lambda v=volunteer: v.ready and v.stage.step == steps, f"step {steps} at {volunteer}")
+            await volunteer.stage.bench.call(Urgency.IDLE, lambda: None)
+
+    def replicas(self) -> Iterator[tuple[int, list[Mapping[str, Tensor]]]]:
+        """(unit, the parameters that each live replica has)."""
+        for unit in range(ToySegment.units):
+            held = [v.segment for v in self.live if v.segment.start <= unit < v.segment.end]
+            yield unit, [segment.parameters()[unit] for segment in held]
+
+    def assert_replicas_are_equal(self) -> None:
+        for unit, replicas in self.replicas():
+            for other in replicas[1:]:
+                for name, parameter in replicas[0].items():
+                    assert torch.equal(parameter, other[name]), f"{name} of unit {unit}"
+
+    async def close(self) -> None:
+        for board in self._trainers:
+            await board.close()
+        for volunteer in self.volunteers:
+            await volunteer.close()
