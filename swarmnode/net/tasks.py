@@ -30,7 +30,10 @@ class Tasks:
         return len(self._tasks)
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], name: str, *, awaited: bool = False) -> asyncio.Task[T]:
-        """Run a coroutine in the background; `awaited`: others wait for it and hear of its errors. Raises RuntimeError after `close`."""
+        """Run a coroutine in the background. Raises RuntimeError after `close`.
+
+        `awaited`: others wait for it, and hear of its errors.
+        """
         if self._closed:
             coroutine.close()
             raise RuntimeError(f"{self.name} is closed: cannot start {name}")

@@ -62,7 +62,6 @@ class Crew:
             await self._changed.wait()
             self._changed.clear()
             ready = ready_peers(self._directory)
-            log.warning('DBG %s %s %s', ready, self._directory.network.peer_id, self._stage.conductor)
             own = self._directory.network.peer_id
             if self._stage.conductor is None and ready[:1] == [own]:
                 await asyncio.sleep(SETTLE_S)
@@ -118,6 +117,6 @@ def term_after(term: int, peer: PeerId) -> int:
 
 
 def ready_peers(directory: Directory) -> list[PeerId]:
-    """Who may conduct, the eldest first."""
-    ready = [peer for peer in directory.peers().values() if peer.life is State.READY]
+    """Who may conduct, the eldest first: those who hold units (doors announce themselves too)."""
+    ready = [peer for peer in directory.peers().values() if peer.life is State.READY and peer.span[0] < peer.span[1]]
     return [peer.peer for peer in sorted(ready, key=lambda peer: (peer.started_at, peer.peer))]

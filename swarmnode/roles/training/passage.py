@@ -14,7 +14,7 @@ from torch import Tensor
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Fault
 from swarmnode.codec.training_messages import Backward, Forward
-from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
+from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
 from swarmnode.net.switchboard import Channel
 from swarmnode.roles.training.bench import Urgency
 from swarmnode.roles.training.values import Encoded, decode_values, encode_values
@@ -63,6 +63,8 @@ class Passage:
             if not self._ended:
                 self._finish(Backward(loss, present, encoded[0]), encoded[1])
         except SwarmnodeError as error:
+            if isinstance(error, NotFinite):
+                self._stage.blame(error)
             self._fail(error)
         except asyncio.CancelledError:
             self.end()
@@ -105,6 +107,7 @@ class Passage:
         hop = body.route[body.hop]
         (loss,) = learner.forward(body.lease, body.number, hop.start, hop.end, values)
         encoded, present = self._backward(())
+        self._stage.note_loss(body.number, float(loss))
         return float(loss), encoded, present
 
     def _backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Encoded, tuple[bool, ...]]:

@@ -34,7 +34,7 @@ from swarmnode.codec.training_messages import (
 )
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Segment
-from swarmnode.errors import ErrorCode, LocalError, PeerError, SwarmnodeError
+from swarmnode.errors import ErrorCode, LocalError, NotFinite, PeerError, SwarmnodeError
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Channel, Switchboard
@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 
 TRAIN_PROTOCOL = "/swarmnode/train/1"
 MAX_WAITING = 64  # microbatches of the step to come
+RETRY_S = 0.5
 
 
 class TrainingStage:
@@ -71,6 +72,7 @@ class TrainingStage:
         self.switchboard = Switchboard(network, TRAIN_PROTOCOL, hello, link_config, accept=self._accept)
         self.term = 0
         self.conductor: PeerId | None = None
+        self._line: Line | None = None  # to the conductor
         self.step = 0
         self.condition = Condition.BLANK
         self.run: Run | None = None
@@ -108,8 +110,7 @@ class TrainingStage:
         await self._tasks.close()
         await self.switchboard.close()
         if self._learner is not None and self.condition == Condition.READY:
-            learner = self._learner
-            await self.bench.call(Urgency.CONTROL, lambda: self._keeper.save(learner))
+            await self._save(self._learner)
         await self.bench.close()
 
     def codec_of(self, *, forward: bool) -> Codec:
@@ -158,6 +159,15 @@ class TrainingStage:
         if learner is not None:
             self._tasks.spawn(_settle(self.bench.call(Urgency.CONTROL, lambda: learner.drop(lease))), "drop")
 
+    def note_loss(self, number: int, loss: float) -> None:
+        """Of a microbatch that the model's last unit has counted; on the bench."""
+        self._losses[number] = loss
+
+    def blame(self, error: NotFinite) -> None:
+        """Let the conductor know which unit met NaN."""
+        if self._line is not None and self._line.open:
+            self._line.send(Failed(0, "", error.code, error.unit))
+
     # -- the conductor's word
 
     def follow(self, line: Line) -> None:
@@ -191,17 +201,17 @@ class TrainingStage:
         elif isinstance(body, Reduce):
             self._reduction = self._instead_of(self._reduction, self._reduce(line, body))
         elif isinstance(body, Begin):
-            self._move = self._instead_of(self._move, self._begin(line, body))
+            self._move = self._instead_of(self._move, self._moving(line, Kind.BEGIN, self._begin(body)))
         elif isinstance(body, Sync):
-            self._move = self._instead_of(self._move, self._sync(line, body))
+            self._move = self._instead_of(self._move, self._moving(line, Kind.SYNC, self._sync(body)))
         elif isinstance(body, Restore):
-            self._move = self._instead_of(self._move, self._restore(line, body))
+            self._move = self._instead_of(self._move, self._moving(line, Kind.RESTORE, self._restore(body)))
 
     def _conduct(self, line: Line, body: Conduct) -> None:
         if body.term < self.term or (body.term == self.term and self.conductor not in (None, line.peer)):
             self._answer(line, Kind.CONDUCT)  # it says which term is in force
             return
-        self.term, self.conductor = body.term, line.peer
+        self.term, self.conductor, self._line = body.term, line.peer, line
         self._give_up_all()
         self._answer(line, Kind.CONDUCT)
 
@@ -255,22 +265,33 @@ class TrainingStage:
             kind,
         )
 
-    async def _begin(self, line: Line, body: Begin) -> None:
-        """Step 0 of a run, with the parameters as they are."""
-        run = decode_run(body.run)
-        again = self.run is not None  # parameters are not the founding ones any more: a joiner must find step 0 here
-        await self._take_up(run, 0)
-        if again:
-            learner = self.learner
-            await self.bench.call(Urgency.CONTROL, lambda: self._keeper.save(learner))
-        await self._tell(line, Kind.BEGIN)
+    async def _moving(self, line: Line, kind: Kind, move: Coroutine[Any, Any, None]) -> None:
+        """Go to another run or step, and say where that led; what goes wrong leaves the stage where it can be asked again."""
+        try:
+            await move
+        except SwarmnodeError as error:
+            log.warning("%s failed: %s", kind.name, error)
+            if kind == Kind.SYNC:
+                await asyncio.sleep(RETRY_S)
+        await self._tell(line, kind)
 
-    async def _take_up(self, run: Run, step: int) -> None:
+    async def _begin(self, body: Begin) -> None:
+        """Step 0 of a run, with the parameters as they are."""
+        again = self.run is not None  # parameters are not the founding ones any more: a joiner must find step 0 here
+        learner = await self._take_up(decode_run(body.run), 0)
+        if again:
+            await self._save(learner)
+        self.condition = Condition.READY
+
+    async def _take_up(self, run: Run, step: int) -> Learner:
+        """A new learner, which is not ready yet."""
+        self.condition = Condition.BLANK
         self._keeper.open(run)
         await self._keeper.serve(self._fresh)
         self.run, self.step, self._agreed, self._losses = run, step, None, {}
-        self._learner = await self.bench.call(Urgency.CONTROL, lambda: Learner(self.segment, run, step=step))
-        self.condition = Condition.READY
+        learner = await self.bench.call(Urgency.CONTROL, lambda: Learner(self.segment, run, step=step))
+        self._learner = learner
+        return learner
 
     async def _fresh(self) -> int:
         """Write down the step that this stage is at, for a replica that asks."""
@@ -279,22 +300,19 @@ class TrainingStage:
         learner = self.learner
         return await self.bench.call(Urgency.CONTROL, lambda: self._keeper.save(learner))
 
-    async def _restore(self, line: Line, body: Restore) -> None:
-        run = decode_run(body.run)
-        await self._take_up(run, body.step)
-        learner = self.learner
+    async def _restore(self, body: Restore) -> None:
+        """A step on the disk."""
+        learner = await self._take_up(decode_run(body.run), body.step)
         await self.bench.call(Urgency.CONTROL, lambda: self._keeper.load(learner, body.step))
-        await self._tell(line, Kind.RESTORE)
+        self.condition = Condition.READY
 
-    async def _sync(self, line: Line, body: Sync) -> None:
+    async def _sync(self, body: Sync) -> None:
         """Fetch a state while the reductions are heard, then catch up."""
-        run = decode_run(body.run)
         self._give_up_all()
         self._heard = []
-        await self._take_up(run, body.step)
+        learner = await self._take_up(decode_run(body.run), body.step)
         self.condition = Condition.LISTENING
-        step = await self._keeper.fetch(lambda: body.peers, self.learner.blocks, at_least=body.step)
-        learner = self.learner
+        step = await self._keeper.fetch(lambda: body.peers, learner.blocks, at_least=body.step)
         await self.bench.call(Urgency.CONTROL, lambda: self._keeper.load(learner, step))
         self.step = step
         while self._heard:
@@ -303,7 +321,6 @@ class TrainingStage:
                 await self.bench.call(Urgency.CONTROL, partial(learner.commit, agreed.sums, norm))
                 self.step += 1
         self.condition = Condition.READY
-        await self._tell(line, Kind.SYNC)
 
     async def _reduce(self, line: Line, body: Reduce) -> None:
         listening = self.condition == Condition.LISTENING
@@ -338,9 +355,15 @@ class TrainingStage:
         await done
         assert self.run is not None
         if self.step % self.run.checkpoint_steps == 0 or self.step == self.run.steps:
-            learner = self.learner
-            await self.bench.call(Urgency.CONTROL, lambda: self._keeper.save(learner))
+            await self._save(self.learner)
         await self._tell(line)
+
+    async def _save(self, learner: Learner) -> None:
+        """Write the step down. A full disk costs the step, not the training: earlier ones stay."""
+        try:
+            await self.bench.call(Urgency.CONTROL, lambda: self._keeper.save(learner))
+        except LocalError as error:
+            log.warning("%s", error)
 
     def _on_bench(self, function: Callable[[], object]) -> None:
         self._tasks.spawn(_settle(self.bench.call(Urgency.CONTROL, function)), "bench")
