@@ -6,6 +6,7 @@ differentiate as they are stay whole. Batch norms are put back together, since t
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import warnings
@@ -31,7 +32,7 @@ def export_module(module: nn.Module, example: Example, *, any_batch: bool = True
 
     Raises UsageError, naming operator and source line, where the module does something that a graph cannot hold.
     """
-    args, kwargs = _check_example(example)
+    args, kwargs = _check_example(module, example)
     was_training = module.training
     try:
         return _export(module.train(), args, kwargs, any_batch)
@@ -62,8 +63,16 @@ class _Loss(nn.Module):
         return loss
 
 
-def _check_example(example: Example) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+def _check_example(module: nn.Module, example: Example) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Arguments of the module, by their names where they have any, so that the data can name them too."""
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
+    named = [
+        parameter.name
+        for parameter in inspect.signature(module.forward).parameters.values()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if 0 < len(args) <= len(named):
+        args, kwargs = (), dict(zip(named, args, strict=False))
     values = (*args, *kwargs.values())
     if not values or not all(isinstance(value, Tensor) for value in values):
         raise UsageError("the example batch must be a tuple of tensors, or a dict of tensors by argument name")

@@ -16,6 +16,8 @@ PARAMETER = "parameter"
 BUFFER = "buffer"  # moves in training
 CONSTANT = "constant"
 
+_NAMED = "kwargs_"  # torch.export's name for an argument that was given by name begins so
+
 
 class Poly(msgspec.Struct, frozen=True, tag_field="is", tag="size"):
     """An integer that depends on the batch: c0 + c1 * batch + c2 * batch^2 ..."""
@@ -84,6 +86,11 @@ class Input(msgspec.Struct, frozen=True):
 
     name: str
     type: TensorType
+
+    @property
+    def argument(self) -> str:
+        """What the module's own code calls it; an array of the data has this name."""
+        return self.name.removeprefix(_NAMED)
 
 
 class Weight(msgspec.Struct, frozen=True):

@@ -54,14 +54,19 @@ class Program(nn.Module):
         self._functions: dict[str, Callable[..., Any]] = {}
         self._resolve(self._graph)
 
-    def forward(self, *inputs: Tensor) -> Any:
-        """The program's first output."""
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What the exported module's code called its arguments."""
+        return tuple(self._inputs)
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
+        """The program's first output. Inputs come in their order, or all of them by name."""
         held = {
             **dict(self.named_parameters(remove_duplicate=False)),
             **dict(self.named_buffers(remove_duplicate=False)),
         }
         values: dict[str, Any] = {value: held[name] for value, name in self._names.items()}
-        values.update(zip(self._inputs, inputs, strict=True))
+        values.update(named or zip(self._inputs, inputs, strict=True))
         self._run(self._graph, values)
         for buffer, value in self._moves:
             with torch.no_grad():

@@ -22,7 +22,7 @@ def export_source(spec: str) -> Exported:
     """Export what `spec` names. Runs the factory's code, but nothing of an exported program. Raises UsageError."""
     if spec.endswith(PROGRAM_SUFFIX):
         program, batch = load_program(Path(spec))
-        return export_module(program, batch, any_batch=program.any_batch)
+        return export_module(program, dict(zip(program.inputs, batch, strict=True)), any_batch=program.any_batch)
     return export_module(*load_factory(spec))
 
 

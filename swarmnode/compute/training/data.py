@@ -35,27 +35,32 @@ def token_batches(
 def array_batches(path: Path, graph: Graph) -> ArrayBatches:
     """The arrays of an .npz file that a graph's inputs name, one row a sample. Raises UsageError where they do not fit."""
     arrays = _read_arrays(path)
-    missing = [item.name for item in graph.inputs if item.name not in arrays]
+    wanted = [item.argument for item in graph.inputs]
+    missing = [name for name in wanted if name not in arrays]
     if missing:
         raise UsageError(
-            f"{path} has no array {missing[0]!r}: the model takes {', '.join(item.name for item in graph.inputs)}, "
+            f"{path} has no array {missing[0]!r}: the model takes {', '.join(wanted)}, "
             f"the file has {', '.join(sorted(arrays)) or 'none'}"
         )
-    return ArrayBatches({item.name: _fitting(path, arrays[item.name], item, graph.batch) for item in graph.inputs})
+    return ArrayBatches(
+        {item.argument: _fitting(path, arrays[item.argument], item, graph.batch) for item in graph.inputs}
+    )
 
 
 def _read_arrays(path: Path) -> Mapping[str, np.ndarray]:
+    if not path.exists():
+        raise UsageError(f"{path}: no such file")
     if not path.is_file() or path.suffix != ARRAYS_SUFFIX:
         raise UsageError(
             f"{path}: the data of a module is an {ARRAYS_SUFFIX} file (numpy.savez) of arrays by input name"
         )
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
             return dict(file)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error}") from None
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
     except _DAMAGE as error:
-        raise UsageError(f"{path} is not a file of numpy arrays, or a damaged one: {error}") from None
+        raise UsageError(f"{path} is not a file of plain numpy arrays, or a damaged one: {error}") from None
 
 
 def _fitting(path: Path, array: np.ndarray, item: Input, batch: int) -> np.ndarray:
@@ -63,13 +68,15 @@ def _fitting(path: Path, array: np.ndarray, item: Input, batch: int) -> np.ndarr
     row = item.type.sizes(batch)[1:]
     if array.ndim == 0 or array.shape[1:] != row:
         raise UsageError(
-            f"{path}: {item.name!r} has the shape {array.shape}, but the model takes samples of shape {row}: "
+            f"{path}: {item.argument!r} has the shape {array.shape}, but the model takes samples of shape {row}: "
             "the first dimension counts the samples"
         )
     try:
         dtype = np.dtype(item.type.dtype)
     except TypeError:
-        raise UsageError(f"the model's input {item.name!r} is {item.type.dtype}, which numpy does not have") from None
+        raise UsageError(
+            f"the model's input {item.argument!r} is {item.type.dtype}, which numpy does not have"
+        ) from None
     if array.dtype.kind != dtype.kind and not np.can_cast(array.dtype, dtype):
-        raise UsageError(f"{path}: {item.name!r} is of {array.dtype}, but the model takes {dtype}")
+        raise UsageError(f"{path}: {item.argument!r} is of {array.dtype}, but the model takes {dtype}")
     return array.astype(dtype)
