@@ -142,13 +142,17 @@ class SwarmClient:
     def status(self) -> dict[str, Any]:
         """Who is here and holds what, as `swarmnode status --json` prints it."""
         swarm, peers = self._presence.swarm, self._presence.directory.peers()
+        assert swarm.manifest is not None
         view = view_of(self.units, peers.values())
-        ready = [peer for peer in view.peers if peer.state is State.READY]
+        missing = gaps(self.units, [peer for peer in view.peers if peer.state is State.READY])
         return {
             "swarm": swarm.id.hex(),
             "name": swarm.name,
+            "mode": swarm.manifest.mode,
             "units": self.units,
-            "covered": not gaps(self.units, ready),
+            "covered": not missing,
+            "missing": missing,
+            "training_step": max((peer.training_step for peer in peers.values()), default=0),
             "peers": [
                 {
                     "peer": peer.peer,

@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -72,6 +72,17 @@ def reports_errors(command: Callable[P, T]) -> Callable[P, T]:
 def print_json(value: Any) -> None:
     """One JSON value on one line of standard output."""
     typer.echo(json.dumps(value, ensure_ascii=False))
+
+
+def ranges(units: Iterable[int]) -> list[str]:
+    """`1, 3-5` for 1, 3, 4, 5."""
+    found: list[list[int]] = []
+    for unit in sorted(units):
+        if found and found[-1][-1] == unit - 1:
+            found[-1].append(unit)
+        else:
+            found.append([unit])
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found]
 
 
 def set_up_logging(verbose: bool) -> None:

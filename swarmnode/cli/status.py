@@ -15,6 +15,7 @@ from swarmnode.cli.console import (
     print_json,
     reports_errors,
     run_async,
+    ranges,
     set_up_logging,
     unless_stopped,
 )
@@ -75,8 +76,11 @@ def status_table(status: dict[str, Any]) -> Table:
     from rich.text import Text
 
     units = status["units"]
-    covered = Text("covered", "green") if status["covered"] else Text("not covered", "red")
-    title = Text.assemble(f"swarm {status['name']}: {units} units, ", covered)
+    step = f"training step {status['training_step']}, " if status["mode"] == "train" else ""
+    covered = Text("covered", "green")
+    if status["missing"]:
+        covered = Text(f"nobody holds {', '.join(ranges(status['missing']))}", "red")
+    title = Text.assemble(f"swarm {status['name']}: {units} units, {step}", covered)
     table = Table(title=title, title_justify="left")
     for column in ("peer", "name", "state", "device", "span", "units"):
         table.add_column(column)

@@ -78,7 +78,7 @@ def train(
     from swarmnode.codec.tensors import Codec
     from swarmnode.swarm.run import Averaging, Run
     from swarmnode.swarm.swarmfile import load_swarm
-    from swarmnode.training.preparation import NO_DATA
+    from swarmnode.training.preparation import NO_DATA, check_early
 
     settings = Run(
         data=NO_DATA,  # filled in when it is read
@@ -98,6 +98,7 @@ def train(
         autocast=autocast,
         averaging=Averaging(every=average_every, codec=Codec[average_codec.upper()], rank=average_rank),
     )
+    check_early(data, settings)
     known, target = load_swarm(swarm), out.absolute() if out is not None else None
 
     async def feed(view: Any, stop: asyncio.Event) -> int:

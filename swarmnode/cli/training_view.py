@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.console import print_json
+from swarmnode.cli.console import print_json, ranges
 from swarmnode.cli.curve import draw_curve
 from swarmnode.errors import LocalError
 
@@ -171,17 +171,6 @@ def waiting_text(missing: tuple[int, ...]) -> str:
     if len(missing) == 1:
         return f"waiting: unit {missing[0]} has nobody"
     return f"waiting: units {', '.join(ranges(missing))} have nobody"
-
-
-def ranges(units: tuple[int, ...]) -> list[str]:
-    """`1, 3-5` for 1, 3, 4, 5."""
-    found: list[list[int]] = []
-    for unit in sorted(units):
-        if found and found[-1][-1] == unit - 1:
-            found[-1].append(unit)
-        else:
-            found.append([unit])
-    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found]
 
 
 def duration(seconds: float) -> str:

@@ -39,7 +39,7 @@ def found_swarm(
     """The new swarm that serves or trains a model. Raises UsageError on a bad name, or a vocabulary without all bytes."""
     check_name(name)
     if mode == TRAIN:
-        check_vocabulary(material)
+        check_vocabulary(material.vocabulary, [file.name for file in material.files])
     manifest = Manifest(
         name=name,
         model=material.model,

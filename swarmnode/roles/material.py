@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarmnode.compute.checkpoint import Checkpoint
+from swarmnode.compute.checkpoint import Checkpoint, load_config
 from swarmnode.compute.hub import HubCheckpoint, open_checkpoint
 from swarmnode.errors import UsageError
 from swarmnode.swarm.content import CONFIG_NAME, TOKENIZER_NAMES, checkpoint_files, has_tokenizer
@@ -67,11 +68,12 @@ def from_config(config: Path, out: Path, *, seed: int = 0, byte_level: bool = Fa
     folder = config.parent if config.name == CONFIG_NAME else config
     if not (folder / CONFIG_NAME).is_file():
         raise UsageError(f"{folder} has no {CONFIG_NAME}; give a folder with the config of a transformers model")
+    tokenizer = [name for name in TOKENIZER_NAMES if (folder / name).is_file() and not byte_level]
+    check_vocabulary(getattr(load_config(folder / CONFIG_NAME), "vocab_size", None), tokenizer)
     with new_folder(out, force=force) as partial:
         write_fresh_model(folder, partial, seed)
-        for name in () if byte_level else TOKENIZER_NAMES:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, partial / name)
+        for name in tokenizer:
+            shutil.copyfile(folder / name, partial / name)
     return from_checkpoint(str(out))
 
 
@@ -100,13 +102,12 @@ def from_module(spec: str, out: Path, *, units: int | None = None, force: bool =
     )
 
 
-def check_vocabulary(material: Material) -> None:
-    """Raises UsageError where bytes are to be tokens of a language model whose vocabulary has not got that many."""
-    size = material.vocabulary
-    if size is not None and size < BYTES and not has_tokenizer(file.name for file in material.files):
+def check_vocabulary(vocabulary: int | None, files: Iterable[str]) -> None:
+    """Raises UsageError where bytes are to be tokens, for want of a tokenizer, and the model knows fewer than there are."""
+    if vocabulary is not None and vocabulary < BYTES and not has_tokenizer(files):
         raise UsageError(
             f"without a tokenizer each byte of the text is a token, so the model needs a vocabulary of at least {BYTES}; "
-            f"this one has {size}: raise vocab_size, or put a tokenizer into the folder"
+            f"this one has {vocabulary}: raise vocab_size, or put a tokenizer into the folder"
         )
 
 

@@ -37,6 +37,13 @@ def prepare(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prep
     return run, batches
 
 
+def check_early(data: Path, settings: Run) -> None:
+    """What can be known before the swarm is found. Raises UsageError."""
+    if not data.exists():
+        raise UsageError(f"{data}: no such file or folder")
+    check_run(_with(settings, settings.sequence, settings.microbatch or 1))
+
+
 def check_trains(manifest: Manifest) -> None:
     """Raises UsageError where the swarm does something else."""
     if manifest.mode != TRAIN:
