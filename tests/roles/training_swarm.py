@@ -72,8 +72,9 @@ class Announced:
         self._revision = 0
         self._news = asyncio.Event()
 
-    def add(self, peer: PeerId) -> None:
-        self.peers[peer] = SimpleNamespace(peer=peer, life=State.READY, started_at=float(next(self._ages)))
+    def add(self, peer: PeerId, span: tuple[int, int]) -> None:
+        age = float(next(self._ages))
+        self.peers[peer] = SimpleNamespace(peer=peer, life=State.READY, started_at=age, span=span)
         self._tell()
 
     def remove(self, peer: PeerId) -> None:
@@ -169,7 +170,7 @@ class TrainingSwarm:
         self.volunteers.append(volunteer)
         await volunteer.stage.start()
         volunteer.crew.start()
-        self.announced.add(volunteer.peer)
+        self.announced.add(volunteer.peer, (start, end))
         return volunteer
 
     def kill(self, volunteer: Volunteer) -> None:
