@@ -106,6 +106,9 @@ class ToyDirectory:
     async def changed(self, since: int) -> int:
         return await self._announced.changed(since)
 
+    async def refresh(self) -> None:
+        """Nothing to be read that is not known."""
+
     def suspect(self, peer: PeerId, _reason: str) -> None:
         self.suspected.add(peer)
 
