@@ -134,6 +134,7 @@ class Reducer:
         slot = (head.attempt, head.group, head.round, head.part, head.agreed, peer)
         if slot not in self._parts:
             await self._channel_to(peer)  # so that its loss is noticed
+        if slot not in self._parts:  # nor has it come meanwhile
             future = self._wanted[slot] = asyncio.get_running_loop().create_future()
             await future
         part, payload = self._parts.pop(slot), self._payloads.pop(slot)
