@@ -39,8 +39,14 @@ class Tasks:
             raise RuntimeError(f"{self.name} is closed: cannot start {name}")
         task = asyncio.get_running_loop().create_task(coroutine, name=f"{self.name}: {name}")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard if awaited else self._ended)
+        task.add_done_callback(self._heard if awaited else self._ended)
         return task
+
+    def _heard(self, task: asyncio.Task[Any]) -> None:
+        """Whoever waits hears of its error; if nobody does any more, then nobody cares."""
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

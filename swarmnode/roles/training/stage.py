@@ -77,7 +77,7 @@ class TrainingStage:
         self.condition = Condition.BLANK
         self.run: Run | None = None
         self.on_work: Callable[[Channel, Work], None] = lambda channel, _body: channel.close(Error(ErrorCode.ELSEWHERE))
-        self.on_conductor_lost: Callable[[PeerId, PeerError], None] = lambda _peer, _error: None
+        self.on_conductor_lost: Callable[[PeerId, PeerError | None], None] = lambda _peer, _error: None
         self._learner: Learner | None = None
         self._keeper = keeper
         self._reducer = Reducer(network.peer_id, self.switchboard, self.bench)
@@ -175,7 +175,8 @@ class TrainingStage:
         line.on_frame = lambda _frame, body: self.obey(line, body)
         line.on_lost = lambda error: self._conductor_lost(line, error)
 
-    def _conductor_lost(self, line: Line, error: PeerError) -> None:
+    def _conductor_lost(self, line: Line, error: PeerError | None) -> None:
+        """The link was cut, or (no error) the conductor let go."""
         if self.conductor == line.peer:
             self.conductor = None
             self.on_conductor_lost(line.peer, error)
@@ -185,7 +186,7 @@ class TrainingStage:
         if isinstance(body, Conduct):
             self._conduct(line, body)
         elif isinstance(body, End):
-            self._conductor_lost(line, PeerError("the conductor let go", peer=line.peer))
+            self._conductor_lost(line, None)
         elif self.conductor != line.peer:
             line.close(Error(ErrorCode.STALE))
         elif isinstance(body, Commit):
