@@ -63,7 +63,7 @@ def _reach(start: int, peer: PeerId, span: Span, fixed: Sequence[PeerId | None])
     if not span.start <= start < span.end or fixed[start] not in (None, peer):
         return start
     end = start + 1
-    while end < span.end and fixed[end] == fixed[start]:
+    while end < span.end and fixed[end] in (None, peer):
         end += 1
     return end
 

@@ -49,9 +49,13 @@ def test_a_route_may_enter_and_leave_in_the_middle_of_a_span() -> None:
 
 
 def test_what_is_counted_goes_through_who_counted_it() -> None:
-    workers = {"a": Worker(Span(0, 4), unit_s=0.001), "b": Worker(Span(0, 4), unit_s=9.0)}
+    workers = {"a": Worker(Span(0, 4), unit_s=0.001), "b": Worker(Span(1, 3), unit_s=9.0)}
     route = wire(UNITS, workers, [None, "b", "b", None], in_flight=3)
     assert route == [("a", Span(0, 1)), ("b", Span(1, 3)), ("a", Span(3, 4))]
+
+
+def test_who_has_counted_some_of_its_units_may_take_the_others() -> None:
+    assert wire(UNITS, {"a": Worker(Span(0, 4))}, [None, "a", None, "a"], in_flight=3) == [("a", Span(0, 4))]
 
 
 def busy_schedule(speeds: dict[str, float], microbatches: int, in_flight: int) -> Counter[str]:

@@ -95,8 +95,9 @@ async def test_losses_are_those_of_one_process(swarm: TrainingSwarm, replicas: i
     assert {report.peers for report in curve.reports} == {3 * replicas}
 
 
-async def test_spans_that_overlap(swarm: TrainingSwarm) -> None:
-    for start, end in ((0, 2), (1, 3), (0, 1), (2, 3)):
+@pytest.mark.parametrize("spans", [[(0, 2), (1, 3), (0, 1), (2, 3)], [(0, 3), (1, 2)]])
+async def test_spans_that_overlap(swarm: TrainingSwarm, spans: list[tuple[int, int]]) -> None:
+    for start, end in spans:
         await swarm.join(start, end)
     batches = toy_batches()
     run, curve = toy_run(batches, STEPS), Curve()
@@ -116,6 +117,18 @@ async def test_a_replica_is_killed(swarm: TrainingSwarm, victim: int) -> None:
     curve.assert_equals(local_losses(run, batches))
     swarm.assert_replicas_are_equal()
     assert curve.reports[-1].peers == 5
+
+
+async def test_what_is_left_of_overlapping_spans_counts_the_rest(swarm: TrainingSwarm) -> None:
+    for start, end in ((0, 2), (0, 1), (1, 3), (2, 3)):
+        await swarm.join(start, end)
+    batches = toy_batches()
+    run = toy_run(batches, STEPS)
+    victims = iter((swarm.volunteers[1], swarm.volunteers[3]))
+    curve = Curve(after_4=lambda: swarm.kill(next(victims)), after_7=lambda: swarm.kill(next(victims)))
+    assert await train(swarm, run, batches, curve) == STEPS
+    curve.assert_equals(local_losses(run, batches))
+    swarm.assert_replicas_are_equal()
 
 
 async def test_a_replica_joins_by_listening(swarm: TrainingSwarm) -> None:

@@ -8,9 +8,8 @@ accumulators stay until `commit`, so whatever happens between the passes and the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +74,7 @@ class Learner:
         if not self.segment.start <= start < end <= self.segment.end:
             raise ValueError(f"units [{start}:{end}) are not among [{self.segment.start}:{self.segment.end})")
         flight = Flight(index, start, end, [], (), {})
-        cuts = range(start, end + 1) if self.recompute else (start, end)
+        cuts = range(start, end + 1) if self.recompute else self._cuts(index, start, end)
         outputs = values
         for piece_start, piece_end in pairwise(cuts):
             outputs = self._fly(flight, piece_start, piece_end, outputs)
@@ -88,23 +87,24 @@ class Learner:
     def backward(self, lease: int, grads: Sequence[Tensor | None]) -> Gradients:
         """Take the gradients of what `forward` returned (none at the model's end); the gradient of each of its inputs.
 
-        Raises ValueError where the lease is not in flight or where some of its units had counted the index and others
-        not, ProtocolError for gradients that do not fit, NotFinite for NaN or infinity. The lease is over in any case.
+        Where some of the units had counted the index before, only the others count it now. Raises ValueError where the lease
+        is not in flight or another one was counted meanwhile by some of its units, ProtocolError for gradients that do not
+        fit, NotFinite for NaN or infinity. The lease is over in any case.
         """
         flight = self._flights.pop(lease, None)
         if flight is None:
             raise ValueError(f"lease {lease} is not in flight")
-        units = range(flight.start, flight.end)
-        counted = {bool(self.counted[unit] >> flight.index & 1) for unit in units}
-        if len(counted) > 1:
-            raise ValueError(f"microbatch {flight.index} is counted for some of the units {units} only")
+        units = [unit for unit in range(flight.start, flight.end) if not self._has(unit, flight.index)]
+        if any(
+            len({self._has(unit, flight.index) for unit in range(piece.start, piece.end)}) > 1
+            for piece in flight.pieces
+        ):
+            raise ValueError(f"microbatch {flight.index} was counted meanwhile for some of the units")
         if flight.end == self.segment.units:
             grads = (*grads, torch.full(flight.shapes[0], 1 / self.run.microbatches))
         _check_gradients(flight, grads)
-        if counted == {True}:
-            return self._fly_back(flight, grads, flow_through)
         try:
-            inputs = self._fly_back(flight, grads, accumulate)
+            inputs = self._fly_back(flight, grads)
         except RuntimeError:  # out of memory: nobody knows what the accumulators hold now, so nothing counts
             self.discard()
             raise
@@ -124,6 +124,14 @@ class Learner:
         for block in self._blocks.values():
             block.sums_N.zero_()
 
+    def _has(self, unit: int, index: int) -> bool:
+        return bool(self.counted[unit] >> index & 1)
+
+    def _cuts(self, index: int, start: int, end: int) -> list[int]:
+        """Where units that have counted a microbatch meet units that have not: only the latter's graph accumulates."""
+        inside = range(start + 1, end)
+        return [start, *(unit for unit in inside if self._has(unit - 1, index) != self._has(unit, index)), end]
+
     def _fly(self, flight: Flight, start: int, end: int, values: Values) -> Values:
         """The pass through one more piece, units [start, end)."""
         inputs = leaves(values, start)
@@ -134,12 +142,7 @@ class Learner:
         flight.changes.update(changes)
         return tuple(output.detach() for output in outputs)
 
-    def _fly_back(
-        self,
-        flight: Flight,
-        grads: Sequence[Tensor | None],
-        go_back: Callable[[Values, Sequence[Any], Values], Gradients],
-    ) -> Gradients:
+    def _fly_back(self, flight: Flight, grads: Sequence[Tensor | None]) -> Gradients:
         """Through the pieces in reverse order, each forgotten when it is done."""
         while flight.pieces:
             piece = flight.pieces.pop()
@@ -147,6 +150,7 @@ class Learner:
             if outputs is None:
                 with torch.enable_grad():
                     outputs, _ = self._compute(flight.index, piece.start, piece.end, piece.inputs)
+            go_back = flow_through if self._has(piece.start, flight.index) else accumulate
             grads = go_back(outputs, grads, piece.inputs)
             del piece, outputs
         return tuple(grads)

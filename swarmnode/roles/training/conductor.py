@@ -73,7 +73,8 @@ class Phase(Enum):
 
 
 class Conductor:
-    """A peer's time in office, with a new term for each muster. `dial` opens a conversation with a stage; `resigned` is called where a higher term was heard of."""
+    """A peer's time in office, with a new term for each muster. `dial` opens a conversation with a stage; `resigned` is
+    called where a higher term was heard of."""
 
     def __init__(
         self,

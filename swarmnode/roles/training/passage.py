@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from swarmnode.codec.body import MAX_ROUTE_HOPS
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Fault
 from swarmnode.codec.training_messages import Backward, Forward
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from swarmnode.roles.training.stage import TrainingStage
 
 log = logging.getLogger(__name__)
+
+
+def place_of(body: Forward) -> int:
+    """A number for a lease at one hop: a peer may be in a route more than once."""
+    return body.lease * MAX_ROUTE_HOPS + body.hop
 
 
 class Passage:
@@ -95,7 +101,7 @@ class Passage:
         values = decode_values(body.values, self._payload, learner.segment.device)
         self._payload = b""
         hop = body.route[body.hop]
-        outputs = learner.forward(body.lease, body.number, hop.start, hop.end, values)
+        outputs = learner.forward(place_of(body), body.number, hop.start, hop.end, values)
         return encode_values(outputs, self._stage.codec_of(forward=True))
 
     def _there_and_back(self) -> tuple[float, Encoded, tuple[bool, ...]]:
@@ -105,14 +111,14 @@ class Passage:
         values = decode_values(body.values, self._payload, learner.segment.device)
         self._payload = b""
         hop = body.route[body.hop]
-        (loss,) = learner.forward(body.lease, body.number, hop.start, hop.end, values)
+        (loss,) = learner.forward(place_of(body), body.number, hop.start, hop.end, values)
         encoded, present = self._backward(())
         self._stage.note_loss(body.number, float(loss))
         return float(loss), encoded, present
 
     def _backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Encoded, tuple[bool, ...]]:
         self._check_alive()
-        inputs = self._stage.learner.backward(self.body.lease, gradients)
+        inputs = self._stage.learner.backward(place_of(self.body), gradients)
         if self.body.hop == 0:
             inputs = tuple(None for _ in inputs)  # the trainer has no use for them
         present = tuple(gradient is not None for gradient in inputs)

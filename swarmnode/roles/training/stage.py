@@ -42,7 +42,7 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.roles.training.bench import Bench, Urgency
 from swarmnode.roles.training.keeper import Keeper
 from swarmnode.roles.training.member import Line
-from swarmnode.roles.training.passage import Passage
+from swarmnode.roles.training.passage import Passage, place_of
 from swarmnode.roles.training.reducer import Agreed, Reducer
 from swarmnode.roles.training.status import counted_of
 from swarmnode.swarm.run import Run, decode_run, encode_run
@@ -140,24 +140,24 @@ class TrainingStage:
             refusal = ErrorCode.STALE
         elif not self.segment.start <= hop.start < hop.end <= self.segment.end:
             refusal = ErrorCode.WRONG_SPAN
-        elif body.lease in self._passages or len(self._waiting) >= MAX_WAITING:
+        elif place_of(body) in self._passages or len(self._waiting) >= MAX_WAITING:
             refusal = ErrorCode.BUSY
         if refusal is not None:
             channel.close(Fault(0, body.hop, refusal))
         elif body.step > self.step:
             self._waiting.append((channel, body, payload))
         else:
-            passage = self._passages[body.lease] = Passage(self, channel, body, payload)
+            passage = self._passages[place_of(body)] = Passage(self, channel, body, payload)
             self._tasks.spawn(passage.run(), f"lease {body.lease}")
 
     def ended(self, passage: Passage) -> None:
         """A passage is over, in whatever way: what it kept goes."""
-        lease = passage.body.lease
-        if self._passages.get(lease) is passage:
-            del self._passages[lease]
+        place = place_of(passage.body)
+        if self._passages.get(place) is passage:
+            del self._passages[place]
         learner = self._learner
         if learner is not None:
-            self._tasks.spawn(_settle(self.bench.call(Urgency.CONTROL, lambda: learner.drop(lease))), "drop")
+            self._tasks.spawn(_settle(self.bench.call(Urgency.CONTROL, lambda: learner.drop(place))), "drop")
 
     def note_loss(self, number: int, loss: float) -> None:
         """Of a microbatch that the model's last unit has counted; on the bench."""
@@ -217,16 +217,15 @@ class TrainingStage:
         self._answer(line, Kind.CONDUCT)
 
     def _give_up_all(self) -> None:
-        self._release(list(self._passages))
+        for passage in list(self._passages.values()):
+            passage.end()
         for channel, _, _ in self._waiting:
             channel.close()
         self._waiting.clear()
 
-    def _release(self, leases: tuple[int, ...] | list[int]) -> None:
-        for lease in leases:
-            passage = self._passages.get(lease)
-            if passage is not None:
-                passage.end()
+    def _release(self, leases: tuple[int, ...]) -> None:
+        for passage in [passage for passage in self._passages.values() if passage.body.lease in leases]:
+            passage.end()
 
     def _instead_of(self, earlier: asyncio.Task[None] | None, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Begin a command that takes its time; the earlier one of its kind is given up."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -39,8 +39,8 @@ def count(learner: Learner, index: int) -> float:
     return float(loss)
 
 
-def gradient(learner: Learner) -> Tensor:
-    return learner.gradient(learner.blocks)
+def gradient(learner: Learner, blocks: Sequence[int] | None = None) -> Tensor:
+    return learner.gradient(learner.blocks if blocks is None else blocks)
 
 
 def test_the_loss_of_a_microbatch_is_unscaled_and_its_gradient_is_a_share_of_the_step() -> None:
@@ -89,12 +89,31 @@ def test_a_replay_at_the_front_has_no_gradients_to_give(recompute: bool) -> None
     assert gradient(learner).norm() > 0
 
 
-def test_an_index_that_only_some_units_counted_is_refused() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("start", "end"), [(0, 2), (1, 3), (1, 2), (0, 1)])
+def test_an_index_that_some_units_counted_is_counted_by_the_others_alone(start: int, end: int, recompute: bool) -> None:
+    whole, learner = toy(), toy(recompute=recompute)
+    inside = whole.forward(1, 0, 0, start, toy_values(0)) if start else toy_values(0)
+    whole.drop(1)
+    values = learner.forward(1, 0, start, end, inside)
+    ones = () if end == 3 else (torch.ones_like(values[0]), None)
+    learner.backward(1, ones)
+    before = gradient(learner, range(start, end))
+    for each in (whole, learner):
+        each.forward(2, 0, 0, 3, toy_values(0))
+        each.backward(2, ())
+    assert torch.equal(gradient(learner, range(start, end)), before)
+    others = [unit for unit in range(3) if not start <= unit < end]
+    assert torch.equal(gradient(learner, others), gradient(whole, others))
+    assert set(learner.counted.values()) == {1}
+
+
+def test_an_index_that_some_units_count_meanwhile_is_refused() -> None:
     learner = toy()
+    learner.forward(2, 0, 0, 3, toy_values(0))
     values = learner.forward(1, 0, 0, 2, toy_values(0))
     learner.backward(1, (torch.ones_like(values[0]), None))
     before = gradient(learner)
-    learner.forward(2, 0, 0, 3, toy_values(0))
     with pytest.raises(ValueError, match="for some of the units"):
         learner.backward(2, ())
     assert torch.equal(gradient(learner), before)
