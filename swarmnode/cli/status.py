@@ -13,9 +13,9 @@ from swarmnode.cli.console import (
     JSON,
     default_home,
     print_json,
+    ranges,
     reports_errors,
     run_async,
-    ranges,
     set_up_logging,
     unless_stopped,
 )

@@ -91,7 +91,7 @@ class TrainingView:
 
 
 class Lines(TrainingView):
-    """For output that is no terminal: a line whenever something changed, on standard error where that is for JSON."""
+    """For output that is no terminal: a line whenever something changed. For scripts, steps and an event where it waits."""
 
     def __init__(
         self, sinks: tuple[Sink, ...], *, as_json: bool = False, clock: Callable[[], float] = time.monotonic
@@ -109,7 +109,10 @@ class Lines(TrainingView):
         text, now_s = self.status(), self._clock()
         if text != self._told or now_s - self._told_s > REPEAT_WAITING_S:
             self._told, self._told_s = text, now_s
-            typer.echo(text, err=self._as_json)
+            if self._as_json:
+                print_json({"event": "waiting", "missing": list(self.missing or ())})
+            else:
+                typer.echo(text)
 
 
 class Curve(TrainingView):

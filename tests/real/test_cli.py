@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from swarmnode.localswarm import LocalSwarm
+from tests.cli.command import assert_clear, swarmnode
 from tests.real.conftest import PROMPT, Stages, TinyModel
-
-
-def swarmnode(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "swarmnode.cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "SWARMNODE_HOME": str(home), "OMP_NUM_THREADS": "1"},
-    )
-
-
-def assert_clear(done: subprocess.CompletedProcess[str], exit_code: int, *words: str) -> None:
-    assert done.returncode == exit_code, done.stderr
-    assert "Traceback" not in done.stderr
-    line = done.stderr.strip().splitlines()[-1]
-    assert line.startswith("error: ")
-    for word in words:
-        assert word in line
 
 
 @pytest.fixture

@@ -124,6 +124,9 @@ async def test_what_is_there_is_not_overwritten(world: World) -> None:
     world.keep(0, 1)
     assert await world.export(out) == 0
     assert (out / "model.safetensors").is_file()
+    with pytest.raises(UsageError, match="--force"):
+        await world.export(out)
+    assert await world.export(out, force=True) == 0
 
 
 async def test_what_is_missing_is_told(world: World) -> None:

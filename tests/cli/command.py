@@ -1,0 +1,42 @@
+"""The `swarmnode` command, as a process of its own or in this one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from swarmnode.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def swarmnode(*arguments: str, home: Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "swarmnode.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=cwd,
+        env={**os.environ, "SWARMNODE_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+
+
+def invoke(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in this process, which is faster where heavy packages would be imported just to refuse."""
+    result = CliRunner().invoke(app, arguments)
+    return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr)
+
+
+def assert_clear(done: subprocess.CompletedProcess[str], exit_code: int, *words: str) -> None:
+    """It failed with that code, and the last line says why."""
+    assert done.returncode == exit_code, done.stderr
+    assert "Traceback" not in done.stderr
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("error: ")
+    for word in words:
+        assert word in line

@@ -1,0 +1,281 @@
+"""create, train --local and export as a user runs them: what works leaves its files, what cannot is one clear line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.cli.command import ROOT, assert_clear, invoke, swarmnode
+
+CONFIG = {
+    "model_type": "gpt2",
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "vocab_size": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+FACTORY = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, image, label):
+        return nn.functional.cross_entropy(self.head(self.body(image).mean((2, 3))), label)
+
+
+class Stubborn(Net):
+    def forward(self, image, label):
+        if image.sum() > 0:
+            return super().forward(image, label)
+        return super().forward(-image, label)
+
+
+def net(kind=Net):
+    torch.manual_seed(0)
+    return kind(), {"image": torch.randn(4, 1, 8, 8), "label": torch.arange(4)}
+
+
+def stubborn():
+    return net(Stubborn)
+"""
+
+
+def write_config(folder: Path, **changes: object) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def school(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a swarm `text.swarm` of a tiny GPT-2, `net.swarm` of a module, and data for both."""
+    folder = tmp_path_factory.mktemp("school")
+    config = write_config(folder / "config")
+    (folder / "factory.py").write_text(FACTORY)
+    for name, source in (("text", ("--config", str(config), "--seed", "3")), ("net", ("--module", "factory:net"))):
+        done = swarmnode("create", name, "--mode", "train", *source, "--json", home=folder, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        (folder / f"{name}.json").write_text(done.stdout)
+    (folder / "data.txt").write_text("to be, or not to be: that is the question. " * 60)
+    chance = np.random.default_rng(0)
+    label = chance.integers(0, 4, 64)
+    np.savez(folder / "data.npz", image=chance.normal(size=(4, 1, 8, 8))[label], label=label)
+    return folder
+
+
+def train(school: Path, swarm: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return swarmnode("train", f"{swarm}.swarm", "--local", *arguments, home=school, cwd=school)
+
+
+def losses(log: Path) -> list[float]:
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(len(lines)))
+    assert all(set(line) == {"step", "loss", "step_s", "tokens_per_s", "peers"} for line in lines)
+    return [line["loss"] for line in lines]
+
+
+def test_what_create_says_and_writes(school: Path) -> None:
+    text, net = (json.loads((school / f"{name}.json").read_text()) for name in ("text", "net"))
+    assert (text["kind"], text["mode"], text["units"]) == ("causal_lm", "train", 4)
+    assert (net["kind"], net["mode"]) == ("graph", "train")
+    assert net["units"] >= 1
+    assert sorted(path.name for path in (school / "net-weights").iterdir()) == ["graph.json", "model.safetensors"]
+    model = AutoModelForCausalLM.from_pretrained(school / "text-weights")
+    assert model.num_parameters() == sum(
+        tensor.numel() for tensor in load_file(school / "text-weights/model.safetensors").values()
+    )
+    assert net["bytes"] == sum(path.stat().st_size for path in (school / "net-weights").iterdir())
+
+
+def test_a_language_model_learns_and_is_written(school: Path) -> None:
+    arguments = ("--data", "data.txt", "--steps", "12", "--batch", "8", "--sequence", "32", "--lr", "1e-2")
+    done = train(school, "text", *arguments, "--log", "text.jsonl", "--out", "trained")
+    assert done.returncode == 0, done.stderr
+    assert "step 12 of 12" in done.stdout
+    curve = losses(school / "text.jsonl")
+    assert len(curve) == 12
+    assert curve[-1] < curve[0] - 1
+    before, after = (AutoModelForCausalLM.from_pretrained(school / name) for name in ("text-weights", "trained"))
+    assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
+    again = train(school, "text", *arguments, "--json")
+    assert [json.loads(line)["loss"] for line in again.stdout.splitlines()] == curve, "the same each time"
+    assert_clear(train(school, "text", *arguments, "--out", "trained"), 2, "there already", "--force")
+
+
+def test_a_module_learns_and_load_state_dict_reads_it(school: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = (
+        "--steps",
+        "12",
+        "--batch",
+        "16",
+        "--microbatch",
+        "8",
+        "--lr",
+        "1e-2",
+        "--log",
+        "net.jsonl",
+        "--out",
+        "net-trained",
+    )
+    done = train(school, "net", "--data", "data.npz", *arguments)
+    assert done.returncode == 0, done.stderr
+    curve = losses(school / "net.jsonl")
+    assert curve[-1] < curve[0] - 0.2
+    monkeypatch.syspath_prepend(str(school))
+    module = __import__("factory").net()[0]
+    module.load_state_dict(load_file(school / "net-trained" / "model.safetensors"))
+    assert module.body[1].num_batches_tracked == 12
+
+
+def test_a_loss_that_is_not_finite_ends_it_with_the_last_good_step(school: Path) -> None:
+    arguments = ("--data", "data.txt", "--steps", "5", "--lr", "1e30", "--clip", "0", "--optimizer", "sgd")
+    done = train(school, "text", *arguments, "--log", "bad.jsonl", "--out", "last-good")
+    assert_clear(done, 1, "unit ", "step 1", "last good step is in", "last-good")
+    assert len(losses(school / "bad.jsonl")) == 1
+    assert (school / "last-good" / "config.json").is_file()
+
+
+def test_ctrl_c_says_where_it_stands(school: Path) -> None:
+    command = [sys.executable, "-m", "swarmnode.cli.main", "train", "text.swarm", "--local", "--data", "data.txt"]
+    process = subprocess.Popen(
+        [*command, "--steps", "100000", "--json", "--out", "stopped"],
+        cwd=school,
+        env={**os.environ, "SWARMNODE_HOME": str(school), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline())["step"] == 0
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "of 100000 steps" in told.splitlines()[-1]
+    assert (school / "stopped" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "exit_code", "words"),
+    [
+        ("none.txt", (), 2, ("no such file",)),
+        ("empty.txt", (), 2, ("empty",)),
+        ("binary.txt", (), 2, ("not text",)),
+        ("short.txt", (), 2, ("less than one sample",)),
+        ("data.txt", ("--sequence", "65"), 2, ("64 positions",)),
+        ("data.txt", ("--batch", "8", "--microbatch", "3"), 2, ("multiple of the microbatch",)),
+        ("data.txt", ("--optimizer", "lion"), 2, ("adamw, sgd",)),
+        ("data.txt", ("--average-codec", "zip"), 2, ("none, bf16",)),
+        ("data.txt", ("--log", "/no/such/log"), 1, ("cannot write the log",)),
+        ("data.txt", ("--device", "cuda:77"), 1, ("no device",)),
+    ],
+)
+def test_what_cannot_be_trained(
+    school: Path, tmp_path: Path, data: str, arguments: tuple[str, ...], exit_code: int, words: tuple[str, ...]
+) -> None:
+    contents: Mapping[str, bytes] = {"empty.txt": b"", "binary.txt": bytes(range(256)), "short.txt": b"short"}
+    path = school / data
+    if data in contents:
+        path = tmp_path / data
+        path.write_bytes(contents[data])
+    swarm = str(school / "text.swarm")
+    done = invoke("train", swarm, "--local", "--data", str(path), "--steps", "3", "--home", str(tmp_path), *arguments)
+    assert_clear(done, exit_code, *words)
+
+
+def test_data_of_a_module_that_does_not_fit(school: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", picture=np.zeros((3, 8, 8)), label=np.zeros(3, dtype=int))
+    done = invoke("train", str(school / "net.swarm"), "--local", "--data", str(tmp_path / "data.npz"), "--steps", "3")
+    assert_clear(done, 2, "no array 'image'", "takes image, label")
+
+
+def test_weights_that_were_changed_are_not_trained(school: Path, tmp_path: Path) -> None:
+    arguments = ("--mode", "train", "--config", str(school / "config"), "--quiet")
+    assert swarmnode("create", "mine", *arguments, home=tmp_path, cwd=tmp_path).returncode == 0
+    config = tmp_path / "mine-weights" / "config.json"
+    config.write_text(config.read_text() + " ")
+    done = swarmnode(
+        *("train", "mine.swarm", "--local", "--data", str(school / "data.txt"), "--steps", "1"),
+        home=tmp_path,
+        cwd=tmp_path,
+    )
+    assert_clear(done, 1, "changed")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "words"),
+    [
+        (("--mode", "train"), 2, ("exactly one of",)),
+        (("--mode", "train", "--config", "config", "--model", "config"), 2, ("exactly one of",)),
+        (("--config", "config"), 2, ("--mode train",)),
+        (("--mode", "study", "--model", "config"), 2, ("serve or train",)),
+        (("--mode", "train", "--config", "config", "--units", "4"), 2, ("--module",)),
+        (("--mode", "train", "--config", "nowhere"), 2, ("no config.json",)),
+        (("--mode", "train", "--config", "narrow"), 2, ("at least 256", "has 100")),
+        (("--mode", "train", "--config", "encoder"), 1, ("encoder-decoder",)),
+        (("--mode", "train", "--module", "factory"), 2, ("package.module:function",)),
+        (("--mode", "train", "--module", "factory:none"), 2, ("no function none",)),
+        (
+            ("--mode", "train", "--module", "factory:stubborn"),
+            2,
+            ("torch.Tensor.__bool__", "if image.sum() > 0", "line"),
+        ),
+        (("--mode", "train", "--module", "none.pt2"), 2, ("none.pt2",)),
+    ],
+)
+def test_what_cannot_be_founded_leaves_nothing(
+    school: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], exit_code: int, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(school)
+    for name, changes in (("narrow", {"vocab_size": 100}), ("encoder", {"model_type": "t5"})):
+        if not (school / name).exists():
+            write_config(school / name, **changes)
+    done = invoke("create", "wrong", *arguments)
+    assert_clear(done, exit_code, *words)
+    assert not list(school.glob("*wrong*")), "nothing is left"
+
+
+def test_swarms_that_serve_are_not_trained(school: Path, tmp_path: Path) -> None:
+    model = ("--model", str(school / "text-weights"), "--quiet")
+    assert swarmnode("create", "serving", *model, home=tmp_path, cwd=tmp_path).returncode == 0
+    data = ("--data", str(school / "data.txt"), "--steps", "1")
+    done = swarmnode("train", "serving.swarm", "--local", *data, home=tmp_path, cwd=tmp_path)
+    assert_clear(done, 2, "serves its model", "--mode train")
+
+
+def test_export_looks_before_it_leaps(school: Path, tmp_path: Path) -> None:
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "dear.txt").write_text("precious")
+    for arguments in (("letters",), ("letters", "--force")):
+        done = swarmnode("export", str(school / "text.swarm"), *arguments, home=tmp_path, cwd=tmp_path)
+        assert_clear(done, 2, "letters")
+    assert (tmp_path / "letters" / "dear.txt").read_text() == "precious"
+    done = swarmnode("export", str(school / "text.swarm"), "new", "--patience", "1", home=tmp_path, cwd=tmp_path)
+    assert_clear(done, 1, "cannot be reached")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_trainer_whose_swarm_is_not_there(school: Path, tmp_path: Path) -> None:
+    data = ("--data", str(school / "data.txt"), "--steps", "1")
+    done = swarmnode("train", str(school / "text.swarm"), *data, "--patience", "1", home=tmp_path)
+    assert_clear(done, 1, "cannot be reached")
+    assert_clear(swarmnode("train", str(school / "text.swarm"), *data, "--out", "x", home=tmp_path), 2, "--local")

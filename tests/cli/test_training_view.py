@@ -1,0 +1,93 @@
+"""What a training says: the line, the log, and what is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console, RenderableType
+
+from swarmnode.cli.console import ranges
+from swarmnode.cli.training_view import Curve, Lines, duration, training_view, waiting_text
+from swarmnode.compute.training.local import StepReport
+from swarmnode.errors import LocalError
+from swarmnode.swarm.run import Run
+
+RUN = Run(data=bytes(32), steps=100, batch=8, microbatch=4, sequence=16)
+
+
+def report(step: int, loss: float = 2.5) -> StepReport:
+    return StepReport(step, loss, step_s=0.5, tokens_per_s=256.0, peers=3, norm=1.0)
+
+
+def test_each_step_is_one_line_of_the_log_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.jsonl"
+    with training_view(as_json=True, log=log) as view:
+        view.begun(RUN)
+        view.step(report(0))
+        expected = {"step": 0, "loss": 2.5, "step_s": 0.5, "tokens_per_s": 256.0, "peers": 3}
+        assert [json.loads(line) for line in log.read_text().splitlines()] == [expected], "flushed"
+        view.waiting((3,))
+        view.step(report(1))
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 1]
+    told = list(map(json.loads, capsys.readouterr().out.splitlines()))
+    assert [line.get("step") for line in told] == [0, None, 1]
+    assert told[1] == {"event": "waiting", "missing": [3]}
+
+
+def test_lines_tell_what_matters_and_repeat_themselves_seldom(capsys: pytest.CaptureFixture[str]) -> None:
+    now_s = 0.0
+    view = Lines((), clock=lambda: now_s)
+    view.begun(RUN)
+    view.step(report(9))
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == "step 10 of 100  loss 2.5000  256 tokens/s  0.50 s/step  3 peers  45 s left"
+    for now_s in range(15):  # noqa: B007  (the clock reads it)
+        view.waiting((2, 3))
+    assert capsys.readouterr().out.splitlines() == ["waiting: units 2-3 have nobody"] * 2
+    view.step(report(10))
+    assert capsys.readouterr().out.startswith("step 11 of 100")
+
+
+def test_a_terminal_shows_curve_and_line() -> None:
+    shown: list[RenderableType] = []
+    view = Curve((), shown.append, 60)
+    view.show()
+    assert "reading the data" in _text(shown[-1])
+    view.begun(RUN)
+    for step in range(20):
+        view.step(report(step, loss=3.0 - step / 10))
+    text = _text(shown[-1])
+    assert "step 20 of 100" in text
+    assert "3 " in text.splitlines()[0]
+    assert any(ord(character) > 0x2800 for character in text)
+    view.waiting(())
+    assert "no peer of the swarm is ready" in _text(shown[-1])
+
+
+def _text(renderable: RenderableType) -> str:
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get()
+
+
+def test_a_log_that_cannot_be_written_is_told_first(tmp_path: Path) -> None:
+    with (
+        pytest.raises(LocalError, match="cannot write the log"),
+        training_view(as_json=True, log=tmp_path / "no" / "log"),
+    ):
+        pass
+
+
+def test_words_for_units_and_times() -> None:
+    assert ranges([1, 3, 4, 5]) == ["1", "3-5"]
+    assert waiting_text((0, 1, 5)) == "waiting: units 0-1, 5 have nobody"
+    assert [duration(seconds) for seconds in (0.4, 59, 61, 3600, 7260)] == [
+        "0 s",
+        "59 s",
+        "1:01 min",
+        "1:00 h",
+        "2:01 h",
+    ]
