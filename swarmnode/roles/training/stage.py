@@ -82,6 +82,7 @@ class TrainingStage:
         self._keeper = keeper
         self._reducer = Reducer(network.peer_id, self.switchboard, self.bench)
         self._passages: dict[int, Passage] = {}
+        self._released: set[int] = set()  # leases of this step whose FORWARD may still be on its way
         self._waiting: list[tuple[Channel, Forward, bytes | bytearray]] = []
         self._agreed: Agreed | None = None
         self._heard: list[tuple[int, Agreed, float]] = []  # while listening: agreed gradients and norms by step
@@ -136,7 +137,8 @@ class TrainingStage:
     def _forward(self, channel: Channel, body: Forward, payload: bytes | bytearray) -> None:
         hop = body.route[body.hop]
         refusal = None
-        if body.term != self.term or not self.step <= body.step <= self.step + 1 or self.condition != Condition.READY:
+        able = self.condition == Condition.READY and self.step <= body.step <= self.step + 1
+        if body.term != self.term or not able or body.lease in self._released:
             refusal = ErrorCode.STALE
         elif not self.segment.start <= hop.start < hop.end <= self.segment.end:
             refusal = ErrorCode.WRONG_SPAN
@@ -213,6 +215,7 @@ class TrainingStage:
             self._answer(line, Kind.CONDUCT)  # it says which term is in force
             return
         self.term, self.conductor, self._line = body.term, line.peer, line
+        self._released.clear()
         self._give_up_all()
         self._answer(line, Kind.CONDUCT)
 
@@ -224,6 +227,7 @@ class TrainingStage:
         self._waiting.clear()
 
     def _release(self, leases: tuple[int, ...]) -> None:
+        self._released.update(leases)
         for passage in [passage for passage in self._passages.values() if passage.body.lease in leases]:
             passage.end()
 
@@ -344,6 +348,7 @@ class TrainingStage:
         else:
             learner = self.learner
             self.step, self._last, self._losses = body.step + 1, (body.norm, body.loss), {}
+            self._released.clear()
             done = self.bench.call(Urgency.CONTROL, lambda: learner.commit(agreed.sums, body.norm))
             self._reducer.forget()
             self._tasks.spawn(self._after_commit(line, done), "commit")
