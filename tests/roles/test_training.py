@@ -231,13 +231,14 @@ async def test_a_unit_without_peers_is_waited_for(swarm: TrainingSwarm) -> None:
         await swarm.join(unit, unit + 1)
     batches = toy_batches()
     run = toy_run(batches, STEPS, checkpoint_steps=4)
-    curve = Curve(after_6=lambda: swarm.kill(swarm.volunteers[1]))
-    _, trainer = await swarm.trainer(run, batches, curve)
-    training = asyncio.ensure_future(trainer.train(asyncio.Event()))
+    lost = swarm.volunteers[1]
+    curve = Curve(after_6=lambda: swarm.kill(lost))
+    training = asyncio.ensure_future(train(swarm, run, batches, curve))
     await until(lambda: bool(curve.missing), "the trainer hears what is missing")
+    await swarm.join(1, 2, disk_of=lost)
+    assert await training == STEPS
     assert set(curve.missing) == {(1,)}
-    training.cancel()
-    await asyncio.gather(training, return_exceptions=True)
+    curve.assert_equals(local_losses(run, batches))
 
 
 async def test_a_loss_that_is_not_finite_stops_the_run(swarm: TrainingSwarm) -> None:

@@ -119,6 +119,7 @@ class Volunteer:
     def __init__(self, network: FakeNetwork, directory: ToyDirectory, segment: ToySegment, folder: Path) -> None:
         self.network = network
         self.segment = segment
+        self.folder = folder
         self.keeper = Keeper(network, HELLO, LinkConfig(), folder)
         self.stage = TrainingStage(network, HELLO, LinkConfig(), segment, self.keeper)
         self.crew = Crew(cast("Directory", directory), self.stage, ToySegment.units)
@@ -164,11 +165,16 @@ class TrainingSwarm:
                 break
         return network
 
-    async def join(self, start: int, end: int, *, breaks: int | None = None) -> Volunteer:
-        """A new volunteer for these units."""
+    async def join(
+        self, start: int, end: int, *, breaks: int | None = None, disk_of: Volunteer | None = None
+    ) -> Volunteer:
+        """A new volunteer for these units; or with the disk of one that was killed."""
         network = await self._network()
         segment = ToySegment(start, end, breaks=breaks)
         folder = self._folder / f"{len(self.volunteers)}"
+        if disk_of is not None:
+            await disk_of.keeper.close()
+            folder = disk_of.folder
         volunteer = Volunteer(network, ToyDirectory(network, self.announced), segment, folder)
         self.volunteers.append(volunteer)
         await volunteer.stage.start()
