@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -73,23 +73,31 @@ class Member:
 
     def wait_for(self, event: str, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
         """The first event of that name, waiting for it. Raises LocalError where the member ends or the time is over."""
+        return self.wait_until(lambda item: item.get("event") == event, f"'{event}'", timeout_s)
+
+    def wait_until(
+        self, holds: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = START_TIMEOUT_S
+    ) -> dict[str, Any]:
+        """The first line for which `holds`, waiting for it. Raises LocalError."""
         for past in self.seen:
-            if past["event"] == event:
+            if holds(past):
                 return past
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
                 item = self._events.get(timeout=max(0.0, deadline_s - time.monotonic()))
             except queue.Empty:
-                raise LocalError(
-                    f"{self.name}: no '{event}' within {timeout_s:.0f} s; its log: {self.tail()}"
-                ) from None
+                raise LocalError(f"{self.name}: no {what} within {timeout_s:.0f} s; its log: {self.tail()}") from None
             if item is None:
                 self._events.put(None)
-                raise LocalError(f"{self.name} ended with code {self.process.wait()} before '{event}': {self.tail()}")
+                raise LocalError(f"{self.name} ended with code {self.process.wait()} before {what}: {self.tail()}")
             self.seen.append(item)
-            if item["event"] == event:
+            if holds(item):
                 return item
+
+    def finish(self, timeout_s: float) -> int:
+        """Wait for its end; the exit code."""
+        return self.process.wait(timeout_s)
 
     def tail(self, characters: int = 2000) -> str:
         """The end of what the member logged."""
@@ -137,7 +145,7 @@ class LocalSwarm:
         return f"<LocalSwarm {self.file} {self.members}>"
 
     def create(self, model: Path, *extra: str) -> str:
-        """Found a swarm on a checkpoint; the invite."""
+        """Found a swarm on a checkpoint (`--mode train` to train it); the invite."""
         return self.command("create", str(self.file.with_suffix("")), "--model", str(model), "--quiet", *extra).strip()
 
     def command(self, *arguments: str, timeout_s: float = START_TIMEOUT_S) -> str:
@@ -165,6 +173,10 @@ class LocalSwarm:
         """Start a volunteer's node; does not wait."""
         arguments = ["run", swarm or str(self.file), "--json", "--name", name, *extra]
         return self._start(name, arguments)
+
+    def trainer(self, name: str, *extra: str) -> Member:
+        """Start a trainer, whose events are its steps; does not wait."""
+        return self._start(name, ["train", str(self.file), "--json", *extra])
 
     def _start(self, name: str, arguments: list[str]) -> Member:
         home = self.folder / "homes" / name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -22,6 +23,7 @@ from swarmnode.swarm.directory import Directory
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 1.0
 SETTLE_S = 0.3  # a new conductor's CONDUCT may be on its way
 
 
@@ -57,18 +59,23 @@ class Crew:
             self._changed.set()
 
     async def _watch(self) -> None:
-        """Whenever something changed: conduct if nobody does and we are the eldest; let a conductor of ours know who is there."""
+        """Whenever something changed, and now and then: conduct if nobody does and we are the eldest; let a conductor of ours
+        know who is there."""
         while True:
-            await self._changed.wait()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), LOOK_S)
             self._changed.clear()
-            ready = ready_peers(self._directory)
-            own = self._directory.network.peer_id
-            if self._stage.conductor is None and ready[:1] == [own]:
+            if self._is_our_turn():
                 await asyncio.sleep(SETTLE_S)
-                if self._stage.conductor is None:
+                await self._directory.refresh()  # of those that began together, one is the eldest
+                if self._is_our_turn():
                     await self._take_over()
             if self._conductor is not None:
-                self._conductor.enlist(ready)
+                self._conductor.enlist(ready_peers(self._directory))
+
+    def _is_our_turn(self) -> bool:
+        own = self._directory.network.peer_id
+        return self._stage.conductor is None and ready_peers(self._directory)[:1] == [own]
 
     async def _take_over(self) -> None:
         if self._conductor is not None:
@@ -86,8 +93,8 @@ class Crew:
             self._tasks.spawn(conductor.close(), "resign")
             self._changed.set()
 
-    def _lost(self, peer: PeerId, error: PeerError) -> None:
-        if peer != self._directory.network.peer_id:
+    def _lost(self, peer: PeerId, error: PeerError | None) -> None:
+        if error is not None:
             self._directory.suspect(peer, str(error))
         self._changed.set()
 

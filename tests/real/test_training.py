@@ -1,0 +1,197 @@
+"""The test of truth: a swarm of real processes, some of which are killed, draws the loss curve of one process."""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from swarmnode.localswarm import LocalSwarm, Member
+
+DATA = Path(typing.__file__)
+SPANS = ("0:2", "2:4", "4:6")
+STEPS = 50
+KILL_EVERY = 8
+CHECKPOINT_STEPS = 10
+TIMEOUT_S = 180.0
+SETTINGS = (
+    "--data", str(DATA), "--steps", str(STEPS), "--batch", "16", "--microbatch", "4", "--sequence", "32",
+    "--lr", "1e-3", "--warmup", "5", "--checkpoint-steps", str(CHECKPOINT_STEPS), "--seed", "7",
+)  # fmt: skip
+
+
+def read_log(path: Path) -> dict[int, float]:
+    """Losses by step."""
+    return {line["step"]: line["loss"] for line in map(json.loads, path.read_text().splitlines())}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 of four layers on bytes, with dropout."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path_factory.mktemp("gpt2")
+    config = GPT2Config(vocab_size=256, n_embd=64, n_layer=4, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0)
+    torch.manual_seed(3)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of a single process on the same batches."""
+    folder = tmp_path_factory.mktemp("alone")
+    local = LocalSwarm(folder)
+    local.create(model, "--mode", "train")
+    local.command("train", str(local.file), "--local", "--log", str(folder / "log"), *SETTINGS, timeout_s=TIMEOUT_S)
+    return read_log(folder / "log")
+
+
+@dataclass
+class School:
+    """A swarm that trains, and its nodes by name."""
+
+    local: LocalSwarm
+    nodes: dict[str, Member]
+
+    def start(self, name: str, span: str) -> Member:
+        self.nodes[name] = self.local.node(name, "--span", span)
+        return self.nodes[name]
+
+    def train(self, name: str, *extra: str) -> Member:
+        return self.local.trainer(name, "--log", str(self.log(name)), *SETTINGS, *extra)
+
+    def log(self, name: str) -> Path:
+        return self.local.folder / f"{name}.jsonl"
+
+    def stop(self, names: Sequence[str]) -> None:
+        """In order, so that each node writes down where it is."""
+        for name in names:
+            self.nodes[name].stop()
+
+    def last_states(self, name: str) -> dict[str, Path]:
+        """The files of the last step on a node's disk, by block."""
+        steps = sorted((self.local.folder / "homes" / name).glob(f"training/*/*/step-{STEPS:08d}"))
+        assert steps, f"{name} has not kept the last step"
+        return {path.name: path for path in steps[-1].glob("*.safetensors")}
+
+
+@pytest.fixture
+def school(model: Path, tmp_path: Path) -> Iterator[School]:
+    with LocalSwarm(tmp_path) as local:
+        local.create(model, "--mode", "train")
+        local.bootstrap()
+        yield School(local, {})
+
+
+def wait_for_step(trainer: Member, step: int) -> None:
+    trainer.wait_until(lambda line: line.get("step", -1) >= step, f"step {step}", TIMEOUT_S)
+
+
+def assert_same_curve(log: dict[int, float], alone: dict[int, float]) -> None:
+    assert sorted(log) == list(range(STEPS))
+    for step, loss in alone.items():
+        assert log[step] == pytest.approx(loss, rel=1e-3), f"step {step}"
+
+
+def assert_same_parameters(school: School, names: Sequence[str]) -> None:
+    """Of the nodes that hold the same block, at the last step."""
+    from safetensors.torch import load_file
+
+    seen: dict[str, dict[str, typing.Any]] = {}
+    compared = 0
+    for name in names:
+        for block, path in school.last_states(name).items():
+            tensors = load_file(path)
+            for key, other in seen.setdefault(block, tensors).items():
+                assert float((tensors[key].double() - other.double()).abs().max()) <= 1e-5, (name, block, key)
+                compared += other is not tensors[key]
+    assert compared or len(names) == len(SPANS)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_curve_of_one_process(school: School, alone: dict[int, float], replicas: int) -> None:
+    names = [f"{span}-{replica}" for span in SPANS for replica in range(replicas)]
+    for name in names:
+        school.start(name, name.split("-")[0])
+    for node in school.nodes.values():
+        node.wait_for("ready")
+    trainer = school.train("trainer")
+    assert trainer.finish(TIMEOUT_S) == 0
+    assert_same_curve(read_log(school.log("trainer")), alone)
+    assert alone[STEPS - 1] < 0.75 * alone[0]
+    school.stop(names)
+    assert_same_parameters(school, names)
+
+
+def test_replicas_killed_and_others_joining(school: School, alone: dict[int, float]) -> None:
+    """Every 8 steps one of the replicas is killed, in turn of all spans, and another one comes."""
+    for span in SPANS:
+        for replica in ("a", "b"):
+            school.start(f"{span}-{replica}", span)
+    for node in school.nodes.values():
+        node.wait_for("ready")
+    trainer = school.train("trainer")
+    for number, step in enumerate(range(KILL_EVERY, STEPS - 5, KILL_EVERY)):
+        wait_for_step(trainer, step)
+        span = SPANS[number % len(SPANS)]
+        victim = next(name for name in school.nodes if name.startswith(span))
+        school.nodes.pop(victim).kill()
+        school.start(f"{span}-{step}", span).wait_for("ready")
+    assert trainer.finish(TIMEOUT_S) == 0
+    assert_same_curve(read_log(school.log("trainer")), alone)
+    survivors = list(school.nodes)
+    school.stop(survivors)
+    assert_same_parameters(school, survivors)
+
+
+def test_a_trainer_killed(school: School, alone: dict[int, float]) -> None:
+    names = [f"{span}-{replica}" for span in SPANS for replica in ("a", "b")]
+    for name in names:
+        school.start(name, name.split("-")[0])
+    for node in school.nodes.values():
+        node.wait_for("ready")
+    first, second = school.train("first"), school.train("second")
+    wait_for_step(second, 5)
+    wait_for_step(first, 20)
+    first.kill()
+    assert second.finish(TIMEOUT_S) == 0
+    log = {**read_log(school.log("first")), **read_log(school.log("second"))}
+    assert_same_curve(log, alone)
+    school.stop(names)
+    assert_same_parameters(school, names)
+
+
+def test_a_swarm_killed_whole_goes_on_where_it_was(school: School, alone: dict[int, float]) -> None:
+    for span in SPANS:
+        school.start(span, span).wait_for("ready")
+    trainer = school.train("before")
+    wait_for_step(trainer, 27)
+    for member in (*school.nodes.values(), trainer):
+        member.kill()
+    for span in SPANS:
+        school.start(span, span).wait_for("ready")
+    assert school.train("after").finish(TIMEOUT_S) == 0
+    before, after = read_log(school.log("before")), read_log(school.log("after"))
+    assert max(before) - CHECKPOINT_STEPS <= min(after) <= max(before) + 1
+    assert_same_curve({**before, **after}, alone)
+    for step in before.keys() & after.keys():
+        assert after[step] == pytest.approx(before[step], rel=1e-5)
+
+
+def test_a_unit_without_anybody_is_waited_for(school: School, alone: dict[int, float]) -> None:
+    for span in SPANS:
+        school.start(span, span).wait_for("ready")
+    trainer = school.train("trainer")
+    wait_for_step(trainer, 12)
+    school.nodes[SPANS[1]].kill()
+    waiting = trainer.wait_until(lambda line: line.get("event") == "waiting", "word of what is missing", TIMEOUT_S)
+    assert waiting["missing"] == [2, 3]
+    school.start(SPANS[1], SPANS[1])
+    assert trainer.finish(TIMEOUT_S) == 0
+    assert_same_curve(read_log(school.log("trainer")), alone)
