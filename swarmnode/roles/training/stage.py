@@ -329,15 +329,15 @@ class TrainingStage:
     async def _reduce(self, line: Line, body: Reduce) -> None:
         listening = self.condition == Condition.LISTENING
         self._agreed = None
+        answer: Body
         try:
             self._agreed = await self._reducer.reduce(self.term, body, self.learner, listening=listening)
+            answer = Reduced(body.step, body.attempt, self._agreed.squares)
         except SwarmnodeError as error:
-            unit = getattr(error, "unit", None)
-            line.send(
-                Failed(body.attempt, getattr(error, "peer", None) or "", error.code, -1 if unit is None else unit)
-            )
-            return
-        line.send(Reduced(body.step, body.attempt, self._agreed.squares))
+            unit, peer = getattr(error, "unit", None), getattr(error, "peer", None)
+            answer = Failed(body.attempt, peer or "", error.code, -1 if unit is None else unit)
+        if line.open:
+            line.send(answer)
 
     def _commit(self, line: Line, body: Commit) -> None:
         agreed, self._agreed = self._agreed, None
