@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from swarmnode.cli.console import HOME, default_home, fail, reports_errors, run_async, set_up_logging
 
 if TYPE_CHECKING:
+    from swarmnode.cli.training_view import TrainingView
     from swarmnode.swarm.run import Run
 
 CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk")
@@ -100,29 +102,19 @@ def train(
     )
     check_early(data, settings)
     known, target = load_swarm(swarm), out.absolute() if out is not None else None
-
-    async def feed(view: Any, stop: asyncio.Event) -> int:
-        from swarmnode.training.client import TrainingClient
-
-        client = await TrainingClient.join(known, default_home(home), patience_s=patience)
-        try:
-            return await client.train(data, settings, view, stop)
-        finally:
-            await client.close()
-
-    async def train_alone(view: Any, stop: asyncio.Event) -> int:
-        from swarmnode.training.local import Output, Place, train_here
-
-        output = None if target is None else Output(target, force)
-        place = Place(device, threads or None)
-        return await train_here(
-            known, default_home(home), data, settings, view, stop, place=place, output=output, patience_s=patience
-        )
-
     from swarmnode.cli.training_view import training_view
+    from swarmnode.training.client import train_in_swarm
+    from swarmnode.training.local import Output, Place, train_here
+
+    def work(view: TrainingView, stop: asyncio.Event) -> Awaitable[int]:
+        what = (known, default_home(home), data, settings, view, stop)
+        if not local:
+            return train_in_swarm(*what, patience_s=patience)
+        output = None if target is None else Output(target, force)
+        return train_here(*what, place=Place(device, threads or None), output=output, patience_s=patience)
 
     with training_view(as_json=as_json, log=log) as view:
-        done = run_async(lambda stop: (train_alone if local else feed)(view, stop))
+        done = run_async(lambda stop: work(view, stop))
     _say_where_it_stands(done, settings, out if local else None, swarm, local=local, as_json=as_json)
 
 

@@ -122,6 +122,17 @@ class TrainingClient:
         return []
 
 
+async def train_in_swarm(
+    swarm: Swarm, home: Path, data: Path, settings: Run, listener: Listener, stop: asyncio.Event, *, patience_s: float
+) -> int:
+    """Join, feed, leave; see `TrainingClient`."""
+    client = await TrainingClient.join(swarm, home, patience_s=patience_s)
+    try:
+        return await client.train(data, settings, listener, stop)
+    finally:
+        await client.close()
+
+
 def _telling(listener: Listener, run: Run) -> Callable[[SwarmReport], None]:
     """What the conductor reports, in the listener's words."""
     tokens = run.batch * max(1, run.sequence)
