@@ -167,6 +167,28 @@ async def test_a_replica_joins_while_another_is_killed(swarm: TrainingSwarm) -> 
     swarm.assert_replicas_are_equal()
 
 
+async def test_replicas_come_and_go_the_conductor_too(swarm: TrainingSwarm) -> None:
+    for unit in (0, 1, 2, 0, 1, 2):
+        await swarm.join(unit, unit + 1)
+    batches = toy_batches()
+    run = toy_run(batches, 2 * STEPS)
+    joining: list[asyncio.Task[object]] = []
+
+    def replace(number: int) -> Event:
+        def event() -> None:
+            victim = swarm.volunteers[number]
+            swarm.kill(victim)
+            joining.append(asyncio.ensure_future(swarm.join(victim.segment.start, victim.segment.end)))
+
+        return event
+
+    curve = Curve(after_3=replace(4), after_7=replace(2), after_11=replace(0), after_15=replace(7))
+    assert await train(swarm, run, batches, curve) == 2 * STEPS
+    curve.assert_equals(local_losses(run, batches))
+    swarm.assert_replicas_are_equal()
+    assert len(joining) == 4
+
+
 async def test_a_trainer_is_killed_and_another_goes_on(swarm: TrainingSwarm) -> None:
     for unit in (0, 1, 1, 2):
         await swarm.join(unit, unit + 1)
