@@ -30,7 +30,10 @@ MAX_CODE = 0xFFFF
 MAX_RUN_BYTES = 4096
 MAX_STEP = 1 << 40
 
-Block = Annotated[int, Meta(ge=-1, le=MAX_UNITS)]
+SHARED = -1
+"""The block of parameters that the first and the last unit share (tied embedding and head)."""
+
+Block = Annotated[int, Meta(ge=SHARED, le=MAX_UNITS)]
 Code = Annotated[int, Meta(ge=0, le=MAX_CODE)]
 Epoch = Annotated[int, Meta(ge=0, le=MAX_SEQ)]
 HopIndex = Annotated[int, Meta(ge=0, lt=MAX_ROUTE_HOPS)]

@@ -41,6 +41,7 @@ MAX_VALUE_ELEMENTS = 1 << 28  # of them all; top-k says many in few bytes
 MAX_MASK_BYTES = 256  # 2048 microbatches in a step: their losses and MAX_RANGES masks fit one body
 MAX_RANGES = 96
 MAX_MEMBERS = 64  # replicas that average together
+MAX_PARTS = 4096  # of a group's vector
 MAX_GROUPS = 64
 MAX_KEPT_STEPS = 16
 MAX_LEASES = 4096
@@ -197,16 +198,21 @@ class MemberSpec(Body, frozen=True):
     count: Annotated[int, Meta(ge=0, le=8 * MAX_MASK_BYTES)]
 
 
-class Group(Body, frozen=True):
-    """Blocks that the same replicas hold: together they have counted every microbatch of the step once.
+class How(IntEnum):
+    """What the replicas of a group do at the end of a step."""
 
-    What is summed is the gradient of the step, or (`outer`) how far each replica's parameters came since the last averaging.
-    """
+    SUM = 0  # sum their gradients, and update alike
+    APART = 1  # update by themselves, each with the mean of its own gradients
+    AVERAGE = 2  # average how far their parameters came since the last averaging, then as APART
+
+
+class Group(Body, frozen=True):
+    """Blocks that the same replicas hold: together they have counted every microbatch of the step once."""
 
     number: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
     blocks: Annotated[tuple[Block, ...], Meta(min_length=1, max_length=MAX_BLOCKS)]
     members: Annotated[tuple[MemberSpec, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
-    outer: bool = False
+    how: Annotated[int, Meta(ge=0, le=2)] = How.SUM
 
 
 class Reduce(Body, frozen=True):
@@ -247,7 +253,7 @@ class Part(Body, frozen=True):
     attempt: Attempt
     group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
     round: Annotated[int, Meta(ge=0, le=MAX_ROUND)]
-    part: Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
+    part: Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
     agreed: bool
     values: Values
 

@@ -24,6 +24,7 @@ from typing import IO
 
 import msgspec
 
+from swarmnode.codec.body import SHARED
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.errors import CheckpointError, LocalError, ProtocolError
 from swarmnode.swarm.atomic import write_private
@@ -33,7 +34,6 @@ from swarmnode.swarm.run import Run, decode_run, encode_run
 
 log = logging.getLogger(__name__)
 
-SHARED = -1  # the block that the first and the last unit share
 RUN_FILE = "run.msgpack"
 FILES = "files.msgpack"
 MAX_SLOTS = 64

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import VERSION, Hello
 from swarmnode.codec.state_messages import ListStates, StateEntry, States
 from swarmnode.errors import LocalError, PeerRefused, ProtocolError
@@ -21,7 +22,7 @@ from swarmnode.roles.training.state_server import StateServer
 from swarmnode.roles.training.states import choose, fetch_states, list_states, state_board, survey
 from swarmnode.swarm.content import CHUNK_BYTES
 from swarmnode.swarm.run import Run
-from swarmnode.swarm.states import SHARED, StateStore
+from swarmnode.swarm.states import StateStore
 from tests.roles.memory_network import MemoryNetwork
 
 CHUNKS = 12

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from swarmnode.codec.body import SHARED
 from swarmnode.errors import CheckpointError, LocalError
 from swarmnode.swarm.content import FileContent, describe_files
 from swarmnode.swarm.run import Averaging, Run, differences
-from swarmnode.swarm.states import SHARED, StateStore, stored_runs
+from swarmnode.swarm.states import StateStore, stored_runs
 
 BLOCKS = (SHARED, 0, 1)
 

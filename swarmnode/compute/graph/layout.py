@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from swarmnode.codec.body import SHARED
 from swarmnode.compute.graph.graph import BUFFER, CONSTANT, Graph, Move, Node, Ref, TensorType
 from swarmnode.compute.graph.operators import is_random
-from swarmnode.compute.training.segment import SHARED
 from swarmnode.errors import CheckpointError
 
 _NO_GRADIENT = frozenset({"aten.detach.default", "aten.detach_copy.default"})

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from swarmnode.codec.body import SHARED
 from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.linear import speed_up_linears
 from swarmnode.compute.span import Span, load_model
 from swarmnode.compute.training.randomness import reseed
-from swarmnode.compute.training.segment import SHARED, Segment, Values
+from swarmnode.compute.training.segment import Segment, Values
 from swarmnode.errors import ProtocolError
 
 NO_LABEL = -100

@@ -8,9 +8,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-SHARED = -1
-"""The block of parameters that the first and the last unit share (tied embedding and head)."""
-
 Values = tuple[Tensor, ...]
 """What crosses the boundary before a unit: floats (some of which take gradients), and whole numbers that only pass by."""
 

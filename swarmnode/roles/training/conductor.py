@@ -31,9 +31,6 @@ from swarmnode.codec.training_messages import (
     Discard,
     Done,
     Failed,
-    Group,
-    MemberSpec,
-    Reduce,
     Reduced,
     Restore,
     Status,
@@ -42,17 +39,18 @@ from swarmnode.codec.training_messages import (
     Sync,
     Work,
 )
-from swarmnode.compute.training.segment import SHARED
 from swarmnode.errors import ErrorCode, PeerError, ProtocolError, SwarmnodeError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Channel
 from swarmnode.net.tasks import Tasks
+from swarmnode.plan.groups import Holder, make_groups
 from swarmnode.plan.ledger import Ledger
 from swarmnode.plan.muster import Muster, muster
 from swarmnode.plan.view import Span
 from swarmnode.roles.training.audience import Audience, TrainerLine
 from swarmnode.roles.training.dispatcher import Dispatcher
 from swarmnode.roles.training.member import Line, Member, Standing
+from swarmnode.roles.training.reduction import Reduction
 from swarmnode.roles.training.status import masks_of
 from swarmnode.swarm.run import Run, decode_run, encode_run
 
@@ -100,10 +98,7 @@ class Conductor:
         self._ledger = Ledger(0, units, 0)
         self._losses: dict[int, float] = {}
         self._attempts = itertools.count()
-        self._attempt = -1
-        self._groups: list[Group] = []
-        self._squares: dict[int, float] = {}
-        self._reducing: set[PeerId] = set()
+        self._reduction: Reduction | None = None
         self._began_at_s = clock()  # of the step
         self._missing_since_s: float | None = None
         self._missing: tuple[int, ...] = ()
@@ -161,7 +156,7 @@ class Conductor:
         member.line.close()
         self._ledger.lose(peer)
         self._dispatcher.lose(peer)
-        if self.phase is Phase.REDUCING and peer in self._reducing:
+        if self.phase is Phase.REDUCING and self._reduction is not None and self._reduction.needs(peer):
             self.phase = Phase.STEPPING
         self._advance()
 
@@ -172,7 +167,7 @@ class Conductor:
         if isinstance(body, Status):
             self._hear_status(member, body)
         elif isinstance(body, Reduced):
-            self._hear_reduced(member, body)
+            self._hear_reduced(peer, body)
         elif isinstance(body, Failed):
             self._hear_failed(body)
         elif isinstance(body, End | Error):
@@ -455,60 +450,36 @@ class Conductor:
 
     def _reduce(self) -> None:
         """Everything is counted once: let the replicas of each unit agree, listeners hearing."""
-        self._attempt = next(self._attempts)
-        self._groups = self._make_groups()
-        self._squares = {}
+        assert self.run is not None
         hearing = [member for member in self._members.values() if self._hears(member)]
-        self._reducing = {member.peer for member in hearing}
+        holders = [Holder(member.peer, member.span, member.standing is Standing.LISTENING) for member in hearing]
+        groups = make_groups(self._units, self.run, self.step, holders, self._ledger.counts)
+        self._reduction = Reduction(self.step, next(self._attempts), groups, [member.peer for member in hearing])
         self.phase = Phase.REDUCING
         for member in hearing:
-            own = tuple(group for group in self._groups if any(m.peer == member.peer for m in group.members))
-            member.send(Reduce(self.step, self._attempt, own))
+            member.send(self._reduction.request(member.peer))
 
     def _hears(self, member: Member) -> bool:
         listens = member.standing is Standing.LISTENING and member.listens_from <= self.step
         return listens or member.standing is Standing.USABLE
 
-    def _make_groups(self) -> list[Group]:
-        """Units that the same members hold are one group; what the first and last unit share is one of its own."""
-        members = sorted((m for m in self._members.values() if self._hears(m)), key=lambda member: member.peer)
-        by_holders: dict[tuple[MemberSpec, ...], list[int]] = {}
-        for unit in range(self._units):
-            holders = (m for m in members if m.span.start <= unit < m.span.end)
-            specs = tuple(MemberSpec(m.peer, self._ledger.counts(m.peer, (unit,))) for m in holders)
-            by_holders.setdefault(specs, []).append(unit)
-        ends = (0, self._units - 1)
-        sharing = (m for m in members if m.span.start == 0 or m.span.end == self._units)
-        shared = tuple(MemberSpec(m.peer, self._ledger.counts(m.peer, ends)) for m in sharing)
-        blocks = [(specs, tuple(units)) for specs, units in by_holders.items()] + [(shared, (SHARED,))]
-        return [Group(number, held, specs) for number, (specs, held) in enumerate(blocks)]
-
-    def _hear_reduced(self, member: Member, body: Reduced) -> None:
-        if self.phase is not Phase.REDUCING or body.attempt != self._attempt or member.peer not in self._reducing:
-            return
-        own = [group for group in self._groups if any(m.peer == member.peer for m in group.members)]
-        for group, square in zip(own, body.squares, strict=False):
-            self._squares.setdefault(group.number, square)
-        self._reducing.discard(member.peer)
-        if not self._reducing:
-            self._commit()
+    def _hear_reduced(self, peer: PeerId, body: Reduced) -> None:
+        if self.phase is Phase.REDUCING and self._reduction is not None:
+            self._reduction.hear(peer, body)
+            if self._reduction.over:
+                self._commit(self._reduction.norm())
 
     def _hear_failed(self, body: Failed) -> None:
         """A stage met NaN, or it could not reduce since a member is lost, which its own line will tell."""
         if body.code == ErrorCode.NOT_FINITE:
             self._stop(Stopped(self.step, body.code, body.unit))
-        elif self.phase is Phase.REDUCING and body.lease == self._attempt:
+        elif self.phase is Phase.REDUCING and self._reduction is not None and body.lease == self._reduction.attempt:
             self.phase = Phase.STEPPING
 
-    def _commit(self) -> None:
-        """The word that ends the step."""
+    def _commit(self, norm: float) -> None:
+        """The word that ends the step. Each square that led to the norm is finite, as their messages are."""
         assert self.run is not None
-        norm = math.sqrt(sum(self._squares.values()))
         loss = math.fsum(self._losses.values()) / max(1, len(self._losses))
-        if not math.isfinite(norm):
-            bad = next(group for group in self._groups if not math.isfinite(self._squares.get(group.number, 0.0)))
-            self._stop(Stopped(self.step, ErrorCode.NOT_FINITE, bad.blocks[0]))
-            return
         for member in self._members.values():
             if self._hears(member):
                 member.send(Commit(self.step, norm, loss))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from swarmnode.codec.body import SHARED
 from swarmnode.codec.state_messages import StateEntry
 from swarmnode.compute.training.gather import gather, write_language_model, write_module
 from swarmnode.errors import ErrorCode, PeerRefused, ProtocolError
@@ -22,7 +23,7 @@ from swarmnode.swarm.content import Progress
 from swarmnode.swarm.manifest import CAUSAL_LM
 from swarmnode.swarm.new_folder import check_free, new_folder
 from swarmnode.swarm.run import Run, decode_run
-from swarmnode.swarm.states import SHARED, StateStore
+from swarmnode.swarm.states import StateStore
 
 AGAIN_S = 1.0
 PATIENCE_S = 30.0  # for peers to turn up who have all units

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from swarmnode.codec.body import SHARED
 from swarmnode.compute.checkpoint import Checkpoint, read_entries
 from swarmnode.compute.graph.export import export_module
 from swarmnode.compute.graph.segment import load_segment
 from swarmnode.compute.graph.serialise import write_graph
 from swarmnode.compute.training.gather import gather, write_language_model, write_module, write_shards
 from swarmnode.compute.training.learner import Learner
-from swarmnode.compute.training.segment import SHARED
 from swarmnode.compute.training.snapshot import write_step
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.states import StateStore

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from swarmnode.codec.body import SHARED
 from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.training.lm import load_segment
-from swarmnode.compute.training.segment import SHARED
 from swarmnode.errors import ProtocolError
 from swarmnode.swarm.run import Run
 from tests.compute.training.conftest import (
