@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from swarmnode.compute.training.diloco import OuterOptimizer
 from swarmnode.compute.training.optimizer import Optimizer
 from swarmnode.errors import CheckpointError, NotFinite, UsageError
 from swarmnode.swarm.run import Run
@@ -55,6 +56,8 @@ class Block:
         for parameter, view in zip(self.parameters.values(), views, strict=False):
             parameter.grad = view  # autograd adds to it in place
         self._changes = dict(zip(self.statistics, views[len(self.parameters) :], strict=True))
+        apart = run.averaging.every > 1
+        self.outer = OuterOptimizer(self._values(), self._gradient.stop, run.averaging) if apart else None
 
     def __repr__(self) -> str:
         return f"Block({self.number}, {self._gradient.stop / 1e6:.1f} M parameters, {len(self.buffers)} buffers)"
@@ -97,6 +100,27 @@ class Block:
             buffer.data.add_(mean if buffer.is_floating_point() else mean.round().to(buffer.dtype))
         self.sums_N.zero_()
 
+    # -- replicas that update apart
+
+    def way(self) -> Tensor:
+        """How far the values came since the replicas last averaged; as long as `sums_N`, and to be averaged like it."""
+        assert self.outer is not None
+        return self.outer.way(self._values())
+
+    @torch.no_grad()
+    def average(self, mean_way_N: Tensor) -> None:
+        """Go on from where the mean of the replicas' ways leads."""
+        assert self.outer is not None
+        parts = torch.split(self.outer.update(mean_way_N), [shape.numel() for shape in self.shapes])
+        for tensor, part in zip((*self.parameters.values(), *self.statistics.values()), parts, strict=True):
+            value = part.view(tensor.shape)
+            tensor.data.copy_(value if tensor.is_floating_point() else value.round())
+
+    def _values(self) -> Tensor:
+        """A copy of parameters and statistics, strung together."""
+        tensors = (*self.parameters.values(), *self.statistics.values())
+        return torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors] or [self.sums_N.clone()])
+
     # -- state
 
     def state(self) -> dict[str, Tensor]:
@@ -105,6 +129,8 @@ class Block:
         tensors.update({f"buffer/{name}": buffer for name, buffer in self.buffers.items()})
         for slot, named in self.optimizer.slots.items():
             tensors.update({f"{self.run.optimizer}/{slot}/{name}": tensor for name, tensor in named.items()})
+        if self.outer is not None:
+            tensors.update({"outer/anchor": self.outer.anchor_N, "outer/velocity": self.outer.velocity_N})
         return tensors
 
     @torch.no_grad()

@@ -8,12 +8,14 @@ accumulators stay until `commit`, so whatever happens between the passes and the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from swarmnode.codec.body import SHARED
 from swarmnode.compute.training.block import Block, Changes
 from swarmnode.compute.training.flight import Flight, Gradients, Piece, accumulate, flow_through, is_finite, leaves
 from swarmnode.compute.training.optimizer import clip_factor
@@ -193,24 +195,66 @@ class Learner:
         parts = self._split(blocks, flat) if flat is not None else [self._blocks[block].sums_N for block in blocks]
         return sum(self._blocks[block].squared_norm(part) for block, part in zip(blocks, parts, strict=True))
 
-    def commit(self, sums: Mapping[tuple[int, ...], Tensor], norm: float) -> None:
+    def count_of(self, block: int) -> int:
+        """How many microbatches are counted for a block here; of what the ends share, by either end."""
+        ends = [mask for unit, mask in self.counted.items() if unit in (0, self.segment.units - 1)]
+        masks = ends if block == SHARED else [self.counted[block]]
+        return max((mask.bit_count() for mask in masks), default=0)
+
+    def apart_squared_norm(self, blocks: Sequence[int]) -> float:
+        """As `squared_norm`, of the mean gradient of what is counted here alone."""
+        return sum(self.squared_norm([block]) * self._apart_factor(block) ** 2 for block in blocks)
+
+    def _apart_factor(self, block: int) -> float:
+        """From this replica's share of the step's gradient to the mean over its own microbatches."""
+        count = self.count_of(block)
+        return self.run.microbatches / count if count else 0.0
+
+    def ways(self, blocks: Sequence[int]) -> Tensor:
+        """How far the values of these blocks came since the replicas last averaged: a flat vector_N, shaped as `gradient`."""
+        return torch.cat([self._blocks[block].way() for block in blocks])
+
+    def commit(
+        self,
+        sums: Mapping[tuple[int, ...], Tensor],
+        norm: float,
+        *,
+        apart: Collection[int] = (),
+        ways: Mapping[tuple[int, ...], Tensor] = MappingProxyType({}),
+    ) -> None:
         """Update all parameters and go on to the next step.
 
-        `sums`: groups of blocks -> flat sum of all replicas' gradients; other blocks take their own accumulators. `norm`:
-        the gradient's, over all units of the model. What is in flight is dropped. Raises ValueError, changing nothing,
-        where a sum has the wrong length, and NotFinite.
+        `sums`: groups of blocks -> flat sum of all replicas' gradients; other blocks take their own accumulators, those of
+        `apart` as the mean of what was counted here. `ways`: what the mean of the replicas' ways is, where they
+        average. `norm`: the gradient's, over all units of the model. What is in flight is dropped.
+        Raises ValueError, changing nothing, where a vector has the wrong length, and NotFinite.
         """
         if not math.isfinite(norm):
             raise NotFinite(f"step {self.step}: the norm of the gradient is {norm}", unit=self.segment.start)
-        splits = {blocks: self._split(blocks, flat) for blocks, flat in sums.items()}
-        for blocks, parts in splits.items():
-            for block, part in zip(blocks, parts, strict=True):
-                self._blocks[block].sums_N.copy_(part)
+        agreed = self._by_block(sums)
+        averaged = self._by_block(ways)
         factor = clip_factor(self.run.clip, norm)
-        for held in self._blocks.values():
-            held.update(self.step, factor)
+        at_end = self.step + 1 == self.run.steps
+        for number, block in self._blocks.items():
+            if number in agreed:
+                block.sums_N.copy_(agreed[number])
+            if number in averaged:
+                block.average(averaged[number])
+            if number in apart:
+                block.sums_N.mul_(self._apart_factor(number))
+                if at_end or not self.count_of(number):
+                    continue
+            block.update(self.step, factor)
         self.discard()
         self.step += 1
+
+    def _by_block(self, vectors: Mapping[tuple[int, ...], Tensor]) -> dict[int, Tensor]:
+        """The parts of flat vectors. Raises ValueError where one is not as long as its blocks together."""
+        return {
+            block: part
+            for blocks, flat in vectors.items()
+            for block, part in zip(blocks, self._split(blocks, flat), strict=True)
+        }
 
     def _split(self, blocks: Sequence[int], flat: Tensor) -> Sequence[Tensor]:
         """The parts of a flat vector. Raises ValueError where it is not as long as the blocks together."""

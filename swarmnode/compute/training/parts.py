@@ -1,24 +1,90 @@
-"""Parts of a flat vector: who adds up which, and the sum. See `roles/training/reducer.py` for the conversation."""
+"""Parts of a flat vector: who adds up which, how they are encoded, and the sum that counts.
+
+The members of a group, in a fixed order, each own an equal share, in parts small enough to travel one by one. Everybody
+encodes its values of a part for the part's owner, who adds them up in the order of the members and encodes the sum once; all
+decode the same bytes, the owner too. So replicas hold identical numbers whatever the codec loses.
+
+Shape letters: N elements of a part.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-ALIGNMENT = 64  # elements: the codecs' groups do not cross parts
+from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.compress.codecs import Buffer, decode, encode
+from swarmnode.errors import ProtocolError
+
+ALIGNMENT = 64  # elements: no group of a block-wise codec crosses from one part into the next
+LARGEST_PART = 1 << 21  # elements
+SMALLEST_WEIGHT = 1e-12  # where nobody sent, zero is divided by this
+
+Encoded = tuple[TensorInfo, Buffer]
 
 
-def cut(length: int, members: int) -> list[slice]:
-    """As many parts of [0, length) as members, nearly equal, on the codecs' groups."""
-    step = -(-length // members)
-    step += -step % ALIGNMENT
-    return [slice(min(place * step, length), min((place + 1) * step, length)) for place in range(members)]
+class Contribution(NamedTuple):
+    """What one member sent of a part. `weight`: its share of the step's samples; all members' add up to 1."""
+
+    weight: float
+    values_N: Tensor  # float32, scaled so that a plain sum over the members is the result
+    sent_N: Tensor | None = None  # bool; None: all of it was sent
 
 
-def reduce_part(received: Sequence[Tensor]) -> Tensor:
-    """The sum of what the members sent, in their order, so that it comes out the same whoever adds."""
-    total_N = received[0].clone()
-    for part_N in received[1:]:
-        total_N += part_N
-    return total_N
+class Part(NamedTuple):
+    """Elements `place` of the vector, which the member of number `owner` adds up."""
+
+    owner: int
+    place: slice
+
+    @property
+    def length(self) -> int:
+        return int(self.place.stop - self.place.start)
+
+
+def cut(length: int, members: int) -> list[Part]:
+    """[0, length) in shares of nearly equal length, a member each, and those in parts; bounds are aligned."""
+    share = -(-length // members)
+    share += -share % ALIGNMENT
+    return [
+        Part(start // share, slice(start, min(start + LARGEST_PART, begin + share, length)))
+        for begin in range(0, length, max(1, share))
+        for start in range(begin, min(begin + share, length), LARGEST_PART)
+    ]
+
+
+def encode_part(part_N: Tensor, codec: Codec, keep: float) -> Encoded:
+    """Descriptor and payload; top-k sends about the share `keep` of the elements. Reduces on the tensor's device."""
+    return encode(part_N, codec, param=round(keep * len(part_N)) if codec == Codec.TOPK else 0)
+
+
+def decode_part(info: TensorInfo, payload: Buffer, codec: Codec, length: int, device: torch.device) -> Tensor:
+    """values_N in float32 on `device`. Raises ProtocolError for anything but a part of this codec and length."""
+    if (info.codec, info.dtype, info.shape) != (codec, DType.FLOAT32, (length,)):
+        raise ProtocolError(f"a part is {info}; agreed are {length} elements of float32 in codec {codec.name}")
+    return decode(info, payload, device=device, max_elements=length)
+
+
+def contribution(weight: float, values_N: Tensor, codec: Codec) -> Contribution:
+    """What was decoded, as a contribution. Top-k: a zero is taken for an element that was not sent."""
+    return Contribution(weight, values_N, values_N != 0 if codec == Codec.TOPK else None)
+
+
+def reduce_part(received: Sequence[Contribution]) -> Tensor:
+    """The sum_N of the contributions, in their order.
+
+    Where only some sent an element, the sum is divided by their share of the weight: the mean of those that sent it
+    stands for all. Where nobody did, it is 0.
+    """
+    total_N = received[0].values_N.clone()
+    for member in received[1:]:
+        total_N += member.values_N
+    if all(member.sent_N is None for member in received):
+        return total_N
+    weights_N = torch.zeros_like(total_N)
+    for member in received:
+        weights_N += member.weight if member.sent_N is None else member.weight * member.sent_N
+    return total_N.div_(weights_N.clamp_min_(SMALLEST_WEIGHT))

@@ -322,7 +322,7 @@ class TrainingStage:
         while self._heard:
             missed, agreed, norm = self._heard.pop(0)
             if missed == self.step:
-                await self.bench.call(Urgency.CONTROL, partial(learner.commit, agreed.sums, norm))
+                await self.bench.call(Urgency.CONTROL, partial(agreed.commit, learner, norm))
                 self.step += 1
         self.condition = Condition.READY
 
@@ -332,7 +332,7 @@ class TrainingStage:
         answer: Body
         try:
             self._agreed = await self._reducer.reduce(self.term, body, self.learner, listening=listening)
-            answer = Reduced(body.step, body.attempt, self._agreed.squares)
+            answer = Reduced(body.step, body.attempt, tuple(self._agreed.squares))
         except SwarmnodeError as error:
             unit, peer = getattr(error, "unit", None), getattr(error, "peer", None)
             answer = Failed(body.attempt, peer or "", error.code, -1 if unit is None else unit)
@@ -349,8 +349,7 @@ class TrainingStage:
             learner = self.learner
             self.step, self._last, self._losses = body.step + 1, (body.norm, body.loss), {}
             self._released.clear()
-            done = self.bench.call(Urgency.CONTROL, lambda: learner.commit(agreed.sums, body.norm))
-            self._reducer.forget()
+            done = self.bench.call(Urgency.CONTROL, lambda: agreed.commit(learner, body.norm))
             self._tasks.spawn(self._after_commit(line, done), "commit")
             waiting, self._waiting = self._waiting, []
             for channel, forward, payload in waiting:
