@@ -104,7 +104,7 @@ class PlainExchange(Exchange):
             _part(agreed_N, totals, matrices)
             if accounted and weight:
                 residual_N = torch.zeros_like(local_N)
-                _part(wanted_N - round_.said(agreed_N), torch.split(residual_N, self.sizes), matrices)
+                _part(wanted_N - round_.said(), torch.split(residual_N, self.sizes), matrices)
                 self._kept = {"residual": residual_N}
         return total_N
 
@@ -144,14 +144,14 @@ class PowerSgdExchange(Exchange):
             for place, product_OR in zip(matrices, _unflatten(first_N, products), strict=True)
         }
         factors = [matrix_OI.T @ bases[place] for place, matrix_OI in matrices.items()]
-        second = self._round(factors, weight)
+        second = self._round(factors, weight) if factors else first
         second_N = (yield second) if factors else first_N[:0]
         agreed = self._rebuild(bases, first_N, _unflatten(second_N, factors))
         for place, factor_IR in zip(matrices, _unflatten(second_N, factors), strict=True):
             self._keep_factor(place, factor_IR)
         if weight:
-            said_N = second.said(second_N) if factors else second_N
-            self._kept["residual"] = wanted_N - self._rebuild(bases, first.said(first_N), _unflatten(said_N, factors))
+            said_N = second.said() if factors else second_N
+            self._kept["residual"] = wanted_N - self._rebuild(bases, first.said(), _unflatten(said_N, factors))
         return agreed
 
     def _round(self, tensors: Sequence[Tensor], weight: float) -> Round:

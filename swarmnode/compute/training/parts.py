@@ -68,6 +68,11 @@ def decode_part(info: TensorInfo, payload: Buffer, codec: Codec, length: int, de
     return decode(info, payload, device=device, max_elements=length)
 
 
+def share_of_nonzeros(part_N: Tensor) -> float:
+    """The share that top-k has to keep so that nothing is lost."""
+    return int(torch.count_nonzero(part_N)) / max(1, len(part_N))
+
+
 def contribution(weight: float, values_N: Tensor, codec: Codec) -> Contribution:
     """What was decoded, as a contribution. Top-k: a zero is taken for an element that was not sent."""
     return Contribution(weight, values_N, values_N != 0 if codec == Codec.TOPK else None)

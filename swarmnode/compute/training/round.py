@@ -1,13 +1,12 @@
 """Round: one vector that the members of a group sum up, and how much of the sum each of them has to answer for.
 
 What a codec loses must not be lost for good (error feedback: Stich et al., arXiv 1809.07599). So each member keeps account of
-what it *said*: its own share of the agreed sum, such that the shares of all members add up to what everybody decoded.
+what it *said*: what it sent, as decoded, and for the parts that it owns also what encoding the sum lost. So what all said
+adds up to what everybody decoded. What a member wanted to say and did not is its residual, which it adds to its next vector.
 
-- An element that a member sent: what it sent, as decoded.
-- An element that it did not send (top-k) but others did: the mean of those stood for it too, with its weight.
-- The owner of a part answers for what encoding the sum lost, in addition.
-
-What a member wanted to say and did not is its residual, which it adds to its next vector.
+By top-k, the mean of those that sent an element stands for all, and the sum's elements are all sent. An element is on
+nobody's account but the senders': to charge the others with the mean, so that accounts add up, was tried and diverges, for
+two members that disagree then answer each other with ever larger corrections.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from torch import Tensor
 from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.compress.codecs import Buffer
 from swarmnode.compute.training.parts import (
-    Contribution,
     Encoded,
     contribution,
     decode_part,
     encode_part,
     reduce_part,
+    share_of_nonzeros,
 )
 
 Offer = tuple[float, TensorInfo, Buffer]
@@ -69,25 +68,16 @@ class Round:
         received = [
             contribution(weight, self.read(part, info, payload), self.codec) for weight, info, payload in offers
         ]
-        encoded = encode_part(reduce_part(received), self.codec, self.keep)
-        if self._said_N is not None:
-            agreed_N = self.read(part, *encoded)
-            correction_N = agreed_N.clone()
-            for member in received:
-                correction_N -= _said(member, agreed_N)
-            self._corrections.append((part, correction_N))
+        total_N = reduce_part(received)
+        encoded = encode_part(total_N, self.codec, share_of_nonzeros(total_N))
+        if self._said_N is not None and self.codec != Codec.TOPK:
+            self._corrections.append((part, self.read(part, *encoded) - total_N))
         return encoded
 
-    def said(self, total_N: Tensor) -> Tensor:
-        """This member's share of the sum; all members' add up to it. Only for contributors, where `accounted`."""
+    def said(self) -> Tensor:
+        """What this member has to answer for of the sum. Only for contributors, where `accounted`."""
         assert self._said_N is not None
-        said_N = _said(contribution(self.weight, self._said_N, self.codec), total_N)
+        said_N = self._said_N.clone()
         for part, correction_N in self._corrections:
             said_N[part] += correction_N
         return said_N
-
-
-def _said(member: Contribution, agreed_N: Tensor) -> Tensor:
-    if member.sent_N is None:
-        return member.values_N
-    return torch.where(member.sent_N, member.values_N, agreed_N * member.weight)
