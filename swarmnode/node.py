@@ -53,6 +53,14 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
+def parse_rate(text: str) -> float:
+    """A rate like 8Mbit, 500kbit or 1Gbit, in bits/s. Raises UsageError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:bit)?(?:/s|ps)?", text.strip().lower())
+    if match is None or not float(match[1]):
+        raise UsageError(f"{text!r} is not a rate; write it as 8Mbit or 500kbit (bits a second)")
+    return float(match[1]) * _UNITS[match[2]]
+
+
 def parse_span(text: str) -> Span:
     """A span like 0:6. Raises UsageError."""
     match = re.fullmatch(r"(\d+):(\d+)", text.strip())

@@ -22,6 +22,7 @@ from swarmnode.net.engine import Engine, EngineConfig
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.link import LinkConfig
+from swarmnode.net.pace import Pace
 from swarmnode.net.tasks import Tasks
 from swarmnode.roles.newcomer import fetch_manifest
 from swarmnode.swarm.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, State, record_validator
@@ -53,6 +54,7 @@ class PresenceConfig:
     join_timeout_s: float = 3.0
     rejoin_s: float = 2.0
     looks_on: bool = False  # a client: no place in the DHT, no announcement
+    max_upload_bps: float | None = None  # of all links together, bits/s
     max_cache_bytes: int | None = None  # of fetched weights of all swarms; None: most of what the disk has free
 
 
@@ -104,7 +106,7 @@ class Presence:
         self.network = engine
         self.identity = identity
         self.hello = Hello(VERSION, swarm.id, f"swarmnode/{__version__}")
-        self.link_config = LinkConfig()
+        self.link_config = LinkConfig(pace=Pace(config.max_upload_bps) if config.max_upload_bps else None)
         self._slot = slot
         self._known = KnownPeers(config.home / "peers" / f"{swarm.id.hex()[:16]}.json")
         self.directory = Directory(

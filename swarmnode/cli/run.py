@@ -26,6 +26,9 @@ def run(
         metavar="SIZE",
         help="Disk space for fetched weights of all swarms; default: most of what is free.",
     ),
+    max_upload: str = typer.Option(
+        "", "--max-upload", metavar="RATE", help="Send no faster than this, as in 8Mbit; default: as fast as it goes."
+    ),
     span: str = typer.Option(
         "", "--span", metavar="A:B", help="Hold units A to B-1; default: what the swarm needs most."
     ),
@@ -51,7 +54,7 @@ def run(
     set_up_logging(verbose)
     from swarmnode.config import StageConfig
     from swarmnode.net.addresses import check
-    from swarmnode.node import Node, NodeConfig, parse_bytes, parse_span
+    from swarmnode.node import Node, NodeConfig, parse_bytes, parse_rate, parse_span
     from swarmnode.presence import PresenceConfig
     from swarmnode.swarm.swarmfile import load_swarm
 
@@ -64,6 +67,7 @@ def run(
             peers=tuple(check(address, needs_peer=True) for address in peer),
             nat_port_map=nat,
             lan=lan,
+            max_upload_bps=parse_rate(max_upload) if max_upload else None,
             max_cache_bytes=parse_bytes(disk) if disk else None,
         ),
         stage=StageConfig(

@@ -21,6 +21,7 @@ from swarmnode.codec.body import (
     MAX_CODE,
     MAX_POSITIONS,
     MAX_PROOF_BYTES,
+    MAX_RATE_BPS,
     MAX_ROUTE_HOPS,
     MAX_ROWS,
     MAX_SEED,
@@ -63,7 +64,9 @@ class Ping(Body, frozen=True):
 
 
 class Pong(Body, frozen=True):
-    """Answer to PING."""
+    """Answer to PING. `received_bps`: how fast the asker's large frames came in lately, bits/s; 0 where none has."""
+
+    received_bps: Annotated[float, Meta(ge=0, le=MAX_RATE_BPS)] = 0.0
 
 
 class Error(Body, frozen=True):
@@ -261,8 +264,8 @@ _EMPTY: dict[int, Body] = {int(KIND_OF[body]): body() for body in (Ping, Pong, E
 
 
 def encode_body(body: Body) -> bytes:
-    """The msgpack bytes of a body; a body without fields is zero bytes."""
-    return b"" if KIND_OF[type(body)] in _EMPTY else _encoder.encode(body)
+    """The msgpack bytes of a body; one that needs no fields and has none set is zero bytes."""
+    return b"" if body == _EMPTY.get(KIND_OF[type(body)]) else _encoder.encode(body)
 
 
 def decode_body(kind: int, data: bytes | bytearray | memoryview) -> Body:

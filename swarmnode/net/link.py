@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from swarmnode.codec.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_SEQ, Frame, FrameReader, Kind, pack_header
 from swarmnode.codec.messages import KIND_OF, VERSION, Body, End, Error, Hello, Ping, Pong, decode_body, encode_body
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError, refusal
+from swarmnode.net.gauge import MEASURED_BYTES, Gauge
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
+from swarmnode.net.pace import Pace, PacedStream
 
 OnFrame = Callable[[Frame, Body], None]
 
@@ -32,6 +34,7 @@ class LinkConfig:
     silence_rtts: float = 8.0
     slowest_bytes_per_s: float = 256 * 1024
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
+    pace: Pace | None = None  # of all the node's links together; None: as fast as it goes
     clock: Callable[[], float] = time.perf_counter  # for round trips: uvloop's own has milliseconds only
 
 
@@ -44,10 +47,13 @@ class Link:
         self.min_rtt_s: float | None = None
         self.sent_bytes = 0
         self.received_bytes = 0
-        self._stream = stream
+        self.bandwidth_bps: float | None = None  # of what we send, as the peer has measured it
+        self._stream = stream if config.pace is None else PacedStream(stream, config.pace)
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(config.max_payload_bytes)
+        self._gauge = Gauge(config.clock)
+        self._unasked_bytes = 0  # sent in large frames since the peer was asked how fast they came
         self._early: list[Frame] = []  # frames that came in one read with HELLO
         self._out: list[Buffer] = []
         self._out_bytes = 0
@@ -128,7 +134,7 @@ class Link:
 
     async def _first_frame(self) -> Frame:
         while True:
-            frames = list(self._reader.advance(await self._read()))
+            frames = list(self._advance(await self._read()))
             if frames:
                 self._early = frames[1:]
                 return frames[0]
@@ -168,6 +174,8 @@ class Link:
         self._out.append(pack_header(KIND_OF[type(body)], len(data), payload_bytes, channel, seq) + data)
         self._out += payload
         self._out_bytes += HEADER_BYTES + len(data) + payload_bytes
+        if payload_bytes >= MEASURED_BYTES:
+            self._unasked_bytes += payload_bytes
 
     def _flush(self) -> None:
         if not self._out or self._closed:
@@ -197,7 +205,7 @@ class Link:
             self._tick()
             ended = self._dispatch(self._early, on_frame)
             while not ended:
-                ended = self._dispatch(self._reader.advance(await self._read()), on_frame)
+                ended = self._dispatch(self._advance(await self._read()), on_frame)
             await self._stream.close()
         except ProtocolError as error:
             error.peer = self.peer
@@ -220,6 +228,11 @@ class Link:
         self.received_bytes += count
         return count
 
+    def _advance(self, count: int) -> Iterator[Frame]:
+        """The frames that `count` bytes complete."""
+        yield from self._reader.advance(count)
+        self._gauge.note(count, self._reader.pending_bytes)
+
     def _dispatch(self, frames: Iterable[Frame], on_frame: OnFrame) -> bool:
         """Handle frames; True where one of them ended the link."""
         for frame in frames:
@@ -229,8 +242,10 @@ class Link:
             if frame.channel:
                 on_frame(frame, body)
             elif isinstance(body, Ping):
-                self.send(Pong(), seq=frame.seq)
+                if not self._closed:  # what was sent before the end may still be on its way out
+                    self.send(Pong(self._gauge.rate_bps or 0.0), seq=frame.seq)
             elif isinstance(body, Pong):
+                self.bandwidth_bps = body.received_bps or self.bandwidth_bps
                 self._measure(frame.seq)
             elif isinstance(body, End):
                 return True
@@ -254,6 +269,8 @@ class Link:
         self._sent_when_heard_bytes = self.sent_bytes
 
     def _tick(self, expected_at: float | None = None) -> None:
+        if self._closed:
+            return
         now_s = self._loop.time()
         if expected_at is not None and now_s - expected_at > self._config.min_silence_s / 2:
             self._heard_at = now_s  # it was us who slept (a suspended process, a blocked loop)
@@ -262,8 +279,8 @@ class Link:
         if silence_s > self.silence_limit_s + (0.0 if self._busy else period_s):
             self._fail(PeerLost(f"peer {self.peer} hangs: silent for {silence_s:.1f} s", peer=self.peer))
             return
-        never_pinged = self._ping == 0
-        if never_pinged or (silence_s >= period_s * 0.9 and now_s - self._pinged_at >= period_s * 0.9):
+        asks = self._ping == 0 or self._unasked_bytes > 0
+        if asks or (silence_s >= period_s * 0.9 and now_s - self._pinged_at >= period_s * 0.9):
             self._send_ping(now_s)
         next_s = now_s + self._config.heartbeat_s
         self._timer = self._loop.call_at(next_s, self._tick, next_s)
@@ -271,6 +288,7 @@ class Link:
     def _send_ping(self, now_s: float) -> None:
         self._ping = self._ping % MAX_SEQ + 1
         self._pinged_at = now_s
+        self._unasked_bytes = 0
         if not self._timed_ping:  # else there are pings on the way: the round trip is longer than the period
             self._timed_ping, self._timed_at_s = self._ping, self._config.clock()
         self.send(Ping(), seq=self._ping)

@@ -44,6 +44,11 @@ class Channel:
         return self._line.link.rtt_s
 
     @property
+    def bandwidth_bps(self) -> float | None:
+        """How fast the peer has seen our large frames come in, in bits/s, as far as it is known."""
+        return self._line.link.bandwidth_bps
+
+    @property
     def open(self) -> bool:
         """Whether frames may still be sent."""
         return self._line.channels.get(self.number) is self and not self._line.link.closed
