@@ -103,6 +103,7 @@ async def test_what_was_sent_before_the_end_arrives() -> None:
     link.send(Ready(0), channel=1, payload=[bytes(MEGABYTE)])
     link.send(Ready(7), channel=1, seq=1)
     await link.close()
+    await receiver.wait_for(2)
     assert [seq for seq, _ in receiver.arrivals] == [0, 1]
     await reading
 
