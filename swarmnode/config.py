@@ -42,4 +42,5 @@ class StageConfig:
     threads: int | None = None
     cache_tokens: int = 4096  # positions (rows x length) that must fit beside the weights
     max_cache_tokens: int = 262_144
+    compress: str = "auto"  # what travels between stages in training: auto, a codec, or adatopk
     server: ServerConfig = field(default_factory=ServerConfig)

@@ -29,6 +29,7 @@ from swarmnode.swarm.manifest import TRAIN
 from swarmnode.swarm.swarmfile import Swarm
 
 if TYPE_CHECKING:
+    from swarmnode.compute.checkpoint import Checkpoint
     from swarmnode.roles.stage import Hardware, Stage
     from swarmnode.roles.training.post import Post
     from swarmnode.roles.weights import Weights
@@ -205,10 +206,22 @@ class Node:
             seeder.add_cache(weights.cache, (span.start, span.end))
         elif presence.swarm.checkpoint is not None:
             seeder.add_folder(presence.swarm.checkpoint)
-        self._stage = await _kind_of_stage(hardware).load(presence, checkpoint, hardware, span)
+        self._stage = await self._load(presence, checkpoint, hardware, span)
         presence.directory.announce(state=State.READY, seeds=seeder.units, **self._stage.figures())
         doing = "Training" if hardware.trains else "Serving"
         self._tell("ready", f"{doing} units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
+
+    async def _load(self, presence: Presence, checkpoint: Checkpoint, hardware: Hardware, span: Span) -> Stage | Post:
+        """What this swarm's volunteers do with their units."""
+        if not hardware.trains:
+            from swarmnode.roles.stage import Stage
+
+            return await Stage.load(presence, checkpoint, hardware, span)
+        from swarmnode.roles.training.post import Post
+
+        post = await Post.load(presence, checkpoint, hardware, span)
+        post.listen(self._tell)
+        return post
 
     def _show_progress(self) -> Progress:
         """Tells of every tenth of a download, and of a slow one now and then."""
@@ -236,14 +249,3 @@ class Node:
             presence.directory.announce(state=State.DRAINING)
             await stage.drain(self.config.stage.server.drain_s)
             await stage.close()
-
-
-def _kind_of_stage(hardware: Hardware) -> type[Stage] | type[Post]:
-    """What this swarm's volunteers do with their units."""
-    if hardware.trains:
-        from swarmnode.roles.training.post import Post
-
-        return Post
-    from swarmnode.roles.stage import Stage
-
-    return Stage

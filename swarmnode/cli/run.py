@@ -29,6 +29,12 @@ def run(
     max_upload: str = typer.Option(
         "", "--max-upload", metavar="RATE", help="Send no faster than this, as in 8Mbit; default: as fast as it goes."
     ),
+    compress: str = typer.Option(
+        "auto",
+        "--compress",
+        metavar="auto|none|bf16|int8|int4|adatopk",
+        help="In training, what is sent to other stages: auto takes no more than a slow link needs.",
+    ),
     span: str = typer.Option(
         "", "--span", metavar="A:B", help="Hold units A to B-1; default: what the swarm needs most."
     ),
@@ -76,6 +82,7 @@ def run(
             quantize=quantize,
             memory_bytes=parse_bytes(memory) if memory else None,
             threads=threads or None,
+            compress=compress,
         ),
         span=parse_span(span) if span else None,
     )

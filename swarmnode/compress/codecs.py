@@ -25,7 +25,7 @@ Buffer = Union[bytes, bytearray, memoryview]
 ALIGNMENT_BYTES = 8
 COPY_BYTES = 1 << 16  # a smaller payload is copied out: cheaper than a view, and it keeps no tensor alive
 
-_DTYPE_OF = {
+DTYPE_OF = {
     torch.float32: DType.FLOAT32,
     torch.bfloat16: DType.BFLOAT16,
     torch.float16: DType.FLOAT16,
@@ -33,7 +33,7 @@ _DTYPE_OF = {
     torch.int32: DType.INT32,
     torch.uint8: DType.UINT8,
 }
-_TORCH_DTYPE = {int(code): dtype for dtype, code in _DTYPE_OF.items()}
+_TORCH_DTYPE = {int(code): dtype for dtype, code in DTYPE_OF.items()}
 
 
 def encode(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[TensorInfo, Buffer]:
@@ -43,7 +43,7 @@ def encode(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[TensorInfo,
     a large payload is a view of the tensor's memory: do not write to the tensor before the payload is sent.
     Raises ValueError on a dtype that the codec does not carry.
     """
-    dtype = _DTYPE_OF.get(tensor.dtype)
+    dtype = DTYPE_OF.get(tensor.dtype)
     if dtype is None or (codec != Codec.NONE and dtype not in FLOAT_DTYPES):
         raise ValueError(f"codec {Codec(codec).name} does not carry tensors of {tensor.dtype}")
     shape = tuple(tensor.shape)

@@ -160,6 +160,11 @@ class Switchboard:
         line = self._outgoing.get(peer)
         return None if line is None else line.link.rtt_s
 
+    def bandwidth_bps(self, peer: PeerId) -> float | None:
+        """How fast a peer has seen our large frames come in, in bits/s; None where that is not known."""
+        line = self._outgoing.get(peer)
+        return None if line is None else line.link.bandwidth_bps
+
     async def _dial(self, peer: PeerId) -> _Line:
         # Shielded: one caller giving up must not end the dialling that another waits for.
         task = self._dialing.get(peer)

@@ -11,7 +11,15 @@ from swarmnode.net.addresses import free_port, is_loopback, with_peer
 from swarmnode.net.identity import Identity
 from swarmnode.roles.material import Material, check_vocabulary
 from swarmnode.swarm.content import Progress, describe_files
-from swarmnode.swarm.manifest import MAX_NAME_CHARS, SERVE, TRAIN, Manifest, encode_manifest
+from swarmnode.swarm.manifest import (
+    MAX_NAME_CHARS,
+    SERVE,
+    SERVING_CODECS,
+    TRAIN,
+    TRAINING_CODECS,
+    Manifest,
+    encode_manifest,
+)
 from swarmnode.swarm.swarmfile import Swarm, new_swarm
 
 
@@ -47,6 +55,7 @@ def found_swarm(
         created=int(time.time()),
         kind=material.kind,
         mode=mode,
+        codecs=TRAINING_CODECS if mode == TRAIN else SERVING_CODECS,
     )
     swarm = replace(
         new_swarm(encode_manifest(manifest)), checkpoint=material.folder, bootstraps=tuple(bootstraps.running)

@@ -168,15 +168,15 @@ class Stage:
     async def serve(cls, presence: Presence, span: Span, hardware: Hardware) -> Stage:
         """Serve a span that is loaded."""
         per_token = max(1, span.cache_bytes_per_token)
-        runner = StageRunner(span, RunnerConfig(cache_bytes=hardware.cache_tokens(Units(span.start, span.end)) * per_token))
+        runner = StageRunner(
+            span, RunnerConfig(cache_bytes=hardware.cache_tokens(Units(span.start, span.end)) * per_token)
+        )
         worker = Worker(
             runner, chunk_tokens=hardware.config.server.prefill_chunk_tokens, threads=hardware.config.threads
         )
         try:
             units_per_s = await worker.call(lambda: measure(runner))
-            server = StageServer(
-                presence.network, presence.hello, worker, hardware.config.server, presence.link_config
-            )
+            server = StageServer(presence.network, presence.hello, worker, hardware.config.server, presence.link_config)
             await server.start()
         except BaseException:
             await worker.close()

@@ -25,6 +25,8 @@ CAUSAL_LM = "causal_lm"
 GRAPH = "graph"
 SERVE = "serve"
 TRAIN = "train"
+SERVING_CODECS = (Codec.NONE, Codec.BF16, Codec.FP16, Codec.INT8)
+TRAINING_CODECS = (*SERVING_CODECS, Codec.INT4)
 OPEN = "open"
 
 
@@ -54,7 +56,7 @@ class Manifest(msgspec.Struct, frozen=True):
     kind: str = CAUSAL_LM
     mode: str = SERVE
     chunk_bytes: int = CHUNK_BYTES
-    codecs: tuple[int, ...] = (Codec.NONE, Codec.BF16, Codec.FP16, Codec.INT8)  # what a link may use
+    codecs: tuple[int, ...] = SERVING_CODECS  # what a link may use
     membership: str = OPEN
     owner: bytes = b""  # public key of the owner of a private swarm
 

@@ -479,10 +479,11 @@ class Conductor:
     def _commit(self, norm: float) -> None:
         """The word that ends the step. Each square that led to the norm is finite, as their messages are."""
         assert self.run is not None
+        beat_s = max((member.span.units * member.worker.unit_s for member in self._usable()), default=0.0)
         loss = math.fsum(self._losses.values()) / max(1, len(self._losses))
         for member in self._members.values():
             if self._hears(member):
-                member.send(Commit(self.step, norm, loss))
+                member.send(Commit(self.step, norm, loss, beat_s))
         step_s = self._clock() - self._began_at_s
         self._audience.tell(StepReport(self.step, loss, step_s, norm, len(self._usable())))
         self.step += 1

@@ -18,7 +18,8 @@ from swarmnode.codec.training_messages import Backward, Forward
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
 from swarmnode.net.switchboard import Channel
 from swarmnode.roles.training.bench import Urgency
-from swarmnode.roles.training.values import Encoded, decode_values, encode_values
+from swarmnode.roles.training.compressor import BACKWARD, FORWARD
+from swarmnode.roles.training.values import Encoded, decode_values
 
 if TYPE_CHECKING:
     from swarmnode.roles.training.stage import TrainingStage
@@ -101,8 +102,11 @@ class Passage:
         values = decode_values(body.values, self._payload, learner.segment.device)
         self._payload = b""
         hop = body.route[body.hop]
-        outputs = learner.forward(place_of(body), body.number, hop.start, hop.end, values)
-        return encode_values(outputs, self._stage.codec_of(forward=True))
+        with self._stage.timing(hop):
+            outputs = learner.forward(place_of(body), body.number, hop.start, hop.end, values)
+        peer = body.route[body.hop + 1].peer
+        bandwidth_bps = self._stage.switchboard.bandwidth_bps(peer)
+        return self._stage.compressor.encode(outputs, peer, FORWARD, bandwidth_bps)
 
     def _there_and_back(self) -> tuple[float, Encoded, tuple[bool, ...]]:
         """At the last hop the loss's gradient is at hand."""
@@ -111,19 +115,22 @@ class Passage:
         values = decode_values(body.values, self._payload, learner.segment.device)
         self._payload = b""
         hop = body.route[body.hop]
-        (loss,) = learner.forward(place_of(body), body.number, hop.start, hop.end, values)
+        with self._stage.timing(hop):
+            (loss,) = learner.forward(place_of(body), body.number, hop.start, hop.end, values)
         encoded, present = self._backward(())
         self._stage.note_loss(body.number, float(loss))
         return float(loss), encoded, present
 
     def _backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Encoded, tuple[bool, ...]]:
         self._check_alive()
-        inputs = self._stage.learner.backward(place_of(self.body), gradients)
+        with self._stage.timing(self.body.route[self.body.hop]):
+            inputs = self._stage.learner.backward(place_of(self.body), gradients)
         if self.body.hop == 0:
             inputs = tuple(None for _ in inputs)  # the trainer has no use for them
         present = tuple(gradient is not None for gradient in inputs)
         flowing = [gradient for gradient in inputs if gradient is not None]
-        return encode_values(flowing, self._stage.codec_of(forward=False)), present
+        channel = self._channel
+        return self._stage.compressor.encode(flowing, channel.peer, BACKWARD, channel.bandwidth_bps), present
 
     def _gradients(self, answer: Backward, payload: bytes | bytearray) -> tuple[Tensor | None, ...]:
         flowing = iter(decode_values(answer.values, payload, self._stage.learner.segment.device))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from swarmnode.compute.checkpoint import Checkpoint
@@ -11,9 +12,12 @@ from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.segment import load_segment as load_graph_segment
 from swarmnode.compute.training.lm import SpanSegment, load_segment, load_twin
 from swarmnode.compute.training.segment import Segment
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.compression import Choice
 from swarmnode.plan.view import Span
 from swarmnode.presence import Presence
 from swarmnode.roles.stage import Hardware, Stage
+from swarmnode.roles.training.compressor import Compressor
 from swarmnode.roles.training.crew import Crew
 from swarmnode.roles.training.keeper import Keeper
 from swarmnode.roles.training.stage import TrainingStage
@@ -41,8 +45,15 @@ class Post:
             serving = await Stage.serve(presence, twin, hardware)
         folder = presence.config.home / "training" / presence.swarm.id.hex()[:16]
         keeper = Keeper(presence.network, presence.hello, presence.link_config, folder)
+        assert presence.swarm.manifest is not None
         training = TrainingStage(
-            presence.network, presence.hello, presence.link_config, segment, keeper, threads=hardware.config.threads
+            presence.network,
+            presence.hello,
+            presence.link_config,
+            segment,
+            keeper,
+            threads=hardware.config.threads,
+            compressor=Compressor(hardware.config.compress, presence.swarm.manifest.codecs),
         )
         crew = Crew(presence.directory, training, checkpoint.units)
         await training.start()
@@ -53,6 +64,18 @@ class Post:
         """What the announcement says of this stage."""
         own = {"training_step": self._training.step}
         return own if self._serving is None else {**self._serving.figures(), **own}
+
+    def listen(self, tell: Callable[..., None]) -> None:
+        """Let a node say what links travel as, whenever that changes."""
+        loop = asyncio.get_running_loop()
+
+        def on_choice(peer: PeerId, direction: str, choice: Choice) -> None:  # on the bench
+            codec = choice.codec.name.lower()
+            text = f"To {peer[-8:]}, {direction}: {codec} from now on ({choice.reason})"
+            details = {"peer": peer, "direction": direction, "codec": codec, "reason": choice.reason}
+            loop.call_soon_threadsafe(functools.partial(tell, "compressing", text, **details))
+
+        self._training.compressor.on_choice = on_choice
 
     async def drain(self, timeout_s: float) -> None:
         """Hand the conductor's role on, and let the sessions move to other peers."""

@@ -7,14 +7,15 @@ FORWARD must be of; one of the step after it waits for the COMMIT that may still
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
 
 from swarmnode.codec.frames import Frame, Kind
-from swarmnode.codec.messages import Body, End, Error, Fault, Hello
-from swarmnode.codec.tensors import Codec
+from swarmnode.codec.messages import Body, End, Error, Fault, Hello, HopSpec
 from swarmnode.codec.training_messages import (
     Begin,
     Commit,
@@ -40,6 +41,7 @@ from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.roles.training.bench import Bench, Urgency
+from swarmnode.roles.training.compressor import Compressor
 from swarmnode.roles.training.keeper import Keeper
 from swarmnode.roles.training.member import Line
 from swarmnode.roles.training.passage import Passage, place_of
@@ -54,6 +56,25 @@ MAX_WAITING = 64  # microbatches of the step to come
 RETRY_S = 0.5
 
 
+class UnitPace:
+    """Seconds that one microbatch takes for one unit, forward and back: moving averages of what was timed."""
+
+    def __init__(self) -> None:
+        self._one_way_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<UnitPace {self.unit_s:.4f} s>"
+
+    @property
+    def unit_s(self) -> float:
+        """0 before anything was timed."""
+        return 2 * self._one_way_s
+
+    def note(self, one_way_s: float) -> None:
+        """There, or back: there are as many of each."""
+        self._one_way_s = 0.9 * self._one_way_s + 0.1 * one_way_s if self._one_way_s else one_way_s
+
+
 class TrainingStage:
     """`on_work` is called for trainers that offer themselves; `on_conductor_lost` when the conductor in force is gone."""
 
@@ -66,8 +87,10 @@ class TrainingStage:
         keeper: Keeper,
         *,
         threads: int | None = None,
+        compressor: Compressor | None = None,
     ) -> None:
         self.segment = segment
+        self.compressor = compressor or Compressor("none", ())
         self.bench = Bench(threads=threads)
         self.switchboard = Switchboard(network, TRAIN_PROTOCOL, hello, link_config, accept=self._accept)
         self.term = 0
@@ -84,6 +107,7 @@ class TrainingStage:
         self._passages: dict[int, Passage] = {}
         self._released: set[int] = set()  # leases of this step whose FORWARD may still be on its way
         self._waiting: list[tuple[Channel, Forward, bytes | bytearray]] = []
+        self._pace = UnitPace()
         self._agreed: Agreed | None = None
         self._heard: list[tuple[int, Agreed, float]] = []  # while listening: agreed gradients and norms by step
         self._losses: dict[int, float] = {}
@@ -114,9 +138,12 @@ class TrainingStage:
             await self._save(self._learner)
         await self.bench.close()
 
-    def codec_of(self, *, forward: bool) -> Codec:
-        """What a boundary's values travel as."""
-        return Codec.NONE
+    @contextlib.contextmanager
+    def timing(self, hop: HopSpec) -> Iterator[None]:
+        """Around what is computed for a microbatch, there or back; on the bench."""
+        began_s = time.perf_counter()
+        yield
+        self._pace.note((time.perf_counter() - began_s) / (hop.end - hop.start))
 
     # -- conversations
 
@@ -267,6 +294,7 @@ class TrainingStage:
             norm,
             loss,
             kind,
+            self._pace.unit_s,
         )
 
     async def _moving(self, line: Line, kind: Kind, move: Coroutine[Any, Any, None]) -> None:
@@ -348,6 +376,7 @@ class TrainingStage:
         else:
             learner = self.learner
             self.step, self._last, self._losses = body.step + 1, (body.norm, body.loss), {}
+            self.compressor.beat_s = body.beat_s
             self._released.clear()
             done = self.bench.call(Urgency.CONTROL, lambda: agreed.commit(learner, body.norm))
             self._tasks.spawn(self._after_commit(line, done), "commit")

@@ -8,16 +8,26 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.tensors import Codec, TensorInfo, payload_bytes
-from swarmnode.compress.codecs import decode, encode
+from swarmnode.compress.codecs import DTYPE_OF, decode, encode
 from swarmnode.errors import ProtocolError
 from swarmnode.net.interfaces import Buffer
 
 Encoded = tuple[tuple[TensorInfo, ...], list[Buffer]]
 
 
-def encode_values(values: Sequence[Tensor], codec: Codec = Codec.NONE) -> Encoded:
-    """Descriptors and payloads. Only floats are compressed: whole numbers are token ids or labels."""
-    encoded = [encode(value, codec if value.is_floating_point() else Codec.NONE) for value in values]
+def describe_values(values: Sequence[Tensor]) -> tuple[TensorInfo, ...]:
+    """Descriptors of the values as they are. Raises KeyError for a dtype that does not travel."""
+    return tuple(TensorInfo(Codec.NONE, DTYPE_OF[value.dtype], tuple(value.shape)) for value in values)
+
+
+def encode_values(values: Sequence[Tensor], codec: Codec = Codec.NONE, keep: float = 1.0) -> Encoded:
+    """Descriptors and payloads. Only floats are compressed: whole numbers are token ids or labels. `keep`: of top-k."""
+    encoded = [
+        encode(value, codec, param=round(keep * value.numel()) if codec == Codec.TOPK else 0)
+        if value.is_floating_point()
+        else encode(value, Codec.NONE)
+        for value in values
+    ]
     return tuple(info for info, _ in encoded), [payload for _, payload in encoded]
 
 
