@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 import typing
@@ -147,6 +148,7 @@ def main() -> None:
             checkpoint = make_checkpoint(Path(folder), seed)
             for name, boundary in PAIRS.items():
                 losses[name].append(train(checkpoint, boundary, corpus_N, options, seed))
+                print(f"seed {seed}, {name}: {losses[name][-1]:.4f}", file=sys.stderr)
     plain = statistics.mean(losses["none"])
     report = {
         name: {
