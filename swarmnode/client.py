@@ -28,8 +28,9 @@ from swarmnode.roles.generation import GenerateOptions, Generation, RingStream
 from swarmnode.roles.router import DirectoryRouter
 from swarmnode.swarm.announcement import State
 from swarmnode.swarm.content import has_tokenizer
+from swarmnode.swarm.manifest import TRAIN
 from swarmnode.swarm.swarmfile import Swarm, load_swarm
-from swarmnode.tokenizer import Tokenizer, stop_ids, vocabulary_size
+from swarmnode.tokenizer import ByteTokenizer, Tokenizer, stop_ids, vocabulary_size
 
 if TYPE_CHECKING:
     from swarmnode.roles.causal_lm import RemoteCausalLM
@@ -48,7 +49,7 @@ class Piece(NamedTuple):
 class TextStream:
     """The pieces of one generation as they come; `result` holds all of it in the end."""
 
-    def __init__(self, ring: RingStream, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, ring: RingStream, tokenizer: Tokenizer | ByteTokenizer | None) -> None:
         self._ring = ring
         self._tokenizer = tokenizer
 
@@ -91,7 +92,7 @@ class SwarmClient:
             presence.link_config,
             on_peer_lost=self._on_peer_lost,
         )
-        self._tokenizer: Tokenizer | None = None
+        self._tokenizer: Tokenizer | ByteTokenizer | None = None
         self._weights: Weights | None = None
         self._small_files: Path | None = None
 
@@ -179,7 +180,7 @@ class SwarmClient:
     ) -> TextStream:
         """Generate with the ring: iterate over the result. `prompt` is text or token ids; `changes` are GenerateOptions' fields."""
         options = dataclasses.replace(options or GenerateOptions(), **changes)
-        tokenizer = await self._load_tokenizer() if isinstance(prompt, str) or self._has_tokenizer() else None
+        tokenizer = await self._load_tokenizer()
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise UsageError("this swarm's checkpoint has no tokenizer: give token ids (--ids)")
@@ -245,10 +246,14 @@ class SwarmClient:
         assert self._presence.swarm.manifest is not None
         return has_tokenizer(file.name for file in self._presence.swarm.manifest.files)
 
-    async def _load_tokenizer(self) -> Tokenizer | None:
+    async def _load_tokenizer(self) -> Tokenizer | ByteTokenizer | None:
+        """The checkpoint's own; a swarm that trains without one does so on bytes."""
+        assert self._presence.swarm.manifest is not None
         if self._tokenizer is None and self._has_tokenizer():
             folder = await self._folder()
             self._tokenizer = await asyncio.to_thread(Tokenizer, folder)
+        elif self._tokenizer is None and self._presence.swarm.manifest.mode == TRAIN:
+            self._tokenizer = ByteTokenizer()
         return self._tokenizer
 
     async def _folder(self) -> Path:

@@ -178,14 +178,16 @@ class Node:
         return claim
 
     async def _wait_for_a_reason_to_move(self, presence: Presence, hardware: Hardware) -> Span:
-        """Until units are without a holder and it is our turn to go there. A span that the user fixed never moves."""
+        """Until units are without a holder and it is our turn to go there. A span that the user fixed never moves, nor does one
+        that has been trained: who left it would take what it has learnt along, and bring nothing."""
         gap_since = time.monotonic()
         while True:
             view = self._view(presence)
             if not gaps(view.units, view.peers):
                 gap_since = time.monotonic()
             span = fill_move(view, self._joiner(presence, hardware), waited_s=time.monotonic() - gap_since)
-            if span is not None and self.config.span is None:
+            bound = self.config.span is not None or (self._stage is not None and self._stage.bound)
+            if span is not None and not bound:
                 return span
             if self._stage is not None:
                 presence.directory.announce(**self._stage.figures())

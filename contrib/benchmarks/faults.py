@@ -23,7 +23,7 @@ import psutil
 import uvloop
 
 from swarmnode.client import SwarmClient
-from swarmnode.demo.checkpoint import make_checkpoint
+from swarmnode.demo.lesson import write_untaught
 from swarmnode.localswarm import LocalSwarm, Member
 from swarmnode.swarm.swarmfile import load_swarm
 
@@ -96,7 +96,7 @@ def heal(swarm: LocalSwarm) -> None:
 
 
 async def measure(folder: Path, repeats: int) -> dict[str, Any]:
-    await asyncio.to_thread(make_checkpoint, folder / "model")
+    await asyncio.to_thread(write_untaught, folder / "model")
     report: dict[str, Any] = {}
     truth: list[int] = []
     with LocalSwarm(folder) as swarm:

@@ -13,21 +13,30 @@ from swarmnode.cli.status import status_table
 if TYPE_CHECKING:
     from swarmnode.demo.story import DemoReport
 
+MIN_STEPS = 10
+CURVE_HEIGHT = 10
+
 
 @reports_errors
 def demo(
+    steps: int = typer.Option(
+        0, "--steps", help="Steps of the training; default: about a minute's.", show_default=False
+    ),
     as_json: bool = JSON,
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
 ) -> None:
-    """Start a swarm on this machine, generate with it, kill a node in the middle, and check that the text is the same.
+    """Start a swarm on this machine, train it on the standard library's source, kill a node meanwhile, and let it complete code.
 
     Example: swarmnode demo --json
     """
     set_up_logging(verbose)
-    from swarmnode.demo.story import Audience, Story
+    if 0 < steps < MIN_STEPS or steps < 0:
+        fail(f"--steps {steps}: at least {MIN_STEPS}, for a node is to be killed half-way", 2)
+    from swarmnode.demo.story import STEPS, Audience, Story
 
     async def play(stop: asyncio.Event) -> DemoReport | None:
-        return await unless_stopped(Story(Audience() if as_json else _stage()).tell(), stop)
+        story = Story(Audience() if as_json else _stage(), steps=steps or STEPS)
+        return await unless_stopped(story.tell(), stop)
 
     report = run_async(play)
     if report is None:
@@ -44,7 +53,9 @@ def _stage() -> Any:
     """An audience that draws on the terminal."""
     from rich.console import Console
     from rich.live import Live
+    from rich.text import Text
 
+    from swarmnode.cli.curve import draw_curve
     from swarmnode.demo.story import Audience
 
     console = Console(highlight=False)
@@ -52,6 +63,14 @@ def _stage() -> Any:
     class Terminal(Audience):
         def __init__(self) -> None:
             self._live: Live | None = None
+            self._points: list[tuple[int, float]] = []
+            self._note = ""
+
+        def _show(self, picture: Any) -> None:
+            if self._live is None:
+                self._live = Live(console=console, auto_refresh=False)
+                self._live.start()
+            self._live.update(picture, refresh=True)
 
         def scene(self, text: str) -> None:
             if self._live is not None:
@@ -60,16 +79,25 @@ def _stage() -> Any:
             console.print(f"\n[bold cyan]▶ {text}[/]")
 
         def swarm(self, status: dict[str, Any]) -> None:
-            if self._live is None:
-                self._live = Live(console=console, auto_refresh=False)
-                self._live.start()
-            self._live.update(status_table(status), refresh=True)
+            self._show(status_table(status))
+
+        def step(self, line: dict[str, Any], steps: int) -> None:
+            self._points.append((line["step"], line["loss"]))
+            curve = draw_curve(self._points, steps, width=min(console.width, 100), height=CURVE_HEIGHT)
+            told = f"step {line['step'] + 1} of {steps}  loss {line['loss']:.3f}  {line['tokens_per_s']:,.0f} tokens/s"
+            self._show(
+                Text.assemble(
+                    ("\n".join(curve) + "\n", "cyan"),
+                    (f"{told}  {line['peers']} peers  ", "bold"),
+                    (self._note, "bold red"),
+                )
+            )
 
         def text(self, piece: str) -> None:
             console.print(piece, end="", markup=False, soft_wrap=True)
 
         def killed(self, name: str, span: list[int]) -> None:
-            console.print(f" [bold red]✖ kill -9 {name} (units {span[0]}:{span[1]})[/] ", end="")
+            self._note = f"✖ kill -9 {name} (units {span[0]}:{span[1]})"
 
     return Terminal()
 
@@ -80,11 +108,21 @@ def _summarise(report: DemoReport) -> None:
 
     table = Table(show_header=False, title="\nSummary", title_justify="left")
     verdict = "[green]identical[/]" if report.identical else "[red]different[/]"
+    loss = f"loss {report.first_loss} to {report.last_loss}"
     for name, value in (
         ("nodes", f"{report.nodes}, spans " + ", ".join(f"{name} {a}:{b}" for name, (a, b) in report.spans.items())),
-        ("tokens", f"{report.tokens} at {report.tokens_per_s} tokens/s, the first after {report.first_token_s} s"),
-        ("killed", f"{report.killed}: {report.reroutes} reroute, longest wait for a token {report.stall_s} s"),
-        ("text", f"{verdict} to what a single process writes"),
+        (
+            "trained",
+            f"{report.steps} steps in {report.training_s} s, {report.trained_tokens_per_s:,.0f} tokens/s, {loss}",
+        ),
+        (
+            "killed",
+            f"{report.killed} at step {report.killed_at_step}; the longest step after it took {report.stall_s:.2f} s",
+        ),
+        (
+            "completed",
+            f"{report.tokens_per_s} tokens/s; {verdict} to what a single process writes with the exported model",
+        ),
         ("left running", str(report.left_running)),
         ("took", f"{report.seconds} s"),
     ):

@@ -1,6 +1,7 @@
-"""The demo, scene by scene: a model, a swarm that chooses its spans, text, a death in the middle of it, the same text.
+"""The demo, scene by scene: a swarm that chooses its spans, learns Python from the standard library, loses a node in the
+middle of it, and completes a line of code with what it has learnt.
 
-Each scene is a method. A later one trains the model on real text before it is served.
+Each scene is a method.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from swarmnode.client import SwarmClient, TextStream
-from swarmnode.demo.checkpoint import generate_alone, make_checkpoint
+from swarmnode.client import SwarmClient
+from swarmnode.demo.lesson import SEQUENCE, generate_alone, write_config, write_text
 from swarmnode.errors import LocalError
 from swarmnode.localswarm import LocalSwarm, Member
 from swarmnode.swarm.swarmfile import load_swarm
 
 NODES = 4
-PROMPT = "def main ( self ) :"
-TOKENS = 96
-KILL_AT = 32
+PROMPT = "    def __init__(self"
+TOKENS = 64
+STEPS = 160
+BATCH = 16
 COVER_TIMEOUT_S = 60.0
+STEP_TIMEOUT_S = 120.0
+WARMUP_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -32,25 +36,43 @@ class DemoReport:
 
     nodes: int
     spans: dict[str, list[int]]
-    tokens: int
-    tokens_per_s: float
-    first_token_s: float
+    steps: int
+    first_loss: float
+    last_loss: float
+    trained_tokens_per_s: float
+    training_s: float
     killed: str
-    reroutes: int
+    killed_at_step: int
     stall_s: float
+    text: str
+    tokens_per_s: float
     identical: bool
     left_running: int
-    text: str
     seconds: float
 
     @property
     def succeeded(self) -> bool:
         """Whether all of it happened as it should."""
-        return self.identical and self.reroutes >= 1 and self.tokens == TOKENS and self.left_running == 0
+        learnt = self.last_loss < 0.8 * self.first_loss
+        return learnt and bool(self.killed) and self.identical and self.left_running == 0
 
     def to_json(self) -> dict[str, Any]:
         """For scripts."""
         return {**asdict(self), "succeeded": self.succeeded}
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """How the training went: its steps as the trainer told them, and who was killed when."""
+
+    lines: list[dict[str, Any]]
+    killed: str
+    killed_at_step: int
+    seconds: float
+
+    def tail(self, lines: list[dict[str, Any]]) -> float:
+        """The mean loss of some steps."""
+        return sum(line["loss"] for line in lines) / len(lines)
 
 
 class Audience:
@@ -62,6 +84,9 @@ class Audience:
     def swarm(self, status: dict[str, Any]) -> None:
         """The swarm as it is now."""
 
+    def step(self, line: dict[str, Any], steps: int) -> None:
+        """A step of the training is over, of so many."""
+
     def text(self, piece: str) -> None:
         """A piece of generated text."""
 
@@ -70,10 +95,11 @@ class Audience:
 
 
 class Story:
-    """One run of the demo in a folder of its own, with processes that end with it."""
+    """One run of the demo in a folder of its own, with processes that end with it. `steps` is how long it trains."""
 
-    def __init__(self, audience: Audience, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, audience: Audience, *, steps: int = STEPS, clock: Callable[[], float] = time.monotonic) -> None:
         self._audience = audience
+        self._steps = steps
         self._clock = clock
 
     async def tell(self) -> DemoReport:
@@ -81,43 +107,49 @@ class Story:
         started_s = self._clock()
         with tempfile.TemporaryDirectory(prefix="swarmnode-demo-") as name:
             folder = Path(name)
-            self._audience.scene("Making a small Llama checkpoint (random weights, no download)")
-            await asyncio.to_thread(make_checkpoint, folder / "model")
             with LocalSwarm(folder) as local:
-                nodes = await self._start(local, folder / "model")
+                nodes = await self._start(local, folder)
                 client = await SwarmClient.join(load_swarm(local.file), home=folder / "client")
                 try:
                     spans = await self._watch_them_choose(client, nodes)
-                    stream, killed = await self._generate(client, nodes)
+                    lesson = await self._teach(local, nodes, folder / "text", spans)
+                    text, tokens_per_s, ids = await self._complete(client)
                 finally:
                     await client.close()
-                self._audience.scene("Comparing with a single process that holds the whole model")
-                result = stream.result
-                alone = await asyncio.to_thread(generate_alone, folder / "model", stream.prompt, TOKENS)
+                identical = await self._compare(local, folder / "taught", ids)
                 self._audience.scene("Stopping everything")
                 await asyncio.to_thread(local.stop)
             left = sum(member.process.poll() is None for member in local.members)
         return DemoReport(
             nodes=len(nodes),
             spans=spans,
-            tokens=len(result.ids),
-            tokens_per_s=round(result.tokens_per_s, 1),
-            first_token_s=round(result.first_token_s, 3),
-            killed=killed,
-            reroutes=result.reroutes,
-            stall_s=round(result.longest_stall_s, 3),
-            identical=result.ids == alone,
+            steps=len(lesson.lines),
+            first_loss=round(lesson.tail(lesson.lines[:1]), 3),
+            last_loss=round(lesson.tail(lesson.lines[-10:]), 3),
+            trained_tokens_per_s=round(len(lesson.lines) * BATCH * SEQUENCE / lesson.seconds, 1),
+            training_s=round(lesson.seconds, 1),
+            killed=lesson.killed,
+            killed_at_step=lesson.killed_at_step,
+            stall_s=max(line["step_s"] for line in lesson.lines[lesson.killed_at_step :]),
+            text=text,
+            tokens_per_s=round(tokens_per_s, 1),
+            identical=identical,
             left_running=left,
-            text=result.text or "",
             seconds=round(self._clock() - started_s, 1),
         )
 
-    async def _start(self, local: LocalSwarm, model: Path) -> list[Member]:
+    async def _start(self, local: LocalSwarm, folder: Path) -> list[Member]:
         """A swarm file, a bootstrap peer, and nodes that each lend memory for half of the model."""
-        self._audience.scene(f"Founding a swarm, starting its bootstrap peer and {NODES} nodes on loopback")
-        await asyncio.to_thread(local.create, model)
+        size = await asyncio.to_thread(write_text, folder / "text")
+        write_config(folder / "config")
+        self._audience.scene(
+            f"Founding a swarm that learns {size / 1e6:.1f} MB of the standard library's source, byte by byte, from random "
+            f"weights; starting its bootstrap peer and {NODES} nodes on loopback"
+        )
+        arguments = ["create", str(local.file.with_suffix("")), "--mode", "train", "--config", str(folder / "config")]
+        await asyncio.to_thread(local.command, *arguments)
         await asyncio.to_thread(local.bootstrap)
-        memory = await asyncio.to_thread(memory_for_half, model)
+        memory = await asyncio.to_thread(memory_for_half, local.file)
         return [local.node(f"node-{number}", "--memory", str(memory)) for number in range(1, NODES + 1)]
 
     async def _watch_them_choose(self, client: SwarmClient, nodes: list[Member]) -> dict[str, list[int]]:
@@ -139,32 +171,58 @@ class Story:
             raise LocalError(f"the nodes did not cover the model within {COVER_TIMEOUT_S:.0f} s. {logs}") from None
         return {peer["name"]: peer["span"] for peer in client.status()["peers"] if peer["span"][1]}
 
-    async def _generate(self, client: SwarmClient, nodes: list[Member]) -> tuple[TextStream, str]:
-        """Stream text, and kill -9 the node that serves the last stage in the middle of it."""
-        self._audience.scene(f"Generating {TOKENS} tokens; a node in use dies at token {KILL_AT}")
+    async def _teach(self, local: LocalSwarm, nodes: list[Member], text: Path, spans: dict[str, list[int]]) -> Lesson:
+        """Train, and kill -9 a node that has a replica in the middle of it."""
+        self._audience.scene(f"Training for {self._steps} steps; a node dies half-way")
+        settings = {
+            "data": text, "steps": self._steps, "batch": BATCH, "microbatch": 4, "sequence": SEQUENCE, "lr": 3e-3,
+            "warmup": WARMUP_STEPS, "checkpoint-steps": max(10, self._steps // 4),
+        }  # fmt: skip
+        began_s = self._clock()
+        trainer = local.trainer(
+            "trainer", *(word for name, value in settings.items() for word in (f"--{name}", str(value)))
+        )
+        held = list(spans.values())
+        victim = next(node for node in reversed(nodes) if held.count(spans[node.name]) > 1)
+        lines: list[dict[str, Any]] = []
+        while len(lines) < self._steps:
+            number = len(lines)
+            line = await asyncio.to_thread(_wait_for_step, trainer, number)
+            lines.append(line)
+            self._audience.step(line, self._steps)
+            if number == self._steps // 2:
+                victim.kill()
+                self._audience.killed(victim.name, spans[victim.name])
+        return Lesson(lines, victim.name, self._steps // 2, self._clock() - began_s)
+
+    async def _complete(self, client: SwarmClient) -> tuple[str, float, list[int]]:
+        """The swarm serves what it has learnt."""
+        self._audience.scene("The same swarm completes a line of Python")
+        self._audience.text(PROMPT)
         stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
-        killed = ""
-        number = 0
         async for piece in stream:
-            number += 1
-            self._audience.text(piece.text or f"{piece.id} ")
-            if number == KILL_AT:
-                victim = stream.result.route[-1]
-                member = next(node for node in nodes if node.peer == victim.peer)
-                member.kill()
-                killed = member.name
-                self._audience.killed(killed, [victim.start, victim.end])
-        return stream, killed
+            self._audience.text(piece.text or "")
+        return PROMPT + (stream.result.text or ""), stream.result.tokens_per_s, stream.result.ids
+
+    async def _compare(self, local: LocalSwarm, out: Path, ids: list[int]) -> bool:
+        """Whether a single process with the exported model writes the same."""
+        self._audience.scene("Exporting the model, and comparing with a single process that holds the whole of it")
+        await asyncio.to_thread(local.command, "export", str(local.file), str(out))
+        alone = await asyncio.to_thread(generate_alone, out, list(PROMPT.encode()), TOKENS)
+        return alone == ids
 
 
-def memory_for_half(model: Path) -> int:
-    """Bytes to lend for about half of the model's units and some cache: two stages with two replicas come about."""
+def _wait_for_step(trainer: Member, number: int) -> dict[str, Any]:
+    return trainer.wait_until(lambda line: line.get("step") == number, f"step {number}", STEP_TIMEOUT_S)
+
+
+def memory_for_half(swarm: Path) -> int:
+    """Bytes to lend for about half of the model's units: two stages with two replicas come about."""
     from swarmnode.compute.checkpoint import Checkpoint
-    from swarmnode.compute.memory import limit_bytes_for, unit_sizes
-    from swarmnode.config import StageConfig
+    from swarmnode.compute.memory import limit_bytes_for, training_sizes
 
-    checkpoint = Checkpoint(model)
-    sizes = unit_sizes(checkpoint, dtype=checkpoint.dtype)
+    folder = load_swarm(swarm).checkpoint
+    assert folder is not None
+    sizes = training_sizes(Checkpoint(folder))
     half = len(sizes.weight_bytes) // 2
-    need_bytes = max(sizes.need_bytes(start, start + half, StageConfig.cache_tokens) for start in range(half + 1))
-    return limit_bytes_for(need_bytes)
+    return limit_bytes_for(max(sizes.need_bytes(start, start + half, 0) for start in range(half + 1)))

@@ -183,6 +183,11 @@ class Stage:
             raise
         return cls(runner, worker, server, units_per_s)
 
+    @property
+    def bound(self) -> bool:
+        """Whether these units hold something that others do not have."""
+        return False
+
     def figures(self) -> dict[str, Any]:
         """What the announcement says of this stage."""
         per_token = max(1, self._runner.span.cache_bytes_per_token)

@@ -25,7 +25,7 @@ class TinyModel:
     units: int
 
     def alone(self, prompt: list[int], max_new_tokens: int) -> list[int]:
-        from swarmnode.demo.checkpoint import generate_alone
+        from swarmnode.demo.lesson import generate_alone
 
         return generate_alone(self.folder, prompt, max_new_tokens)
 

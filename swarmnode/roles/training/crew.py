@@ -10,7 +10,7 @@ from collections.abc import Callable
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, Error
 from swarmnode.codec.training_messages import Failed, Work
-from swarmnode.errors import ErrorCode, PeerError
+from swarmnode.errors import ErrorCode, PeerError, PeerLost
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Channel
 from swarmnode.net.tasks import Tasks
@@ -102,7 +102,11 @@ class Crew:
         self, peer: PeerId, on_frame: Callable[[Frame, Body], None], on_lost: Callable[[PeerError], None]
     ) -> Line:
         if peer != self._directory.network.peer_id:
-            return await self._stage.switchboard.call(peer, on_frame, on_lost)
+            try:
+                return await self._stage.switchboard.call(peer, on_frame, on_lost)
+            except PeerLost as error:
+                self._directory.suspect(peer, str(error))
+                raise
         here, there = Loopback.pair(peer)
         here.on_frame, here.on_lost = on_frame, on_lost
         self._stage.follow(there)

@@ -60,6 +60,11 @@ class Post:
         crew.start()
         return cls(training, crew, keeper, serving)
 
+    @property
+    def bound(self) -> bool:
+        """Whether these units hold something that others may not have: a training has begun."""
+        return self._training.step > 0
+
     def figures(self) -> Mapping[str, Any]:
         """What the announcement says of this stage."""
         own = {"training_step": self._training.step}

@@ -1,0 +1,69 @@
+"""What the demo teaches: a small byte-level Llama, fresh, and the standard library's own source as its text."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from pathlib import Path
+
+MODULES = (
+    "argparse", "ast", "asyncio/tasks", "collections/__init__", "configparser", "dataclasses", "datetime", "difflib",
+    "doctest", "enum", "functools", "heapq", "inspect", "ipaddress", "json/decoder", "logging/__init__", "optparse",
+    "pathlib", "pickle", "random", "shutil", "statistics", "subprocess", "tarfile", "textwrap", "threading", "typing",
+    "unittest/case", "unittest/mock", "urllib/parse", "uuid", "zipfile",
+)  # fmt: skip
+BYTES = 256
+LAYERS, HIDDEN, SEQUENCE = 4, 128, 128
+
+
+def write_text(path: Path) -> int:
+    """Write the text of the lesson into a file; its bytes. Modules that this Python does not have are left out."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = [folder / f"{module}.py" for module in MODULES]
+    text = "\n".join(file.read_text(encoding="utf-8", errors="ignore") for file in files if file.is_file())
+    return path.write_bytes(text.encode())
+
+
+def write_config(folder: Path) -> None:
+    """Write the transformers config of the model that learns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": BYTES,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 3 * HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 4 * SEQUENCE,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def write_untaught(folder: Path) -> None:
+    """Write a whole checkpoint of the model as it is before it has learnt anything."""
+    from swarmnode.compute.fresh import write_fresh_model
+
+    write_config(folder)
+    write_fresh_model(folder, folder, 0)
+
+
+def generate_alone(folder: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
+    """What one process with the whole model of a checkpoint generates: the truth that the swarm is held to."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
+        )
+    return list(output[0, len(prompt) :].tolist())
