@@ -4,7 +4,7 @@ A pipeline's beat is what one microbatch costs its slowest stage in computing. W
 hidden, its throughput is not: a link keeps up where the bytes of a microbatch take less than a beat. So the mildest rung of
 the ladder is chosen that does. Each direction of each link chooses by itself, from what its receiver measured.
 
-For comparison, AdaTopK (FusionLLM, arXiv 2410.12707, section 5): the slower a link, the fewer elements of an activation are sent.
+For comparison, AdaTopK (FusionLLM, arXiv 2410.12707): the slower a link, the fewer elements of an activation are sent.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Look:
-    """What a sender knows when it is about to send: descriptors of the values as they are, and the link and the beat, if known."""
+    """What a sender knows when it is about to send: descriptors of the values as they are, the link and the beat, if known, and
+    how many directions share its uplink."""
 
     values: Sequence[TensorInfo]
     bandwidth_bps: float | None
     beat_s: float
+    directions: int = 1
 
 
 class Controller:
@@ -46,6 +48,7 @@ class Controller:
         self._ladder = [codec for codec in LADDER if codec in allowed] or [Codec.NONE]
         self._rung = 0
         self._wishes = 0  # looks in a row: above zero for more compression, below for less
+        self._wanted = 0  # the mildest of what they ask for
         self.choice = Choice(self._ladder[0], "nothing is known of the link yet")
 
     def __repr__(self) -> str:
@@ -62,13 +65,14 @@ class Controller:
     def _consider(self, look: Look) -> None:
         wanted = self._least_that_keeps_up(look, SHARE)
         if wanted > self._rung:
+            self._wanted = wanted if self._wishes <= 0 else min(wanted, self._wanted)
             self._wishes = max(1, self._wishes + 1)
         elif self._least_that_keeps_up(look, EASY_SHARE) < self._rung:
             self._wishes = min(-1, self._wishes - 1)
         else:
             self._wishes = 0
         if self._wishes >= HURRY:
-            self._move(wanted)
+            self._move(self._wanted)
         elif self._wishes <= -PATIENCE:
             self._move(self._rung - 1)
         self.choice = Choice(self._ladder[self._rung], self._reason(look))
@@ -78,7 +82,8 @@ class Controller:
 
     def _least_that_keeps_up(self, look: Look, share: float) -> int:
         """The mildest rung that is done within this share of a beat; where none is, the strongest."""
-        fitting = (rung for rung in range(len(self._ladder)) if self._seconds(look, rung) <= share * look.beat_s)
+        room_s = share * look.beat_s / look.directions
+        fitting = (rung for rung in range(len(self._ladder)) if self._seconds(look, rung) <= room_s)
         return next(fitting, len(self._ladder) - 1)
 
     def _seconds(self, look: Look, rung: int) -> float:

@@ -26,7 +26,7 @@ GRAPH = "graph"
 SERVE = "serve"
 TRAIN = "train"
 SERVING_CODECS = (Codec.NONE, Codec.BF16, Codec.FP16, Codec.INT8)
-TRAINING_CODECS = (*SERVING_CODECS, Codec.INT4)
+TRAINING_CODECS = (*SERVING_CODECS, Codec.INT4, Codec.TOPK)
 OPEN = "open"
 
 

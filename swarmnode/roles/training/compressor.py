@@ -30,10 +30,13 @@ class Compressor:
     def __init__(self, mode: str, allowed: Collection[int]) -> None:
         if mode not in MODES:
             raise UsageError(f"--compress {mode}: choose {', '.join(MODES)}")
+        fixed = {ADATOPK: Codec.TOPK}.get(mode) or (None if mode == AUTO else Codec[mode.upper()])
+        if fixed not in (None, Codec.NONE) and fixed not in allowed:
+            raise UsageError(f"--compress {mode}: this swarm does not allow it; choose {AUTO}")
         self.beat_s = 0.0
         self.on_choice: OnChoice = lambda _peer, _direction, _choice: None
         self._mode = mode
-        self._allowed = set(allowed) if mode in (AUTO, ADATOPK) else {Codec[mode.upper()]}
+        self._allowed = set(allowed) if fixed is None else {fixed}
         self._controllers: dict[tuple[PeerId, str], Controller] = {}
         self._link_s: dict[tuple[PeerId, str], float] = {}
 
@@ -53,16 +56,19 @@ class Compressor:
     def _choose(self, values: Sequence[Tensor], link: tuple[PeerId, str], bandwidth_bps: float | None) -> Choice:
         infos = describe_values(values)
         if self._mode == ADATOPK:
-            return self._by_adatopk(encoded_bytes(infos, Codec.NONE) * 8 / (bandwidth_bps or 1e15), link)
+            return self._by_adatopk(encoded_bytes(infos, Codec.NONE) * 8, bandwidth_bps, link)
         controller = self._controllers.setdefault(link, Controller(self._allowed))
         before = controller.choice.codec
-        choice = controller.look(Look(infos, bandwidth_bps, self.beat_s))
+        directions = len({direction for _, direction in self._controllers})
+        choice = controller.look(Look(infos, bandwidth_bps, self.beat_s, directions))
         if choice.codec != before:
             self.on_choice(*link, choice)
         return choice
 
-    def _by_adatopk(self, link_s: float, link: tuple[PeerId, str]) -> Choice:
+    def _by_adatopk(self, bits: int, bandwidth_bps: float | None, link: tuple[PeerId, str]) -> Choice:
         """Against the slowest link of this stage."""
-        self._link_s[link] = link_s
-        keep = adatopk_keep(link_s, max(self._link_s.values()), LARGEST_RATIO)
+        if bandwidth_bps is None:
+            return Choice(Codec.NONE, "nothing is known of the link yet")
+        self._link_s[link] = bits / bandwidth_bps
+        keep = adatopk_keep(self._link_s[link], max(self._link_s.values()), LARGEST_RATIO)
         return Choice(Codec.TOPK if keep < 1 else Codec.NONE, "AdaTopK", keep)

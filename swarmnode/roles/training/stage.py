@@ -88,9 +88,11 @@ class TrainingStage:
         *,
         threads: int | None = None,
         compressor: Compressor | None = None,
+        recompute: Callable[[Run], bool] = lambda _run: False,
     ) -> None:
         self.segment = segment
         self.compressor = compressor or Compressor("none", ())
+        self._recompute = recompute  # whether graphs of this run's microbatches are too large to be kept
         self.bench = Bench(threads=threads)
         self.switchboard = Switchboard(network, TRAIN_PROTOCOL, hello, link_config, accept=self._accept)
         self.term = 0
@@ -321,7 +323,9 @@ class TrainingStage:
         self._keeper.open(run)
         await self._keeper.serve(self._fresh)
         self.run, self.step, self._agreed, self._losses = run, step, None, {}
-        learner = await self.bench.call(Urgency.CONTROL, lambda: Learner(self.segment, run, step=step))
+        learner = await self.bench.call(
+            Urgency.CONTROL, lambda: Learner(self.segment, run, step=step, recompute=self._recompute(run))
+        )
         self._learner = learner
         return learner
 
