@@ -59,8 +59,8 @@ class School:
     local: LocalSwarm
     nodes: dict[str, Member]
 
-    def start(self, name: str, span: str) -> Member:
-        self.nodes[name] = self.local.node(name, "--span", span)
+    def start(self, name: str, span: str, *extra: str) -> Member:
+        self.nodes[name] = self.local.node(name, "--span", span, *(extra or ("--compress", "none")))
         return self.nodes[name]
 
     def train(self, name: str, *extra: str) -> Member:
@@ -195,3 +195,34 @@ def test_a_unit_without_anybody_is_waited_for(school: School, alone: dict[int, f
     school.start(SPANS[1], SPANS[1])
     assert trainer.finish(TIMEOUT_S) == 0
     assert_same_curve(read_log(school.log("trainer")), alone)
+
+
+def test_a_slow_uplink_is_compressed_for_and_says_so(school: School, alone: dict[int, float]) -> None:
+    """Paced to 1 Mbit/s, so that hidden states of 33 kB would be slower than computing them; the curve stays close."""
+    for span in SPANS:
+        school.start(span, span, "--max-upload", "1Mbit").wait_for("ready")
+    settings = ("--batch", "16", "--microbatch", "16", "--steps", "20")
+    trainer = school.local.trainer("trainer", "--log", str(school.log("trainer")), *SETTINGS, *settings)
+    told = school.nodes[SPANS[0]].wait_for("compressing", TIMEOUT_S)
+    assert told["direction"] == "forward"
+    assert told["codec"] in ("bf16", "int8", "int4")
+    assert "Mbit/s" in told["reason"]
+    assert trainer.finish(TIMEOUT_S) == 0
+    log = read_log(school.log("trainer"))
+    assert log[0] == pytest.approx(alone[0], rel=1e-3)
+    assert log[19] < 0.9 * log[0]
+
+
+def test_a_trained_swarm_serves_and_is_exported(school: School, tmp_path: Path) -> None:
+    """Greedy bytes of the swarm are those of transformers with the exported model."""
+    from swarmnode.demo.lesson import generate_alone
+
+    for span in SPANS:
+        school.start(span, span, "--memory", "200MB").wait_for("ready")
+    assert school.train("trainer", "--steps", "12").finish(TIMEOUT_S) == 0
+    prompt = "def f(x"
+    generated = json.loads(
+        school.local.command("generate", str(school.local.file), prompt, "--max-new-tokens", "12", "--json")
+    )
+    school.local.command("export", str(school.local.file), str(tmp_path / "out"))
+    assert generated["ids"] == generate_alone(tmp_path / "out", list(prompt.encode()), 12)

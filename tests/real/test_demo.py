@@ -1,0 +1,24 @@
+"""The demo: one command that trains a swarm, kills a node meanwhile, and serves what was learnt."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+
+def test_the_demo_succeeds() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "swarmnode.cli.main", "demo", "--json", "--steps", "30"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["succeeded"]
+    assert report["steps"] == 30
+    assert report["last_loss"] < 0.8 * report["first_loss"]
+    assert report["identical"]
+    assert report["left_running"] == 0
+    assert report["text"].startswith("    def __init__(self")
