@@ -11,14 +11,16 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from swarmnode.codec.tensors import Codec
 from swarmnode.config import ClientConfig
 from swarmnode.errors import PeerError, UsageError
+from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Switchboard
 from swarmnode.plan.placement import gaps
 from swarmnode.plan.view import Span, view_of
@@ -26,7 +28,7 @@ from swarmnode.presence import Presence, PresenceConfig, state_name
 from swarmnode.roles.client import SESSION_PROTOCOL, ClientSession, SessionSpec
 from swarmnode.roles.generation import GenerateOptions, Generation, RingStream
 from swarmnode.roles.router import DirectoryRouter
-from swarmnode.swarm.announcement import State
+from swarmnode.swarm.announcement import Announcement, State, peer_digest
 from swarmnode.swarm.content import has_tokenizer
 from swarmnode.swarm.manifest import TRAIN
 from swarmnode.swarm.swarmfile import Swarm, load_swarm
@@ -162,6 +164,7 @@ class SwarmClient:
                     "state": state_name(peer.life),
                     "device": peer.device,
                     "sessions": peer.sessions,
+                    "sends": sent_as(peer, peers),
                 }
                 for peer in sorted(peers.values(), key=lambda peer: (peer.span, peer.name, peer.peer))
                 if peer.span[1] > 0
@@ -264,6 +267,13 @@ class SwarmClient:
 
     async def _stop_ids(self) -> tuple[int, ...]:
         return stop_ids(await self._folder())
+
+
+def sent_as(peer: Announcement, peers: Mapping[PeerId, Announcement]) -> dict[str, str]:
+    """Which codec a peer's values travel in, by the stage that they go to."""
+    names = {peer_digest(other): other for other in peers}
+    known = {int(codec): codec.name.lower() for codec in Codec}
+    return {names[digest]: known.get(codec, str(codec)) for digest, codec in peer.sends.items() if digest in names}
 
 
 def _import_weights() -> type[Weights]:

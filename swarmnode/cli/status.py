@@ -82,7 +82,8 @@ def status_table(status: dict[str, Any]) -> Table:
         covered = Text(f"nobody holds {', '.join(ranges(status['missing']))}", "red")
     title = Text.assemble(f"swarm {status['name']}: {units} units, {step}", covered)
     table = Table(title=title, title_justify="left")
-    for column in ("peer", "name", "state", "device", "span", "units"):
+    trains = status["mode"] == "train"
+    for column in ("peer", "name", "state", "device", "span", "units", *(("sends",) if trains else ())):
         table.add_column(column)
     for peer in sorted(status["peers"], key=lambda peer: (peer["span"], peer["name"])):
         start, end = peer["span"]
@@ -93,6 +94,7 @@ def status_table(status: dict[str, Any]) -> Table:
             peer["device"],
             f"{start}:{end}",
             draw_span(start, end, units),
+            *((", ".join(f"{codec} to {other[-8:]}" for other, codec in peer["sends"].items()),) if trains else ()),
         )
     return table
 

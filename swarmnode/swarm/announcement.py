@@ -30,6 +30,7 @@ MAX_RTTS = 12
 DIGEST_BYTES = 8
 MAX_UNITS = 4096
 MAX_CODECS = 16
+MAX_CODEC = 255
 REMEMBERED_RECORDS = 1024
 MAX_LIFE_S = 120.0
 MAX_SKEW_S = 10.0
@@ -79,6 +80,9 @@ class Announcement(msgspec.Struct, array_like=True, frozen=True):
     addresses: tuple[str, ...] = ()
     rtt_us: dict[bytes, int] = {}
     training_step: int = 0  # of a swarm in training: the step that the peer is at
+    sends: dict[
+        bytes, int
+    ] = {}  # codecs of what it sends to other stages, by the digest of the peer, where it is not NONE
 
     def __repr__(self) -> str:
         start, end = self.span
@@ -202,6 +206,10 @@ def _broken_rule(announcement: Announcement) -> str | None:
         "addresses": len(announcement.addresses) <= MAX_ADDRESSES
         and all(address.startswith("/") and len(address) <= MAX_ADDRESS_CHARS for address in announcement.addresses),
         "codecs": len(announcement.codecs) <= MAX_CODECS,
+        "sends": len(announcement.sends) <= MAX_RTTS
+        and all(
+            len(digest) == DIGEST_BYTES and 0 <= codec <= MAX_CODEC for digest, codec in announcement.sends.items()
+        ),
         "rtts": len(announcement.rtt_us) <= MAX_RTTS
         and all(len(digest) == DIGEST_BYTES and 0 <= rtt < 1 << 32 for digest, rtt in announcement.rtt_us.items()),
     }

@@ -26,6 +26,7 @@ from swarmnode.roles.training.compressor import Compressor
 from swarmnode.roles.training.crew import Crew
 from swarmnode.roles.training.keeper import Keeper
 from swarmnode.roles.training.stage import TrainingStage
+from swarmnode.swarm.announcement import MAX_RTTS, peer_digest
 from swarmnode.swarm.run import Run
 
 log = logging.getLogger(__name__)
@@ -78,8 +79,17 @@ class Post:
 
     def figures(self) -> Mapping[str, Any]:
         """What the announcement says of this stage."""
-        own = {"training_step": self._training.step}
+        own = {"training_step": self._training.step, "sends": self._sends()}
         return own if self._serving is None else {**self._serving.figures(), **own}
+
+    def _sends(self) -> dict[bytes, int]:
+        """The strongest codec to each peer."""
+        sends: dict[bytes, int] = {}
+        for (peer, _), choice in self._training.compressor.choices.items():
+            if choice.codec:
+                digest = peer_digest(peer)
+                sends[digest] = max(choice.codec, sends.get(digest, 0))
+        return dict(list(sends.items())[-MAX_RTTS:])
 
     def listen(self, tell: Callable[..., None]) -> None:
         """Let a node say what links travel as, whenever that changes."""
