@@ -4,7 +4,7 @@
 
 Two replicas of a small byte-level GPT-2, real processes on loopback, trained on the standard library in every way that a run may
 ask for. `loss` is the mean of the last 20 steps; `bytes_per_step` is what crosses between the two for this model's tensors,
-by the exchange itself.
+by the exchange itself, after the warm-up of 100 steps in which DiLoCo averages every step too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from swarmnode.localswarm import LocalSwarm
 
 TIMEOUT_S = 900.0
-LAYERS, SEQUENCE = 2, 64
+LAYERS, SEQUENCE, WARMUP_STEPS = 2, 64, 100
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},
     "fp16": {"codec": "fp16"},
@@ -85,7 +85,7 @@ def train(model: Path, units: int, folder: Path, steps: int, way: dict[str, Any]
             member.wait_for("ready")
         settings = {
             "data": typing.__file__, "steps": steps, "batch": 16, "microbatch": 4, "sequence": SEQUENCE, "lr": 2e-3,
-            "warmup": 20, "checkpoint-steps": 10_000, "log": folder / "log",
+            "warmup": WARMUP_STEPS, "checkpoint-steps": 10_000, "log": folder / "log",
         } | {f"average-{name}": value for name, value in way.items()}  # fmt: skip
         trainer = local.trainer(
             "trainer", *(word for name, value in settings.items() for word in (f"--{name}", str(value)))

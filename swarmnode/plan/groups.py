@@ -2,9 +2,10 @@
 
 Every step (`Averaging.every` = 1): the gradients of each unit are summed over its replicas, and all update alike.
 
-Every H steps (DiLoCo, arXiv 2311.08105): in between each replica updates by itself. At every H-th step, and at the last one,
-replicas average how far their parameters came; see `compute/training/diloco.py`. What the first and the last unit share has
-to stay one thing, so its gradient is summed in every step unless all who hold it hold the whole model.
+Every H steps (DiLoCo, arXiv 2311.08105), after a warm-up in which every step's gradients are summed: in between each replica
+updates by itself. At every H-th step, and at the last one, replicas average how far their parameters came; see
+`compute/training/diloco.py`. What the first and the last unit share has to stay one thing, so its gradient is summed in every
+step unless all who hold it hold the whole model.
 """
 
 from __future__ import annotations
@@ -34,8 +35,7 @@ Count = Callable[[PeerId, Sequence[int]], int]
 
 def make_groups(units: int, run: Run, step: int, holders: Sequence[Holder], count: Count) -> list[Group]:
     """Units that the same members hold, with the same counts, are one group; what the ends share is one of its own."""
-    every = run.averaging.every
-    how = How.SUM if every == 1 else How.AVERAGE if (step + 1) % every == 0 or step + 1 == run.steps else How.APART
+    how = _how(run, step)
     ordered = sorted(holders, key=lambda holder: holder.peer)
     by_members: dict[tuple[MemberSpec, ...], list[int]] = {}
     for unit in range(units):
@@ -48,6 +48,14 @@ def make_groups(units: int, run: Run, step: int, holders: Sequence[Holder], coun
     groups = [(tuple(held), members, how) for members, held in by_members.items()]
     groups.append(((SHARED,), _members(ends, (0, units - 1), shared_how, count), shared_how))
     return [Group(number, *group) for number, group in enumerate(groups) if group[1]]
+
+
+def _how(run: Run, step: int) -> How:
+    """What blocks do that need not stay one thing. Replicas that part at random weights never meet again: so not in the warm-up."""
+    every = run.averaging.every
+    if every == 1 or step < run.warmup_steps:
+        return How.SUM
+    return How.AVERAGE if (step + 1) % every == 0 or step + 1 == run.steps else How.APART
 
 
 def _members(holders: Sequence[Holder], units: Sequence[int], how: How, count: Count) -> tuple[MemberSpec, ...]:

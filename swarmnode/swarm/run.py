@@ -28,8 +28,8 @@ class Averaging(msgspec.Struct, frozen=True):
     codec: int = Codec.NONE
     keep: float = 0.05  # share of the elements that top-k sends
     rank: int = 0  # above 0: PowerSGD (arXiv 1905.13727) of this rank, for matrices
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9  # Nesterov
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.5  # Nesterov
 
 
 class Run(msgspec.Struct, frozen=True):

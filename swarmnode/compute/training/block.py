@@ -107,6 +107,11 @@ class Block:
         assert self.outer is not None
         return self.outer.way(self._values())
 
+    def agree(self) -> None:
+        """All replicas have the same values now: from here on counts how far each comes."""
+        if self.outer is not None:
+            self.outer.anchor_N.copy_(self._values())
+
     @torch.no_grad()
     def average(self, mean_way_N: Tensor) -> None:
         """Go on from where the mean of the replicas' ways leads."""

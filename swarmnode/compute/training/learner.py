@@ -219,34 +219,41 @@ class Learner:
         sums: Mapping[tuple[int, ...], Tensor],
         norm: float,
         *,
+        summed: Collection[int] | None = None,
         apart: Collection[int] = (),
         ways: Mapping[tuple[int, ...], Tensor] = MappingProxyType({}),
     ) -> None:
-        """Update all parameters and go on to the next step.
+        """Update parameters and go on to the next step.
 
-        `sums`: groups of blocks -> flat sum of all replicas' gradients; other blocks take their own accumulators, those of
-        `apart` as the mean of what was counted here. `ways`: what the mean of the replicas' ways is, where they
-        average. `norm`: the gradient's, over all units of the model. What is in flight is dropped.
+        `summed`: blocks whose gradient all replicas agree on (None: all): `sums` has the flat sums by groups of blocks, others
+        take their own accumulators. `apart`: blocks that take the mean of what was counted here. `ways`: the mean of the
+        replicas' ways, where they average. Blocks that are named nowhere stay as they are. `norm`: the gradient's, over
+        all units of the model. What is in flight is dropped.
         Raises ValueError, changing nothing, where a vector has the wrong length, and NotFinite.
         """
         if not math.isfinite(norm):
             raise NotFinite(f"step {self.step}: the norm of the gradient is {norm}", unit=self.segment.start)
-        agreed = self._by_block(sums)
-        averaged = self._by_block(ways)
+        agreed, averaged = self._by_block(sums), self._by_block(ways)
         factor = clip_factor(self.run.clip, norm)
-        at_end = self.step + 1 == self.run.steps
         for number, block in self._blocks.items():
-            if number in agreed:
-                block.sums_N.copy_(agreed[number])
             if number in averaged:
                 block.average(averaged[number])
             if number in apart:
-                block.sums_N.mul_(self._apart_factor(number))
-                if at_end or not self.count_of(number):
-                    continue
-            block.update(self.step, factor)
+                self._update_apart(number, factor)
+            elif summed is None or number in summed:
+                if number in agreed:
+                    block.sums_N.copy_(agreed[number])
+                block.update(self.step, factor)
+                block.agree()
         self.discard()
         self.step += 1
+
+    def _update_apart(self, number: int, factor: float) -> None:
+        """With the mean of what was counted here. Not in the last step, so that all end with what they averaged."""
+        if self.count_of(number) and self.step + 1 < self.run.steps:
+            block = self._blocks[number]
+            block.sums_N.mul_(self._apart_factor(number))
+            block.update(self.step, factor)
 
     def _by_block(self, vectors: Mapping[tuple[int, ...], Tensor]) -> dict[int, Tensor]:
         """The parts of flat vectors. Raises ValueError where one is not as long as its blocks together."""

@@ -44,13 +44,14 @@ class Agreed:
 
     sums: dict[Blocks, Tensor] = field(default_factory=dict)
     ways: dict[Blocks, Tensor] = field(default_factory=dict)
+    summed: set[int] = field(default_factory=set)
     apart: set[int] = field(default_factory=set)
     squares: list[float] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
 
     def commit(self, learner: Learner, norm: float) -> None:
         """Update with it; on the bench."""
-        learner.commit(self.sums, norm, apart=self.apart, ways=self.ways)
+        learner.commit(self.sums, norm, summed=self.summed, apart=self.apart, ways=self.ways)
         for exchange in self.exchanges:
             exchange.accept()
 
@@ -112,6 +113,7 @@ class Reducer:
         if len(group.members) > 1:
             local_N = await self._call(lambda: learner.gradient(blocks))
             agreed.sums[blocks] = await self._agree(group, blocks, head, local_N, agreed, listening=listening)
+        agreed.summed.update(blocks)
         total_N = agreed.sums.get(blocks)
         agreed.squares.append(await self._call(lambda: learner.squared_norm(blocks, total_N)))
 
