@@ -54,6 +54,11 @@ class Passage:
     def ended(self) -> bool:
         return self._ended
 
+    @property
+    def held_bytes(self) -> int:
+        """Of what came in and is not computed yet."""
+        return len(self._payload)
+
     async def run(self) -> None:
         """Forward, wait for the gradients, back. What goes wrong is told to the sender."""
         body = self.body

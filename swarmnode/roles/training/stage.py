@@ -52,7 +52,8 @@ from swarmnode.swarm.run import Run, decode_run, encode_run
 log = logging.getLogger(__name__)
 
 TRAIN_PROTOCOL = "/swarmnode/train/1"
-MAX_WAITING = 64  # microbatches of the step to come
+MAX_PASSAGES = 64  # microbatches at once, those of the step to come included
+MAX_HELD_BYTES = 1 << 30  # of what they brought in
 RETRY_S = 0.5
 
 
@@ -171,7 +172,7 @@ class TrainingStage:
             refusal = ErrorCode.STALE
         elif not self.segment.start <= hop.start < hop.end <= self.segment.end:
             refusal = ErrorCode.WRONG_SPAN
-        elif place_of(body) in self._passages or len(self._waiting) >= MAX_WAITING:
+        elif place_of(body) in self._passages or not self._has_room(len(payload)):
             refusal = ErrorCode.BUSY
         if refusal is not None:
             channel.close(Fault(0, body.hop, refusal))
@@ -180,6 +181,12 @@ class TrainingStage:
         else:
             passage = self._passages[place_of(body)] = Passage(self, channel, body, payload)
             self._tasks.spawn(passage.run(), f"lease {body.lease}")
+
+    def _has_room(self, size_bytes: int) -> bool:
+        """Whether one more microbatch can be taken: senders are not trusted to keep within what fits."""
+        held_bytes = sum(passage.held_bytes for passage in self._passages.values())
+        held_bytes += sum(len(payload) for _, _, payload in self._waiting)
+        return len(self._passages) + len(self._waiting) < MAX_PASSAGES and held_bytes + size_bytes <= MAX_HELD_BYTES
 
     def ended(self, passage: Passage) -> None:
         """A passage is over, in whatever way: what it kept goes."""
