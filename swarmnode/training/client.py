@@ -141,7 +141,7 @@ def _telling(listener: Listener, run: Run) -> Callable[[SwarmReport], None]:
         if report.missing:
             listener.waiting(report.missing)
         else:
-            tokens_per_s = tokens / max(report.step_s, 1e-9)
+            tokens_per_s = tokens / report.step_s if report.step_s else 0.0  # unknown: its conductor was lost
             listener.step(StepReport(report.step, report.loss, report.step_s, tokens_per_s, report.peers, report.norm))
 
     return tell

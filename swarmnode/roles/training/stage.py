@@ -7,10 +7,9 @@ FORWARD must be of; one of the step after it waits for the COMMIT that may still
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -47,6 +46,7 @@ from swarmnode.roles.training.member import Line
 from swarmnode.roles.training.passage import Passage, place_of
 from swarmnode.roles.training.reducer import Agreed, Reducer
 from swarmnode.roles.training.status import counted_of
+from swarmnode.roles.training.unit_pace import UnitPace
 from swarmnode.swarm.run import Run, decode_run, encode_run
 
 log = logging.getLogger(__name__)
@@ -55,25 +55,6 @@ TRAIN_PROTOCOL = "/swarmnode/train/1"
 MAX_PASSAGES = 64  # microbatches at once, those of the step to come included
 MAX_HELD_BYTES = 1 << 30  # of what they brought in
 RETRY_S = 0.5
-
-
-class UnitPace:
-    """Seconds that one microbatch takes for one unit, forward and back: moving averages of what was timed."""
-
-    def __init__(self) -> None:
-        self._one_way_s = 0.0
-
-    def __repr__(self) -> str:
-        return f"<UnitPace {self.unit_s:.4f} s>"
-
-    @property
-    def unit_s(self) -> float:
-        """0 before anything was timed."""
-        return 2 * self._one_way_s
-
-    def note(self, one_way_s: float) -> None:
-        """There, or back: there are as many of each."""
-        self._one_way_s = 0.9 * self._one_way_s + 0.1 * one_way_s if self._one_way_s else one_way_s
 
 
 class TrainingStage:
@@ -141,12 +122,9 @@ class TrainingStage:
             await self._save(self._learner)
         await self.bench.close()
 
-    @contextlib.contextmanager
-    def timing(self, hop: HopSpec) -> Iterator[None]:
+    def timing(self, hop: HopSpec) -> AbstractContextManager[None]:
         """Around what is computed for a microbatch, there or back; on the bench."""
-        began_s = time.perf_counter()
-        yield
-        self._pace.note((time.perf_counter() - began_s) / (hop.end - hop.start))
+        return self._pace.timing(hop.end - hop.start)
 
     # -- conversations
 
