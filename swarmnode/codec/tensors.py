@@ -67,12 +67,12 @@ def element_count(shape: tuple[int, ...], max_elements: int = MAX_ELEMENTS) -> i
     for size in shape:
         if size < 0:
             raise ProtocolError(f"a tensor has a negative dimension: {shape}")
-        count *= size
+        count *= size or 1  # an empty tensor may not have sizes past what can be addressed either
     if count > max_elements:
         raise ProtocolError(
             f"a tensor has {count} elements; the bound here is {max_elements}", code=ErrorCode.TOO_LARGE
         )
-    return count
+    return 0 if 0 in shape else count
 
 
 def check_tensor(info: TensorInfo, max_elements: int = MAX_ELEMENTS) -> int:

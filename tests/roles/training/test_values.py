@@ -63,3 +63,8 @@ def test_nothing_but_tensors_and_protocol_errors(described: list[TensorInfo], pa
     except ProtocolError:
         return
     assert [tuple(value.shape) for value in decoded] == [info.shape for info in described]
+
+
+def test_an_empty_tensor_of_impossible_sizes() -> None:
+    with pytest.raises(ProtocolError, match="elements"):
+        decode_values((TensorInfo(Codec.NONE, 0, (0, 2996, 55477850, 55491734)),), b"", "cpu")
