@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 
@@ -62,8 +61,13 @@ class Crew:
         """Whenever something changed, and now and then: conduct if nobody does and we are the eldest; let a conductor of ours
         know who is there."""
         while True:
-            with contextlib.suppress(asyncio.TimeoutError):
+            try:
                 await asyncio.wait_for(self._changed.wait(), LOOK_S)
+            except asyncio.TimeoutError:
+                if self._conductor is not None:
+                    await (
+                        self._directory.refresh()
+                    )  # directories slow down in calm times; who comes is to be useful soon
             self._changed.clear()
             if self._is_our_turn():
                 await asyncio.sleep(SETTLE_S)
