@@ -23,7 +23,7 @@ from swarmnode.swarm.swarmfile import load_swarm
 NODES = 4
 PROMPT = "    def __init__(self"
 TOKENS = 64
-STEPS = 160
+STEPS = 260
 BATCH = 16
 COVER_TIMEOUT_S = 60.0
 STEP_TIMEOUT_S = 120.0
