@@ -23,7 +23,8 @@ KNOWN_KINDS = frozenset(int(kind) for kind in Kind)
 class LinkConfig:
     """How patient a link is. A peer that is silent while something is expected of it is lost after
     max(min_silence_s, silence_rtts round trips), at most max_silence_s; and what was sent meanwhile has first to get
-    there, over an uplink that may be as slow as `slowest_bytes_per_s`: pings queue behind it."""
+    there, over an uplink that may be as slow as `slowest_bytes_per_s`: pings queue behind it. What `pace` keeps back here
+    is no silence of the peer's."""
 
     connect_timeout_s: float = 5.0
     handshake_timeout_s: float = 5.0
@@ -48,7 +49,8 @@ class Link:
         self.sent_bytes = 0
         self.received_bytes = 0
         self.bandwidth_bps: float | None = None  # of what we send, as the peer has measured it
-        self._stream = stream if config.pace is None else PacedStream(stream, config.pace)
+        self._paced = None if config.pace is None else PacedStream(stream, config.pace)
+        self._stream = self._paced or stream
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(config.max_payload_bytes)
@@ -63,6 +65,7 @@ class Link:
         self._busy = False
         self._heard_at = self._loop.time()
         self._sent_when_heard_bytes = 0
+        self._held_when_heard_s = 0.0
         self._ping = 0
         self._pinged_at = 0.0
         self._timed_ping = 0  # whose answer is measured; 0 is none
@@ -262,11 +265,17 @@ class Link:
         """How long the peer may be silent while something is expected of it."""
         config = self._config
         patience_s = min(config.max_silence_s, max(config.min_silence_s, config.silence_rtts * (self.rtt_s or 0.0)))
-        return patience_s + (self.sent_bytes - self._sent_when_heard_bytes) / config.slowest_bytes_per_s
+        held_s = self._held_s - self._held_when_heard_s
+        return patience_s + held_s + (self.sent_bytes - self._sent_when_heard_bytes) / config.slowest_bytes_per_s
+
+    @property
+    def _held_s(self) -> float:
+        """How long our own pace has kept bytes back, in all."""
+        return 0.0 if self._paced is None else self._paced.held_s
 
     def _heard(self) -> None:
         self._heard_at = self._loop.time()
-        self._sent_when_heard_bytes = self.sent_bytes
+        self._sent_when_heard_bytes, self._held_when_heard_s = self.sent_bytes, self._held_s
 
     def _tick(self, expected_at: float | None = None) -> None:
         if self._closed:

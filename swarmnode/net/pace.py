@@ -39,6 +39,7 @@ class PacedStream(Stream):
 
     def __init__(self, stream: Stream, pace: Pace) -> None:
         self.peer = stream.peer
+        self.held_s = 0.0  # that the pace has kept bytes back, in all
         self._stream = stream
         self._pace = pace
         self._waiting: deque[memoryview] = deque()
@@ -57,7 +58,9 @@ class PacedStream(Stream):
         with suppress(PeerLost):  # whoever reads hears of it
             while self._waiting:
                 piece = self._next_piece()
-                await asyncio.sleep(self._pace.reserve(sum(map(len, piece))))
+                wait_s = self._pace.reserve(sum(map(len, piece)))
+                self.held_s += wait_s
+                await asyncio.sleep(wait_s)
                 self._stream.write(piece)
                 await self._stream.drain()
 

@@ -9,6 +9,7 @@ import pytest
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, Ready
+from swarmnode.errors import PeerLost
 from swarmnode.net.fake import Path
 from swarmnode.net.gauge import Gauge
 from swarmnode.net.link import Link
@@ -77,6 +78,44 @@ async def test_links_share_the_rate_fairly(links: int) -> None:
     for link, reading in opened:
         await link.close()
         await reading
+
+
+@pytest.mark.parametrize(("rate_bps", "links"), [(RATE_BPS, 8), (1e6, 1), (0.25e6, 1), (1e6, 4)])
+@in_virtual_time
+async def test_what_the_pace_keeps_back_is_no_silence_of_the_peer(rate_bps: float, links: int) -> None:
+    """Slower than any uplink that a link allows for: pings queue behind payloads for far longer than a peer may be silent."""
+    pace = Pace(rate_bps, clock=now_s)
+    receivers = [Receiver() for _ in range(links)]
+    opened = [await paced_link(pace, receiver) for receiver in receivers]
+    for link, _ in opened:
+        link.busy = True
+        for seq in range(3):
+            link.send(Ready(0), channel=1, seq=seq, payload=[bytes(MEGABYTE)])
+    arrived = asyncio.gather(*(receiver.wait_for(3) for receiver in receivers))
+    readings = [reading for _, reading in opened]
+    await asyncio.wait([arrived, *readings], return_when=asyncio.FIRST_COMPLETED)
+    assert not any(reading.done() for reading in readings), "a slow link is not a dead one"
+    await arrived
+    assert now_s() >= 3 * links * MEGABYTE * 8 / rate_bps * 0.98
+    for link, reading in opened:
+        await link.close()
+        await reading
+
+
+@in_virtual_time
+async def test_a_peer_that_hangs_is_found_behind_a_slow_pace() -> None:
+    """Soon after the last byte that the pace let out, however long that took."""
+    pair = Pair(Path(latency_s=0.02))
+    await pair.serve()
+    config = replace(CONFIG, pace=Pace(1e6, clock=now_s))
+    link = await Link.connect(pair.alice, pair.bob.peer_id, "/test/link/1", HELLO, config=config)
+    link.busy = True
+    pair.world.hang(pair.bob.peer_id)
+    link.send(Ready(0), channel=1, payload=[bytes(MEGABYTE)])  # 8 s
+    with pytest.raises(PeerLost, match="hangs: silent for"):
+        await link.run(lambda _frame, _body: None)
+    on_the_way_s = MEGABYTE / CONFIG.slowest_bytes_per_s
+    assert now_s() <= 8.0 + CONFIG.min_silence_s + on_the_way_s + 1.0
 
 
 @in_virtual_time
