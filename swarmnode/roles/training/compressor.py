@@ -16,6 +16,7 @@ FORWARD, BACKWARD = "forward", "backward"
 AUTO, ADATOPK = "auto", "adatopk"
 MODES = (AUTO, "none", "bf16", "int8", "int4", ADATOPK)
 LARGEST_RATIO = 100.0  # of AdaTopK, on the slowest link
+UNKNOWN = Choice(Codec.NONE, "nothing is known of the link yet")
 
 OnChoice = Callable[[PeerId, str, Choice], None]
 """(peer, direction, choice): what goes there travels otherwise from now on"""
@@ -38,6 +39,7 @@ class Compressor:
         self._mode = mode
         self._allowed = set(allowed) if fixed is None else {fixed}
         self._controllers: dict[tuple[PeerId, str], Controller] = {}
+        self._choices: dict[tuple[PeerId, str], Choice] = {}
         self._link_s: dict[tuple[PeerId, str], float] = {}
 
     def __repr__(self) -> str:
@@ -46,7 +48,7 @@ class Compressor:
     @property
     def choices(self) -> Mapping[tuple[PeerId, str], Choice]:
         """By peer and direction."""
-        return {link: controller.choice for link, controller in self._controllers.items()}
+        return self._choices.copy()  # at once: the bench adds links meanwhile
 
     def encode(self, values: Sequence[Tensor], peer: PeerId, direction: str, bandwidth_bps: float | None) -> Encoded:
         """Descriptors and payloads for a peer; on the bench."""
@@ -56,11 +58,14 @@ class Compressor:
     def _choose(self, values: Sequence[Tensor], link: tuple[PeerId, str], bandwidth_bps: float | None) -> Choice:
         infos = describe_values(values)
         if self._mode == ADATOPK:
-            return self._by_adatopk(encoded_bytes(infos, Codec.NONE) * 8, bandwidth_bps, link)
-        controller = self._controllers.setdefault(link, Controller(self._allowed))
-        before = controller.choice.codec
-        directions = len({direction for _, direction in self._controllers})
-        choice = controller.look(Look(infos, bandwidth_bps, self.beat_s, directions))
+            before = self._choices.get(link, UNKNOWN).codec
+            choice = self._by_adatopk(encoded_bytes(infos, Codec.NONE) * 8, bandwidth_bps, link)
+        else:
+            controller = self._controllers.setdefault(link, Controller(self._allowed))
+            before = controller.choice.codec
+            directions = len({direction for _, direction in self._controllers})
+            choice = controller.look(Look(infos, bandwidth_bps, self.beat_s, directions))
+        self._choices[link] = choice
         if choice.codec != before:
             self.on_choice(*link, choice)
         return choice
@@ -68,7 +73,7 @@ class Compressor:
     def _by_adatopk(self, bits: int, bandwidth_bps: float | None, link: tuple[PeerId, str]) -> Choice:
         """Against the slowest link of this stage."""
         if bandwidth_bps is None:
-            return Choice(Codec.NONE, "nothing is known of the link yet")
+            return UNKNOWN
         self._link_s[link] = bits / bandwidth_bps
         keep = adatopk_keep(self._link_s[link], max(self._link_s.values()), LARGEST_RATIO)
-        return Choice(Codec.TOPK if keep < 1 else Codec.NONE, "AdaTopK", keep)
+        return Choice(Codec.TOPK if keep < 1 else Codec.NONE, f"AdaTopK keeps {keep:.2g} of the elements", keep)

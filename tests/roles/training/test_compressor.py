@@ -64,3 +64,13 @@ def test_adatopk_spares_fast_links() -> None:
     infos, _ = compressor.encode(VALUES, "half as slow", FORWARD, 2e6)
     assert infos[0].param == round(VALUES[0].numel() / 50)
     assert codecs(compressor, 1e9, "fast") == [Codec.NONE, Codec.NONE]
+
+
+def test_what_adatopk_chose_is_told() -> None:
+    compressor = Compressor("adatopk", TRAINING_CODECS)
+    told: list[Codec] = []
+    compressor.on_choice = lambda _peer, _direction, choice: told.append(choice.codec)
+    for _ in range(3):
+        codecs(compressor, 1e6)
+    assert told == [Codec.TOPK]
+    assert compressor.choices["bob", FORWARD].reason == "AdaTopK keeps 0.01 of the elements"
