@@ -1,0 +1,156 @@
+"""A network to plan or simulate on: devices, and the delay and bandwidth between each two of them.
+
+The file is one JSON object: `devices` (count), `delay_ms` (one way) and `bandwidth_gbps` (Gbit/s), both device x device and
+read as [from][to]; where known also `name`, and per device `region`, `gpu`, `peak_tflops` and `memory_gb`, each null for a
+device of which it is unknown. What a device has to itself (the diagonal) is read but means nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from swarmnode.errors import UsageError
+
+FloatArray = npt.NDArray[np.float64]
+T = TypeVar("T")
+
+MAX_DEVICES = 2_048
+MAX_FILE_BYTES = 256 << 20  # two matrices of that many devices, generously written
+MAX_DELAY_MS = 1e7
+MIN_BANDWIDTH_GBPS, MAX_BANDWIDTH_GBPS = 1e-9, 1e6
+MAX_PEAK_TFLOPS = 1e6
+MAX_MEMORY_GB = 1e6
+MAX_TEXT_CHARS = 100
+
+
+@dataclass(frozen=True, eq=False)
+class Scenario:
+    """D devices and what lies between them. Matrices are [from, to] and cannot be written to."""
+
+    name: str
+    regions: tuple[str | None, ...]
+    delay_s: FloatArray  # [D, D], one way
+    bandwidth_bps: FloatArray  # [D, D]
+    gpus: tuple[str | None, ...]
+    peak_flops: tuple[float | None, ...]  # per second
+    memory_bytes: tuple[int | None, ...]
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return len(self.regions)
+
+    def __repr__(self) -> str:
+        return f"Scenario({self.name!r}, {self.devices} devices in {len(set(self.regions))} regions)"
+
+    @classmethod
+    def load(cls, path: str | Path) -> Scenario:
+        """The scenario in a file. Raises UsageError, naming the file and the field, where it is not one."""
+        path = Path(path)
+        try:
+            return _parse(_read_object(path), default_name=path.stem)
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UsageError(f"larger than {MAX_FILE_BYTES >> 20} MiB, so it is not a scenario that can be planned on")
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError):  # ValueError: not JSON, or not UTF-8
+        raise UsageError("not JSON; a scenario is a JSON object with devices, delay_ms and bandwidth_gbps") from None
+    if not isinstance(values, dict):
+        raise UsageError("not a JSON object; a scenario has devices, delay_ms and bandwidth_gbps")
+    return values
+
+
+def _parse(values: dict[str, Any], *, default_name: str) -> Scenario:
+    for field in ("devices", "delay_ms", "bandwidth_gbps"):
+        if field not in values:
+            raise UsageError(f"{field} is missing")
+    devices = values["devices"]
+    if type(devices) is not int or not 1 <= devices <= MAX_DEVICES:
+        raise UsageError(f"devices is {_shown(devices)}; it is a count from 1 to {MAX_DEVICES}")
+    delay_ms = _matrix(values, "delay_ms", devices, 0.0, MAX_DELAY_MS)
+    bandwidth_gbps = _matrix(values, "bandwidth_gbps", devices, MIN_BANDWIDTH_GBPS, MAX_BANDWIDTH_GBPS)
+    peak_tflops = _per_device(values, "peak_tflops", devices, _positive(MAX_PEAK_TFLOPS))
+    memory_gb = _per_device(values, "memory_gb", devices, _positive(MAX_MEMORY_GB))
+    return Scenario(
+        name=default_name if values.get("name") is None else _text(values["name"], "name"),
+        regions=_per_device(values, "region", devices, _text),
+        delay_s=_frozen(delay_ms / 1e3),
+        bandwidth_bps=_frozen(bandwidth_gbps * 1e9),
+        gpus=_per_device(values, "gpu", devices, _text),
+        peak_flops=tuple(None if value is None else value * 1e12 for value in peak_tflops),
+        memory_bytes=tuple(None if value is None else int(value * 1e9) for value in memory_gb),
+    )
+
+
+def _matrix(values: dict[str, Any], field: str, devices: int, least: float, most: float) -> FloatArray:
+    """A [D, D] matrix of numbers; off the diagonal they lie within [least, most]."""
+    rows = values[field]
+    _check_length(rows, field, devices)
+    matrix = np.empty((devices, devices))
+    for i, row in enumerate(rows):
+        _check_length(row, f"{field}[{i}]", devices)
+        for j, value in enumerate(row):
+            matrix[i, j] = _number(value, f"{field}[{i}][{j}]", 0.0 if i == j else least, most)
+    return matrix
+
+
+def _per_device(
+    values: dict[str, Any], field: str, devices: int, read: Callable[[Any, str], T]
+) -> tuple[T | None, ...]:
+    """One value or null per device; a field that is missing is null for all."""
+    items = values.get(field)
+    if items is None:
+        return (None,) * devices
+    _check_length(items, field, devices)
+    return tuple(None if item is None else read(item, f"{field}[{i}]") for i, item in enumerate(items))
+
+
+def _check_length(items: Any, where: str, devices: int) -> None:
+    if not isinstance(items, list):
+        raise UsageError(f"{where} is {_shown(items)}; it is a list with one entry per device ({devices})")
+    if len(items) != devices:
+        raise UsageError(f"{where} has {len(items)} entries, but there are {devices} devices")
+
+
+def _number(value: Any, where: str, least: float, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{where} is {_shown(value)}; it is a number")
+    if not (math.isfinite(value) if isinstance(value, float) else True) or not least <= value <= most:
+        raise UsageError(f"{where} is {_shown(value)}; it lies between {least:g} and {most:g}")
+    return float(value)
+
+
+def _positive(most: float) -> Callable[[Any, str], float]:
+    return lambda value, where: _number(value, where, 1e-6, most)
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str) or not value.isprintable() or len(value) > MAX_TEXT_CHARS:
+        raise UsageError(f"{where} is {_shown(value)}; it is a text of at most {MAX_TEXT_CHARS} printable characters")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: short, on one line."""
+    text = str(value) if isinstance(value, float) else json.dumps(value, default=str)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _frozen(matrix: FloatArray) -> FloatArray:
+    matrix.setflags(write=False)
+    return matrix
