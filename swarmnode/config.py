@@ -43,4 +43,5 @@ class StageConfig:
     cache_tokens: int = 4096  # positions (rows x length) that must fit beside the weights
     max_cache_tokens: int = 262_144
     compress: str = "auto"  # what travels between stages in training: auto, a codec, or adatopk
+    throttle_units_per_s: float | None = None  # serve no faster than this, to have unequal peers on one machine
     server: ServerConfig = field(default_factory=ServerConfig)

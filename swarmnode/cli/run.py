@@ -48,6 +48,9 @@ def run(
     home: Path = HOME,
     name: str = typer.Option("", "--name", help="Name shown to others."),
     threads: int = typer.Option(0, "--threads", help="CPU threads to compute with; default: torch's choice."),
+    throttle: float = typer.Option(
+        0.0, "--throttle", metavar="UNITS_PER_S", min=0.0, hidden=True, help="Serve as a device of this speed would."
+    ),
     nat: bool = typer.Option(False, "--nat/--no-nat", help="Ask the router to map a port (UPnP)."),
     lan: bool = typer.Option(False, "--lan/--no-lan", help="Find peers on the local network and be found (mDNS)."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object per event."),
@@ -83,6 +86,7 @@ def run(
             memory_bytes=parse_bytes(memory) if memory else None,
             threads=threads or None,
             compress=compress,
+            throttle_units_per_s=throttle or None,
         ),
         span=parse_span(span) if span else None,
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 from swarmnode.compute.cache import CachePool
 from swarmnode.compute.cohort import CachedSession, Cohort
 from swarmnode.compute.span import Span
+from swarmnode.compute.throttle import Throttle
 from swarmnode.errors import ErrorCode, ProtocolError
 
 WANT_NOTHING, WANT_LAST, WANT_ALL = 0, 1, 2
@@ -62,9 +63,10 @@ class _Opened:
 class StageRunner:
     """The sessions of one span and their passes through it."""
 
-    def __init__(self, span: Span, config: RunnerConfig) -> None:
+    def __init__(self, span: Span, config: RunnerConfig, throttle: Throttle | None = None) -> None:
         self.span = span
         self.config = config
+        self._throttle = throttle or Throttle()
         self.pool = CachePool(span, config.cache_bytes)
         self._sessions: dict[Hashable, _Opened] = {}
 
@@ -125,7 +127,9 @@ class StageRunner:
             raise ValueError("two works of one session in one run")
         results: dict[Hashable, Result] = {}
         for batch in self._schedule(works):
-            results.update(self._run_batch(batch) if batch[0].x.shape[1] == 1 else self._run_prompt(batch[0]))
+            opened, positions = self._sessions[batch[0].session_id], batch[0].x.shape[1]
+            with self._throttle.pass_over(opened.end - opened.start, positions):
+                results.update(self._run_batch(batch) if positions == 1 else self._run_prompt(batch[0]))
         return [results[work.session_id] for work in works]
 
     def _schedule(self, works: Sequence[Work]) -> list[list[Work]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from swarmnode.compute.memory import (
 )
 from swarmnode.compute.runner import WANT_LAST, RunnerConfig, StageRunner, Work
 from swarmnode.compute.span import Span, load_span
+from swarmnode.compute.throttle import Throttle
 from swarmnode.config import StageConfig
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.plan.view import Span as Units
@@ -168,9 +170,9 @@ class Stage:
     async def serve(cls, presence: Presence, span: Span, hardware: Hardware) -> Stage:
         """Serve a span that is loaded."""
         per_token = max(1, span.cache_bytes_per_token)
-        runner = StageRunner(
-            span, RunnerConfig(cache_bytes=hardware.cache_tokens(Units(span.start, span.end)) * per_token)
-        )
+        throttle = Throttle(hardware.config.throttle_units_per_s or math.inf)
+        cache_bytes = hardware.cache_tokens(Units(span.start, span.end)) * per_token
+        runner = StageRunner(span, RunnerConfig(cache_bytes=cache_bytes), throttle)
         worker = Worker(
             runner, chunk_tokens=hardware.config.server.prefill_chunk_tokens, threads=hardware.config.threads
         )

@@ -1,0 +1,70 @@
+"""The throttle: how long passes take on a slower device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swarmnode.compute.checkpoint import Checkpoint
+from swarmnode.compute.runner import RunnerConfig, StageRunner, Work
+from swarmnode.compute.span import load_span
+from swarmnode.compute.throttle import Throttle
+
+
+class Watch:
+    """A clock that only sleeping and working move."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.slept_s: list[float] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s.append(seconds)
+        self.now_s += seconds
+
+
+@pytest.fixture
+def watch():
+    return Watch()
+
+
+def test_what_the_device_needed_is_part_of_the_time(watch):
+    throttle = Throttle(100.0, clock=watch.clock, sleep=watch.sleep)
+    with throttle.pass_over(units=5, positions=1):
+        watch.now_s += 0.02
+    assert watch.slept_s == [pytest.approx(0.03)]
+    with throttle.pass_over(units=5, positions=1):
+        watch.now_s += 0.06  # slower than the throttle asks
+    assert len(watch.slept_s) == 1
+
+
+def test_prompts_are_sixteen_times_cheaper_but_never_cheaper_than_one_position():
+    throttle = Throttle(100.0)
+    assert throttle.least_s(4, 1) == throttle.least_s(4, 16) == pytest.approx(0.04)
+    assert throttle.least_s(4, 128) == pytest.approx(4 * 128 / (100 * 16))
+
+
+def test_no_throttle_never_sleeps(watch):
+    with Throttle(clock=watch.clock, sleep=watch.sleep).pass_over(units=8, positions=4096):
+        pass
+    assert watch.slept_s == []
+    with pytest.raises(ValueError, match="0 units/s"):
+        Throttle(0)
+
+
+def test_sessions_decoded_together_cost_one_pass_of_the_units_they_use(checkpoint_path, watch):
+    checkpoint = Checkpoint(checkpoint_path)
+    span = load_span(checkpoint, 0, checkpoint.units)
+    throttle = Throttle(1.0, clock=watch.clock, sleep=watch.sleep)
+    runner = StageRunner(span, RunnerConfig(cache_bytes=1 << 24), throttle)
+    runner.open("a", rows=1, max_length=64)
+    runner.open("b", rows=1, max_length=64)
+    runner.open("half", rows=1, max_length=64, start=0, end=2)
+    runner.run([Work("a", torch.ones((1, 32), dtype=torch.int64))])
+    assert watch.slept_s.pop() == pytest.approx(2 * span.end)
+    one = torch.ones((1, 1), dtype=torch.int64)
+    runner.run([Work("a", one), Work("b", one), Work("half", one)])
+    assert sorted(watch.slept_s) == [pytest.approx(2), pytest.approx(span.end)]
