@@ -23,6 +23,7 @@ ROOMS = (
     {"presence", "roles"},  # a presence is the role that every node and client plays
     {"bootstrap", "client", "demo", "localswarm", "node", "tokenizer", "training"},  # what wires the rooms together
     {"gateway"},
+    {"simulate"},
     {"cli"},
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

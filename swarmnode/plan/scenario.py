@@ -1,14 +1,13 @@
 """A network to plan or simulate on: devices, and the delay and bandwidth between each two of them.
 
 The file is one JSON object: `devices` (count), `delay_ms` (one way) and `bandwidth_gbps` (Gbit/s), both device x device and
-read as [from][to]; where known also `name`, and per device `region`, `gpu`, `peak_tflops` and `memory_gb`, each null for a
-device of which it is unknown. What a device has to itself (the diagonal) is read but means nothing.
+read as [from][to]; where known also `name`, and per device `region`, `gpu`, `peak_tflops`, `memory_gb` and
+`decode_units_per_s`, each null for a device of which it is unknown. What a device has to itself (the diagonal) is read but means nothing.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ MAX_DELAY_MS = 1e7
 MIN_BANDWIDTH_GBPS, MAX_BANDWIDTH_GBPS = 1e-9, 1e6
 MAX_PEAK_TFLOPS = 1e6
 MAX_MEMORY_GB = 1e6
+MAX_UNITS_PER_S = 1e9
 MAX_TEXT_CHARS = 100
 
 
@@ -42,6 +42,7 @@ class Scenario:
     gpus: tuple[str | None, ...]
     peak_flops: tuple[float | None, ...]  # per second
     memory_bytes: tuple[int | None, ...]
+    decode_units_per_s: tuple[float | None, ...] = ()  # as a node of it was measured; empty where the file does not say
 
     @property
     def devices(self) -> int:
@@ -94,6 +95,7 @@ def _parse(values: dict[str, Any], *, default_name: str) -> Scenario:
         gpus=_per_device(values, "gpu", devices, _text),
         peak_flops=tuple(None if value is None else value * 1e12 for value in peak_tflops),
         memory_bytes=tuple(None if value is None else int(value * 1e9) for value in memory_gb),
+        decode_units_per_s=_per_device(values, "decode_units_per_s", devices, _positive(MAX_UNITS_PER_S)),
     )
 
 
@@ -130,7 +132,7 @@ def _check_length(items: Any, where: str, devices: int) -> None:
 def _number(value: Any, where: str, least: float, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{where} is {_shown(value)}; it is a number")
-    if not (math.isfinite(value) if isinstance(value, float) else True) or not least <= value <= most:
+    if not least <= value <= most:  # which NaN is not either
         raise UsageError(f"{where} is {_shown(value)}; it lies between {least:g} and {most:g}")
     return float(value)
 

@@ -1,0 +1,39 @@
+"""The clock: virtual seconds, and what is to happen when."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+
+Action = Callable[[], None]
+
+
+class Clock:
+    """Runs actions in the order of their times; those of the same moment in the order in which they were planned."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.events = 0  # that have happened
+        self._heap: list[tuple[float, int, Action]] = []
+        self._numbers = itertools.count()
+
+    def __repr__(self) -> str:
+        return f"<Clock at {self.now_s:.3f} s, {self.events} events done, {len(self._heap)} planned>"
+
+    def at(self, time_s: float, action: Action) -> None:
+        """Do something at a moment, or now if that has passed."""
+        heapq.heappush(self._heap, (max(time_s, self.now_s), next(self._numbers), action))
+
+    def after(self, delay_s: float, action: Action) -> None:
+        """Do something so many seconds from now."""
+        self.at(self.now_s + delay_s, action)
+
+    def run(self, until_s: float) -> None:
+        """Let everything happen that is planned until then; the clock stands there afterwards."""
+        heap = self._heap
+        while heap and heap[0][0] <= until_s:
+            self.now_s, _, action = heapq.heappop(heap)
+            self.events += 1
+            action()
+        self.now_s = max(self.now_s, until_s)
