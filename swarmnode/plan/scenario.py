@@ -2,7 +2,8 @@
 
 The file is one JSON object: `devices` (count), `delay_ms` (one way) and `bandwidth_gbps` (Gbit/s), both device x device and
 read as [from][to]; where known also `name`, and per device `region`, `gpu`, `peak_tflops`, `memory_gb` and
-`decode_units_per_s`, each null for a device of which it is unknown. What a device has to itself (the diagonal) is read but means nothing.
+`decode_units_per_s`, each null for a device of which it is unknown. What a device has to itself (the diagonal) is read but
+means nothing.
 """
 
 from __future__ import annotations
