@@ -1,0 +1,118 @@
+"""What a grid of S stages x R pipelines costs on a network: DT-FM's model (arXiv 2206.01288, section 3).
+
+A grid puts a device at every (stage, pipeline). The devices of one stage hold the same layers and average their gradients;
+the devices of one pipeline hand activations on from stage to stage, and gradients back. Nothing but traffic counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from swarmnode.errors import UsageError
+from swarmnode.plan.scenario import FloatArray, Scenario
+
+Grid = npt.NDArray[np.intp]  # [S, R]: the device at each stage of each pipeline; no device twice
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one microbatch's activations between two stages, and of the gradients of one stage."""
+
+    activation_bytes: float
+    gradient_bytes: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one training step spent on traffic."""
+
+    data_parallel_s: float  # the slowest stage averages its gradients
+    pipeline_s: float  # activations forward and gradients back, each hop as slow as its slowest link
+
+    @property
+    def total_s(self) -> float:
+        """One after the other."""
+        return self.data_parallel_s + self.pipeline_s
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """S stages x R pipelines to be laid on D >= S R devices. What is sent both ways takes as long as the slower direction."""
+
+    stages: int
+    replicas: int
+    averaging_s: FloatArray  # [D, D]: what a device pays for a mate of its stage
+    hop_s: FloatArray  # [D, D]: one hop, one way
+
+    def __repr__(self) -> str:
+        return f"Problem({self.stages} stages x {self.replicas} pipelines on {self.devices} devices)"
+
+    @property
+    def devices(self) -> int:
+        """D; those beyond S R stay unused."""
+        return len(self.hop_s)
+
+    @cached_property
+    def twins(self) -> npt.NDArray[np.intp]:
+        """[D]: for each device the first one that is interchangeable with it (the same links to everybody else)."""
+        return _first_twins(self.averaging_s, self.hop_s)
+
+    @classmethod
+    def on(cls, scenario: Scenario, *, stages: int, replicas: int, traffic: Traffic) -> Problem:
+        """The problem of this network and traffic. Raises UsageError where the grid is empty or larger than the network."""
+        if stages < 1 or replicas < 1:
+            raise UsageError(f"{stages} stages x {replicas} pipelines: there must be at least one of each")
+        if stages * replicas > scenario.devices:
+            raise UsageError(
+                f"{stages} stages x {replicas} pipelines need {stages * replicas} devices; "
+                f"{scenario.name} has {scenario.devices}"
+            )
+        link_s = scenario.delay_s + 8 * traffic.activation_bytes / _off_diagonal(scenario.bandwidth_bps)
+        shard_bytes = traffic.gradient_bytes / replicas
+        mate_s = 2 * (scenario.delay_s + 8 * shard_bytes / _off_diagonal(scenario.bandwidth_bps))
+        return cls(stages, replicas, averaging_s=_both_ways(mate_s), hop_s=_both_ways(link_s))
+
+    def cost(self, grid: Grid) -> Cost:
+        """What this grid costs."""
+        averaging_s = max(float(stage_averaging_s(self.averaging_s, stage)) for stage in grid)
+        hops_s = self.hop_s[grid[:-1], grid[1:]].max(axis=1)
+        return Cost(averaging_s, 2 * float(hops_s.sum()))
+
+
+def stage_averaging_s(averaging_s: FloatArray, stage: Grid) -> float:
+    """What the slowest of the devices in a stage pays for all its mates together."""
+    slowest: float = averaging_s[np.ix_(stage, stage)].sum(axis=1).max()
+    return slowest
+
+
+def _off_diagonal(bandwidth_bps: FloatArray) -> FloatArray:
+    """The matrix with something harmless on its diagonal, which may be zero in a file."""
+    return np.where(np.eye(len(bandwidth_bps), dtype=bool), np.inf, bandwidth_bps)
+
+
+def _both_ways(seconds: FloatArray) -> FloatArray:
+    """Each pair at the pace of its slower direction; nothing to oneself."""
+    slower: FloatArray = np.maximum(seconds, seconds.T)
+    np.fill_diagonal(slower, 0.0)
+    return slower
+
+
+def _first_twins(*matrices: FloatArray) -> npt.NDArray[np.intp]:
+    devices = len(matrices[0])
+    first = np.arange(devices)
+    for i in range(devices):
+        if first[i] < i:
+            continue
+        later = np.arange(i + 1, devices)
+        alike = np.ones(len(later), dtype=bool)
+        for matrix in matrices:
+            differs = matrix[i] != matrix[later]
+            differs[:, i] = False
+            differs[np.arange(len(later)), later] = False
+            alike &= ~differs.any(axis=1)
+        first[later[alike]] = i
+    return first
