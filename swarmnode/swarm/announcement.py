@@ -21,6 +21,7 @@ from swarmnode.net.interfaces import PeerId, RecordValidator
 VERSION = 1
 DOMAIN = b"swarmnode announcement 1\n"
 MAX_RECORD_BYTES = 1024
+MAX_BODY_BYTES = MAX_RECORD_BYTES - 70  # the signature has 64, the array around both 6
 MAX_PEER_CHARS = 128
 MAX_NAME_CHARS = 32
 MAX_DEVICE_CHARS = 48
@@ -31,6 +32,8 @@ DIGEST_BYTES = 8
 MAX_UNITS = 4096
 MAX_CODECS = 16
 MAX_CODEC = 255
+COORDINATE_NUMBERS = 5
+MAX_COORDINATE = 1 << 20  # 105 s in steps of 0.1 ms: far beyond any round trip
 REMEMBERED_RECORDS = 1024
 MAX_LIFE_S = 120.0
 MAX_SKEW_S = 10.0
@@ -50,11 +53,22 @@ class State(IntEnum):
     OFFLINE = 4  # goodbye
 
 
+class Reachability(IntEnum):
+    """How others get to a peer. A reader treats a value that it does not know as UNKNOWN."""
+
+    UNKNOWN = 0
+    PUBLIC = 1  # at an address of its own
+    MAPPED = 2  # through a port that its router maps
+    PUNCHED = 3  # through a hole punched with a relay's help
+    RELAYED = 4  # through a relay only
+
+
 class Announcement(msgspec.Struct, array_like=True, frozen=True):
     """What a peer says of itself. Newer versions append fields; missing trailing fields take their defaults.
 
     `addresses` are multiaddrs without the /p2p/ part, which is `peer`. `rtt_us` maps `peer_digest` of a few other peers
-    to the round trip measured to them, in microseconds.
+    to the round trip measured to them, in microseconds. `coordinate` is that of `net/coordinate.py`: x, y, z and height in
+    steps of 0.1 ms, then the error in percent; empty where there is none yet.
     """
 
     version: int
@@ -83,6 +97,9 @@ class Announcement(msgspec.Struct, array_like=True, frozen=True):
     sends: dict[
         bytes, int
     ] = {}  # codecs of what it sends to other stages, by the digest of the peer, where it is not NONE
+    training_units_per_s: float = 0.0  # one position through one unit, forward and backward
+    coordinate: tuple[int, ...] = ()
+    reachability: int = Reachability.UNKNOWN
 
     def __repr__(self) -> str:
         start, end = self.span
@@ -92,6 +109,12 @@ class Announcement(msgspec.Struct, array_like=True, frozen=True):
     def life(self) -> State:
         """The state as this version understands it."""
         return State(self.state) if self.state in State._value2member_map_ else State.OFFLINE
+
+    @property
+    def reach(self) -> Reachability:
+        """The reachability as this version understands it."""
+        known = self.reachability in Reachability._value2member_map_
+        return Reachability(self.reachability) if known else Reachability.UNKNOWN
 
     def holds(self, unit: int) -> bool:
         """Whether the peer's span contains the unit."""
@@ -122,6 +145,21 @@ def sign_announcement(announcement: Announcement, sign: Sign) -> bytes:
     if len(record) > MAX_RECORD_BYTES:
         raise ValueError(f"announcement of {len(record)} bytes; the bound is {MAX_RECORD_BYTES}")
     return record
+
+
+def fit(announcement: Announcement) -> Announcement:
+    """The announcement without the entries for which a record has no room: the least useful go first.
+
+    Round trips, of which the coordinate tells the most; then what links travel as; then the last addresses. What is left
+    then always fits, every field at its limit.
+    """
+    for field in ("rtt_us", "sends", "addresses"):
+        entries = getattr(announcement, field)
+        while entries and len(msgspec.msgpack.encode(announcement)) > MAX_BODY_BYTES:
+            rest = list(entries.items() if isinstance(entries, dict) else entries)[:-1]
+            entries = type(entries)(rest)
+            announcement = msgspec.structs.replace(announcement, **{field: entries})
+    return announcement
 
 
 def open_announcement(record: bytes, swarm_id: bytes, verify: Verify) -> Announcement:
@@ -182,6 +220,7 @@ def _broken_rule(announcement: Announcement) -> str | None:
     numbers = (
         announcement.decode_units_per_s,
         announcement.prefill_units_per_s,
+        announcement.training_units_per_s,
         announcement.up_bps,
         announcement.down_bps,
         announcement.started_at,
@@ -192,6 +231,7 @@ def _broken_rule(announcement: Announcement) -> str | None:
         announcement.memory_bytes,
         announcement.sessions,
         announcement.training_step,
+        announcement.reachability,
     )
     texts = (announcement.peer, announcement.name, announcement.device, *announcement.addresses)
     rules = {
@@ -210,6 +250,9 @@ def _broken_rule(announcement: Announcement) -> str | None:
         and all(
             len(digest) == DIGEST_BYTES and 0 <= codec <= MAX_CODEC for digest, codec in announcement.sends.items()
         ),
+        "coordinate": len(announcement.coordinate) in (0, COORDINATE_NUMBERS)
+        and all(abs(number) <= MAX_COORDINATE for number in announcement.coordinate)
+        and all(number >= 0 for number in announcement.coordinate[-2:]),  # height and error
         "rtts": len(announcement.rtt_us) <= MAX_RTTS
         and all(len(digest) == DIGEST_BYTES and 0 <= rtt < 1 << 32 for digest, rtt in announcement.rtt_us.items()),
     }

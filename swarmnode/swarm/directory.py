@@ -25,6 +25,7 @@ from swarmnode.swarm.announcement import (
     State,
     Verify,
     announcement_reader,
+    fit,
     sign_announcement,
 )
 from swarmnode.swarm.known_peers import KnownPeers
@@ -139,12 +140,13 @@ class Directory:
     def announce(self, **changes: Any) -> None:
         """Change fields of the own announcement. Raises ValueError where one is out of its bounds.
 
+        Entries for which a record has no room are left out.
         A new state, span, seeds or addresses go out at once, anything else with the next refresh.
         """
         if self._sign is None:
             raise ValueError("a directory without a key cannot announce")
         before = self._own or Announcement(VERSION, self.swarm_id, self.network.peer_id, 0, 0.0, 0.0, self._started_at)
-        after = msgspec.structs.replace(before, **changes)
+        after = fit(msgspec.structs.replace(before, **changes))
         sign_announcement(self._stamp(after), self._sign)  # a field out of bounds is the caller's bug: raise it here
         self._own = after
         urgent = any(getattr(after, field) != getattr(before, field) for field in URGENT_FIELDS)

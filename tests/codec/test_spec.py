@@ -68,6 +68,7 @@ def table(file: str, heading: str) -> list[Row]:
         ("tensors", "Codecs", tensors.Codec),
         ("tensors", "Dtypes", tensors.DType),
         ("records", "States", announcement.State),
+        ("records", "Reachabilities", announcement.Reachability),
         ("errors", "Codes", ErrorCode),
     ],
 )

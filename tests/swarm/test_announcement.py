@@ -7,14 +7,24 @@ from hypothesis import strategies as st
 
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.swarm.announcement import (
+    COORDINATE_NUMBERS,
     DOMAIN,
+    MAX_ADDRESS_CHARS,
     MAX_ADDRESSES,
+    MAX_CODEC,
+    MAX_CODECS,
+    MAX_COORDINATE,
+    MAX_DEVICE_CHARS,
+    MAX_NAME_CHARS,
+    MAX_PEER_CHARS,
     MAX_RECORD_BYTES,
     MAX_RTTS,
     VERSION,
     Announcement,
+    Reachability,
     State,
     announcement_reader,
+    fit,
     open_announcement,
     peer_digest,
     record_validator,
@@ -62,28 +72,64 @@ def test_round_trip():
     assert repr(announcement) == "<Announcement box READY [0:4) #1>"
 
 
-def test_fullest_announcement_fits():
-    big = make(
+def fullest(**changes):
+    """Every field at its limit, texts in characters of four bytes."""
+    limits = {
+        "peer": "x" * MAX_PEER_CHARS,
+        "sequence": 2**63 - 1,
+        "state": State.DRAINING,
+        "span": (4000, 4096),
+        "seeds": (4000, 4096),
+        "name": "\U0001f600" * MAX_NAME_CHARS,
+        "device": "\U0001f600" * MAX_DEVICE_CHARS,
+        "cache_tokens_free": 2**63 - 1,
+        "memory_bytes": 2**63 - 1,
+        "sessions": 2**63 - 1,
+        "codecs": (255,) * MAX_CODECS,
+        "addresses": ("/" + "a" * (MAX_ADDRESS_CHARS - 1),) * MAX_ADDRESSES,
+        "rtt_us": {peer_digest(str(i)): 2**32 - 1 for i in range(MAX_RTTS)},
+        "training_step": 2**63 - 1,
+        "sends": {peer_digest(str(i)): MAX_CODEC for i in range(MAX_RTTS)},
+        "coordinate": (MAX_COORDINATE,) * COORDINATE_NUMBERS,
+        "reachability": Reachability.RELAYED,
+    }
+    return make(**{**limits, **changes})
+
+
+def test_the_fullest_announcement_fits_once_its_least_useful_entries_are_left_out():
+    with pytest.raises(ValueError, match="the bound is 1024"):
+        record(fullest())
+    fitted = fit(fullest())
+    assert len(record(fitted)) <= MAX_RECORD_BYTES
+    assert fitted == fullest(rtt_us={}, sends={}, addresses=fitted.addresses), "nothing else was touched"
+
+
+def test_what_a_home_machine_has_to_say_fits_as_it_is():
+    usual = make(
         peer="12D3KooW" + "x" * 44,
         sequence=1_790_000_000_000,
-        span=(100, 4000),
-        seeds=(100, 4000),
-        name="n" * 32,
-        device="NVIDIA GeForce RTX 4090 Laptop GPU 16 GiB, bf16",
+        span=(100, 140),
+        seeds=(100, 140),
+        name="the box under the desk",
+        device="NVIDIA GeForce RTX 4090 Laptop GPU",
         decode_units_per_s=1234.5,
-        prefill_units_per_s=123456.7,
-        cache_tokens_free=10**7,
         memory_bytes=10**12,
-        up_bps=1e9,
-        down_bps=1e9,
-        sessions=200,
         codecs=(0, 1, 2, 3, 4, 5),
-        addresses=tuple(
-            f"/ip6/2001:0db8:85a3:0000:0000:8a2e:0370:733{i}/udp/65535/quic-v1" for i in range(MAX_ADDRESSES)
-        ),
+        addresses=("/ip4/192.168.178.101/tcp/40123", "/ip6/2001:db8:85a3::8a2e:370:7334/tcp/40123"),
         rtt_us={peer_digest(str(i)): 250_000 for i in range(MAX_RTTS)},
+        sends={peer_digest(str(i)): 3 for i in range(4)},
+        coordinate=(-1200, 800, 341, 55, 12),
+        reachability=Reachability.MAPPED,
     )
-    assert len(record(big)) <= MAX_RECORD_BYTES
+    assert fit(usual) is usual
+    assert len(record(usual)) < 800
+
+
+def test_round_trips_go_before_the_codecs_of_links_and_those_before_addresses():
+    shorter = fit(fullest(device=""))
+    assert len(record(shorter)) > MAX_RECORD_BYTES - 16, "no more is left out than must be"
+    assert (len(shorter.addresses), shorter.rtt_us) == (MAX_ADDRESSES, {})
+    assert 0 < len(shorter.sends) < MAX_RTTS
 
 
 @pytest.mark.parametrize(
@@ -106,6 +152,11 @@ def test_fullest_announcement_fits():
         {"codecs": (0,) * 17},
         {"rtt_us": {b"short": 1}},
         {"version": 0},
+        {"training_units_per_s": -1.0},
+        {"coordinate": (1, 2, 3)},
+        {"coordinate": (1, 2, 3, -4, 5)},
+        {"coordinate": (1 << 30, 2, 3, 4, 5)},
+        {"reachability": -1},
     ],
 )
 def test_bad_fields(changes):
@@ -136,6 +187,7 @@ def test_newer_versions_append_fields_and_states():
     body = msgspec.msgpack.encode(fields)
     newer = open_announcement(msgspec.msgpack.encode([body, fake_sign("peer-a")(DOMAIN + body)]), SWARM, fake_verify)
     assert newer.life is State.OFFLINE
+    assert make(reachability=9).reach is Reachability.UNKNOWN
 
 
 def test_validator():
