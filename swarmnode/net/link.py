@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarmnode.codec.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_SEQ, Frame, FrameReader, Kind, pack_header
 from swarmnode.codec.messages import KIND_OF, VERSION, Body, End, Error, Hello, Ping, Pong, decode_body, encode_body
@@ -13,6 +13,7 @@ from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError, refu
 from swarmnode.net.gauge import MEASURED_BYTES, Gauge
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
 from swarmnode.net.pace import Pace, PacedStream
+from swarmnode.net.traffic import Traffic, protocol_name
 
 OnFrame = Callable[[Frame, Body], None]
 
@@ -36,6 +37,7 @@ class LinkConfig:
     slowest_bytes_per_s: float = 256 * 1024
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
     pace: Pace | None = None  # of all the node's links together; None: as fast as it goes
+    traffic: Traffic = field(default_factory=Traffic)  # of all the node's links together
     clock: Callable[[], float] = time.perf_counter  # for round trips: uvloop's own has milliseconds only
 
 
@@ -52,6 +54,7 @@ class Link:
         self._paced = None if config.pace is None else PacedStream(stream, config.pace)
         self._stream = self._paced or stream
         self._config = config
+        self._protocol = protocol_name(stream.protocol)
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(config.max_payload_bytes)
         self._gauge = Gauge(config.clock)
@@ -185,6 +188,7 @@ class Link:
             return
         out, self._out = self._out, []
         self.sent_bytes += self._out_bytes
+        self._config.traffic.sent_bytes[self._protocol] += self._out_bytes
         self._out_bytes = 0
         try:
             self._stream.write(out)
@@ -229,6 +233,7 @@ class Link:
             raise PeerLost(f"peer {self.peer} cut the link", peer=self.peer)
         self._heard()
         self.received_bytes += count
+        self._config.traffic.received_bytes[self._protocol] += count
         return count
 
     def _advance(self, count: int) -> Iterator[Frame]:
@@ -307,6 +312,7 @@ class Link:
             return
         self._timed_ping = 0
         sample_s = self._config.clock() - self._timed_at_s
+        self._config.traffic.note_round_trip(self._protocol, sample_s)
         # It falls at once: a ping that queued behind a long payload says little about the next one.
         rises = self.rtt_s is not None and sample_s > self.rtt_s
         self.rtt_s = 0.8 * (self.rtt_s or 0.0) + 0.2 * sample_s if rises else sample_s

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,10 +28,12 @@ from swarmnode.swarm.announcement import (
     fit,
     sign_announcement,
 )
+from swarmnode.swarm.dht_meter import GET, STORE, DhtMeter
 from swarmnode.swarm.known_peers import KnownPeers
 from swarmnode.swarm.roster import Roster
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 URGENT_FIELDS = ("state", "span", "seeds", "addresses")
 
@@ -84,6 +86,7 @@ class Directory:
         self.config = config
         self.known_peers = known_peers
         self.revision = 0
+        self.dht_meter = DhtMeter()
         self._read = announcement_reader(swarm_id, verify)
         self._sign = sign
         self._now = now
@@ -177,9 +180,7 @@ class Directory:
             self._next_probe_at = self._now() + self.config.probe_s
             probes = shards.probe_keys(self.swarm_id)
         try:
-            found = await asyncio.wait_for(
-                self.network.dht.get(list(dict.fromkeys([*keys, *probes]))), self.config.dht_timeout_s
-            )
+            found = await self._on_dht(GET, self.network.dht.get(list(dict.fromkeys([*keys, *probes]))))
         except (SwarmnodeError, asyncio.TimeoutError) as error:
             logger.warning("cannot read the swarm's announcements: %s", error or "no answer")
             found = {}
@@ -264,10 +265,15 @@ class Directory:
         record = sign_announcement(own, self._sign)
         store = self.network.dht.store(key, own.peer.encode(), record, expires_at=own.expires_at)
         try:
-            return await asyncio.wait_for(store, self.config.dht_timeout_s)
+            return await self._on_dht(STORE, store)
         except (SwarmnodeError, asyncio.TimeoutError) as error:
             logger.warning("cannot publish the own announcement: %s", error or "no answer")
             return False
+
+    async def _on_dht(self, operation: str, work: Awaitable[T]) -> T:
+        """Its result. Raises TimeoutError where it takes too long."""
+        with self.dht_meter.timing(operation):
+            return await asyncio.wait_for(work, self.config.dht_timeout_s)
 
     async def _remember(self) -> None:
         """Keep the addresses of live peers for the next run."""

@@ -1,0 +1,82 @@
+"""What the machine tells: versions, disk, and NVIDIA cards where there are any. Read off the event loop."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+from swarmnode import __version__
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings, Source
+
+
+def machine(home: Path) -> Source:
+    """Reads the machine; `home` is where the process keeps its state."""
+    cards = _cards()
+
+    def read() -> Readings:
+        yield build()
+        yield from disk(home)
+        yield from (reading for card in cards for reading in card.read())
+
+    return read
+
+
+def build() -> Reading:
+    """The versions that run; torch's only where it is loaded."""
+    torch = sys.modules.get("torch")
+    versions = (__version__, platform.python_version(), str(getattr(torch, "__version__", "")))
+    return Reading(table.BUILD, 1.0, versions)
+
+
+def disk(folder: Path) -> Readings:
+    """Of the disk on which `folder` is, or will be."""
+    while not folder.exists():
+        folder = folder.parent
+    usage = shutil.disk_usage(folder)
+    yield Reading(table.DISK_FREE, usage.free)
+    yield Reading(table.DISK_SIZE, usage.total)
+
+
+class Card:
+    """One NVIDIA card. What its driver does not tell (power, on many laptops) is left out."""
+
+    def __init__(self, index: int) -> None:
+        import pynvml
+
+        self._nvml = pynvml
+        self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        model = pynvml.nvmlDeviceGetName(self._handle)
+        self._labels = (str(index), model.decode() if isinstance(model, bytes) else model)
+
+    def __repr__(self) -> str:
+        return f"<Card {' '.join(self._labels)}>"
+
+    def read(self) -> Readings:
+        """Use, memory, temperature and power now."""
+        nvml, handle = self._nvml, self._handle
+        figures = {
+            table.GPU_BUSY: lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            table.GPU_MEMORY_USED: lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
+            table.GPU_MEMORY_SIZE: lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total,
+            table.GPU_TEMPERATURE: lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            table.GPU_POWER: lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,  # milliwatts
+        }
+        for metric, figure in figures.items():
+            try:
+                yield Reading(metric, float(figure()), self._labels)
+            except nvml.NVMLError:
+                continue
+
+
+def _cards() -> list[Card]:
+    """All cards of this machine; none where there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return [Card(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:
+        return []

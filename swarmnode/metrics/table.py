@@ -1,0 +1,91 @@
+"""Every metric of swarmnode. Seconds and bytes throughout; all carry the label `swarm` besides those named here."""
+
+from __future__ import annotations
+
+from swarmnode.metrics.metric import Kind, Metric
+
+PREFIX = "swarmnode_"
+
+
+def _counter(name: str, help: str, *labels: str) -> Metric:
+    return Metric(f"{PREFIX}{name}_total", Kind.COUNTER, help, labels)
+
+
+def _gauge(name: str, help: str, *labels: str) -> Metric:
+    return Metric(PREFIX + name, Kind.GAUGE, help, labels)
+
+
+def _histogram(name: str, help: str, *labels: str) -> Metric:
+    return Metric(PREFIX + name, Kind.HISTOGRAM, help, labels)
+
+
+# The process and its machine
+BUILD = _gauge("build_info", "Always 1; the versions are in the labels.", "version", "python", "torch")
+DISK_FREE = _gauge("disk_free_bytes", "Space left where the process keeps its state.")
+DISK_SIZE = _gauge("disk_size_bytes", "Space in all where the process keeps its state.")
+GPU_BUSY = _gauge("gpu_utilization_ratio", "Share of the last moments in which the card computed.", "gpu", "model")
+GPU_MEMORY_USED = _gauge("gpu_memory_used_bytes", "Memory of the card in use, by anybody.", "gpu", "model")
+GPU_MEMORY_SIZE = _gauge("gpu_memory_size_bytes", "Memory of the card.", "gpu", "model")
+GPU_TEMPERATURE = _gauge("gpu_temperature_celsius", "Temperature of the card.", "gpu", "model")
+GPU_POWER = _gauge("gpu_power_watts", "Power that the card draws.", "gpu", "model")
+
+# The swarm as this peer sees it
+STATE = _gauge("node_state", "1 for the state in which this peer is, 0 for the others.", "state")
+PEERS = _gauge("directory_peers", "Peers in the live directory, ourselves included, by state.", "state")
+UNITS = _gauge("units", "Units of the model.")
+UNITS_WITHOUT_HOLDER = _gauge("units_without_holder", "Units that no ready peer holds.")
+LEAST_HOLDERS = _gauge("unit_holders_min", "Ready peers that hold the unit which the fewest hold.")
+DHT_SECONDS = _histogram("dht_seconds", "Time of an operation on the DHT that succeeded.", "operation")
+DHT_FAILURES = _counter("dht_failures", "Operations on the DHT that failed.", "operation")
+MOVES = _counter("moves", "Moves of this node to another span.")
+
+# Links
+LINK_BYTES = _counter("link_bytes", "Bytes on all links, headers included.", "protocol", "direction")
+ROUND_TRIP_SECONDS = _histogram("link_round_trip_seconds", "Round trips of pings on links.", "protocol")
+_TENSOR = ("span", "work", "codec", "direction")
+TENSOR_RAW_BYTES = _counter("tensor_raw_bytes", "Tensors sent to other stages, before compression.", *_TENSOR)
+TENSOR_ENCODED_BYTES = _counter("tensor_encoded_bytes", "Tensors sent to other stages, as they travelled.", *_TENSOR)
+CODEC_LINKS = _gauge(
+    "codec_links", "Links to other stages by the codec that was chosen last.", "span", "codec", "direction"
+)
+
+# A stage. Its work is to serve (in the phases prefill and decode) or to train (forward and backward).
+TOKENS = _counter("tokens", "Positions computed (samples, where a model has no positions).", "span", "phase")
+UNIT_TOKENS = _counter("unit_tokens", "Work done: positions times the units that they passed.", "span", "phase")
+MICROBATCHES = _counter("microbatches", "Inputs computed: of sessions, or of a training step.", "span", "phase")
+HOP_SECONDS = _histogram(
+    "hop_seconds", "From an input's arrival to its result: waiting and computing.", "span", "phase"
+)
+PASS_SECONDS = _histogram("pass_seconds", "Time of one pass through the span.", "span", "phase")
+BATCH_SIZE = _histogram("batch_size", "Sessions that share a pass.", "span", "phase")
+QUEUE = _gauge("queue_length", "Inputs that wait for the compute thread.", "span")
+SESSIONS = _gauge("sessions", "Sessions held.", "span")
+CACHE_RESERVED = _gauge("cache_reserved_bytes", "Cache reserved by sessions.", "span")
+CACHE_SIZE = _gauge("cache_size_bytes", "Cache that sessions may reserve.", "span")
+REFUSALS = _counter("refused_sessions", "Sessions refused, by cause.", "span", "cause")
+FAULTS = _counter("faults", "Faults of routes that this stage reported, by cause.", "span", "work", "cause")
+SPEED = _gauge("decode_units_per_second", "Speed that this node announces for decode steps.", "span")
+
+# Training: of a stage
+TRAINING_STEP = _gauge("training_step", "Step that the stage is at.", "span")
+TRAINING_LOSS = _gauge("training_loss", "Mean loss of the last step.", "span")
+TRAINING_NORM = _gauge("training_gradient_norm", "Norm of the last step's gradient, of all units.", "span")
+AVERAGING_SECONDS = _histogram("averaging_seconds", "Time in which replicas agreed on a gradient.", "span")
+NOT_FINITE = _counter("not_finite", "Microbatches in which this stage met NaN or infinity.", "span")
+
+# Training: of a trainer, who feeds the data
+TRAINER_STEP = _gauge("trainer_step", "Last step that is done.")
+TRAINER_LOSS = _gauge("trainer_loss", "Mean loss of the last step.")
+TRAINER_PEERS = _gauge("trainer_peers", "Peers that took part in the last step.")
+TRAINER_WAITING = _gauge("trainer_waiting", "1 while nothing goes on since units have nobody.")
+TRAINER_STEP_SECONDS = _histogram("trainer_step_seconds", "Time of a step.")
+TRAINER_TOKENS = _counter("trainer_tokens", "Tokens of the steps that are done (samples, where there are no tokens).")
+
+# A client that generates
+CLIENT_SESSIONS = _counter("client_sessions", "Generations that ended, by how.", "result")
+CLIENT_TOKENS = _counter("client_tokens", "Tokens that came.")
+FIRST_TOKEN_SECONDS = _histogram("client_first_token_seconds", "From the call to the first token.")
+TOKEN_SECONDS = _histogram("client_token_seconds", "From one token to the next.")
+REROUTES = _counter("reroutes", "Sessions that were moved to another route, by cause.", "cause")
+
+ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
