@@ -1,7 +1,7 @@
 """Links: delays and bandwidths between peers, of which several may stand at one place of the scenario; and their uplinks.
 
-What a peer sends leaves it one message after another, each as fast as the path to its receiver allows; then it is under way
-for the path's delay.
+What a peer sends leaves it in order, as fast as its fastest path allows; on each path one message follows the other at the
+path's own bandwidth, and is under way for the path's delay. So a slow path holds up what goes along it, and nothing else.
 """
 
 from __future__ import annotations
@@ -26,12 +26,23 @@ class Links:
         delay, bandwidth = _with_neighbours(scenario)
         self._delay_s: list[list[float]] = delay.tolist()  # lists: scalars out of arrays cost ten times as much
         self._bandwidth_bps: list[list[float]] = bandwidth.tolist()
+        self._uplink_bps: list[float] = bandwidth.max(axis=1).tolist()
         self._free_at_s = [0.0] * len(self.places)
-        self._sent_s = [0.0] * len(self.places)
+        self._path_free_at_s: dict[tuple[int, int], float] = {}
 
     def __repr__(self) -> str:
         total = sum(self.bytes_sent.values())
         return f"<Links of {len(self.places)} peers, {total / 1e9:.2f} GB over {len(self.bytes_sent)} of them>"
+
+    @property
+    def sites(self) -> int:
+        """Places of the scenario."""
+        return len(self._delay_s)
+
+    def best_bps(self, receiver: int) -> float:
+        """The fastest path to a peer."""
+        there = self.places[receiver]
+        return max(row[there] for row in self._bandwidth_bps)
 
     def delay_s(self, sender: int, receiver: int) -> float:
         """One way."""
@@ -51,20 +62,19 @@ class Links:
         if sender == receiver:
             return now_s
         here, there = self.places[sender], self.places[receiver]
-        takes_s = size_bytes * 8 / self._bandwidth_bps[here][there]
-        leaves_s = max(now_s, self._free_at_s[sender]) + takes_s
-        self._free_at_s[sender] = leaves_s
-        self._sent_s[sender] += takes_s
-        self.bytes_sent[sender, receiver] += size_bytes
-        return leaves_s + self._delay_s[here][there]
+        path, size_bits = (sender, receiver), size_bytes * 8
+        begins_s = max(now_s, self._free_at_s[sender])
+        self._free_at_s[sender] = begins_s + size_bits / self._uplink_bps[here]
+        through_s = max(begins_s, self._path_free_at_s.get(path, 0.0)) + size_bits / self._bandwidth_bps[here][there]
+        self._path_free_at_s[path] = through_s
+        self.bytes_sent[path] += size_bytes
+        return through_s + self._delay_s[here][there]
 
     def reset(self, peer: int) -> None:
-        """The peer is gone, and what waited in its uplink with it."""
+        """The peer is gone, and what waited to leave it or to reach it with it."""
         self._free_at_s[peer] = 0.0
-
-    def sending_s(self, peer: int) -> float:
-        """Seconds in which its uplink was busy, in all."""
-        return self._sent_s[peer]
+        for path in [path for path in self._path_free_at_s if peer in path]:
+            del self._path_free_at_s[path]
 
 
 def _with_neighbours(scenario: Scenario) -> tuple[Any, Any]:

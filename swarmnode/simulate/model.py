@@ -85,17 +85,21 @@ class Model:
             0,
         )
 
+    def free_bytes(self, memory_bytes: int, span: Span, sizes: UnitSizes) -> float:
+        """What is left beside a span, for caches."""
+        return max(0, usable_bytes(memory_bytes) - sizes.need_bytes(span.start, span.end, 0))
+
     def weight_bytes(self, span: Span) -> int:
         """What a peer downloads to serve a span."""
         return WEIGHT_BYTES * sum(self.parameters[span.start : span.end])
 
-    def work(self, span: Span) -> float:
-        """The active parameters of a span, counted in layers."""
-        return self._work_before[span.end] - self._work_before[span.start]
+    def layers(self, span: Span) -> float:
+        """The active parameters of a span, as a number of layers."""
+        return self._layers_before[span.end] - self._layers_before[span.start]
 
     @cached_property
-    def _work_before(self) -> tuple[float, ...]:
-        """Work of the units before each. Looking up an embedding is no work; it counts as a hundredth of a layer."""
+    def _layers_before(self) -> tuple[float, ...]:
+        """Layers' worth of the units before each. Looking up an embedding is no work; it counts as a hundredth of a layer."""
         sums = [0.0]
         for unit, count in enumerate(self.active):
             sums.append(sums[-1] + (0.01 if unit == 0 else count / self.layer_parameters))

@@ -1,0 +1,82 @@
+"""The directory as everybody reads it: announcements reach others late, and those of the dead stay until they expire.
+
+Live peers read at times of their own. Here all read at the same ticks, a read period apart, so that one picture is shared by
+all: what is announced is known at the next tick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.view import PeerView, View
+from swarmnode.simulate.clock import Clock
+from swarmnode.swarm.announcement import State
+from swarmnode.swarm.directory import DirectoryConfig
+
+Rtts = Callable[[], Mapping[tuple[PeerId, PeerId], float]]
+
+
+class Directory:
+    """`revision` counts the pictures in which somebody came, went, or holds something else."""
+
+    def __init__(self, clock: Clock, units: int, config: DirectoryConfig) -> None:
+        self.revision = 0
+        self._clock = clock
+        self._units = units
+        self._config = config
+        self._known: dict[PeerId, PeerView] = {}
+        self._announced: dict[PeerId, PeerView | None] = {}
+        self._view: View | None = None
+
+    def __repr__(self) -> str:
+        return f"<Directory of {len(self._known)} peers, revision {self.revision}, {len(self._announced)} news>"
+
+    def start(self) -> None:
+        """Tick from now on."""
+        self._take_in()
+        self._clock.after(self._config.read_period_s(len(self._known)), self.start)
+
+    @property
+    def publish_period_s(self) -> float:
+        """Between two announcements of a peer that has nothing urgent to say."""
+        return self._config.publish_period_s(len(self._known))
+
+    def announce(self, peer: PeerView) -> None:
+        """To be known from the next tick on. OFFLINE is a goodbye."""
+        self._announced[peer.peer] = None if peer.state is State.OFFLINE else peer
+
+    def vanish(self, peer: PeerId) -> None:
+        """It will not announce itself again: its last word expires after `life_factor` periods, of which half a one is over."""
+        expires_s = self.publish_period_s * (self._config.life_factor - 0.5)
+
+        def expire() -> None:
+            self._announced[peer] = None
+
+        self._announced.pop(peer, None)
+        self._clock.after(expires_s, expire)
+
+    def view(self) -> View:
+        """The picture of the last tick, without round trips."""
+        if self._view is None:
+            self._view = View(self._units, tuple(self._known.values()))
+        return self._view
+
+    def know_now(self) -> None:
+        """Take in the news at once: at the start of a simulation, where peers came one after another."""
+        self._take_in()
+
+    def _take_in(self) -> None:
+        changed = False
+        for name, peer in self._announced.items():
+            before = self._known.get(name)
+            if peer is None:
+                self._known.pop(name, None)
+                changed |= before is not None
+            else:
+                self._known[name] = peer
+                changed |= before is None or (before.state, before.span) != (peer.state, peer.span)
+        if self._announced:
+            self._view = None
+        self._announced.clear()
+        self.revision += changed

@@ -1,0 +1,51 @@
+"""A simulated peer: a device at a place of the scenario, and what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.placement import Joiner
+from swarmnode.plan.view import PeerView, Span
+from swarmnode.simulate.devices import Device
+from swarmnode.swarm.announcement import State
+
+
+@dataclass(eq=False)
+class Peer:
+    """`index` is its number in `Links`. A peer that is not `alive` is away; when it comes back it is another one, with a new id."""
+
+    index: int
+    peer: PeerId
+    device: Device
+    capacity_units: int
+    started_at: float = 0.0
+    span: Span = Span(0, 0)
+    state: State = State.OFFLINE
+    sessions: int = 0
+    cache_free_bytes: float = 0.0
+    life: int = 0  # how often it came: what was planned for an earlier life is void
+    busy_s: float = field(default=0.0, repr=False)
+
+    def __repr__(self) -> str:
+        return f"<Peer {self.peer} {self.state.name} {self.span} {self.device!r}>"
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is there at all."""
+        return self.state is not State.OFFLINE
+
+    @property
+    def serves(self) -> bool:
+        """Whether it computes for others; one that drains still does for those it has."""
+        return self.state in (State.READY, State.DRAINING)
+
+    def view(self) -> PeerView:
+        """As it announces itself."""
+        return PeerView(
+            self.peer, self.span, self.state, self.device.decode_units_per_s, self.sessions, self.started_at
+        )
+
+    def joiner(self) -> Joiner:
+        """As it decides for itself."""
+        return Joiner(self.peer, self.capacity_units, self.device.decode_units_per_s, self.started_at)

@@ -1,0 +1,127 @@
+"""A simulation from its scenario and settings to its result."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from swarmnode.errors import UsageError
+from swarmnode.plan.scenario import Scenario
+from swarmnode.plan.view import Span
+from swarmnode.simulate.churn import Change, steady_churn
+from swarmnode.simulate.clock import Clock
+from swarmnode.simulate.devices import Device, device_of
+from swarmnode.simulate.links import Links
+from swarmnode.simulate.measures import Measures
+from swarmnode.simulate.model import Model
+from swarmnode.simulate.peers import Peer
+from swarmnode.simulate.serving import Serving
+from swarmnode.simulate.settings import EXACT_PEERS, Settings
+from swarmnode.simulate.world import World
+
+Progress = Callable[[float, float], None]
+"""(seconds simulated, of how many)"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out: everything that was measured, and the state in which the world is left."""
+
+    scenario: Scenario
+    model: Model
+    settings: Settings
+    world: World
+    measures: Measures
+    events: int
+
+    def __repr__(self) -> str:
+        return f"<Result of {self.settings.seconds:.0f} s: {self.events} events, {self.world!r}>"
+
+
+class Simulation:
+    """One run. `peers` devices: copies of the scenario's in turn where it has fewer. Raises UsageError."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        model: Model,
+        settings: Settings,
+        *,
+        peers: int = 0,
+        trace: Sequence[Change] | None = None,
+        spans: Sequence[Span] | None = None,
+    ) -> None:
+        self.scenario, self.model, self.settings = scenario, model, settings
+        self.clock = Clock()
+        self.measures = Measures(settings.sample_s)
+        count = peers or scenario.devices
+        links = Links(scenario, [*(index % scenario.devices for index in range(count)), *range(scenario.devices)])
+        self.world = World(
+            self.clock,
+            model,
+            links,
+            _peers(scenario, model, settings, count),
+            settings.swarm,
+            self.measures,
+            self._chance("world"),
+            trains=settings.workload == "train",
+        )
+        self._changes = trace if trace is not None else self._steady_churn(count)
+        self._spans = spans
+        self._sampled_busy_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Simulation {self.settings.workload} on {self.scenario!r}, {self.world!r}>"
+
+    def run(self, progress: Progress = lambda _done, _of: None) -> Result:
+        """Let it happen."""
+        self._workload = workload = self._make_workload()
+        self.world.begin(workload, self._spans)
+        workload.begin()
+        for change in self._changes:
+            self.clock.at(change.at_s, lambda change=change: self._happen(change))  # type: ignore[misc]
+        seconds = self.settings.seconds
+        while self.clock.now_s < seconds:
+            self.clock.run(min(seconds, self.clock.now_s + self.settings.sample_s))
+            self._sample()
+            progress(self.clock.now_s, seconds)
+        return Result(self.scenario, self.model, self.settings, self.world, self.measures, self.clock.events)
+
+    def _make_workload(self) -> Serving:
+        return Serving(self.world, self.settings.serve, self._chance("sessions"))
+
+    def _steady_churn(self, count: int) -> list[Change]:
+        return steady_churn(count, self.settings.churn, self.settings.seconds, self._chance("churn"))
+
+    def _happen(self, change: Change) -> None:
+        peer = self.world.peers[change.device]
+        if change.up:
+            self.world.join(peer)
+        else:
+            self.world.vanish(peer)
+
+    def _sample(self) -> None:
+        alive = [peer for peer in self.world.peers if peer.alive]
+        busy_s = sum(peer.busy_s for peer in self.world.peers)
+        share = (busy_s - self._sampled_busy_s) / (self.settings.sample_s * max(1, len(alive)))
+        self._sampled_busy_s = busy_s
+        gauges = {"peers": float(len(alive)), "share of time computing": share, **self._workload.gauges()}
+        self.measures.sample(self.clock.now_s, gauges)
+
+    def _chance(self, what: str) -> random.Random:
+        """Every part draws from a source of its own, so that one that draws more does not change the others."""
+        return random.Random(f"{self.settings.seed} {what}")
+
+
+def _peers(scenario: Scenario, model: Model, settings: Settings, count: int) -> list[Peer]:
+    devices = [device_of(scenario, index, model) for index in range(scenario.devices)]
+    trains = settings.workload == "train"
+    cache_tokens = 0 if trains else settings.swarm.cache_tokens
+    capacities = [
+        model.capacity_units(device.memory_bytes, trains=trains, cache_tokens=cache_tokens) for device in devices
+    ]
+    if not any(capacities):
+        raise UsageError(f"no device of {scenario.name} has the memory for one unit of {model.name}")
+    kinds: list[tuple[Device, int]] = list(zip(devices, capacities, strict=True))
+    return [Peer(index, "", *kinds[index % len(kinds)]) for index in range(count)]

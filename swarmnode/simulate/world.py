@@ -1,0 +1,230 @@
+"""The world: peers that come, choose units, load them, serve, move and vanish, as nodes do.
+
+A peer's life is that of `node.py`: join -> claim a span -> get the weights -> serve -> (move) -> leave, and every choice on
+the way is made by the functions that nodes call, on the picture that the directory gave.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from swarmnode.plan.flow import supply_of, throughput
+from swarmnode.plan.placement import choose_span, fill_move, gaps
+from swarmnode.plan.view import Span
+from swarmnode.simulate.clock import Clock
+from swarmnode.simulate.directory import Directory
+from swarmnode.simulate.links import Links
+from swarmnode.simulate.measures import Measures
+from swarmnode.simulate.model import Model
+from swarmnode.simulate.peers import Peer
+from swarmnode.simulate.settings import SwarmSettings
+from swarmnode.swarm.announcement import State
+
+FIRST_CHOOSERS = 200  # of a large swarm's peers, those that choose one after another before the simulation begins
+
+
+class Workload(Protocol):
+    """What the swarm is there for. Told of what happens to peers."""
+
+    def ready(self, peer: Peer) -> None:
+        """It begins to serve its span."""
+
+    def leaving(self, peer: Peer) -> None:
+        """It drains: what it does is to move to others."""
+
+    def lost(self, peer: Peer) -> None:
+        """It is gone without a word. Others notice later; see `detect_s`."""
+
+
+class World:
+    """All peers, alive or not. `peers[i]` stands for device `i` of the links."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        model: Model,
+        links: Links,
+        peers: Sequence[Peer],
+        settings: SwarmSettings,
+        measures: Measures,
+        chance: random.Random,
+        *,
+        trains: bool,
+    ) -> None:
+        self.clock = clock
+        self.model = model
+        self.links = links
+        self.peers = list(peers)
+        self.by_id: dict[str, Peer] = {}
+        self.settings = settings
+        self.measures = measures
+        self.directory = Directory(clock, model.units, settings.directory)
+        self.workload: Workload
+        self._chance = chance
+        self._trains = trains
+        self._gap_since_s: float | None = None
+
+    def __repr__(self) -> str:
+        alive = sum(peer.alive for peer in self.peers)
+        return f"<World of {alive} live peers of {len(self.peers)} at {self.clock.now_s:.0f} s, {self.directory!r}>"
+
+    def begin(self, workload: Workload, spans: Sequence[Span] | None = None) -> None:
+        """Everybody is here: in the given spans, or where each chose to go, one after another.
+
+        Of a large swarm only the first peers choose; the others, who are copies of them, take the same spans.
+        """
+        self.workload = workload
+        choosers = min(len(self.peers), max(FIRST_CHOOSERS // self.links.sites, 1) * self.links.sites)
+        for number, peer in enumerate(self.peers):
+            self._introduce(peer)
+            if peer.capacity_units == 0:
+                continue
+            if spans is not None:
+                peer.span = spans[number]
+            elif number < choosers:
+                peer.span = choose_span(self.directory.view(), peer.joiner())
+            else:
+                peer.span = self.peers[number % choosers].span
+            self._serve(peer)
+            self.directory.announce(peer.view())
+            self.directory.know_now()
+        self.directory.start()
+        for peer in self.peers:
+            if peer.alive:
+                self._keep_announcing(peer)
+        if spans is None:
+            self._look()
+
+    def throughput(self) -> float:
+        """Tokens/s that the placement as it is can do, if every session is computed alone: batching adds to it."""
+        holders = ((*peer.span, peer.device.decode_units_per_s) for peer in self.by_id.values() if peer.serves)
+        return throughput(supply_of(self.model.units, holders))
+
+    # -- coming and going
+
+    def join(self, peer: Peer) -> None:
+        """A device comes, as a new peer: it claims a span, and takes it once the claim has stood for a while."""
+        if peer.alive:
+            return
+        self._introduce(peer)
+        if peer.capacity_units == 0:
+            return
+        peer.state, peer.span = State.JOINING, self._choose(peer)
+        self.directory.announce(peer.view())
+        self._keep_announcing(peer)
+        self._later(peer, self.settings.settle_s, lambda: self._settle(peer))
+
+    def vanish(self, peer: Peer) -> None:
+        """A peer is gone without a word."""
+        if not peer.alive:
+            return
+        peer.state = State.OFFLINE
+        peer.life += 1
+        self.by_id.pop(peer.peer)
+        self.links.reset(peer.index)
+        self.directory.vanish(peer.peer)
+        self.measures.count("peers lost", 1)
+        self.workload.lost(peer)
+
+    def _introduce(self, peer: Peer) -> None:
+        peer.life += 1
+        peer.peer = f"{peer.index:05d}.{peer.life}"
+        peer.started_at = self.clock.now_s + 1e-6 * peer.index
+        peer.sessions = 0
+        if peer.capacity_units:
+            self.by_id[peer.peer] = peer
+
+    def _choose(self, peer: Peer) -> Span:
+        return self.measures.timed("choose", lambda: choose_span(self.directory.view(), peer.joiner()))
+
+    def _settle(self, peer: Peer) -> None:
+        """Look again, now that others' claims are known."""
+        span = self._choose(peer)
+        if span != peer.span:
+            peer.span = span
+        self._load(peer)
+
+    def _load(self, peer: Peer) -> None:
+        peer.state = State.LOADING
+        self.directory.announce(peer.view())
+        self._later(peer, self._loading_s(peer), lambda: self._loaded(peer))
+
+    def _loaded(self, peer: Peer) -> None:
+        self._serve(peer)
+        self.directory.announce(peer.view())
+
+    def _serve(self, peer: Peer) -> None:
+        peer.state = State.READY
+        sizes = self.model.training_sizes if self._trains else self.model.serving_sizes
+        peer.cache_free_bytes = self.model.free_bytes(peer.device.memory_bytes, peer.span, sizes)
+        self.workload.ready(peer)
+
+    def _loading_s(self, peer: Peer) -> float:
+        """To get the weights from the nearest peer that holds some of them, and onto the device."""
+        size_bytes = self.model.weight_bytes(peer.span)
+        holders = [
+            other.index
+            for other in self.by_id.values()
+            if other.serves and other is not peer and max(other.span.start, peer.span.start) < min(*_ends(other, peer))
+        ]
+        fastest_bps = max((self.links.bandwidth_bps(other, peer.index) for other in holders), default=None)
+        download_s = size_bytes * 8 / (fastest_bps or self.links.best_bps(peer.index))
+        self.measures.count("weights downloaded, bytes", size_bytes)
+        return download_s + size_bytes / self.settings.load_bytes_per_s
+
+    # -- looking
+
+    def _look(self) -> None:
+        """All look at the same picture at about the same time: in an order drawn anew each time."""
+        view = self.directory.view()
+        now_s = self.clock.now_s
+        living = [peer for peer in view.peers if peer.state in (State.JOINING, State.LOADING, State.READY)]
+        if not gaps(view.units, living):
+            self._gap_since_s = None
+        else:
+            self._gap_since_s = now_s if self._gap_since_s is None else self._gap_since_s
+            for peer in self._ready_peers():
+                span = fill_move(view, peer.joiner(), waited_s=now_s - self._gap_since_s)
+                if span is not None and span != peer.span:
+                    self._move(peer, span)
+        self.clock.after(self.settings.look_s, self._look)
+
+    def _ready_peers(self) -> list[Peer]:
+        ready = [peer for peer in self.by_id.values() if peer.state is State.READY]
+        self._chance.shuffle(ready)
+        return ready
+
+    def _move(self, peer: Peer, span: Span) -> None:
+        """Let the sessions go elsewhere, then load the other span."""
+        self.measures.count("moves", 1)
+        peer.state = State.DRAINING
+        self.directory.announce(peer.view())
+        self.workload.leaving(peer)
+
+        def go() -> None:
+            peer.span = span
+            peer.life += 1
+            self._load(peer)
+            self._keep_announcing(peer)
+
+        self._later(peer, self.settings.detect_s, go)
+
+    def _keep_announcing(self, peer: Peer) -> None:
+        """Now and then, with the number of its sessions."""
+
+        def announce() -> None:
+            self.directory.announce(peer.view())
+            self._later(peer, self.directory.publish_period_s, announce)
+
+        self._later(peer, self.directory.publish_period_s * self._chance.random(), announce)
+
+    def _later(self, peer: Peer, delay_s: float, action: Callable[[], None]) -> None:
+        """Unless the peer is gone by then."""
+        life = peer.life
+        self.clock.after(delay_s, lambda: action() if peer.life == life else None)
+
+
+def _ends(one: Peer, other: Peer) -> tuple[int, int]:
+    return one.span.end, other.span.end
