@@ -13,6 +13,7 @@ from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError, refu
 from swarmnode.net.gauge import MEASURED_BYTES, Gauge
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
 from swarmnode.net.pace import Pace, PacedStream
+from swarmnode.net.soundings import Soundings
 from swarmnode.net.traffic import Traffic, protocol_name
 
 OnFrame = Callable[[Frame, Body], None]
@@ -37,6 +38,7 @@ class LinkConfig:
     slowest_bytes_per_s: float = 256 * 1024
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
     pace: Pace | None = None  # of all the node's links together; None: as fast as it goes
+    soundings: Soundings = field(default_factory=Soundings)  # what the node's links measure, all together
     traffic: Traffic = field(default_factory=Traffic)  # of all the node's links together
     clock: Callable[[], float] = time.perf_counter  # for round trips: uvloop's own has milliseconds only
 
@@ -252,8 +254,12 @@ class Link:
             elif isinstance(body, Ping):
                 if not self._closed:  # what was sent before the end may still be on its way out
                     self.send(Pong(self._gauge.rate_bps or 0.0), seq=frame.seq)
+                if self._gauge.rate_bps:
+                    self._config.soundings.received(self.peer, self._gauge.rate_bps)
             elif isinstance(body, Pong):
-                self.bandwidth_bps = body.received_bps or self.bandwidth_bps
+                if body.received_bps:
+                    self.bandwidth_bps = body.received_bps
+                    self._config.soundings.sent(self.peer, body.received_bps)
                 self._measure(frame.seq)
             elif isinstance(body, End):
                 return True
@@ -317,6 +323,7 @@ class Link:
         rises = self.rtt_s is not None and sample_s > self.rtt_s
         self.rtt_s = 0.8 * (self.rtt_s or 0.0) + 0.2 * sample_s if rises else sample_s
         self.min_rtt_s = min(sample_s, self.min_rtt_s or sample_s)
+        self._config.soundings.round_trip(self.peer, sample_s)
 
     # -- the end
 
