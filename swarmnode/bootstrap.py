@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from swarmnode.errors import LocalError
+from swarmnode.metrics.metric import Readings
 from swarmnode.net.addresses import check_port_free
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import PeerId
@@ -65,6 +66,10 @@ class Bootstrap:
             await presence.close()
             raise
         return cls(presence, seeder)
+
+    def readings(self) -> Readings:
+        """What Prometheus may know of this door."""
+        return self._presence.readings()
 
     async def addresses(self) -> list[str]:
         """Multiaddrs under which newcomers reach it."""

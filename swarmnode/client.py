@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from swarmnode.codec.tensors import Codec
 from swarmnode.config import ClientConfig
 from swarmnode.errors import PeerError, UsageError
+from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Switchboard
 from swarmnode.plan.placement import gaps
@@ -27,6 +28,7 @@ from swarmnode.plan.view import Span, view_of
 from swarmnode.presence import Presence, PresenceConfig, state_name
 from swarmnode.roles.client import SESSION_PROTOCOL, ClientSession, SessionSpec
 from swarmnode.roles.generation import GenerateOptions, Generation, RingStream
+from swarmnode.roles.meters import ClientMeter
 from swarmnode.roles.router import DirectoryRouter
 from swarmnode.swarm.announcement import Announcement, State, peer_digest
 from swarmnode.swarm.content import has_tokenizer
@@ -94,6 +96,7 @@ class SwarmClient:
             presence.link_config,
             on_peer_lost=self._on_peer_lost,
         )
+        self._meter = ClientMeter()
         self._tokenizer: Tokenizer | ByteTokenizer | None = None
         self._weights: Weights | None = None
         self._small_files: Path | None = None
@@ -133,6 +136,11 @@ class SwarmClient:
         if self._weights is not None:
             await self._weights.close()
         await self._presence.close()
+
+    def readings(self) -> Readings:
+        """What Prometheus may know of this client."""
+        yield from self._meter.readings()
+        yield from self._presence.readings()
 
     # -- looking
 
@@ -196,7 +204,9 @@ class SwarmClient:
         if not options.stop_ids:
             options = dataclasses.replace(options, stop_ids=await self._stop_ids())
         router = self._router(Span(0, self.units), ring=True)
-        return TextStream(RingStream(self._switchboard, router, prompt, options, self.config), tokenizer)
+        return TextStream(
+            RingStream(self._switchboard, router, prompt, options, self.config, meter=self._meter), tokenizer
+        )
 
     async def generate(
         self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any
@@ -232,7 +242,7 @@ class SwarmClient:
         router = self._router(span, ring=False)
 
         def open_session(spec: SessionSpec) -> ClientSession:
-            return ClientSession(self._switchboard, router, spec, self.config)
+            return ClientSession(self._switchboard, router, spec, self.config, meter=self._meter)
 
         return await asyncio.to_thread(
             model_class.from_checkpoint, checkpoint, open_session, run, ends, self.config.prompt_chunk_tokens

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 from swarmnode.config import StageConfig
 from swarmnode.errors import UsageError
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.plan.placement import Joiner, choose_span, fill_move, gaps
 from swarmnode.plan.view import Span, View, view_of
 from swarmnode.presence import Presence, PresenceConfig
@@ -91,9 +93,18 @@ class Node:
         self._tell = tell
         self._presence: Presence | None = None
         self._stage: Stage | Post | None = None
+        self._moves = 0
 
     def __repr__(self) -> str:
         return f"<Node {self._presence!r} {self._stage!r}>"
+
+    def readings(self) -> Readings:
+        """What Prometheus may know of this node; before it has joined little."""
+        yield Reading(table.MOVES, self._moves)
+        if self._presence is not None:
+            yield from self._presence.readings()
+        if self._stage is not None:
+            yield from self._stage.readings()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Live until `stop` is set, then let the sessions move away and leave. Raises LocalError, NetworkDown, CheckpointError."""
@@ -141,6 +152,7 @@ class Node:
                 await self._serve(presence, seeder, weights, hardware, span)
                 span = await self._wait_for_a_reason_to_move(presence, hardware)
                 self._tell("moving", f"Units {span} have nobody else: moving there", span=list(span))
+                self._moves += 1
                 await self._leave_stage(presence)
         finally:
             await seeder.close()

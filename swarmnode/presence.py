@@ -9,6 +9,7 @@ import asyncio
 import fcntl
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import IO, TYPE_CHECKING, Any
 from swarmnode import __version__
 from swarmnode.codec.messages import VERSION, Hello
 from swarmnode.errors import LocalError, NetworkDown, PeerError
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.addresses import is_loopback, peer_of, without_peer
 from swarmnode.net.engine import Engine, EngineConfig
 from swarmnode.net.identity import Identity, verify
@@ -243,6 +246,24 @@ class Presence:
 
     def _manifest_sources(self) -> Sequence[PeerId]:
         return list(dict.fromkeys([*self._others(), *self.doors()]))
+
+    def readings(self) -> Readings:
+        """What Prometheus may know of the swarm as this peer sees it."""
+        peers = self.directory.peers().values()
+        own = self.directory.own
+        lives = Counter(peer.life for peer in peers)
+        for state in State:
+            yield Reading(table.PEERS, lives[state], (state_name(state),))
+            if own is not None:
+                yield Reading(table.STATE, own.life is state, (state_name(state),))
+        if self.swarm.manifest is not None:
+            units = self.swarm.manifest.model.units
+            holders = Counter(unit for peer in peers if peer.life is State.READY for unit in range(*peer.span))
+            yield Reading(table.UNITS, units)
+            yield Reading(table.UNITS_WITHOUT_HOLDER, sum(not holders[unit] for unit in range(units)))
+            yield Reading(table.LEAST_HOLDERS, min(holders[unit] for unit in range(units)))
+        yield from self.directory.dht_meter.readings()
+        yield from self.link_config.traffic.readings()
 
     async def close(self) -> None:
         """Say goodbye and leave. Safe to call twice."""

@@ -113,6 +113,11 @@ class StageRunner:
         """Positions held."""
         return self._opened(session_id).cached.length
 
+    def units(self, session_id: Hashable) -> int:
+        """How many units its positions pass."""
+        opened = self._opened(session_id)
+        return opened.end - opened.start
+
     def truncate(self, session_id: Hashable, length: int) -> None:
         """Forget the positions from `length` on."""
         self._opened(session_id)

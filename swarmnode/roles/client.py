@@ -50,6 +50,7 @@ from swarmnode.net.hop import Entry, Hop
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
+from swarmnode.roles.meters import ClientMeter
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +126,7 @@ class ClientSession:
         spec: SessionSpec,
         config: ClientConfig,
         *,
+        meter: ClientMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.id = secrets.token_bytes(SESSION_ID_BYTES)
@@ -135,6 +137,7 @@ class ClientSession:
         self._switchboard = switchboard
         self._router = router
         self._config = config
+        self._meter = meter or ClientMeter()
         self._clock = clock
         self._first = Hop(switchboard, self._from_first, lambda error: self._fault(self.epoch, 0, error))
         self._last: Channel | None = None
@@ -228,6 +231,7 @@ class ClientSession:
             if index >= 0:
                 self._blame(self.route[index].peer, error)
             self.stats.reroutes += 1
+            self._meter.reroutes[error.code] += 1
             try:
                 await self._bind(error)
             except SwarmnodeError as failure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -13,6 +14,7 @@ from swarmnode.config import ClientConfig
 from swarmnode.errors import UsageError
 from swarmnode.net.switchboard import Switchboard
 from swarmnode.roles.client import ClientSession, Router, SessionSpec, ids_entry
+from swarmnode.roles.meters import ClientMeter
 
 MAX_SEED = 2**63 - 1
 
@@ -87,12 +89,14 @@ class RingStream:
         options: GenerateOptions,
         config: ClientConfig,
         *,
+        meter: ClientMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.result = Generation()
         self.prompt = list(prompt)
         self._options = options
         self._config = config
+        self._meter = meter or ClientMeter()
         self._clock = clock
         spec = SessionSpec(
             Mode.RING,
@@ -100,13 +104,14 @@ class RingStream:
             sampling=options.sampling(len(self.prompt)),
             codec=options.codec,
         )
-        self._session = ClientSession(switchboard, router, spec, config, clock=clock)
+        self._session = ClientSession(switchboard, router, spec, config, meter=self._meter, clock=clock)
 
     def __repr__(self) -> str:
         return f"<RingStream {len(self.result.ids)} tokens of {self._options.max_new_tokens}, {self._session!r}>"
 
     async def __aiter__(self) -> AsyncGenerator[int, None]:
         started_s = self._clock()
+        ending = "failed"
         try:
             await self._session.start()
             self._send_prompt()
@@ -116,7 +121,12 @@ class RingStream:
                 final = received.output.final
                 self._note(received.output.ids[0], self._clock() - started_s)
                 yield received.output.ids[0]
+            ending = "done"
+        except (GeneratorExit, asyncio.CancelledError):
+            ending = "left"
+            raise
         finally:
+            self._meter.sessions[ending] += 1
             await self._session.close()
 
     def _send_prompt(self) -> None:
@@ -127,9 +137,13 @@ class RingStream:
             self._session.send(entry, expect=len(self.prompt))
 
     def _note(self, token: int, elapsed_s: float) -> None:
-        result, stats = self.result, self._session.stats
+        result, stats, meter = self.result, self._session.stats, self._meter
+        meter.tokens += 1
         if not result.ids:
             result.first_token_s = elapsed_s
+            meter.first_token.observe(elapsed_s)
+        else:
+            meter.token.observe(elapsed_s - result.seconds)
         result.ids.append(token)
         result.seconds = elapsed_s
         result.route = self._session.route

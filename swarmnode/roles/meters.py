@@ -30,6 +30,7 @@ class StageMeter:
         self.passes = {phase: Histogram() for phase in phases}  # seconds
         self.batches = {phase: Histogram(SIZES) for phase in phases}  # microbatches
         self.tokens = Counter(dict.fromkeys(phases, 0))
+        self.unit_tokens = Counter(dict.fromkeys(phases, 0))
         self.microbatches = Counter(dict.fromkeys(phases, 0))
         self.faults: Counter[ErrorCode] = Counter()
         self._raw_bytes: Counter[tuple[Codec, str]] = Counter()
@@ -44,13 +45,14 @@ class StageMeter:
         return f"{self.span.start}:{self.span.end}"
 
     @contextmanager
-    def passing(self, phase: str, *, microbatches: int, tokens: int) -> Iterator[None]:
-        """Around one pass through the span; what fails is not counted."""
+    def passing(self, phase: str, *, microbatches: int, tokens: int, unit_tokens: int) -> Iterator[None]:
+        """Around one pass; what fails is not counted. `unit_tokens`: tokens times the units that each of them passes."""
         with self.passes[phase].timing():
             yield
         self.batches[phase].observe(microbatches)
         self.microbatches[phase] += microbatches
         self.tokens[phase] += tokens
+        self.unit_tokens[phase] += unit_tokens
 
     def note_hop(self, phase: str, since_s: float) -> None:
         """The result of what came at `since_s` (of `time.perf_counter`) is there."""
@@ -69,7 +71,7 @@ class StageMeter:
             yield Reading(table.PASS_SECONDS, self.passes[phase], (span, phase))
             yield Reading(table.BATCH_SIZE, self.batches[phase], (span, phase))
             yield Reading(table.TOKENS, self.tokens[phase], (span, phase))
-            yield Reading(table.UNIT_TOKENS, self.tokens[phase] * self.span.units, (span, phase))
+            yield Reading(table.UNIT_TOKENS, self.unit_tokens[phase], (span, phase))
             yield Reading(table.MICROBATCHES, self.microbatches[phase], (span, phase))
         for code in ErrorCode:
             yield Reading(table.FAULTS, self.faults[code], (span, self.work, cause_of(code)))

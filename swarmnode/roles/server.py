@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Attach, Body, Error, Hello, Mode, Open
 from swarmnode.config import ServerConfig
 from swarmnode.errors import ErrorCode, PeerError
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Channel, Switchboard
 from swarmnode.roles.client import SESSION_PROTOCOL
+from swarmnode.roles.meters import cause_of
 from swarmnode.roles.session import StageSession, shape_of, units_of
 from swarmnode.roles.worker import Job, Worker
 
@@ -38,6 +41,7 @@ class StageServer:
         self._reserved: dict[int, int] = {}  # cache bytes, by session key
         self._early: OrderedDict[bytes, list[tuple[Channel, Attach]]] = OrderedDict()
         self._keys = itertools.count()
+        self._refusals: Counter[ErrorCode] = Counter()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -54,6 +58,18 @@ class StageServer:
     def load(self) -> int:
         """Number of sessions held."""
         return len(self._sessions)
+
+    def readings(self) -> Readings:
+        """What the sessions do here and take, and what was refused."""
+        span = self._worker.meter.label
+        usable_bytes = self._runner.pool.usable_bytes
+        yield from self._worker.meter.readings()
+        yield Reading(table.QUEUE, self._worker.queued, (span,))
+        yield Reading(table.SESSIONS, self.load, (span,))
+        yield Reading(table.CACHE_SIZE, usable_bytes, (span,))
+        yield Reading(table.CACHE_RESERVED, usable_bytes - self.free_cache_bytes, (span,))
+        for code in ErrorCode:
+            yield Reading(table.REFUSALS, self._refusals[code], (span, cause_of(code)))
 
     async def start(self) -> None:
         """Answer incoming links from now on."""
@@ -79,6 +95,10 @@ class StageServer:
     def submit(self, job: Job) -> None:
         self._worker.submit(job)
 
+    def note_fault(self, code: ErrorCode) -> None:
+        """A session told its client that a hop fails."""
+        self._worker.meter.faults[code] += 1
+
     def freed(self, session: StageSession) -> None:
         """A session gives back its place."""
         if self._sessions.get(session.id) is session:
@@ -94,7 +114,9 @@ class StageServer:
         if isinstance(body, Open):
             refusal = self._open(channel, body)
             if refusal is not None:
-                log.info("session %s refused: %s", body.session.hex()[:8], ErrorCode(refusal.code).name)
+                code = ErrorCode(refusal.code)
+                log.info("session %s refused: %s", body.session.hex()[:8], code.name)
+                self._refusals[code] += 1
                 channel.close(refusal)
         elif isinstance(body, Attach):
             self._attach(channel, body)

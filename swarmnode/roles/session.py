@@ -42,6 +42,7 @@ class Stage(Protocol):
     orphan_grace_s: float
 
     def submit(self, job: Job) -> None: ...
+    def note_fault(self, code: ErrorCode) -> None: ...
     def freed(self, session: StageSession) -> None: ...
 
 
@@ -303,6 +304,7 @@ class StageSession:
 
     def _send_fault(self, index: int, code: ErrorCode, retry_s: float = 0.0) -> None:
         log.info("session %s: hop %d of its route fails: %s", self.id.hex()[:8], index, code.name)
+        self._stage.note_fault(code)
         if self._upstream is not None and self._upstream.open:
             self._upstream.send(Fault(self.epoch, index, code, retry_s))
 

@@ -27,6 +27,8 @@ from swarmnode.compute.span import Span, load_span
 from swarmnode.compute.throttle import Throttle
 from swarmnode.config import StageConfig
 from swarmnode.errors import LocalError, UsageError
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.plan.view import Span as Units
 from swarmnode.presence import Presence
 from swarmnode.roles.server import StageServer
@@ -198,6 +200,12 @@ class Stage:
             "cache_tokens_free": self._server.free_cache_bytes // per_token,
             "sessions": self._server.load,
         }
+
+    def readings(self) -> Readings:
+        """What Prometheus may know of this stage."""
+        span = self._runner.span
+        yield Reading(table.SPEED, self._units_per_s, (f"{span.start}:{span.end}",))
+        yield from self._server.readings()
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new, and let the sessions move to other peers."""

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -23,9 +25,12 @@ from swarmnode.codec.messages import Sampling, Want
 from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, Work, is_finite
+from swarmnode.compute.runner import Result as Output
 from swarmnode.compute.sampling import sample
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import Buffer
+from swarmnode.plan.view import Span
+from swarmnode.roles.meters import DECODE, FORWARD, PREFILL, SERVE, StageMeter
 
 if TYPE_CHECKING:
     from swarmnode.compute.runner import StageRunner
@@ -67,6 +72,11 @@ class Job:
     want: Want = Want.NOTHING
     reorder: tuple[int, ...] = ()
     skip: int = 0
+    submitted_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def phase(self) -> str:
+        return DECODE if self.count == 1 else PREFILL
 
     @property
     def end(self) -> int:
@@ -112,10 +122,16 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="swarmnode-compute", daemon=True)
         self.steps = 0
         self.positions = 0
+        self.meter = StageMeter(Span(runner.span.start, runner.span.end), SERVE)
         self._thread.start()
 
     def __repr__(self) -> str:
         return f"<Worker {self.runner!r} after {self.steps} passes, {len(self._waiting)} sessions waiting>"
+
+    @property
+    def queued(self) -> int:
+        """Jobs that wait."""
+        return self._inbox.qsize() + sum(len(jobs) for jobs in list(self._waiting.values()))
 
     def submit(self, job: Job) -> None:
         """Queue a job; `job.done` is called on the loop."""
@@ -221,14 +237,23 @@ class Worker:
             except ProtocolError as error:
                 failed[id(job)] = Result(error=error.code, bad_input=True)
         try:
-            outputs = self.runner.run(works) if works else []
+            outputs = self._pass(batch[0].phase, works) if works else []
             done = {id(job): self._encode(job, result.output) for job, result in zip(ready, outputs, strict=True)}
         except Exception:
             log.exception("a pass over %d jobs failed", len(works))
             done = {id(job): Result(error=ErrorCode.INTERNAL) for job in ready}
         self.steps += 1
         self.positions += sum(job.count for job in ready)
+        for job in ready:
+            self.meter.note_hop(job.phase, job.submitted_s)
         return [failed.get(id(job)) or done[id(job)] for job in batch]
+
+    def _pass(self, phase: str, works: Sequence[Work]) -> list[Output]:
+        tokens = [work.x.shape[0] * work.x.shape[1] for work in works]
+        units = [self.runner.units(work.session_id) for work in works]
+        unit_tokens = sum(map(operator.mul, tokens, units))
+        with self.meter.passing(phase, microbatches=len(works), tokens=sum(tokens), unit_tokens=unit_tokens):
+            return self.runner.run(works)
 
     def _decode(self, job: Job) -> Work:
         # The session has checked the shapes: whatever the codec, no payload makes more than they say.
@@ -248,7 +273,9 @@ class Worker:
         """`y` is hidden_BTH, or at the last hop logits_BKV (hidden_BTH where the client holds the head)."""
         then = job.then
         if isinstance(then, Forward):
-            return Result(tensor=encode(y, then.codec))
+            info, payload = encode(y, then.codec)
+            self.meter.note_tensors(then.codec, FORWARD, raw_bytes=y.nbytes, encoded_bytes=len(payload))
+            return Result(tensor=(info, payload))
         wanted = _wanted(job)
         y = y[:, y.shape[1] - wanted :]
         if not is_finite(y):

@@ -21,8 +21,10 @@ from swarmnode.net.fake import FakeWorld, Path
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Switchboard
+from swarmnode.plan.view import Span
 from swarmnode.roles.client import SESSION_PROTOCOL, Route, Router
 from swarmnode.roles.generation import GenerateOptions, RingStream
+from swarmnode.roles.meters import SERVE, StageMeter
 from swarmnode.roles.server import StageServer
 from swarmnode.roles.worker import Forward, Job, Result, Sample
 
@@ -68,6 +70,7 @@ class ToyWorker:
             pool=SimpleNamespace(usable_bytes=cache_bytes),
             reservation_bytes=lambda tokens, start, end: tokens * (end - start),
         )
+        self.meter = StageMeter(Span(start, end), SERVE)
         self.caches: dict[int, tuple[int, list[int]]] = {}  # first unit, sums
         self.lengths: dict[int, int] = {}
         self.positions = 0

@@ -12,7 +12,6 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.compression import Choice, Controller, Look, adatopk_keep, encoded_bytes
 from swarmnode.roles.training.values import Encoded, describe_values, encode_values
 
-FORWARD, BACKWARD = "forward", "backward"
 AUTO, ADATOPK = "auto", "adatopk"
 MODES = (AUTO, "none", "bf16", "int8", "int4", ADATOPK)
 LARGEST_RATIO = 100.0  # of AdaTopK, on the slowest link

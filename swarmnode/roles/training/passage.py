@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
@@ -16,15 +19,19 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Fault
 from swarmnode.codec.training_messages import Backward, Forward
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
+from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Channel
+from swarmnode.roles.meters import BACKWARD, FORWARD
 from swarmnode.roles.training.bench import Urgency
-from swarmnode.roles.training.compressor import BACKWARD, FORWARD
 from swarmnode.roles.training.values import Encoded, decode_values
 
 if TYPE_CHECKING:
     from swarmnode.roles.training.stage import TrainingStage
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+URGENCY = {FORWARD: Urgency.FORWARD, BACKWARD: Urgency.BACKWARD}
 
 
 def place_of(body: Forward) -> int:
@@ -64,13 +71,13 @@ class Passage:
         body = self.body
         try:
             if body.hop + 1 == len(body.route):
-                loss, encoded, present = await self._stage.bench.call(Urgency.FORWARD, self._there_and_back)
+                loss, encoded, present = await self._compute(FORWARD, self._there_and_back)
             else:
-                values = await self._stage.bench.call(Urgency.FORWARD, self._forward)
+                values = await self._compute(FORWARD, self._forward)
                 answer, payload = await self._ask_next(values)
                 loss = answer.loss
-                encoded, present = await self._stage.bench.call(
-                    Urgency.BACKWARD, lambda: self._backward(self._gradients(answer, payload))
+                encoded, present = await self._compute(
+                    BACKWARD, lambda: self._backward(self._gradients(answer, payload))
                 )
             if not self._ended:
                 self._finish(Backward(loss, present, encoded[0]), encoded[1])
@@ -99,6 +106,13 @@ class Passage:
             self._answer.set_exception(PeerLost("the microbatch was given up"))
         self._stage.ended(self)
 
+    async def _compute(self, phase: str, function: Callable[[], T]) -> T:
+        """Wait for the bench, and have it done there. At the last hop the way forward leads back as well."""
+        came_s = time.perf_counter()
+        result = await self._stage.bench.call(URGENCY[phase], function)
+        self._stage.meter.note_hop(phase, came_s)
+        return result
+
     # -- compute, on the bench
 
     def _forward(self) -> Encoded:
@@ -107,11 +121,11 @@ class Passage:
         values = decode_values(body.values, self._payload, learner.segment.device)
         self._payload = b""
         hop = body.route[body.hop]
-        with self._stage.timing(hop):
+        with self._passing(FORWARD):
             outputs = learner.forward(place_of(body), body.number, hop.start, hop.end, values)
         peer = body.route[body.hop + 1].peer
         bandwidth_bps = self._stage.switchboard.bandwidth_bps(peer)
-        return self._stage.compressor.encode(outputs, peer, FORWARD, bandwidth_bps)
+        return self._encode(outputs, peer, FORWARD, bandwidth_bps)
 
     def _there_and_back(self) -> tuple[float, Encoded, tuple[bool, ...]]:
         """At the last hop the loss's gradient is at hand."""
@@ -120,7 +134,7 @@ class Passage:
         values = decode_values(body.values, self._payload, learner.segment.device)
         self._payload = b""
         hop = body.route[body.hop]
-        with self._stage.timing(hop):
+        with self._passing(FORWARD):
             (loss,) = learner.forward(place_of(body), body.number, hop.start, hop.end, values)
         encoded, present = self._backward(())
         self._stage.note_loss(body.number, float(loss))
@@ -128,14 +142,32 @@ class Passage:
 
     def _backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Encoded, tuple[bool, ...]]:
         self._check_alive()
-        with self._stage.timing(self.body.route[self.body.hop]):
+        with self._passing(BACKWARD):
             inputs = self._stage.learner.backward(place_of(self.body), gradients)
         if self.body.hop == 0:
             inputs = tuple(None for _ in inputs)  # the trainer has no use for them
         present = tuple(gradient is not None for gradient in inputs)
         flowing = [gradient for gradient in inputs if gradient is not None]
         channel = self._channel
-        return self._stage.compressor.encode(flowing, channel.peer, BACKWARD, channel.bandwidth_bps), present
+        return self._encode(flowing, channel.peer, BACKWARD, channel.bandwidth_bps), present
+
+    @contextmanager
+    def _passing(self, phase: str) -> Iterator[None]:
+        """Around the pass itself."""
+        stage, hop = self._stage, self.body.route[self.body.hop]
+        assert stage.run is not None
+        units, tokens = hop.end - hop.start, stage.run.microbatch * max(1, stage.run.sequence)
+        counting = stage.meter.passing(phase, microbatches=1, tokens=tokens, unit_tokens=units * tokens)
+        with stage.pace.timing(units), counting:
+            yield
+
+    def _encode(self, values: Sequence[Tensor], peer: PeerId, direction: str, bandwidth_bps: float | None) -> Encoded:
+        compressor = self._stage.compressor
+        infos, payloads = compressor.encode(values, peer, direction, bandwidth_bps)
+        raw_bytes, encoded_bytes = sum(value.nbytes for value in values), sum(map(len, payloads))
+        codec = compressor.choices[peer, direction].codec
+        self._stage.meter.note_tensors(codec, direction, raw_bytes=raw_bytes, encoded_bytes=encoded_bytes)
+        return infos, payloads
 
     def _gradients(self, answer: Backward, payload: bytes | bytearray) -> tuple[Tensor | None, ...]:
         flowing = iter(decode_values(answer.values, payload, self._stage.learner.segment.device))
@@ -189,6 +221,7 @@ class Passage:
     def _fail(self, error: SwarmnodeError) -> None:
         """Tell the sender which hop of the route could not, and why."""
         log.info("%r: %s", self, error)
+        self._stage.meter.faults[error.code] += 1
         route = self.body.route
         index = next(
             (place for place, hop in enumerate(route) if hop.peer == getattr(error, "peer", None)), self.body.hop

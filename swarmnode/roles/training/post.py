@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from swarmnode.compute.training.heap import give_back_large_tensors
 from swarmnode.compute.training.lm import SpanSegment, load_segment, load_twin
 from swarmnode.compute.training.segment import Segment
 from swarmnode.errors import CheckpointError
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.compression import Choice
 from swarmnode.plan.view import Span
@@ -81,6 +84,21 @@ class Post:
         """What the announcement says of this stage."""
         own = {"training_step": self._training.step, "sends": self._sends()}
         return own if self._serving is None else {**self._serving.figures(), **own}
+
+    def readings(self) -> Readings:
+        """What Prometheus may know of this stage."""
+        training, span = self._training, self._training.meter.label
+        norm, loss = training.last
+        yield Reading(table.TRAINING_STEP, training.step, (span,))
+        if training.step:
+            yield Reading(table.TRAINING_LOSS, loss, (span,))
+            yield Reading(table.TRAINING_NORM, norm, (span,))
+        links = Counter((choice.codec, direction) for (_, direction), choice in training.compressor.choices.items())
+        for (codec, direction), count in links.items():
+            yield Reading(table.CODEC_LINKS, count, (span, codec.name.lower(), direction))
+        yield from training.meter.readings()
+        if self._serving is not None:
+            yield from self._serving.readings()
 
     def _sends(self) -> dict[bytes, int]:
         """The strongest codec to each peer."""

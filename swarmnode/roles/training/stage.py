@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from swarmnode.codec.frames import Frame, Kind
-from swarmnode.codec.messages import Body, End, Error, Fault, Hello, HopSpec
+from swarmnode.codec.messages import Body, End, Error, Fault, Hello
 from swarmnode.codec.training_messages import (
     Begin,
     Commit,
@@ -39,10 +38,12 @@ from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
+from swarmnode.plan.view import Span
 from swarmnode.roles.training.bench import Bench, Urgency
 from swarmnode.roles.training.compressor import Compressor
 from swarmnode.roles.training.keeper import Keeper
 from swarmnode.roles.training.member import Line
+from swarmnode.roles.training.meter import TrainingMeter
 from swarmnode.roles.training.passage import Passage, place_of
 from swarmnode.roles.training.reducer import Agreed, Reducer
 from swarmnode.roles.training.status import counted_of
@@ -73,6 +74,7 @@ class TrainingStage:
         recompute: Callable[[Run], bool] = lambda _run: False,
     ) -> None:
         self.segment = segment
+        self.meter = TrainingMeter(Span(segment.start, segment.end))
         self.compressor = compressor or Compressor("none", ())
         self._recompute = recompute  # whether graphs of this run's microbatches are too large to be kept
         self.bench = Bench(threads=threads)
@@ -91,11 +93,11 @@ class TrainingStage:
         self._passages: dict[int, Passage] = {}
         self._released: set[int] = set()  # leases of this step whose FORWARD may still be on its way
         self._waiting: list[tuple[Channel, Forward, bytes | bytearray]] = []
-        self._pace = UnitPace()
+        self.pace = UnitPace()
         self._agreed: Agreed | None = None
         self._heard: list[tuple[int, Agreed, float]] = []  # while listening: agreed gradients and norms by step
         self._losses: dict[int, float] = {}
-        self._last = (0.0, 0.0)  # norm and loss of the step before
+        self.last = (0.0, 0.0)  # norm and loss of the step before
         self._move: asyncio.Task[None] | None = None  # to another run or step
         self._reduction: asyncio.Task[None] | None = None
         self._tasks = Tasks("training stage")
@@ -121,10 +123,6 @@ class TrainingStage:
         if self._learner is not None and self.condition == Condition.READY:
             await self._save(self._learner)
         await self.bench.close()
-
-    def timing(self, hop: HopSpec) -> AbstractContextManager[None]:
-        """Around what is computed for a microbatch, there or back; on the bench."""
-        return self._pace.timing(hop.end - hop.start)
 
     # -- conversations
 
@@ -181,6 +179,7 @@ class TrainingStage:
 
     def blame(self, error: NotFinite) -> None:
         """Let the conductor know which unit met NaN."""
+        self.meter.not_finite += 1
         if self._line is not None and self._line.open:
             self._line.send(Failed(0, "", error.code, error.unit))
 
@@ -266,7 +265,7 @@ class TrainingStage:
         last = masks.get(self.segment.units - 1, 0)
         losses = tuple(self._losses.get(number, 0.0) for number in range(last.bit_length()) if last >> number & 1)
         run = self.run or self._keeper.run
-        norm, loss = self._last
+        norm, loss = self.last
         return Status(
             self.term,
             self.condition,
@@ -281,7 +280,7 @@ class TrainingStage:
             norm,
             loss,
             kind,
-            self._pace.unit_s,
+            self.pace.unit_s,
         )
 
     async def _moving(self, line: Line, kind: Kind, move: Coroutine[Any, Any, None]) -> None:
@@ -348,7 +347,8 @@ class TrainingStage:
         self._agreed = None
         answer: Body
         try:
-            self._agreed = await self._reducer.reduce(self.term, body, self.learner, listening=listening)
+            with self.meter.averaging.timing():
+                self._agreed = await self._reducer.reduce(self.term, body, self.learner, listening=listening)
             answer = Reduced(body.step, body.attempt, tuple(self._agreed.squares))
         except SwarmnodeError as error:
             unit, peer = getattr(error, "unit", None), getattr(error, "peer", None)
@@ -364,7 +364,7 @@ class TrainingStage:
             self._answer(line, Kind.COMMIT)
         else:
             learner = self.learner
-            self.step, self._last, self._losses = body.step + 1, (body.norm, body.loss), {}
+            self.step, self.last, self._losses = body.step + 1, (body.norm, body.loss), {}
             self.compressor.beat_s = body.beat_s
             self._released.clear()
             done = self.bench.call(Urgency.CONTROL, lambda: agreed.commit(learner, body.norm))

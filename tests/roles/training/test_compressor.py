@@ -8,7 +8,8 @@ import torch
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import UsageError
 from swarmnode.plan.compression import HURRY, Choice
-from swarmnode.roles.training.compressor import BACKWARD, FORWARD, Compressor
+from swarmnode.roles.meters import BACKWARD, FORWARD
+from swarmnode.roles.training.compressor import Compressor
 from swarmnode.swarm.manifest import SERVING_CODECS, TRAINING_CODECS
 
 VALUES = (torch.randn(4, 64, 64), torch.ones(4, 64, dtype=torch.int64))
