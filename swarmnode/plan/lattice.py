@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from swarmnode.codec.messages import HopSpec
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.delays import one_way_delays
 from swarmnode.plan.view import Span, View
 
 Floats = npt.NDArray[np.float64]
@@ -164,12 +165,7 @@ def _links(
 ) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
     """One-way delays between candidates and to the client, in seconds, and which candidates are the same peer."""
     names = {name: index for index, name in enumerate(dict.fromkeys(candidate.peer for candidate in candidates))}
-    delays = np.full((len(names) + 1, len(names) + 1), view.default_rtt_s / 2)
-    for (one, other), rtt_s in view.rtt_s.items():
-        a = names.get(one, len(names) if one == client else -1)
-        b = names.get(other, len(names) if other == client else -1)
-        if a >= 0 and b >= 0:
-            delays[a, b] = delays[b, a] = rtt_s / 2
+    delays = one_way_delays(view, [*names, client])
     index = np.array([names[candidate.peer] for candidate in candidates])
     same = index[:, None] == index[None, :]
     return delays[np.ix_(index, index)], delays[index, len(names)], same

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from swarmnode.net.coordinate import MAX_ERROR, Coordinate
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.announcement import Announcement, State, peer_digest
 
@@ -46,18 +47,20 @@ class PeerView:
 
 @dataclass(frozen=True)
 class View:
-    """All peers and the round trips measured between them, in seconds, by pairs in either order."""
+    """All peers and the round trips measured between them, in seconds, by pairs in either order. For all other links there
+    are network coordinates, of whoever has one (`plan/delays.py`)."""
 
     units: int
     peers: tuple[PeerView, ...]
     rtt_s: Mapping[tuple[PeerId, PeerId], float] = field(default_factory=dict)
+    coordinates: Mapping[PeerId, Coordinate] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<View of {len(self.peers)} peers, {self.units} units, {len(self.rtt_s)} links measured>"
 
     @property
     def default_rtt_s(self) -> float:
-        """What to assume of a link that nobody measured: the median of those measured."""
+        """What to assume of a link that nobody measured, between peers without coordinates: the median of those measured."""
         return statistics.median(self.rtt_s.values()) if self.rtt_s else DEFAULT_RTT_S
 
 
@@ -67,8 +70,9 @@ def view_of(
     *,
     observer: PeerId | None = None,
     rtt_s: Mapping[PeerId, float] | None = None,
+    coordinate: Coordinate | None = None,
 ) -> View:
-    """The view that announcements give, with the round trips that `observer` measured itself."""
+    """The view that announcements give, with the round trips that `observer` measured itself and its own coordinate."""
     announced = sorted(announcements, key=lambda announcement: announcement.peer)
     by_digest = {peer_digest(announcement.peer): announcement.peer for announcement in announced}
     links: dict[tuple[PeerId, PeerId], float] = {}
@@ -89,7 +93,11 @@ def view_of(
         )
         for announcement in announced
     )
-    return View(units, peers, links)
+    announced_places = ((one.peer, Coordinate.unpacked(one.coordinate)) for one in announced)
+    places = {peer: place for peer, place in announced_places if place is not None}
+    if observer is not None and coordinate is not None and coordinate.error < MAX_ERROR:
+        places[observer] = coordinate
+    return View(units, peers, links, places)
 
 
 def draw(*parts: object) -> int:

@@ -1,0 +1,37 @@
+"""What a planner believes of the delays between peers: measured ones, else those of network coordinates, else the median."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.view import View
+
+Floats = npt.NDArray[np.float64]
+
+
+def one_way_delays(view: View, peers: Sequence[PeerId | None]) -> Floats:
+    """delay_s [N, N] between peers that are named once each; None stands for somebody of whom nothing is known."""
+    index = {peer: number for number, peer in enumerate(peers) if peer is not None}
+    rtt_s = _by_coordinates(view, peers)
+    for (one, other), measured_s in view.rtt_s.items():
+        a, b = index.get(one), index.get(other)
+        if a is not None and b is not None:
+            rtt_s[a, b] = rtt_s[b, a] = measured_s
+    return rtt_s / 2
+
+
+def _by_coordinates(view: View, peers: Sequence[PeerId | None]) -> Floats:
+    """Estimated round trips in seconds, the view's default where one of both has no coordinate."""
+    rtt_s = np.full((len(peers), len(peers)), view.default_rtt_s)
+    placed = [number for number, peer in enumerate(peers) if peer is not None and peer in view.coordinates]
+    if placed:
+        coordinates = [view.coordinates[peers[number] or ""] for number in placed]
+        place_ms = np.array([coordinate.place for coordinate in coordinates])
+        height_ms = np.array([coordinate.height_ms for coordinate in coordinates])
+        apart_ms = np.linalg.norm(place_ms[:, None] - place_ms[None, :], axis=2)
+        rtt_s[np.ix_(placed, placed)] = (apart_ms + height_ms[:, None] + height_ms[None, :]) / 1e3
+    return rtt_s
