@@ -10,6 +10,8 @@ from swarmnode.plan.view import PeerView, Span
 from swarmnode.simulate.devices import Device
 from swarmnode.swarm.announcement import State
 
+NOTHING = Span(0, 0)
+
 
 @dataclass(eq=False)
 class Peer:
@@ -20,7 +22,7 @@ class Peer:
     device: Device
     capacity_units: int
     started_at: float = 0.0
-    span: Span = Span(0, 0)
+    span: Span = NOTHING
     state: State = State.OFFLINE
     sessions: int = 0
     cache_free_bytes: float = 0.0

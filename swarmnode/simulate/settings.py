@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swarmnode.config import ClientConfig, ServerConfig, StageConfig
+from swarmnode.config import ClientConfig, StageConfig
 from swarmnode.plan.lattice import RoutingConfig
 from swarmnode.swarm.directory import DirectoryConfig
 
@@ -43,10 +43,9 @@ class SwarmSettings:
     look_s: float = 1.0  # between two looks whether to move
     cache_tokens: int = StageConfig.cache_tokens
     rebalance: bool = True  # peers move for throughput; without, they only fill gaps
-    directory: DirectoryConfig = DirectoryConfig()
-    routing: RoutingConfig = RoutingConfig()
-    client: ClientConfig = ClientConfig()
-    server: ServerConfig = ServerConfig()
+    directory: DirectoryConfig = field(default_factory=DirectoryConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    client: ClientConfig = field(default_factory=ClientConfig)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from swarmnode.simulate.measures import Measures
 from swarmnode.simulate.model import Model
 from swarmnode.simulate.peers import Peer
 from swarmnode.simulate.serving import Serving
-from swarmnode.simulate.settings import EXACT_PEERS, Settings
+from swarmnode.simulate.settings import Settings
 from swarmnode.simulate.world import World
 
 Progress = Callable[[float, float], None]

@@ -102,6 +102,10 @@ class World:
         holders = ((*peer.span, peer.device.decode_units_per_s) for peer in self.by_id.values() if peer.serves)
         return throughput(supply_of(self.model.units, holders))
 
+    def utilisation(self) -> float:
+        """The share of the time so far that its peers computed, those that are away counted as idle."""
+        return sum(peer.busy_s for peer in self.peers) / (len(self.peers) * max(self.clock.now_s, 1e-9))
+
     # -- coming and going
 
     def join(self, peer: Peer) -> None:

@@ -1,0 +1,158 @@
+"""`swarmnode simulate`: what a swarm would do on a network, before anybody lends a machine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from swarmnode.cli.console import JSON, fail, print_json, reports_errors
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from swarmnode.plan.scenario import Scenario
+    from swarmnode.simulate.churn import Change
+
+WORKLOADS = ("serve", "train")
+
+
+@reports_errors
+def simulate(
+    scenario: Path = typer.Argument(..., metavar="SCENARIO", help="Network scenario: a JSON file."),
+    model: Path = typer.Option(..., "--model", metavar="CONFIG", help="config.json of transformers, or its folder."),
+    workload: str = typer.Option("serve", "--workload", metavar="serve|train", help="What the swarm does."),
+    churn: str = typer.Option(
+        "none",
+        "--churn",
+        metavar="none|RATE|TRACE",
+        help="Peers that leave in an hour, as 10% or 0.1; or a JSON list of [seconds, device, up|down].",
+    ),
+    hours: float = typer.Option(0.25, "--hours", min=0.001, max=10_000, help="How long."),
+    seed: int = typer.Option(0, "--seed", help="Of all that is random: the same seed gives the same numbers."),
+    peers: int = typer.Option(
+        0, "--peers", min=0, max=100_000, help="Copy the scenario's devices up to so many peers."
+    ),
+    gpu: str = typer.Option("", "--gpu", metavar="NAME", help="The card of devices that the scenario says nothing of."),
+    arrivals: float = typer.Option(
+        0.0, "--arrivals", min=0.0, help="Sessions that come per second; default: half load."
+    ),
+    prompt: int = typer.Option(512, "--prompt", min=1, help="Tokens of a prompt, on average."),
+    tokens: int = typer.Option(128, "--tokens", min=1, help="Tokens that a session generates, on average."),
+    microbatches: int = typer.Option(32, "--microbatches", min=1, max=2048, help="Of one training step."),
+    sequence: int = typer.Option(1024, "--sequence", min=1, help="Tokens of a training microbatch."),
+    compress: str = typer.Option("auto", "--compress", help="Codec between training stages: auto, none, int8, …"),
+    rebalance: bool = typer.Option(True, "--rebalance/--no-rebalance", help="Whether peers move for throughput."),
+    report: Path = typer.Option(
+        None, "--report", metavar="OUT.html", help="Write a page with plots.", show_default=False
+    ),
+    as_json: bool = JSON,
+) -> None:
+    """Simulate a swarm with the placement, routing and compression that live nodes use, and tell how fast it would be.
+
+    Example: swarmnode simulate home.json --model ./llama --churn 10% --hours 1 --report swarm.html
+    """
+    if workload not in WORKLOADS:
+        fail(f"--workload {workload}: it is serve or train", 2)
+    if report is not None and not report.absolute().parent.is_dir():
+        fail(f"--report {report}: no such folder", 2)
+    from swarmnode.plan.scenario import Scenario
+    from swarmnode.simulate.model import Model
+    from swarmnode.simulate.report import report as make_report
+    from swarmnode.simulate.settings import ServeSettings, Settings, SwarmSettings, TrainSettings
+    from swarmnode.simulate.simulation import Simulation
+    from swarmnode.simulate.summary import summary
+
+    network = _with_gpu(Scenario.load(scenario), gpu)
+    rate, trace = _churn(churn, peers or network.devices)
+    settings = Settings(
+        workload=workload,
+        hours=hours,
+        seed=seed,
+        churn=rate,
+        serve=ServeSettings(arrivals, prompt, tokens),
+        train=TrainSettings(microbatches, sequence=sequence, compress=compress),
+        swarm=SwarmSettings(rebalance=rebalance),
+    )
+    simulation = Simulation(network, Model.load(model), settings, peers=peers, trace=trace)
+    with _progress(quiet=as_json) as progress:
+        result = simulation.run(progress)
+    if report is not None:
+        report.write_text(make_report(result), encoding="utf-8")
+    figures = summary(result)
+    if as_json:
+        print_json(figures)
+        return
+    from rich.console import Console
+
+    Console().print(_table(figures))
+    if report is not None:
+        typer.echo(f"Wrote {report}.")
+
+
+def _with_gpu(network: Scenario, gpu: str) -> Scenario:
+    """The scenario, with a card for devices of which nothing is known."""
+    if not gpu:
+        return network
+    from swarmnode.plan.gpus import find_gpu, known_gpus
+
+    if find_gpu(gpu) is None:
+        fail(f"--gpu {gpu}: known are {', '.join(known_gpus())}", 2)
+    return dataclasses.replace(network, gpus=tuple(known or gpu for known in network.gpus))
+
+
+def _churn(text: str, devices: int) -> tuple[float, list[Change] | None]:
+    """A rate per hour, or the changes of a trace."""
+    if text == "none":
+        return 0.0, None
+    from swarmnode.simulate.churn import read_trace
+
+    with contextlib.suppress(ValueError):
+        rate = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        if not 0 <= rate <= 100:
+            fail(f"--churn {text}: it lies between 0 and 100 (peers that leave in an hour, of each that is there)", 2)
+        return rate, None
+    if not Path(text).is_file():
+        fail(f"--churn {text}: neither none, nor a rate as 10% or 0.1, nor a file", 2)
+    return 0.0, read_trace(text, devices)
+
+
+@contextlib.contextmanager
+def _progress(*, quiet: bool) -> Iterator[Callable[[float, float], None]]:
+    """A bar of simulated time on standard error, where somebody watches."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda _done_s, _of_s: None
+        return
+    columns = (TextColumn("Simulating"), BarColumn(), TextColumn("{task.fields[clock]}"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task("", total=1.0, clock="")
+        yield lambda done_s, of_s: bars.update(task, completed=done_s / of_s, clock=f"{done_s / 60:.1f} min")
+
+
+def _table(figures: dict[str, Any]) -> Table:
+    """The summary, a line for each figure."""
+    from rich.table import Table
+
+    table = Table(
+        title=f"{figures['workload']} {figures['model']} on {figures['scenario']}: {figures['peers']} peers, "
+        f"{figures['seconds'] / 60:.1f} min",
+        title_justify="left",
+    )
+    for column in ("", "total or count", "mean", "p50", "p90", "p99"):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row("tokens per second", f"{figures['tokens_per_s']:,.2f}")
+    table.add_row("share of time computing", f"{figures['utilisation']:.1%}")
+    table.add_row("bytes over links", f"{figures['bytes'] / 1e9:,.2f} GB")
+    for name, value in figures["totals"].items():
+        table.add_row(name, f"{value:,.0f}")
+    for name, spread in figures["latencies"].items():
+        table.add_row(name, f"{spread['count']:,}", *(f"{spread[key]:,.4g}" for key in ("mean", "p50", "p90", "p99")))
+    return table

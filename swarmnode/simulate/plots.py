@@ -1,0 +1,111 @@
+"""Plots as SVG elements, to be put into a page: curves over time, bars, and the units that peers hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+WIDTH, HEIGHT = 640, 200
+LEFT, RIGHT, TOP, BOTTOM = 64, 12, 10, 28  # margins
+COLOURS = ("#2a6f97", "#e07a5f", "#81b29a", "#7d5ba6", "#f2a541", "#5f6b6d")
+
+
+def curves(title: str, times_s: Sequence[float], lines: dict[str, Sequence[float]]) -> str:
+    """Lines over one axis of time, with a legend."""
+    highest = _round_up(max((value for line in lines.values() for value in line), default=0.0))
+    latest_s = max(times_s, default=1.0)
+    parts = [_frame(highest, latest_s)]
+    for number, (name, line) in enumerate(lines.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        points = " ".join(
+            f"{_x(time_s / latest_s):.1f},{_y(value / highest):.1f}"
+            for time_s, value in zip(times_s, line, strict=True)
+        )
+        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{points}"/>')
+        parts.append(_legend(number, name, colour))
+    return _figure(title, "".join(parts), HEIGHT)
+
+
+def bars(title: str, rows: Sequence[tuple[str, float, str]]) -> str:
+    """Horizontal bars: (label, value, value in words)."""
+    highest = max((value for _, value, _ in rows), default=0.0) or 1.0
+    row_height = 18
+    parts = []
+    for number, (label, value, words) in enumerate(rows):
+        y, width = TOP + number * row_height, (WIDTH - 300) * value / highest
+        parts.append(f'<text x="176" y="{y + 13}" text-anchor="end">{escape(label)}</text>')
+        parts.append(
+            f'<rect x="182" y="{y + 2}" width="{width:.1f}" height="{row_height - 5}" fill="{COLOURS[0]}"/>'
+            f'<text x="{188 + width:.1f}" y="{y + 13}">{escape(words)}</text>'
+        )
+    return _figure(title, "".join(parts), TOP + len(rows) * row_height + 6)
+
+
+def spans(title: str, units: int, rows: Sequence[tuple[str, int, int, float]]) -> str:
+    """Who holds what: (label, start, end, share of the time that it computed), a line each."""
+    row_height = 11 if len(rows) > 20 else 16
+    width = WIDTH - 200 - RIGHT
+    parts = []
+    for number, (label, start, end, share) in enumerate(rows):
+        y = TOP + number * row_height
+        left, right = 190 + width * start / units, 190 + width * end / units
+        parts.append(f'<text x="184" y="{y + row_height - 3}" text-anchor="end">{escape(label)}</text>')
+        parts.append(
+            f'<rect x="{left:.1f}" y="{y + 1}" width="{right - left:.1f}" height="{row_height - 2}" '
+            f'fill="{COLOURS[0]}" fill-opacity="{0.15 + 0.85 * min(1.0, share):.2f}">'
+            f"<title>{escape(label)}: units {start} to {end - 1}, computing {share:.0%} of the time</title></rect>"
+        )
+    return _figure(title, "".join(parts), TOP + len(rows) * row_height + 8)
+
+
+def _figure(title: str, inside: str, height: float) -> str:
+    return (
+        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
+        f'aria-label="{escape(title)}">{inside}</svg></figure>'
+    )
+
+
+def _frame(highest: float, latest_s: float) -> str:
+    """Axes with four steps each."""
+    lines = []
+    for step in range(5):
+        y, x = _y(step / 4), _x(step / 4)
+        lines.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" stroke="#ddd"/>')
+        lines.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{_short(highest * step / 4)}</text>')
+        lines.append(f'<text x="{x}" y="{HEIGHT - 8}" text-anchor="middle">{_clock(latest_s * step / 4)}</text>')
+    return "".join(lines)
+
+
+def _legend(number: int, name: str, colour: str) -> str:
+    x = LEFT + 10 + 170 * (number % 3)
+    y = TOP + 10 + 14 * (number // 3)
+    return f'<rect x="{x}" y="{y - 8}" width="10" height="8" fill="{colour}"/><text x="{x + 14}" y="{y}">{escape(name)}</text>'
+
+
+def _x(share: float) -> float:
+    return LEFT + (WIDTH - LEFT - RIGHT) * share
+
+
+def _y(share: float) -> float:
+    return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * share
+
+
+def _round_up(value: float) -> float:
+    """The next 1, 2 or 5 with zeros: an axis that people can read."""
+    if value <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(power * step for step in (1, 2, 4, 5, 8, 10) if power * step >= value * (1 - 1e-9))
+
+
+def _short(value: float) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:g}{letter}"
+    return f"{value:.3g}"
+
+
+def _clock(seconds: float) -> str:
+    minutes = seconds / 60
+    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes:.0f} min" if minutes < 180 else f"{minutes / 60:.1f} h"
