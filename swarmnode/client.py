@@ -11,26 +11,23 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from swarmnode.codec.tensors import Codec
 from swarmnode.config import ClientConfig
 from swarmnode.errors import PeerError, UsageError
 from swarmnode.metrics.metric import Readings
-from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Switchboard
-from swarmnode.plan.placement import gaps
-from swarmnode.plan.view import Span, view_of
-from swarmnode.presence import Presence, PresenceConfig, state_name
+from swarmnode.plan.view import Span
+from swarmnode.presence import Presence, PresenceConfig
 from swarmnode.roles.client import SESSION_PROTOCOL, ClientSession, SessionSpec
 from swarmnode.roles.generation import GenerateOptions, Generation, RingStream
 from swarmnode.roles.meters import ClientMeter
+from swarmnode.roles.picture import picture_of
 from swarmnode.roles.router import DirectoryRouter
-from swarmnode.swarm.announcement import Announcement, State, peer_digest
 from swarmnode.swarm.content import has_tokenizer
 from swarmnode.swarm.manifest import TRAIN
 from swarmnode.swarm.swarmfile import Swarm, load_swarm
@@ -152,33 +149,7 @@ class SwarmClient:
 
     def status(self) -> dict[str, Any]:
         """Who is here and holds what, as `swarmnode status --json` prints it."""
-        swarm, peers = self._presence.swarm, self._presence.directory.peers()
-        assert swarm.manifest is not None
-        view = view_of(self.units, peers.values())
-        missing = gaps(self.units, [peer for peer in view.peers if peer.state is State.READY])
-        return {
-            "swarm": swarm.id.hex(),
-            "name": swarm.name,
-            "mode": swarm.manifest.mode,
-            "units": self.units,
-            "covered": not missing,
-            "missing": missing,
-            "training_step": max((peer.training_step for peer in peers.values()), default=0),
-            "peers": [
-                {
-                    "peer": peer.peer,
-                    "name": peer.name,
-                    "span": list(peer.span),
-                    "state": state_name(peer.life),
-                    "device": peer.device,
-                    "sessions": peer.sessions,
-                    "sends": sent_as(peer, peers),
-                }
-                for peer in sorted(peers.values(), key=lambda peer: (peer.span, peer.name, peer.peer))
-                if peer.span[1] > 0
-            ],
-            "doors": sorted(peer.peer for peer in peers.values() if peer.span[1] == 0),  # bootstrap peers
-        }
+        return picture_of(self._presence.swarm, self._presence.directory.peers())
 
     async def changed(self) -> None:
         """Wait until the picture of the swarm changes."""
@@ -277,13 +248,6 @@ class SwarmClient:
 
     async def _stop_ids(self) -> tuple[int, ...]:
         return stop_ids(await self._folder())
-
-
-def sent_as(peer: Announcement, peers: Mapping[PeerId, Announcement]) -> dict[str, str]:
-    """Which codec a peer's values travel in, by the stage that they go to."""
-    names = {peer_digest(other): other for other in peers}
-    known = {int(codec): codec.name.lower() for codec in Codec}
-    return {names[digest]: known.get(codec, str(codec)) for digest, codec in peer.sends.items() if digest in names}
 
 
 def _import_weights() -> type[Weights]:

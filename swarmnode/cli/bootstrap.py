@@ -7,7 +7,18 @@ from pathlib import Path
 
 import typer
 
-from swarmnode.cli.console import HOME, JSON, default_home, print_json, reports_errors, run_async, set_up_logging
+from swarmnode.cli.console import (
+    HOME,
+    JSON,
+    LOG_FORMAT,
+    VERBOSE,
+    default_home,
+    print_json,
+    reports_errors,
+    run_async,
+    set_up_logging,
+)
+from swarmnode.cli.metrics import METRICS_HOST, METRICS_PORT, Watch
 
 
 @reports_errors
@@ -27,13 +38,16 @@ def bootstrap(
     nat: bool = typer.Option(False, "--nat/--no-nat", help="Ask the router to map a port (UPnP)."),
     lan: bool = typer.Option(False, "--lan/--no-lan", help="Let peers on the local network find this one (mDNS)."),
     as_json: bool = JSON,
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
+    metrics_port: int = METRICS_PORT,
+    metrics_host: str = METRICS_HOST,
+    log_format: str = LOG_FORMAT,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Run a bootstrap peer: newcomers find the swarm here; it relays for peers behind NAT, gives out weights, computes nothing.
 
     Example: swarmnode bootstrap friends.swarm
     """
-    set_up_logging(verbose)
+    set_up_logging(verbose, log_format)
     from swarmnode.bootstrap import Bootstrap
     from swarmnode.presence import PresenceConfig
     from swarmnode.swarm.swarmfile import load_swarm
@@ -47,6 +61,7 @@ def bootstrap(
         lan=lan,
     )
     loaded = load_swarm(swarm)
+    watch = Watch(metrics_host, metrics_port, config.home, as_json)
 
     async def serve(stop: asyncio.Event) -> None:
         peer = await Bootstrap.start(loaded, config, file=Path(swarm) if loaded.manifest else None)
@@ -59,7 +74,8 @@ def bootstrap(
                 for address in addresses:
                     typer.echo(f"  {address}")
                 typer.echo(f"Invite:\n{peer.invite}\nCtrl-C stops it.")
-            await stop.wait()
+            async with watch.over(loaded.name, peer.readings):
+                await stop.wait()
         finally:
             await peer.close()
 

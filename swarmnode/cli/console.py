@@ -16,6 +16,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 
+from swarmnode.cli.log_lines import JsonLines, TextLines
 from swarmnode.errors import SwarmnodeError
 
 P = ParamSpec("P")
@@ -28,6 +29,13 @@ HOME = typer.Option(
     show_default=False,
 )
 JSON = typer.Option(False, "--json", help="Print the result as JSON on standard output.")
+
+
+VERBOSE = typer.Option(False, "--verbose", "-v", help="Log what happens.")
+LOG_FORMAT = typer.Option(
+    "text", "--log-format", metavar="text|json", help="How log lines look on standard error; one line per event."
+)
+LOG_FORMATS = {"text": TextLines(), "json": JsonLines()}
 
 
 class Interrupted(Exception):
@@ -85,11 +93,13 @@ def ranges(units: Iterable[int]) -> list[str]:
     return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found]
 
 
-def set_up_logging(verbose: bool) -> None:
+def set_up_logging(verbose: bool, log_format: str = "text") -> None:
     """Log lines go to standard error: warnings, or with --verbose everything of ours."""
-    logging.basicConfig(
-        stream=sys.stderr, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", level=logging.WARNING
-    )
+    if log_format not in LOG_FORMATS:
+        fail(f"--log-format {log_format}: it is {' or '.join(LOG_FORMATS)}", 2)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LOG_FORMATS[log_format])
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of optional kernels that it fetches from a hub
     logging.getLogger("swarmnode").setLevel(logging.DEBUG if verbose else logging.WARNING)
 

@@ -11,6 +11,8 @@ import typer
 from swarmnode.cli.console import (
     HOME,
     JSON,
+    LOG_FORMAT,
+    VERBOSE,
     default_home,
     fail,
     print_json,
@@ -19,6 +21,7 @@ from swarmnode.cli.console import (
     set_up_logging,
     unless_stopped,
 )
+from swarmnode.cli.metrics import METRICS_HOST, METRICS_PORT, Watch
 
 
 @reports_errors
@@ -40,13 +43,16 @@ def generate(
     patience: float = typer.Option(60.0, "--patience", help="Seconds to wait for peers that hold the model."),
     home: Path = HOME,
     as_json: bool = JSON,
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
+    metrics_port: int = METRICS_PORT,
+    metrics_host: str = METRICS_HOST,
+    log_format: str = LOG_FORMAT,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Generate text with a swarm, printing it as it comes.
 
     Example: swarmnode generate friends.swarm "Once upon a time" --max-new-tokens 100 --temperature 0.8
     """
-    set_up_logging(verbose)
+    set_up_logging(verbose, log_format)
     if bool(prompt) == bool(ids):
         fail("give either a PROMPT or --ids", 2)
     from swarmnode.client import SwarmClient
@@ -55,11 +61,14 @@ def generate(
 
     options = GenerateOptions(max_new_tokens, temperature, top_p, top_k, seed if seed >= 0 else None)
     tokens = parse_ids(ids) if ids else None
+    watch = Watch(metrics_host, metrics_port, default_home(home))
 
     async def produce(stop: asyncio.Event) -> dict[str, Any] | None:
-        client = await SwarmClient.join(load_swarm(swarm), home=default_home(home), patience_s=patience)
+        loaded = load_swarm(swarm)
+        client = await SwarmClient.join(loaded, home=default_home(home), patience_s=patience)
         try:
-            return await unless_stopped(_produce(client, tokens or prompt, options, stream=not as_json), stop)
+            async with watch.over(loaded.name, client.readings):
+                return await unless_stopped(_produce(client, tokens or prompt, options, stream=not as_json), stop)
         finally:
             await client.close()
 

@@ -8,7 +8,17 @@ from typing import Any
 
 import typer
 
-from swarmnode.cli.console import HOME, default_home, print_json, reports_errors, run_async, set_up_logging
+from swarmnode.cli.console import (
+    HOME,
+    LOG_FORMAT,
+    VERBOSE,
+    default_home,
+    print_json,
+    reports_errors,
+    run_async,
+    set_up_logging,
+)
+from swarmnode.cli.metrics import METRICS_HOST, METRICS_PORT, Watch
 
 
 @reports_errors
@@ -54,13 +64,16 @@ def run(
     nat: bool = typer.Option(False, "--nat/--no-nat", help="Ask the router to map a port (UPnP)."),
     lan: bool = typer.Option(False, "--lan/--no-lan", help="Find peers on the local network and be found (mDNS)."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object per event."),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
+    metrics_port: int = METRICS_PORT,
+    metrics_host: str = METRICS_HOST,
+    log_format: str = LOG_FORMAT,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Lend this machine to a swarm. Ctrl-C lets running sessions move to others before it leaves; twice leaves now.
 
     Example: swarmnode run swarm1… --device cuda --memory 6GB
     """
-    set_up_logging(verbose)
+    set_up_logging(verbose, log_format)
     from swarmnode.config import StageConfig
     from swarmnode.net.addresses import check
     from swarmnode.node import Node, NodeConfig, parse_bytes, parse_rate, parse_span
@@ -91,6 +104,8 @@ def run(
         span=parse_span(span) if span else None,
     )
 
+    watch = Watch(metrics_host, metrics_port, config.presence.home, as_json)
+
     def tell(event: str, text: str, **details: Any) -> None:
         if as_json:
             print_json({"event": event, **details})
@@ -98,7 +113,9 @@ def run(
             typer.echo(text)
 
     async def serve(stop: asyncio.Event) -> None:
-        node = Node(load_swarm(swarm), config, tell)
-        await node.run(stop)
+        loaded = load_swarm(swarm)
+        node = Node(loaded, config, tell)
+        async with watch.over(loaded.name, node.readings):
+            await node.run(stop)
 
     run_async(serve)

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnode.cli.console import HOME, default_home, fail, reports_errors, run_async, set_up_logging
+from swarmnode.cli.console import (
+    HOME,
+    LOG_FORMAT,
+    VERBOSE,
+    default_home,
+    fail,
+    reports_errors,
+    run_async,
+    set_up_logging,
+)
+from swarmnode.cli.metrics import METRICS_HOST, METRICS_PORT, Watch
 
 if TYPE_CHECKING:
-    from swarmnode.cli.training_view import TrainingView
     from swarmnode.swarm.run import Run
 
 CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk")
@@ -61,7 +69,10 @@ def train(
     patience: float = typer.Option(60.0, "--patience", help="Seconds to wait for the swarm to answer."),
     home: Path = HOME,
     as_json: bool = typer.Option(False, "--json", help="Print a JSON line for each step."),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
+    metrics_port: int = METRICS_PORT,
+    metrics_host: str = METRICS_HOST,
+    log_format: str = LOG_FORMAT,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Train a swarm's model on your data. Any number of trainers may share the work, with the same data and settings.
 
@@ -69,7 +80,7 @@ def train(
 
     Example: swarmnode train school.swarm --data ./texts --steps 1000 --batch 32 --sequence 256 --lr 6e-4 --warmup 50
     """
-    set_up_logging(verbose)
+    set_up_logging(verbose, log_format)
     if not local and (out is not None or force or device != "auto" or threads):
         fail(
             "--out, --force, --device and --threads go with --local; a swarm's model is written by `swarmnode export`",
@@ -103,18 +114,30 @@ def train(
     check_early(data, settings)
     known, target = load_swarm(swarm), out.absolute() if out is not None else None
     from swarmnode.cli.training_view import training_view
-    from swarmnode.training.client import train_in_swarm
+    from swarmnode.training.client import TrainingClient
     from swarmnode.training.local import Output, Place, train_here
+    from swarmnode.training.meter import TrainerMeter
 
-    def work(view: TrainingView, stop: asyncio.Event) -> Awaitable[int]:
-        what = (known, default_home(home), data, settings, view, stop)
-        if not local:
-            return train_in_swarm(*what, patience_s=patience)
-        output = None if target is None else Output(target, force)
-        return train_here(*what, place=Place(device, threads or None), output=output, patience_s=patience)
+    watch = Watch(metrics_host, metrics_port, default_home(home), as_json)
+
+    async def train_with_others(meter: TrainerMeter, stop: asyncio.Event) -> int:
+        client = await TrainingClient.join(known, watch.home, patience_s=patience)
+        try:
+            async with watch.over(known.name, lambda: [*meter.readings(), *client.readings()]):
+                return await client.train(data, settings, meter, stop)
+        finally:
+            await client.close()
+
+    async def train_alone(meter: TrainerMeter, stop: asyncio.Event) -> int:
+        place, output = Place(device, threads or None), None if target is None else Output(target, force)
+        what = (known, watch.home, data, settings, meter, stop)
+        async with watch.over(known.name, meter.readings):
+            return await train_here(*what, place=place, output=output, patience_s=patience)
+
+    work = train_alone if local else train_with_others
 
     with training_view(as_json=as_json, log=log) as view:
-        done = run_async(lambda stop: work(view, stop))
+        done = run_async(lambda stop: work(TrainerMeter(view), stop))
     _say_where_it_stands(done, settings, out if local else None, swarm, local=local, as_json=as_json)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from swarmnode.codec.training_messages import StepReport as SwarmReport
 from swarmnode.compute.training.local import StepReport
 from swarmnode.errors import PeerError, ProtocolError, UsageError
+from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Switchboard
 from swarmnode.presence import Presence, PresenceConfig
@@ -96,6 +97,10 @@ class TrainingClient:
         """Write the trained model as a checkpoint; see `roles/training/export.py`."""
         return await export(self._presence, out, progress, force=force, patience_s=patience_s)
 
+    def readings(self) -> Readings:
+        """What Prometheus may know of the swarm as it is seen from here."""
+        return self._presence.readings()
+
     async def close(self) -> None:
         """Leave the swarm."""
         await self._weights.close()
@@ -120,17 +125,6 @@ class TrainingClient:
         finally:
             await board.close()
         return []
-
-
-async def train_in_swarm(
-    swarm: Swarm, home: Path, data: Path, settings: Run, listener: Listener, stop: asyncio.Event, *, patience_s: float
-) -> int:
-    """Join, feed, leave; see `TrainingClient`."""
-    client = await TrainingClient.join(swarm, home, patience_s=patience_s)
-    try:
-        return await client.train(data, settings, listener, stop)
-    finally:
-        await client.close()
 
 
 def _telling(listener: Listener, run: Run) -> Callable[[SwarmReport], None]:

@@ -1,0 +1,30 @@
+"""How a log line looks: one line per event, whatever was logged, as text or as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import datetime, timezone
+
+
+class TextLines(logging.Formatter):
+    """For people: `2026-11-21 08:15:00,123 W swarmnode.node: message`. A stack trace follows on lines of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname).1s %(name)s: %(message)s")
+
+
+class JsonLines(logging.Formatter):
+    """For log collectors: one JSON object per event, stack traces inside it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """`time` is UTC, ISO 8601; `error` is there where an exception was logged."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)

@@ -1,0 +1,57 @@
+"""A picture of a swarm: who is here and holds what, as people and scripts read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from swarmnode.codec.tensors import Codec
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.placement import gaps
+from swarmnode.plan.view import view_of
+from swarmnode.presence import state_name
+from swarmnode.swarm.announcement import Announcement, State, peer_digest
+from swarmnode.swarm.swarmfile import Swarm
+
+
+def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement]) -> dict[str, Any]:
+    """As `swarmnode status --json` prints it. `doors` are the bootstrap peers."""
+    assert swarm.manifest is not None
+    units = swarm.manifest.model.units
+    ready = [peer for peer in view_of(units, peers.values()).peers if peer.state is State.READY]
+    missing = gaps(units, ready)
+    return {
+        "swarm": swarm.id.hex(),
+        "name": swarm.name,
+        "mode": swarm.manifest.mode,
+        "units": units,
+        "covered": not missing,
+        "missing": missing,
+        "training_step": max((peer.training_step for peer in peers.values()), default=0),
+        "peers": [
+            _portrait(peer, peers)
+            for peer in sorted(peers.values(), key=lambda peer: (peer.span, peer.name, peer.peer))
+            if peer.span[1] > 0
+        ],
+        "doors": sorted(peer.peer for peer in peers.values() if peer.span[1] == 0),
+        "addresses": {peer.peer: list(peer.addresses) for peer in peers.values()},
+    }
+
+
+def _portrait(peer: Announcement, peers: Mapping[PeerId, Announcement]) -> dict[str, Any]:
+    return {
+        "peer": peer.peer,
+        "name": peer.name,
+        "span": list(peer.span),
+        "state": state_name(peer.life),
+        "device": peer.device,
+        "sessions": peer.sessions,
+        "sends": sent_as(peer, peers),
+    }
+
+
+def sent_as(peer: Announcement, peers: Mapping[PeerId, Announcement]) -> dict[str, str]:
+    """Which codec a peer's values travel in, by the stage that they go to."""
+    names = {peer_digest(other): other for other in peers}
+    known = {int(codec): codec.name.lower() for codec in Codec}
+    return {names[digest]: known.get(codec, str(codec)) for digest, codec in peer.sends.items() if digest in names}

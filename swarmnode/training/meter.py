@@ -1,0 +1,54 @@
+"""TrainerMeter: a listener that keeps the figures of a training for Prometheus, and passes on what it hears."""
+
+from __future__ import annotations
+
+from swarmnode.compute.training.local import StepReport
+from swarmnode.metrics import table
+from swarmnode.metrics.histogram import Histogram
+from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.swarm.run import Run
+from swarmnode.training.listener import Listener
+
+
+class TrainerMeter:
+    """Stands before another `Listener`."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._run: Run | None = None
+        self._last: StepReport | None = None
+        self._waiting = False
+        self._step_s = Histogram()
+        self._tokens = 0
+
+    def __repr__(self) -> str:
+        return f"<TrainerMeter after {self._last}, {'waiting' if self._waiting else 'going on'}>"
+
+    def begun(self, run: Run) -> None:
+        """See `Listener`."""
+        self._run = run
+        self._listener.begun(run)
+
+    def step(self, report: StepReport) -> None:
+        """See `Listener`."""
+        assert self._run is not None
+        self._last, self._waiting = report, False
+        self._tokens += self._run.batch * max(1, self._run.sequence)
+        if report.step_s:  # else its conductor was lost before it could tell
+            self._step_s.observe(report.step_s)
+        self._listener.step(report)
+
+    def waiting(self, missing: tuple[int, ...]) -> None:
+        """See `Listener`."""
+        self._waiting = True
+        self._listener.waiting(missing)
+
+    def readings(self) -> Readings:
+        """All of it."""
+        yield Reading(table.TRAINER_WAITING, self._waiting)
+        yield Reading(table.TRAINER_TOKENS, self._tokens)
+        yield Reading(table.TRAINER_STEP_SECONDS, self._step_s)
+        if self._last is not None:
+            yield Reading(table.TRAINER_STEP, self._last.step)
+            yield Reading(table.TRAINER_LOSS, self._last.loss)
+            yield Reading(table.TRAINER_PEERS, self._last.peers)
