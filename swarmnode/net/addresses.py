@@ -61,6 +61,24 @@ def is_loopback(address: str) -> bool:
     return _value(address, "dns", "dns4", "dns6") == "localhost"
 
 
+def host_of(address: str) -> str | None:
+    """The IP address or name at which it begins."""
+    return _value(address, "ip4", "ip6", "dns", "dns4", "dns6")
+
+
+def is_public(address: str) -> bool:
+    """Whether the address is one of the open internet: a global IP address, or a name."""
+    host = _value(address, "ip4", "ip6")
+    if host is not None:
+        return ipaddress.ip_address(host).is_global
+    return host_of(address) not in (None, "localhost")
+
+
+def is_relayed(address: str) -> bool:
+    """Whether the address leads over a relay."""
+    return "/p2p-circuit" in address
+
+
 def tcp_endpoint(address: str) -> tuple[str, int] | None:
     """(host, port) of an ip4 or ip6 TCP address; None for others."""
     host, port = _value(address, "ip4", "ip6"), _value(address, "tcp")

@@ -17,6 +17,7 @@ import msgspec
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId, RecordValidator
+from swarmnode.net.reachability import Reachability
 
 VERSION = 1
 DOMAIN = b"swarmnode announcement 1\n"
@@ -51,16 +52,6 @@ class State(IntEnum):
     READY = 2
     DRAINING = 3  # finishes its sessions, takes nothing new
     OFFLINE = 4  # goodbye
-
-
-class Reachability(IntEnum):
-    """How others get to a peer. A reader treats a value that it does not know as UNKNOWN."""
-
-    UNKNOWN = 0
-    PUBLIC = 1  # at an address of its own
-    MAPPED = 2  # through a port that its router maps
-    PUNCHED = 3  # through a hole punched with a relay's help
-    RELAYED = 4  # through a relay only
 
 
 class Announcement(msgspec.Struct, array_like=True, frozen=True):

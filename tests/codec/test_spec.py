@@ -17,6 +17,7 @@ from msgspec import inspect as types
 
 from swarmnode.codec import body, frames, messages, state_messages, tensors, training_messages
 from swarmnode.errors import ERROR_TEXT, ErrorCode
+from swarmnode.net import reachability
 from swarmnode.swarm import announcement, content, invite, manifest, run, shards
 from tests.codec.schemas import NAMES, plain
 
@@ -68,7 +69,7 @@ def table(file: str, heading: str) -> list[Row]:
         ("tensors", "Codecs", tensors.Codec),
         ("tensors", "Dtypes", tensors.DType),
         ("records", "States", announcement.State),
-        ("records", "Reachabilities", announcement.Reachability),
+        ("records", "Reachabilities", reachability.Reachability),
         ("errors", "Codes", ErrorCode),
     ],
 )

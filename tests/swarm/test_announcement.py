@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.net.reachability import Reachability
 from swarmnode.swarm.announcement import (
     COORDINATE_NUMBERS,
     DOMAIN,
@@ -21,7 +22,6 @@ from swarmnode.swarm.announcement import (
     MAX_RTTS,
     VERSION,
     Announcement,
-    Reachability,
     State,
     announcement_reader,
     fit,

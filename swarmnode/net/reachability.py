@@ -1,0 +1,52 @@
+"""How others get to this peer, concluded from the addresses that libp2p gives it and from who came in.
+
+libp2p offers an address over a relay only where its own dial-back test (AutoNAT) found that nobody gets in directly; a
+direct connection from outside that comes about nevertheless went through a hole (DCUtR).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from swarmnode.net.addresses import host_of, is_public, is_relayed
+
+
+class Reachability(IntEnum):
+    """How others get to a peer (`protocol/records.md`). A reader treats a value that it does not know as UNKNOWN."""
+
+    UNKNOWN = 0
+    PUBLIC = 1  # at an address of its own
+    MAPPED = 2  # through a port that its router maps
+    PUNCHED = 3  # through a hole punched with a relay's help
+    RELAYED = 4  # through a relay only
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known here. `addresses` are those that libp2p gives us; `interfaces` the IP addresses of this machine.
+
+    `promised` are addresses that the user told us to announce. `visitors` are remote addresses of connected peers that
+    nobody here has dialled.
+    """
+
+    addresses: Sequence[str] = ()
+    interfaces: Collection[str] = ()
+    promised: Sequence[str] = ()
+    visitors: Sequence[str] = ()
+
+
+def conclude(evidence: Evidence) -> Reachability:
+    """The reachability that the evidence speaks for."""
+    direct = [address for address in evidence.addresses if not is_relayed(address) and is_public(address)]
+    if any(host_of(address) in evidence.interfaces for address in direct):
+        return Reachability.PUBLIC
+    if any(is_public(address) for address in evidence.promised):
+        return Reachability.MAPPED
+    came_in = any(is_public(address) and not is_relayed(address) for address in evidence.visitors)
+    if any(is_relayed(address) for address in evidence.addresses):
+        return Reachability.PUNCHED if came_in else Reachability.RELAYED
+    if direct:  # the router's address: libp2p tells it once the router mapped a port, or several peers saw us there
+        return Reachability.MAPPED
+    return Reachability.UNKNOWN
