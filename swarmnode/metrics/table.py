@@ -58,7 +58,7 @@ HOP_SECONDS = _histogram(
 )
 PASS_SECONDS = _histogram("pass_seconds", "Time of one pass through the span.", "span", "phase")
 BATCH_SIZE = _histogram("batch_size", "Sessions that share a pass.", "span", "phase")
-QUEUE = _gauge("queue_length", "Inputs that wait for the compute thread.", "span")
+QUEUE = _gauge("queue_length", "Jobs that wait for the compute thread.", "span", "work")
 SESSIONS = _gauge("sessions", "Sessions held.", "span")
 CACHE_RESERVED = _gauge("cache_reserved_bytes", "Cache reserved by sessions.", "span")
 CACHE_SIZE = _gauge("cache_size_bytes", "Cache that sessions may reserve.", "span")

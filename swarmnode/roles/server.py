@@ -17,7 +17,7 @@ from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Channel, Switchboard
 from swarmnode.roles.client import SESSION_PROTOCOL
-from swarmnode.roles.meters import cause_of
+from swarmnode.roles.meters import SERVE, cause_of
 from swarmnode.roles.session import StageSession, shape_of, units_of
 from swarmnode.roles.worker import Job, Worker
 
@@ -64,7 +64,7 @@ class StageServer:
         span = self._worker.meter.label
         usable_bytes = self._runner.pool.usable_bytes
         yield from self._worker.meter.readings()
-        yield Reading(table.QUEUE, self._worker.queued, (span,))
+        yield Reading(table.QUEUE, self._worker.queued, (span, SERVE))
         yield Reading(table.SESSIONS, self.load, (span,))
         yield Reading(table.CACHE_SIZE, usable_bytes, (span,))
         yield Reading(table.CACHE_RESERVED, usable_bytes - self.free_cache_bytes, (span,))

@@ -38,7 +38,12 @@ class Bench:
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"<Bench with {self._jobs.qsize()} jobs waiting>"
+        return f"<Bench with {self.queued} jobs waiting>"
+
+    @property
+    def queued(self) -> int:
+        """Jobs that wait."""
+        return self._jobs.qsize()
 
     def call(self, urgency: Urgency, function: Callable[[], T]) -> asyncio.Future[T]:
         """Run a function on the thread; its result or error comes back as a future of the loop."""

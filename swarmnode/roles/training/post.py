@@ -24,6 +24,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.compression import Choice
 from swarmnode.plan.view import Span
 from swarmnode.presence import Presence
+from swarmnode.roles.meters import TRAIN
 from swarmnode.roles.stage import Hardware, Stage
 from swarmnode.roles.training.compressor import Compressor
 from swarmnode.roles.training.crew import Crew
@@ -96,6 +97,7 @@ class Post:
         links = Counter((choice.codec, direction) for (_, direction), choice in training.compressor.choices.items())
         for (codec, direction), count in links.items():
             yield Reading(table.CODEC_LINKS, count, (span, codec.name.lower(), direction))
+        yield Reading(table.QUEUE, training.bench.queued, (span, TRAIN))
         yield from training.meter.readings()
         if self._serving is not None:
             yield from self._serving.readings()
