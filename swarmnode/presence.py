@@ -6,6 +6,7 @@ An identity, the network, the directory, and access to the weights. It keeps try
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import logging
 import time
@@ -28,6 +29,7 @@ from swarmnode.net.link import LinkConfig
 from swarmnode.net.pace import Pace
 from swarmnode.net.tasks import Tasks
 from swarmnode.roles.newcomer import fetch_manifest
+from swarmnode.roles.paths import Paths
 from swarmnode.swarm.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, State, record_validator
 from swarmnode.swarm.directory import Directory
 from swarmnode.swarm.known_peers import KnownPeers
@@ -56,6 +58,7 @@ class PresenceConfig:
     lan: bool = False
     join_timeout_s: float = 3.0
     rejoin_s: float = 2.0
+    paths_s: float = 5.0  # how often what was measured of paths is announced
     looks_on: bool = False  # a client: no place in the DHT, no announcement
     max_upload_bps: float | None = None  # of all links together, bits/s
     max_cache_bytes: int | None = None  # of fetched weights of all swarms; None: most of what the disk has free
@@ -109,7 +112,9 @@ class Presence:
         self.network = engine
         self.identity = identity
         self.hello = Hello(VERSION, swarm.id, f"swarmnode/{__version__}")
-        self.link_config = LinkConfig(pace=Pace(config.max_upload_bps) if config.max_upload_bps else None)
+        self.paths = Paths(engine.peer_id, lambda peer: self.directory.peers().get(peer))
+        pace = Pace(config.max_upload_bps) if config.max_upload_bps else None
+        self.link_config = LinkConfig(pace=pace, soundings=self.paths.soundings)
         self._slot = slot
         self._known = KnownPeers(config.home / "peers" / f"{swarm.id.hex()[:16]}.json")
         self.directory = Directory(
@@ -173,6 +178,7 @@ class Presence:
             self.joined.set()
         await self.directory.start()
         self._tasks.spawn(self._keep_joined(), "keep joined")
+        self._tasks.spawn(self._tell_paths(), "tell paths")
 
     def _doors(self) -> list[str]:
         """Every address at which the swarm may be found: the invite's, the last good ones, the LAN's."""
@@ -198,6 +204,16 @@ class Presence:
                     log.warning("the swarm %s cannot be reached at the moment; this node keeps trying", self.swarm.name)
                     told = True
             await asyncio.sleep(self.config.rejoin_s)
+
+    async def _tell_paths(self) -> None:
+        """Let our announcement say what was measured of the ways to us."""
+        while True:
+            await asyncio.sleep(self.config.paths_s)
+            if self.directory.own is not None:
+                with contextlib.suppress(NetworkDown):  # p2pd is being started again
+                    visitors = await self.network.visitors()
+                    self.paths.look(await self.network.addresses(), self.config.announce_maddrs, visitors)
+                self.directory.announce(**self.paths.figures())
 
     def _others(self) -> list[PeerId]:
         return [peer for peer in self.directory.peers() if peer != self.peer_id]

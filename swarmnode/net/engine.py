@@ -27,6 +27,7 @@ from swarmnode.net.tasks import Tasks
 log = logging.getLogger(__name__)
 
 MAX_KNOWN_PEERS = 32
+MAX_DIALLED = 4096
 DIAL_TIMEOUT_S = 5.0
 REJOIN_TIMEOUT_S = 5.0
 SHORT_LIFE_S = 30.0  # a p2pd that died younger is started again more slowly each time
@@ -84,6 +85,7 @@ class Engine(Network):
         self._p2p: Any = None  # hivemind's client of the same p2pd, for the DHT
         self._handlers: dict[str, StreamHandler] = {}
         self._known: dict[PeerId, str] = {}  # addresses that led into the DHT, to come back by after a restart
+        self._dialled: dict[PeerId, None] = {}  # by us: whoever else is connected came by itself
         self._tasks = Tasks("engine")
         self._streams = Tasks("streams")
         self._closing = False
@@ -163,6 +165,7 @@ class Engine(Network):
     # -- streams
 
     async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:
+        self._note_dialled(peer)
         return await self._running().open(peer, protocol, timeout_s=timeout_s)
 
     async def serve(self, protocol: str, handler: StreamHandler) -> None:
@@ -188,6 +191,18 @@ class Engine(Network):
         _, addresses = await self._running().identify()
         return [with_peer(address, self.peer_id) for address in addresses]
 
+    async def visitors(self) -> list[str]:
+        """Where the connected peers are that came by themselves: nobody here dialled them, nor did the DHT."""
+        connected = await self._running().connected()
+        dialled = self._dialled.keys() | self._dht.neighbours()
+        return [address for peer, addresses in connected.items() if peer not in dialled for address in addresses]
+
+    def _note_dialled(self, peer: PeerId) -> None:
+        self._dialled.pop(peer, None)
+        self._dialled[peer] = None
+        if len(self._dialled) > MAX_DIALLED:
+            self._dialled.pop(next(iter(self._dialled)))
+
     async def connect(self, addresses: Sequence[str], *, timeout_s: float) -> bool:
         self._running()
         # Each attempt goes on in the background after the first success: the more peers we know, the better.
@@ -204,6 +219,7 @@ class Engine(Network):
 
     async def _meet(self, peer: PeerId, address: str) -> bool:
         """Dial one address and, where a peer of the DHT answers, enter the DHT by it."""
+        self._note_dialled(peer)
         try:
             await self._running().connect(peer, address, timeout_s=DIAL_TIMEOUT_S)
             if not await self._dht.meet(peer):

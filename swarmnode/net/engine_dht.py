@@ -93,6 +93,11 @@ class EngineDht(Dht):
         await node.protocol.update_routing_table(DHTID.from_bytes(answer.peer.node_id), target, responded=True)
         return True
 
+    def neighbours(self) -> set[PeerId]:
+        """The peers that the table here has a place for."""
+        known = {} if self._node is None else self._node.protocol.routing_table.uid_to_peer_id
+        return {peer.to_base58() for peer in known.values()}
+
     async def explore(self) -> None:
         """Learn our neighbourhood in the table from the peers that we have met."""
         if self._node is not None:

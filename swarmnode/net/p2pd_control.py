@@ -46,6 +46,11 @@ class P2pdControl:
         if answer.type != p2pd_pb2.Response.OK:
             raise PeerLost(f"peer {peer} cannot be reached at {address}: {_reason(answer)}", peer=peer)
 
+    async def connected(self) -> dict[PeerId, list[str]]:
+        """The peers that are connected now, and the multiaddrs at which they are."""
+        answer = await self._ask(Request(type=Request.LIST_PEERS))
+        return {PeerID(one.id).to_base58(): [str(Multiaddr(raw)) for raw in one.addrs] for one in answer.peers}
+
     async def serve(self, protocol: str, inbox: Path) -> None:
         """Have p2pd connect to the unix socket `inbox` for each incoming stream. Raises LocalError where it refuses."""
         # py-multiaddr drops the leading slash of a unix path, hivemind's own keeps it

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 from swarmnode.codec.messages import HopSpec
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.switchboard import Switchboard
 from swarmnode.plan.routing import find_route
 from swarmnode.plan.view import Span, view_of
 from swarmnode.roles.client import Route, Router
+from swarmnode.roles.paths import Paths
 from swarmnode.swarm.directory import Directory
 
 
 class DirectoryRouter(Router):
     """Routes for the sessions of one client. `span` is the part of the model that the swarm computes for it."""
 
-    def __init__(self, directory: Directory, switchboard: Switchboard, units: int, span: Span, *, ring: bool) -> None:
+    def __init__(self, directory: Directory, paths: Paths, units: int, span: Span, *, ring: bool) -> None:
         self._directory = directory
-        self._switchboard = switchboard
+        self._paths = paths
         self._units = units
         self._span = span
         self._ring = ring
@@ -28,13 +28,12 @@ class DirectoryRouter(Router):
         return f"<DirectoryRouter over {self._span} {'ring' if self._ring else 'driven'}>"
 
     def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec]) -> Route:
-        announced = self._directory.peers()
-        rtts = {peer: self._switchboard.rtt_s(peer) for peer in announced}
         view = view_of(
             self._units,
-            announced.values(),
+            self._directory.peers().values(),
             observer=self._directory.network.peer_id,
-            rtt_s={peer: rtt_s for peer, rtt_s in rtts.items() if rtt_s is not None},
+            rtt_s=self._paths.soundings.rtts_s(),
+            coordinate=self._paths.coordinate,
         )
         route = find_route(
             view,

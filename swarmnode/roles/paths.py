@@ -1,0 +1,57 @@
+"""What a node knows of its own place: round trips, bandwidths, a network coordinate, and how others get to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+
+from swarmnode.net.coordinate import Coordinate, Surveyor
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.reachability import Evidence, Reachability, conclude
+from swarmnode.net.soundings import Soundings
+from swarmnode.swarm.announcement import MAX_RTTS, Announcement, peer_digest
+
+Known = Callable[[PeerId], Announcement | None]
+"""What a peer announces at the moment; None where it is not known"""
+
+
+class Paths:
+    """Filled by the links in ordinary traffic (`soundings`), told by announcements (`figures`)."""
+
+    def __init__(self, peer: PeerId, known: Known) -> None:
+        self.soundings = Soundings(on_rtt=self._measured)
+        self.reachability = Reachability.UNKNOWN
+        self._surveyor = Surveyor(peer)
+        self._known = known
+
+    def __repr__(self) -> str:
+        return f"<Paths {self.reachability.name} at {self.coordinate!r}, {self.soundings!r}>"
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """Our own."""
+        return self._surveyor.coordinate
+
+    def _measured(self, peer: PeerId, rtt_s: float) -> None:
+        """Peers that announce nothing (clients, say) have no place of which we would learn ours."""
+        announcement = self._known(peer)
+        if announcement is not None:
+            self._surveyor.measured(Coordinate.unpacked(announcement.coordinate), rtt_s)
+
+    def look(self, addresses: Sequence[str], promised: Sequence[str], visitors: Sequence[str]) -> None:
+        """Conclude anew how others get here (`net/reachability.py`)."""
+        interfaces = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+        self.reachability = conclude(Evidence(addresses, interfaces, promised, visitors))
+
+    def figures(self) -> dict[str, Any]:
+        """What the announcement says of them."""
+        rtts_s = self.soundings.rtts_s(most=MAX_RTTS)
+        return {
+            "rtt_us": {peer_digest(peer): round(rtt_s * 1e6) for peer, rtt_s in rtts_s.items()},
+            "coordinate": self.coordinate.packed(),
+            "up_bps": self.soundings.up_bps,
+            "down_bps": self.soundings.down_bps,
+            "reachability": int(self.reachability),
+        }
