@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from swarmnode.plan.scenario import Scenario
     from swarmnode.simulate.churn import Change
+    from swarmnode.swarm.run import Averaging
 
 WORKLOADS = ("serve", "train")
 
@@ -46,6 +47,8 @@ def simulate(
     microbatches: int = typer.Option(32, "--microbatches", min=1, max=2048, help="Of one training step."),
     sequence: int = typer.Option(1024, "--sequence", min=1, help="Tokens of a training microbatch."),
     compress: str = typer.Option("auto", "--compress", help="Codec between training stages: auto, none, int8, …"),
+    average_every: int = typer.Option(1, "--average-every", min=1, help="Steps between two averagings (above 1: DiLoCo)."),
+    average_codec: str = typer.Option("none", "--average-codec", help="What gradients travel as: none, fp16, int8, …"),
     rebalance: bool = typer.Option(True, "--rebalance/--no-rebalance", help="Whether peers move for throughput."),
     report: Path = typer.Option(
         None, "--report", metavar="OUT.html", help="Write a page with plots.", show_default=False
@@ -75,7 +78,9 @@ def simulate(
         seed=seed,
         churn=rate,
         serve=ServeSettings(arrivals, prompt, tokens),
-        train=TrainSettings(microbatches, sequence=sequence, compress=compress),
+        train=TrainSettings(
+            microbatches, sequence=sequence, compress=compress, averaging=_averaging(average_every, average_codec)
+        ),
         swarm=SwarmSettings(rebalance=rebalance),
     )
     simulation = Simulation(network, Model.load(model), settings, peers=peers, trace=trace)
@@ -103,6 +108,16 @@ def _with_gpu(network: Scenario, gpu: str) -> Scenario:
     if find_gpu(gpu) is None:
         fail(f"--gpu {gpu}: known are {', '.join(known_gpus())}", 2)
     return dataclasses.replace(network, gpus=tuple(known or gpu for known in network.gpus))
+
+
+def _averaging(every: int, codec: str) -> Averaging:
+    from swarmnode.codec.tensors import Codec
+    from swarmnode.swarm.run import Averaging
+
+    names = [known.name.lower() for known in Codec]
+    if codec not in names:
+        fail(f"--average-codec {codec}: choose {', '.join(names)}", 2)
+    return Averaging(every=every, codec=Codec[codec.upper()])
 
 
 def _churn(text: str, devices: int) -> tuple[float, list[Change] | None]:

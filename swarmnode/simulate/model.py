@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from swarmnode.codec.body import SHARED
 from swarmnode.compute.memory import TRAINING_BYTES, UnitSizes, units_that_fit, usable_bytes
 from swarmnode.errors import UsageError
 from swarmnode.plan.view import Span
@@ -19,13 +20,15 @@ CONFIG_NAME = "config.json"
 @dataclass(frozen=True)
 class Model:
     """Per unit (embedding, layers, head): `parameters`, those of them that a token meets (`active`: of a mixture's experts
-    only some), and the bytes that the KV cache keeps of a token. `hidden`: width of what passes between units."""
+    only some), and the bytes that the KV cache keeps of a token. `hidden`: width of what passes between units. `shared`: parameters
+    of the matrix that both ends share, if they are tied; they count in both."""
 
     name: str
     parameters: tuple[int, ...]
     active: tuple[int, ...]
     cache_bytes: tuple[int, ...]
     hidden: int
+    shared: int = 0
 
     @classmethod
     def load(cls, path: str | Path) -> Model:
@@ -46,9 +49,9 @@ class Model:
         from swarmnode.compute.family import family_of
 
         family = family_of(config)
-        parameters, active = _count(family, _active_share(config))
+        parameters, active, shared = _count(family, _active_share(config))
         cache = (family.cache_elements_per_token(unit) * WEIGHT_BYTES for unit in range(family.units))
-        return cls(name, tuple(parameters), tuple(map(int, active)), tuple(cache), int(config.hidden_size))
+        return cls(name, tuple(parameters), tuple(map(int, active)), tuple(cache), int(config.hidden_size), shared)
 
     @property
     def units(self) -> int:
@@ -93,6 +96,12 @@ class Model:
         """What a peer downloads to serve a span."""
         return WEIGHT_BYTES * sum(self.parameters[span.start : span.end])
 
+    def block_parameters(self, block: int) -> int:
+        """Of one block of gradients: a unit without what the ends share, or that (SHARED)."""
+        if block == SHARED:
+            return self.shared
+        return self.parameters[block] - (self.shared if block in (0, self.units - 1) else 0)
+
     def layers(self, span: Span) -> float:
         """The active parameters of a span, as a number of layers."""
         return self._layers_before[span.end] - self._layers_before[span.start]
@@ -106,23 +115,21 @@ class Model:
         return tuple(sums)
 
 
-def _count(family: Any, expert_share: float) -> tuple[list[int], list[float]]:
-    """Parameters of each unit, all and active; the model is built without its weights' memory."""
+def _count(family: Any, expert_share: float) -> tuple[list[int], list[float], int]:
+    """Parameters of each unit, all and active, and those that the ends share; the model is built without its weights' memory."""
     import torch
     from transformers.initialization import no_init_weights
 
     with torch.device("meta"), no_init_weights():
         model = family.model_class(copy.deepcopy(family.config))
+    model.tie_weights()
     parameters, active = [0] * family.units, [0.0] * family.units
     for name, parameter in model.named_parameters():
         for unit in family.units_of_tensor(name):
             parameters[unit] += parameter.numel()
             active[unit] += parameter.numel() * (expert_share if ".experts." in name else 1.0)
-    if family.tied:  # the matrix is named once, and used at both ends
-        embedding = model.get_input_embeddings().weight.numel()
-        for unit in (0, family.units - 1):
-            parameters[unit], active[unit] = max(parameters[unit], embedding), max(active[unit], embedding)
-    return parameters, active
+    shared = model.get_input_embeddings().weight.numel() if family.tied else 0
+    return parameters, active, shared
 
 
 def _active_share(config: Any) -> float:

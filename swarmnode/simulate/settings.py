@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from swarmnode.config import ClientConfig, StageConfig
 from swarmnode.plan.lattice import RoutingConfig
 from swarmnode.swarm.directory import DirectoryConfig
+from swarmnode.swarm.run import FINGERPRINT_BYTES, Averaging, Run, check_run
 
 EXACT_PEERS = 200  # up to so many peers every token and microbatch is followed; beyond, a session is one thing
 
@@ -29,8 +30,28 @@ class TrainSettings:
     microbatch: int = 1
     sequence: int = 1024
     compress: str = "auto"  # auto, none, a codec's name, or adatopk
-    average_every: int = 1
-    average_codec: str = "none"
+    averaging: Averaging = field(default_factory=Averaging)
+    checkpoint_steps: int = 50
+
+    @property
+    def tokens(self) -> int:
+        """Of one microbatch."""
+        return self.microbatch * self.sequence
+
+    @property
+    def run(self) -> Run:
+        """As a trainer would bring it. Raises UsageError."""
+        run = Run(
+            data=bytes(FINGERPRINT_BYTES),
+            steps=1 << 31,
+            batch=self.microbatches * self.microbatch,
+            microbatch=self.microbatch,
+            sequence=self.sequence,
+            checkpoint_steps=self.checkpoint_steps,
+            averaging=self.averaging,
+        )
+        check_run(run)
+        return run
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from swarmnode.simulate.model import Model
 from swarmnode.simulate.peers import Peer
 from swarmnode.simulate.serving import Serving
 from swarmnode.simulate.settings import Settings
+from swarmnode.simulate.training import Training
 from swarmnode.simulate.world import World
 
 Progress = Callable[[float, float], None]
@@ -40,7 +41,8 @@ class Result:
 
 
 class Simulation:
-    """One run. `peers` devices: copies of the scenario's in turn where it has fewer. Raises UsageError."""
+    """One run. `peers` devices: copies of the scenario's in turn where it has fewer. `spans` and `pipelines` are a
+    plan that is carried out instead of what peers would choose. Raises UsageError."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class Simulation:
         peers: int = 0,
         trace: Sequence[Change] | None = None,
         spans: Sequence[Span] | None = None,
+        pipelines: Sequence[Sequence[int]] = (),
     ) -> None:
         self.scenario, self.model, self.settings = scenario, model, settings
         self.clock = Clock()
@@ -69,6 +72,7 @@ class Simulation:
         )
         self._changes = trace if trace is not None else self._steady_churn(count)
         self._spans = spans
+        self._pipelines = pipelines
         self._sampled_busy_s = 0.0
 
     def __repr__(self) -> str:
@@ -88,7 +92,9 @@ class Simulation:
             progress(self.clock.now_s, seconds)
         return Result(self.scenario, self.model, self.settings, self.world, self.measures, self.clock.events)
 
-    def _make_workload(self) -> Serving:
+    def _make_workload(self) -> Serving | Training:
+        if self.settings.workload == "train":
+            return Training(self.world, self.settings.train, self._pipelines)
         return Serving(self.world, self.settings.serve, self._chance("sessions"))
 
     def _steady_churn(self, count: int) -> list[Change]:

@@ -94,7 +94,7 @@ class World:
         for peer in self.peers:
             if peer.alive:
                 self._keep_announcing(peer)
-        if spans is None:
+        if spans is None and not self._trains:  # trained units do not move, nor do those of a plan
             self._look()
 
     def throughput(self) -> float:
