@@ -7,7 +7,6 @@ the devices of one pipeline hand activations on from stage to stage, and gradien
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -56,11 +55,6 @@ class Problem:
         """D; those beyond S R stay unused."""
         return len(self.hop_s)
 
-    @cached_property
-    def twins(self) -> npt.NDArray[np.intp]:
-        """[D]: for each device the first one that is interchangeable with it (the same links to everybody else)."""
-        return _first_twins(self.averaging_s, self.hop_s)
-
     @classmethod
     def on(cls, scenario: Scenario, *, stages: int, replicas: int, traffic: Traffic) -> Problem:
         """The problem of this network and traffic. Raises UsageError where the grid is empty or larger than the network."""
@@ -99,20 +93,3 @@ def _both_ways(seconds: FloatArray) -> FloatArray:
     slower: FloatArray = np.maximum(seconds, seconds.T)
     np.fill_diagonal(slower, 0.0)
     return slower
-
-
-def _first_twins(*matrices: FloatArray) -> npt.NDArray[np.intp]:
-    devices = len(matrices[0])
-    first = np.arange(devices)
-    for i in range(devices):
-        if first[i] < i:
-            continue
-        later = np.arange(i + 1, devices)
-        alike = np.ones(len(later), dtype=bool)
-        for matrix in matrices:
-            differs = matrix[i] != matrix[later]
-            differs[:, i] = False
-            differs[np.arange(len(later)), later] = False
-            alike &= ~differs.any(axis=1)
-        first[later[alike]] = i
-    return first

@@ -15,6 +15,8 @@ from swarmnode.plan.scenario import FloatArray
 
 EXACT = 10  # 2^10 x 10 partial paths; each further group would double that
 MOVED = 3  # the longest part that is moved elsewhere
+MAX_CHANGES = 500
+Path = npt.NDArray[np.intp]
 
 
 def shortest_path(length: FloatArray, start: Sequence[int] | None = None) -> list[int]:
@@ -60,26 +62,38 @@ def _by_size(count: int) -> list[npt.NDArray[np.intp]]:
 
 
 def _improved(length: FloatArray, order: list[int]) -> list[int]:
-    """Turn and move parts of the path until nothing of the kind shortens it."""
-    while True:
-        candidates = (_changed(order, begin, end, at) for begin, end, at in _changes(len(order)))
-        current = path_length(length, order)
-        shorter = next((path for path in candidates if path_length(length, path) < current - 1e-12), None)
-        if shorter is None:
-            return order
-        order = shorter
+    """Turn and move parts of the path, the best change first, until nothing of the kind shortens it (or it took too long)."""
+    ends = np.pad(length, (0, 1))  # a group that is near to all stands before the first and behind the last
+    for _ in range(MAX_CHANGES):
+        path = np.array([len(length), *order, len(length)])
+        changes = [_best_turn(ends, path), *(_best_move(ends, path, size) for size in range(1, MOVED + 1))]
+        gain, changed = max(changes, key=lambda change: change[0])
+        if gain < 1e-12:
+            break
+        order = changed[1:-1].tolist()
+    return order
 
 
-def _changes(count: int) -> list[tuple[int, int, int]]:
-    """(begin, end, at): turn [begin, end) round where at < 0, else move it to position `at` of the rest."""
-    turns = [(begin, end, -1) for begin in range(count) for end in range(begin + 2, count + 1)]
-    parts = [(begin, begin + size) for size in range(1, MOVED + 1) for begin in range(count - size + 1)]
-    moves = [(begin, end, at) for begin, end in parts for at in range(count - (end - begin) + 1) if at != begin]
-    return turns + moves
+def _best_turn(length: FloatArray, path: Path) -> tuple[float, Path]:
+    """Turn path[i + 1 : j + 1] round: two links are replaced. What that gains, and the new path."""
+    here, there = path[:-1], path[1:]
+    link = length[here, there]
+    gain = link[:, None] + link - length[here[:, None], here] - length[there[:, None], there]
+    gain[np.tril_indices(len(link))] = -np.inf
+    i, j = np.unravel_index(gain.argmax(), gain.shape)
+    return float(gain[i, j]), np.concatenate([path[: i + 1], path[i + 1 : j + 1][::-1], path[j + 1 :]])
 
 
-def _changed(order: list[int], begin: int, end: int, at: int) -> list[int]:
-    if at < 0:
-        return order[:begin] + order[begin:end][::-1] + order[end:]
-    rest = order[:begin] + order[end:]
-    return rest[:at] + order[begin:end] + rest[at:]
+def _best_move(length: FloatArray, path: Path, size: int) -> tuple[float, Path]:
+    """Move path[i + 1 : i + 1 + size] between path[j] and path[j + 1]: three links are replaced."""
+    here, there = path[:-1], path[1:]
+    link = length[here, there]
+    first, last = path[1:-size], path[size:-1]  # of each part that could be moved
+    freed = link[: len(first)] + link[size:] - length[path[: len(first)], path[size + 1 :]]
+    gain = freed[:, None] + link - length[first[:, None], here] - length[last[:, None], there]
+    for offset in range(size + 1):  # not between its own members, nor where it is
+        gain[np.arange(len(first)), np.arange(len(first)) + offset] = -np.inf
+    i, j = np.unravel_index(gain.argmax(), gain.shape)
+    rest = np.delete(path, np.arange(i + 1, i + 1 + size))
+    at = j + 1 if j <= i else j + 1 - size
+    return float(gain[i, j]), np.concatenate([rest[:at], path[i + 1 : i + 1 + size], rest[at:]])

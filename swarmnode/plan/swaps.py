@@ -1,14 +1,13 @@
 """A grid that is being improved, and what every swap of two devices in it would cost: all swaps at once, as matrices.
 
-Swapping a and b changes the averaging of their two stages and the hops on both sides of each. What one of them
-costs in the other's place depends on the other's stage and neighbours alone, so a matrix [D, D] of "b in a's place" gives all swaps;
-only pairs in adjacent stages, which share a hop, need more. Devices that are not used wait on a bench, which is stage S.
+Swapping a and b changes the averaging of their two stages and the hops on both sides of each. What one of them costs in the
+other's place depends on the other's stage and neighbours alone, so a matrix [D, D] of "b in a's place" gives all swaps; only
+pairs in adjacent stages, which share a hop, need more. Devices that are not used wait on a bench, which is stage S.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from swarmnode.plan.grid import Cost, Grid, Problem
 from swarmnode.plan.matching import bottleneck_matching
@@ -20,7 +19,7 @@ class Arrangement:
 
     def __init__(self, problem: Problem, grid: Grid) -> None:
         self.problem = problem
-        self.grid = grid.copy()
+        self.grid: Grid = grid.copy()
         devices = problem.devices
         # One device more than there are stands for nobody: before the first stage, behind the last, around the bench.
         self._hop_s = np.zeros((devices + 1, devices + 1))
@@ -64,7 +63,7 @@ class Arrangement:
         stage = self._stage
         averaging_s = np.maximum(self._replaced_s, self._replaced_s.T)
         np.maximum(averaging_s, _without_two(self._averaging_s)[stage[:, None], stage], out=averaging_s)
-        total_s = averaging_s + 2 * self._hops_after_swap()
+        total_s: FloatArray = averaging_s + 2 * self._hops_after_swap()
         total_s[stage[:, None] == stage] = np.inf
         return total_s
 
@@ -98,7 +97,7 @@ class Arrangement:
         leaving_s = np.maximum(least_after[:, None], self._hop_s[after, :devices])
         around_s = np.append(np.append(0.0, hop_s) + np.append(hop_s, 0.0), 0.0)  # per stage, and the bench
         replaced_s = entering_s + leaving_s - around_s[self._stage][:, None]
-        result = hop_s.sum() + replaced_s + replaced_s.T
+        result: FloatArray = hop_s.sum() + replaced_s + replaced_s.T
         if stages > 1:
             self._correct_adjacent(result, hop_s, others_s, entering_s, leaving_s)
         return result
@@ -108,8 +107,13 @@ class Arrangement:
     ) -> None:
         """Swaps across one hop: both ends of it change together."""
         here, there = self.grid[:-1], self.grid[1:]
-        a, b = here[:, :, None], there[:, None, :]  # [H, R, R]: a of stage h in pipeline p, b of stage h + 1 in pipeline q
-        between_s = np.maximum(others_s, np.maximum(self._hop_s[b, there[:, :, None]], self._hop_s[here[:, None, :], a]))
+        a, b = (
+            here[:, :, None],
+            there[:, None, :],
+        )  # [H, R, R]: a of stage h in pipeline p, b of stage h + 1 in pipeline q
+        between_s = np.maximum(
+            others_s, np.maximum(self._hop_s[b, there[:, :, None]], self._hop_s[here[:, None, :], a])
+        )
         same = np.arange(self.problem.replicas)
         between_s[:, same, same] = hop_s[:, None]  # a and b of one pipeline just turn their link round
         outer_s = np.append(0.0, hop_s)[:-1] + hop_s + np.append(hop_s, 0.0)[1:]
@@ -126,7 +130,8 @@ def _without_two(values: FloatArray) -> FloatArray:
     rest = np.full((count + 3, count + 3), padded[first])
     rest[first, :] = rest[:, first] = padded[second]
     rest[first, second] = rest[second, first] = padded[third]
-    return rest[: count + 1, : count + 1]
+    within: FloatArray = rest[: count + 1, : count + 1]
+    return within
 
 
 def _without_two_each(values: FloatArray) -> FloatArray:
@@ -137,7 +142,7 @@ def _without_two_each(values: FloatArray) -> FloatArray:
     row = np.arange(rows)
     first, second = order[:, 0], order[:, 1]
     top = np.take_along_axis(padded, order, axis=1)
-    rest = np.broadcast_to(top[:, 0, None, None], (rows, count + 3, count + 3)).copy()
+    rest: FloatArray = np.broadcast_to(top[:, 0, None, None], (rows, count + 3, count + 3)).copy()
     rest[row, first, :] = top[:, 1, None]
     rest[row, :, first] = top[:, 1, None]
     rest[row, first, second] = rest[row, second, first] = top[:, 2]
