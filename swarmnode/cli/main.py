@@ -13,6 +13,7 @@ from swarmnode.cli.create import create
 from swarmnode.cli.demo import demo
 from swarmnode.cli.export import export
 from swarmnode.cli.generate import generate
+from swarmnode.cli.plan import plan
 from swarmnode.cli.run import run
 from swarmnode.cli.simulate import simulate
 from swarmnode.cli.status import status
@@ -27,7 +28,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help is three times faster than a decorated one
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (create, bootstrap, run, status, generate, train, export, simulate, demo):
+for command in (create, bootstrap, run, status, generate, train, export, plan, simulate, demo):
     app.command()(command)
 
 

@@ -15,6 +15,7 @@ from swarmnode.errors import UsageError
 from swarmnode.plan.scenario import FloatArray, Scenario
 
 Grid = npt.NDArray[np.intp]  # [S, R]: the device at each stage of each pipeline; no device twice
+Members = npt.NDArray[np.intp]  # [R]: the devices of one stage
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,12 @@ class Problem:
 
     def cost(self, grid: Grid) -> Cost:
         """What this grid costs."""
-        averaging_s = max(float(stage_averaging_s(self.averaging_s, stage)) for stage in grid)
         hops_s = self.hop_s[grid[:-1], grid[1:]].max(axis=1)
-        return Cost(averaging_s, 2 * float(hops_s.sum()))
+        return Cost(max(map(self.stage_averaging_s, grid)), 2 * float(hops_s.sum()))
 
-
-def stage_averaging_s(averaging_s: FloatArray, stage: Grid) -> float:
-    """What the slowest of the devices in a stage pays for all its mates together."""
-    slowest: float = averaging_s[np.ix_(stage, stage)].sum(axis=1).max()
-    return slowest
+    def stage_averaging_s(self, members: Members) -> float:
+        """What the slowest of the devices in a stage pays for all its mates together."""
+        return float(self.averaging_s[np.ix_(members, members)].sum(axis=1).max())
 
 
 def _off_diagonal(bandwidth_bps: FloatArray) -> FloatArray:
