@@ -76,7 +76,7 @@ class Watched:
         """A client whose long answer Prometheus can watch."""
         port, ids = str(free_port()), ",".join(map(str, range(1, 200)))
         self.add_target("client", f"127.0.0.1:{port}")
-        command = ["generate", str(self.local.file), "--ids", ids, "-n", "3500", "--metrics-port", port]
+        command = ["generate", str(self.local.file), "--ids", ids, "-n", "2500", "--metrics-port", port]
         client = subprocess.Popen(
             [sys.executable, "-m", "swarmnode.cli.main", *command, "--home", str(self.local.folder / "client")],
             stdout=subprocess.PIPE,
