@@ -6,15 +6,15 @@ all: what is announced is known at the next tick.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
 
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.view import PeerView, View
+from swarmnode.plan.census import Census
+from swarmnode.plan.placement import HOLDING
+from swarmnode.plan.view import PeerView, Span, View
 from swarmnode.simulate.clock import Clock
 from swarmnode.swarm.announcement import State
 from swarmnode.swarm.directory import DirectoryConfig
-
-Rtts = Callable[[], Mapping[tuple[PeerId, PeerId], float]]
 
 
 class Directory:
@@ -27,6 +27,8 @@ class Directory:
         self._config = config
         self._known: dict[PeerId, PeerView] = {}
         self._announced: dict[PeerId, PeerView | None] = {}
+        self.census = Census(units)  # of those that hold units or soon will, kept up to date
+        self.speeds: Counter[float] = Counter()  # of the same peers
         self._view: View | None = None
 
     def __repr__(self) -> str:
@@ -69,14 +71,24 @@ class Directory:
     def _take_in(self) -> None:
         changed = False
         for name, peer in self._announced.items():
-            before = self._known.get(name)
-            if peer is None:
-                self._known.pop(name, None)
-                changed |= before is not None
-            else:
+            before = self._known.pop(name, None) if peer is None else self._known.get(name)
+            if peer is not None:
                 self._known[name] = peer
-                changed |= before is None or (before.state, before.span) != (peer.state, peer.span)
+            if _place(before) != _place(peer):
+                changed = True
+                self._count(before, -1)
+                self._count(peer, 1)
         if self._announced:
             self._view = None
         self._announced.clear()
         self.revision += changed
+
+    def _count(self, peer: PeerView | None, change: int) -> None:
+        if peer is not None and peer.state in HOLDING:
+            self.census.change(peer.span, peer.decode_units_per_s, change)
+            self.speeds[peer.decode_units_per_s] += change
+            self.speeds += Counter()  # drops what nobody has
+
+
+def _place(peer: PeerView | None) -> tuple[State, Span] | None:
+    return None if peer is None else (peer.state, peer.span)

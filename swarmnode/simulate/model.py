@@ -14,6 +14,7 @@ from swarmnode.errors import UsageError
 from swarmnode.plan.view import Span
 
 WEIGHT_BYTES = 2  # bf16 or fp16, as GPUs serve and train
+STATE_BYTES = 12  # of a parameter in training
 CONFIG_NAME = "config.json"
 
 
@@ -92,9 +93,9 @@ class Model:
         """What is left beside a span, for caches."""
         return max(0, usable_bytes(memory_bytes) - sizes.need_bytes(span.start, span.end, 0))
 
-    def weight_bytes(self, span: Span) -> int:
-        """What a peer downloads to serve a span."""
-        return WEIGHT_BYTES * sum(self.parameters[span.start : span.end])
+    def loaded_bytes(self, span: Span, *, trains: bool) -> int:
+        """What a peer gets from others to hold a span; in training parameters and AdamW's two memories, in float32."""
+        return (STATE_BYTES if trains else WEIGHT_BYTES) * sum(self.parameters[span.start : span.end])
 
     def block_parameters(self, block: int) -> int:
         """Of one block of gradients: a unit without what the ends share, or that (SHARED)."""

@@ -8,7 +8,8 @@ from swarmnode.codec.messages import HopSpec
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.lattice import Route
 from swarmnode.plan.routing import find_route
-from swarmnode.plan.view import View
+from swarmnode.plan.shortlist import shortlist
+from swarmnode.plan.view import Span, View
 from swarmnode.simulate.world import World
 
 
@@ -25,24 +26,29 @@ class Pathfinder:
 
     def route(self, client: PeerId, place: int, avoid: Collection[PeerId], keep: Sequence[HopSpec]) -> Route:
         """For a client whose index in the links is `place`. Raises NoRoute."""
-        world = self._world
-        view = world.directory.view()
-        peers = {peer.peer: world.by_id[peer.peer].index for peer in view.peers if peer.peer in world.by_id}
-        own = {(client, peer): 2 * world.links.delay_s(place, index) for peer, index in peers.items()}
-        seen = View(view.units, view.peers, {**self._between(peers), **own})
-        decide = lambda: find_route(  # noqa: E731
-            seen, client=client, avoid=avoid, keep=keep, config=world.settings.routing
-        )
-        return world.measures.timed("route", decide)
+        return self._world.measures.timed("route", lambda: self._route(client, place, avoid, keep))
 
-    def _between(self, peers: Mapping[PeerId, int]) -> dict[tuple[PeerId, PeerId], float]:
+    def _route(self, client: PeerId, place: int, avoid: Collection[PeerId], keep: Sequence[HopSpec]) -> Route:
+        world = self._world
+        picture = world.directory.view()
+        view = shortlist(picture, client, Span(0, picture.units), frozenset(hop.peer for hop in keep))
+        indexes = {peer.peer: world.by_id[peer.peer].index for peer in view.peers if peer.peer in world.by_id}
+        between = self._kept(indexes) if view is picture else self._between(indexes)
+        own = {(client, peer): 2 * world.links.delay_s(place, index) for peer, index in indexes.items()}
+        seen = View(view.units, view.peers, {**between, **own})
+        return find_route(seen, client=client, avoid=avoid, keep=keep, config=world.settings.routing)
+
+    def _kept(self, indexes: Mapping[PeerId, int]) -> dict[tuple[PeerId, PeerId], float]:
         """Round trips between all pairs, worked out anew when somebody came or went."""
         if self._revision != self._world.directory.revision:
             self._revision = self._world.directory.revision
-            links, names = self._world.links, sorted(peers)
-            self._rtt_s = {
-                (one, other): 2 * links.delay_s(peers[one], peers[other])
-                for number, one in enumerate(names)
-                for other in names[:number]
-            }
+            self._rtt_s = self._between(indexes)
         return self._rtt_s
+
+    def _between(self, indexes: Mapping[PeerId, int]) -> dict[tuple[PeerId, PeerId], float]:
+        delay_s, peers = self._world.links.delay_s, sorted(indexes.items())
+        return {
+            (one, other): 2 * delay_s(here, there)
+            for number, (one, here) in enumerate(peers)
+            for other, there in peers[:number]
+        }

@@ -27,6 +27,8 @@ class Peer:
     sessions: int = 0
     cache_free_bytes: float = 0.0
     life: int = 0  # how often it came: what was planned for an earlier life is void
+    load_is_news: bool = field(default=False, repr=False)  # an announcement of it is planned
+    wish: tuple[Span, float] | None = field(default=None, repr=False)  # where it would rather be, and since when
     busy_s: float = field(default=0.0, repr=False)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Serving, token by token: sessions come, find routes, generate, and go on elsewhere when a peer is lost."""
+"""Serving: sessions come, find routes, generate, and go on elsewhere when a peer is lost."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from swarmnode.codec.messages import HopSpec
 from swarmnode.errors import NoRoute, UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import Span
+from swarmnode.simulate.fluid import FluidSession
 from swarmnode.simulate.pathfinder import Pathfinder
 from swarmnode.simulate.peers import Peer
+from swarmnode.simulate.ring import RingSession
 from swarmnode.simulate.session import Hop, Session
-from swarmnode.simulate.settings import ServeSettings
+from swarmnode.simulate.settings import EXACT_PEERS, ServeSettings
 from swarmnode.simulate.worker import Worker
 from swarmnode.simulate.world import World
 
 RETRY_S = 1.0
+MAX_DEFAULT_ARRIVALS_PER_S = 2.0  # in a large swarm, where half its load would be a thousand sessions a second
 DEFAULT_LOAD = 0.5  # of what the placement can do, counted without what batching adds
 
 
@@ -35,6 +38,7 @@ class Serving:
         self._workers: dict[PeerId, Worker] = {}
         self._sessions: dict[PeerId, dict[Session, None]] = defaultdict(dict)  # in the order in which they came
         self._numbers = 0
+        self._kind: type[Session] = RingSession if len(world.peers) <= EXACT_PEERS else FluidSession
 
     def __repr__(self) -> str:
         return f"<Serving {self._numbers} sessions so far on {len(self._workers)} peers>"
@@ -42,7 +46,8 @@ class Serving:
     def begin(self) -> None:
         """Let sessions come."""
         if not self.arrivals_per_s:
-            self.arrivals_per_s = DEFAULT_LOAD * self.world.throughput() / self.settings.new_tokens
+            half = DEFAULT_LOAD * self.world.throughput() / self.settings.new_tokens
+            self.arrivals_per_s = half if self._kind is RingSession else min(half, MAX_DEFAULT_ARRIVALS_PER_S)
         if not self.arrivals_per_s:
             raise UsageError("the devices together cannot hold the model: nothing can be served")
         self.clock.after(self._chance.expovariate(self.arrivals_per_s), self._arrive)
@@ -88,7 +93,7 @@ class Serving:
             max(1, round(tokens * chance.uniform(1 - settings.spread, 1 + settings.spread)))
             for tokens in (settings.prompt_tokens, settings.new_tokens)
         ]
-        session = Session(self, self._numbers, place, *lengths)
+        session = self._kind(self, self._numbers, place, *lengths)
         self._numbers += 1
         self.world.measures.count("sessions begun", 1)
         self._open(session, session.epoch, set())
@@ -111,6 +116,7 @@ class Serving:
         for hop in hops:
             hop.peer.sessions += 1
             hop.peer.cache_free_bytes -= self._cache_bytes(hop, session)
+            self.world.load_changed(hop.peer)
             self._sessions[hop.name][session] = None
         session.go(hops)
 
@@ -125,7 +131,11 @@ class Serving:
             avoid |= gone
             keep = [hop for hop in keep if hop.peer not in gone]
         peers = [(self.world.by_id[hop.peer], Span(hop.start, hop.end)) for hop in route.hops]
-        return [Hop(peer, peer.peer, self._workers[peer.peer], span, peer.life) for peer, span in peers]
+        model = self.world.model
+        return [
+            Hop(peer, peer.peer, self._workers[peer.peer], span, peer.life, peer.device.layers(model, span))
+            for peer, span in peers
+        ]
 
     def _serves(self, peer: PeerId, span: Span) -> bool:
         known = self.world.by_id.get(peer)
@@ -155,6 +165,7 @@ class Serving:
                 if hop.lives:
                     hop.peer.sessions -= 1
                     hop.peer.cache_free_bytes += self._cache_bytes(hop, session)
+                    self.world.load_changed(hop.peer)
 
     def _has_room(self, hop: Hop, session: Session) -> bool:
         return hop.peer.cache_free_bytes >= self._cache_bytes(hop, session)

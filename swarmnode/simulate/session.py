@@ -1,11 +1,8 @@
-"""A session: its prompt travels the route in chunks, then one token after another turns round the ring.
-
-When a hop is lost, the client names another route; hops that stay keep their caches, and what the new ones lack is sent to
-them again from the journal of the hop before, and computed again.
-"""
+"""A session: what it asked for, how far it is, and the hops of its route."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,9 +10,8 @@ from typing import TYPE_CHECKING
 from swarmnode.codec.messages import HopSpec
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import Span
-from swarmnode.simulate.model import WEIGHT_BYTES
 from swarmnode.simulate.peers import Peer
-from swarmnode.simulate.worker import Job, Worker
+from swarmnode.simulate.worker import Worker
 
 if TYPE_CHECKING:
     from swarmnode.simulate.serving import Serving
@@ -33,6 +29,7 @@ class Hop:
     worker: Worker
     span: Span
     life: int
+    layers: float  # of work for one token
 
     @property
     def lives(self) -> bool:
@@ -44,7 +41,7 @@ class Hop:
         return HopSpec(self.name, self.span.start, self.span.end)
 
 
-class Session:
+class Session(ABC):
     """`place`: of the client in the links. `produced` tokens of `new_tokens` have come."""
 
     def __init__(self, serving: Serving, number: int, place: int, prompt_tokens: int, new_tokens: int) -> None:
@@ -57,16 +54,16 @@ class Session:
         self.epoch = 0
         self.began_s = serving.clock.now_s
         self.waits_since_s: float | None = None
-        self._token_at_s = 0.0
         self._serving = serving
+        self._world = serving.world
         self._clock = serving.clock
         self._links = serving.world.links
 
     def __repr__(self) -> str:
-        return f"<Session {self.number}: {self.produced} of {self.new_tokens} tokens, epoch {self.epoch}>"
+        return f"<{type(self).__name__} {self.number}: {self.produced} of {self.new_tokens} tokens, epoch {self.epoch}>"
 
     @property
-    def client(self) -> str:
+    def client(self) -> PeerId:
         """A name for the planners."""
         return f"client {self.number}"
 
@@ -81,89 +78,27 @@ class Session:
         return self.prompt_tokens + self.new_tokens
 
     def go(self, hops: Sequence[Hop]) -> None:
-        """Begin, or go on, along these hops."""
+        """Begin, or go on, along these hops; those that it had and that still live keep their caches."""
         kept = {hop for hop in self.hops if hop.lives}
         self.hops = list(hops)
         self.epoch += 1
         self.waits_since_s = None
         if self.produced:
-            self._replay(0, kept)
+            self._resume(kept)
         else:
-            self._send_prompt()
+            self._begin()
 
     def stop(self) -> None:
         """Nothing of what is under way counts any more."""
         self.epoch += 1
 
-    # -- along the route
+    @abstractmethod
+    def _begin(self) -> None:
+        """Send the prompt."""
 
-    def _send_prompt(self) -> None:
-        size = self._serving.world.settings.client.prompt_chunk_tokens
-        for start in range(0, self.prompt_tokens, size):
-            tokens = min(size, self.prompt_tokens - start)
-            self._send(self.place, 0, tokens, ID_BYTES, last=start + tokens == self.prompt_tokens)
-
-    def _send(self, sender: int, index: int, tokens: int, token_bytes: int, *, last: bool) -> None:
-        """Bring positions to a hop, and compute them there."""
-        hop, size_bytes = self.hops[index], FRAME_BYTES + tokens * token_bytes
-        arrives_s = self._links.send(self._clock.now_s, sender, hop.peer.index, size_bytes)
-        self._clock.at(arrives_s, self._guard(lambda: self._compute(index, tokens, last)))
-
-    def _compute(self, index: int, tokens: int, last: bool) -> None:
-        hop = self.hops[index]
-        if hop.lives:  # what comes to a dead peer is lost; the client will hear of it
-            hop.worker.submit(Job(hop.span, tokens, self._guard(lambda: self._pass_on(index, tokens, last))))
-
-    def _pass_on(self, index: int, tokens: int, last: bool) -> None:
-        if index + 1 < len(self.hops):
-            hidden_bytes = WEIGHT_BYTES * self._serving.world.model.hidden
-            self._send(self.hops[index].peer.index, index + 1, tokens, hidden_bytes, last=last)
-        elif last:
-            self._emit()
-
-    def _emit(self) -> None:
-        """The last hop has drawn a token: the client gets it, and the first hop its next input."""
-        end, now_s = self.hops[-1].peer.index, self._clock.now_s
-        self.produced += 1
-        arrives_s = self._links.send(now_s, end, self.place, FRAME_BYTES + ID_BYTES)
-        self._note_token(arrives_s)
-        if self.produced == self.new_tokens:
-            self._serving.finish(self)
-        else:
-            self._send(end, 0, 1, ID_BYTES, last=True)
-
-    def _note_token(self, arrives_s: float) -> None:
-        measures = self._serving.world.measures
-        measures.count("tokens", 1)
-        if self.produced == 1:
-            measures.note("first token, s", arrives_s - self.began_s)
-        else:
-            measures.note("between tokens, s", arrives_s - self._token_at_s)
-        self._token_at_s = arrives_s
-
-    # -- after a hop was lost
-
-    def _replay(self, index: int, kept: set[Hop]) -> None:
-        """Fill the caches of new hops, one after another along the route, then let the ring turn again."""
-        while index < len(self.hops) and self.hops[index] in kept:
-            index += 1
-        if index == len(self.hops):
-            self._send(self.hops[-1].peer.index, 0, 1, ID_BYTES, last=True)
-            return
-        hop, model = self.hops[index], self._serving.world.model
-        sender = self.hops[index - 1].peer.index if index else self.place
-        token_bytes = WEIGHT_BYTES * model.hidden if index else ID_BYTES
-        arrives_s = self._links.send(
-            self._clock.now_s, sender, hop.peer.index, FRAME_BYTES + self.positions * token_bytes
-        )
-        self._serving.world.measures.count("replayed, unit tokens", self.positions * hop.span.units)
-
-        def compute() -> None:
-            if hop.lives:
-                done = self._guard(lambda: self._replay(index + 1, kept))
-                hop.worker.submit(Job(hop.span, max(2, self.positions), done))
-
-        self._clock.at(arrives_s, self._guard(compute))
+    @abstractmethod
+    def _resume(self, kept: set[Hop]) -> None:
+        """Fill the caches of the hops that are not among those `kept`, and go on."""
 
     def _guard(self, action: Callable[[], None]) -> Callable[[], None]:
         """The action, unless the session goes another way by then."""

@@ -14,7 +14,8 @@ EXACT_PEERS = 200  # up to so many peers every token and microbatch is followed;
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """Sessions come at random (Poisson), `arrivals_per_s` of them in the whole swarm; 0: half of what it could serve."""
+    """Sessions come at random (Poisson), `arrivals_per_s` of them in the whole swarm; 0: half of what it could serve (of a large
+    swarm: a sample of that)."""
 
     arrivals_per_s: float = 0.0
     prompt_tokens: int = 512
@@ -61,6 +62,7 @@ class SwarmSettings:
     detect_s: float = 1.0  # until a peer that vanished is noticed by those who talk to it; a closed socket is faster
     load_bytes_per_s: float = 1e9  # from the disk onto the device
     settle_s: float = 1.0  # a claim stands for so long before it is taken
+    move_s: float = 30.0  # what peers believe that a move takes; live, what the last one took
     look_s: float = 1.0  # between two looks whether to move
     cache_tokens: int = StageConfig.cache_tokens
     rebalance: bool = True  # peers move for throughput; without, they only fill gaps

@@ -11,17 +11,19 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from swarmnode.plan.flow import supply_of, throughput
-from swarmnode.plan.placement import choose_span, fill_move, gaps
+from swarmnode.plan.placement import Stakes, choose_span
 from swarmnode.plan.view import Span
 from swarmnode.simulate.clock import Clock
 from swarmnode.simulate.directory import Directory
 from swarmnode.simulate.links import Links
 from swarmnode.simulate.measures import Measures
 from swarmnode.simulate.model import Model
+from swarmnode.simulate.outlook import Outlook
 from swarmnode.simulate.peers import Peer
 from swarmnode.simulate.settings import SwarmSettings
 from swarmnode.swarm.announcement import State
 
+MAX_ASKED = 64  # peers among whom a newcomer looks for the nearest that has its weights
 FIRST_CHOOSERS = 200  # of a large swarm's peers, those that choose one after another before the simulation begins
 
 
@@ -64,7 +66,7 @@ class World:
         self.workload: Workload
         self._chance = chance
         self._trains = trains
-        self._gap_since_s: float | None = None
+        self._outlook = Outlook(self.directory, measures, Stakes(move_s=settings.move_s), rebalance=settings.rebalance)
 
     def __repr__(self) -> str:
         alive = sum(peer.alive for peer in self.peers)
@@ -91,9 +93,6 @@ class World:
             self.directory.announce(peer.view())
             self.directory.know_now()
         self.directory.start()
-        for peer in self.peers:
-            if peer.alive:
-                self._keep_announcing(peer)
         if spans is None and not self._trains:  # trained units do not move, nor do those of a plan
             self._look()
 
@@ -117,7 +116,6 @@ class World:
             return
         peer.state, peer.span = State.JOINING, self._choose(peer)
         self.directory.announce(peer.view())
-        self._keep_announcing(peer)
         self._later(peer, self.settings.settle_s, lambda: self._settle(peer))
 
     def vanish(self, peer: Peer) -> None:
@@ -137,6 +135,7 @@ class World:
         peer.peer = f"{peer.index:05d}.{peer.life}"
         peer.started_at = self.clock.now_s + 1e-6 * peer.index
         peer.sessions = 0
+        peer.load_is_news, peer.wish = False, None
         if peer.capacity_units:
             self.by_id[peer.peer] = peer
 
@@ -167,11 +166,10 @@ class World:
 
     def _loading_s(self, peer: Peer) -> float:
         """To get the weights from the nearest peer that holds some of them, and onto the device."""
-        size_bytes = self.model.weight_bytes(peer.span)
+        size_bytes = self.model.loaded_bytes(peer.span, trains=self._trains)
+        asked = self._chance.sample(list(self.by_id.values()), min(MAX_ASKED, len(self.by_id)))
         holders = [
-            other.index
-            for other in self.by_id.values()
-            if other.serves and other is not peer and max(other.span.start, peer.span.start) < min(*_ends(other, peer))
+            other.index for other in asked if other.serves and other is not peer and _overlap(other.span, peer.span)
         ]
         fastest_bps = max((self.links.bandwidth_bps(other, peer.index) for other in holders), default=None)
         download_s = size_bytes * 8 / (fastest_bps or self.links.best_bps(peer.index))
@@ -181,21 +179,21 @@ class World:
     # -- looking
 
     def _look(self) -> None:
-        """All look at the same picture at about the same time: in an order drawn anew each time."""
-        view = self.directory.view()
+        """All look at the same picture at about the same time, in an order drawn anew. A wish must have stood for a while."""
         now_s = self.clock.now_s
-        living = [peer for peer in view.peers if peer.state in (State.JOINING, State.LOADING, State.READY)]
-        if not gaps(view.units, living):
-            self._gap_since_s = None
-        else:
-            self._gap_since_s = now_s if self._gap_since_s is None else self._gap_since_s
-            for peer in self._ready_peers():
-                span = fill_move(view, peer.joiner(), waited_s=now_s - self._gap_since_s)
-                if span is not None and span != peer.span:
-                    self._move(peer, span)
+        for peer in self._ready_peers():
+            move = self._outlook.move(peer)
+            if move is None:
+                peer.wish = None
+            elif peer.wish is None or peer.wish[0] != move.span:
+                peer.wish = move.span, now_s
+            if move is not None and peer.wish is not None and now_s - peer.wish[1] >= move.delay_s:
+                self._move(peer, move.span)
         self.clock.after(self.settings.look_s, self._look)
 
     def _ready_peers(self) -> list[Peer]:
+        if self._outlook.all_stay():
+            return []
         ready = [peer for peer in self.by_id.values() if peer.state is State.READY]
         self._chance.shuffle(ready)
         return ready
@@ -210,19 +208,24 @@ class World:
         def go() -> None:
             peer.span = span
             peer.life += 1
+            peer.load_is_news, peer.wish = False, None
             self._load(peer)
-            self._keep_announcing(peer)
 
         self._later(peer, self.settings.detect_s, go)
 
-    def _keep_announcing(self, peer: Peer) -> None:
-        """Now and then, with the number of its sessions."""
+    def load_changed(self, peer: Peer) -> None:
+        """The number of its sessions is another: everybody hears of it with its next announcement."""
+        if peer.load_is_news:
+            return
+        peer.load_is_news = True
+        period_s = self.directory.publish_period_s
+        phase_s = period_s * peer.index / len(self.peers)
 
         def announce() -> None:
+            peer.load_is_news = False
             self.directory.announce(peer.view())
-            self._later(peer, self.directory.publish_period_s, announce)
 
-        self._later(peer, self.directory.publish_period_s * self._chance.random(), announce)
+        self._later(peer, period_s - (self.clock.now_s - phase_s) % period_s, announce)
 
     def _later(self, peer: Peer, delay_s: float, action: Callable[[], None]) -> None:
         """Unless the peer is gone by then."""
@@ -230,5 +233,5 @@ class World:
         self.clock.after(delay_s, lambda: action() if peer.life == life else None)
 
 
-def _ends(one: Peer, other: Peer) -> tuple[int, int]:
-    return one.span.end, other.span.end
+def _overlap(one: Span, other: Span) -> bool:
+    return max(one.start, other.start) < min(one.end, other.end)

@@ -1,0 +1,75 @@
+"""Where peers would rather be: `plan/placement.reconsider`, asked no more often than its answer can change.
+
+Live, every peer asks every second. Here all peers share one picture, so whoever has the same span, memory and speed as somebody
+who wants to stay wants to stay as well; and in a large swarm in good order it is seen at once that nobody can gain.
+"""
+
+from __future__ import annotations
+
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.flow import throughput
+from swarmnode.plan.placement import Move, Stakes, reconsider
+from swarmnode.simulate.directory import Directory
+from swarmnode.simulate.measures import Measures
+from swarmnode.simulate.peers import Peer
+
+
+class Outlook:
+    """Of the picture that the directory has now. `rebalance`: whether peers move for throughput, not just to fill gaps."""
+
+    def __init__(self, directory: Directory, measures: Measures, stakes: Stakes, *, rebalance: bool) -> None:
+        self._directory = directory
+        self._measures = measures
+        self._stakes = stakes
+        self._rebalance = rebalance
+        self._revision = -1
+        self._gain_is_possible = True
+        self._staying: set[tuple[object, ...]] = set()
+        self._moves: dict[PeerId, Move | None] = {}
+
+    def __repr__(self) -> str:
+        return f"<Outlook at revision {self._revision}: {len(self._moves)} peers asked>"
+
+    def all_stay(self) -> bool:
+        """Whether nobody needs to be asked."""
+        if self._revision != self._directory.revision:
+            self._look_anew()
+        return not self._gain_is_possible
+
+    def move(self, peer: Peer) -> Move | None:
+        """Where a peer should rather be; None where it should stay."""
+        if self.all_stay():
+            return None
+        kind = (peer.span, peer.capacity_units, peer.device.decode_units_per_s)
+        if kind in self._staying:
+            return None
+        if peer.peer not in self._moves:
+            move = self._ask(peer)
+            self._moves[peer.peer] = move
+            if move is None:
+                self._staying.add(kind)
+        return self._moves[peer.peer]
+
+    def _ask(self, peer: Peer) -> Move | None:
+        view, joiner = self._directory.view(), peer.joiner()
+        move = self._measures.timed("reconsider", lambda: reconsider(view, joiner, self._stakes))
+        return move if move is not None and (move.fills or self._rebalance) else None
+
+    def _look_anew(self) -> None:
+        self._revision = self._directory.revision
+        self._staying.clear()
+        self._moves.clear()
+        self._gain_is_possible = self._can_gain()
+
+    def _can_gain(self) -> bool:
+        """Whether a move may fill a gap, or gain more than the hysteresis.
+
+        One more peer of speed v raises no unit's level by more than v, so it gains v / throughput at most. Where a unit hangs
+        on one peer more counts than throughput, and every peer is asked.
+        """
+        census = self._directory.census
+        least_holders = int(census.holders_U.min())
+        if least_holders <= 1 or not self._rebalance:
+            return least_holders == 0 or self._rebalance
+        most_units_per_s = max(self._directory.speeds)
+        return most_units_per_s > self._stakes.hysteresis * throughput(census.supply_SE)
