@@ -189,7 +189,7 @@ class SwarmClient:
         return stream.result
 
     def _router(self, span: Span, *, ring: bool) -> DirectoryRouter:
-        return DirectoryRouter(self._presence.directory, self._presence.paths, self.units, span, ring=ring)
+        return DirectoryRouter(self._presence, self.units, span, ring=ring)
 
     # -- transformers
 

@@ -28,6 +28,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.pace import Pace
 from swarmnode.net.tasks import Tasks
+from swarmnode.roles.experience import Experience
 from swarmnode.roles.newcomer import fetch_manifest
 from swarmnode.roles.paths import Paths
 from swarmnode.swarm.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, State, record_validator
@@ -113,6 +114,7 @@ class Presence:
         self.identity = identity
         self.hello = Hello(VERSION, swarm.id, f"swarmnode/{__version__}")
         self.paths = Paths(engine.peer_id, lambda peer: self.directory.peers().get(peer))
+        self.experience = Experience()
         pace = Pace(config.max_upload_bps) if config.max_upload_bps else None
         self.link_config = LinkConfig(pace=pace, soundings=self.paths.soundings)
         self._slot = slot
@@ -213,7 +215,7 @@ class Presence:
                 with contextlib.suppress(NetworkDown):  # p2pd is being started again
                     visitors = await self.network.visitors()
                     self.paths.look(await self.network.addresses(), self.config.announce_maddrs, visitors)
-                self.directory.announce(**self.paths.figures())
+                self.directory.announce(**self.paths.figures(), unit_us=self.experience.figures())
 
     def _others(self) -> list[PeerId]:
         return [peer for peer in self.directory.peers() if peer != self.peer_id]

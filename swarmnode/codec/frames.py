@@ -45,10 +45,12 @@ class Kind(IntEnum):
     INPUT = 19
     OUTPUT = 20
     FAULT = 21
+    RAN = 22
     GET_MANIFEST = 32
     MANIFEST = 33
     GET_CHUNKS = 34
     CHUNK = 35
+    PROBE = 40
     FORWARD = 48
     BACKWARD = 49
     CONDUCT = 50

@@ -44,6 +44,8 @@ from swarmnode.codec.body import Body as Body
 from swarmnode.codec.body import HopSpec as HopSpec
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.codec.frames import MAX_SEQ, Kind
+from swarmnode.codec.measuring_messages import MEASURING_BODIES
+from swarmnode.codec.measuring_messages import Ran as Ran
 from swarmnode.codec.state_messages import STATE_BODIES
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, TensorInfo, check_tensor
 from swarmnode.codec.training_messages import TRAINING_BODIES, Discard
@@ -253,6 +255,7 @@ BODIES: dict[Kind, type[Body]] = {
     Kind.MANIFEST: Manifest,
     Kind.GET_CHUNKS: GetChunks,
     Kind.CHUNK: Chunk,
+    **MEASURING_BODIES,
     **TRAINING_BODIES,
     **STATE_BODIES,
 }

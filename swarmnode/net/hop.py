@@ -73,6 +73,11 @@ class Hop:
     def peer(self) -> PeerId | None:
         return self._channel.peer if self._channel else None
 
+    @property
+    def rtt_s(self) -> float | None:
+        """Round trip to the current peer in seconds, as far as it is known."""
+        return self._channel.rtt_s if self._channel else None
+
     async def open(self, peer: PeerId, body: Open, *, timeout_s: float) -> None:
         """Bind to `peer` for the epoch of `body`, wait for READY, send what the peer lacks, and go live.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,8 +71,13 @@ def view_of(
     observer: PeerId | None = None,
     rtt_s: Mapping[PeerId, float] | None = None,
     coordinate: Coordinate | None = None,
+    unit_s: Mapping[PeerId, float] | None = None,
 ) -> View:
-    """The view that announcements give, with the round trips that `observer` measured itself and its own coordinate."""
+    """The view that announcements give, with the round trips that `observer` measured itself and its own coordinate.
+
+    A peer's speed is what those measured who used it: the observer's own experience (`unit_s`, seconds per unit), else the
+    median of what others announce of it. Its own word counts only where nobody has used it.
+    """
     announced = sorted(announcements, key=lambda announcement: announcement.peer)
     by_digest = {peer_digest(announcement.peer): announcement.peer for announcement in announced}
     links: dict[tuple[PeerId, PeerId], float] = {}
@@ -82,12 +87,13 @@ def view_of(
                 links[announcement.peer, by_digest[digest]] = rtt_us / 1e6
     if observer is not None:
         links.update({(observer, peer): rtt for peer, rtt in (rtt_s or {}).items()})
+    measured_s = {**_hearsay(announced, by_digest), **(unit_s or {})}
     peers = tuple(
         PeerView(
             announcement.peer,
             Span(min(announcement.span[0], units), min(announcement.span[1], units)),
             announcement.life,
-            announcement.decode_units_per_s,
+            1 / measured_s[announcement.peer] if announcement.peer in measured_s else announcement.decode_units_per_s,
             announcement.sessions,
             announcement.started_at,
         )
@@ -98,6 +104,17 @@ def view_of(
     if observer is not None and coordinate is not None and coordinate.error < MAX_ERROR:
         places[observer] = coordinate
     return View(units, peers, links, places)
+
+
+def _hearsay(announced: Sequence[Announcement], by_digest: Mapping[bytes, PeerId]) -> dict[PeerId, float]:
+    """Seconds per unit by peer: the median of what others announce. What a peer says of itself is not asked."""
+    told: dict[PeerId, list[float]] = {}
+    for announcement in announced:
+        for digest, unit_us in announcement.unit_us.items():
+            peer = by_digest.get(digest)
+            if peer is not None and peer != announcement.peer and unit_us > 0:
+                told.setdefault(peer, []).append(unit_us / 1e6)
+    return {peer: statistics.median(times_s) for peer, times_s in told.items()}
 
 
 def draw(*parts: object) -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from swarmnode.codec.body import SESSION_ID_BYTES
 from swarmnode.codec.frames import Frame
+from swarmnode.codec.measuring_messages import Ran
 from swarmnode.codec.messages import (
     Attach,
     Body,
@@ -50,7 +51,9 @@ from swarmnode.net.hop import Entry, Hop
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
+from swarmnode.roles.experience import Experience
 from swarmnode.roles.meters import ClientMeter
+from swarmnode.roles.timing import Cadence, Timing
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +65,12 @@ Route = tuple[HopSpec, ...]
 
 
 class Router:
-    """What a session needs to know of the swarm. The live one reads the directory."""
+    """What a session needs to know of the swarm. The live one reads the directory.
+
+    Into `experience` goes how fast the peers of its routes turned out to be.
+    """
+
+    experience: Experience
 
     def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec]) -> Route:
         """The best route now, without the peers in `avoid`, preferring the hops in `keep`. Raises NoRoute."""
@@ -140,6 +148,8 @@ class ClientSession:
         self._meter = meter or ClientMeter()
         self._clock = clock
         self._first = Hop(switchboard, self._from_first, lambda error: self._fault(self.epoch, 0, error))
+        self._timing: Timing | None = None
+        self._cadence: Cadence | None = None
         self._last: Channel | None = None
         self._expected = 0  # position of the next output
         self._received: asyncio.Queue[Received | SwarmnodeError] = asyncio.Queue()
@@ -167,6 +177,8 @@ class ClientSession:
         if expect is not None:
             self._expected = expect
         self._last_progress_s = self._clock()
+        if self._timing is not None and entry.count == 1:
+            self._timing.sent(entry.end)
         self._first.send(entry)
 
     async def receive(self) -> Received:
@@ -186,8 +198,11 @@ class ClientSession:
 
     # -- frames
 
-    def _from_first(self, _frame: Frame, body: Body) -> None:
-        if isinstance(body, Fault) and body.index < len(self.route):
+    def _from_first(self, frame: Frame, body: Body) -> None:
+        if isinstance(body, Ran) and self._timing is not None:
+            self._timing.heard(frame.seq, body, self._first.rtt_s)
+            self._timing.learn(body)
+        elif isinstance(body, Fault) and body.index < len(self.route):
             error = refusal(body.code, retry_s=body.retry_s, peer=self.route[body.index].peer)
             self._fault(body.epoch, body.index, error)
 
@@ -205,6 +220,8 @@ class ClientSession:
         now_s = self._clock()
         self.stats.longest_stall_s = max(self.stats.longest_stall_s, now_s - self._last_progress_s)
         self._last_progress_s = now_s
+        if self._cadence is not None:
+            self._cadence.heard(position)
         if self.spec.mode == Mode.RING:
             self._expected += 1
             if not output.final:
@@ -310,6 +327,9 @@ class ClientSession:
         if self._last is not None:
             self._last.close()
             self._last = None
+        ring, experience = spec.mode == Mode.RING, self._router.experience
+        self._timing = Timing(self.route, -1, experience, self._clock, ring=ring)
+        self._cadence = Cadence(self.route[0], experience, self._clock) if ring and len(self.route) == 1 else None
         try:
             await self._first.open(self.route[0].peer, opened, timeout_s=self._config.ready_timeout_s)
             index = len(self.route) - 1

@@ -9,17 +9,17 @@ from swarmnode.codec.messages import HopSpec
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.routing import find_route
 from swarmnode.plan.view import Span, view_of
+from swarmnode.presence import Presence
 from swarmnode.roles.client import Route, Router
-from swarmnode.roles.paths import Paths
-from swarmnode.swarm.directory import Directory
 
 
 class DirectoryRouter(Router):
     """Routes for the sessions of one client. `span` is the part of the model that the swarm computes for it."""
 
-    def __init__(self, directory: Directory, paths: Paths, units: int, span: Span, *, ring: bool) -> None:
-        self._directory = directory
-        self._paths = paths
+    def __init__(self, presence: Presence, units: int, span: Span, *, ring: bool) -> None:
+        self.experience = presence.experience
+        self._directory = presence.directory
+        self._paths = presence.paths
         self._units = units
         self._span = span
         self._ring = ring
@@ -34,6 +34,7 @@ class DirectoryRouter(Router):
             observer=self._directory.network.peer_id,
             rtt_s=self._paths.soundings.rtts_s(),
             coordinate=self._paths.coordinate,
+            unit_s=self.experience.units_s(),
         )
         route = find_route(
             view,

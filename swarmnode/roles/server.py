@@ -17,6 +17,7 @@ from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Channel, Switchboard
 from swarmnode.roles.client import SESSION_PROTOCOL
+from swarmnode.roles.experience import Experience
 from swarmnode.roles.meters import SERVE, cause_of
 from swarmnode.roles.session import StageSession, shape_of, units_of
 from swarmnode.roles.worker import Job, Worker
@@ -31,7 +32,13 @@ class StageServer:
     """
 
     def __init__(
-        self, network: Network, hello: Hello, worker: Worker, config: ServerConfig, link_config: LinkConfig
+        self,
+        network: Network,
+        hello: Hello,
+        worker: Worker,
+        config: ServerConfig,
+        link_config: LinkConfig,
+        experience: Experience | None = None,
     ) -> None:
         self.config = config
         self._network = network
@@ -49,6 +56,8 @@ class StageServer:
         self.hidden_size = self._runner.span.hidden_size
         self.ready_timeout_s = config.ready_timeout_s
         self.orphan_grace_s = config.orphan_grace_s
+        self.experience = experience or Experience()
+        self.clock = link_config.clock
 
     def __repr__(self) -> str:
         state = "draining" if self._draining else "serving"

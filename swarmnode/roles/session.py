@@ -14,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
 from swarmnode.codec.frames import Frame
+from swarmnode.codec.measuring_messages import Ran
 from swarmnode.codec.messages import Attach, Body, End, Error, Fault, Input, Mode, Open, Output, Ready, Sampling, Want
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, DType, TensorInfo
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost
@@ -26,6 +28,8 @@ from swarmnode.net.hop import Entry, Hop
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
+from swarmnode.roles.experience import Experience
+from swarmnode.roles.timing import Timing
 from swarmnode.roles.worker import Forward, Job, Result, Return, Sample
 
 log = logging.getLogger(__name__)
@@ -40,6 +44,8 @@ class Stage(Protocol):
     hidden_size: int
     ready_timeout_s: float
     orphan_grace_s: float
+    experience: Experience
+    clock: Callable[[], float]
 
     def submit(self, job: Job) -> None: ...
     def note_fault(self, code: ErrorCode) -> None: ...
@@ -79,6 +85,7 @@ class StageSession:
         self._tasks = Tasks(f"session {opened.session.hex()[:8]}")
         self._orphaned: asyncio.TimerHandle | None = None
         self._freed = False
+        self._timing = self._new_timing()
 
     def __repr__(self) -> str:
         state = "freed" if self._freed else "orphaned" if self._orphaned else "bound"
@@ -101,6 +108,10 @@ class StageSession:
         """The OPEN in force."""
         return self._open
 
+    def _new_timing(self) -> Timing:
+        opened, stage = self._open, self._stage
+        return Timing(opened.route, opened.index, stage.experience, stage.clock, ring=opened.mode == Mode.RING)
+
     @property
     def _is_last(self) -> bool:
         return self.index == len(self._open.route) - 1
@@ -119,6 +130,7 @@ class StageSession:
             self._orphaned.cancel()
             self._orphaned = None
         self._open, self._upstream = opened, channel
+        self._timing = self._new_timing()
         channel.on_frame, channel.on_lost = self._from_upstream, self._upstream_lost
         channel.send(Ready(have=self.accepted))
         self._close_subscribers()
@@ -253,6 +265,8 @@ class StageSession:
             info, payload = result.tensor
             body = Input(info, want=job.want, reorder=job.reorder)
             self._downstream.send(Entry(job.start, job.count, body, (payload,)))
+            if job.count == 1:
+                self._timing.sent(job.end)
         elif result.tensor is not None:
             info, payload = result.tensor
             self._outputs.clear()  # the client drives: it has the earlier ones
@@ -260,9 +274,19 @@ class StageSession:
         for position, ids in result.tokens:
             final = position + 1 >= self._sampling.prompt_length + self._sampling.max_new_tokens
             self._publish(position, Output(ids, final or ids[0] in self._sampling.stop_ids), ())
+        if job.count == 1 and not self._freed:
+            self._tell_ran(job.end)
+
+    def _tell_ran(self, end: int) -> None:
+        """Let those who sent us the step know that it has left."""
+        ran = self._timing.step()
+        for channel in (self._upstream, self._ring):
+            if ran is not None and channel is not None and channel.open:
+                channel.send(ran, seq=end)
 
     def _publish(self, position: int, output: Output, payload: tuple[Buffer, ...]) -> None:
         self._outputs[position] = (output, payload)
+        self._timing.sent(position + 1)  # in a ring this is the first hop's next step
         for channel in list(self._subscribers):
             try:
                 channel.send(output, seq=position, payload=payload)
@@ -273,12 +297,18 @@ class StageSession:
 
     def attach(self, channel: Channel, start: int) -> None:
         """Send the outputs from position `start` on to a channel, the ones that exist and the ones to come."""
-        channel.on_frame = lambda _frame, body: self._detach(channel) if isinstance(body, End) else None
+        channel.on_frame = lambda frame, body: self._from_subscriber(channel, frame, body)
         channel.on_lost = lambda _error: self._detach(channel)
         self._subscribers.append(channel)
         for position, (output, payload) in sorted(self._outputs.items()):
             if position >= start:
                 channel.send(output, seq=position, payload=payload)
+
+    def _from_subscriber(self, channel: Channel, frame: Frame, body: Body) -> None:
+        if isinstance(body, End):
+            self._detach(channel)
+        elif isinstance(body, Ran) and channel.peer == self._open.route[0].peer:
+            self._timing.heard(frame.seq, body, channel.rtt_s)
 
     def _detach(self, channel: Channel) -> None:
         if channel in self._subscribers:
@@ -291,8 +321,12 @@ class StageSession:
 
     # -- faults and the end
 
-    def _from_downstream(self, _frame: Frame, body: Body) -> None:
-        if isinstance(body, Fault) and body.epoch == self.epoch and self._upstream is not None and self._upstream.open:
+    def _from_downstream(self, frame: Frame, body: Body) -> None:
+        if isinstance(body, Ran):
+            self._timing.heard(frame.seq, body, self._downstream.rtt_s)
+        elif (
+            isinstance(body, Fault) and body.epoch == self.epoch and self._upstream is not None and self._upstream.open
+        ):
             self._upstream.send(body)
 
     def _downstream_failed(self, error: PeerError) -> None:

@@ -180,7 +180,14 @@ class Stage:
         )
         try:
             units_per_s = await worker.call(lambda: measure(runner))
-            server = StageServer(presence.network, presence.hello, worker, hardware.config.server, presence.link_config)
+            server = StageServer(
+                presence.network,
+                presence.hello,
+                worker,
+                hardware.config.server,
+                presence.link_config,
+                presence.experience,
+            )
             await server.start()
         except BaseException:
             await worker.close()

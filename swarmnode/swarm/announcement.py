@@ -29,6 +29,7 @@ MAX_DEVICE_CHARS = 48
 MAX_ADDRESSES = 4
 MAX_ADDRESS_CHARS = 96
 MAX_RTTS = 12
+MAX_UNIT_TIMES = 8
 DIGEST_BYTES = 8
 MAX_UNITS = 4096
 MAX_CODECS = 16
@@ -91,6 +92,7 @@ class Announcement(msgspec.Struct, array_like=True, frozen=True):
     training_units_per_s: float = 0.0  # one position through one unit, forward and backward
     coordinate: tuple[int, ...] = ()
     reachability: int = Reachability.UNKNOWN
+    unit_us: dict[bytes, int] = {}  # of a few peers, by digest: how long a unit took them while this peer used them
 
     def __repr__(self) -> str:
         start, end = self.span
@@ -141,10 +143,11 @@ def sign_announcement(announcement: Announcement, sign: Sign) -> bytes:
 def fit(announcement: Announcement) -> Announcement:
     """The announcement without the entries for which a record has no room: the least useful go first.
 
-    Round trips, of which the coordinate tells the most; then what links travel as; then the last addresses. What is left
+    Round trips, of which the coordinate tells the most; then what links travel as, and how fast
+    others were; then the last addresses. What is left
     then always fits, every field at its limit.
     """
-    for field in ("rtt_us", "sends", "addresses"):
+    for field in ("rtt_us", "sends", "unit_us", "addresses"):
         entries = getattr(announcement, field)
         while entries and len(msgspec.msgpack.encode(announcement)) > MAX_BODY_BYTES:
             rest = list(entries.items() if isinstance(entries, dict) else entries)[:-1]
@@ -244,10 +247,16 @@ def _broken_rule(announcement: Announcement) -> str | None:
         "coordinate": len(announcement.coordinate) in (0, COORDINATE_NUMBERS)
         and all(abs(number) <= MAX_COORDINATE for number in announcement.coordinate)
         and all(number >= 0 for number in announcement.coordinate[-2:]),  # height and error
-        "rtts": len(announcement.rtt_us) <= MAX_RTTS
-        and all(len(digest) == DIGEST_BYTES and 0 <= rtt < 1 << 32 for digest, rtt in announcement.rtt_us.items()),
+        "rtts": _are_measured(announcement.rtt_us, MAX_RTTS),
+        "unit times": _are_measured(announcement.unit_us, MAX_UNIT_TIMES),
     }
     return next((rule for rule, kept in rules.items() if not kept), None)
+
+
+def _are_measured(times_us: dict[bytes, int], most: int) -> bool:
+    return len(times_us) <= most and all(
+        len(digest) == DIGEST_BYTES and 0 <= time_us < 1 << 32 for digest, time_us in times_us.items()
+    )
 
 
 def _is_span(span: tuple[int, int]) -> bool:

@@ -23,6 +23,7 @@ from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Switchboard
 from swarmnode.plan.view import Span
 from swarmnode.roles.client import SESSION_PROTOCOL, Route, Router
+from swarmnode.roles.experience import Experience
 from swarmnode.roles.generation import GenerateOptions, RingStream
 from swarmnode.roles.meters import SERVE, StageMeter
 from swarmnode.roles.server import StageServer
@@ -51,6 +52,11 @@ def expected(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def link_config() -> LinkConfig:
+    """Links that measure virtual time."""
+    return LinkConfig(clock=asyncio.get_running_loop().time)
+
+
 def unpack(info: TensorInfo, payload: Buffer) -> list[int]:
     """Ids, or hidden states of width 1."""
     letter = "q" if info.dtype == DType.INT64 else "f"
@@ -62,7 +68,7 @@ def pack(values: Sequence[int]) -> tuple[TensorInfo, bytes]:
 
 
 class ToyWorker:
-    """Stands in for `Worker`: one job at a time, STEP_S each."""
+    """Stands in for `Worker`: one job at a time, `step_s` each."""
 
     def __init__(self, start: int, end: int, cache_bytes: int) -> None:
         self.runner: Any = SimpleNamespace(
@@ -74,6 +80,7 @@ class ToyWorker:
         self.caches: dict[int, tuple[int, list[int]]] = {}  # first unit, sums
         self.lengths: dict[int, int] = {}
         self.positions = 0
+        self.step_s = STEP_S
         self._jobs: deque[Job] = deque()
 
     def open(self, key: int, *, start: int, end: int, **_reservation: object) -> None:
@@ -84,7 +91,7 @@ class ToyWorker:
 
     def submit(self, job: Job) -> None:
         self._jobs.append(job)
-        asyncio.get_running_loop().call_later(STEP_S, self._run)
+        asyncio.get_running_loop().call_later(self.step_s, self._run)
 
     def _run(self) -> None:
         job = self._jobs.popleft()
@@ -114,7 +121,7 @@ class Volunteer:
         self.network = world.join()
         self.peer = self.network.peer_id
         self.worker = ToyWorker(start, end, cache_bytes)
-        self.server = StageServer(self.network, HELLO, self.worker, config, LinkConfig())  # type: ignore[arg-type]
+        self.server = StageServer(self.network, HELLO, self.worker, config, link_config())  # type: ignore[arg-type]
 
 
 class ToyRouter(Router):
@@ -123,6 +130,7 @@ class ToyRouter(Router):
     def __init__(self, volunteers: list[Volunteer]) -> None:
         self._volunteers = volunteers
         self.suspected: list[PeerId] = []
+        self.experience = Experience(clock=asyncio.get_running_loop().time)
 
     def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec]) -> Route:
         kept = {hop.peer for hop in keep}
@@ -150,7 +158,7 @@ class ToySwarm:
         self.world = FakeWorld(seed=11)
         self.world.default_path = Path(latency_s=0.01)
         self.client = self.world.join()
-        self.switchboard = Switchboard(self.client, SESSION_PROTOCOL, HELLO, LinkConfig())
+        self.switchboard = Switchboard(self.client, SESSION_PROTOCOL, HELLO, link_config())
         self.volunteers = [Volunteer(self.world, start, end, cache_bytes, config) for start, end in spans]
         self.router = ToyRouter(self.volunteers)
         self.config = ClientConfig(patience_s=5.0, prompt_chunk_tokens=3)

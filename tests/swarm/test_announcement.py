@@ -20,6 +20,7 @@ from swarmnode.swarm.announcement import (
     MAX_PEER_CHARS,
     MAX_RECORD_BYTES,
     MAX_RTTS,
+    MAX_UNIT_TIMES,
     VERSION,
     Announcement,
     State,
@@ -92,6 +93,7 @@ def fullest(**changes):
         "sends": {peer_digest(str(i)): MAX_CODEC for i in range(MAX_RTTS)},
         "coordinate": (MAX_COORDINATE,) * COORDINATE_NUMBERS,
         "reachability": Reachability.RELAYED,
+        "unit_us": {peer_digest(str(i)): 2**32 - 1 for i in range(MAX_UNIT_TIMES)},
     }
     return make(**{**limits, **changes})
 
@@ -101,7 +103,7 @@ def test_the_fullest_announcement_fits_once_its_least_useful_entries_are_left_ou
         record(fullest())
     fitted = fit(fullest())
     assert len(record(fitted)) <= MAX_RECORD_BYTES
-    assert fitted == fullest(rtt_us={}, sends={}, addresses=fitted.addresses), "nothing else was touched"
+    assert fitted == fullest(rtt_us={}, sends={}, unit_us={}, addresses=fitted.addresses), "nothing else was touched"
 
 
 def test_what_a_home_machine_has_to_say_fits_as_it_is():
@@ -126,7 +128,7 @@ def test_what_a_home_machine_has_to_say_fits_as_it_is():
 
 
 def test_round_trips_go_before_the_codecs_of_links_and_those_before_addresses():
-    shorter = fit(fullest(device=""))
+    shorter = fit(fullest(device="", name=""))
     assert len(record(shorter)) > MAX_RECORD_BYTES - 16, "no more is left out than must be"
     assert (len(shorter.addresses), shorter.rtt_us) == (MAX_ADDRESSES, {})
     assert 0 < len(shorter.sends) < MAX_RTTS
@@ -157,6 +159,7 @@ def test_round_trips_go_before_the_codecs_of_links_and_those_before_addresses():
         {"coordinate": (1, 2, 3, -4, 5)},
         {"coordinate": (1 << 30, 2, 3, 4, 5)},
         {"reachability": -1},
+        {"unit_us": {bytes(8): -1}},
     ],
 )
 def test_bad_fields(changes):
