@@ -25,7 +25,7 @@ from swarmnode.plan.view import Span
 from swarmnode.roles.client import SESSION_PROTOCOL, Route, Router
 from swarmnode.roles.experience import Experience
 from swarmnode.roles.generation import GenerateOptions, RingStream
-from swarmnode.roles.meters import SERVE, StageMeter
+from swarmnode.roles.meters import SERVE, ClientMeter, StageMeter
 from swarmnode.roles.server import StageServer
 from swarmnode.roles.worker import Forward, Job, Result, Sample
 
@@ -88,6 +88,10 @@ class ToyWorker:
 
     def forget(self, key: int) -> None:
         del self.caches[key], self.lengths[key]
+
+    @property
+    def queued(self) -> int:
+        return len(self._jobs)
 
     def submit(self, job: Job) -> None:
         self._jobs.append(job)
@@ -161,6 +165,7 @@ class ToySwarm:
         self.switchboard = Switchboard(self.client, SESSION_PROTOCOL, HELLO, link_config())
         self.volunteers = [Volunteer(self.world, start, end, cache_bytes, config) for start, end in spans]
         self.router = ToyRouter(self.volunteers)
+        self.meter = ClientMeter()
         self.config = ClientConfig(patience_s=5.0, prompt_chunk_tokens=3)
 
     @classmethod
@@ -183,6 +188,7 @@ class ToySwarm:
             prompt,
             GenerateOptions(max_new_tokens=count, **options),
             self.config,
+            meter=self.meter,
             clock=asyncio.get_running_loop().time,
         )
 
