@@ -35,4 +35,4 @@ class Traffic:
 
 def protocol_name(protocol: str) -> str:
     """`session` for `/swarmnode/session/1`."""
-    return protocol.removeprefix("/swarmnode/").partition("/")[0]
+    return protocol.removeprefix("/swarmnode").strip("/").split("/")[0]

@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 
+from swarmnode.metrics import table
 from swarmnode.swarm.announcement import State, sign_announcement
 from swarmnode.swarm.directory import Directory
 from swarmnode.swarm.known_peers import KnownPeers
@@ -189,3 +190,20 @@ async def test_large_swarm_is_found_whole_and_read_more_slowly(world):
     assert len(newcomer.peers()) == 300
     assert directory.config.read_period_s(300) == 5.0
     assert directory.config.publish_period_s(300) < 20.0
+
+
+async def test_a_directory_counts_what_it_asks_of_the_dht(world):
+    alice = await world.join("alice", state=State.READY, span=(0, 2))
+    reads, stores = len(world.dht.keys_read), world.dht.stores
+    world.dht.down = True
+    await alice.refresh()
+    times = {
+        reading.labels[0]: reading.value
+        for reading in alice.dht_meter.readings()
+        if reading.metric is table.DHT_SECONDS
+    }
+    failures = {
+        reading.labels: reading.value for reading in alice.dht_meter.readings() if reading.metric is table.DHT_FAILURES
+    }
+    assert (times["get"].count, times["store"].count) == (reads, stores)
+    assert failures["get",] == 1
