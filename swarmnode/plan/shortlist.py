@@ -14,7 +14,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import PeerView, Span, View
 from swarmnode.swarm.announcement import State
 
-CONSIDERED = 96
+CONSIDERED = 48
 
 
 def shortlist(
@@ -22,9 +22,9 @@ def shortlist(
 ) -> View:
     """The view with `considered` peers, drawn by the client, more where those do not cover `span`. `keep` stay in any case.
 
-    A swarm of no more than twice as many is left as it is.
+    A swarm of up to four times as many is left as it is.
     """
-    if len(view.peers) <= 2 * considered:
+    if len(view.peers) <= 4 * considered:
         return view
     chance = random.Random(str(client))
     drawn: list[PeerView] = [peer for peer in view.peers if peer.peer in keep] if keep else []

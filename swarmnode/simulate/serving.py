@@ -20,7 +20,7 @@ from swarmnode.simulate.settings import EXACT_PEERS, ServeSettings
 from swarmnode.simulate.worker import Worker
 from swarmnode.simulate.world import World
 
-RETRY_S = 1.0
+RETRY_S = 2.0  # what a peer that is full tells its clients; see ServerConfig
 MAX_DEFAULT_ARRIVALS_PER_S = 2.0  # in a large swarm, where half its load would be a thousand sessions a second
 DEFAULT_LOAD = 0.5  # of what the placement can do, counted without what batching adds
 
