@@ -4,8 +4,8 @@
     swarmnode status friends.swarm --json --watch | python3 targets.py --port 9464 --out targets/friends.json
 
 Every node and bootstrap peer is taken to serve metrics at the same port (`--metrics-port 9464 --metrics-host ADDRESS`) of the
-address at which the swarm reaches it. With --watch the file follows the swarm; peers that have left are no targets any more.
-Needs nothing but Python.
+address at which the swarm reaches it. With --watch the file follows the swarm. Who leaves in order is no target any more; who
+vanishes stays one for a while, for that is what an alert should tell of. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -14,10 +14,21 @@ import argparse
 import ipaddress
 import json
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union
 
 Address = Union[ipaddress.IPv4Address, ipaddress.IPv6Address]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where to scrape, and the name that its node shows."""
+
+    place: str
+    node: str
+    leaving: bool = False
 
 
 def address_of(multiaddr: str) -> Address | None:
@@ -36,16 +47,43 @@ def best_address(multiaddrs: list[str], network: str | None) -> Address | None:
     return next((address for address in addresses if not address.is_loopback), next(iter(addresses), None))
 
 
-def targets(status: dict[str, Any], port: int, network: str | None = None) -> list[dict[str, Any]]:
-    """One entry per machine, labelled with the name that its node shows."""
-    names = {peer["peer"]: peer["name"] for peer in status["peers"]}
-    found: dict[str, str] = {}
+def targets(status: dict[str, Any], port: int, network: str | None = None) -> list[Target]:
+    """One per machine."""
+    peers = {peer["peer"]: peer for peer in status["peers"]}
+    found: dict[str, Target] = {}
     for peer, multiaddrs in sorted(status["addresses"].items()):
         address = best_address(multiaddrs, network)
         if address is not None:
-            host = f"[{address}]" if address.version == 6 else str(address)
-            found.setdefault(f"{host}:{port}", names.get(peer) or peer[-8:])
-    return [{"targets": [target], "labels": {"node": name}} for target, name in found.items()]
+            place = f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
+            told = peers.get(peer, {})
+            leaving = told.get("state") == "draining"
+            found.setdefault(place, Target(place, told.get("name") or peer[-8:], leaving))
+    return list(found.values())
+
+
+class Register:
+    """Targets over time: those of the newest status, and those that vanished less than `keep_s` seconds ago."""
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._seen: dict[str, tuple[Target, float]] = {}
+
+    def update(self, found: list[Target], now_s: float) -> list[Target]:
+        """Take in a status."""
+        here = {target.place: (target, now_s) for target in found}
+        gone = {
+            place: (target, seen_s)
+            for place, (target, seen_s) in self._seen.items()
+            if place not in here and not target.leaving and now_s - seen_s < self._keep_s
+        }
+        self._seen = {**gone, **here}
+        return [target for _, (target, _) in sorted(self._seen.items())]
+
+
+def file_sd(found: list[Target]) -> str:
+    """The text of a file_sd file."""
+    entries = [{"targets": [target.place], "labels": {"node": target.node}} for target in found]
+    return json.dumps(entries, indent=2) + "\n"
 
 
 def write(path: Path, text: str) -> None:
@@ -60,10 +98,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, required=True, help="where every node serves its metrics")
     parser.add_argument("--network", help="take the addresses inside this network, as in 10.0.0.0/8")
+    parser.add_argument(
+        "--keep", type=float, default=3600.0, help="seconds to go on with who vanished; default: an hour"
+    )
     parser.add_argument("--out", type=Path, help="the file to write; default: standard output")
     arguments = parser.parse_args()
+    register = Register(arguments.keep)
     for line in sys.stdin:
-        text = json.dumps(targets(json.loads(line), arguments.port, arguments.network), indent=2) + "\n"
+        found = targets(json.loads(line), arguments.port, arguments.network)
+        text = file_sd(register.update(found, time.monotonic()))
         if arguments.out is None:
             sys.stdout.write(text)
         else:

@@ -27,6 +27,7 @@ SETTINGS = (
     "--data", str(DATA), "--steps", "100000", "--batch", "8", "--microbatch", "4", "--sequence", "16",
     "--schedule", "constant",
 )  # fmt: skip
+SWARMNODE = (sys.executable, "-m", "swarmnode.cli.main")
 NODES = {"a": ("127.0.0.2", "0:3"), "b": ("127.0.0.3", "0:3"), "c": ("127.0.0.4", "3:6")}
 
 
@@ -60,16 +61,18 @@ class Watched:
 
     def _follow_status(self) -> None:
         """Targets as an operator makes them: announced ones out of the status, the trainer by hand."""
-        status = self.local.command("status", str(self.local.file), "--json")
-        found = subprocess.run(
-            [sys.executable, str(CONTRIB / "prometheus" / "targets.py"), "--port", self.port],
-            input=status,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        (self.server.targets / "swarm.json").write_text(found.stdout)
+        status = [*SWARMNODE, "status", str(self.local.file), "--json", "--watch", "--home", str(self.local.folder)]
+        self.status = subprocess.Popen(status, stdout=subprocess.PIPE, env=self.local.environment)
+        script, out = CONTRIB / "prometheus" / "targets.py", self.server.targets / "swarm.json"
+        follow = [sys.executable, str(script), "--port", self.port, "--out", str(out)]
+        self.follower = subprocess.Popen(follow, stdin=self.status.stdout)
         self.add_target("trainer", url_of(self.trainer).split("/")[2])
+
+    def close(self) -> None:
+        """End what follows the status; the swarm's own members end with it."""
+        self.status.terminate()
+        for process in (self.status, self.follower):
+            process.wait(TIMEOUT_S)
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[subprocess.Popen[str]]:
@@ -78,7 +81,7 @@ class Watched:
         self.add_target("client", f"127.0.0.1:{port}")
         command = ["generate", str(self.local.file), "--ids", ids, "-n", "2500", "--metrics-port", port]
         client = subprocess.Popen(
-            [sys.executable, "-m", "swarmnode.cli.main", *command, "--home", str(self.local.folder / "client")],
+            [*SWARMNODE, *command, "--home", str(self.local.folder / "client")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -119,7 +122,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     with Prometheus(folder / "prometheus") as server, LocalSwarm(folder / "swarm") as local:
         local.folder.mkdir()
         local.create(folder / "model", "--mode", "train")
-        yield Watched(local, server)
+        watched = Watched(local, server)
+        yield watched
+        watched.close()
 
 
 def test_promtool_likes_every_page(watched: Watched) -> None:
