@@ -11,19 +11,20 @@ import importlib
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swarmnode.config import StageConfig
 from swarmnode.errors import UsageError
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
-from swarmnode.plan.placement import Joiner, choose_span, fill_move, gaps
-from swarmnode.plan.view import Span, View, view_of
+from swarmnode.plan.placement import Move
+from swarmnode.plan.view import Span
 from swarmnode.presence import Presence, PresenceConfig
+from swarmnode.roles.place import Place, PlaceConfig
 from swarmnode.roles.seeder import Seeder
 from swarmnode.swarm.announcement import State
 from swarmnode.swarm.content import Progress
@@ -40,7 +41,6 @@ log = logging.getLogger(__name__)
 
 MANIFEST_PATIENCE_S = 3600.0  # a volunteer has time
 PROGRESS_S = 15.0
-SETTLE_LOOK_S = 0.2  # between two looks at the others' claims
 
 Tell = Callable[..., None]
 """(event, text for people, **details for scripts): what the node has to say as it lives"""
@@ -79,9 +79,7 @@ class NodeConfig:
     presence: PresenceConfig
     stage: StageConfig = field(default_factory=StageConfig)
     span: Span | None = None
-    settle_s: float = 1.0  # how long a claim must stand before it is taken, so that joiners see one another
-    max_settle_s: float = 6.0
-    look_s: float = 1.0  # how often to look whether units are missing
+    place: PlaceConfig = field(default_factory=PlaceConfig)
 
 
 class Node:
@@ -147,63 +145,34 @@ class Node:
             assert presence.swarm.manifest is not None
             probe = partial(Hardware.probe, trains=presence.swarm.manifest.mode == TRAIN)
             hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
-            span = await self._first_span(presence, hardware)
+            place = Place(presence, hardware.capacity_units, self.config.place)
+            span = await self._first_span(place, presence, hardware)
             while True:
                 await self._serve(presence, seeder, weights, hardware, span)
-                span = await self._wait_for_a_reason_to_move(presence, hardware)
-                self._tell("moving", f"Units {span} have nobody else: moving there", span=list(span))
+                place.arrived()
+                move = await place.reason_to_move(bound=self._bound, news=self._news)
+                self._tell("moving", _reason(move), span=list(move.span), gain=None if move.fills else move.gain)
                 self._moves += 1
                 await self._leave_stage(presence)
+                span = move.span
         finally:
             await seeder.close()
             await weights.close()
 
     # -- placement
 
-    def _view(self, presence: Presence) -> View:
-        assert presence.swarm.manifest is not None
-        return view_of(presence.swarm.manifest.model.units, presence.directory.peers().values())
-
-    def _joiner(self, presence: Presence, hardware: Hardware) -> Joiner:
-        own = presence.directory.own
-        assert own is not None  # a claim or a span was announced before anybody decides
-        return Joiner(presence.peer_id, hardware.capacity_units, own.decode_units_per_s, own.started_at)
-
-    async def _first_span(self, presence: Presence, hardware: Hardware) -> Span:
-        """Claim a span, look around, and claim again until the claim stands for a while."""
+    async def _first_span(self, place: Place, presence: Presence, hardware: Hardware) -> Span:
         if self.config.span is not None:
             return hardware.check(self.config.span)
-        claim = Span(0, hardware.capacity_units)
-        presence.directory.announce(
-            state=State.JOINING, span=tuple(claim), device=hardware.device_name, **await presence.introduction()
-        )
-        give_up_at = time.monotonic() + self.config.max_settle_s
-        settled_at = time.monotonic() + self.config.settle_s
-        while time.monotonic() < min(settled_at, give_up_at):
-            await asyncio.sleep(SETTLE_LOOK_S)
-            await presence.directory.refresh()
-            choice = choose_span(self._view(presence), self._joiner(presence, hardware))
-            if choice != claim:
-                claim = choice
-                presence.directory.announce(span=tuple(claim))
-                settled_at = time.monotonic() + self.config.settle_s
-        return claim
+        return await place.claim(device=hardware.device_name, **await presence.introduction())
 
-    async def _wait_for_a_reason_to_move(self, presence: Presence, hardware: Hardware) -> Span:
-        """Until units are without a holder and it is our turn to go there. A span that the user fixed never moves, nor does one
-        that has been trained: who left it would take what it has learnt along, and bring nothing."""
-        gap_since = time.monotonic()
-        while True:
-            view = self._view(presence)
-            if not gaps(view.units, view.peers):
-                gap_since = time.monotonic()
-            span = fill_move(view, self._joiner(presence, hardware), waited_s=time.monotonic() - gap_since)
-            bound = self.config.span is not None or (self._stage is not None and self._stage.bound)
-            if span is not None and not bound:
-                return span
-            if self._stage is not None:
-                presence.directory.announce(**self._stage.figures())
-            await asyncio.sleep(self.config.look_s)
+    def _bound(self) -> bool:
+        """A span that the user fixed never moves, nor does one that has been trained: who left it would take what it has learnt
+        along, and bring nothing."""
+        return self.config.span is not None or (self._stage is not None and self._stage.bound)
+
+    def _news(self) -> Mapping[str, Any]:
+        return self._stage.figures() if self._stage is not None else {}
 
     # -- serving
 
@@ -263,3 +232,10 @@ class Node:
             presence.directory.announce(state=State.DRAINING)
             await stage.drain(self.config.stage.server.drain_s)
             await stage.close()
+
+
+def _reason(move: Move) -> str:
+    """Why a node moves, for people."""
+    if move.fills:
+        return f"Units {move.span} have nobody else: moving there"
+    return f"With this node at units {move.span} the swarm does {move.gain:.0%} more: moving there"

@@ -1,29 +1,40 @@
-"""Which units a peer should hold: the span that the swarm lacks most.
+"""Which units a peer should hold: where the swarm's throughput gains most.
 
-Every peer decides for itself from the same view. The rule, in order: leave the fewest units without a holder; leave
-gaps that the fewest further peers can fill; then even out the throughput per unit from below (as Petals, 2209.01188
-section 3.2, which compares sorted throughputs of the window; here of the whole model after the choice, in steps so that
-noise decides nothing); then keep routes short and spans aligned, so that replicas can stand in for one another; then
-draw by peer id, so that peers that decide together differ.
+Every peer decides for itself from the same view, one peer at a time (best response). The rule, in order: leave the fewest
+units without a holder; leave gaps that the fewest further peers can fill; the same for units with a single holder; then
+the throughput of the whole swarm as a maximum flow (`flow`), units that hang on one peer counting less; then short
+routes and aligned spans, so that replicas can stand in for one another; then a draw by peer id, so that peers that decide
+together differ.
 
 Peers that join at the same time see one another's claims late. A claim of an earlier joiner stands; where one was made
 before its maker knew better, we work out what it will choose, since the rule is the same for everybody. So all agree
 as soon as they have seen one another.
+
+Who serves already moves only if that fills a gap or pays: more throughput, beyond a hysteresis, for as long as a place is
+worth something, against the throughput lost while it drains, downloads and warms up. Moves take turns: the wish must
+outlast a delay that differs from peer to peer.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
 
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.census import Census
+from swarmnode.plan.flow import Floats, fair_levels, worth
 from swarmnode.plan.view import PeerView, Span, View, draw
 from swarmnode.swarm.announcement import State
 
-UNMEASURED_UNITS_PER_S = 100.0
-STEPS_PER_DOUBLING = 4  # throughputs that differ by less than a fifth count as equal
+ROUNDS = 2  # levels of the flow that are told apart: the bottleneck and what comes next
+FRAGILE = 0.1  # of the throughput, where every unit hangs on one peer
+ALIKE = 0.003  # relative: placements closer than this are equal, and habit or the draw decides
+MAX_CLAIMS = 16  # of earlier joiners that are worked out; further ones stand as they are
+HOLDING = (State.JOINING, State.LOADING, State.READY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,109 +47,154 @@ class Joiner:
     started_at: float
 
 
+@dataclass(frozen=True)
+class Stakes:
+    """What a move must bring. `move_s` is measured: draining, downloading, warming up."""
+
+    move_s: float = 30.0
+    stay_s: float = 1800.0  # how long a place is worth something before the swarm has changed again
+    hysteresis: float = 0.01  # relative gain below which nobody moves
+    turn_s: float = 3.0  # how long a peer needs to make itself seen on the move, so that the next one knows
+
+
+@dataclass(frozen=True)
+class Move:
+    """Where to go, why, and how long the wish must have stood: it may be somebody else's turn."""
+
+    span: Span
+    gain: float  # relative throughput; infinite where a gap is filled
+    delay_s: float
+
+    @property
+    def fills(self) -> bool:
+        """Whether it gives units a holder that have none."""
+        return self.gain == float("inf")
+
+
 def choose_span(view: View, joiner: Joiner) -> Span:
     """The span that `joiner` should take. It has as many units as fit, at most the whole model.
 
     Peers that drain are leaving and do not count; claims (JOINING) count where they were there before ours.
     """
     others = [peer for peer in view.peers if peer.peer != joiner.peer]
-    holders = [peer for peer in others if peer.state in (State.LOADING, State.READY)]
+    census = Census(view.units, (peer for peer in others if peer.state in (State.LOADING, State.READY)))
     claims = sorted((peer for peer in others if peer.state is State.JOINING), key=_priority)
-    for claim in claims:
+    for index, claim in enumerate(claims):
         if _priority(claim) < (joiner.started_at, joiner.peer):
-            span = _best_span(view.units, holders, claim.peer, claim.span.units, claim.decode_units_per_s)
-            holders.append(replace(claim, span=span))
-    return _best_span(view.units, holders, joiner.peer, joiner.capacity_units, joiner.decode_units_per_s)
+            known = index < len(claims) - MAX_CLAIMS
+            span = claim.span if known else _best_span(census, claim.peer, claim.span.units, claim.decode_units_per_s)
+            census.change(span, claim.decode_units_per_s, 1)
+    return _best_span(census, joiner.peer, joiner.capacity_units, joiner.decode_units_per_s)
 
 
-def fill_move(view: View, joiner: Joiner, *, waited_s: float, patience_s: float = 3.0) -> Span | None:
-    """Where to move so that units without any holder get one, or None where we should stay.
-
-    Only a move that fills gaps and opens none counts. One peer moves first: the one that fills most, then the
-    least loaded; the next in line waits `patience_s` longer, in case that one does not. `waited_s` is the gap's age.
-    """
-    living = [peer for peer in view.peers if peer.state in (State.JOINING, State.LOADING, State.READY)]
-    missing = set(gaps(view.units, living))
-    if not missing:
+def reconsider(view: View, joiner: Joiner, stakes: Stakes = Stakes()) -> Move | None:
+    """Where a peer that holds a span should rather be, or None where it should stay."""
+    own = next((peer for peer in view.peers if peer.peer == joiner.peer and peer.state in HOLDING), None)
+    if own is None or own.span.units <= 0:
         return None
-    own = next((peer for peer in living if peer.peer == joiner.peer), None)
-    move = None if own is None else _fill(view.units, living, own, joiner.capacity_units, missing)
-    if own is None or move is None:
-        return None
-    moves: dict[Span, _Fill | None] = {}  # replicas would make the same move
-    ahead = 0
-    for peer in living:
-        if peer.state is not State.READY or peer is own:
-            continue
-        if peer.span not in moves:
-            moves[peer.span] = _fill(view.units, living, peer, peer.span.units, missing)
-        other = moves[peer.span]
-        ahead += other is not None and _turn(peer, other) < _turn(own, move)
-    return move.span if waited_s >= ahead * patience_s else None
-
-
-class _Fill(NamedTuple):
-    """A move that fills gaps, and how many units are still without holder after it."""
-
-    span: Span
-    left: int
-
-
-def _fill(units: int, living: Sequence[PeerView], peer: PeerView, capacity: int, missing: set[int]) -> _Fill | None:
-    """Where the peer would go to fill gaps without opening another; None where it cannot."""
-    others = [other for other in living if other is not peer]
-    span = _best_span(units, others, peer.peer, capacity, peer.decode_units_per_s)
-    left = set(gaps(units, [*others, replace(peer, span=span)]))
-    return _Fill(span, len(left)) if left < missing else None
-
-
-def _turn(peer: PeerView, move: _Fill) -> tuple[int, int, int]:
-    """Whose turn it is to move: the least first."""
-    return move.left, peer.sessions, draw(peer.peer)
+    living = [peer for peer in view.peers if peer.state in HOLDING]
+    census = Census(view.units, living)
+    if census.missing():
+        return _fill(census, living, own, joiner, stakes)
+    return _gain(census, len(living), own, joiner, stakes)
 
 
 def gaps(units: int, peers: Iterable[PeerView]) -> list[int]:
     """The units that none of the peers holds."""
-    return [unit for unit, count in enumerate(_holders(units, peers)) if count == 0]
+    return Census(units, peers).missing()
+
+
+# -- moves
+
+
+def _fill(census: Census, living: Sequence[PeerView], own: PeerView, joiner: Joiner, stakes: Stakes) -> Move | None:
+    """A move that fills gaps. Who fills most goes first, then the least loaded."""
+    size = _size(census.units, joiner.capacity_units)
+    windows, filled = _filling(census, own.span, size)
+    if not windows:
+        return None
+    fills: dict[Span, int] = {}  # replicas would fill the same
+    ahead = 0
+    for peer in living:
+        if peer is not own and peer.state is State.READY:
+            if peer.span not in fills:
+                fills[peer.span] = _filling(census, peer.span, peer.span.units)[1]
+            ahead += fills[peer.span] > 0 and _turn(peer, fills[peer.span]) < _turn(own, filled)
+    census.change(own.span, own.decode_units_per_s, -1)
+    span = _best_window(census, windows, own.peer, own.decode_units_per_s)
+    return Move(span, float("inf"), ahead * stakes.turn_s)
+
+
+def _filling(census: Census, span: Span, size: int) -> tuple[list[Span], int]:
+    """The windows that leave fewest gaps when a peer leaves `span` for them, and how many fewer than now.
+
+    As long as a unit is missing nobody is served, so that it may leave a smaller gap behind: another one's turn.
+    """
+    starts = np.arange(census.units - size + 1)
+    alone_U = census.holders_U == 1
+    alone_U[: span.start] = alone_U[span.end :] = False
+    needed = np.concatenate([[0], np.cumsum((census.holders_U == 0) | alone_U)])
+    filled = needed[starts + size] - needed[starts] - int(alone_U.sum())
+    most = int(filled.max())
+    return ([Span(int(start), int(start) + size) for start in starts[filled == most]] if most > 0 else []), max(0, most)
+
+
+def _turn(peer: PeerView, filled: int) -> tuple[int, int, int]:
+    """Whose turn it is to fill a gap: the least first."""
+    return -filled, peer.sessions, draw(peer.peer)
+
+
+def _gain(census: Census, peers: int, own: PeerView, joiner: Joiner, stakes: Stakes) -> Move | None:
+    """A move that pays for itself. The delay is drawn over a time in which about a third of all could take turns."""
+    speed = joiner.decode_units_per_s
+    census.change(own.span, own.decode_units_per_s, -1)
+    if census.missing():
+        return None  # while it moves, nobody would hold them
+    windows = _windows(census.units, _size(census.units, joiner.capacity_units))
+    values = _values(census, [*windows, own.span], speed)
+    best, stays = float(values.max()), float(values[-1])
+    gone = float(_values(census, [own.span], 0.0)[0])
+    pays = (best - stays) * stakes.stay_s > (stays - gone) * stakes.move_s
+    if best <= stays * (1 + stakes.hysteresis) or not pays:
+        return None
+    span = _aligned(census, [window for window, value in zip(windows, values, strict=False) if value >= best], own.peer)
+    share = draw(own.peer, *span, peers) / 2**64
+    return Move(span, best / stays - 1, share * stakes.turn_s * (1 + peers / 3))
+
+
+# -- the rule
 
 
 def _priority(peer: PeerView) -> tuple[float, PeerId]:
     return peer.started_at, peer.peer
 
 
-def _holders(units: int, peers: Iterable[PeerView]) -> list[int]:
-    counts = [0] * units
-    for peer in peers:
-        for unit in range(peer.span.start, min(peer.span.end, units)):
-            counts[unit] += 1
-    return counts
+def _size(units: int, capacity: int) -> int:
+    return max(1, min(capacity, units))
 
 
-def _throughputs(units: int, peers: Iterable[PeerView]) -> list[float]:
-    """Tokens per second that each unit's holders can do together, each spending its time evenly on its units."""
-    totals = [0.0] * units
-    for peer in peers:
-        share = _share(peer.decode_units_per_s, peer.span.units)
-        for unit in range(peer.span.start, min(peer.span.end, units)):
-            totals[unit] += share
-    return totals
+def _windows(units: int, size: int) -> list[Span]:
+    return [Span(start, start + size) for start in range(units - size + 1)]
 
 
-def _share(units_per_s: float, units: int) -> float:
-    return (units_per_s or UNMEASURED_UNITS_PER_S) / max(1, units)
-
-
-def _best_span(units: int, holders: Sequence[PeerView], peer: PeerId, capacity: int, units_per_s: float) -> Span:
+def _best_span(census: Census, peer: PeerId, capacity: int, units_per_s: float) -> Span:
     """The best window of min(capacity, units) units by the rule above."""
-    size = max(1, min(capacity, units))
-    windows = [Span(start, start + size) for start in range(units - size + 1)]
-    covered = [count > 0 for count in _holders(units, holders)]
-    windows = _least(windows, lambda window: _gap_cost(covered, window, size))
-    throughputs = _throughputs(units, holders)
-    share = _share(units_per_s, size)
-    windows = _least(windows, lambda window: [-step for step in _levels(throughputs, window, share)])
-    spans = [holder.span for holder in holders]
-    windows = _least(windows, lambda window: (_hops(units, [*spans, window]), _boundaries([*spans, window])))
+    return _best_window(census, _windows(census.units, _size(census.units, capacity)), peer, units_per_s)
+
+
+def _best_window(census: Census, windows: Sequence[Span], peer: PeerId, units_per_s: float) -> Span:
+    for holders in (1, 2):
+        held = [bool(count >= holders) for count in census.holders_U]
+        if not all(held):
+            windows = _least(windows, partial(_gap_cost, held))
+    values = _values(census, windows, units_per_s)
+    good = [window for window, value in zip(windows, values, strict=True) if value >= values.max() * (1 - ALIKE)]
+    return _aligned(census, good, peer)
+
+
+def _aligned(census: Census, windows: Sequence[Span], peer: PeerId) -> Span:
+    """Of windows that are equally good, the one with the shortest routes and the fewest boundaries, then by lot."""
+    windows = _least(windows, lambda window: (_hops(census, window), _boundaries(census, window)))
     return min(windows, key=lambda window: draw(peer, window.start))
 
 
@@ -149,12 +205,12 @@ def _least(windows: Sequence[Span], cost: Callable[[Span], Any]) -> list[Span]:
     return [window for window, value in zip(windows, costs, strict=True) if value == least]
 
 
-def _gap_cost(covered: Sequence[bool], window: Span, size: int) -> tuple[int, int]:
-    """Units still without holder once `window` is taken, and how many more peers of this size they need."""
+def _gap_cost(held: Sequence[bool], window: Span) -> tuple[int, int]:
+    """Units still not held once `window` is taken, and how many more peers of this size they need."""
     missing = peers = run = 0
-    for unit, held in enumerate([*covered, True]):
-        if held or window.start <= unit < window.end:
-            peers += -(-run // size)
+    for unit, is_held in enumerate([*held, True]):
+        if is_held or window.start <= unit < window.end:
+            peers += -(-run // window.units)
             run = 0
         else:
             missing += 1
@@ -162,23 +218,35 @@ def _gap_cost(covered: Sequence[bool], window: Span, size: int) -> tuple[int, in
     return missing, peers
 
 
-def _levels(throughputs: Sequence[float], window: Span, share: float) -> list[int]:
-    """Throughput per unit with `window` taken, in logarithmic steps, from the worst unit upwards."""
-    after = (value + share * (window.start <= unit < window.end) for unit, value in enumerate(throughputs))
-    return sorted(round(math.log2(value) * STEPS_PER_DOUBLING) if value > 0 else -1_000_000 for value in after)
+def _values(census: Census, windows: Sequence[Span], units_per_s: float) -> Floats:
+    """What the swarm is worth, in tokens/s, with one more peer of this speed on each of the windows: `value_W`.
+
+    Units that nobody holds are left aside: where there are any, it is known already how many remain.
+    """
+    starts, ends = np.array(windows).T
+    rows = np.arange(len(windows))
+    supply_WSE = np.repeat(census.supply_SE[None], len(windows), axis=0)
+    supply_WSE[rows, starts, ends] += units_per_s
+    units_U = np.arange(census.units)
+    inside_WU = (starts[:, None] <= units_U) & (units_U < ends[:, None])
+    holders_WU = census.holders_U + inside_WU
+    level_WU = np.where(holders_WU > 0, fair_levels(supply_WSE, ROUNDS), np.inf)
+    value_W: Floats = worth(level_WU) * (1 - FRAGILE * (holders_WU == 1).mean(axis=1))
+    return value_W
 
 
-def _hops(units: int, spans: Sequence[Span]) -> int:
-    """Hops of the shortest route over these spans; more than `units` where they leave a gap."""
+def _hops(census: Census, window: Span) -> int:
+    """Hops of the shortest route over all spans; more than there are units where they leave a gap."""
+    spans = [*census.spans, window]
     reached = hops = 0
-    while reached < units:
+    while reached < census.units:
         furthest = max((span.end for span in spans if span.start <= reached), default=0)
         if furthest <= reached:
-            return units + 1
+            return census.units + 1
         reached, hops = furthest, hops + 1
     return hops
 
 
-def _boundaries(spans: Sequence[Span]) -> int:
+def _boundaries(census: Census, window: Span) -> int:
     """Distinct starts and ends: the fewer, the more often one peer can stand in for another."""
-    return len({unit for span in spans for unit in span})
+    return len({unit for span in (*census.spans, window) for unit in span})

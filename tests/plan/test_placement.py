@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnode.plan.placement import Joiner, choose_span, fill_move, gaps
+from swarmnode.plan.placement import Joiner, Stakes, choose_span, gaps, reconsider
 from swarmnode.plan.view import PeerView, Span, View
 from swarmnode.swarm.announcement import State
 
@@ -90,29 +90,72 @@ def test_joining_together_agrees_after_one_look(units, capacities, seed):
         assert gaps(units, view.peers) == []
 
 
+def move(view, name, capacity, speed=100.0):
+    return reconsider(view, Joiner(name, capacity, speed, 0))
+
+
 def test_replica_moves_into_the_gap():
     view = View(6, (peer("a", 0, 3), peer("b", 0, 3)))  # the holder of [3:6) just died
-    moves = [fill_move(view, Joiner(name, 3, 100, 0), waited_s=0) for name in "ab"]
-    assert sorted(map(str, moves)) == ["None", "[3:6)"], "exactly one goes at once"
-    late = [fill_move(view, Joiner(name, 3, 100, 0), waited_s=10) for name in "ab"]
-    assert late == [(3, 6), (3, 6)], "the other one goes where the first did not"
+    moves = [move(view, name, 3) for name in "ab"]
+    assert [found.span for found in moves] == [(3, 6), (3, 6)]
+    assert all(found.fills for found in moves)
+    assert sorted(found.delay_s > 0 for found in moves) == [False, True], "exactly one goes at once"
 
 
 def test_the_only_holder_stays():
     view = View(6, (peer("a", 0, 3), peer("b", 3, 5)))
-    assert fill_move(view, Joiner("a", 3, 100, 0), waited_s=99) is None
-    assert fill_move(view, Joiner("b", 2, 100, 0), waited_s=99) is None, "unit 3 would be left alone"
+    assert move(view, "a", 3) is None
+    assert move(view, "b", 2) is None, "unit 3 would be left alone"
+
+
+def test_who_leaves_a_smaller_gap_behind_goes():
+    view = View(8, (peer("a", 0, 1), peer("b", 1, 4)))  # [4:8) has nobody: b fills three and leaves three
+    assert move(view, "b", 3) is None
+    assert move(view, "b", 4).span == (4, 8)
 
 
 def test_partly_redundant_peer_shifts_to_cover_all():
     view = View(8, (peer("a", 0, 4), peer("c", 2, 6)))  # [4:8) was b's
-    assert fill_move(view, Joiner("c", 4, 100, 0), waited_s=0) == (4, 8)
-    assert fill_move(view, Joiner("a", 4, 100, 0), waited_s=99) is None
+    assert move(view, "c", 4).span == (4, 8)
+    assert move(view, "c", 4).delay_s == 0
+    assert move(view, "a", 4) is None
 
 
 def test_somebody_is_loading_it_already():
     view = View(6, (peer("a", 0, 3), peer("b", 0, 3), peer("c", 3, 6, State.LOADING)))
-    assert fill_move(view, Joiner("a", 3, 100, 0), waited_s=99) is None
+    assert move(view, "c", 3) is None
+    found = move(view, "a", 3)
+    assert found is None or not found.fills
+
+
+def test_a_move_for_throughput_must_pay_for_itself():
+    view = View(6, (peer("a", 0, 3), peer("b", 0, 3), peer("d", 3, 6, speed=150)))  # 50 tokens/s; 33 without a
+    quick, slow = Stakes(move_s=10, stay_s=1000), Stakes(move_s=1000, stay_s=10)
+    found = reconsider(view, Joiner("a", 3, 100, 0), quick)
+    assert found.span.end > 3 and 0 < found.gain < 0.2 and not found.fills
+    assert reconsider(view, Joiner("a", 3, 100, 0), slow) is None
+
+
+def test_a_peer_that_adds_nothing_loses_nothing_by_moving():
+    view = View(6, (peer("a", 0, 3), peer("b", 0, 3), peer("c", 0, 3), peer("d", 3, 6)))
+    slow = Stakes(move_s=1e6, stay_s=1)
+    assert reconsider(view, Joiner("a", 3, 100, 0), slow).span.end > 3
+
+
+def test_peers_do_not_wait_equally_long_to_move():
+    peers = tuple(peer(f"p{i}", 0, 3) for i in range(6))
+    view = View(6, (*peers, peer("d", 3, 6)))
+    assert len({round(move(view, f"p{i}", 3).delay_s, 3) for i in range(6)}) == 6
+
+
+def test_the_only_holder_does_not_move_for_throughput():
+    view = View(6, (peer("a", 0, 4, speed=1000), peer("b", 2, 6, speed=10)))
+    assert move(view, "a", 4, speed=1000) is None, "units 0 and 1 would have nobody while it loads"
+
+
+def test_nobody_moves_at_rest():
+    view = View(6, (peer("a", 0, 3), peer("b", 3, 6), peer("c", 0, 3), peer("d", 3, 6)))
+    assert [move(view, name, 3) for name in "abcd"] == [None] * 4
 
 
 def test_large_view_is_quick(benchmark_s=0.5):

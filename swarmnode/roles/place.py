@@ -1,0 +1,114 @@
+"""A node's place in the swarm: which units it takes when it joins, and when it should rather be elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from swarmnode.plan.placement import Joiner, Move, Stakes, choose_span, reconsider
+from swarmnode.plan.steady import Steady
+from swarmnode.plan.view import Span, View, view_of
+from swarmnode.presence import Presence
+from swarmnode.swarm.announcement import State
+
+
+@dataclass(frozen=True)
+class PlaceConfig:
+    """How a node looks for its place."""
+
+    settle_s: float = 1.0  # how long a claim must stand before it is taken, so that joiners see one another
+    max_settle_s: float = 6.0
+    claim_look_s: float = 0.2  # between two looks at the others' claims
+    look_s: float = 1.0  # between two looks for a better place
+    stakes: Stakes = field(default_factory=Stakes)
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """To be elsewhere: since when, on the monotonic clock."""
+
+    move: Move
+    since_s: float
+
+
+class Place:
+    """Decides for one node, from the directory alone. `capacity_units` is what fits into its memory."""
+
+    def __init__(self, presence: Presence, capacity_units: int, config: PlaceConfig) -> None:
+        self.config = config
+        self._presence = presence
+        self._capacity_units = capacity_units
+        self._steady = Steady()
+        self._wish: _Wish | None = None
+        self._move_s = config.stakes.move_s
+        self._leaving_s: float | None = None
+
+    def __repr__(self) -> str:
+        wish = "content" if self._wish is None else f"would rather be at {self._wish.move.span}"
+        return f"<Place for {self._capacity_units} units, {wish}, a move takes {self._move_s:.1f} s>"
+
+    async def claim(self, **introduction: Any) -> Span:
+        """Claim a span, look around, and claim again until the claim stands for a while."""
+        directory = self._presence.directory
+        claim = Span(0, self._capacity_units)
+        directory.announce(state=State.JOINING, span=tuple(claim), **introduction)
+        give_up_s = time.monotonic() + self.config.max_settle_s
+        settled_s = time.monotonic() + self.config.settle_s
+        while time.monotonic() < min(settled_s, give_up_s):
+            await asyncio.sleep(self.config.claim_look_s)
+            await directory.refresh()
+            choice = await asyncio.to_thread(choose_span, self._view(), self._joiner())
+            if choice != claim:
+                claim = choice
+                directory.announce(span=tuple(claim))
+                settled_s = time.monotonic() + self.config.settle_s
+        return claim
+
+    async def reason_to_move(self, *, bound: Callable[[], bool], news: Callable[[], Mapping[str, Any]]) -> Move:
+        """Wait until it pays to be elsewhere and it is this node's turn. While `bound` it stays whatever happens.
+
+        `news` is what the node's announcement says of its work; it is refreshed at each look.
+        """
+        self._wish = None
+        while True:
+            self._presence.directory.announce(**news())
+            move = None
+            if not bound():
+                move = await asyncio.to_thread(reconsider, self._view(), self._joiner(), self._stakes())
+            if self._stands(move):
+                assert move is not None
+                self._leaving_s = time.monotonic()
+                return move
+            await asyncio.sleep(self.config.look_s)
+
+    def arrived(self) -> None:
+        """The node serves again after a move: what it cost is known now, and counts next time."""
+        if self._leaving_s is not None:
+            self._move_s, self._leaving_s = time.monotonic() - self._leaving_s, None
+
+    def _stands(self, move: Move | None) -> bool:
+        """Whether the wish has stood long enough. Another wish begins anew, unless both are to fill a gap."""
+        if move is None:
+            self._wish = None
+            return False
+        former = self._wish
+        same = former is not None and (move.span == former.move.span or (move.fills and former.move.fills))
+        since_s = former.since_s if former is not None and same else time.monotonic()
+        self._wish = _Wish(move, since_s)
+        return time.monotonic() - since_s >= move.delay_s
+
+    def _view(self) -> View:
+        manifest = self._presence.swarm.manifest
+        assert manifest is not None
+        return self._steady.view(view_of(manifest.model.units, self._presence.directory.peers().values()))
+
+    def _joiner(self) -> Joiner:
+        own = self._presence.directory.own
+        assert own is not None  # a claim or a span was announced before anybody decides
+        return Joiner(self._presence.peer_id, self._capacity_units, own.decode_units_per_s, own.started_at)
+
+    def _stakes(self) -> Stakes:
+        return replace(self.config.stakes, move_s=self._move_s)
