@@ -2,41 +2,54 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from swarmnode.cli.console import JSON, fail, print_json, reports_errors
+from swarmnode.cli.effort import Effort
 
-NOMINAL_S = 10.0  # what the default effort takes at most on a slow core
-Progress = Callable[[float, float], None]
+if TYPE_CHECKING:
+    from swarmnode.plan.scenario import Scenario
 
 
 @reports_errors
 def plan(
     scenario: Path = typer.Argument(..., metavar="SCENARIO", help="Network scenario: a JSON file."),
-    stages: int = typer.Option(..., "--stages", min=1, help="Parts that the model is cut into."),
-    replicas: int = typer.Option(..., "--replicas", min=1, help="Pipelines; each has a device in every stage."),
+    stages: int = typer.Option(None, "--stages", min=1, help="Parts that the model is cut into.", show_default=False),
+    replicas: int = typer.Option(
+        None, "--replicas", min=1, help="Pipelines; each has a device in every stage.", show_default=False
+    ),
     activation_gb: float = typer.Option(
-        ...,
+        None,
         "--activation-gb",
         min=0.0,
         max=1e6,
         help="What a pipeline sends from one stage to the next, in 10^9 bytes.",
+        show_default=False,
     ),
     gradient_gb: float = typer.Option(
-        ..., "--gradient-gb", min=0.0, max=1e6, help="Gradients of one stage, in 10^9 bytes."
+        None, "--gradient-gb", min=0.0, max=1e6, help="Gradients of one stage, in 10^9 bytes.", show_default=False
     ),
+    model: Path = typer.Option(
+        None,
+        "--model",
+        metavar="CONFIG",
+        help="Plan for a model instead: a config.json of transformers, or its folder. --stages and --replicas may be left out.",
+        show_default=False,
+    ),
+    batch: int = typer.Option(1, "--batch", min=1, max=1 << 20, help="With --model: sequences of a microbatch."),
+    sequence: int = typer.Option(1024, "--sequence", min=1, max=1 << 24, help="With --model: tokens of a sequence."),
+    microbatches: int = typer.Option(32, "--microbatches", min=1, max=1 << 20, help="With --model: of a step."),
+    dtype: str = typer.Option("bf16", "--dtype", metavar="fp32|bf16|fp16", help="With --model: what is sent."),
+    gpu: str = typer.Option("RTX 3090", "--gpu", metavar="NAME", help="With --model: the card of unknown devices."),
     seconds: float = typer.Option(
         None,
         "--seconds",
         min=0.1,
         max=86_400,
-        help="Search for so long at most; more than 10 searches more.",
+        help="Search no longer than that, and more thoroughly the longer it may last. Without it: about 10 at most.",
         show_default=False,
     ),
     seed: int = typer.Option(0, "--seed", min=0, help="Of all that is random: the same seed gives the same plan."),
@@ -47,50 +60,47 @@ def plan(
     Costs are those of DT-FM (arXiv 2206.01288): averaging in the slowest stage, and the slowest link of every hop, both ways.
 
     Example: swarmnode plan network.json --stages 8 --replicas 8 --activation-gb 0.47 --gradient-gb 0.65
+
+    Example: swarmnode plan network.json --model ./llama
     """
-    begin_s = time.monotonic()
-    for option, value in (("--activation-gb", activation_gb), ("--gradient-gb", gradient_gb), ("--seconds", seconds)):
-        if value is not None and not math.isfinite(value):
-            fail(f"{option} {value}: it is a finite number", 2)
-    from swarmnode.cli.plan_view import grid_summary, grid_table
-    from swarmnode.plan.grid import Problem, Traffic
-    from swarmnode.plan.grid_search import Search
+    from swarmnode.cli.plan_model import ModelOptions, plan_model
     from swarmnode.plan.scenario import Scenario
 
+    effort = Effort(seconds, seed, quiet=as_json)
     network = Scenario.load(scenario)
+    if model is not None:
+        if activation_gb is not None or gradient_gb is not None:
+            fail("--activation-gb and --gradient-gb follow from --model: leave them out", 2)
+        options = ModelOptions(model, batch, sequence, microbatches, dtype, gpu)
+        plan_model(network, options, stages, replicas, effort, as_json=as_json)
+    elif stages is None or replicas is None or activation_gb is None or gradient_gb is None:
+        fail("give --stages, --replicas, --activation-gb and --gradient-gb, or --model", 2)
+    else:
+        _plan_grid(network, stages, replicas, activation_gb, gradient_gb, effort, as_json=as_json)
+
+
+def _plan_grid(
+    network: Scenario,
+    stages: int,
+    replicas: int,
+    activation_gb: float,
+    gradient_gb: float,
+    effort: Effort,
+    *,
+    as_json: bool,
+) -> None:
+    """DT-FM's problem: everything is given but who stands where."""
+    from swarmnode.cli.plan_view import grid_summary, grid_table, show
+    from swarmnode.plan.grid import Problem, Traffic
+    from swarmnode.plan.grid_search import Search
+
     traffic = Traffic(activation_gb * 1e9, gradient_gb * 1e9)
     problem = Problem.on(network, stages=stages, replicas=replicas, traffic=traffic)
-    deadline_s = math.inf if seconds is None else begin_s + seconds
-    with searching(quiet=as_json) as progress:
-        found = Search(
-            problem,
-            seed=seed,
-            effort=1.0 if seconds is None else seconds / NOMINAL_S,
-            expired=lambda: time.monotonic() >= deadline_s,
-            progress=progress,
-        ).run()
-    seconds_taken = time.monotonic() - begin_s
+    with effort.progress() as progress:
+        search = Search(problem, seed=effort.seed, effort=effort.share, expired=effort.expired, progress=progress)
+        grid = search.run()
     if as_json:
-        print_json(grid_summary(network, problem, found.grid, seconds_taken))
-        return
-    from rich.console import Console
-
-    Console().print(grid_table(network, problem, found.grid))
-    if not found.finished:
-        typer.echo(f"The search was ended after {seconds:g} s; with more time, the plan may become another one.")
-
-
-@contextlib.contextmanager
-def searching(*, quiet: bool) -> Iterator[Progress]:
-    """A bar on standard error, with the best cost so far, where somebody watches."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda _done, _cost_s: None
-        return
-    columns = (TextColumn("Planning"), BarColumn(), TextColumn("{task.fields[best]}"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        task = bars.add_task("", total=1.0, best="")
-        yield lambda done, cost_s: bars.update(task, completed=done, best=f"{cost_s:.3f} s")
+        print_json(grid_summary(network, problem, grid, effort.taken_s))
+    else:
+        show(grid_table(network, problem, grid))
+        effort.tell_if_cut()

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.table import Table
+
+from swarmnode.compute.memory import format_bytes
 
 if TYPE_CHECKING:
     from swarmnode.plan.grid import Grid, Problem
+    from swarmnode.plan.hosting import Hosting, Workload
     from swarmnode.plan.scenario import Scenario
+    from swarmnode.plan.view import Span
+    from swarmnode.simulate.model import Model
+
+
+def show(table: Table) -> None:
+    """Print a table on standard output, as wide as the terminal."""
+    Console().print(table)
 
 
 def grid_summary(network: Scenario, problem: Problem, grid: Grid, seconds: float) -> dict[str, Any]:
@@ -61,3 +72,77 @@ def _hop(problem: Problem, grid: Grid, stage: int) -> str:
     links_s = problem.hop_s[here, there]
     slowest = int(links_s.argmax())
     return f"{2 * links_s[slowest]:.3f} s ({here[slowest]} to {there[slowest]})"
+
+
+def hosting_summary(
+    network: Scenario, model: Model, workload: Workload, hosting: Hosting, seconds: float
+) -> dict[str, Any]:
+    """As `grid_summary`, with what each stage holds. Pipelines are the full ones; further devices are in their stages alone."""
+    return {
+        **grid_summary(network, hosting.problem, hosting.grid, seconds),
+        "model": model.name,
+        "step_s": hosting.step_s,
+        "activation_gb": workload.activation_bytes / 1e9,
+        "stages": [
+            {
+                "units": list(stage.span),
+                "layers": [layer - 1 for layer in layers_of(model, stage.span)],
+                "devices": list(stage.devices),
+                "memory_gb": sum(workload.unit_bytes[stage.span.start : stage.span.end]) / 1e9,
+                "gradient_gb": sum(workload.gradient_bytes[stage.span.start : stage.span.end]) / 1e9,
+                "compute_s": stage.compute_s,
+                "averaging_s": stage.averaging_s,
+            }
+            for stage in hosting.stages
+        ],
+        "unused": sorted(set(range(network.devices)) - hosting.used),
+    }
+
+
+def hosting_table(network: Scenario, model: Model, workload: Workload, hosting: Hosting) -> Table:
+    """A row per stage: what it holds, how much memory and time that takes, and its devices."""
+    unused = network.devices - len(hosting.used)
+    table = Table(
+        title=f"{model.name} on {network.name}: {hosting.step_s:.2f} s for a step of {workload.microbatches} microbatches, "
+        f"{len(hosting.grid)} stages x {len(hosting.grid[0])} pipelines",
+        title_justify="left",
+        caption=f"{unused} of {network.devices} devices are not used." if unused else None,
+        caption_justify="left",
+        show_lines=True,
+    )
+    for column in ("stage", "holds", "memory", "computes", "averages"):
+        table.add_column(column, justify="left" if column == "holds" else "right")
+    table.add_column("to the next and back")
+    table.add_column("devices")
+    for number, stage in enumerate(hosting.stages):
+        table.add_row(
+            str(number),
+            describe_span(model, stage.span),
+            format_bytes(sum(workload.unit_bytes[stage.span.start : stage.span.end])),
+            f"{stage.compute_s:.3f} s",
+            f"{stage.averaging_s:.3f} s",
+            _hop(hosting.problem, hosting.grid, number),
+            ", ".join(_card(network, device) for device in stage.devices),
+        )
+    return table
+
+
+def layers_of(model: Model, span: Span) -> range:
+    """The units of a span that are layers: neither embedding (0) nor head (the last)."""
+    return range(max(span.start, 1), min(span.end, model.units - 1))
+
+
+def describe_span(model: Model, span: Span) -> str:
+    """As in "embedding, layers 0-4"."""
+    layers = layers_of(model, span)
+    parts = ["embedding"] if span.start == 0 else []
+    if layers:
+        parts.append(f"layers {layers[0] - 1}-{layers[-1] - 1}" if len(layers) > 1 else f"layer {layers[0] - 1}")
+    if span.end == model.units:
+        parts.append("head")
+    return ", ".join(parts)
+
+
+def _card(network: Scenario, device: int) -> str:
+    card = network.gpus[device]
+    return f"{device_name(network, device)} ({card})" if card else device_name(network, device)

@@ -47,6 +47,7 @@ class Problem:
     replicas: int
     averaging_s: FloatArray  # [D, D]: what a device pays for a mate of its stage
     hop_s: FloatArray  # [D, D]: one hop, one way
+    kinds: FloatArray | None = None  # [D]: only devices of one kind may take each other's places
 
     def __repr__(self) -> str:
         return f"Problem({self.stages} stages x {self.replicas} pipelines on {self.devices} devices)"
@@ -66,10 +67,13 @@ class Problem:
                 f"{stages} stages x {replicas} pipelines need {stages * replicas} devices; "
                 f"{scenario.name} has {scenario.devices}"
             )
-        link_s = scenario.delay_s + 8 * traffic.activation_bytes / _off_diagonal(scenario.bandwidth_bps)
-        shard_bytes = traffic.gradient_bytes / replicas
-        mate_s = 2 * (scenario.delay_s + 8 * shard_bytes / _off_diagonal(scenario.bandwidth_bps))
-        return cls(stages, replicas, averaging_s=_both_ways(mate_s), hop_s=_both_ways(link_s))
+        everybody = np.arange(scenario.devices)
+        return cls(
+            stages,
+            replicas,
+            averaging_s=2 * transfer_s(scenario, everybody, traffic.gradient_bytes / replicas),
+            hop_s=transfer_s(scenario, everybody, traffic.activation_bytes),
+        )
 
     def cost(self, grid: Grid) -> Cost:
         """What this grid costs."""
@@ -81,13 +85,13 @@ class Problem:
         return float(self.averaging_s[np.ix_(members, members)].sum(axis=1).max())
 
 
-def _off_diagonal(bandwidth_bps: FloatArray) -> FloatArray:
-    """The matrix with something harmless on its diagonal, which may be zero in a file."""
-    return np.where(np.eye(len(bandwidth_bps), dtype=bool), np.inf, bandwidth_bps)
-
-
-def _both_ways(seconds: FloatArray) -> FloatArray:
-    """Each pair at the pace of its slower direction; nothing to oneself."""
+def transfer_s(scenario: Scenario, members: Members, size_bytes: float) -> FloatArray:
+    """[M, M]: sending so many bytes from one member to another, at the pace of the slower direction; nothing to oneself."""
+    part = np.ix_(members, members)
+    bandwidth_bps = np.where(
+        np.eye(len(members), dtype=bool), np.inf, scenario.bandwidth_bps[part]
+    )  # may be zero there
+    seconds = scenario.delay_s[part] + 8 * size_bytes / bandwidth_bps
     slower: FloatArray = np.maximum(seconds, seconds.T)
     np.fill_diagonal(slower, 0.0)
     return slower

@@ -12,7 +12,6 @@ early.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,14 +32,6 @@ DEFAULT_WORK = 4e8
 MAX_LAYOUTS = 1000
 LAYOUT_SHARE = 0.1  # of the work
 FEWEST_STEPS = 10  # below which annealing cannot achieve anything
-
-
-@dataclass(frozen=True)
-class Found:
-    """The best grid, and whether the search came to its end (or a clock cut it short)."""
-
-    grid: Grid
-    finished: bool
 
 
 class Search:
@@ -65,10 +56,10 @@ class Search:
     def __repr__(self) -> str:
         return f"Search({self.problem!r}, {self._done:.0%} done)"
 
-    def run(self) -> Found:
-        """The best grid that the work allows."""
+    def run(self, start: Grid | None = None) -> Grid:
+        """The best grid that the work allows, beginning from `start` or from layouts of clusters."""
         problem = self.problem
-        grids = self._starts()
+        grids = self._starts() if start is None else [_reordered(Arrangement(problem, start)).grid]
         steps = self._work / len(SURVIVORS) / _step_work(problem)
         for survivors in SURVIVORS:
             each = int(steps / survivors)
@@ -76,7 +67,7 @@ class Search:
             if each >= FEWEST_STEPS:
                 grids = _ranked(problem, [*grids, *(self._anneal(grid, each) for grid in grids)])
         self._progress(1.0, problem.cost(grids[0]).total_s)
-        return Found(grids[0], not self._expired())
+        return grids[0]
 
     def _starts(self) -> list[Grid]:
         """The most promising layouts."""

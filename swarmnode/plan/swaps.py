@@ -65,6 +65,8 @@ class Arrangement:
         np.maximum(averaging_s, _without_two(self._averaging_s)[stage[:, None], stage], out=averaging_s)
         total_s: FloatArray = averaging_s + 2 * self._hops_after_swap()
         total_s[stage[:, None] == stage] = np.inf
+        if self.problem.kinds is not None:
+            total_s[self.problem.kinds[:, None] != self.problem.kinds] = np.inf
         return total_s
 
     def _enter(self, stage: int) -> None:
