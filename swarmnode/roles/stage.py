@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +21,9 @@ from swarmnode.compute.memory import (
     unit_sizes,
     units_that_fit,
 )
-from swarmnode.compute.runner import WANT_LAST, RunnerConfig, StageRunner, Work
+from swarmnode.compute.runner import RunnerConfig, StageRunner
 from swarmnode.compute.span import Span, load_span
+from swarmnode.compute.speed import PREFILL_POSITIONS, measure_serving
 from swarmnode.compute.throttle import Throttle
 from swarmnode.config import StageConfig
 from swarmnode.errors import LocalError, UsageError
@@ -31,13 +31,14 @@ from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.plan.view import Span as Units
 from swarmnode.presence import Presence
+from swarmnode.roles.capability import Capability, Conditions, SpeedCache
+from swarmnode.roles.meters import DECODE
 from swarmnode.roles.server import StageServer
 from swarmnode.roles.worker import Worker
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MEMORY_SHARE = 0.8  # of what is free: a volunteer goes on using the machine
-PROBE_STEPS = 6
-PROBE_SESSION = -1
+SPEEDS_FILE = "speeds.json"
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,18 @@ class Hardware:
         left = cache_tokens_that_fit(self.sizes, self.memory_bytes, units.start, units.end)
         return min(left, self.config.max_cache_tokens) if left else self.config.max_cache_tokens
 
+    def conditions(self, swarm_id: bytes, units: int) -> Conditions:
+        """What speeds measured now on so many units hold for."""
+        return Conditions(
+            model=swarm_id.hex(),
+            device=self.device.name,
+            memory_bytes=self.device.total_bytes,
+            number_format=f"{self.dtype} {self.quantize}",
+            threads=torch.get_num_threads(),
+            units=units,
+            throttle=self.config.throttle_units_per_s or 0.0,
+        )
+
     def describe(self, units: Units) -> str:
         """As in "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens"."""
         if self.trains:
@@ -145,11 +158,12 @@ def choose_dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> torch.d
 class Stage:
     """A loaded span, its compute thread and its server. Made by `load`, ended by `close`."""
 
-    def __init__(self, runner: StageRunner, worker: Worker, server: StageServer, units_per_s: float) -> None:
+    def __init__(self, runner: StageRunner, worker: Worker, server: StageServer, capability: Capability) -> None:
         self._runner = runner
         self._worker = worker
         self._server = server
-        self._units_per_s = units_per_s
+        self._capability = capability
+        worker.on_lone_pass = self._note_pass
 
     def __repr__(self) -> str:
         return f"<Stage {self._server!r}>"
@@ -179,7 +193,9 @@ class Stage:
             runner, chunk_tokens=hardware.config.server.prefill_chunk_tokens, threads=hardware.config.threads
         )
         try:
-            units_per_s = await worker.call(lambda: measure(runner))
+            cache = SpeedCache(presence.config.home / SPEEDS_FILE)
+            conditions = hardware.conditions(presence.swarm.id, span.end - span.start)
+            capability = await worker.call(lambda: Capability.of(conditions, cache, lambda: measure_serving(runner)))
             server = StageServer(
                 presence.network,
                 presence.hello,
@@ -192,7 +208,7 @@ class Stage:
         except BaseException:
             await worker.close()
             raise
-        return cls(runner, worker, server, units_per_s)
+        return cls(runner, worker, server, capability)
 
     @property
     def bound(self) -> bool:
@@ -203,15 +219,22 @@ class Stage:
         """What the announcement says of this stage."""
         per_token = max(1, self._runner.span.cache_bytes_per_token)
         return {
-            "decode_units_per_s": self._units_per_s,
+            **self._capability.figures(),
             "cache_tokens_free": self._server.free_cache_bytes // per_token,
             "sessions": self._server.load,
         }
 
+    def _note_pass(self, phase: str, positions: int, units: int, seconds: float) -> None:
+        """Real work of one session alone is what announced speeds are of. Short prompts tell little."""
+        if phase == DECODE:
+            self._capability.note("decode_units_per_s", seconds / units)
+        elif positions >= PREFILL_POSITIONS:
+            self._capability.note("prefill_units_per_s", seconds / (units * positions))
+
     def readings(self) -> Readings:
         """What Prometheus may know of this stage."""
         span = self._runner.span
-        yield Reading(table.SPEED, self._units_per_s, (f"{span.start}:{span.end}",))
+        yield Reading(table.SPEED, self._capability.speeds.decode_units_per_s, (f"{span.start}:{span.end}",))
         yield from self._server.readings()
 
     async def drain(self, timeout_s: float) -> None:
@@ -222,19 +245,3 @@ class Stage:
         """Free everything."""
         await self._server.close()
         await self._worker.close()
-
-
-def measure(runner: StageRunner) -> float:
-    """Units per second of a single session's decode steps, on the weights that are loaded."""
-    span = runner.span
-    runner.open(PROBE_SESSION, rows=1, max_length=PROBE_STEPS + 1)
-    try:
-        best_s = float("inf")
-        for _ in range(PROBE_STEPS):
-            x = torch.zeros((1, 1), dtype=torch.int64) if span.has_embedding else torch.zeros((1, 1, span.hidden_size))
-            started_s = time.perf_counter()
-            runner.run([Work(PROBE_SESSION, x.to(span.dtype) if x.is_floating_point() else x, want=WANT_LAST)])
-            best_s = min(best_s, time.perf_counter() - started_s)
-    finally:
-        runner.close(PROBE_SESSION)
-    return (span.end - span.start) / best_s

@@ -104,6 +104,10 @@ def merge(first: Job, second: Job, max_tokens: int) -> Job | None:
     return replace(first, count=first.count + second.count, parts=first.parts + second.parts, want=second.want)
 
 
+OnLonePass = Callable[[str, int, int, float], None]
+"""(phase, positions, units, seconds) of a pass of one session alone; called on the compute thread"""
+
+
 class Worker:
     """Owns the compute thread. Every method but the constructor's callbacks is called from the loop.
 
@@ -122,6 +126,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="swarmnode-compute", daemon=True)
         self.steps = 0
         self.positions = 0
+        self.on_lone_pass: OnLonePass = lambda _phase, _positions, _units, _seconds: None
         self.meter = StageMeter(Span(runner.span.start, runner.span.end), SERVE)
         self._thread.start()
 
@@ -253,7 +258,11 @@ class Worker:
         units = [self.runner.units(work.session_id) for work in works]
         unit_tokens = sum(map(operator.mul, tokens, units))
         with self.meter.passing(phase, microbatches=len(works), tokens=sum(tokens), unit_tokens=unit_tokens):
-            return self.runner.run(works)
+            began_s = time.perf_counter()
+            outputs = self.runner.run(works)
+            if len(works) == 1:
+                self.on_lone_pass(phase, works[0].x.shape[1], units[0], time.perf_counter() - began_s)
+        return outputs
 
     def _decode(self, job: Job) -> Work:
         # The session has checked the shapes: whatever the codec, no payload makes more than they say.

@@ -7,6 +7,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from swarmnode.compute.checkpoint import Checkpoint
@@ -14,6 +15,7 @@ from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.estimate import estimate_units
 from swarmnode.compute.graph.segment import load_segment as load_graph_segment
 from swarmnode.compute.graph.span_estimate import estimate_span
+from swarmnode.compute.speed import Speeds, measure_training
 from swarmnode.compute.training.heap import give_back_large_tensors
 from swarmnode.compute.training.lm import SpanSegment, load_segment, load_twin
 from swarmnode.compute.training.segment import Segment
@@ -24,8 +26,10 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.compression import Choice
 from swarmnode.plan.view import Span
 from swarmnode.presence import Presence
+from swarmnode.roles.capability import Capability, SpeedCache
 from swarmnode.roles.meters import TRAIN
-from swarmnode.roles.stage import Hardware, Stage
+from swarmnode.roles.stage import SPEEDS_FILE, Hardware, Stage
+from swarmnode.roles.training.bench import Urgency
 from swarmnode.roles.training.compressor import Compressor
 from swarmnode.roles.training.crew import Crew
 from swarmnode.roles.training.keeper import Keeper
@@ -41,8 +45,11 @@ IN_FLIGHT = 4  # microbatches at once, in short pipelines
 class Post:
     """The training twin of `Stage`: made by `load`, ended by `close`. Modules that are no language models are not served."""
 
-    def __init__(self, training: TrainingStage, crew: Crew, keeper: Keeper, serving: Stage | None) -> None:
+    def __init__(
+        self, training: TrainingStage, crew: Crew, keeper: Keeper, serving: Stage | None, capability: Capability
+    ) -> None:
         self._training = training
+        self._capability = capability
         self._crew = crew
         self._keeper = keeper
         self._serving = serving
@@ -71,10 +78,15 @@ class Post:
             compressor=Compressor(hardware.config.compress, presence.swarm.manifest.codecs),
             recompute=lambda run: must_recompute(checkpoint, units, hardware, run),
         )
+        cache = SpeedCache(presence.config.home / SPEEDS_FILE)
+        conditions = replace(hardware.conditions(presence.swarm.id, units.units), number_format="training")
+        capability = await training.bench.call(
+            Urgency.CONTROL, lambda: Capability.of(conditions, cache, lambda: measure(segment))
+        )
         crew = Crew(presence.directory, training, checkpoint.units)
         await training.start()
         crew.start()
-        return cls(training, crew, keeper, serving)
+        return cls(training, crew, keeper, serving, capability)
 
     @property
     def bound(self) -> bool:
@@ -83,8 +95,14 @@ class Post:
 
     def figures(self) -> Mapping[str, Any]:
         """What the announcement says of this stage."""
-        own = {"training_step": self._training.step, "sends": self._sends()}
+        self._compare_with_real_work()
+        own = {"training_step": self._training.step, "sends": self._sends(), **self._capability.figures()}
         return own if self._serving is None else {**self._serving.figures(), **own}
+
+    def _compare_with_real_work(self) -> None:
+        unit_s, run = self._training.pace.unit_s, self._training.run
+        if unit_s and run is not None:
+            self._capability.note("training_units_per_s", unit_s / (run.microbatch * max(1, run.sequence)))
 
     def readings(self) -> Readings:
         """What Prometheus may know of this stage."""
@@ -158,6 +176,11 @@ def must_recompute(checkpoint: Checkpoint, units: Span, hardware: Hardware, run:
     log.info("graphs of %.0f MB do not fit into %.0f MB: they are computed again", kept_bytes / 1e6, room_bytes / 1e6)
     give_back_large_tensors()
     return True
+
+
+def measure(segment: Segment) -> Speeds:
+    """Before anything is trained. What a graph's inputs are is known to its data alone: its first real work tells."""
+    return measure_training(segment) if isinstance(segment, SpanSegment) else Speeds()
 
 
 def load(checkpoint: Checkpoint, units: Span, hardware: Hardware) -> Segment:

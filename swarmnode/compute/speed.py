@@ -1,0 +1,82 @@
+"""How fast this machine computes the units that it holds: measured on them, in about a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.runner import WANT_LAST, WANT_NOTHING, StageRunner, Work
+from swarmnode.compute.training.lm import SpanSegment
+
+PROBE_SESSION = -1
+BUDGET_S = 0.5  # for each kind of work; a single pass may take longer
+MOST_PASSES = 8
+PREFILL_POSITIONS = 64
+TRAINING_POSITIONS = 32
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Positions through one unit, per second: alone, inside a prompt, and forward and backward. 0 is one not measured."""
+
+    decode_units_per_s: float = 0.0
+    prefill_units_per_s: float = 0.0
+    training_units_per_s: float = 0.0
+
+
+def measure_serving(runner: StageRunner, *, clock: Clock = time.perf_counter) -> Speeds:
+    """Decode steps of one session, and chunks of a prompt. The session is closed again; nobody else may run meanwhile."""
+    units = runner.span.end - runner.span.start
+    positions = 1 + MOST_PASSES * (1 + PREFILL_POSITIONS)
+    runner.open(PROBE_SESSION, rows=1, max_length=positions)
+    try:
+        step, chunk = _inputs(runner, 1), _inputs(runner, PREFILL_POSITIONS)
+        step_s = _best_s(lambda: runner.run([Work(PROBE_SESSION, step, want=WANT_LAST)]), clock)
+        chunk_s = _best_s(lambda: runner.run([Work(PROBE_SESSION, chunk, want=WANT_NOTHING)]), clock)
+    finally:
+        runner.close(PROBE_SESSION)
+    return Speeds(units / step_s, units * PREFILL_POSITIONS / chunk_s)
+
+
+def measure_training(segment: SpanSegment, *, clock: Clock = time.perf_counter) -> Speeds:
+    """Forward and backward of a short microbatch. No parameter, gradient or random state changes."""
+    parameters = [parameter for block in segment.parameters().values() for parameter in block.values()]
+    ids_BT = torch.zeros((1, TRAINING_POSITIONS), dtype=torch.int64, device=segment.device)
+    hidden_BTH = torch.zeros((1, TRAINING_POSITIONS, segment.span.hidden_size), device=segment.device)
+    values = (ids_BT,) if segment.start == 0 else (hidden_BTH.requires_grad_(), ids_BT)
+
+    def there_and_back() -> None:
+        with torch.random.fork_rng():
+            output = segment.forward(values, segment.start, segment.end, 0)[0]
+        torch.autograd.grad(output.float().sum(), parameters, allow_unused=True)
+
+    pass_s = _best_s(there_and_back, clock)
+    return Speeds(training_units_per_s=(segment.end - segment.start) * TRAINING_POSITIONS / pass_s)
+
+
+def _inputs(runner: StageRunner, positions: int) -> Tensor:
+    """What comes into the span: ids, or hidden states."""
+    span = runner.span
+    if span.has_embedding:
+        return torch.zeros((1, positions), dtype=torch.int64)
+    return torch.zeros((1, positions, span.hidden_size), dtype=span.dtype)
+
+
+def _best_s(work: Callable[[], object], clock: Clock) -> float:
+    """The shortest of several passes; the first ones warm up caches, and others may have disturbed some."""
+    best_s, deadline_s = float("inf"), clock() + BUDGET_S
+    for _ in range(MOST_PASSES):
+        began_s = clock()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        best_s = min(best_s, clock() - began_s)
+        if clock() >= deadline_s:
+            break
+    return max(best_s, 1e-9)

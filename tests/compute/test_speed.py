@@ -1,0 +1,83 @@
+"""Measuring speeds: on the units that are held, in bounded time, and without a trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swarmnode.compute.checkpoint import Checkpoint
+from swarmnode.compute.runner import RunnerConfig, StageRunner
+from swarmnode.compute.span import load_span
+from swarmnode.compute.speed import (
+    BUDGET_S,
+    MOST_PASSES,
+    PREFILL_POSITIONS,
+    TRAINING_POSITIONS,
+    measure_serving,
+    measure_training,
+)
+from swarmnode.compute.throttle import Throttle
+from swarmnode.compute.training.lm import load_segment
+
+
+class Watch:
+    """A clock that only sleeping moves: how long passes take is the throttle's word alone."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoint_path):
+    return Checkpoint(checkpoint_path)
+
+
+@pytest.mark.parametrize("units", [(0, 3), (2, 5), (3, 6)])
+def test_serving_speeds_are_those_of_the_device(checkpoint, units):
+    watch = Watch()
+    runner = StageRunner(
+        load_span(checkpoint, *units),
+        RunnerConfig(cache_bytes=1 << 24),
+        Throttle(50.0, clock=watch.clock, sleep=watch.sleep),
+    )
+    speeds = measure_serving(runner, clock=watch.clock)
+    assert speeds.decode_units_per_s == pytest.approx(50)
+    assert speeds.prefill_units_per_s == pytest.approx(50 * 16)
+    assert speeds.training_units_per_s == 0
+    assert not runner._sessions, "the probe leaves nothing behind"
+
+
+def test_a_slow_device_is_not_kept_from_serving(checkpoint):
+    watch = Watch()
+    throttle = Throttle(5.0, clock=watch.clock, sleep=watch.sleep)  # 0.6 s for a step of 3 units, 2.4 s for a chunk
+    runner = StageRunner(load_span(checkpoint, 0, 3), RunnerConfig(cache_bytes=1 << 24), throttle)
+    measure_serving(runner, clock=watch.clock)
+    assert watch.now_s == pytest.approx(throttle.least_s(3, 1) + throttle.least_s(3, PREFILL_POSITIONS))
+
+
+def test_the_best_of_a_bounded_number_of_passes_counts(checkpoint):
+    times = iter(range(1000))
+    runner = StageRunner(load_span(checkpoint, 0, 3), RunnerConfig(cache_bytes=1 << 24))
+    measure_serving(runner, clock=lambda: next(times) * BUDGET_S / 100)
+    assert next(times) <= 2 * (1 + 3 * MOST_PASSES) + 1
+
+
+@pytest.mark.parametrize("units", [(0, 3), (2, 6)])
+def test_training_speed_leaves_parameters_gradients_and_chance_alone(checkpoint, units):
+    segment = load_segment(checkpoint, *units)
+    parameters = [parameter for block in segment.parameters().values() for parameter in block.values()]
+    before = [parameter.detach().clone() for parameter in parameters]
+    torch.manual_seed(7)
+    chance = torch.get_rng_state()
+    ticks = iter(range(1000))
+    speeds = measure_training(segment, clock=lambda: next(ticks) * 0.01)
+    assert speeds.training_units_per_s == pytest.approx((units[1] - units[0]) * TRAINING_POSITIONS / 0.01)
+    assert all(parameter.grad is None for parameter in parameters)
+    assert all(map(torch.equal, before, parameters))
+    assert torch.equal(chance, torch.get_rng_state())
