@@ -40,6 +40,8 @@ def read_trace(path: str | Path, devices: int) -> list[Change]:
     """A JSON list of [seconds, device, "up" or "down"] in a file. Raises UsageError where it is not one."""
     try:
         rows = json.loads(Path(path).read_bytes())
+        if not isinstance(rows, list):
+            raise ValueError("it is no list")
         changes = [_change(row, devices) for row in rows]
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{path}: not a trace, which is a JSON list of [seconds, device, up|down]: {error}") from None

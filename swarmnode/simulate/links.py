@@ -26,7 +26,7 @@ class Links:
         delay, bandwidth = _with_neighbours(scenario)
         self._delay_s: list[list[float]] = delay.tolist()  # lists: scalars out of arrays cost ten times as much
         self._bandwidth_bps: list[list[float]] = bandwidth.tolist()
-        self._uplink_bps: list[float] = bandwidth.max(axis=1).tolist()
+        self._uplink_bps: list[float] = _uplinks_bps(scenario, bandwidth).tolist()
         self._free_at_s = [0.0] * len(self.places)
         self._path_free_at_s: dict[tuple[int, int], float] = {}
 
@@ -86,3 +86,11 @@ def _with_neighbours(scenario: Scenario) -> tuple[Any, Any]:
         delay[i, i] = LAN_DELAY_S if nearest is None else scenario.delay_s[i, nearest]
         bandwidth[i, i] = LAN_BANDWIDTH_BPS if nearest is None else scenario.bandwidth_bps[i, nearest]
     return delay, bandwidth
+
+
+def _uplinks_bps(scenario: Scenario, bandwidth: Any) -> Any:
+    """Of each place its fastest path to another one."""
+    if scenario.devices == 1:
+        return bandwidth[0]
+    others = ~np.eye(scenario.devices, dtype=bool)
+    return np.where(others, scenario.bandwidth_bps, 0.0).max(axis=1)
