@@ -11,6 +11,7 @@ early.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -49,24 +50,24 @@ class Search:
         self.problem = problem
         self._random = np.random.default_rng(seed)
         self._work = effort * DEFAULT_WORK
+        self._steps = int(self._work / _step_work(problem))  # in all rounds together
         self._expired = expired
         self._progress = progress
-        self._done = 0.0
+        self._steps_done = 0
+        self._best_s = math.inf
 
     def __repr__(self) -> str:
-        return f"Search({self.problem!r}, {self._done:.0%} done)"
+        return f"Search({self.problem!r}, {self._steps_done} steps, best {self._best_s:.3f} s)"
 
     def run(self, start: Grid | None = None) -> Grid:
         """The best grid that the work allows, beginning from `start` or from layouts of clusters."""
-        problem = self.problem
-        grids = self._starts() if start is None else [_reordered(Arrangement(problem, start)).grid]
-        steps = self._work / len(SURVIVORS) / _step_work(problem)
+        grids = self._starts() if start is None else [_reordered(Arrangement(self.problem, start)).grid]
         for survivors in SURVIVORS:
-            each = int(steps / survivors)
             grids = grids[:survivors]
-            if each >= FEWEST_STEPS:
-                grids = _ranked(problem, [*grids, *(self._anneal(grid, each) for grid in grids)])
-        self._progress(1.0, problem.cost(grids[0]).total_s)
+            steps = self._steps // len(SURVIVORS) // len(grids)
+            if steps >= FEWEST_STEPS:
+                grids = self._ranked([*grids, *(self._anneal(grid, steps) for grid in grids)])
+        self._progress(1.0, self.problem.cost(grids[0]).total_s)
         return grids[0]
 
     def _starts(self) -> list[Grid]:
@@ -80,7 +81,14 @@ class Search:
             if self._expired():
                 break
         best = sorted(promises.values(), key=lambda promise: promise[0])[: SURVIVORS[0]]
-        return _ranked(problem, [Arrangement(problem, grid).grid for _, grid in best])
+        return self._ranked([Arrangement(problem, grid).grid for _, grid in best])
+
+    def _ranked(self, grids: Iterable[Grid]) -> list[Grid]:
+        """The cheapest first, without repetition."""
+        different = {grid.tobytes(): grid for grid in grids}
+        ranked = sorted(different.values(), key=lambda grid: self.problem.cost(grid).total_s)
+        self._best_s = self.problem.cost(ranked[0]).total_s
+        return ranked
 
     def _anneal(self, start: Grid, steps: int) -> Grid:
         """The best grid on a random walk of so many swaps that cools down."""
@@ -95,9 +103,11 @@ class Search:
             if pair is None:
                 break
             arrangement.swap(*pair)
+            self._steps_done += 1
             if step % ORDERED_EVERY == ORDERED_EVERY - 1:
                 arrangement = _reordered(arrangement)
-                self._progress(self._done + step / steps / 8, best_s)
+                self._best_s = min(self._best_s, best_s)
+                self._progress(self._steps_done / self._steps, self._best_s)
             cost_s = arrangement.cost.total_s
             if cost_s < best_s:
                 best, best_s = arrangement.grid.copy(), cost_s
@@ -112,12 +122,6 @@ def _step_work(problem: Problem) -> float:
 
 def _order_work(problem: Problem) -> float:
     return float(problem.devices**2 + ORDER_WORK * problem.stages**2)
-
-
-def _ranked(problem: Problem, grids: Iterable[Grid]) -> list[Grid]:
-    """The cheapest first, without repetition."""
-    different = {grid.tobytes(): grid for grid in grids}
-    return sorted(different.values(), key=lambda grid: problem.cost(grid).total_s)
 
 
 def _draw(costs_s: FloatArray, temperature_s: float, random: np.random.Generator) -> tuple[int, int] | None:
