@@ -25,6 +25,7 @@ from swarmnode.plan.placement import Move
 from swarmnode.plan.view import Span
 from swarmnode.presence import Presence, PresenceConfig
 from swarmnode.roles.place import Place, PlaceConfig
+from swarmnode.roles.bandwidth import Prober
 from swarmnode.roles.seeder import Seeder
 from swarmnode.swarm.announcement import State
 from swarmnode.swarm.content import Progress
@@ -136,6 +137,8 @@ class Node:
             await presence.joined.wait()
         await presence.manifest(patience_s=MANIFEST_PATIENCE_S)
         seeder = await Seeder.start(presence.network, presence.hello, presence.swarm, presence.link_config)
+        prober = Prober(presence.network, presence.hello, presence.link_config, busy=lambda: self._busy(presence))
+        await prober.start(presence.directory.peers)
         await heavy
         from swarmnode.roles.stage import Hardware
         from swarmnode.roles.weights import Weights
@@ -156,8 +159,14 @@ class Node:
                 await self._leave_stage(presence)
                 span = move.span
         finally:
+            await prober.close()
             await seeder.close()
             await weights.close()
+
+    def _busy(self, presence: Presence) -> bool:
+        """Whether sessions or downloads need the links more than a test of bandwidth does."""
+        own = presence.directory.own
+        return own is not None and (own.sessions > 0 or own.life is not State.READY)
 
     # -- placement
 

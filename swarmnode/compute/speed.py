@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.runner import WANT_LAST, WANT_NOTHING, StageRunner, Work
+from swarmnode.compute.span import Span
 from swarmnode.compute.training.lm import SpanSegment
 
 PROBE_SESSION = -1
@@ -33,22 +34,28 @@ class Speeds:
 def measure_serving(runner: StageRunner, *, clock: Clock = time.perf_counter) -> Speeds:
     """Decode steps of one session, and chunks of a prompt. The session is closed again; nobody else may run meanwhile."""
     units = runner.span.end - runner.span.start
-    positions = 1 + MOST_PASSES * (1 + PREFILL_POSITIONS)
+    positions = min(PREFILL_POSITIONS, _context(runner.span))
+
+    def run(x: Tensor, want: int) -> None:
+        runner.run([Work(PROBE_SESSION, x, want=want)])
+        runner.truncate(PROBE_SESSION, 0)  # some models have few positions
+
     runner.open(PROBE_SESSION, rows=1, max_length=positions)
     try:
-        step, chunk = _inputs(runner, 1), _inputs(runner, PREFILL_POSITIONS)
-        step_s = _best_s(lambda: runner.run([Work(PROBE_SESSION, step, want=WANT_LAST)]), clock)
-        chunk_s = _best_s(lambda: runner.run([Work(PROBE_SESSION, chunk, want=WANT_NOTHING)]), clock)
+        step, chunk = _inputs(runner, 1), _inputs(runner, positions)
+        step_s = _best_s(lambda: run(step, WANT_LAST), clock)
+        chunk_s = _best_s(lambda: run(chunk, WANT_NOTHING), clock)
     finally:
         runner.close(PROBE_SESSION)
-    return Speeds(units / step_s, units * PREFILL_POSITIONS / chunk_s)
+    return Speeds(units / step_s, units * positions / chunk_s)
 
 
 def measure_training(segment: SpanSegment, *, clock: Clock = time.perf_counter) -> Speeds:
     """Forward and backward of a short microbatch. No parameter, gradient or random state changes."""
     parameters = [parameter for block in segment.parameters().values() for parameter in block.values()]
-    ids_BT = torch.zeros((1, TRAINING_POSITIONS), dtype=torch.int64, device=segment.device)
-    hidden_BTH = torch.zeros((1, TRAINING_POSITIONS, segment.span.hidden_size), device=segment.device)
+    positions = min(TRAINING_POSITIONS, _context(segment.span))
+    ids_BT = torch.zeros((1, positions), dtype=torch.int64, device=segment.device)
+    hidden_BTH = torch.zeros((1, positions, segment.span.hidden_size), device=segment.device)
     values = (ids_BT,) if segment.start == 0 else (hidden_BTH.requires_grad_(), ids_BT)
 
     def there_and_back() -> None:
@@ -57,7 +64,12 @@ def measure_training(segment: SpanSegment, *, clock: Clock = time.perf_counter) 
         torch.autograd.grad(output.float().sum(), parameters, allow_unused=True)
 
     pass_s = _best_s(there_and_back, clock)
-    return Speeds(training_units_per_s=(segment.end - segment.start) * TRAINING_POSITIONS / pass_s)
+    return Speeds(training_units_per_s=(segment.end - segment.start) * positions / pass_s)
+
+
+def _context(span: Span) -> int:
+    """Positions that the model was made for."""
+    return getattr(span.model.config, "max_position_embeddings", None) or PREFILL_POSITIONS
 
 
 def _inputs(runner: StageRunner, positions: int) -> Tensor:

@@ -79,6 +79,12 @@ class Soundings:
         fresh_s = self._clock() - FRESH_S
         return _capacity(one.down_bps for one in self._peers.values() if one.down_at_s >= fresh_s)
 
+    @property
+    def rated_peers(self) -> int:
+        """Peers whose paths were measured lately, both ways."""
+        fresh_s = self._clock() - FRESH_S
+        return sum(one.up_at_s >= fresh_s and one.down_at_s >= fresh_s for one in self._peers.values())
+
     def _of(self, peer: PeerId) -> Sounding:
         sounding = self._peers.pop(peer, None) or Sounding()
         self._peers[peer] = sounding

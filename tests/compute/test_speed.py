@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.runner import RunnerConfig, StageRunner
@@ -66,6 +67,15 @@ def test_the_best_of_a_bounded_number_of_passes_counts(checkpoint):
     runner = StageRunner(load_span(checkpoint, 0, 3), RunnerConfig(cache_bytes=1 << 24))
     measure_serving(runner, clock=lambda: next(times) * BUDGET_S / 100)
     assert next(times) <= 2 * (1 + 3 * MOST_PASSES) + 1
+
+
+def test_a_model_of_few_positions(tmp_path):
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 12, "vocab_size": 50}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).save_pretrained(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    runner = StageRunner(load_span(checkpoint, 0, 4), RunnerConfig(cache_bytes=1 << 24))
+    assert measure_serving(runner).prefill_units_per_s > 0
+    assert measure_training(load_segment(checkpoint, 0, 4)).training_units_per_s > 0
 
 
 @pytest.mark.parametrize("units", [(0, 3), (2, 6)])
