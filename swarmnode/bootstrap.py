@@ -40,7 +40,7 @@ class Bootstrap:
     async def start(cls, swarm: Swarm, config: PresenceConfig, *, file: Path | None = None) -> Bootstrap:
         """Open the door. Where the swarm's file promises a bootstrap peer and none runs yet, this is it: same id, same address.
 
-        `file` is updated with our addresses where they are new. Raises LocalError, NetworkDown.
+        `file` is updated with our addresses where they are new, and it may be written. Raises LocalError, NetworkDown.
         """
         promised = _promised(swarm)
         if promised is not None:
@@ -51,7 +51,7 @@ class Bootstrap:
             bootstraps = tuple(dict.fromkeys([*swarm.bootstraps, *addresses]))
             presence.swarm = replace(swarm, bootstraps=bootstraps)
             if file is not None and bootstraps != swarm.bootstraps:
-                save_swarm(presence.swarm, file)
+                _keep(presence.swarm, file)
             await presence.manifest(patience_s=MANIFEST_PATIENCE_S)
             seeder = await Seeder.start(presence.network, presence.hello, presence.swarm, presence.link_config)
             if swarm.checkpoint is not None:
@@ -78,6 +78,14 @@ class Bootstrap:
     async def close(self) -> None:
         await self._seeder.close()
         await self._presence.close()
+
+
+def _keep(swarm: Swarm, file: Path) -> None:
+    """Write the swarm's doors into its file; a service may hold it for reading only, and tells them in its invite all the same."""
+    try:
+        save_swarm(swarm, file)
+    except LocalError as error:
+        log.warning("%s; later invites do not know this door", error)
 
 
 def _promised(swarm: Swarm) -> Identity | None:

@@ -127,7 +127,8 @@ class LocalSwarm:
         self.members: list[Member] = []
         self.file = folder / "local.swarm"
         self.environment = {
-            **os.environ,
+            # A container says once where its one node serves metrics; here are several.
+            **{name: value for name, value in os.environ.items() if not name.startswith("SWARMNODE_METRICS_")},
             "OMP_NUM_THREADS": str(threads_per_process),
             "PYTHONUNBUFFERED": "1",
             "TOKENIZERS_PARALLELISM": "false",

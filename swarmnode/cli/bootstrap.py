@@ -18,7 +18,7 @@ from swarmnode.cli.console import (
     run_async,
     set_up_logging,
 )
-from swarmnode.cli.metrics import METRICS_HOST, METRICS_PORT, Watch
+from swarmnode.cli.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
 
 
 @reports_errors
@@ -38,7 +38,7 @@ def bootstrap(
     nat: bool = typer.Option(False, "--nat/--no-nat", help="Ask the router to map a port (UPnP)."),
     lan: bool = typer.Option(False, "--lan/--no-lan", help="Let peers on the local network find this one (mDNS)."),
     as_json: bool = JSON,
-    metrics_port: int = METRICS_PORT,
+    metrics_port: int = SERVICE_METRICS_PORT,
     metrics_host: str = METRICS_HOST,
     log_format: str = LOG_FORMAT,
     verbose: bool = VERBOSE,

@@ -7,23 +7,36 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from swarmnode.cli.console import print_json
 from swarmnode.metrics.metric import Source
 
-METRICS_PORT = typer.Option(
-    None,
-    "--metrics-port",
-    metavar="PORT",
-    min=0,
-    max=65535,
-    help="Serve metrics for Prometheus at this port; 0 takes a free one; default: none.",
-    show_default=False,
-)
+
+def _port_option(envvar: str | None = None) -> Any:
+    return typer.Option(
+        None,
+        "--metrics-port",
+        envvar=envvar,
+        metavar="PORT",
+        min=0,
+        max=65535,
+        help="Serve metrics for Prometheus at this port; 0 takes a free one; default: none.",
+        show_default=False,
+    )
+
+
+METRICS_PORT = _port_option()
+# Of commands that stay. The others may be called beside one of these, in its container, where its port is taken.
+SERVICE_METRICS_PORT = _port_option("SWARMNODE_METRICS_PORT")
 METRICS_HOST = typer.Option(
-    "127.0.0.1", "--metrics-host", metavar="ADDRESS", help="Where to serve metrics; 0.0.0.0 shows them to everybody."
+    "127.0.0.1",
+    "--metrics-host",
+    envvar="SWARMNODE_METRICS_HOST",
+    metavar="ADDRESS",
+    help="Where to serve metrics; 0.0.0.0 shows them to everybody.",
 )
 
 

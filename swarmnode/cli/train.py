@@ -18,7 +18,7 @@ from swarmnode.cli.console import (
     run_async,
     set_up_logging,
 )
-from swarmnode.cli.metrics import METRICS_HOST, METRICS_PORT, Watch
+from swarmnode.cli.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
 
 if TYPE_CHECKING:
     from swarmnode.swarm.run import Run
@@ -69,7 +69,7 @@ def train(
     patience: float = typer.Option(60.0, "--patience", help="Seconds to wait for the swarm to answer."),
     home: Path = HOME,
     as_json: bool = typer.Option(False, "--json", help="Print a JSON line for each step."),
-    metrics_port: int = METRICS_PORT,
+    metrics_port: int = SERVICE_METRICS_PORT,
     metrics_host: str = METRICS_HOST,
     log_format: str = LOG_FORMAT,
     verbose: bool = VERBOSE,

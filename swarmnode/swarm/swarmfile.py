@@ -95,23 +95,36 @@ def save_swarm(swarm: Swarm, path: Path) -> None:
 
 
 def load_swarm(source: str | Path) -> Swarm:
-    """The swarm that a .swarm file or an invite string describes. Raises UsageError with what is wrong."""
+    """The swarm that a .swarm file, an invite, or a file with an invite in it describes.
+
+    A file keeps the invite out of the list of processes. Raises UsageError with what is wrong.
+    """
     if isinstance(source, str) and looks_like_invite(source):
-        invite = decode_invite(source)
-        return Swarm(invite.swarm_id, invite.name, invite.bootstraps)
-    return _read_file(Path(source))
+        return _invited(source)
+    path = Path(source)
+    data = _read(path)
+    text = data.decode(errors="replace")
+    return _invited(text) if looks_like_invite(text) else _decode(data, path)
 
 
-def _read_file(path: Path) -> Swarm:
+def _invited(text: str) -> Swarm:
+    invite = decode_invite(text)
+    return Swarm(invite.swarm_id, invite.name, invite.bootstraps)
+
+
+def _read(path: Path) -> bytes:
     try:
         size = path.stat().st_size
         if path.is_dir() or size > MAX_FILE_BYTES:
             raise UsageError(f"{path} is not a {SUFFIX} file")
-        data = path.read_bytes()
+        return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{path}: no such file; give the path of a {SUFFIX} file or an invite (swarm1…)") from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _decode(data: bytes, path: Path) -> Swarm:
     try:
         content = msgspec.json.decode(data, type=_SwarmFile)
     except DECODE_ERRORS as error:

@@ -47,6 +47,15 @@ def test_invite_gives_the_same_swarm_without_secrets(swarm):
         invited.with_manifest(encode_manifest(make_manifest(name="other")))
 
 
+def test_an_invite_may_lie_in_a_file(swarm, tmp_path):
+    path = tmp_path / "friends.invite"
+    path.write_text(swarm.invite + "\n")
+    assert load_swarm(path) == load_swarm(str(path)) == load_swarm(swarm.invite)
+    path.write_text(swarm.invite[:-4])
+    with pytest.raises(UsageError, match="invite"):
+        load_swarm(path)
+
+
 def test_unwritable_place_is_a_local_error(swarm, tmp_path):
     with pytest.raises(LocalError, match="cannot write"):
         save_swarm(swarm, tmp_path / "nowhere" / "test.swarm")

@@ -1,0 +1,51 @@
+# swarmnode in a container: any of its commands, as a user without rights, on CPUs or NVIDIA GPUs.
+#
+#   docker build -t swarmnode .                                   for CPUs
+#   docker build -t swarmnode:cuda --build-arg TORCH=cu130 .      for NVIDIA GPUs; run it with --gpus all
+#   docker run -d --name node --stop-timeout 30 -v swarmnode:/var/lib/swarmnode swarmnode run swarm1…invite…
+#
+# `run` and `bootstrap` are watched by the health check at the end of this file. More in docs/operator.md.
+
+FROM debian:bookworm-slim AS build
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+# Two environments: one that builds and installs, and one that is taken along, without pip in it.
+RUN python3 -m venv /build && python3 -m venv --without-pip /opt/swarmnode
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY swarmnode swarmnode
+RUN /build/bin/pip wheel --no-deps --wheel-dir /dist .
+# A folder of https://download.pytorch.org/whl/: cpu, or the CUDA to compute with (cu126, cu130). Its build of torch is
+# preferred to PyPI's of the same version.
+ARG TORCH=cpu
+RUN --mount=type=cache,target=/root/.cache/pip \
+    /build/bin/pip --python /opt/swarmnode/bin/python install \
+        --extra-index-url https://download.pytorch.org/whl/${TORCH} /dist/*.whl \
+    && rm -rf /opt/swarmnode/lib/python3*/site-packages/torch/include
+
+FROM debian:bookworm-slim
+# tini is the first process: it passes signals on, and takes care of what a node's p2pd leaves behind.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends python3 tini \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --system --uid 10001 --home-dir /var/lib/swarmnode --create-home --shell /usr/sbin/nologin swarmnode
+COPY --from=build /opt/swarmnode /opt/swarmnode
+# Metrics stay inside the container until SWARMNODE_METRICS_HOST says 0.0.0.0. The NVIDIA variables ask the container
+# toolkit for the driver; without it nothing reads them.
+ENV PATH=/opt/swarmnode/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    SWARMNODE_HOME=/var/lib/swarmnode/home \
+    SWARMNODE_METRICS_HOST=127.0.0.1 \
+    SWARMNODE_METRICS_PORT=9464 \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER swarmnode
+# Identity, fetched weights, .swarm files, and what comes from a hub.
+WORKDIR /var/lib/swarmnode
+VOLUME /var/lib/swarmnode
+# The figures are read on the node's event loop: one that hangs does not answer.
+HEALTHCHECK --interval=30s --timeout=10s --start-period=60s --retries=3 \
+    CMD ["python", "-c", "import os, urllib.request as web; web.urlopen('http://{SWARMNODE_METRICS_HOST}:{SWARMNODE_METRICS_PORT}/metrics'.format_map(os.environ), timeout=8)"]
+ENTRYPOINT ["tini", "--", "swarmnode"]
+CMD ["--help"]
