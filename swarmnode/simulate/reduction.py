@@ -7,6 +7,7 @@ Every member owns a part of what a group agrees on: all send it their values of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.codec.training_messages import Group, How
@@ -21,22 +22,42 @@ def reduction_ends_s(
     now_s: float, groups: Sequence[Group], indexes: Mapping[PeerId, int], links: Links, model: Model, how: Averaging
 ) -> float:
     """When the last member of the last group has everything. `indexes`: of the members in the links."""
-    return max((_ends_s(now_s, group, indexes, links, model, how) for group in groups), default=now_s)
+    exchanges = [
+        _Exchange(
+            members=[indexes[member.peer] for member in group.members],
+            givers=[indexes[member.peer] for member in group.members if member.count],
+            size_bytes=_size_bytes(sum(model.block_parameters(block) for block in group.blocks), how),
+        )
+        for group in groups
+        if len(group.members) > 1 and group.how != How.APART
+    ]
+    settled = [exchange.gather(now_s, links) for exchange in exchanges]  # all offers leave before the first sum
+    return max((exchange.spread(at_s, links) for exchange, at_s in zip(exchanges, settled, strict=True)), default=now_s)
 
 
-def _ends_s(
-    now_s: float, group: Group, indexes: Mapping[PeerId, int], links: Links, model: Model, how: Averaging
-) -> float:
-    members = [indexes[member.peer] for member in group.members]
-    givers = [indexes[member.peer] for member in group.members if member.count]
-    if len(members) < 2 or group.how == How.APART:
-        return now_s
-    part_bytes = _size_bytes(sum(model.block_parameters(block) for block in group.blocks), how) / len(givers)
-    ends_s = now_s
-    for owner in givers:
-        settled_s = max(links.send(now_s, giver, owner, part_bytes) for giver in givers)
-        ends_s = max(ends_s, *(links.send(settled_s, owner, member, part_bytes) for member in members))
-    return ends_s
+@dataclass(frozen=True)
+class _Exchange:
+    """One group: everybody in `givers` has counted something, all `members` are to have the sum."""
+
+    members: Sequence[int]
+    givers: Sequence[int]
+    size_bytes: float
+
+    @property
+    def part_bytes(self) -> float:
+        return self.size_bytes / len(self.givers)
+
+    def gather(self, now_s: float, links: Links) -> list[float]:
+        """When each owner has all values of its part."""
+        return [max(links.send(now_s, giver, owner, self.part_bytes) for giver in self.givers) for owner in self.givers]
+
+    def spread(self, settled_s: Sequence[float], links: Links) -> float:
+        """When everybody has the sums of all parts."""
+        return max(
+            links.send(at_s, owner, member, self.part_bytes)
+            for owner, at_s in zip(self.givers, settled_s, strict=True)
+            for member in self.members
+        )
 
 
 def _size_bytes(parameters: int, how: Averaging) -> float:

@@ -33,6 +33,7 @@ class Result:
     model: Model
     settings: Settings
     world: World
+    workload: Serving | Training
     measures: Measures
     events: int
 
@@ -90,7 +91,7 @@ class Simulation:
             self.clock.run(min(seconds, self.clock.now_s + self.settings.sample_s))
             self._sample()
             progress(self.clock.now_s, seconds)
-        return Result(self.scenario, self.model, self.settings, self.world, self.measures, self.clock.events)
+        return Result(self.scenario, self.model, self.settings, self.world, workload, self.measures, self.clock.events)
 
     def _make_workload(self) -> Serving | Training:
         if self.settings.workload == "train":

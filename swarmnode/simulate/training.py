@@ -80,12 +80,12 @@ class Training:
     def _notice(self, name: PeerId) -> None:
         """Call back what went through a lost peer; what it had counted is missing again."""
         del self._stages[name], self._workers[name]
+        for flight in [flight for flight in self._flights.values() if flight.passes(name)]:
+            self._call_back(flight)
         mine = self._ledger.peers.get(name)
         masks = {} if mine is None else mine.masks
         self.world.measures.count("lost, unit microbatches", sum(mask.bit_count() for mask in masks.values()))
         self._ledger.lose(name)
-        for flight in [flight for flight in self._flights.values() if flight.passes(name)]:
-            self._call_back(flight)
         self._reducing = False
         self._attempt += 1
         self._advance()
@@ -227,8 +227,8 @@ class Training:
     def _told_s(self) -> float:
         """All tell the conductor, the eldest, that they agree, and it tells all to commit."""
         eldest = min(self._stages.values(), key=lambda stage: (stage.peer.started_at, stage.name)).peer.index
-        links = self.world.links
-        return 2 * max(links.delay_s(eldest, stage.peer.index) for stage in self._stages.values())
+        others = [stage.peer.index for stage in self._stages.values() if stage.peer.index != eldest]
+        return 2 * max((self.world.links.delay_s(eldest, other) for other in others), default=0.0)
 
     def _commit(self, reducing_since_s: float) -> None:
         measures, now_s = self.world.measures, self.clock.now_s
