@@ -1,0 +1,112 @@
+"""The grant: what the owner signs when inviting somebody (`protocol/membership.md`).
+
+A grant names the public key of a fresh pair, whose private half travels in the invite. Who has the invite can thus admit
+itself, with the owner offline, and nobody else can.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from enum import IntEnum
+
+import msgspec
+
+from swarmnode.codec.decoding import DECODE_ERRORS
+from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.swarm.signing_key import PUBLIC_BYTES, SigningKey, is_signed
+
+VERSION = 1
+DOMAIN = b"swarmnode grant 1\n"
+SWARM_ID_BYTES = 32
+INVITE_ID_BYTES = 8
+MAX_GRANT_BYTES = 320
+MAX_USES = 1000
+MAX_PEER_CHARS = 64
+MAX_GROUP_CHARS = 24
+
+
+class Role(IntEnum):
+    """What a member may do; each may do all that those before it may. An unknown one counts as CLIENT."""
+
+    CLIENT = 0  # ask: generate, fetch weights
+    BOOTSTRAP = 1  # open the door: announce itself, relay, give out manifest and weights
+    VOLUNTEER = 2  # compute: hold units, serve sessions, train them
+    TRAINER = 3  # lead: conduct a training and feed it data
+
+
+class Grant(msgspec.Struct, array_like=True, frozen=True):
+    """What an invite is good for. Newer versions append fields."""
+
+    version: int
+    swarm: bytes
+    key: bytes  # public key of the invite
+    role: int
+    issued_at: int  # unix time, seconds
+    expires_at: int  # of every membership by it; 0 is never
+    uses: int = 0  # how many peers may use it; 0 is any number
+    peer: PeerId = ""  # the only peer that may use it, where there is one
+    group: str = ""  # what the owner vouches for: a region, a club
+
+    @property
+    def invite_id(self) -> bytes:
+        """8 bytes by which the invite is known in lists."""
+        return hashlib.sha256(self.key).digest()[:INVITE_ID_BYTES]
+
+    @property
+    def allows(self) -> Role:
+        """The role as this version understands it."""
+        return Role(self.role) if self.role in Role._value2member_map_ else Role.CLIENT
+
+
+class _Signed(msgspec.Struct, array_like=True, frozen=True):
+    body: bytes
+    signature: bytes
+
+
+_grant_decoder = msgspec.msgpack.Decoder(Grant)
+_signed_decoder = msgspec.msgpack.Decoder(_Signed)
+
+
+def sign_grant(grant: Grant, owner: SigningKey) -> bytes:
+    """The signed grant. Raises ValueError where it breaks a rule of its own, which is a bug of the caller."""
+    broken = _broken_rule(grant)
+    if broken is not None:
+        raise ValueError(f"grant not valid: {broken}")
+    body = msgspec.msgpack.encode(grant)
+    return msgspec.msgpack.encode(_Signed(body, owner.sign(DOMAIN + body)))
+
+
+def open_grant(raw: bytes, swarm: bytes, owner: bytes) -> Grant:
+    """The grant in these bytes, if this owner signed it for this swarm. Raises ProtocolError."""
+    if len(raw) > MAX_GRANT_BYTES:
+        raise ProtocolError(f"a grant of {len(raw)} bytes", code=ErrorCode.TOO_LARGE)
+    try:
+        signed = _signed_decoder.decode(raw)
+        grant = _grant_decoder.decode(signed.body)
+    except DECODE_ERRORS as error:
+        raise ProtocolError(f"bad grant: {error}") from None
+    broken = _broken_rule(grant)
+    if broken is not None:
+        raise ProtocolError(f"bad grant: {broken}")
+    if grant.swarm != swarm:
+        raise ProtocolError("a grant of another swarm", code=ErrorCode.WRONG_SWARM)
+    if not is_signed(owner, DOMAIN + signed.body, signed.signature):
+        raise ProtocolError("a grant that the owner did not sign", code=ErrorCode.REFUSED)
+    return grant
+
+
+def _broken_rule(grant: Grant) -> str | None:
+    """The first rule that the grant breaks, or None."""
+    rules = {
+        "version": grant.version >= VERSION,
+        "swarm": len(grant.swarm) == SWARM_ID_BYTES,
+        "key": len(grant.key) == PUBLIC_BYTES,
+        "role": 0 <= grant.role <= 255,
+        "times": 0 <= grant.issued_at < 1 << 40
+        and (grant.expires_at == 0 or grant.issued_at < grant.expires_at < 1 << 40),
+        "uses": 0 <= grant.uses <= MAX_USES,
+        "peer": len(grant.peer) <= MAX_PEER_CHARS and grant.peer.isascii(),
+        "group": len(grant.group.encode()) <= MAX_GROUP_CHARS and grant.group.isprintable(),
+    }
+    return next((rule for rule, kept in rules.items() if not kept), None)
