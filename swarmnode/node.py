@@ -24,8 +24,8 @@ from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.plan.placement import Move
 from swarmnode.plan.view import Span
 from swarmnode.presence import Presence, PresenceConfig
-from swarmnode.roles.place import Place, PlaceConfig
 from swarmnode.roles.bandwidth import Prober
+from swarmnode.roles.place import Place, PlaceConfig
 from swarmnode.roles.seeder import Seeder
 from swarmnode.swarm.announcement import State
 from swarmnode.swarm.content import Progress
@@ -138,13 +138,13 @@ class Node:
         await presence.manifest(patience_s=MANIFEST_PATIENCE_S)
         seeder = await Seeder.start(presence.network, presence.hello, presence.swarm, presence.link_config)
         prober = Prober(presence.network, presence.hello, presence.link_config, busy=lambda: self._busy(presence))
-        await prober.start(presence.directory.peers)
         await heavy
         from swarmnode.roles.stage import Hardware
         from swarmnode.roles.weights import Weights
 
         weights = Weights(presence)
         try:
+            await prober.start(presence.directory.peers)
             assert presence.swarm.manifest is not None
             probe = partial(Hardware.probe, trains=presence.swarm.manifest.mode == TRAIN)
             hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
@@ -173,7 +173,7 @@ class Node:
     async def _first_span(self, place: Place, presence: Presence, hardware: Hardware) -> Span:
         if self.config.span is not None:
             return hardware.check(self.config.span)
-        return await place.claim(device=hardware.device_name, **await presence.introduction())
+        return await place.claim(**hardware.figures(presence), **await presence.introduction())
 
     def _bound(self) -> bool:
         """A span that the user fixed never moves, nor does one that has been trained: who left it would take what it has learnt
@@ -190,7 +190,7 @@ class Node:
     ) -> None:
         """Get the weights of a span, load it, and answer sessions from now on."""
         presence.directory.announce(
-            state=State.LOADING, span=tuple(span), device=hardware.device_name, **await presence.introduction()
+            state=State.LOADING, span=tuple(span), **hardware.figures(presence), **await presence.introduction()
         )
         self._tell("loading", f"Units {span}: {hardware.describe(span)}", span=list(span))
         checkpoint = await weights.span(span, self._show_progress())

@@ -71,15 +71,28 @@ def usable_cores() -> int:
 
 
 def _probe_cuda(index: int | None) -> Device:
-    """By torch, which sees the devices that CUDA_VISIBLE_DEVICES leaves; `mem_get_info` is of the whole card."""
+    """By torch, which sees the devices that CUDA_VISIBLE_DEVICES leaves; memory is that of the whole card."""
     count = torch.cuda.device_count()
     if index is not None and index >= count:
         raise LocalError(f"no device cuda:{index}: there are {count}")
     indices = range(count) if index is None else [index]
-    memory = {number: torch.cuda.mem_get_info(number) for number in indices}
+    memory = {number: _card_memory(number) for number in indices}
     best = max(memory, key=lambda number: memory[number][0])
     free_bytes, total_bytes = memory[best]
     return Device("cuda", best, torch.cuda.get_device_name(best), total_bytes, free_bytes, shared=False)
+
+
+def _card_memory(index: int) -> tuple[int, int]:
+    """Free and total bytes, from the driver: asking CUDA takes some 300 MB of each card that is only looked at."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-")
+        memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+    except (pynvml.NVMLError, AttributeError):  # no driver library, or a torch that does not tell the card's name
+        return torch.cuda.mem_get_info(index)
+    return int(memory.free), int(memory.total)
 
 
 def _container_limit_bytes() -> int | None:

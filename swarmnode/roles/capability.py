@@ -47,11 +47,20 @@ class Conditions:
     throttle: float = 0.0
 
     @property
-    def key(self) -> str:
-        """As one line of text, with the versions of what computes."""
+    def but_size(self) -> str:
+        """As text, with the versions of what computes, but without the span's size."""
         versions = f"swarmnode {__version__}, torch {torch.__version__}, python {platform.python_version()}"
         own = (self.model, self.device, self.memory_bytes, self.number_format, self.threads, self.throttle)
-        return "; ".join(map(str, (*own, versions, self.units)))
+        return "; ".join(map(str, (*own, versions, "")))
+
+    @property
+    def key(self) -> str:
+        """All of it in one line of text."""
+        return f"{self.but_size}{self.units}"
+
+    def distance(self, units: int) -> int:
+        """From a span of another size."""
+        return abs(units - self.units)
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -74,6 +83,12 @@ class SpeedCache:
         """What was measured under these conditions, if it is not too old."""
         entry = self._entries.get(conditions.key)
         return None if entry is None or self._now() - entry.measured_at > OLD_S else entry.speeds
+
+    def nearest(self, conditions: Conditions) -> Speeds:
+        """What was measured on a span of the most similar size, all else being equal; zeros where nothing was."""
+        sizes = [int(key.rpartition("; ")[2]) for key in self._entries if key.startswith(conditions.but_size)]
+        found = [self.find(replace(conditions, units=size)) for size in sorted(sizes, key=conditions.distance)]
+        return next((speeds for speeds in found if speeds is not None), Speeds())
 
     def put(self, conditions: Conditions, speeds: Speeds) -> None:
         """Keep a measurement; the oldest gives way. A file that cannot be written costs only this help."""

@@ -131,6 +131,17 @@ class Hardware:
             throttle=self.config.throttle_units_per_s or 0.0,
         )
 
+    def figures(self, presence: Presence) -> dict[str, Any]:
+        """What the announcement says of this machine before a span is loaded: speeds are those of the last span held."""
+        conditions = self.conditions(presence.swarm.id, self.capacity_units)
+        known = SpeedCache(presence.config.home / SPEEDS_FILE).nearest(conditions)
+        return {
+            "device": self.device_name,
+            "memory_bytes": self.memory_bytes,
+            "decode_units_per_s": known.decode_units_per_s,
+            "prefill_units_per_s": known.prefill_units_per_s,
+        }
+
     def describe(self, units: Units) -> str:
         """As in "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens"."""
         if self.trains:

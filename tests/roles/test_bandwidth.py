@@ -22,7 +22,7 @@ HELLO = Hello(VERSION, bytes(32), "test")
 @dataclass
 class Peer:
     network: FakeNetwork
-    config: ProbeConfig = ProbeConfig()
+    config: ProbeConfig
     busy: bool = False
     soundings: Soundings = field(init=False)
 

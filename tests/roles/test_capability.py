@@ -65,6 +65,16 @@ def test_other_conditions_are_measured_anew(tmp_path, change):
     assert cache.find(CONDITIONS) == SPEEDS
 
 
+def test_before_a_span_is_loaded_the_most_similar_one_counts(tmp_path):
+    cache = SpeedCache(tmp_path / "speeds.json")
+    assert cache.nearest(CONDITIONS) == Speeds()
+    cache.put(replace(CONDITIONS, units=3), Speeds(3.0))
+    cache.put(replace(CONDITIONS, units=10), Speeds(10.0))
+    cache.put(replace(CONDITIONS, device="another"), Speeds(99.0))
+    assert cache.nearest(CONDITIONS) == Speeds(10.0)
+    assert cache.nearest(replace(CONDITIONS, units=5)) == Speeds(3.0)
+
+
 def test_old_measurements_and_damaged_files_are_not_believed(tmp_path, watch):
     path = tmp_path / "speeds.json"
     cache = SpeedCache(path, now=watch)

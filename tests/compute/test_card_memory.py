@@ -1,0 +1,43 @@
+"""Memory of NVIDIA cards, with stand-ins for the driver and for torch's sight of the cards."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+import torch
+
+from swarmnode.compute.device import probe_device
+
+CARDS = {"GPU-aaaa": (4 << 30, 24 << 30), "GPU-bbbb": (20 << 30, 24 << 30)}  # free, total bytes
+
+
+@pytest.fixture
+def two_cards(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"card {index}")
+    uuids = [name.removeprefix("GPU-") for name in CARDS]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index]))
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    monkeypatch.setattr(
+        pynvml, "nvmlDeviceGetMemoryInfo", lambda card: SimpleNamespace(free=CARDS[card][0], total=CARDS[card][1])
+    )
+    return monkeypatch
+
+
+def test_the_card_with_most_free_memory_is_taken_by_the_drivers_word(two_cards):
+    device = probe_device("auto")
+    assert (device.index, device.name, device.free_bytes, device.total_bytes) == (1, "card 1", 20 << 30, 24 << 30)
+    assert probe_device("cuda:0").free_bytes == 4 << 30
+
+
+def test_without_the_drivers_library_torch_is_asked(two_cards):
+    def fails() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    two_cards.setattr(pynvml, "nvmlInit", fails)
+    two_cards.setattr(torch.cuda, "mem_get_info", lambda index: [(9, 10), (5, 10)][index])
+    assert probe_device("cuda").index == 0
