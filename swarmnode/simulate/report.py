@@ -23,7 +23,7 @@ PLOTS = (  # of the curves that were measured: title, names
     ("Peers there, and sessions running", ("peers", "sessions running")),
     ("Share of their time that peers compute", ("share of time computing",)),
     ("Work per second that was lost with peers, and done again", ("lost, unit tokens", "replayed, unit tokens")),
-    ("Seconds of a training step", ("step, s",)),
+    ("Seconds that the last training step took", ("last step, s",)),
 )
 
 

@@ -47,6 +47,7 @@ class Training:
         self._attempt = 0  # of the reduction; one that is not in force any more is void
         self._reducing = False
         self._step_began_s = 0.0
+        self._last_step_s = 0.0
         self._seen: dict[int, int] = {}  # unit -> microbatches that somebody has counted in this step
 
     def __repr__(self) -> str:
@@ -58,7 +59,11 @@ class Training:
 
     def gauges(self) -> dict[str, float]:
         """What a curve shows of this moment."""
-        return {"stages": len(self._stages), "microbatches under way": len(self._flights)}
+        return {
+            "stages": len(self._stages),
+            "microbatches under way": len(self._flights),
+            "last step, s": self._last_step_s,
+        }
 
     # -- peers
 
@@ -232,7 +237,8 @@ class Training:
 
     def _commit(self, reducing_since_s: float) -> None:
         measures, now_s = self.world.measures, self.clock.now_s
-        measures.note("step, s", now_s - self._step_began_s)
+        self._last_step_s = now_s - self._step_began_s
+        measures.note("step, s", self._last_step_s)
         measures.note("of it agreeing, s", now_s - reducing_since_s)
         measures.count("steps", 1)
         measures.count("tokens trained", self.settings.microbatches * self.settings.tokens)

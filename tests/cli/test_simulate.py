@@ -1,0 +1,94 @@
+import json
+
+import pytest
+
+from tests.cli.command import assert_clear, invoke, swarmnode
+
+TINY = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 256,
+}  # fmt: skip
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A scenario of three devices of given speeds, and a tiny model's config."""
+    matrix = [[0 if i == j else 5 for j in range(3)] for i in range(3)]
+    network = {
+        "name": "three",
+        "devices": 3,
+        "delay_ms": matrix,
+        "bandwidth_gbps": [[0.1] * 3] * 3,
+        "memory_gb": [1, 1, 1],
+        "decode_units_per_s": [100, 200, 300],
+    }
+    scenario, config = tmp_path / "three.json", tmp_path / "config.json"
+    scenario.write_text(json.dumps(network))
+    config.write_text(json.dumps(TINY))
+    return str(scenario), str(config)
+
+
+def simulate(files, *options):
+    return invoke("simulate", files[0], "--model", files[1], "--hours", "0.02", *options)
+
+
+def test_json_tells_what_was_simulated(files):
+    done = simulate(files, "--json", "--churn", "200%", "--seed", "3")
+    figures = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert figures["scenario"] == "three" and figures["peers"] == 3 and figures["seed"] == 3
+    assert figures["churn_per_hour"] == 2.0
+    assert figures["tokens_per_s"] > 0 and figures["totals"]["tokens"] > 0
+
+
+def test_a_table_and_a_page_for_people(files, tmp_path):
+    page = tmp_path / "out.html"
+    done = simulate(files, "--report", str(page))
+    assert done.returncode == 0 and "tokens per second" in done.stdout
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_training(files):
+    figures = json.loads(simulate(files, "--workload", "train", "--microbatches", "4", "--json").stdout)
+    assert figures["totals"]["steps"] > 0
+
+
+def test_a_trace(files, tmp_path):
+    trace = tmp_path / "trace.json"
+    trace.write_text('[[10, 0, "down"], [30, 0, "up"]]')
+    figures = json.loads(simulate(files, "--churn", str(trace), "--json").stdout)
+    assert figures["totals"]["peers lost"] == 1
+
+
+def test_the_same_seed_gives_the_same_bits_in_another_process(files, tmp_path, monkeypatch):
+    """Whatever order a process's sets have."""
+    printed = []
+    for hash_seed in ("1", "2"):
+        monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
+        options = ("--model", files[1], "--hours", "0.03", "--churn", "20", "--json")
+        done = swarmnode("simulate", files[0], *options, home=tmp_path)
+        figures = json.loads(done.stdout)
+        del figures["decisions"]  # this machine's own times
+        printed.append(json.dumps(figures))
+    assert printed[0] == printed[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--workload", "dance"], ["serve or train"]),
+        (["--churn", "often"], ["10%"]),
+        (["--churn", "-5%"], ["between 0 and 100"]),
+        (["--gpu", "abacus"], ["RTX 3090"]),
+        (["--report", "/no/such/folder/a.html"], ["no such folder"]),
+        (["--workload", "train", "--compress", "zip"], ["int8"]),
+        (["--average-codec", "zip"], ["int8"]),
+    ],
+)
+def test_wrong_options(files, options, words):
+    assert_clear(simulate(files, *options), 2, *words)
+
+
+def test_a_missing_model_or_scenario(files, tmp_path):
+    assert_clear(invoke("simulate", files[0], "--model", str(tmp_path / "none")), 2, "no such file")
+    assert_clear(invoke("simulate", str(tmp_path / "none.json"), "--model", files[1]), 2, "none.json")
