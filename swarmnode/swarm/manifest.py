@@ -28,6 +28,8 @@ TRAIN = "train"
 SERVING_CODECS = (Codec.NONE, Codec.BF16, Codec.FP16, Codec.INT8)
 TRAINING_CODECS = (*SERVING_CODECS, Codec.INT4, Codec.TOPK)
 OPEN = "open"
+PRIVATE = "private"
+OWNER_BYTES = 32
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -58,7 +60,7 @@ class Manifest(msgspec.Struct, frozen=True):
     chunk_bytes: int = CHUNK_BYTES
     codecs: tuple[int, ...] = SERVING_CODECS  # what a link may use
     membership: str = OPEN
-    owner: bytes = b""  # public key of the owner of a private swarm
+    owner: bytes = b""  # public key of who founded the swarm; of a private one it signs its members in
 
     def file(self, name: str) -> FileContent | None:
         """The file of that name, or None."""
@@ -136,6 +138,9 @@ def _check(manifest: Manifest) -> None:
         "sane file sizes": all(0 <= file.size <= MAX_FILE_BYTES for file in manifest.files),
         "roots of 32 bytes": all(len(file.root) == HASH_BYTES for file in manifest.files),
         "codecs": 0 < len(manifest.codecs) <= 32,
+        "a membership that this version knows (open, private)": manifest.membership in (OPEN, PRIVATE),
+        "an owner's key of 32 bytes, or none": len(manifest.owner) in (0, OWNER_BYTES),
+        "an owner where it is private": bool(manifest.owner) or manifest.membership == OPEN,
     }
     for rule, kept in rules.items():
         if not kept:

@@ -1,7 +1,8 @@
 """`NAME.swarm`, the founder's own file, and `load_swarm`, which takes it or an invite.
 
-The file holds the manifest, where the founder's checkpoint lies, and the identity of the bootstrap peer that invites
-promise. It is private to the host (mode 0600): what is handed out is the invite.
+The file holds the manifest, where the founder's checkpoint lies, the identity of the bootstrap peer that invites promise,
+and of a private swarm a grant for the host's own machines. It is private to the host (mode 0600): what is handed out is
+the invite.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import msgspec
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.errors import ProtocolError, UsageError
 from swarmnode.swarm.atomic import write_private
-from swarmnode.swarm.invite import Invite, decode_invite, encode_invite, looks_like_invite
-from swarmnode.swarm.manifest import Manifest, decode_manifest, swarm_id
+from swarmnode.swarm.invite import Invite, OwnedInvite, decode_invite, encode_invite, is_owners, looks_like_invite
+from swarmnode.swarm.manifest import PRIVATE, Manifest, decode_manifest, swarm_id
 
 FORMAT = 1
 SUFFIX = ".swarm"
@@ -29,7 +30,9 @@ class Swarm:
     """A swarm as this machine knows it: from an invite (no manifest yet), or from the founder's own file.
 
     `bootstraps` are multiaddrs with /p2p/. `checkpoint` is a local folder with the whole checkpoint, a hint only.
-    `bootstrap_key` (private key bytes) and `bootstrap_listen` make this host the promised bootstrap peer.
+    `bootstrap_key` (private key bytes) and `bootstrap_listen` make this host the promised bootstrap peer. A swarm that has
+    an owner: its public key, its signature of the id; and of a private one the grant that we came by, with its private key.
+    `revocations` is the newest list that the owner's own book has.
     """
 
     id: bytes
@@ -40,6 +43,11 @@ class Swarm:
     checkpoint: Path | None = None
     bootstrap_key: bytes | None = None
     bootstrap_listen: tuple[str, ...] = ()
+    owner: bytes = b""
+    signature: bytes = b""
+    grant: bytes = b""
+    secret: bytes = b""
+    revocations: bytes = b""
 
     def __repr__(self) -> str:
         known = "manifest" if self.manifest is not None else "no manifest yet"
@@ -47,14 +55,27 @@ class Swarm:
 
     @property
     def invite(self) -> str:
-        """The line of text to hand out."""
+        """The line of text to hand out. To a private swarm it grants nothing: `swarmnode invite` makes those that do."""
+        if self.owner:
+            return encode_invite(OwnedInvite(self.id, self.name, self.bootstraps, self.owner, self.signature))
         return encode_invite(Invite(self.id, self.name, self.bootstraps))
 
+    @property
+    def private(self) -> bool:
+        """Whether only those whom the owner invited belong to it, as far as is known before its manifest is here."""
+        return bool(self.grant) if self.manifest is None else self.manifest.membership == PRIVATE
+
     def with_manifest(self, raw: bytes) -> Swarm:
-        """The same swarm with its manifest. Raises ProtocolError where the bytes are another swarm's, or not valid."""
+        """The same swarm with its manifest. Raises ProtocolError where the bytes are another swarm's, not valid, or not signed
+        by the owner whom they name."""
         if swarm_id(raw) != self.id:
             raise ProtocolError("the manifest's hash is not the swarm's id")
-        return replace(self, manifest_bytes=bytes(raw), manifest=decode_manifest(raw))
+        manifest = decode_manifest(raw)
+        if manifest.owner != self.owner or (self.owner and not is_owners(self.id, self.owner, self.signature)):
+            raise ProtocolError(
+                "the manifest is not signed by its owner: the invite is not the owner's; ask for another"
+            )
+        return replace(self, manifest_bytes=bytes(raw), manifest=manifest)
 
 
 class _SwarmFile(msgspec.Struct):
@@ -66,12 +87,16 @@ class _SwarmFile(msgspec.Struct):
     checkpoint: str | None = None
     bootstrap_key: bytes | None = None
     bootstrap_listen: tuple[str, ...] = ()
+    signature: bytes = b""
+    grant: bytes = b""
+    secret: bytes = b""
 
 
-def new_swarm(manifest_bytes: bytes) -> Swarm:
-    """The swarm of a manifest. Raises ProtocolError where the manifest is not valid."""
+def new_swarm(manifest_bytes: bytes, signature: bytes = b"") -> Swarm:
+    """The swarm of a manifest, with its owner's signature where it has one. Raises ProtocolError where either is not valid."""
     manifest = decode_manifest(manifest_bytes)
-    return Swarm(swarm_id(manifest_bytes), manifest.name, manifest_bytes=manifest_bytes, manifest=manifest)
+    swarm = Swarm(swarm_id(manifest_bytes), manifest.name, owner=manifest.owner, signature=signature)
+    return swarm.with_manifest(manifest_bytes)
 
 
 def save_swarm(swarm: Swarm, path: Path) -> None:
@@ -88,6 +113,9 @@ def save_swarm(swarm: Swarm, path: Path) -> None:
             "checkpoint": None if swarm.checkpoint is None else str(swarm.checkpoint.absolute()),
             "bootstrap_key": None if swarm.bootstrap_key is None else base64.b64encode(swarm.bootstrap_key).decode(),
             "bootstrap_listen": swarm.bootstrap_listen,
+            "signature": base64.b64encode(swarm.signature).decode(),
+            "grant": base64.b64encode(swarm.grant).decode(),
+            "secret": base64.b64encode(swarm.secret).decode(),
         },
         indent=1,
     )
@@ -132,7 +160,7 @@ def _decode(data: bytes, path: Path) -> Swarm:
     if content.swarmnode > FORMAT:
         raise UsageError(f"{path} has format {content.swarmnode}, this swarmnode knows {FORMAT}: upgrade swarmnode")
     try:
-        swarm = new_swarm(content.manifest)
+        swarm = new_swarm(content.manifest, content.signature)
     except ProtocolError as error:
         raise UsageError(f"{path} cannot be used: {error}") from None
     return replace(
@@ -141,4 +169,6 @@ def _decode(data: bytes, path: Path) -> Swarm:
         checkpoint=None if content.checkpoint is None else Path(content.checkpoint),
         bootstrap_key=content.bootstrap_key,
         bootstrap_listen=content.bootstrap_listen,
+        grant=content.grant,
+        secret=content.secret,
     )

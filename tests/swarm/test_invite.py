@@ -39,7 +39,7 @@ def test_every_typo_is_found(data):
     ("text", "message"),
     [
         ("hello", "not an invite"),
-        ("swarm2abcdef", "upgrade"),
+        ("swarm3abcdef", "upgrade"),
         ("swarm1", "damaged"),
         ("swarm1abc", "damaged"),
         ("swarm1!!!!", "damaged"),

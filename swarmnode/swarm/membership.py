@@ -1,0 +1,124 @@
+"""Membership: who belongs to a swarm that has an owner, as far as this peer knows. Decided purely; the clock is an argument.
+
+A private swarm admits by certificates; a public one everybody whom its owner did not revoke. What was checked once is
+remembered by peer, since a link, a table's call and an announcement ask the same question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.swarm.announcement import Announcement
+from swarmnode.swarm.certificate import MAX_SKEW_S, Member, open_certificate
+from swarmnode.swarm.grant import Role
+from swarmnode.swarm.revocation import nobody, open_list
+from swarmnode.swarm.uses import Uses
+
+MAX_MEMBERS = 16_384
+
+
+class Membership:
+    """`certificate` is this peer's own, empty in a public swarm."""
+
+    def __init__(self, swarm: bytes, owner: bytes, *, private: bool, certificate: bytes = b"") -> None:
+        self.swarm = swarm
+        self.owner = owner
+        self.private = private
+        self.certificate = certificate
+        self.revocations = nobody(swarm)
+        self.revocations_bytes = b""  # as the owner signed them; empty before the first
+        self.uses = Uses()
+        self._members: dict[PeerId, Member] = {}
+
+    def __repr__(self) -> str:
+        kind = "private" if self.private else "public"
+        return f"<Membership {kind}, {len(self._members)} members met, {self.revocations!r}>"
+
+    # -- who belongs
+
+    def admit(self, peer: PeerId, proof: bytes, now: float) -> None:
+        """Take in a peer whose id is authenticated, by its certificate. Raises ProtocolError (REFUSED)."""
+        if not self.private:
+            self._check(peer, None, now)
+            return
+        try:
+            member = open_certificate(proof, self.swarm, self.owner)
+        except ProtocolError as error:
+            raise ProtocolError(f"{peer}: {error}", code=ErrorCode.REFUSED, peer=peer) from None
+        if member.peer != peer:
+            raise ProtocolError("the certificate of another peer", code=ErrorCode.REFUSED, peer=peer)
+        self._check(peer, member, now)
+        if peer not in self._members and len(self._members) >= MAX_MEMBERS:
+            raise ProtocolError("more members than can be kept in mind", code=ErrorCode.BUSY, peer=peer)
+        self._members[peer] = member
+
+    def _check(self, peer: PeerId, member: Member | None, now: float) -> None:
+        reason = self._objection(peer, member, now)
+        if reason is not None:
+            raise ProtocolError(f"{peer}: {reason}", code=ErrorCode.REFUSED, peer=peer)
+
+    def _objection(self, peer: PeerId, member: Member | None, now: float) -> str | None:
+        """Why this peer is not admitted now, or None."""
+        if self.revocations.covers(peer, b"" if member is None else member.invite):
+            return "its membership was revoked"
+        if member is None:
+            return None
+        if member.expired(now):
+            return "its membership has expired"
+        if member.admitted_at > now + MAX_SKEW_S:
+            return "its admission lies in the future; is a clock wrong?"
+        if not self.uses.admits(member, now):
+            return "its invite was used up by others"
+        return None
+
+    def stands(self, peer: PeerId, now: float) -> bool:
+        """Whether a peer belongs to the swarm now, by what was shown of it before."""
+        if not self.private:
+            return not self.revocations.covers(peer)
+        member = self._members.get(peer)
+        return member is not None and self._objection(peer, member, now) is None
+
+    def objection_to_us(self, peer: PeerId, now: float) -> str | None:
+        """Why others will not admit this peer itself, as far as can be known here; None where nothing speaks against it."""
+        own = open_certificate(self.certificate, self.swarm, self.owner) if self.private else None
+        return self._objection(peer, own, now)
+
+    def member(self, peer: PeerId) -> Member | None:
+        """What the peer's certificate says, where one was shown."""
+        return self._members.get(peer)
+
+    def role(self, peer: PeerId) -> Role:
+        """What the peer may do: all of it in a public swarm, and nothing but ask where no certificate was shown."""
+        if not self.private:
+            return Role.TRAINER
+        member = self._members.get(peer)
+        return Role.CLIENT if member is None else member.role
+
+    def members(self, now: float) -> Iterator[Member]:
+        """All that have been met and belong to the swarm now."""
+        return (member for peer, member in sorted(self._members.items()) if self.stands(peer, now))
+
+    # -- what the owner says
+
+    def take_list(self, raw: bytes) -> bool:
+        """Follow a newer revocation list; False where it is not newer. Raises ProtocolError where it is not the owner's."""
+        revocations = open_list(raw, self.swarm, self.owner)
+        if revocations.number <= self.revocations.number:
+            return False
+        self.revocations, self.revocations_bytes = revocations, raw
+        self.uses.forget(revocations.invites)
+        return True
+
+    # -- announcements
+
+    def vouch(self, announcement: Announcement, certificate: bytes, now: float) -> None:
+        """Check that its author may announce what it says. Raises ProtocolError (REFUSED)."""
+        peer = announcement.peer
+        self.admit(peer, certificate, now)
+        role = self.role(peer)
+        if role < Role.BOOTSTRAP:
+            raise ProtocolError("a client that announces itself", code=ErrorCode.REFUSED, peer=peer)
+        if role < Role.VOLUNTEER and announcement.span[0] < announcement.span[1]:
+            raise ProtocolError("a bootstrap peer that claims units", code=ErrorCode.REFUSED, peer=peer)
