@@ -27,6 +27,10 @@ class Effort:
     def __repr__(self) -> str:
         return f"Effort({self.taken_s:.1f} s of {self._limit_s or math.inf:g} s)"
 
+    def begin(self) -> None:
+        """Start the clock anew: what was done so far was not searching, and could not be cut short."""
+        self._begun_s = time.monotonic()
+
     @property
     def taken_s(self) -> float:
         """Seconds so far."""

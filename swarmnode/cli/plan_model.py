@@ -48,6 +48,7 @@ def plan_model(
     network = _with_cards(network, options.gpu)
     model = Model.load(options.config)
     workload, hardware = _workload(model, options), _hardware(network, model, options)
+    effort.begin()
     planner = Planner(network, hardware, workload, seed=effort.seed, expired=effort.expired)
     with effort.progress() as progress:
         hosting = planner.plan(stages=stages, replicas=replicas, effort=effort.share, progress=progress)

@@ -48,7 +48,7 @@ def grid_table(network: Scenario, problem: Problem, grid: Grid) -> Table:
     )
     table.add_column("stage", justify="right")
     for pipeline in range(problem.replicas):
-        table.add_column(f"pipeline {pipeline}")
+        table.add_column(f"pipeline\n{pipeline}")
     table.add_column("averaging", justify="right")
     table.add_column("to the next stage and back")
     for stage, members in enumerate(grid):

@@ -32,7 +32,8 @@ ORDER_WORK = 300  # per pair of stages
 DEFAULT_WORK = 4e8
 MAX_LAYOUTS = 1000
 LAYOUT_SHARE = 0.1  # of the work
-FEWEST_STEPS = 10  # below which annealing cannot achieve anything
+ENOUGH_STEPS = 250  # per device: more gain nothing on small networks
+FEWEST_STEPS = 10  # in a round: below which annealing cannot achieve anything
 
 
 class Search:
@@ -50,7 +51,7 @@ class Search:
         self.problem = problem
         self._random = np.random.default_rng(seed)
         self._work = effort * DEFAULT_WORK
-        self._steps = int(self._work / _step_work(problem))  # in all rounds together
+        self._steps = int(min(self._work / _step_work(problem), effort * ENOUGH_STEPS * problem.devices))
         self._expired = expired
         self._progress = progress
         self._steps_done = 0
@@ -65,7 +66,7 @@ class Search:
         for survivors in SURVIVORS:
             grids = grids[:survivors]
             steps = self._steps // len(SURVIVORS) // len(grids)
-            if steps >= FEWEST_STEPS:
+            if steps >= FEWEST_STEPS and not self._expired():
                 grids = self._ranked([*grids, *(self._anneal(grid, steps) for grid in grids)])
         self._progress(1.0, self.problem.cost(grids[0]).total_s)
         return grids[0]
@@ -81,7 +82,10 @@ class Search:
             if self._expired():
                 break
         best = sorted(promises.values(), key=lambda promise: promise[0])[: SURVIVORS[0]]
-        return self._ranked([Arrangement(problem, grid).grid for _, grid in best])
+        matched = (
+            Arrangement(problem, grid).grid for number, (_, grid) in enumerate(best) if not (number and self._expired())
+        )
+        return self._ranked(matched)
 
     def _ranked(self, grids: Iterable[Grid]) -> list[Grid]:
         """The cheapest first, without repetition."""

@@ -111,7 +111,7 @@ class Planner:
         for number, shape in enumerate(shapes):
             best = self._better(best, self._host(*shape, effort=QUICK))
             progress(number / len(shapes) / 2, best.step_s if best else np.inf)
-            if self._expired():
+            if best and self._expired():
                 break
         if best is None:
             raise LocalError(self._shortage(shapes))

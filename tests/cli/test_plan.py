@@ -1,0 +1,148 @@
+"""`swarmnode plan`: what it prints, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from swarmnode.plan.grid import Problem, Traffic
+from swarmnode.plan.scenario import Scenario
+from tests.cli.command import assert_clear, invoke, swarmnode
+
+SIZES = ("--activation-gb", "0.2", "--gradient-gb", "0.5")
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+}
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Path:
+    """Two machines of four devices, and a slower one of two."""
+    machine = np.repeat([0, 1, 2], [4, 4, 2])
+    together = machine[:, None] == machine
+    return write(
+        tmp_path / "home.json",
+        devices=10,
+        name="home",
+        region=[f"room {number}" for number in machine],
+        delay_ms=np.where(together, 0, 20).tolist(),
+        bandwidth_gbps=np.where(together, 10, 0.1).tolist(),
+        gpu=["RTX 3090"] * 8 + ["RTX 3060"] * 2,
+    )
+
+
+def write(file: Path, **values: Any) -> Path:
+    file.write_text(json.dumps(values))
+    return file
+
+
+def plan(network: Path, *arguments: str) -> dict[str, Any]:
+    done = invoke("plan", str(network), *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    value: dict[str, Any] = json.loads(done.stdout)
+    return value
+
+
+def test_the_plan_as_json(network: Path) -> None:
+    value = plan(network, "--stages", "2", "--replicas", "4", *SIZES, "--seconds", "1")
+    assert list(value) == ["scenario", "cost_s", "data_parallel_s", "pipeline_s", "pipelines", "seconds"]
+    assert value["scenario"] == "home" and 0 < value["seconds"] < 1.05
+    grid = np.array(value["pipelines"]).T
+    problem = Problem.on(Scenario.load(network), stages=2, replicas=4, traffic=Traffic(0.2e9, 0.5e9))
+    cost = problem.cost(grid)
+    assert (value["data_parallel_s"], value["pipeline_s"]) == (cost.data_parallel_s, cost.pipeline_s)
+    assert value["cost_s"] == cost.total_s == pytest.approx(6 * 0.1 + 2 * (0.02 + 16), rel=1e-9)
+    assert set(grid[0].tolist()) in ({0, 1, 2, 3}, {4, 5, 6, 7}), "each stage averages inside a machine"
+
+
+def test_the_same_seed_gives_the_same_plan(network: Path) -> None:
+    arguments = ("--stages", "3", "--replicas", "3", *SIZES, "--seed", "5")
+    first, again = plan(network, *arguments), plan(network, *arguments)
+    assert {**first, "seconds": 0} == {**again, "seconds": 0}
+
+
+def test_the_clock_is_kept(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    matrix = random.uniform(0.1, 1.0, (300, 300)).tolist()
+    large = write(tmp_path / "large.json", devices=300, delay_ms=matrix, bandwidth_gbps=matrix)
+    value = plan(large, "--stages", "15", "--replicas", "20", *SIZES, "--seconds", "2")
+    assert value["seconds"] <= 1.05 * 2
+
+
+def test_the_plan_as_a_table(network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    done = swarmnode(
+        "plan", str(network), "--stages", "2", "--replicas", "4", *SIZES, "--seconds", "0.5", home=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    for words in ("home: 32.640 s of traffic in a step", "pipeline", "0 room 0", "2 of 10 devices are not used"):
+        assert words in " ".join(done.stdout.split())
+    assert done.stderr == ""
+
+
+def test_a_model_on_unequal_cards(network: Path, tmp_path: Path) -> None:
+    config = write(tmp_path / "config.json", **LLAMA)
+    value = plan(network, "--model", str(config), "--stages", "4", "--replicas", "2", "--seconds", "1")
+    held = [unit for stage in value["stages"] for unit in range(*stage["units"])]
+    assert held == list(range(12)), "embedding, ten layers, head"
+    assert [layer for stage in value["stages"] for layer in stage["layers"]] == list(range(10))
+    assert value["activation_gb"] == pytest.approx(1024 * 256 * 2 / 1e9)
+    attention, mlp, norms = 4 * 256**2, 3 * 256 * 1024, 2 * 256
+    embedding, final_norm = 1000 * 256, 256
+    parameters = 10 * (attention + mlp + norms) + 2 * embedding + final_norm
+    assert sum(stage["gradient_gb"] for stage in value["stages"]) == pytest.approx(parameters * 2 / 1e9)
+    assert sum(stage["memory_gb"] for stage in value["stages"]) == pytest.approx(parameters * 16 / 1e9)
+    devices = [device for stage in value["stages"] for device in stage["devices"]]
+    assert sorted(devices + value["unused"]) == list(range(10))
+
+
+def test_a_model_as_a_table(network: Path, tmp_path: Path) -> None:
+    write(tmp_path / "config.json", **LLAMA)
+    done = invoke("plan", str(network), "--model", str(tmp_path), "--stages", "2", "--seconds", "1")
+    text = " ".join(done.stdout.split())
+    assert done.returncode == 0, done.stderr
+    for words in ("for a step of 32 microbatches", "embedding", "layers", "head", "RTX 3090"):
+        assert words in text
+
+
+def test_a_model_that_does_not_fit(network: Path, tmp_path: Path) -> None:
+    config = write(tmp_path / "config.json", **{**LLAMA, "hidden_size": 16384, "intermediate_size": 65536})
+    done = invoke("plan", str(network), "--model", str(config), "--seconds", "1")
+    assert_clear(done, 1, "GB are missing")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--stages", "4", "--replicas", "4", *SIZES), "need 16 devices; home has 10"),
+        (("--stages", "4"), "give --stages, --replicas, --activation-gb and --gradient-gb, or --model"),
+        (("--model", "x", "--activation-gb", "1"), "follow from --model"),
+        (("--model", "/none"), "no such file"),
+        (("--model", "x", "--dtype", "int3"), "--dtype int3: choose fp32, bf16, fp16"),
+        (("--model", "x", "--gpu", "Voodoo"), "--gpu Voodoo: known are"),
+    ],
+)
+def test_refusals(network: Path, arguments: tuple[str, ...], words: str) -> None:
+    assert_clear(invoke("plan", str(network), *arguments), 2, words)
+
+
+@pytest.mark.parametrize("value", ["nan", "-1", "x"])
+def test_sizes_that_are_none(network: Path, value: str) -> None:
+    done = invoke("plan", str(network), "--stages", "2", "--replicas", "2", "--activation-gb", value)
+    assert done.returncode == 2
+    assert "--activation-gb" in done.stderr
+
+
+def test_a_scenario_that_is_none(tmp_path: Path) -> None:
+    file = write(tmp_path / "bad.json", devices=2, delay_ms=[[0, 1], [1, 0]], bandwidth_gbps=[[0, 0], [0, 0]])
+    done = invoke("plan", str(file), "--stages", "1", "--replicas", "2", *SIZES)
+    assert_clear(done, 2, "bad.json: bandwidth_gbps[0][1] is 0")
