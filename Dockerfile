@@ -25,11 +25,13 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && rm -rf /opt/swarmnode/lib/python3*/site-packages/torch/include
 
 FROM debian:bookworm-slim
-# tini is the first process: it passes signals on, and takes care of what a node's p2pd leaves behind.
+# tini is the first process: it passes signals on, and takes care of what a node's p2pd leaves behind. /invites is for volumes that
+# containers share.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 tini \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --system --uid 10001 --home-dir /var/lib/swarmnode --create-home --shell /usr/sbin/nologin swarmnode
+    && useradd --system --uid 10001 --home-dir /var/lib/swarmnode --create-home --shell /usr/sbin/nologin swarmnode \
+    && install --directory --owner=swarmnode /invites
 COPY --from=build /opt/swarmnode /opt/swarmnode
 # Metrics stay inside the container until SWARMNODE_METRICS_HOST says 0.0.0.0. The NVIDIA variables ask the container
 # toolkit for the driver; without it nothing reads them.

@@ -166,7 +166,7 @@ class Container:
         words: Sequence[str],
         *,
         beside: Container | None = None,
-        output: IO[str] | None = None,
+        output: int | None = None,
         **environment: str,
     ) -> None:
         self._root = root

@@ -99,11 +99,12 @@ def pip_configuration(folder: Path) -> dict[str, str]:
     options = dict(re.findall(r"^[^.]+\.([^=]+)='(.*)'$", listed.stdout, re.MULTILINE))
     paths = {path for path in re.findall(r"/[^\s']+", listed.stdout.replace("file://", "")) if Path(path).exists()}
     for path in paths:
-        bind(Path(path), folder / f".{HOST}{path}")
-        options = {
-            name: re.sub(rf"(?<!\S)(file://)?{path}(?!\S)", rf"\1{HOST}{path}", value)
-            for name, value in options.items()
-        }
+        shown = Path(path).parent if path.endswith("/simple") else Path(path)  # an index points to files beside it
+        bind(shown, folder / f".{HOST}{shown}")
+    for name, value in options.items():
+        for path in paths:
+            value = re.sub(rf"(?<!\S)(file://)?{path}(?!\S)", rf"\1{HOST}{path}", value)
+        options[name] = value
     return {f"PIP_{name.upper().replace('-', '_')}": value for name, value in options.items()}
 
 
