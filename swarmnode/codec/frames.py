@@ -39,6 +39,7 @@ class Kind(IntEnum):
     PONG = 3
     ERROR = 4
     END = 5
+    REVOCATIONS = 6
     OPEN = 16
     READY = 17
     ATTACH = 18

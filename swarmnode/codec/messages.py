@@ -22,6 +22,7 @@ from swarmnode.codec.body import (
     MAX_POSITIONS,
     MAX_PROOF_BYTES,
     MAX_RATE_BPS,
+    MAX_REVOCATIONS_BYTES,
     MAX_ROUTE_HOPS,
     MAX_ROWS,
     MAX_SEED,
@@ -80,6 +81,13 @@ class Error(Body, frozen=True):
 
 class End(Body, frozen=True):
     """The channel (or on channel 0 the link) is finished in order. A stream that ends without it was cut."""
+
+
+class Revocations(Body, frozen=True):
+    """Which of the owner's revocation lists we follow (0: none yet); with `signed` the list itself, for who has an older one."""
+
+    number: Annotated[int, Meta(ge=0, le=MAX_SEQ)]
+    signed: Annotated[bytes, Meta(max_length=MAX_REVOCATIONS_BYTES)] = b""
 
 
 class Mode(IntEnum):
@@ -245,6 +253,7 @@ BODIES: dict[Kind, type[Body]] = {
     Kind.PONG: Pong,
     Kind.ERROR: Error,
     Kind.END: End,
+    Kind.REVOCATIONS: Revocations,
     Kind.OPEN: Open,
     Kind.READY: Ready,
     Kind.ATTACH: Attach,

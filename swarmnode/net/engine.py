@@ -19,6 +19,7 @@ from swarmnode.net.addresses import check, check_port_free, peer_of, with_peer, 
 from swarmnode.net.daemon import Daemon, SocketFolder
 from swarmnode.net.engine_dht import EngineDht
 from swarmnode.net.from_hivemind import P2P, P2PD, HivemindMultiaddr
+from swarmnode.net.gate import OPEN_GATE, Gate
 from swarmnode.net.interfaces import Dht, Network, PeerId, RecordValidator, Stream, StreamHandler
 from swarmnode.net.p2pd_control import Inbox, P2pdControl
 from swarmnode.net.socket_stream import SocketStream
@@ -32,6 +33,7 @@ DIAL_TIMEOUT_S = 5.0
 REJOIN_TIMEOUT_S = 5.0
 SHORT_LIFE_S = 30.0  # a p2pd that died younger is started again more slowly each time
 MAX_RESTART_DELAY_S = 5.0
+NOT_ADMITTED = "not admitted"
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class EngineConfig:
     nat_port_map: bool = False
     record_validator: RecordValidator | None = None
     dht_timeout_s: float = 2.0
+    gate: Gate = OPEN_GATE
 
     def flags(self) -> list[str]:
         """p2pd's command line."""
@@ -124,9 +127,9 @@ class Engine(Network):
         self.peer_id, _ = await control.identify()
         for protocol in self._handlers:
             await control.serve(protocol, self._inbox.path)
-        self._p2p = await _Client.connect(self._daemon.socket, self._folder.path)
+        self._p2p = await _Client.connect(self._daemon.socket, self._folder.path, self.config.gate)
+        self._control = control  # before the table: its calls may have to be introduced
         await self._dht.start(self._p2p)
-        self._control = control
 
     async def _stop_daemon(self) -> None:
         self._control = None
@@ -251,11 +254,38 @@ class _Client(P2P):
     p2pd ends itself when the lasting connection that this client holds is closed, by us or by our death.
     """
 
+    _gate: Gate = OPEN_GATE
+
     @classmethod
-    async def connect(cls, socket: Path, folder: Path) -> Any:
+    async def connect(cls, socket: Path, folder: Path, gate: Gate) -> Any:
         # Each client listens on a socket of its own; hivemind wants a prefix that it completes with a random name.
-        client: Any = type("Client", (cls,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
+        client: Any = type("Client", (cls,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/", "_gate": gate})
         return await client.replicate(HivemindMultiaddr(f"/unix{socket}"))
+
+    async def add_protobuf_handler(self, name: str, handler: Any, input_protobuf_type: Any, **options: Any) -> None:
+        """Calls of the table are answered to those whom the gate admits; others read one word."""
+
+        async def guarded(request: Any, context: Any) -> Any:
+            if not self._gate.admits(context.remote_id.to_base58()):
+                raise PermissionError(NOT_ADMITTED)
+            return await handler(request, context)
+
+        served = guarded if self._gate.guards_table else handler
+        await super().add_protobuf_handler(name, served, input_protobuf_type, **options)
+
+    async def call_protobuf_handler(self, peer_id: Any, name: str, input: Any, output_protobuf_type: Any) -> Any:
+        """Peers that guard their tables are called upon first; one that was restarted has forgotten that we were there."""
+        if not self._gate.guards_table:
+            return await super().call_protobuf_handler(peer_id, name, input, output_protobuf_type)
+        peer = peer_id.to_base58()
+        await self._gate.introduce(peer)
+        try:
+            return await super().call_protobuf_handler(peer_id, name, input, output_protobuf_type)
+        except Exception as error:  # p2pd's answer carries the words of the other side, in an error of hivemind's
+            if NOT_ADMITTED not in str(error):
+                raise
+        await self._gate.introduce(peer, anew=True)
+        return await super().call_protobuf_handler(peer_id, name, input, output_protobuf_type)
 
     async def shutdown(self) -> None:
         """Also after p2pd's death, without a word about the connection that it took along."""

@@ -8,8 +8,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from swarmnode.codec.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_SEQ, Frame, FrameReader, Kind, pack_header
-from swarmnode.codec.messages import KIND_OF, VERSION, Body, End, Error, Hello, Ping, Pong, decode_body, encode_body
-from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError, refusal
+from swarmnode.codec.messages import (
+    KIND_OF,
+    VERSION,
+    Body,
+    End,
+    Error,
+    Hello,
+    Ping,
+    Pong,
+    Revocations,
+    decode_body,
+    encode_body,
+)
+from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError, refusal
+from swarmnode.net.gate import OPEN_GATE, Gate
 from swarmnode.net.gauge import MEASURED_BYTES, Gauge
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
 from swarmnode.net.pace import Pace, PacedStream
@@ -40,6 +53,7 @@ class LinkConfig:
     pace: Pace | None = None  # of all the node's links together; None: as fast as it goes
     soundings: Soundings = field(default_factory=Soundings)  # what the node's links measure, all together
     traffic: Traffic = field(default_factory=Traffic)  # of all the node's links together
+    gate: Gate = OPEN_GATE  # of all the node's links together
     clock: Callable[[], float] = time.perf_counter  # for round trips: uvloop's own has milliseconds only
 
 
@@ -106,8 +120,11 @@ class Link:
         stream = await network.open(peer, protocol, timeout_s=config.connect_timeout_s)
         link = cls(stream, config)
         try:
-            link.send(hello)
-            link._check_hello(await link._handshake(), hello)
+            link.send(config.gate.greeting(hello))
+            theirs = await link._handshake()
+            link._check_hello(theirs, hello)
+            config.gate.admit(peer, protocol, theirs, answers=True)
+            config.gate.opened(link)
         except BaseException:
             link.abort()
             raise
@@ -118,14 +135,17 @@ class Link:
         """Answer a peer's greeting. One of another swarm or version gets a refusal and nothing more."""
         link = cls(stream, config)
         try:
-            link._check_hello(await link._handshake(), hello)
+            theirs = await link._handshake()
+            link._check_hello(theirs, hello)
+            config.gate.admit(stream.peer, stream.protocol, theirs, answers=False)
         except ProtocolError as error:
             await link._refuse(error.code)
             raise
         except BaseException:
             link.abort()
             raise
-        link.send(hello)
+        link.send(config.gate.greeting(hello))
+        config.gate.opened(link)
         return link
 
     async def _handshake(self) -> Hello:
@@ -263,6 +283,8 @@ class Link:
                 self._measure(frame.seq)
             elif isinstance(body, End):
                 return True
+            elif isinstance(body, Revocations):
+                self._config.gate.heard(self, body.number, body.signed)
             elif isinstance(body, Error):
                 raise refusal(body.code, retry_s=body.retry_s, peer=self.peer)
             else:
@@ -332,8 +354,16 @@ class Link:
         self._end()
         self._stream.abort()  # wakes whoever reads
 
+    def cut(self, code: ErrorCode) -> None:
+        """End the link at once, letting the peer know why: it is not welcome any more."""
+        if not self._closed:
+            self.send(Error(code))
+            self._flush()
+            self._fail(PeerRefused(f"this peer does not admit {self.peer} any more", code=code, peer=self.peer))
+
     def _end(self) -> None:
         self._closed = True
+        self._config.gate.closed(self)
         if self._timer is not None:
             self._timer.cancel()
 
