@@ -1,7 +1,7 @@
 """The announcement: what a peer says of itself, signed with its own key (`protocol/records.md`).
 
-In the DHT a record is the msgpack array [body, signature]; the signature is over `DOMAIN || body` by the key of the
-peer that the body names. The body carries the swarm's id, so a record cannot be moved to another swarm; its own
+In the DHT a record is the msgpack array [body, signature], in a private swarm [body, signature, certificate]; the signature
+is over `DOMAIN || body` by the key of the peer that the body names. The body carries the swarm's id, so a record cannot be moved to another swarm; its own
 times, so it cannot live longer than its author wanted; and a sequence number, so an older one cannot replace it.
 """
 
@@ -21,7 +21,8 @@ from swarmnode.net.reachability import Reachability
 
 VERSION = 1
 DOMAIN = b"swarmnode announcement 1\n"
-MAX_RECORD_BYTES = 1024
+MAX_RECORD_BYTES = 1024  # without the certificate
+MAX_CERTIFICATE_BYTES = 512
 MAX_BODY_BYTES = MAX_RECORD_BYTES - 70  # the signature has 64, the array around both 6
 MAX_PEER_CHARS = 128
 MAX_NAME_CHARS = 32
@@ -114,13 +115,21 @@ class Announcement(msgspec.Struct, array_like=True, frozen=True):
         return self.span[0] <= unit < self.span[1]
 
 
+Vouch = Callable[[Announcement, bytes], None]
+"""(announcement, certificate): raises ProtocolError where its author may not say so"""
+
+
 class _Signed(msgspec.Struct, array_like=True, frozen=True):
     body: bytes
     signature: bytes
 
 
+class _Certified(_Signed, frozen=True):
+    certificate: bytes = b""
+
+
 _body_decoder = msgspec.msgpack.Decoder(Announcement)
-_signed_decoder = msgspec.msgpack.Decoder(_Signed)
+_record_decoder = msgspec.msgpack.Decoder(_Certified)
 
 
 def peer_digest(peer: PeerId) -> bytes:
@@ -128,16 +137,20 @@ def peer_digest(peer: PeerId) -> bytes:
     return hashlib.sha256(peer.encode()).digest()[:DIGEST_BYTES]
 
 
-def sign_announcement(announcement: Announcement, sign: Sign) -> bytes:
-    """The record to store. Raises ValueError where it breaks a rule of its own, which is a bug of the caller."""
+def sign_announcement(announcement: Announcement, sign: Sign, certificate: bytes = b"") -> bytes:
+    """The record to store, of a private swarm with its author's certificate.
+
+    Raises ValueError where the announcement breaks a rule of its own, which is a bug of the caller.
+    """
     broken = _broken_rule(announcement)
     if broken is not None:
         raise ValueError(f"announcement not valid: {broken}")
     body = msgspec.msgpack.encode(announcement)
-    record = msgspec.msgpack.encode(_Signed(body, sign(DOMAIN + body)))
+    signed = _Signed(body, sign(DOMAIN + body))
+    record = msgspec.msgpack.encode(signed)
     if len(record) > MAX_RECORD_BYTES:
         raise ValueError(f"announcement of {len(record)} bytes; the bound is {MAX_RECORD_BYTES}")
-    return record
+    return msgspec.msgpack.encode(_Certified(body, signed.signature, certificate)) if certificate else record
 
 
 def fit(announcement: Announcement) -> Announcement:
@@ -158,13 +171,20 @@ def fit(announcement: Announcement) -> Announcement:
 
 def open_announcement(record: bytes, swarm_id: bytes, verify: Verify) -> Announcement:
     """The announcement in a record of this swarm. Raises ProtocolError where it is not its peer's."""
-    if len(record) > MAX_RECORD_BYTES:
+    return _open_record(record, swarm_id, verify, MAX_RECORD_BYTES)[0]
+
+
+def _open_record(record: bytes, swarm_id: bytes, verify: Verify, max_bytes: int) -> tuple[Announcement, bytes]:
+    """The announcement and the certificate beside it, which is empty in an open swarm, and not checked here."""
+    if len(record) > max_bytes:
         raise ProtocolError(f"an announcement of {len(record)} bytes", code=ErrorCode.TOO_LARGE)
     try:
-        signed = _signed_decoder.decode(record)
+        signed = _record_decoder.decode(record)
         announcement = _body_decoder.decode(signed.body)
     except DECODE_ERRORS as error:
         raise ProtocolError(f"bad announcement: {error}") from None
+    if len(record) - len(signed.certificate) > MAX_RECORD_BYTES:
+        raise ProtocolError(f"an announcement of {len(record)} bytes", code=ErrorCode.TOO_LARGE)
     broken = _broken_rule(announcement)
     if broken is not None:
         raise ProtocolError(f"bad announcement: {broken}", peer=announcement.peer)
@@ -172,32 +192,44 @@ def open_announcement(record: bytes, swarm_id: bytes, verify: Verify) -> Announc
         raise ProtocolError("an announcement of another swarm", code=ErrorCode.WRONG_SWARM, peer=announcement.peer)
     if not verify(announcement.peer, DOMAIN + signed.body, signed.signature):
         raise ProtocolError("an announcement with a false signature", code=ErrorCode.REFUSED, peer=announcement.peer)
-    return announcement
+    return announcement, signed.certificate
 
 
-def announcement_reader(swarm_id: bytes, verify: Verify) -> Callable[[bytes], Announcement]:
-    """`open_announcement` for one swarm, with a memory: a signature costs 0.3 ms to check, and each record comes often."""
+def announcement_reader(swarm_id: bytes, verify: Verify, vouch: Vouch | None = None) -> Callable[[bytes], Announcement]:
+    """`open_announcement` for one swarm, with a memory: a signature costs 0.3 ms to check, and each record comes often.
+
+    `vouch` is asked every time: memberships end.
+    """
+    max_bytes = MAX_RECORD_BYTES + (MAX_CERTIFICATE_BYTES if vouch is not None else 0)
 
     @lru_cache(maxsize=REMEMBERED_RECORDS)
+    def opened(record: bytes) -> tuple[Announcement, bytes]:
+        return _open_record(record, swarm_id, verify, max_bytes)
+
     def read(record: bytes) -> Announcement:
-        return open_announcement(record, swarm_id, verify)
+        announcement, certificate = opened(record)
+        if vouch is not None:
+            vouch(announcement, certificate)
+        return announcement
 
     return read
 
 
 def record_validator(
-    swarm_id: bytes, verify: Verify, now: Callable[[], float], max_life_s: float = MAX_LIFE_S
+    swarm_id: bytes,
+    verify: Verify,
+    now: Callable[[], float],
+    max_life_s: float = MAX_LIFE_S,
+    vouch: Vouch | None = None,
 ) -> RecordValidator:
     """What the DHT keeps of this swarm: announcements under its keys, each under its peer's id, that expire soon.
 
     The key says nothing, since engines hand it over hashed: what is believed rests on the signed value, which names its swarm.
     """
 
-    read = announcement_reader(swarm_id, verify)
+    read = announcement_reader(swarm_id, verify, vouch)
 
     def valid(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
-        if len(value) > MAX_RECORD_BYTES:
-            return False
         try:
             announcement = read(value)
         except ProtocolError:

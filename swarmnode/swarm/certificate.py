@@ -14,11 +14,11 @@ from swarmnode.codec.body import MAX_PROOF_BYTES
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
+from swarmnode.swarm.announcement import MAX_CERTIFICATE_BYTES
 from swarmnode.swarm.grant import MAX_GRANT_BYTES, MAX_PEER_CHARS, Role, open_grant
 from swarmnode.swarm.signing_key import SigningKey, is_signed
 
 DOMAIN = b"swarmnode admission 1\n"
-MAX_CERTIFICATE_BYTES = 512
 MAX_SKEW_S = 60.0  # by which an admission may lie in the future
 REMEMBERED = 4096
 

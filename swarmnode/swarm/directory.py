@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from swarmnode.swarm.announcement import (
     Sign,
     State,
     Verify,
+    Vouch,
     announcement_reader,
     fit,
     sign_announcement,
@@ -66,7 +67,8 @@ class DirectoryConfig:
 class Directory:
     """Who is in the swarm now. `start` before use, `close` at the end (which says goodbye).
 
-    A peer that only looks (a client) never calls `announce` and needs no `sign`. `now` is unix time in seconds.
+    A peer that only looks (a client) never calls `announce` and needs no `sign`. `vouch` says whose announcements count in
+    a private swarm. `now` is unix time in seconds.
     """
 
     def __init__(
@@ -78,6 +80,8 @@ class Directory:
         sign: Sign | None = None,
         config: DirectoryConfig = DirectoryConfig(),
         known_peers: KnownPeers | None = None,
+        vouch: Vouch | None = None,
+        certificate: bytes = b"",
         now: Callable[[], float] = time.time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -87,7 +91,8 @@ class Directory:
         self.known_peers = known_peers
         self.revision = 0
         self.dht_meter = DhtMeter()
-        self._read = announcement_reader(swarm_id, verify)
+        self._read = announcement_reader(swarm_id, verify, vouch)
+        self._certificate = certificate  # that goes with our announcements
         self._sign = sign
         self._now = now
         self._sleep = sleep
@@ -164,6 +169,12 @@ class Directory:
         self._roster.suspect(peer, reason, self._now())
         self._update()
         self._look.set()
+
+    def expel(self, peers: Iterable[PeerId]) -> None:
+        """Drop peers that do not belong to the swarm any more, until they are vouched for again."""
+        for peer in peers:
+            self._roster.forget(peer)
+        self._update()
 
     async def changed(self, since: int) -> int:
         """Wait until `revision` is not `since` any more; returns it."""
@@ -262,7 +273,7 @@ class Directory:
         self._roster.observe(own)
         self._update()
         key = shards.own_key(self.swarm_id, own.peer, len(self._roster.live))
-        record = sign_announcement(own, self._sign)
+        record = sign_announcement(own, self._sign, self._certificate)
         store = self.network.dht.store(key, own.peer.encode(), record, expires_at=own.expires_at)
         try:
             return await self._on_dht(STORE, store)

@@ -71,6 +71,10 @@ class Roster:
         if known is None or announcement.sequence > known.sequence:
             self._newest[announcement.peer] = announcement
 
+    def forget(self, peer: PeerId) -> None:
+        """Drop what a peer said of itself."""
+        self._newest.pop(peer, None)
+
     def suspect(self, peer: PeerId, reason: str, now: float) -> None:
         """Drop a peer that failed. Suspicions of a peer that is not known do nothing."""
         known = self._newest.get(peer)
