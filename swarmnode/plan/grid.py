@@ -77,12 +77,15 @@ class Problem:
 
     def cost(self, grid: Grid) -> Cost:
         """What this grid costs."""
-        hops_s = self.hop_s[grid[:-1], grid[1:]].max(axis=1)
-        return Cost(max(map(self.stage_averaging_s, grid)), 2 * float(hops_s.sum()))
+        return Cost(max(map(self.stage_averaging_s, grid)), self.pipeline_s(grid))
 
     def stage_averaging_s(self, members: Members) -> float:
         """What the slowest of the devices in a stage pays for all its mates together."""
-        return float(self.averaging_s[np.ix_(members, members)].sum(axis=1).max())
+        return float(self.averaging_s[members[:, None], members].sum(axis=1).max())
+
+    def pipeline_s(self, grid: Grid) -> float:
+        """All hops of a pipeline, each as slow as its slowest link, there and back."""
+        return 2 * float(self.hop_s[grid[:-1], grid[1:]].max(axis=1).sum())
 
 
 def transfer_s(scenario: Scenario, members: Members, size_bytes: float) -> FloatArray:

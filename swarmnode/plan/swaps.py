@@ -37,13 +37,13 @@ class Arrangement:
     @property
     def cost(self) -> Cost:
         """What the grid costs as it stands."""
-        return self.problem.cost(self.grid)
+        return Cost(float(self._averaging_s.max()), self.problem.pipeline_s(self.grid))
 
     def match(self, hops: range | list[int]) -> None:
         """Connect the pipelines anew across these hops (hop h: from stage h to h + 1), such that the slowest link is fastest."""
         for hop in hops:
             here, there = self.grid[hop], self.grid[hop + 1]
-            columns = bottleneck_matching(self.problem.hop_s[np.ix_(here, there)])
+            columns = bottleneck_matching(self.problem.hop_s[here[:, None], there])
             self.grid[hop + 1 :] = self.grid[hop + 1 :, columns]
 
     def swap(self, a: int, b: int) -> None:
@@ -74,7 +74,7 @@ class Arrangement:
         members = self.grid[stage]
         averaging = self.problem.averaging_s
         self._stage[members] = stage
-        among = averaging[np.ix_(members, members)]
+        among = averaging[members[:, None], members]
         paid = among.sum(axis=1)
         self._averaging_s[stage] = paid.max()
         # [leaves, pays, comes]: what each member pays when one leaves and another comes
@@ -85,43 +85,36 @@ class Arrangement:
 
     def _hops_after_swap(self) -> FloatArray:
         """[D, D]: the sum over hops of the slowest link, after each swap."""
-        devices, stages = self.problem.devices, self.problem.stages
-        before, after = np.full(devices, devices), np.full(devices, devices)
-        least_before, least_after = np.zeros(devices), np.zeros(devices)
+        devices = self.problem.devices
         here, there = self.grid[:-1], self.grid[1:]
+        before, after = np.full(devices, devices), np.full(devices, devices)
         after[here], before[there] = there, here
         links_s = self._hop_s[here, there]
         others_s = _without_two_each(links_s)
-        alone_s = np.einsum("hrr->hr", others_s)
-        hop_s = links_s.max(axis=1)
-        least_after[here], least_before[there] = alone_s, alone_s
-        entering_s = np.maximum(least_before[:, None], self._hop_s[before, :devices])
-        leaving_s = np.maximum(least_after[:, None], self._hop_s[after, :devices])
-        around_s = np.append(np.append(0.0, hop_s) + np.append(hop_s, 0.0), 0.0)  # per stage, and the bench
+        rest_before_s, rest_after_s = np.zeros(devices), np.zeros(devices)  # slowest of the hop's other links
+        rest_after_s[here] = rest_before_s[there] = np.einsum("hrr->hr", others_s)
+        entering_s = np.maximum(rest_before_s[:, None], self._hop_s[before, :devices])
+        leaving_s = np.maximum(rest_after_s[:, None], self._hop_s[after, :devices])
+        hop_s = np.pad(links_s.max(axis=1), 1)  # none before the first stage, none behind the last
+        around_s = np.append(hop_s[:-1] + hop_s[1:], 0.0)  # of each stage, and the bench
         replaced_s = entering_s + leaving_s - around_s[self._stage][:, None]
         result: FloatArray = hop_s.sum() + replaced_s + replaced_s.T
-        if stages > 1:
+        if self.problem.stages > 1:
             self._correct_adjacent(result, hop_s, others_s, entering_s, leaving_s)
         return result
 
     def _correct_adjacent(
         self, result: FloatArray, hop_s: FloatArray, others_s: FloatArray, entering_s: FloatArray, leaving_s: FloatArray
     ) -> None:
-        """Swaps across one hop: both ends of it change together."""
+        """Swaps across one hop: both its ends change together. [H, R, R] are of a (stage h, pipeline p) and b (h + 1, q)."""
         here, there = self.grid[:-1], self.grid[1:]
-        a, b = (
-            here[:, :, None],
-            there[:, None, :],
-        )  # [H, R, R]: a of stage h in pipeline p, b of stage h + 1 in pipeline q
-        between_s = np.maximum(
-            others_s, np.maximum(self._hop_s[b, there[:, :, None]], self._hop_s[here[:, None, :], a])
-        )
+        a, b = here[:, :, None], there[:, None, :]
+        behind_a, before_b = there[:, :, None], here[:, None, :]
+        between_s = np.maximum(others_s, np.maximum(self._hop_s[b, behind_a], self._hop_s[before_b, a]))
         same = np.arange(self.problem.replicas)
-        between_s[:, same, same] = hop_s[:, None]  # a and b of one pipeline just turn their link round
-        outer_s = np.append(0.0, hop_s)[:-1] + hop_s + np.append(hop_s, 0.0)[1:]
-        corrected = (hop_s.sum() - outer_s)[:, None, None] + entering_s[a, b] + between_s + leaving_s[b, a]
-        result[a, b] = corrected
-        result[b, a] = corrected
+        between_s[:, same, same] = hop_s[1:-1, None]  # a and b of one pipeline just turn their link round
+        unchanged_s = hop_s.sum() - (hop_s[:-2] + hop_s[1:-1] + hop_s[2:])
+        result[a, b] = result[b, a] = unchanged_s[:, None, None] + entering_s[a, b] + between_s + leaving_s[b, a]
 
 
 def _without_two(values: FloatArray) -> FloatArray:

@@ -1,0 +1,62 @@
+"""What planning gains over placing devices at random (DT-FM, arXiv 2206.01288), per scenario, as JSON.
+
+Usage: python -m contrib.benchmarks.plan FOLDER [stages] [samples]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from swarmnode.errors import UsageError
+from swarmnode.plan.grid import Problem, Traffic
+from swarmnode.plan.grid_search import Search
+from swarmnode.plan.scenario import Scenario
+
+GPT3_XL = Traffic(activation_bytes=0.471249e9, gradient_bytes=0.65e9)  # the paper's: 24 layers, 3 a stage
+STAGES, SAMPLES = 8, 200
+
+
+def main(folder: Path, stages: int = STAGES, samples: int = SAMPLES) -> None:
+    """Print one object per scenario of a folder; other JSON files in it are passed over."""
+    for file in sorted(folder.glob("*.json")):
+        try:
+            scenario = Scenario.load(file)
+        except UsageError as error:
+            print(error, file=sys.stderr)
+        else:
+            print(json.dumps(compare(scenario, stages, samples)), flush=True)
+
+
+def compare(scenario: Scenario, stages: int, samples: int) -> dict[str, Any]:
+    """As many pipelines as the devices allow: the plan's cost, and the median of random allocations'."""
+    replicas = scenario.devices // stages
+    problem = Problem.on(scenario, stages=stages, replicas=replicas, traffic=GPT3_XL)
+    random = np.random.default_rng(0)
+    drawn = (random.permutation(scenario.devices)[: stages * replicas] for _ in range(samples))
+    random_s = median(problem.cost(order.reshape(stages, replicas)).total_s for order in drawn)
+    begin = time.process_time()
+    cost = problem.cost(Search(problem).run())
+    return {
+        "scenario": scenario.name,
+        "stages": stages,
+        "replicas": replicas,
+        "cost_s": round(cost.total_s, 3),
+        "data_parallel_s": round(cost.data_parallel_s, 3),
+        "pipeline_s": round(cost.pipeline_s, 3),
+        "random_s": round(random_s, 3),
+        "random_over_planned": round(random_s / cost.total_s, 2),
+        "cpu_seconds": round(time.process_time() - begin, 1),
+    }
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
