@@ -1,0 +1,145 @@
+"""contrib/compose: what it starts is what swarmnode understands, and what it mounts is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.command import ROOT
+from tests.contrib.command_line import parse
+from tests.contrib.script import CONTRIB, load
+from tests.real.prometheus import needs_prometheus, promtool
+
+FOLDER = CONTRIB / "compose"
+COMPOSE = yaml.safe_load((FOLDER / "compose.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+ROLES = {name: service for name, service in SERVICES.items() if service["image"] == "swarmnode" and name != "create"}
+
+
+def interpolated(text: str) -> str:
+    """As compose reads it where no variable is set: `${NAME:-default}` is its default, `$$` a dollar."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text).replace("$$", "$")
+
+
+def mounts(service: dict[str, Any]) -> dict[str, str]:
+    """Source by target."""
+    split = [interpolated(volume).split(":") for volume in service.get("volumes", [])]
+    return {target: source for source, target, *_ in split}
+
+
+def test_a_door_and_three_nodes() -> None:
+    commands = [parse(list(map(interpolated, service["command"]))) for service in ROLES.values()]
+    assert commands == ["bootstrap", "run", "run", "run"]
+
+
+def test_volumes_are_declared_and_files_are_there() -> None:
+    sources = {source for service in SERVICES.values() for source in mounts(service).values()} - {"./models"}
+    files = {source for source in sources if source.startswith(".")}
+    assert sources - files == set(COMPOSE["volumes"])
+    assert files and all((FOLDER / source).exists() for source in files)
+
+
+def test_nodes_do_not_see_the_founders_file() -> None:
+    assert [name for name, service in ROLES.items() if "founder" in mounts(service).values()] == ["bootstrap"]
+
+
+def test_only_the_door_is_open_to_others() -> None:
+    published = [port for service in SERVICES.values() for port in service.get("ports", [])]
+    assert [port for port in published if not port.startswith("127.0.0.1:")] == ["4001:4001"]
+
+
+def test_a_node_has_time_to_leave() -> None:
+    assert all(service["stop_grace_period"] == "30s" for service in ROLES.values())
+
+
+def test_every_role_is_scraped_where_the_image_serves_metrics() -> None:
+    _, image = load(CONTRIB / "docker" / "dockerfile.py").read(ROOT / "Dockerfile")
+    port = image.last("ENV").pairs["SWARMNODE_METRICS_PORT"]
+    listed = yaml.safe_load((FOLDER / "prometheus" / "compose.json").read_text())
+    assert [entry["targets"] for entry in listed] == [[f"{name}:{port}"] for name in ROLES]
+
+
+@needs_prometheus
+def test_prometheus_accepts_what_is_mounted(tmp_path: Path) -> None:
+    for target, source in mounts(SERVICES["prometheus"]).items():
+        if source.startswith("."):
+            place = tmp_path / Path(target).relative_to("/")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            (shutil.copytree if (FOLDER / source).is_dir() else shutil.copy)(FOLDER / source, place)
+    checked = promtool("check", "config", str(tmp_path / "etc/prometheus/prometheus.yml"))
+    assert checked.returncode == 0 and "compose.json" not in checked.stderr, checked.stdout + checked.stderr
+    assert "1 rule files found" in checked.stdout
+
+
+def test_grafana_finds_prometheus_and_the_dashboard() -> None:
+    mounted = mounts(SERVICES["grafana"])
+    provisioning = FOLDER / mounted["/etc/grafana/provisioning"]
+    [source] = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090" and "prometheus" in SERVICES
+    [provider] = yaml.safe_load((provisioning / "dashboards" / "swarmnode.yaml").read_text())["providers"]
+    dashboards = FOLDER / mounted[provider["options"]["path"]]
+    home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert (dashboards / Path(home).name).is_file()
+
+
+def test_the_gpu_file_changes_services_that_are_there() -> None:
+    changed = yaml.safe_load((FOLDER / "compose.cuda.yaml").read_text())["services"]
+    assert set(changed) == {name for name, service in ROLES.items() if service["command"][0] == "run"}
+
+
+def test_create_founds_once(tmp_path: Path) -> None:
+    """The script of the service, with the real command and a tiny checkpoint."""
+    model = tiny_checkpoint(tmp_path / "model")
+    [script] = SERVICES["create"]["command"]
+    script = interpolated(script).replace("/invites/", f"{tmp_path}/")
+    command = tmp_path / "bin" / "swarmnode"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m swarmnode.cli.main "$@"\n')
+    command.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{command.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "MODEL": str(model),
+        "ANNOUNCE": "/ip4/203.0.113.7/tcp/4001",
+    }
+    for _ in range(2):  # as when the containers start again
+        subprocess.run([*SERVICES["create"]["entrypoint"], script], cwd=tmp_path, env=environment, check=True)
+    from swarmnode.swarm.swarmfile import load_swarm
+
+    founded, invited = load_swarm(tmp_path / "friends.swarm"), load_swarm(tmp_path / "friends.invite")
+    assert invited.id == founded.id and invited.bootstraps == founded.bootstraps
+    assert [address.split("/p2p/")[0] for address in invited.bootstraps] == [
+        f"/ip4/{SERVICES['bootstrap']['networks']['default']['ipv4_address']}/tcp/4001",
+        "/ip4/203.0.113.7/tcp/4001",
+    ]
+
+
+def tiny_checkpoint(folder: Path) -> Path:
+    """A Llama of a few thousand random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.cuda.yaml"]])
+def test_compose_accepts_it(files: list[str]) -> None:
+    if (
+        subprocess.run(["docker", "compose", "version"], capture_output=True).returncode
+        if shutil.which("docker")
+        else 1
+    ):
+        pytest.skip("docker compose is not installed")
+    options = [option for file in files for option in ("--file", str(FOLDER / file))]
+    checked = subprocess.run(["docker", "compose", *options, "config", "--quiet"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
