@@ -86,6 +86,12 @@ class NetworkDown(SwarmnodeError):
     """The swarm cannot be reached from here: no bootstrap answers, or the local p2pd is gone."""
 
 
+class NotAdmitted(SwarmnodeError):
+    """The swarm does not take this peer: its invite has expired, was revoked, is used up, or is for something else."""
+
+    code = ErrorCode.REFUSED
+
+
 class NoRoute(SwarmnodeError):
     """The live peers do not cover the model."""
 

@@ -23,27 +23,33 @@ from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.addresses import is_loopback, peer_of, without_peer
 from swarmnode.net.engine import Engine, EngineConfig
+from swarmnode.net.gate import OPEN_GATE
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.pace import Pace
 from swarmnode.net.tasks import Tasks
+from swarmnode.roles.admission import gatekeeper_of
 from swarmnode.roles.experience import Experience
 from swarmnode.roles.newcomer import fetch_manifest
 from swarmnode.roles.paths import Paths
 from swarmnode.swarm.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, State, record_validator
 from swarmnode.swarm.directory import Directory
+from swarmnode.swarm.grant import Role
 from swarmnode.swarm.known_peers import KnownPeers
+from swarmnode.swarm.notices import notice_validator
 from swarmnode.swarm.swarmfile import Swarm
 
 if TYPE_CHECKING:
     from swarmnode.net.lan import LanDiscovery
+    from swarmnode.roles.gatekeeper import Gatekeeper
 
 log = logging.getLogger(__name__)
 
 LOOPBACK_ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 EVERYWHERE_ANY_PORT = "/ip4/0.0.0.0/tcp/0"
 MAX_SLOTS = 64
+NEEDS = {"client": Role.CLIENT, "bootstrap": Role.BOOTSTRAP}  # of a private swarm's members; VOLUNTEER for other roles
 
 
 @dataclass(frozen=True)
@@ -106,21 +112,34 @@ class Presence:
     """A peer of a swarm. Made by `join`; `swarm` has its manifest once `manifest()` returned."""
 
     def __init__(
-        self, swarm: Swarm, config: PresenceConfig, engine: Engine, slot: IdentitySlot, identity: Identity
+        self,
+        swarm: Swarm,
+        config: PresenceConfig,
+        engine: Engine,
+        slot: IdentitySlot,
+        identity: Identity,
+        gatekeeper: Gatekeeper | None,
     ) -> None:
         self.swarm = swarm
         self.config = config
         self.network = engine
+        self.gatekeeper = gatekeeper
         self.identity = identity
         self.hello = Hello(VERSION, swarm.id, f"swarmnode/{__version__}")
         self.paths = Paths(engine.peer_id, lambda peer: self.directory.peers().get(peer))
         self.experience = Experience()
         pace = Pace(config.max_upload_bps) if config.max_upload_bps else None
-        self.link_config = LinkConfig(pace=pace, soundings=self.paths.soundings)
+        self.link_config = LinkConfig(pace=pace, soundings=self.paths.soundings, gate=gatekeeper or OPEN_GATE)
         self._slot = slot
         self._known = KnownPeers(config.home / "peers" / f"{swarm.id.hex()[:16]}.json")
         self.directory = Directory(
-            engine, swarm.id, verify=verify, sign=None if config.looks_on else identity.sign, known_peers=self._known
+            engine,
+            swarm.id,
+            verify=verify,
+            sign=None if config.looks_on else identity.sign,
+            known_peers=self._known,
+            vouch=None if gatekeeper is None else gatekeeper.vouch,
+            certificate=b"" if gatekeeper is None else gatekeeper.membership.certificate,
         )
         self._lan: LanDiscovery | None = None
         self._tasks = Tasks("presence")
@@ -137,19 +156,24 @@ class Presence:
     async def join(
         cls, swarm: Swarm, config: PresenceConfig, *, role: str = "node", identity: Identity | None = None
     ) -> Presence:
-        """Start the network and begin to look for the swarm. Raises LocalError where this machine cannot.
+        """Start the network and begin to look for the swarm. Raises LocalError where this machine cannot, NotAdmitted.
 
-        `identity` fixes who we are; else it is the one kept under `role` in the home folder (a client's is new each time).
+        `identity` fixes who we are; else it is the one kept under `role` in the home folder. A client's is new each time,
+        but in a private swarm, where it is its identity that is a member.
         """
         slot = IdentitySlot(config.home, role)
         try:
             if identity is not None:
                 identity.save(slot.path)
-            elif config.looks_on:
+            elif config.looks_on and not swarm.private:
                 identity = Identity.generate()
                 identity.save(slot.path)
             else:
                 identity = Identity.load_or_create(slot.path)
+            needs = NEEDS.get(role, Role.VOLUNTEER)
+            gatekeeper = gatekeeper_of(swarm, identity.peer_id, config.home, needs=needs)
+            vouch = None if gatekeeper is None else gatekeeper.vouch
+            keeps = record_validator(swarm.id, verify, time.time, vouch=vouch)
             engine = await Engine.start(
                 EngineConfig(
                     identity_path=slot.path,
@@ -157,13 +181,16 @@ class Presence:
                     announce_maddrs=config.announce_maddrs,
                     client_mode=config.looks_on,
                     nat_port_map=config.nat_port_map,
-                    record_validator=record_validator(swarm.id, verify, time.time),
+                    record_validator=keeps
+                    if gatekeeper is None
+                    else notice_validator(gatekeeper.membership, keeps, time.time),
+                    gate=gatekeeper or OPEN_GATE,
                 )
             )
         except BaseException:
             slot.release()
             raise
-        self = cls(swarm, config, engine, slot, identity)
+        self = cls(swarm, config, engine, slot, identity, gatekeeper)
         try:
             await self._enter()
         except BaseException:
@@ -172,6 +199,9 @@ class Presence:
         return self
 
     async def _enter(self) -> None:
+        if self.gatekeeper is not None:
+            self.gatekeeper.on_look = self._expel
+            await self.gatekeeper.start(self.network, self.hello, self.link_config)
         if self.config.lan:
             from swarmnode.net.lan import LanDiscovery
 
@@ -181,6 +211,13 @@ class Presence:
         await self.directory.start()
         self._tasks.spawn(self._keep_joined(), "keep joined")
         self._tasks.spawn(self._tell_paths(), "tell paths")
+
+    def _expel(self) -> None:
+        """Let go of those who are not members any more."""
+        assert self.gatekeeper is not None
+        others = [peer for peer in self._others() if not self.gatekeeper.admits(peer)]
+        if others:
+            self.directory.expel(others)
 
     def _doors(self) -> list[str]:
         """Every address at which the swarm may be found: the invite's, the last good ones, the LAN's."""
@@ -226,15 +263,21 @@ class Presence:
         return {"name": self.config.name[:MAX_NAME_CHARS], "addresses": tuple(addresses[:MAX_ADDRESSES])}
 
     async def wait_joined(self, timeout_s: float) -> None:
-        """Wait until one peer of the swarm answered. Raises NetworkDown."""
+        """Wait until one peer of the swarm answered. Raises NetworkDown, NotAdmitted."""
         try:
             await asyncio.wait_for(self.joined.wait(), timeout_s)
         except asyncio.TimeoutError:
+            self.check_welcome()
             doors = ", ".join(self._doors()[:3]) or "no address known"
             raise NetworkDown(
                 f"the swarm {self.swarm.name} cannot be reached: nobody answers at {doors}. "
                 "Is its bootstrap peer running, and is this machine online?"
             ) from None
+
+    def check_welcome(self) -> None:
+        """Raises NotAdmitted where those who answer do not admit us, or will not any more."""
+        if self.gatekeeper is not None:
+            self.gatekeeper.check_welcome(self.peer_id, self.swarm.name)
 
     async def manifest(self, *, patience_s: float) -> None:
         """Make sure that the swarm's manifest is here, asking the peers for it. Raises NetworkDown where nobody has it."""
@@ -289,6 +332,8 @@ class Presence:
         await self.directory.close()
         if self._lan is not None:
             await self._lan.close()
+        if self.gatekeeper is not None:
+            await self.gatekeeper.close()
         await self.network.close()
         self._slot.release()
 

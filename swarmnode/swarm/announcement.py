@@ -1,8 +1,9 @@
 """The announcement: what a peer says of itself, signed with its own key (`protocol/records.md`).
 
 In the DHT a record is the msgpack array [body, signature], in a private swarm [body, signature, certificate]; the signature
-is over `DOMAIN || body` by the key of the peer that the body names. The body carries the swarm's id, so a record cannot be moved to another swarm; its own
-times, so it cannot live longer than its author wanted; and a sequence number, so an older one cannot replace it.
+is over `DOMAIN || body` by the key of the peer that the body names. The body carries the swarm's id, so a record cannot be
+moved to another swarm; its own times, so it cannot live longer than its author wanted; and a sequence number, so an older
+one cannot replace it.
 """
 
 from __future__ import annotations

@@ -80,10 +80,18 @@ class Membership:
         member = self._members.get(peer)
         return member is not None and self._objection(peer, member, now) is None
 
+    def own(self) -> Member | None:
+        """What our own certificate says; None in a public swarm."""
+        return open_certificate(self.certificate, self.swarm, self.owner) if self.private else None
+
+    def own_role(self) -> Role:
+        """What we may do ourselves."""
+        own = self.own()
+        return Role.TRAINER if own is None else own.role
+
     def objection_to_us(self, peer: PeerId, now: float) -> str | None:
         """Why others will not admit this peer itself, as far as can be known here; None where nothing speaks against it."""
-        own = open_certificate(self.certificate, self.swarm, self.owner) if self.private else None
-        return self._objection(peer, own, now)
+        return self._objection(peer, self.own(), now)
 
     def member(self, peer: PeerId) -> Member | None:
         """What the peer's certificate says, where one was shown."""
@@ -110,6 +118,11 @@ class Membership:
         self.revocations, self.revocations_bytes = revocations, raw
         self.uses.forget(revocations.invites)
         return True
+
+    def note_use(self, certificate: bytes, now: float) -> bool:
+        """Hear of a peer that used a limited invite; whether it has a place. Raises ProtocolError."""
+        member = open_certificate(certificate, self.swarm, self.owner)
+        return member.uses > 0 and self._objection(member.peer, member, now) is None
 
     # -- announcements
 

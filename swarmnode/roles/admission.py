@@ -1,0 +1,53 @@
+"""How a peer shows that it belongs: from the invite that it was given to its certificate, and the gate that it keeps."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from swarmnode.errors import NotAdmitted, ProtocolError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.roles.gatekeeper import Gatekeeper
+from swarmnode.swarm.certificate import admit_peer, open_certificate
+from swarmnode.swarm.grant import Role
+from swarmnode.swarm.membership import Membership
+from swarmnode.swarm.membership_file import MembershipFile
+from swarmnode.swarm.signing_key import SigningKey
+from swarmnode.swarm.swarmfile import Swarm
+
+
+def gatekeeper_of(swarm: Swarm, peer: PeerId, home: Path, *, needs: Role) -> Gatekeeper | None:
+    """The gatekeeper of a peer in a swarm that has an owner; None in one that has none: everybody belongs to it.
+
+    Raises NotAdmitted where the invite does not make this peer a member, or not one that may do what it `needs` to.
+    """
+    if not swarm.owner:
+        return None
+    if swarm.private and not swarm.grant:
+        raise NotAdmitted(f"the swarm {swarm.name} is private: ask its owner for an invite of your own")
+    file = MembershipFile(home / "membership" / f"{swarm.id.hex()[:16]}-{peer[-8:]}.json")
+    certificate = b"" if not swarm.grant else _certificate(swarm, peer, file.certificate)
+    membership = Membership(swarm.id, swarm.owner, private=swarm.private, certificate=certificate)
+    gatekeeper = Gatekeeper(membership, file)
+    if swarm.revocations:
+        membership.take_list(swarm.revocations)
+    gatekeeper.check_welcome(peer, swarm.name)
+    role = membership.own_role()
+    if role < needs:
+        raise NotAdmitted(
+            f"your invite to {swarm.name} is for a {role.name.lower()}, and this needs one for a {needs.name.lower()}"
+        )
+    return gatekeeper
+
+
+def _certificate(swarm: Swarm, peer: PeerId, earlier: bytes) -> bytes:
+    """The certificate of an earlier run, if it is of the same invite; else a new one."""
+    now = time.time()
+    new = admit_peer(swarm.grant, SigningKey(swarm.secret), swarm.id, peer, now)
+    try:
+        member = open_certificate(new, swarm.id, swarm.owner)
+        if earlier and open_certificate(earlier, swarm.id, swarm.owner).invite == member.invite:
+            return earlier
+    except ProtocolError as error:
+        raise NotAdmitted(f"this invite to {swarm.name} does not admit peer {peer}: {error}") from None
+    return new
