@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from swarmnode.plan.cost import sustained_units_per_s
 from swarmnode.plan.flow import Floats, supply_of
 from swarmnode.plan.view import PeerView, Span
 
@@ -15,15 +16,20 @@ UNMEASURED_UNITS_PER_S = 100.0
 
 
 class Census:
-    """Peers counted by span. `holders_U`: how many hold each unit; `supply_SE`: units/s by (start, end) of the span."""
+    """Peers counted by span. `holders_U`: how many hold each unit; `supply_SE`: units/s by (start, end) of the span.
 
-    def __init__(self, units: int, peers: Iterable[PeerView] = ()) -> None:
+    A peer's speed is what its line sustains where a position weighs `position_bytes` between stages.
+    """
+
+    def __init__(self, units: int, peers: Iterable[PeerView] = (), position_bytes: int = 0) -> None:
         self.units = units
+        self.position_bytes = position_bytes
         self.spans: Counter[Span] = Counter()
         self.holders_U: npt.NDArray[np.intp] = np.zeros(units, np.intp)
-        clipped = [(_clip(peer.span, units), peer.decode_units_per_s) for peer in peers]
-        holding = [(span, speed or UNMEASURED_UNITS_PER_S) for span, speed in clipped if span.units > 0]
-        self.supply_SE: Floats = supply_of(units, ((*span, speed) for span, speed in holding))
+        holding = [(span, peer) for peer in peers if (span := self._clip(peer.span)).units > 0]
+        self.supply_SE: Floats = supply_of(
+            units, ((*span, self.units_per_s(peer, span.units)) for span, peer in holding)
+        )
         self.spans.update(span for span, _ in holding)
         for span, count in self.spans.items():
             self.holders_U[span.start : span.end] += count
@@ -31,14 +37,19 @@ class Census:
     def __repr__(self) -> str:
         return f"<Census {self.spans.total()} peers on {len(self.spans)} spans, {len(self.missing())} units missing>"
 
-    def change(self, span: Span, units_per_s: float, peers: int) -> None:
-        """Count so many `peers` of this speed more (or, below zero, fewer) on a span."""
-        span = _clip(span, self.units)
+    def units_per_s(self, peer: PeerView, span_units: int) -> float:
+        """What a peer keeps up on so many units."""
+        units_per_s = peer.decode_units_per_s or UNMEASURED_UNITS_PER_S
+        return sustained_units_per_s(units_per_s, span_units, self.position_bytes, peer.up_bps, peer.down_bps)
+
+    def change(self, peer: PeerView, by: int) -> None:
+        """Count a peer on its span once more, or (`by` -1) once less."""
+        span = self._clip(peer.span)
         if span.units <= 0:
             return
-        self.supply_SE[span.start, span.end] += peers * (units_per_s or UNMEASURED_UNITS_PER_S)
-        self.holders_U[span.start : span.end] += peers
-        self.spans[span] += peers
+        self.supply_SE[span.start, span.end] += by * self.units_per_s(peer, span.units)
+        self.holders_U[span.start : span.end] += by
+        self.spans[span] += by
         if not self.spans[span]:
             del self.spans[span]
             self.supply_SE[span.start, span.end] = 0.0  # not what rounding has left
@@ -47,8 +58,5 @@ class Census:
         """The units without a holder."""
         return [int(unit) for unit in np.flatnonzero(self.holders_U == 0)]
 
-
-def _clip(span: Span, units: int) -> Span:
-    return (
-        span if span.end <= units else Span(min(span.start, units), units)
-    )  # thousands of peers: no new object for each
+    def _clip(self, span: Span) -> Span:
+        return Span(min(span.start, self.units), min(span.end, self.units))

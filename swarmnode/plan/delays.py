@@ -1,4 +1,4 @@
-"""What a planner believes of the delays between peers: measured ones, else those of network coordinates, else the median."""
+"""What a planner believes of links: delays as measured, else by network coordinates, else the median; and times of transfer."""
 
 from __future__ import annotations
 
@@ -22,6 +22,16 @@ def one_way_delays(view: View, peers: Sequence[PeerId | None]) -> Floats:
         if a is not None and b is not None:
             rtt_s[a, b] = rtt_s[b, a] = measured_s
     return rtt_s / 2
+
+
+def transfer_times(view: View, peers: Sequence[PeerId | None]) -> Floats:
+    """Seconds [N, N] of one position from one peer to another: through the sender's uplink or the receiver's downlink, whichever
+    is narrower; nothing where neither was measured."""
+    lines = {peer.peer: (peer.up_bps, peer.down_bps) for peer in view.peers}
+    bps = np.array([lines.get(peer or "", (0.0, 0.0)) for peer in peers])
+    known_bps = np.where(bps > 0, bps, np.inf)
+    seconds: Floats = view.position_bytes * 8 / np.minimum(known_bps[:, None, 0], known_bps[None, :, 1])
+    return seconds
 
 
 def _by_coordinates(view: View, peers: Sequence[PeerId | None]) -> Floats:

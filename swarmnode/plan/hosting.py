@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from swarmnode.errors import LocalError, UsageError
+from swarmnode.plan.cost import step_s
 from swarmnode.plan.grid import Grid, Problem, Traffic, transfer_s
 from swarmnode.plan.grid_search import Search
 from swarmnode.plan.layouts import dendrogram
@@ -200,16 +201,16 @@ class Planner:
         return float(mates_s.sum(axis=1).max())
 
     def _step_s(self, problem: Problem, grid: Grid, stages: Sequence[Stage]) -> float:
-        """One microbatch through the pipeline and back, then a beat for each further one, then averaging.
-
-        A beat is what the slowest stage or hop needs for a microbatch of every pipeline (FusionLLM, arXiv 2410.12707).
-        """
-        hops_s = problem.hop_s[grid[:-1], grid[1:]].max(axis=1)
+        """What a step takes: the slowest pipeline's hops, and stages whose devices share the microbatches."""
+        hops_s = problem.hop_s[grid[:-1], grid[1:]].max(axis=1).tolist()
         turns_s = [stage.compute_s * problem.replicas / len(stage.devices) for stage in stages]
-        beat_s = float(max([*turns_s, *hops_s]))
-        first_s = sum(stage.compute_s for stage in stages) + 2 * float(hops_s.sum())
-        further = max(0.0, self.workload.microbatches / problem.replicas - 1)
-        return first_s + further * beat_s + max(stage.averaging_s for stage in stages)
+        return step_s(
+            [stage.compute_s for stage in stages],
+            hops_s,
+            beat_s=max([*turns_s, *hops_s]),
+            microbatches=self.workload.microbatches / problem.replicas,
+            averaging_s=max(stage.averaging_s for stage in stages),
+        )
 
     def _better(self, one: Hosting | None, other: Hosting | None) -> Hosting | None:
         return min(filter(None, (one, other)), key=lambda hosting: hosting.step_s, default=None)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from swarmnode.codec.messages import HopSpec
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.delays import one_way_delays
+from swarmnode.plan.delays import one_way_delays, transfer_times
 from swarmnode.plan.view import Span, View
 
 Floats = npt.NDArray[np.float64]
@@ -163,9 +163,9 @@ class Lattice:
 def _links(
     view: View, candidates: Sequence[Candidate], client: PeerId | None
 ) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
-    """One-way delays between candidates and to the client, in seconds, and which candidates are the same peer."""
+    """Seconds that a position takes from candidate to candidate and to the client, and which candidates are the same peer."""
     names = {name: index for index, name in enumerate(dict.fromkeys(candidate.peer for candidate in candidates))}
-    delays = one_way_delays(view, [*names, client])
+    seconds = one_way_delays(view, [*names, client]) + transfer_times(view, [*names, client])
     index = np.array([names[candidate.peer] for candidate in candidates])
     same = index[:, None] == index[None, :]
-    return delays[np.ix_(index, index)], delays[index, len(names)], same
+    return seconds[np.ix_(index, index)], seconds[index, len(names)], same

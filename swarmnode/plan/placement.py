@@ -18,7 +18,7 @@ outlast a delay that differs from peer to peer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,13 @@ class Joiner:
     capacity_units: int
     decode_units_per_s: float
     started_at: float
+
+    def seen_in(self, view: View) -> PeerView:
+        """What the view has of this peer; at the speed that it knows of itself where the view has nothing of it."""
+        known = next((peer for peer in view.peers if peer.peer == self.peer), None)
+        return known or PeerView(
+            self.peer, Span(0, 0), State.JOINING, self.decode_units_per_s, started_at=self.started_at
+        )
 
 
 @dataclass(frozen=True)
@@ -77,26 +84,28 @@ def choose_span(view: View, joiner: Joiner) -> Span:
     Peers that drain are leaving and do not count; claims (JOINING) count where they were there before ours.
     """
     others = [peer for peer in view.peers if peer.peer != joiner.peer]
-    census = Census(view.units, (peer for peer in others if peer.state in (State.LOADING, State.READY)))
+    settled = (peer for peer in others if peer.state in (State.LOADING, State.READY))
+    census = Census(view.units, settled, view.position_bytes)
     claims = sorted((peer for peer in others if peer.state is State.JOINING), key=_priority)
-    for index, claim in enumerate(claims):
-        if _priority(claim) < (joiner.started_at, joiner.peer):
-            known = index < len(claims) - MAX_CLAIMS
-            span = claim.span if known else _best_span(census, claim.peer, claim.span.units, claim.decode_units_per_s)
-            census.change(span, claim.decode_units_per_s, 1)
-    return _best_span(census, joiner.peer, joiner.capacity_units, joiner.decode_units_per_s)
+    earlier = [claim for claim in claims if _priority(claim) < (joiner.started_at, joiner.peer)]
+    for number, claim in enumerate(reversed(earlier)):
+        if number >= MAX_CLAIMS:
+            census.change(claim, 1)
+    for claim in earlier[-MAX_CLAIMS:]:
+        census.change(replace(claim, span=_best_span(census, claim, claim.span.units)), 1)
+    return _best_span(census, joiner.seen_in(view), joiner.capacity_units)
 
 
 def reconsider(view: View, joiner: Joiner, stakes: Stakes = Stakes()) -> Move | None:
     """Where a peer that holds a span should rather be, or None where it should stay."""
-    own = next((peer for peer in view.peers if peer.peer == joiner.peer and peer.state in HOLDING), None)
-    if own is None or own.span.units <= 0:
+    own = joiner.seen_in(view)
+    if own.state not in HOLDING or own.span.units <= 0:
         return None
     living = [peer for peer in view.peers if peer.state in HOLDING]
-    census = Census(view.units, living)
+    census = Census(view.units, living, view.position_bytes)
     if census.missing():
-        return _fill(census, living, own, joiner, stakes)
-    return _gain(census, len(living), own, joiner, stakes)
+        return _fill(census, living, own, joiner.capacity_units, stakes)
+    return _gain(census, len(living), own, joiner.capacity_units, stakes)
 
 
 def gaps(units: int, peers: Iterable[PeerView]) -> list[int]:
@@ -107,22 +116,20 @@ def gaps(units: int, peers: Iterable[PeerView]) -> list[int]:
 # -- moves
 
 
-def _fill(census: Census, living: Sequence[PeerView], own: PeerView, joiner: Joiner, stakes: Stakes) -> Move | None:
+def _fill(census: Census, living: Sequence[PeerView], own: PeerView, capacity: int, stakes: Stakes) -> Move | None:
     """A move that fills gaps. Who fills most goes first, then the least loaded."""
-    size = _size(census.units, joiner.capacity_units)
-    windows, filled = _filling(census, own.span, size)
+    windows, filled = _filling(census, own.span, _size(census.units, capacity))
     if not windows:
         return None
     fills: dict[Span, int] = {}  # replicas would fill the same
     ahead = 0
     for peer in living:
-        if peer is not own and peer.state is State.READY:
+        if peer.peer != own.peer and peer.state is State.READY:
             if peer.span not in fills:
                 fills[peer.span] = _filling(census, peer.span, peer.span.units)[1]
             ahead += fills[peer.span] > 0 and _turn(peer, fills[peer.span]) < _turn(own, filled)
-    census.change(own.span, own.decode_units_per_s, -1)
-    span = _best_window(census, windows, own.peer, own.decode_units_per_s)
-    return Move(span, float("inf"), ahead * stakes.turn_s)
+    census.change(own, -1)
+    return Move(_best_window(census, windows, own), float("inf"), ahead * stakes.turn_s)
 
 
 def _filling(census: Census, span: Span, size: int) -> tuple[list[Span], int]:
@@ -144,20 +151,20 @@ def _turn(peer: PeerView, filled: int) -> tuple[int, int, int]:
     return -filled, peer.sessions, draw(peer.peer)
 
 
-def _gain(census: Census, peers: int, own: PeerView, joiner: Joiner, stakes: Stakes) -> Move | None:
+def _gain(census: Census, peers: int, own: PeerView, capacity: int, stakes: Stakes) -> Move | None:
     """A move that pays for itself. The delay is drawn over a time in which about a third of all could take turns."""
-    speed = joiner.decode_units_per_s
-    census.change(own.span, own.decode_units_per_s, -1)
+    census.change(own, -1)
     if census.missing():
         return None  # while it moves, nobody would hold them
-    windows = _windows(census.units, _size(census.units, joiner.capacity_units))
-    values = _values(census, [*windows, own.span], speed)
-    best, stays = float(values.max()), float(values[-1])
+    windows = _windows(census.units, _size(census.units, capacity))
+    values = _values(census, windows, census.units_per_s(own, windows[0].units))
+    stays = float(_values(census, [own.span], census.units_per_s(own, own.span.units))[0])
     gone = float(_values(census, [own.span], 0.0)[0])
+    best = float(values.max())
     pays = (best - stays) * stakes.stay_s > (stays - gone) * stakes.move_s
     if best <= stays * (1 + stakes.hysteresis) or not pays:
         return None
-    span = _aligned(census, [window for window, value in zip(windows, values, strict=False) if value >= best], own.peer)
+    span = _aligned(census, [window for window, value in zip(windows, values, strict=True) if value >= best], own.peer)
     share = draw(own.peer, *span, peers) / 2**64
     return Move(span, best / stays - 1, share * stakes.turn_s * (1 + peers / 3))
 
@@ -177,19 +184,19 @@ def _windows(units: int, size: int) -> list[Span]:
     return [Span(start, start + size) for start in range(units - size + 1)]
 
 
-def _best_span(census: Census, peer: PeerId, capacity: int, units_per_s: float) -> Span:
+def _best_span(census: Census, peer: PeerView, capacity: int) -> Span:
     """The best window of min(capacity, units) units by the rule above."""
-    return _best_window(census, _windows(census.units, _size(census.units, capacity)), peer, units_per_s)
+    return _best_window(census, _windows(census.units, _size(census.units, capacity)), peer)
 
 
-def _best_window(census: Census, windows: Sequence[Span], peer: PeerId, units_per_s: float) -> Span:
+def _best_window(census: Census, windows: Sequence[Span], peer: PeerView) -> Span:
     for holders in (1, 2):
         held = [bool(count >= holders) for count in census.holders_U]
         if not all(held):
             windows = _least(windows, partial(_gap_cost, held))
-    values = _values(census, windows, units_per_s)
+    values = _values(census, windows, census.units_per_s(peer, windows[0].units))
     good = [window for window, value in zip(windows, values, strict=True) if value >= values.max() * (1 - ALIKE)]
-    return _aligned(census, good, peer)
+    return _aligned(census, good, peer.peer)
 
 
 def _aligned(census: Census, windows: Sequence[Span], peer: PeerId) -> Span:

@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """One peer as the planners see it. A speed of 0 is one that nobody measured."""
+    """One peer as the planners see it. A speed or bandwidth of 0 is one that nobody measured."""
 
     peer: PeerId
     span: Span
@@ -40,6 +40,8 @@ class PeerView:
     decode_units_per_s: float = 0.0
     sessions: int = 0
     started_at: float = 0.0
+    up_bps: float = 0.0
+    down_bps: float = 0.0
 
     def __repr__(self) -> str:
         return f"<PeerView {self.peer[-8:]} {self.span} {self.state.name} {self.decode_units_per_s:.0f} units/s>"
@@ -54,6 +56,7 @@ class View:
     peers: tuple[PeerView, ...]
     rtt_s: Mapping[tuple[PeerId, PeerId], float] = field(default_factory=dict)
     coordinates: Mapping[PeerId, Coordinate] = field(default_factory=dict)
+    position_bytes: int = 0  # what one position weighs between two stages
 
     def __repr__(self) -> str:
         return f"<View of {len(self.peers)} peers, {self.units} units, {len(self.rtt_s)} links measured>"
@@ -72,6 +75,7 @@ def view_of(
     rtt_s: Mapping[PeerId, float] | None = None,
     coordinate: Coordinate | None = None,
     unit_s: Mapping[PeerId, float] | None = None,
+    position_bytes: int = 0,
 ) -> View:
     """The view that announcements give, with the round trips that `observer` measured itself and its own coordinate.
 
@@ -96,6 +100,8 @@ def view_of(
             1 / measured_s[announcement.peer] if announcement.peer in measured_s else announcement.decode_units_per_s,
             announcement.sessions,
             announcement.started_at,
+            announcement.up_bps,
+            announcement.down_bps,
         )
         for announcement in announced
     )
@@ -103,7 +109,7 @@ def view_of(
     places = {peer: place for peer, place in announced_places if place is not None}
     if observer is not None and coordinate is not None and coordinate.error < MAX_ERROR:
         places[observer] = coordinate
-    return View(units, peers, links, places)
+    return View(units, peers, links, places, position_bytes)
 
 
 def _hearsay(announced: Sequence[Announcement], by_digest: Mapping[bytes, PeerId]) -> dict[PeerId, float]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from swarmnode.plan.cost import BYTES_PER_HIDDEN
 from swarmnode.plan.placement import Joiner, Move, Stakes, choose_span, reconsider
 from swarmnode.plan.steady import Steady
 from swarmnode.plan.view import Span, View, view_of
@@ -103,7 +104,8 @@ class Place:
     def _view(self) -> View:
         manifest = self._presence.swarm.manifest
         assert manifest is not None
-        return self._steady.view(view_of(manifest.model.units, self._presence.directory.peers().values()))
+        model, announced = manifest.model, self._presence.directory.peers().values()
+        return self._steady.view(view_of(model.units, announced, position_bytes=model.hidden * BYTES_PER_HIDDEN))
 
     def _joiner(self) -> Joiner:
         own = self._presence.directory.own

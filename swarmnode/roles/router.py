@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from swarmnode.codec.messages import HopSpec
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.cost import BYTES_PER_HIDDEN
 from swarmnode.plan.routing import find_route
 from swarmnode.plan.view import Span, view_of
 from swarmnode.presence import Presence
@@ -20,6 +21,8 @@ class DirectoryRouter(Router):
         self.experience = presence.experience
         self._directory = presence.directory
         self._paths = presence.paths
+        manifest = presence.swarm.manifest
+        self._position_bytes = manifest.model.hidden * BYTES_PER_HIDDEN if manifest is not None else 0
         self._units = units
         self._span = span
         self._ring = ring
@@ -35,6 +38,7 @@ class DirectoryRouter(Router):
             rtt_s=self._paths.soundings.rtts_s(),
             coordinate=self._paths.coordinate,
             unit_s=self.experience.units_s(),
+            position_bytes=self._position_bytes,
         )
         route = find_route(
             view,

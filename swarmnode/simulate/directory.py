@@ -85,7 +85,7 @@ class Directory:
 
     def _count(self, peer: PeerView | None, change: int) -> None:
         if peer is not None and peer.state in HOLDING:
-            self.census.change(peer.span, peer.decode_units_per_s, change)
+            self.census.change(peer, change)
             self.speeds[peer.decode_units_per_s] += change
             self.speeds += Counter()  # drops what nobody has
 

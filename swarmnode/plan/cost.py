@@ -1,0 +1,41 @@
+"""What computing and sending cost: the one cost model of placement, routing, planning and simulation.
+
+Times in seconds, sizes in bytes, bandwidths in bits/s; a bandwidth or speed of 0 is one that nobody measured, and costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BYTES_PER_HIDDEN = 2  # of a position between stages: bfloat16 or float16; float32 nodes send twice that
+
+
+def transfer_s(size_bytes: float, delay_s: float, bandwidth_bps: float) -> float:
+    """One message over an idle link: its delay, and its bytes through the narrowest place."""
+    return delay_s + (size_bytes * 8 / bandwidth_bps if bandwidth_bps > 0 else 0.0)
+
+
+def sustained_units_per_s(
+    units_per_s: float, span_units: int, position_bytes: float, up_bps: float = 0.0, down_bps: float = 0.0
+) -> float:
+    """Units/s that a peer keeps up while every position that comes in crosses its span and goes out again.
+
+    Computing and sending overlap, so the slower of both decides: a fast card behind a slow line is a slow peer.
+    """
+    if position_bytes <= 0:
+        return units_per_s
+    positions_per_s = (
+        bandwidth_bps / (8 * position_bytes) for bandwidth_bps in (up_bps, down_bps) if bandwidth_bps > 0
+    )
+    return min([units_per_s, *(span_units * rate for rate in positions_per_s)])
+
+
+def step_s(
+    compute_s: Sequence[float], hop_s: Sequence[float], *, beat_s: float, microbatches: float, averaging_s: float
+) -> float:
+    """A training step: one microbatch through the pipeline and back, a beat for each further one, then averaging.
+
+    `compute_s` per stage (forward and backward), `hop_s` per hop one way; `beat_s` is what the slowest stage or hop needs for
+    one microbatch of every pipeline (FusionLLM, arXiv 2410.12707, section 4). The first term is the pipeline's bubble.
+    """
+    return sum(compute_s) + 2 * sum(hop_s) + max(0.0, microbatches - 1) * beat_s + averaging_s
