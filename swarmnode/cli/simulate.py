@@ -43,12 +43,17 @@ def simulate(
     arrivals: float = typer.Option(
         0.0, "--arrivals", min=0.0, help="Sessions that come per second; default: half load."
     ),
+    clients: int = typer.Option(
+        0, "--clients", min=0, max=100_000, help="Instead of arrivals: clients that generate one text after another."
+    ),
     prompt: int = typer.Option(512, "--prompt", min=1, help="Tokens of a prompt, on average."),
     tokens: int = typer.Option(128, "--tokens", min=1, help="Tokens that a session generates, on average."),
     microbatches: int = typer.Option(32, "--microbatches", min=1, max=2048, help="Of one training step."),
     sequence: int = typer.Option(1024, "--sequence", min=1, help="Tokens of a training microbatch."),
     compress: str = typer.Option("auto", "--compress", help="Codec between training stages: auto, none, int8, …"),
-    average_every: int = typer.Option(1, "--average-every", min=1, help="Steps between two averagings (above 1: DiLoCo)."),
+    average_every: int = typer.Option(
+        1, "--average-every", min=1, help="Steps between two averagings (above 1: DiLoCo)."
+    ),
     average_codec: str = typer.Option("none", "--average-codec", help="What gradients travel as: none, fp16, int8, …"),
     rebalance: bool = typer.Option(True, "--rebalance/--no-rebalance", help="Whether peers move for throughput."),
     report: Path = typer.Option(
@@ -78,7 +83,7 @@ def simulate(
         hours=hours,
         seed=seed,
         churn=rate,
-        serve=ServeSettings(arrivals, prompt, tokens),
+        serve=ServeSettings(arrivals, prompt, tokens, clients=clients),
         train=TrainSettings(
             microbatches, sequence=sequence, compress=compress, averaging=_averaging(average_every, average_codec)
         ),

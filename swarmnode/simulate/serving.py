@@ -45,6 +45,10 @@ class Serving:
 
     def begin(self) -> None:
         """Let sessions come."""
+        for _ in range(self.settings.clients):
+            self._begin_session()
+        if self.settings.clients:
+            return
         if not self.arrivals_per_s:
             half = DEFAULT_LOAD * self.world.throughput() / self.settings.new_tokens
             self.arrivals_per_s = half if self._kind is RingSession else min(half, MAX_DEFAULT_ARRIVALS_PER_S)
@@ -86,8 +90,11 @@ class Serving:
     # -- sessions
 
     def _arrive(self) -> None:
+        self.clock.after(self._chance.expovariate(self.arrivals_per_s), self._arrive)
+        self._begin_session()
+
+    def _begin_session(self) -> None:
         settings, chance = self.settings, self._chance
-        self.clock.after(chance.expovariate(self.arrivals_per_s), self._arrive)
         place = len(self.world.peers) + chance.randrange(self.world.links.sites)
         lengths = [
             max(1, round(tokens * chance.uniform(1 - settings.spread, 1 + settings.spread)))
@@ -156,6 +163,8 @@ class Serving:
         session.stop()
         self.world.measures.count("sessions done", 1)
         self.world.measures.note("session, s", self.clock.now_s - session.began_s)
+        if self.settings.clients:
+            self._begin_session()
 
     def _release(self, session: Session) -> None:
         for hop in session.hops:

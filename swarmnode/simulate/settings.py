@@ -15,12 +15,14 @@ EXACT_PEERS = 200  # up to so many peers every token and microbatch is followed;
 @dataclass(frozen=True)
 class ServeSettings:
     """Sessions come at random (Poisson), `arrivals_per_s` of them in the whole swarm; 0: half of what it could serve (of a large
-    swarm: a sample of that)."""
+    swarm: a sample of that). With `clients` above 0 there are so many clients instead, each of which begins its next session
+    when the last one has ended."""
 
     arrivals_per_s: float = 0.0
     prompt_tokens: int = 512
     new_tokens: int = 128
     spread: float = 0.5  # lengths are drawn evenly from 1 - spread to 1 + spread times these
+    clients: int = 0
 
 
 @dataclass(frozen=True)
