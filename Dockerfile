@@ -17,12 +17,14 @@ COPY pyproject.toml README.md LICENSE ./
 COPY swarmnode swarmnode
 RUN /build/bin/pip wheel --no-deps --wheel-dir /dist .
 # A folder of https://download.pytorch.org/whl/: cpu, or the CUDA to compute with (cu126, cu130). Its build of torch is
-# preferred to PyPI's of the same version.
+# preferred to PyPI's of the same version. What only developers and other devices use is a fifth of it all, and goes.
 ARG TORCH=cpu
 RUN --mount=type=cache,target=/root/.cache/pip \
     /build/bin/pip --python /opt/swarmnode/bin/python install \
         --extra-index-url https://download.pytorch.org/whl/${TORCH} /dist/*.whl \
-    && rm -rf /opt/swarmnode/lib/python3*/site-packages/torch/include
+    && cd /opt/swarmnode/lib/python3*/site-packages \
+    && rm -rf torch/include torch/test torch/bin/*[Tt]est* torch/bin/protoc* bitsandbytes/*_rocm* bitsandbytes/*_xpu* \
+    && if [ ${TORCH} = cpu ]; then rm bitsandbytes/*_cuda*; fi
 
 FROM debian:bookworm-slim
 # tini is the first process: it passes signals on, and takes care of what a node's p2pd leaves behind. /invites is for volumes that

@@ -27,6 +27,8 @@ CONTEXT = Path(__file__).resolve().parents[2]
 MIRROR = "http://deb.debian.org/debian"
 BASE = re.compile(r"debian:(\w+)-slim")
 HOST = "/host"  # where paths of this machine that pip reads appear in the root
+# As in the official image: apt keeps nothing that it can fetch again.
+SLIM = 'APT::Keep-Downloaded-Packages "false";\nDir::Cache::pkgcache "";\nDir::Cache::srcpkgcache "";\n'
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 
@@ -89,6 +91,7 @@ def debian(base: str, work: Path) -> Path:
     folder = work / "base"
     if not (folder / "etc" / "debian_version").exists():
         subprocess.run(["debootstrap", "--variant=minbase", named[1], folder, MIRROR], check=True)
+        (folder / "etc" / "apt" / "apt.conf.d" / "slim").write_text(SLIM)
         shutil.rmtree(folder / "var" / "cache" / "apt")
     return folder
 
