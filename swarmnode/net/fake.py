@@ -179,7 +179,7 @@ class FakeDht(Dht):
         takers = [other for other in others if other.believes(key, subkey, value, expires_at)]
         return self._network.island.keep(key, subkey, Record(value, expires_at)) and bool(takers)
 
-    async def get(self, keys: Sequence[bytes]) -> Mapping[bytes, Mapping[bytes, Record]]:
+    async def get(self, keys: Sequence[bytes], *, thrifty: bool = False) -> Mapping[bytes, Mapping[bytes, Record]]:
         await self._network.neighbours()
         return {key: dict(self._believed(key)) for key in keys}
 

@@ -1,6 +1,6 @@
 """A peer's live picture of its swarm: it publishes its own announcement and reads everybody's.
 
-The only async file of this room; what is decided here is decided by `Roster` and `shards`.
+The only async file of this room; what is decided here is decided by `Roster` and `Survey`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,38 +29,16 @@ from swarmnode.swarm.announcement import (
     sign_announcement,
 )
 from swarmnode.swarm.dht_meter import GET, STORE, DhtMeter
+from swarmnode.swarm.directory_config import DirectoryConfig as DirectoryConfig
 from swarmnode.swarm.known_peers import KnownPeers
 from swarmnode.swarm.roster import Roster
+from swarmnode.swarm.shards import Shard
+from swarmnode.swarm.survey import Survey
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 URGENT_FIELDS = ("state", "span", "seeds", "addresses")
-
-
-@dataclass(frozen=True)
-class DirectoryConfig:
-    """How often to speak and to listen. Both slow down as the swarm grows, so that a peer's traffic stays bounded."""
-
-    read_s: float = 1.0
-    max_read_s: float = 5.0
-    calm_growth: float = 1.3  # reads that find the same peers in the same places follow one another more slowly
-    publish_s: float = 5.0
-    max_publish_s: float = 20.0
-    life_factor: float = 3.2  # an announcement outlives three lost refreshes: 16 s
-    crowd: int = 40  # peers beyond which reading slows down (publishing: from four times as many)
-    probe_s: float = 30.0
-    retry_s: float = 1.0  # after a store that nobody took
-    dht_timeout_s: float = 10.0
-    save_s: float = 30.0
-
-    def read_period_s(self, peers: int) -> float:
-        """Seconds between two reads in a swarm of so many peers."""
-        return min(self.max_read_s, self.read_s * max(1.0, peers / self.crowd))
-
-    def publish_period_s(self, peers: int) -> float:
-        """Seconds between two refreshes of the own announcement."""
-        return min(self.max_publish_s, self.publish_s * max(1.0, peers / (4 * self.crowd)))
 
 
 class Directory:
@@ -101,8 +78,9 @@ class Directory:
         self._started_at = now()
         self._sequence = 0
         self._expires_at = 0.0
-        self._crowd_seen = 0  # the largest estimate of the last probe
-        self._next_probe_at = 0.0
+        self._survey = Survey(network.peer_id)
+        self._stored: frozenset[Shard] = frozenset()  # where our announcement was put last
+        self._rest_s = 0.0  # that the last read asks for
         self._next_save_at = 0.0
         self._speak = asyncio.Event()
         self._look = asyncio.Event()
@@ -119,6 +97,8 @@ class Directory:
     async def start(self) -> None:
         """Read the swarm once, then keep reading and publishing until `close`."""
         await self.refresh()
+        if self.crowd > shards.PEERS_PER_SHARD:  # the door alone was seen
+            await self.refresh()
         self._tasks = [
             asyncio.create_task(self._read_forever(), name="directory reads"),
             asyncio.create_task(self._publish_forever(), name="directory publishes"),
@@ -139,6 +119,11 @@ class Directory:
     def peers(self) -> Mapping[PeerId, Announcement]:
         """The live peers by id, ourselves included once we announced; a snapshot."""
         return self._roster.live
+
+    @property
+    def crowd(self) -> float:
+        """About how many peers the swarm has. In a large one `peers` is a sample of them."""
+        return max(self._survey.peers, float(len(self._roster.live)))
 
     @property
     def own(self) -> Announcement | None:
@@ -184,37 +169,45 @@ class Directory:
 
     async def refresh(self) -> None:
         """Read all announcements now. A network that is down leaves the view as it is, until the records expire."""
-        known = max(len(self._roster.live), self._crowd_seen)
-        keys = shards.keys_to_read(self.swarm_id, known)
-        probes: dict[bytes, int] = {}
-        if self._now() >= self._next_probe_at:
-            self._next_probe_at = self._now() + self.config.probe_s
-            probes = shards.probe_keys(self.swarm_id)
+        await self._look_at(self._survey.next_look((0, 0) if self._own is None else self._own.span))
+
+    async def look_for(self, unit: int) -> None:
+        """Read the announcements of all that hold a unit, in a large swarm too, where they may be many."""
+        for place in (shards.WIDE, *shards.places_of((unit, unit + 1))):
+            await self._look_at(self._survey.whole(place))
+
+    async def _look_at(self, look: Sequence[Shard]) -> None:
+        large = self._survey.large
+        keys = {shard: shard.key(self.swarm_id) for shard in look}
         try:
-            found = await self._on_dht(GET, self.network.dht.get(list(dict.fromkeys([*keys, *probes]))))
+            found = await self._on_dht(GET, self.network.dht.get(list(keys.values()), thrifty=large))
         except (SwarmnodeError, asyncio.TimeoutError) as error:
             logger.warning("cannot read the swarm's announcements: %s", error or "no answer")
-            found = {}
-        for records in found.values():
-            for record in records.values():
-                self._observe(record.value)
-        if probes:
-            self._crowd_seen = max(len(found.get(key, ())) * stands_for for key, stands_for in probes.items())
+        else:
+            values = {shard: [record.value for record in found.get(key, {}).values()] for shard, key in keys.items()}
+            self._survey.saw({shard: self._observe(records) for shard, records in values.items()})
+            sizes = [len(value) for records in values.values() for value in records]
+            self._rest_s = self.config.rest_s(len(keys), sizes, large=large)
         self._update()
         await self._remember()
 
-    def _observe(self, value: bytes) -> None:
-        """Take in one record; what is not a signed announcement of this swarm is passed over."""
-        try:
-            announcement = self._read(value)
-        except ProtocolError as error:
-            logger.debug("ignored a record: %s", error)
-            return
-        if announcement.peer != self.network.peer_id:
-            self._roster.observe(announcement)
-        elif announcement.sequence > self._sequence:  # of an earlier run whose clock was ahead
-            self._sequence, self._expires_at = announcement.sequence, announcement.expires_at
-            self._speak.set()
+    def _observe(self, values: Sequence[bytes]) -> list[Announcement]:
+        """Take in records, passing over what is no announcement of this swarm. Returns those of peers that are there."""
+        there = []
+        for value in values:
+            try:
+                announcement = self._read(value)
+            except ProtocolError as error:
+                logger.debug("ignored a record: %s", error)
+                continue
+            if announcement.peer != self.network.peer_id:
+                self._roster.observe(announcement)
+            elif announcement.sequence > self._sequence:  # of an earlier run whose clock was ahead
+                self._sequence, self._expires_at = announcement.sequence, announcement.expires_at
+                self._speak.set()
+            if announcement.life is not State.OFFLINE and announcement.expires_at > self._now():
+                there.append(announcement)
+        return there
 
     def _update(self) -> None:
         """Let everybody who waits know where the view changed."""
@@ -234,10 +227,13 @@ class Directory:
             self._seen = seen
 
     def _look_again_s(self) -> float:
-        """Seconds to the next read; not longer than until somebody's announcement ends, so that nobody stays as a ghost."""
-        period_s = self.config.read_period_s(len(self._roster.live)) * self._calm
-        ends = [peer.expires_at - self._now() for peer in self._roster.live.values() if peer is not self._own]
-        return max(0.05, min([period_s, self.config.max_read_s, *ends]))
+        """Seconds to the next read; not longer than until somebody's announcement ends, so that nobody stays as a ghost. Of a
+        large swarm a sample is known, in which somebody's always ends."""
+        period_s = min(self.config.read_period_s(self.crowd) * self._calm, self.config.max_read_s)
+        if not self._survey.large:
+            ends = [peer.expires_at - self._now() for peer in self._roster.live.values() if peer is not self._own]
+            period_s = min([period_s, *ends])
+        return max(0.05, period_s, self._rest_s)
 
     async def _publish_forever(self) -> None:
         while not self._closed:
@@ -255,7 +251,7 @@ class Directory:
                 wait.cancel()
 
     def _publish_period_s(self) -> float:
-        return self.config.publish_period_s(len(self._roster.live))
+        return self.config.publish_period_s(self.crowd)
 
     def _stamp(self, announcement: Announcement) -> Announcement:
         """The announcement as of now. Its expiry always grows: a DHT keeps the value that expires last."""
@@ -272,11 +268,16 @@ class Directory:
         self._sequence, self._expires_at = own.sequence, own.expires_at
         self._roster.observe(own)
         self._update()
-        key = shards.own_key(self.swarm_id, own.peer, len(self._roster.live))
         record = sign_announcement(own, self._sign, self._certificate)
-        store = self.network.dht.store(key, own.peer.encode(), record, expires_at=own.expires_at)
+        belongs = frozenset(self._survey.own_shards(own.peer, own.span))
+        stores = [self._store(shard, record, own) for shard in sorted(belongs | self._stored)]  # where it was: it moved
+        self._stored = belongs
+        return all(await asyncio.gather(*stores))
+
+    async def _store(self, shard: Shard, record: bytes, own: Announcement) -> bool:
+        key, subkey = shard.key(self.swarm_id), own.peer.encode()
         try:
-            return await self._on_dht(STORE, store)
+            return await self._on_dht(STORE, self.network.dht.store(key, subkey, record, expires_at=own.expires_at))
         except (SwarmnodeError, asyncio.TimeoutError) as error:
             logger.warning("cannot publish the own announcement: %s", error or "no answer")
             return False

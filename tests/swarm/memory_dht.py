@@ -20,7 +20,7 @@ class MemoryDht(Dht):
             self.records[key][subkey] = Record(value, expires_at)
         return True
 
-    async def get(self, keys):
+    async def get(self, keys, *, thrifty=False):
         self._check()
         self.keys_read.append(list(keys))
         now = self.clock.time()

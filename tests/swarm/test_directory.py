@@ -3,11 +3,12 @@ import asyncio
 import pytest
 
 from swarmnode.metrics import table
-from swarmnode.swarm.announcement import State, sign_announcement
-from swarmnode.swarm.directory import Directory
+from swarmnode.swarm.announcement import MAX_LIFE_S, State, sign_announcement
+from swarmnode.swarm.directory import Directory, DirectoryConfig
 from swarmnode.swarm.known_peers import KnownPeers
 from tests.swarm.clock import FakeClock, settle
 from tests.swarm.memory_dht import MemoryDht, MemoryNetwork
+from tests.swarm.population import Population
 from tests.swarm.test_announcement import SWARM, fake_sign, fake_verify, make
 
 
@@ -176,20 +177,63 @@ async def test_addresses_are_remembered(world, tmp_path):
     assert KnownPeers(path).addresses() == ["/ip4/10.0.0.1/tcp/1/p2p/a"]
 
 
-async def test_large_swarm_is_found_whole_and_read_more_slowly(world):
-    directory = await world.join("watcher")
-    now = world.clock.time()
-    from swarmnode.swarm import shards
+async def populate(world, peers, units=40, life_s=110):
+    """A swarm that was there before, as it lies in the table."""
+    population, now = Population.draw(peers, units), world.clock.time()
+    for shard, there in list(population.at.items()):
+        for peer in there:
+            announcement = make(
+                peer, issued_at=now, expires_at=now + life_s, started_at=now, span=population.spans[peer]
+            )
+            record = sign_announcement(announcement, fake_sign(peer))
+            await world.dht.store(shard.key(SWARM), peer.encode(), record, expires_at=now + life_s)
+    return population
 
-    for i in range(300):
-        peer = f"peer {i}"
-        record = sign_announcement(make(peer, issued_at=now, expires_at=now + 60, started_at=now), fake_sign(peer))
-        await world.dht.store(shards.own_key(SWARM, peer, 300), peer.encode(), record, expires_at=now + 60)
+
+async def test_a_swarm_of_more_than_one_key_is_found_whole_at_once(world):
+    population = await populate(world, 200)
     newcomer = await world.join("newcomer")
-    await world.clock.advance(1.1)
-    assert len(newcomer.peers()) == 300
-    assert directory.config.read_period_s(300) == 5.0
-    assert directory.config.publish_period_s(300) < 20.0
+    assert set(newcomer.peers()) == set(population.spans)
+    assert newcomer.crowd == pytest.approx(200, rel=0.6)
+
+
+async def test_of_a_large_swarm_a_sample_is_known_at_a_bounded_pace(world):
+    population = await populate(world, 5000)
+    reader = await world.join("reader", state=State.READY, span=(0, 8))
+    read_before = sum(map(len, world.dht.keys_read))
+    await world.clock.advance(100)
+    assert reader.crowd == pytest.approx(5000, rel=0.6)
+    assert 50 < len(reader.peers()) < 500
+    assert sum(map(len, world.dht.keys_read)) - read_before < 12
+    own_keys = [key for key, records in world.dht.records.items() if b"reader" in records]
+    assert own_keys and all(key.startswith(SWARM + b":units:0:") for key in own_keys), "where its units are looked for"
+
+
+async def test_in_a_large_swarm_too_all_holders_of_a_unit_can_be_found(world):
+    population = await populate(world, 1000)
+    reader = await world.join("reader", state=State.READY, span=(0, 8))
+    await reader.look_for(20)
+    holders = {peer for peer, span in population.spans.items() if span[0] <= 20 < span[1]}
+    assert holders <= set(reader.peers())
+
+
+async def test_who_moves_says_so_where_it_was(world):
+    await populate(world, 1000)
+    mover = await world.join("mover", state=State.READY, span=(0, 8))
+    watcher = await world.join("watcher", state=State.READY, span=(0, 8))
+    await watcher.look_for(3)
+    assert watcher.peers()["mover"].span == (0, 8)
+    mover.announce(span=(32, 40))
+    await settle()
+    await watcher.look_for(3)
+    assert watcher.peers()["mover"].span == (32, 40)
+
+
+async def test_periods_grow_with_the_swarm_and_stay_below_the_longest_life():
+    config = DirectoryConfig()
+    assert [config.publish_period_s(peers) for peers in (1, 160, 320, 10_000)] == [5.0, 5.0, 10.0, 37.5]
+    assert config.max_publish_s * config.life_factor <= MAX_LIFE_S
+    assert config.rest_s(1, [500] * 64, large=True) == pytest.approx((2000 + 64 * 600) / 400)
 
 
 async def test_a_directory_counts_what_it_asks_of_the_dht(world):

@@ -1,33 +1,68 @@
+"""Keys of the DHT: none is crowded, and readers look where writers write."""
+
+from __future__ import annotations
+
 import pytest
 
 from swarmnode.swarm import shards
+from swarmnode.swarm.shards import ALL, DOOR, WIDE, Shard
+from tests.swarm.population import Population
 
 SWARM = bytes(32)
 
 
 def test_small_swarm_is_one_key():
-    assert shards.keys_to_read(SWARM, 0) == shards.keys_to_read(SWARM, 40) == [SWARM + b":peers:0:0"]
-    assert shards.own_key(SWARM, "peer", 1) == SWARM + b":peers:0:0"
+    assert shards.all_shards(ALL, 0) == shards.all_shards(ALL, 40) == [DOOR] == [shards.own_shard(ALL, "peer", 1)]
+    assert DOOR.key(SWARM) == SWARM + b":peers:0:0"
+    assert Shard(WIDE, 3, 5).key(SWARM) == SWARM + b":units:wide:3:5"
+    assert Shard("12", 0, 0).key(SWARM) == SWARM + b":units:12:0:0"
 
 
-@pytest.mark.parametrize("peers", [1, 43, 64, 65, 100, 129, 500, 3000, 8000])
-def test_readers_find_publishers_who_counted_a_little_differently(peers):
-    for counted in (int(peers * 0.7), peers, int(peers * 1.45)):
-        keys = set(shards.keys_to_read(SWARM, counted))
-        assert all(shards.own_key(SWARM, f"peer {i}", peers) in keys for i in range(200))
+@pytest.mark.parametrize("peers", [1, 43, 64, 65, 100, 129, 500, 3000, 20000])
+def test_readers_find_writers_who_counted_a_little_differently(peers):
+    for counted in (peers * 0.7, peers, peers * 1.45):
+        looked = set(shards.all_shards("3", counted))
+        assert all(shards.own_shard("3", f"peer {i}", peers) in looked for i in range(200))
 
 
-@pytest.mark.parametrize("peers", [60, 120, 1000, 8000])
+@pytest.mark.parametrize("peers", [60, 120, 1000, 10_000])
 def test_no_key_is_crowded(peers):
-    counts = {}
-    for i in range(peers):
-        key = shards.own_key(SWARM, f"peer {i}", peers)
-        counts[key] = counts.get(key, 0) + 1
-    assert max(counts.values()) <= 110
+    population = Population.draw(peers, units=40)
+    assert max(map(len, population.at.values())) <= 110
 
 
-def test_probes_find_the_size():
-    peers = 1000
-    keys = [shards.own_key(SWARM, f"peer {i}", peers) for i in range(peers)]
-    estimate = max(keys.count(key) * stands_for for key, stands_for in shards.probe_keys(SWARM).items())
-    assert 0.7 * peers < estimate < 1.45 * peers
+@pytest.mark.parametrize(
+    ("span", "places"),
+    [
+        ((0, 8), ["0"]),
+        ((7, 9), ["0", "1"]),
+        ((8, 33), ["1", "2", "3", "4"]),
+        ((8, 41), [WIDE]),
+        ((0, 0), [WIDE]),
+        ((4095, 4096), ["511"]),
+    ],
+)
+def test_places_of_spans(span, places):
+    assert shards.places_of(span) == places
+
+
+def test_whoever_looks_for_a_unit_reads_two_places():
+    assert shards.places(40) == [WIDE, "0", "1", "2", "3", "4"]
+    for span in [(0, 3), (5, 30), (1, 40), (38, 40)]:
+        for unit in range(*span):
+            assert {WIDE, *shards.places_of((unit, unit + 1))} & set(shards.places_of(span))
+
+
+@pytest.mark.parametrize("peers", [10, 64, 200, 1000, 10_000])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_door_tells_how_large_the_swarm_is(peers, seed):
+    at_door = Population.draw(peers, 40, seed=seed).at[DOOR]
+    assert len(at_door) <= min(peers, 90)
+    estimate = shards.peers_behind_door(at_door)
+    assert estimate == peers if peers <= 32 else 0.6 * peers < estimate < 1.6 * peers
+
+
+def test_those_who_wrote_to_the_door_by_a_smaller_estimate_do_not_mislead():
+    population = Population.draw(5000, 40)
+    generous = [peer for peer in population.spans if shards.stands_at_door(peer, 2500)]
+    assert 0.6 * 5000 < shards.peers_behind_door(generous) < 1.6 * 5000
