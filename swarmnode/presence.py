@@ -274,10 +274,10 @@ class Presence:
                 "Is its bootstrap peer running, and is this machine online?"
             ) from None
 
-    def check_welcome(self) -> None:
-        """Raises NotAdmitted where those who answer do not admit us, or will not any more."""
+    def check_welcome(self, needs: Role = Role.CLIENT) -> None:
+        """Raises NotAdmitted where those who answer do not admit us, or will not any more, or not for what we want."""
         if self.gatekeeper is not None:
-            self.gatekeeper.check_welcome(self.peer_id, self.swarm.name)
+            self.gatekeeper.check_welcome(self.peer_id, self.swarm.name, needs)
 
     async def manifest(self, *, patience_s: float) -> None:
         """Make sure that the swarm's manifest is here, asking the peers for it. Raises NetworkDown where nobody has it."""

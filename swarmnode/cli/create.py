@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from swarmnode.cli.console import JSON, fail, print_json, reports_errors, working
+from swarmnode.cli.owner import KEY_VARIABLE, OWNER_KEY, PASSWORD_FILE, new_password, owner_key_of
 
 if TYPE_CHECKING:
     from swarmnode.roles.material import Material
+    from swarmnode.swarm.signing_key import SigningKey
     from swarmnode.swarm.swarmfile import Swarm
 
 SUFFIX = ".swarm"
@@ -60,6 +63,16 @@ def create(
     announce: list[str] = typer.Option(
         [], "--announce", metavar="MADDR", help="Address under which others reach it, where that differs from --listen."
     ),
+    private: bool = typer.Option(
+        False, "--private", help="Only those whom you invite belong to it; NAME.owner is your key."
+    ),
+    public: bool = typer.Option(
+        False,
+        "--public",
+        help="Everybody may join; the swarm is signed with your key, NAME.owner, and you can revoke peers.",
+    ),
+    owner_key: Path = OWNER_KEY,
+    password_file: Path = PASSWORD_FILE,
     force: bool = typer.Option(False, "--force", help="Overwrite an existing NAME.swarm and NAME-weights."),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="Print the invite alone."),
     as_json: bool = JSON,
@@ -71,6 +84,8 @@ def create(
     Example: swarmnode create friends --model ./llama --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/203.0.113.7/tcp/4001
 
     Example: swarmnode create school --mode train --config ./gpt2-small
+
+    Example: swarmnode create friends --private --model ./llama --listen /ip4/0.0.0.0/tcp/4001
     """
     path = Path(name).with_name(Path(name).name.removesuffix(SUFFIX) + SUFFIX)
     if path.exists() and not force:
@@ -78,9 +93,13 @@ def create(
     _check_options(mode, model, config, module, units=units, byte_level=byte_level)
     from swarmnode.roles.founder import Bootstraps, check_name, found_swarm, reaches_others
     from swarmnode.roles.material import from_checkpoint, from_config, from_module
+    from swarmnode.swarm.manifest import OPEN, PRIVATE
     from swarmnode.swarm.swarmfile import save_swarm
 
     check_name(path.stem)
+    if private and public:
+        fail("a swarm is --private or --public, not both", 2)
+    owner = _owner(path, owner_key, password_file, force=force) if private or public else None
     weights = path.with_name(f"{path.stem}-weights").absolute()
     if config is not None:
         material = from_config(config, weights, seed=seed, byte_level=byte_level, force=force)
@@ -89,21 +108,64 @@ def create(
     else:
         material = from_checkpoint(model, byte_level=byte_level)
     with working("Hashing the weights", quiet=quiet or as_json) as progress:
-        swarm = found_swarm(path.stem, material, Bootstraps(bootstrap, listen, announce), mode=mode, progress=progress)
+        swarm = found_swarm(
+            path.stem,
+            material,
+            Bootstraps(bootstrap, listen, announce),
+            mode=mode,
+            membership=PRIVATE if private else OPEN,
+            owner=owner,
+            progress=progress,
+        )
+    if owner is not None and private:
+        swarm = _with_host_grant(swarm, owner, path)
     save_swarm(swarm, path)
     if as_json:
         _print_json(swarm, path, material)
     elif quiet:
-        typer.echo(swarm.invite)
+        typer.echo("" if private else swarm.invite, nl=not private)
     else:
         for remark in material.remarks:
             typer.echo(f"Note: {remark}")
         typer.echo(f"Wrote {path}. Next: swarmnode bootstrap {path}, then on each machine: swarmnode run INVITE")
+        if owner is not None:
+            typer.echo(
+                f"{path.with_suffix('.owner')} is the key to the swarm: keep it, and its password; nobody can replace it."
+            )
         if mode == "train":
             typer.echo(f"When they run: swarmnode train {path} --data PATH --steps N")
         if not reaches_others(swarm):
             typer.echo("This invite works on this machine only; for others, give --listen and --announce addresses.")
-        typer.echo(f"Invite:\n{swarm.invite}")
+        if private:
+            typer.echo(f"An invite for a friend: swarmnode invite {path}")
+        else:
+            typer.echo(f"Invite:\n{swarm.invite}")
+
+
+def _owner(path: Path, given: Path | None, password_file: Path | None, *, force: bool) -> SigningKey:
+    """The owner's key: the one that is given, or a new one beside the .swarm file."""
+    from swarmnode.swarm.owner_key import SUFFIX as OWNER_SUFFIX
+    from swarmnode.swarm.owner_key import save_owner_key
+    from swarmnode.swarm.signing_key import SigningKey
+
+    if given is not None or os.environ.get(KEY_VARIABLE):
+        return owner_key_of(path, given, password_file)
+    file = path.with_suffix(OWNER_SUFFIX)
+    if file.exists() and not force:
+        fail(f"{file} exists already; to found another swarm with this key, give --owner-key {file}", 2)
+    key = SigningKey.generate()
+    save_owner_key(key, file, new_password(password_file))
+    return key
+
+
+def _with_host_grant(swarm: Swarm, owner: SigningKey, path: Path) -> Swarm:
+    from swarmnode.roles.owner import with_host_grant
+    from swarmnode.swarm.guestbook import Guestbook, guestbook_path
+
+    book = Guestbook(guestbook_path(path))
+    swarm = with_host_grant(swarm, owner, book)
+    book.save()
+    return swarm
 
 
 def _check_options(mode: str, model: str, config: Path | None, module: str, *, units: int, byte_level: bool) -> None:
@@ -127,7 +189,9 @@ def _print_json(swarm: Swarm, path: Path, material: Material) -> None:
             "swarm": swarm.id.hex(),
             "name": swarm.name,
             "file": str(path),
-            "invite": swarm.invite,
+            "membership": swarm.manifest.membership,
+            "owner": swarm.owner.hex(),
+            "invite": None if swarm.private else swarm.invite,
             "kind": material.kind,
             "mode": swarm.manifest.mode,
             "units": material.model.units,

@@ -13,7 +13,11 @@ from swarmnode.cli.create import create
 from swarmnode.cli.demo import demo
 from swarmnode.cli.export import export
 from swarmnode.cli.generate import generate
+from swarmnode.cli.identity import show_identity
+from swarmnode.cli.invite import invite
+from swarmnode.cli.members import members
 from swarmnode.cli.plan import plan
+from swarmnode.cli.revoke import revoke
 from swarmnode.cli.run import run
 from swarmnode.cli.simulate import simulate
 from swarmnode.cli.status import status
@@ -28,8 +32,9 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help is three times faster than a decorated one
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (create, bootstrap, run, status, generate, train, export, plan, simulate, demo):
+for command in (create, invite, revoke, members, bootstrap, run, status, generate, train, export, plan, simulate, demo):
     app.command()(command)
+app.command("id")(show_identity)
 
 
 def _print_version(wanted: bool) -> None:

@@ -93,6 +93,11 @@ def _public_key(peer: PeerId) -> Ed25519PublicKey | None:
     return Ed25519PublicKey.from_public_bytes(raw[len(head) :])
 
 
+def is_peer_id(text: str) -> bool:
+    """Whether the text is the id of an Ed25519 peer."""
+    return _public_key(text) is not None
+
+
 def verify(peer: PeerId, data: bytes, signature: bytes) -> bool:
     """Whether the peer's key made the signature over the data. False for ids that are not of Ed25519 keys."""
     key = _public_key(peer)

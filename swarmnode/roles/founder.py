@@ -11,15 +11,19 @@ from swarmnode.net.addresses import free_port, is_loopback, with_peer
 from swarmnode.net.identity import Identity
 from swarmnode.roles.material import Material, check_vocabulary
 from swarmnode.swarm.content import Progress, describe_files
+from swarmnode.swarm.invite import sign_swarm
 from swarmnode.swarm.manifest import (
     MAX_NAME_CHARS,
+    OPEN,
     SERVE,
     SERVING_CODECS,
     TRAIN,
     TRAINING_CODECS,
     Manifest,
     encode_manifest,
+    swarm_id,
 )
+from swarmnode.swarm.signing_key import SigningKey
 from swarmnode.swarm.swarmfile import Swarm, new_swarm
 
 
@@ -42,9 +46,19 @@ def check_name(name: str) -> None:
 
 
 def found_swarm(
-    name: str, material: Material, bootstraps: Bootstraps, *, mode: str = SERVE, progress: Progress | None = None
+    name: str,
+    material: Material,
+    bootstraps: Bootstraps,
+    *,
+    mode: str = SERVE,
+    membership: str = OPEN,
+    owner: SigningKey | None = None,
+    progress: Progress | None = None,
 ) -> Swarm:
-    """The new swarm that serves or trains a model. Raises UsageError on a bad name, or a vocabulary without all bytes."""
+    """The new swarm that serves or trains a model, signed by its owner where it has one; a private one needs one.
+
+    Raises UsageError on a bad name, or a vocabulary without all bytes.
+    """
     check_name(name)
     if mode == TRAIN:
         check_vocabulary(material.vocabulary, [file.name for file in material.files])
@@ -56,10 +70,12 @@ def found_swarm(
         kind=material.kind,
         mode=mode,
         codecs=TRAINING_CODECS if mode == TRAIN else SERVING_CODECS,
+        membership=membership,
+        owner=b"" if owner is None else owner.public,
     )
-    swarm = replace(
-        new_swarm(encode_manifest(manifest)), checkpoint=material.folder, bootstraps=tuple(bootstraps.running)
-    )
+    raw = encode_manifest(manifest)
+    signature = b"" if owner is None else sign_swarm(swarm_id(raw), owner)
+    swarm = replace(new_swarm(raw, signature), checkpoint=material.folder, bootstraps=tuple(bootstraps.running))
     return swarm if bootstraps.running else _promise_bootstrap(swarm, bootstraps)
 
 

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -130,13 +130,17 @@ class Gatekeeper(Gate):
         """Whether its author may announce this; see `Membership.vouch`."""
         self.membership.vouch(announcement, certificate, self._clock())
 
-    def check_welcome(self, own: PeerId, name: str) -> None:
-        """Raises NotAdmitted where those who answer do not admit us, or will not any more."""
+    def check_welcome(self, own: PeerId, name: str, needs: Role = Role.CLIENT) -> None:
+        """Raises NotAdmitted where those who answer do not admit us, or will not any more, or not for what we want."""
         objection = self.membership.objection_to_us(own, self._clock())
         if objection is None and self.turned_away is not None:
             objection = "its membership was revoked, or its invite used up by others"
         if objection is not None:
             raise NotAdmitted(f"the swarm {name} does not admit this peer: {objection}; ask its owner for a new invite")
+        role = self.membership.own_role()
+        if role < needs:
+            wanted = needs.name.lower()
+            raise NotAdmitted(f"your invite to {name} is for a {role.name.lower()}, and this needs one for a {wanted}")
 
     def _spread(self, source: Link | None = None) -> None:
         """Follow a newer list, and pass it on."""
@@ -201,13 +205,13 @@ class Gatekeeper(Gate):
     async def _watch(self) -> None:
         while True:
             self._look.clear()
-            await self._exchange()
+            await self.exchange()
             self._cut()
             await self._save()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._look.wait(), self._look_s)
 
-    async def _exchange(self) -> None:
+    async def exchange(self) -> None:
         """Read the notices of the table, and store those that it lacks."""
         assert self._network is not None
         table = self._network.dht
@@ -229,12 +233,18 @@ class Gatekeeper(Gate):
         except LocalError as error:
             log.warning("%s", error)
 
-    def take_list(self, raw: bytes) -> bool:
-        """Follow the owner's list if it is newer, and spread it. Raises ProtocolError."""
-        newer = self.membership.take_list(raw)
-        if newer:
+    async def publish(self, revocations: bytes, peers: Iterable[PeerId]) -> int:
+        """Follow the owner's next list, and hand it to these peers and to the table; how many peers were told.
+
+        Raises ProtocolError where it is not the owner's.
+        """
+        await asyncio.gather(*map(self.introduce, peers), return_exceptions=True)
+        if self.membership.take_list(revocations):
             self._spread()
-        return newer
+        links = list(self._links)
+        await asyncio.gather(*(link.drain() for link in links), return_exceptions=True)
+        await self.exchange()
+        return len({link.peer for link in links})
 
 
 def _nothing_else(_frame: Frame, body: Body) -> None:

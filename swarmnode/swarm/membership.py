@@ -122,7 +122,11 @@ class Membership:
     def note_use(self, certificate: bytes, now: float) -> bool:
         """Hear of a peer that used a limited invite; whether it has a place. Raises ProtocolError."""
         member = open_certificate(certificate, self.swarm, self.owner)
-        return member.uses > 0 and self._objection(member.peer, member, now) is None
+        if not member.uses or self._objection(member.peer, member, now) is not None:
+            return False
+        if len(self._members) < MAX_MEMBERS:
+            self._members.setdefault(member.peer, member)
+        return True
 
     # -- announcements
 

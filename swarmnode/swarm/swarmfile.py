@@ -17,6 +17,7 @@ import msgspec
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.errors import ProtocolError, UsageError
 from swarmnode.swarm.atomic import write_private
+from swarmnode.swarm.guestbook import guestbook_path, open_guestbook
 from swarmnode.swarm.invite import Invite, OwnedInvite, decode_invite, encode_invite, is_owners, looks_like_invite
 from swarmnode.swarm.manifest import PRIVATE, Manifest, decode_manifest, swarm_id
 
@@ -171,4 +172,5 @@ def _decode(data: bytes, path: Path) -> Swarm:
         bootstrap_listen=content.bootstrap_listen,
         grant=content.grant,
         secret=content.secret,
+        revocations=open_guestbook(guestbook_path(path)).revocations if swarm.owner else b"",
     )

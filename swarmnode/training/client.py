@@ -21,6 +21,7 @@ from swarmnode.roles.training.states import state_board, survey
 from swarmnode.roles.training.trainer import Trainer
 from swarmnode.roles.weights import Weights
 from swarmnode.swarm.content import Progress
+from swarmnode.swarm.grant import Role
 from swarmnode.swarm.manifest import Manifest
 from swarmnode.swarm.run import Run, decode_run, differences
 from swarmnode.swarm.swarmfile import Swarm
@@ -69,8 +70,9 @@ class TrainingClient:
     async def train(self, data: Path, settings: Run, listener: Listener, stop: asyncio.Event) -> int:
         """Feed the data until the run is over or `stop` is set: how many steps are done.
 
-        Raises UsageError where data and settings do not fit the model or the run that the swarm is in, NotFinite.
+        Raises UsageError where data and settings do not fit the model or the run that the swarm is in, NotFinite, NotAdmitted.
         """
+        self._presence.check_welcome(Role.TRAINER)
         folder = await self._weights.small_files()
         run, batches = await asyncio.to_thread(prepare, self.manifest, folder, data, settings)
         listener.begun(run)

@@ -1,0 +1,19 @@
+"""Spans of time as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from swarmnode.errors import UsageError
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+MAX_DURATION_S = 100 * 365 * 86_400
+
+
+def parse_duration(text: str) -> float:
+    """A span like 90s, 30m, 12h, 7d or 4w, in seconds. Raises UsageError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
+    seconds = 0.0 if match is None else float(match[1]) * _SECONDS[match[2]]
+    if not 0 < seconds <= MAX_DURATION_S:
+        raise UsageError(f"{text!r} is not a span of time; write it as 30m, 12h, 7d or 4w")
+    return seconds

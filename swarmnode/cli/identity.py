@@ -1,0 +1,24 @@
+"""`swarmnode id`: who this machine is to others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from swarmnode.cli.console import HOME, default_home, reports_errors
+
+
+@reports_errors
+def show_identity(
+    client: bool = typer.Option(False, "--client", help="The id of this machine's clients (generate, status, train)."),
+    home: Path = HOME,
+) -> None:
+    """Print this machine's peer id, for an invite that is for it alone (`swarmnode invite --peer`).
+
+    Example: swarmnode id
+    """
+    from swarmnode.net.identity import Identity
+
+    role = "client" if client else "node"
+    typer.echo(Identity.load_or_create(default_home(home) / f"{role}.key").peer_id)

@@ -1,0 +1,75 @@
+"""`swarmnode invite`: a line of text that makes somebody a member."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from swarmnode.cli.console import JSON, fail, print_json, reports_errors
+from swarmnode.cli.owner import OWNER_KEY, PASSWORD_FILE, owner_key_of
+
+DEFAULT_LIFE = "365d"
+ROLES = ("volunteer", "client", "trainer", "bootstrap")
+
+
+@reports_errors
+def invite(
+    swarm: Path = typer.Argument(..., metavar="SWARM", help="The .swarm file."),
+    peer: str = typer.Option("", "--peer", metavar="ID", help="For this peer alone; `swarmnode id` prints it there."),
+    role: str = typer.Option(
+        "volunteer", "--role", metavar="|".join(ROLES), help="What the member may do: lend, ask, train, open the door."
+    ),
+    expires: str = typer.Option(
+        DEFAULT_LIFE, "--expires", metavar="7d", help="When the memberships by it end: 12h, 7d, 4w, or never."
+    ),
+    uses: int = typer.Option(0, "--uses", metavar="N", help="How many peers may use it; default: any number."),
+    group: str = typer.Option(
+        "",
+        "--group",
+        metavar="NAME",
+        help="What you vouch for: a region or a club, to which clients may restrict routes.",
+    ),
+    note: str = typer.Option("", "--note", help="For your own book; not in the invite."),
+    qr: bool = typer.Option(False, "--qr", help="Show it as a QR code, too."),
+    owner_key: Path = OWNER_KEY,
+    password_file: Path = PASSWORD_FILE,
+    as_json: bool = JSON,
+) -> None:
+    """Print an invite to a private swarm. Who has it joins with `swarmnode run INVITE`, while you may be offline.
+
+    Example: swarmnode invite friends.swarm --role volunteer --uses 3 --expires 30d
+    """
+    if role not in ROLES:
+        fail(f"--role {role}: it is one of {', '.join(ROLES)}", 2)
+    from swarmnode.cli.durations import parse_duration
+    from swarmnode.roles.owner import InviteTerms, make_invite
+    from swarmnode.swarm.grant import Role
+    from swarmnode.swarm.guestbook import guestbook_path, open_guestbook
+    from swarmnode.swarm.swarmfile import load_swarm
+
+    life_s = None if expires == "never" else parse_duration(expires)
+    terms = InviteTerms(Role[role.upper()], life_s, uses, peer, group, note)
+    loaded = load_swarm(swarm)
+    book = open_guestbook(guestbook_path(swarm))
+    line = make_invite(loaded, owner_key_of(swarm, owner_key, password_file), terms, book)
+    book.save()
+    if as_json:
+        guest = book.guests[-1]
+        fields = {"id": guest.invite, "role": guest.role, "expires_at": guest.expires_at or None, "uses": guest.uses}
+        print_json({"invite": line, **fields, "peer": guest.peer or None, "group": guest.group or None})
+        return
+    typer.echo(line)
+    if qr:
+        typer.echo(qr_code(line))
+
+
+def qr_code(line: str) -> str:
+    """The invite as a QR code of half blocks; in capitals, which take 5.5 bits a character instead of 8."""
+    import io
+
+    import segno
+
+    text = io.StringIO()
+    segno.make_qr(line.upper(), error="l").terminal(text, compact=True, border=2)
+    return text.getvalue()

@@ -1,0 +1,109 @@
+"""`swarmnode members`: who belongs to a swarm."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from swarmnode.cli.console import HOME, JSON, default_home, print_json, reports_errors, run_async, set_up_logging
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@reports_errors
+def members(
+    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file or an invite."),
+    home: Path = HOME,
+    as_json: bool = JSON,
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
+) -> None:
+    """Show the members of a swarm, and with the owner's .swarm file the invites that were given out.
+
+    Members who only ask are seen when they came by an invite with --uses; nobody keeps a list of the others.
+
+    Example: swarmnode members friends.swarm
+    """
+    set_up_logging(verbose)
+    from swarmnode.steward import Steward
+    from swarmnode.swarm.guestbook import guestbook_path, open_guestbook
+    from swarmnode.swarm.invite import looks_like_invite
+    from swarmnode.swarm.swarmfile import load_swarm
+
+    loaded = load_swarm(swarm)
+    guests = [] if looks_like_invite(swarm) else open_guestbook(guestbook_path(Path(swarm))).guests
+
+    async def look(_stop: asyncio.Event) -> dict[str, Any]:
+        steward = await Steward.join(loaded, default_home(home))
+        try:
+            return steward.picture()
+        finally:
+            await steward.close()
+
+    picture = run_async(look)
+    revoked = picture["revocations"]["invites"]
+    picture["invites"] = [
+        {
+            "id": guest.invite,
+            "role": guest.role,
+            "issued_at": guest.issued_at,
+            "expires_at": guest.expires_at or None,
+            "uses": guest.uses or None,
+            "peer": guest.peer or None,
+            "group": guest.group,
+            "note": guest.note,
+            "revoked": guest.invite in revoked,
+        }
+        for guest in guests
+    ]
+    if as_json:
+        print_json(picture)
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(members_table(picture))
+    if picture["invites"]:
+        console.print(invites_table(picture["invites"]))
+
+
+def members_table(picture: dict[str, Any]) -> Table:
+    """One row per member."""
+    from rich.table import Table
+
+    count = picture["revocations"]["peers"] + len(picture["revocations"]["invites"])
+    title = (
+        f"{picture['membership']} swarm {picture['name']}: {len(picture['members'])} members seen, {count} revocations"
+    )
+    table = Table(title=title, title_justify="left")
+    for column in ("peer", "name", "state", "role", "group", "invite", "until"):
+        table.add_column(column)
+    for member in picture["members"]:
+        texts = (member.get(field, "") for field in ("name", "state", "role", "group", "invite"))
+        table.add_row(member["peer"][-8:], *texts, day(member.get("expires_at")) if "role" in member else "")
+    return table
+
+
+def invites_table(invites: list[dict[str, Any]]) -> Table:
+    """One row per invite that was given out."""
+    from rich.table import Table
+
+    table = Table(title="invites given out", title_justify="left")
+    for column in ("id", "role", "uses", "for", "group", "until", "note"):
+        table.add_column(column)
+    for invite in invites:
+        until = "revoked" if invite["revoked"] else day(invite["expires_at"])
+        whom = (invite["peer"] or "anybody")[-8:]
+        table.add_row(
+            invite["id"], invite["role"], str(invite["uses"] or "any"), whom, invite["group"], until, invite["note"]
+        )
+    return table
+
+
+def day(unix_s: int | None) -> str:
+    """A date, in the reader's own time."""
+    return "for ever" if unix_s is None else datetime.datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M")

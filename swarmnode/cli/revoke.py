@@ -1,0 +1,73 @@
+"""`swarmnode revoke`: a membership, or an invite with all memberships by it, ends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import typer
+
+from swarmnode.cli.console import HOME, JSON, default_home, fail, print_json, reports_errors, run_async, set_up_logging
+from swarmnode.cli.owner import OWNER_KEY, PASSWORD_FILE, owner_key_of
+
+
+@reports_errors
+def revoke(
+    swarm: Path = typer.Argument(..., metavar="SWARM", help="The .swarm file."),
+    who: str = typer.Argument(
+        ..., metavar="PEER|INVITE", help="A peer's id or its end, or an invite or the beginning of its id."
+    ),
+    owner_key: Path = OWNER_KEY,
+    password_file: Path = PASSWORD_FILE,
+    home: Path = HOME,
+    as_json: bool = JSON,
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
+) -> None:
+    """End a membership: within a minute nobody speaks with the peer any more, and its links are cut, though you go offline.
+
+    A peer that is revoked may come back as another one while its invite has uses left: revoke the invite too.
+
+    Example: swarmnode revoke friends.swarm 5TqWZRpY
+    """
+    set_up_logging(verbose)
+    from swarmnode.errors import NetworkDown
+    from swarmnode.net.identity import is_peer_id
+    from swarmnode.roles.owner import find_invite, newest_list
+    from swarmnode.roles.owner import revoke as next_list
+    from swarmnode.steward import Steward
+    from swarmnode.swarm.guestbook import guestbook_path, open_guestbook
+    from swarmnode.swarm.swarmfile import load_swarm
+
+    loaded = load_swarm(swarm)
+    book = open_guestbook(guestbook_path(swarm))
+    owner = owner_key_of(swarm, owner_key, password_file)
+    invite = find_invite(who, loaded, book)
+
+    async def carry_out(_stop: asyncio.Event) -> tuple[str | None, int]:
+        try:
+            steward = await Steward.join(loaded, default_home(home))
+        except NetworkDown:
+            steward = None
+        try:
+            peer = None if invite else (steward and steward.find_peer(who)) or (who if is_peer_id(who) else None)
+            if invite is None and peer is None:
+                fail(f"{who} is neither a member of {loaded.name} nor an invite in {book.path}", 2)
+            current = newest_list(loaded, [book.revocations, steward.revocations if steward else b""])
+            book.revocations = next_list(
+                loaded, owner, current, peers=[peer] if peer else [], invites=[invite] if invite else []
+            )
+            book.save()
+            return peer, await steward.publish(book.revocations) if steward else 0
+        finally:
+            if steward is not None:
+                await steward.close()
+
+    peer, told = run_async(carry_out)
+    if as_json:
+        print_json({"peer": peer, "invite": invite.hex() if invite else None, "told": told})
+    elif told:
+        typer.echo(f"Revoked {peer or 'invite ' + (invite or b'').hex()}; {told} peers know, and tell the others.")
+    else:
+        typer.echo(
+            f"Revoked, and kept in {book.path}; nobody is online. It spreads when a node of yours runs with {swarm}."
+        )

@@ -1,0 +1,86 @@
+"""`NAME.guests`, the owner's book: the invites that were given out, without their secrets, and whom the owner revoked.
+
+It is a help: without it, invites that nobody has used yet cannot be listed, nor revoked by a part of their id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from swarmnode.codec.decoding import DECODE_ERRORS
+from swarmnode.errors import UsageError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.swarm.atomic import write_private
+from swarmnode.swarm.grant import Grant
+
+SUFFIX = ".guests"
+FORMAT = 1
+MAX_FILE_BYTES = 1 << 24
+
+
+class Guest(msgspec.Struct, frozen=True):
+    """One invite. Times are unix seconds; `expires_at` 0 is never, `uses` 0 any number."""
+
+    invite: str  # its id, in hex
+    role: str
+    issued_at: int
+    expires_at: int
+    uses: int
+    peer: PeerId
+    group: str
+    note: str = ""
+
+
+class _File(msgspec.Struct):
+    """JSON; bytes are base64."""
+
+    swarmnode: int
+    guests: list[Guest] = []
+    revocations: bytes = b""
+
+
+@dataclass
+class Guestbook:
+    """Read by `open_guestbook`, written by `save`."""
+
+    path: Path
+    guests: list[Guest] = field(default_factory=list)
+    revocations: bytes = b""  # the newest list, as it was signed; empty before the first
+
+    def __repr__(self) -> str:
+        return f"<Guestbook {self.path.name} of {len(self.guests)} invites>"
+
+    def enter(self, grant: Grant, note: str = "") -> Guest:
+        """Note an invite that is given out."""
+        role = grant.allows.name.lower()
+        times = (grant.issued_at, grant.expires_at)
+        guest = Guest(grant.invite_id.hex(), role, *times, grant.uses, grant.peer, grant.group, note)
+        self.guests.append(guest)
+        return guest
+
+    def save(self) -> None:
+        """Write it, readable by the owner alone. Raises LocalError."""
+        write_private(self.path, msgspec.json.encode(_File(FORMAT, self.guests, self.revocations)))
+
+
+def guestbook_path(swarm_file: Path) -> Path:
+    """Where the book of a .swarm file lies: beside it."""
+    return swarm_file.with_suffix(SUFFIX)
+
+
+def open_guestbook(path: Path) -> Guestbook:
+    """The book in a file; an empty one where there is none. Raises UsageError where it is no book."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UsageError(f"{path} is too large for a guestbook")
+        content = msgspec.json.decode(path.read_bytes(), type=_File)
+    except FileNotFoundError:
+        return Guestbook(path)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    except DECODE_ERRORS as error:
+        raise UsageError(f"{path} is not a guestbook: {error}") from None
+    return Guestbook(path, content.guests, content.revocations)
