@@ -6,6 +6,15 @@ import json
 import logging
 from datetime import datetime, timezone
 
+LEVELS = {
+    logging.DEBUG: "debug",
+    logging.INFO: "info",
+    logging.WARNING: "warning",
+    logging.ERROR: "error",
+    logging.CRITICAL: "critical",
+}
+"""Under names of our own: hivemind renames logging's."""
+
 
 class TextLines(logging.Formatter):
     """For people: `2026-11-21 08:15:00,123 W swarmnode.node: message`. A stack trace follows on lines of its own."""
@@ -21,7 +30,7 @@ class JsonLines(logging.Formatter):
         """`time` is UTC, ISO 8601; `error` is there where an exception was logged."""
         line = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
+            "level": LEVELS.get(record.levelno, str(record.levelno)),
             "logger": record.name,
             "message": record.getMessage(),
         }

@@ -45,3 +45,9 @@ def test_a_json_line() -> None:
 
 def test_a_text_line() -> None:
     assert TextLines().format(record("peer %s", "x")).endswith(" W swarmnode.node: peer x")
+
+
+def test_levels_keep_their_names_whatever_others_call_them() -> None:
+    renamed = record("x")
+    renamed.levelname = "WARN"
+    assert json.loads(JsonLines().format(renamed))["level"] == "warning"
