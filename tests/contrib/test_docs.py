@@ -28,7 +28,7 @@ def commands(line: str) -> Iterator[list[str]]:
     words = shlex.split(line, comments=True)
     for start, word in enumerate(words):
         rest = words[start + 1 :]
-        if Path(word).name == "swarmnode" and rest and rest[0].isalpha():
+        if Path(word).name == "swarmnode" and rest and rest[0].isalpha() and rest[0] != "swarmnode":
             yield rest[: next((index for index, each in enumerate(rest) if each in END), len(rest))]
 
 
