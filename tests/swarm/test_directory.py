@@ -198,7 +198,7 @@ async def test_a_swarm_of_more_than_one_key_is_found_whole_at_once(world):
 
 
 async def test_of_a_large_swarm_a_sample_is_known_at_a_bounded_pace(world):
-    population = await populate(world, 5000)
+    await populate(world, 5000)
     reader = await world.join("reader", state=State.READY, span=(0, 8))
     read_before = sum(map(len, world.dht.keys_read))
     await world.clock.advance(100)
