@@ -43,15 +43,17 @@ def wire(
     `fixed` names, for each unit, the peer that it must pass there, if any.
     """
     free = {peer: worker for peer, worker in workers.items() if worker.in_flight < (worker.room or in_flight)}
+    begins = sorted({worker.span.start for worker in free.values()})  # where one may hand over early
+    order = sorted(free)
     nowhere: list[Wire] = []
     best = [(math.inf, nowhere)] * units + [(0.0, nowhere)]
     for start in range(units - 1, -1, -1):
-        for peer in sorted(free):
+        for peer in order:
             worker = free[peer]
             end = _reach(start, peer, worker.span, fixed)
-            for stop in {end, *_joints(start, end, free)}:
+            for stop in (end, *(begin for begin in begins if start < begin < end)) if start < end else ():
                 rest_s, rest = best[stop]
-                if start < stop and rest_s < math.inf and not (rest and rest[0][0] == peer):
+                if rest_s < math.inf and not (rest and rest[0][0] == peer):
                     cost_s = worker.finish_s(stop - start) + rest_s
                     if cost_s < best[start][0]:
                         best[start] = (cost_s, [(peer, Span(start, stop)), *rest])
@@ -66,8 +68,3 @@ def _reach(start: int, peer: PeerId, span: Span, fixed: Sequence[PeerId | None])
     while end < span.end and fixed[end] in (None, peer):
         end += 1
     return end
-
-
-def _joints(start: int, end: int, workers: Mapping[PeerId, Worker]) -> set[int]:
-    """Boundaries inside [start, end) at which another peer's span begins: where one may hand over early."""
-    return {worker.span.start for worker in workers.values() if start < worker.span.start < end}

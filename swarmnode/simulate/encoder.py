@@ -28,7 +28,7 @@ class Encoder:
         self._links = links
         self._mode = mode
         self._controllers: dict[Direction, Controller] = {}
-        self._link_s: dict[Direction, float] = {}
+        self._slowest_s = 0.0  # of all links so far, uncompressed
 
     def __repr__(self) -> str:
         return f"<Encoder {self._mode}, {len(self._controllers)} directions, beat {self.beat_s:.3g} s>"
@@ -55,8 +55,9 @@ class Encoder:
 
     def _topk_bytes(self, link: Direction, info: TensorInfo) -> int:
         """Against the slowest link of the whole swarm, as in the paper (a live stage knows only its own)."""
-        self._link_s[link] = encoded_bytes([info], Codec.NONE) * 8 / self._links.bandwidth_bps(link[0], link[1])
-        keep = adatopk_keep(self._link_s[link], max(self._link_s.values()), LARGEST_RATIO)
+        link_s = encoded_bytes([info], Codec.NONE) * 8 / self._links.bandwidth_bps(link[0], link[1])
+        self._slowest_s = max(self._slowest_s, link_s)
+        keep = adatopk_keep(link_s, self._slowest_s, LARGEST_RATIO)
         if keep >= 1:
             return encoded_bytes([info], Codec.NONE)
         kept = max(1, int(keep * math.prod(info.shape)))
