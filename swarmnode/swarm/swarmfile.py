@@ -138,7 +138,10 @@ def load_swarm(source: str | Path) -> Swarm:
 
 def _invited(text: str) -> Swarm:
     invite = decode_invite(text)
-    return Swarm(invite.swarm_id, invite.name, invite.bootstraps)
+    swarm = Swarm(invite.swarm_id, invite.name, invite.bootstraps)
+    if not isinstance(invite, OwnedInvite):
+        return swarm
+    return replace(swarm, owner=invite.owner, signature=invite.signature, grant=invite.grant, secret=invite.secret)
 
 
 def _read(path: Path) -> bytes:
