@@ -8,7 +8,7 @@ from pathlib import Path
 
 from swarmnode.errors import LocalError
 from swarmnode.metrics.metric import Readings
-from swarmnode.net.addresses import check_port_free
+from swarmnode.net.addresses import check_port_free, is_loopback
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import PeerId
 from swarmnode.presence import Presence, PresenceConfig
@@ -47,8 +47,7 @@ class Bootstrap:
             config = replace(config, host_maddrs=tuple(dict.fromkeys([*swarm.bootstrap_listen, *config.host_maddrs])))
         presence = await Presence.join(swarm, config, role="bootstrap", identity=promised)
         try:
-            addresses = await presence.network.addresses()
-            bootstraps = tuple(dict.fromkeys([*swarm.bootstraps, *addresses]))
+            bootstraps = tuple(dict.fromkeys([*swarm.bootstraps, *_doors(await presence.network.addresses())]))
             presence.swarm = replace(swarm, bootstraps=bootstraps)
             if file is not None and bootstraps != swarm.bootstraps:
                 _keep(presence.swarm, file)
@@ -78,6 +77,11 @@ class Bootstrap:
     async def close(self) -> None:
         await self._seeder.close()
         await self._presence.close()
+
+
+def _doors(addresses: list[str]) -> list[str]:
+    """The addresses for an invite: loopback means another machine to everybody else, so only where there is nothing but it."""
+    return [address for address in addresses if not is_loopback(address)] or addresses
 
 
 def _keep(swarm: Swarm, file: Path) -> None:
