@@ -22,10 +22,11 @@ from swarmnode.net.from_hivemind import (
     dht_pb2,
 )
 from swarmnode.net.interfaces import MAX_RECORD_BYTES, Dht, PeerId, Record, RecordValidator
+from swarmnode.net.keepers import REPLICAS, Keepers
 
 log = logging.getLogger(__name__)
 
-REPLICAS = 5
+BUCKET_PEERS = 8  # Kademlia's k, as BitTorrent has it: with hivemind's 20 a look-up asks 20 peers at least
 MAX_KEYS = 512
 MAX_SUBKEYS = 512  # per key
 MAX_CLOCK_SKEW_S = 3.0
@@ -43,6 +44,7 @@ class EngineDht(Dht):
         self._id = DHTID.generate()
         self._storage = _BoundedStorage()
         self._node: Any = None
+        self._keepers = Keepers()
         self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._skewed: set[PeerId] = set()
 
@@ -57,6 +59,7 @@ class EngineDht(Dht):
             p2p=p2p,
             node_id=self._id,
             client_mode=self._client_mode,
+            bucket_size=BUCKET_PEERS,
             num_replicas=REPLICAS,
             wait_timeout=self._timeout_s,
             record_validator=self._validator,
@@ -121,10 +124,11 @@ class EngineDht(Dht):
         record = DHTRecord(b"", MSGPackSerializer.dumps(subkey), packed, expires_at)
         if not self._validator.validate(record):
             return False
-        # Kept here in any case, so that whoever asks us finds it; hivemind would count that as success.
-        kept = self._storage.store_subkey(DHTID.generate(source=key), subkey, packed, expires_at)
-        storing = node.store(key, value, expires_at, subkey=subkey, exclude_self=True)
-        return bool(await self._while_running(storing)) and kept
+        key_id = DHTID.generate(source=key)
+        taken, ours = await self._while_running(self._keepers.store(node, key_id, subkey, packed, expires_at))
+        # Where there are few keepers we are one, so that whoever asks us finds it. Where there are enough we are not: a
+        # reader who came upon a key with this record alone would take it for all.
+        return taken and (not ours or self._storage.store_subkey(key_id, subkey, packed, expires_at))
 
     async def get(self, keys: Sequence[bytes], *, thrifty: bool = False) -> Mapping[bytes, Mapping[bytes, Record]]:
         enough = time.time() if thrifty else float("inf")  # an answer with a record that lives now ends the search
