@@ -62,13 +62,18 @@ class Search:
 
     def run(self, start: Grid | None = None) -> Grid:
         """The best grid that the work allows, beginning from `start` or from layouts of clusters."""
-        grids = self._starts() if start is None else [_reordered(Arrangement(self.problem, start)).grid]
+        grids = self._starts() if start is None else self._ranked([_reordered(Arrangement(self.problem, start)).grid])
+        reached_s = [self._best_s]  # after each round
         for survivors in SURVIVORS:
             grids = grids[:survivors]
             steps = self._steps // len(SURVIVORS) // len(grids)
-            if steps >= FEWEST_STEPS and not self._expired():
-                grids = self._ranked([*grids, *(self._anneal(grid, steps) for grid in grids)])
-        self._progress(1.0, self.problem.cost(grids[0]).total_s)
+            if steps < FEWEST_STEPS or self._expired():
+                break
+            grids = self._ranked([*grids, *(self._anneal(grid, steps) for grid in grids)])
+            reached_s.append(self._best_s)
+            if reached_s[-1] == reached_s[-3:][0] and len(reached_s) > 2:
+                break  # two rounds for nothing: where links are equal, a layout of clusters often is the best already
+        self._progress(1.0, self._best_s)
         return grids[0]
 
     def _starts(self) -> list[Grid]:
