@@ -106,20 +106,25 @@ class Node:
             yield from self._stage.readings()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Live until `stop` is set, then let the sessions move away and leave. Raises LocalError, NetworkDown, CheckpointError."""
+        """Live until `stop` is set, then let the sessions move away and leave.
+
+        Raises LocalError, NetworkDown, CheckpointError, NotAdmitted.
+        """
         heavy = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, "swarmnode.roles.stage"))
         presence = self._presence = await Presence.join(self._swarm, self.config.presence)
         living = asyncio.ensure_future(self._live(presence, heavy))
         stopped = asyncio.ensure_future(stop.wait())
+        turned_away = asyncio.ensure_future(presence.wait_turned_away())
         try:
-            await asyncio.wait({living, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if living.done():
-                living.result()
+            await asyncio.wait({living, stopped, turned_away}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (living, turned_away):
+                if task.done():
+                    task.result()
             await self._leave(presence)
         finally:
-            for task in (living, stopped):
+            for task in (living, stopped, turned_away):
                 task.cancel()
-            await asyncio.gather(living, stopped, heavy, return_exceptions=True)
+            await asyncio.gather(living, stopped, turned_away, heavy, return_exceptions=True)
             if self._stage is not None:
                 await self._stage.close()
             await presence.close()

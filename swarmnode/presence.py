@@ -279,6 +279,13 @@ class Presence:
         if self.gatekeeper is not None:
             self.gatekeeper.check_welcome(self.peer_id, self.swarm.name, needs)
 
+    async def wait_turned_away(self) -> None:
+        """Watch for as long as the swarm has us. Raises NotAdmitted once nobody is left who does, and we know why."""
+        while True:
+            await asyncio.sleep(self.config.rejoin_s)
+            if not self.joined.is_set() or not self._others():
+                self.check_welcome()
+
     async def manifest(self, *, patience_s: float) -> None:
         """Make sure that the swarm's manifest is here, asking the peers for it. Raises NetworkDown where nobody has it."""
         if self.swarm.manifest is not None:

@@ -14,6 +14,8 @@ from swarmnode.cli.console import HOME, JSON, default_home, print_json, reports_
 if TYPE_CHECKING:
     from rich.table import Table
 
+SHOWN_CHARS = 8  # of an invite's id
+
 
 @reports_errors
 def members(
@@ -83,8 +85,9 @@ def members_table(picture: dict[str, Any]) -> Table:
     for column in ("peer", "name", "state", "role", "group", "invite", "until"):
         table.add_column(column)
     for member in picture["members"]:
-        texts = (member.get(field, "") for field in ("name", "state", "role", "group", "invite"))
-        table.add_row(member["peer"][-8:], *texts, day(member.get("expires_at")) if "role" in member else "")
+        texts = (member.get(field, "") for field in ("name", "state", "role", "group"))
+        until = day(member["expires_at"]) if "role" in member else ""
+        table.add_row(member["peer"][-8:], *texts, member.get("invite", "")[:SHOWN_CHARS], until)
     return table
 
 
@@ -99,11 +102,17 @@ def invites_table(invites: list[dict[str, Any]]) -> Table:
         until = "revoked" if invite["revoked"] else day(invite["expires_at"])
         whom = (invite["peer"] or "anybody")[-8:]
         table.add_row(
-            invite["id"], invite["role"], str(invite["uses"] or "any"), whom, invite["group"], until, invite["note"]
+            invite["id"][:SHOWN_CHARS],
+            invite["role"],
+            str(invite["uses"] or "any"),
+            whom,
+            invite["group"],
+            until,
+            invite["note"],
         )
     return table
 
 
 def day(unix_s: int | None) -> str:
     """A date, in the reader's own time."""
-    return "for ever" if unix_s is None else datetime.datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M")
+    return "for ever" if unix_s is None else datetime.datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d")

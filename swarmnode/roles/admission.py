@@ -34,6 +34,7 @@ def gatekeeper_of(swarm: Swarm, peer: PeerId, home: Path, *, needs: Role) -> Gat
         with contextlib.suppress(ProtocolError):  # a list that is not the owner's says nothing
             membership.take_list(swarm.revocations)
     gatekeeper.check_welcome(peer, swarm.name, needs)
+    membership.admit(peer, certificate, time.time())  # we are a member to ourselves
     return gatekeeper
 
 

@@ -1,4 +1,5 @@
-"""Crew: a training node among the others. It sees to it that somebody conducts: the eldest ready one, whenever nobody does."""
+"""Crew: a training node among the others. It sees to it that somebody conducts: the eldest ready one that may, whenever nobody
+does."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ class Crew:
 
     def _is_our_turn(self) -> bool:
         own = self._directory.network.peer_id
-        return self._stage.conductor is None and ready_peers(self._directory)[:1] == [own]
+        leaders = [peer for peer in ready_peers(self._directory) if self._stage.may_lead(peer)]
+        return self._stage.conductor is None and leaders[:1] == [own]
 
     async def _take_over(self) -> None:
         if self._conductor is not None:
@@ -132,6 +134,6 @@ def term_after(term: int, peer: PeerId) -> int:
 
 
 def ready_peers(directory: Directory) -> list[PeerId]:
-    """Who may conduct, the eldest first: those who hold units (doors announce themselves too)."""
+    """Who can conduct, the eldest first: those who hold units (doors announce themselves too)."""
     ready = [peer for peer in directory.peers().values() if peer.life is State.READY and peer.span[0] < peer.span[1]]
     return [peer.peer for peer in sorted(ready, key=lambda peer: (peer.started_at, peer.peer))]

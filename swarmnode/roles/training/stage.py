@@ -79,6 +79,7 @@ class TrainingStage:
         self._recompute = recompute  # whether graphs of this run's microbatches are too large to be kept
         self.bench = Bench(threads=threads)
         self.switchboard = Switchboard(network, TRAIN_PROTOCOL, hello, link_config, accept=self._accept)
+        self.may_lead = link_config.gate.may_lead
         self.term = 0
         self.conductor: PeerId | None = None
         self._line: Line | None = None  # to the conductor
@@ -127,7 +128,9 @@ class TrainingStage:
     # -- conversations
 
     def _accept(self, channel: Channel, frame: Frame, body: Body) -> None:
-        if isinstance(body, Forward):
+        if isinstance(body, Conduct | Work) and not self.may_lead(channel.peer):
+            channel.close(Error(ErrorCode.REFUSED))
+        elif isinstance(body, Forward):
             self._forward(channel, body, frame.payload)
         elif isinstance(body, Part):
             self._reducer.hear(channel, frame, body)
