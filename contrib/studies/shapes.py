@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from swarmnode.plan.scenario import Scenario
@@ -40,4 +42,4 @@ def cut(shares: list[float], units: int) -> list[Span]:
     edges[-1] = units
     for index in range(len(edges) - 2, -1, -1):
         edges[index] = min(edges[index], edges[index + 1] - 1)
-    return [Span(start, end) for start, end in zip(edges, edges[1:], strict=False)]
+    return [Span(start, end) for start, end in itertools.pairwise(edges)]

@@ -51,7 +51,7 @@ def clustered_order(scenario: Scenario) -> list[int]:
     groups = clusters(scenario)
 
     def crossing_s(order: Sequence[int]) -> float:
-        pairs = zip(order, order[1:], strict=False)
+        pairs = itertools.pairwise(order)
         return sum(1 / scenario.bandwidth_bps[groups[one][0], groups[other][0]] for one, other in pairs)
 
     best = min(itertools.permutations(range(len(groups))), key=crossing_s)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 WIDTH, HEIGHT = 640, 200
-LEFT, RIGHT, TOP, BOTTOM = 64, 12, 10, 28  # margins
+LEFT, RIGHT, TOP, BOTTOM = 64, 24, 10, 28  # margins
 COLOURS = ("#2a6f97", "#e07a5f", "#81b29a", "#7d5ba6", "#f2a541", "#5f6b6d")
 
 
@@ -56,7 +56,10 @@ def spans(title: str, units: int, rows: Sequence[tuple[str, int, int, float]]) -
             f'fill="{COLOURS[0]}" fill-opacity="{0.15 + 0.85 * min(1.0, share):.2f}">'
             f"<title>{escape(label)}: units {start} to {end - 1}, computing {share:.0%} of the time</title></rect>"
         )
-    return _figure(title, "".join(parts), TOP + len(rows) * row_height + 8)
+    bottom = TOP + len(rows) * row_height + 14
+    for unit in (0, units):
+        parts.append(f'<text x="{190 + width * unit / units:.1f}" y="{bottom}" text-anchor="middle">{unit}</text>')
+    return _figure(title, "".join(parts), bottom + 8)
 
 
 def _figure(title: str, inside: str, height: float) -> str:
@@ -108,4 +111,4 @@ def _short(value: float) -> str:
 
 def _clock(seconds: float) -> str:
     minutes = seconds / 60
-    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes:.0f} min" if minutes < 180 else f"{minutes / 60:.1f} h"
+    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes:.3g} min" if minutes < 180 else f"{minutes / 60:.3g} h"

@@ -19,7 +19,7 @@ from swarmnode.simulate.peers import Peer
 from swarmnode.simulate.serving import Serving
 from swarmnode.simulate.settings import Settings
 from swarmnode.simulate.training import Training
-from swarmnode.simulate.world import World
+from swarmnode.simulate.world import Workload, World
 
 Progress = Callable[[float, float], None]
 """(seconds simulated, of how many)"""
@@ -33,7 +33,7 @@ class Result:
     model: Model
     settings: Settings
     world: World
-    workload: Serving | Training
+    workload: Workload
     measures: Measures
     events: int
 
@@ -79,9 +79,9 @@ class Simulation:
     def __repr__(self) -> str:
         return f"<Simulation {self.settings.workload} on {self.scenario!r}, {self.world!r}>"
 
-    def run(self, progress: Progress = lambda _done, _of: None) -> Result:
-        """Let it happen."""
-        self._workload = workload = self._make_workload()
+    def run(self, progress: Progress = lambda _done, _of: None, workload: Workload | None = None) -> Result:
+        """Let it happen. `workload`: another one than the settings name."""
+        workload = workload or self._make_workload()
         self.world.begin(workload, self._spans)
         workload.begin()
         for change in self._changes:
@@ -89,11 +89,11 @@ class Simulation:
         seconds = self.settings.seconds
         while self.clock.now_s < seconds:
             self.clock.run(min(seconds, self.clock.now_s + self.settings.sample_s))
-            self._sample()
+            self._sample(workload)
             progress(self.clock.now_s, seconds)
         return Result(self.scenario, self.model, self.settings, self.world, workload, self.measures, self.clock.events)
 
-    def _make_workload(self) -> Serving | Training:
+    def _make_workload(self) -> Workload:
         if self.settings.workload == "train":
             return Training(self.world, self.settings.train, self._pipelines)
         return Serving(self.world, self.settings.serve, self._chance("sessions"))
@@ -108,12 +108,12 @@ class Simulation:
         else:
             self.world.vanish(peer)
 
-    def _sample(self) -> None:
+    def _sample(self, workload: Workload) -> None:
         alive = [peer for peer in self.world.peers if peer.alive]
         busy_s = sum(peer.busy_s for peer in self.world.peers)
         share = (busy_s - self._sampled_busy_s) / (self.settings.sample_s * max(1, len(alive)))
         self._sampled_busy_s = busy_s
-        gauges = {"peers": float(len(alive)), "share of time computing": share, **self._workload.gauges()}
+        gauges = {"peers": float(len(alive)), "share of time computing": share, **workload.gauges()}
         self.measures.sample(self.clock.now_s, gauges)
 
     def _chance(self, what: str) -> random.Random:

@@ -30,6 +30,12 @@ FIRST_CHOOSERS = 200  # of a large swarm's peers, those that choose one after an
 class Workload(Protocol):
     """What the swarm is there for. Told of what happens to peers."""
 
+    def begin(self) -> None:
+        """All peers are in place."""
+
+    def gauges(self) -> dict[str, float]:
+        """What a curve shows of this moment."""
+
     def ready(self, peer: Peer) -> None:
         """It begins to serve its span."""
 

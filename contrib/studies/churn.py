@@ -1,0 +1,75 @@
+"""What it costs that peers come and go: serving and training at 0, 10 and 100 % of the peers an hour. Prints JSON.
+
+    python contrib/studies/churn.py geo48_slow_links.json dtfm_regional_geo.json [--hours 0.5]
+
+Serving: a Llama-2-7B-like model on the 48 cards of the first scenario, at the default load. Training: GPT-2 XL on the second one,
+with V100s, steps of 64 sequences of 1024 tokens, gradients averaged every 20 steps. Leavers go without a word and another peer
+comes after five minutes on average. `cost` is the share of tokens lost against no churn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from shapes import transformer
+
+from swarmnode.plan.scenario import Scenario
+from swarmnode.simulate.measures import percentile
+from swarmnode.simulate.model import Model
+from swarmnode.simulate.settings import Settings, TrainSettings
+from swarmnode.simulate.simulation import Result, Simulation
+from swarmnode.swarm.run import Averaging
+
+RATES = (0.0, 0.1, 1.0)  # of the peers, an hour
+LLAMA_7B = transformer("llama-7b-like", 32, 4096, vocabulary=32000)
+GPT2_XL = transformer("gpt2-xl", 48, 1600, vocabulary=50257)
+KEPT = ("peers lost", "sessions begun", "sessions done", "sessions failed", "steps", "moves")
+
+
+def figures(result: Result, name: str) -> dict[str, Any]:
+    totals, values = result.measures.totals, result.measures.values
+    told: dict[str, Any] = {"tokens/s": totals[name] / result.settings.seconds}
+    told |= {key: totals[key] for key in KEPT if key in totals}
+    for key in ("first token, s", "between tokens, s", "session, s", "step, s"):
+        if key in values:
+            told[key] = {f"p{percent}": percentile(values[key], percent) for percent in (50, 99)}
+    told |= {
+        key: value for key, value in totals.items() if key.startswith(("lost", "replayed", "steps lost", "waiting"))
+    }
+    return told
+
+
+def study(scenario: Scenario, model: Model, settings: Settings, name: str) -> dict[str, Any]:
+    """One workload at all rates."""
+    found: dict[str, Any] = {}
+    for rate in RATES:
+        result = Simulation(scenario, model, dataclasses.replace(settings, churn=rate)).run()
+        found[f"{rate:.0%}"] = figures(result, name)
+    calm = found["0%"]["tokens/s"]
+    for told in found.values():
+        told["cost"] = 1 - told["tokens/s"] / calm
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("serving", type=Path)
+    parser.add_argument("training", type=Path)
+    parser.add_argument("--hours", type=float, default=0.5)
+    arguments = parser.parse_args()
+    homes, regions = Scenario.load(arguments.serving), Scenario.load(arguments.training)
+    cards = dataclasses.replace(regions, gpus=("V100",) * regions.devices)
+    train = TrainSettings(microbatches=64, sequence=1024, averaging=Averaging(every=20))
+    results = {
+        "serve": study(homes, LLAMA_7B, Settings(hours=arguments.hours), "tokens"),
+        "train": study(cards, GPT2_XL, Settings("train", hours=arguments.hours, train=train), "tokens trained"),
+    }
+    print(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
