@@ -117,9 +117,9 @@ class Node:
         turned_away = asyncio.ensure_future(presence.wait_turned_away())
         try:
             await asyncio.wait({living, stopped, turned_away}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (living, turned_away):
-                if task.done():
-                    task.result()
+            for ended in (living, turned_away):
+                if ended.done():
+                    ended.result()
             await self._leave(presence)
         finally:
             for task in (living, stopped, turned_away):
