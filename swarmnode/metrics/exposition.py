@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
@@ -21,6 +21,11 @@ from swarmnode.metrics.histogram import Histogram
 from swarmnode.metrics.metric import Kind, Metric, Reading, Source
 
 SCRAPE_TIMEOUT_S = 5.0
+FAMILIES: dict[Kind, Callable[..., Family]] = {
+    Kind.COUNTER: CounterMetricFamily,
+    Kind.GAUGE: GaugeMetricFamily,
+    Kind.HISTOGRAM: HistogramMetricFamily,
+}
 
 
 @dataclass(frozen=True)
@@ -56,12 +61,7 @@ class SwarmCollector(Collector):
 
 def family(metric: Metric) -> Family:
     """A metric without any figure yet."""
-    kinds = {
-        Kind.COUNTER: CounterMetricFamily,
-        Kind.GAUGE: GaugeMetricFamily,
-        Kind.HISTOGRAM: HistogramMetricFamily,
-    }
-    return kinds[metric.kind](metric.name, metric.help, labels=("swarm", *metric.labels))
+    return FAMILIES[metric.kind](metric.name, metric.help, labels=("swarm", *metric.labels))
 
 
 def add(family: Family, reading: Reading, swarm: str) -> None:

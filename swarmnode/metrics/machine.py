@@ -5,11 +5,12 @@ from __future__ import annotations
 import platform
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from swarmnode import __version__
 from swarmnode.metrics import table
-from swarmnode.metrics.metric import Reading, Readings, Source
+from swarmnode.metrics.metric import Metric, Reading, Readings, Source
 
 
 def machine(home: Path) -> Source:
@@ -57,7 +58,7 @@ class Card:
     def read(self) -> Readings:
         """Use, memory, temperature and power now."""
         nvml, handle = self._nvml, self._handle
-        figures = {
+        figures: dict[Metric, Callable[[], float]] = {
             table.GPU_BUSY: lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
             table.GPU_MEMORY_USED: lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
             table.GPU_MEMORY_SIZE: lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total,
