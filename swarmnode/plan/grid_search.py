@@ -20,9 +20,12 @@ from swarmnode.plan.grid import Grid, Problem
 from swarmnode.plan.layouts import layouts
 from swarmnode.plan.scenario import FloatArray
 from swarmnode.plan.stage_order import shortest_path
-from swarmnode.plan.swaps import Arrangement
+from swarmnode.plan.swaps import Arrangement, connected
 
 SURVIVORS = (8, 4, 2, 1)  # per round
+MOST_IDLE = (
+    2  # rounds that gain nothing before the search ends: where links are equal, layouts often are the best already
+)
 HOT, COLD = 0.015, 0.0005  # first and last temperature of a round, relative to the cost
 DRAWN_WITHIN = 12.0  # temperatures above the cheapest swap: e^-12 of its probability, never drawn
 ORDERED_EVERY = 100  # swaps
@@ -63,16 +66,13 @@ class Search:
     def run(self, start: Grid | None = None) -> Grid:
         """The best grid that the work allows, beginning from `start` or from layouts of clusters."""
         grids = self._starts() if start is None else self._ranked([_reordered(Arrangement(self.problem, start)).grid])
-        reached_s = [self._best_s]  # after each round
+        idle = 0  # rounds that gained nothing
         for survivors in SURVIVORS:
-            grids = grids[:survivors]
+            grids, before_s = grids[:survivors], self._best_s
             steps = self._steps // len(SURVIVORS) // len(grids)
-            if steps < FEWEST_STEPS or self._expired():
-                break
-            grids = self._ranked([*grids, *(self._anneal(grid, steps) for grid in grids)])
-            reached_s.append(self._best_s)
-            if reached_s[-1] == reached_s[-3:][0] and len(reached_s) > 2:
-                break  # two rounds for nothing: where links are equal, a layout of clusters often is the best already
+            if steps >= FEWEST_STEPS and idle < MOST_IDLE and not self._expired():
+                grids = self._ranked([*grids, *(self._anneal(grid, steps) for grid in grids)])
+                idle = idle + 1 if self._best_s == before_s else 0
         self._progress(1.0, self._best_s)
         return grids[0]
 
@@ -87,10 +87,8 @@ class Search:
             if self._expired():
                 break
         best = sorted(promises.values(), key=lambda promise: promise[0])[: SURVIVORS[0]]
-        matched = (
-            Arrangement(problem, grid).grid for number, (_, grid) in enumerate(best) if not (number and self._expired())
-        )
-        return self._ranked(matched)
+        hops = range(problem.stages - 1)
+        return self._ranked(connected(problem, grid, hops) for _, grid in best)
 
     def _ranked(self, grids: Iterable[Grid]) -> list[Grid]:
         """The cheapest first, without repetition."""

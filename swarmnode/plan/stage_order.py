@@ -15,7 +15,7 @@ from swarmnode.plan.scenario import FloatArray
 
 EXACT = 10  # 2^10 x 10 partial paths; each further group would double that
 MOVED = 3  # the longest part that is moved elsewhere
-MAX_CHANGES = 500
+MOST_WORK = 2e7  # elements of the matrices in which changes are looked for
 Path = npt.NDArray[np.intp]
 
 
@@ -64,7 +64,7 @@ def _by_size(count: int) -> list[npt.NDArray[np.intp]]:
 def _improved(length: FloatArray, order: list[int]) -> list[int]:
     """Turn and move parts of the path, the best change first, until nothing of the kind shortens it (or it took too long)."""
     ends = np.pad(length, (0, 1))  # a group that is near to all stands before the first and behind the last
-    for _ in range(MAX_CHANGES):
+    for _ in range(int(MOST_WORK / len(length) ** 2)):
         path = np.array([len(length), *order, len(length)])
         changes = [_best_turn(ends, path), *(_best_move(ends, path, size) for size in range(1, MOVED + 1))]
         gain, changed = max(changes, key=lambda change: change[0])

@@ -7,6 +7,8 @@ pairs in adjacent stages, which share a hop, need more. Devices that are not use
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from swarmnode.plan.grid import Cost, Grid, Problem
@@ -14,12 +16,21 @@ from swarmnode.plan.matching import bottleneck_matching
 from swarmnode.plan.scenario import FloatArray
 
 
+def connected(problem: Problem, grid: Grid, hops: Iterable[int]) -> Grid:
+    """The grid with pipelines connected anew across these hops (hop h: from stage h to h + 1), over the fastest links."""
+    grid = grid.copy()
+    for hop in hops:
+        columns = bottleneck_matching(problem.hop_s[grid[hop][:, None], grid[hop + 1]])
+        grid[hop + 1 :] = grid[hop + 1 :, columns]
+    return grid
+
+
 class Arrangement:
     """A grid with the tables that make swaps cheap. `grid` [S, R] is its state; hops are kept optimally matched."""
 
     def __init__(self, problem: Problem, grid: Grid) -> None:
         self.problem = problem
-        self.grid: Grid = grid.copy()
+        self.grid = connected(problem, grid, range(problem.stages - 1))
         devices = problem.devices
         # One device more than there are stands for nobody: before the first stage, behind the last, around the bench.
         self._hop_s = np.zeros((devices + 1, devices + 1))
@@ -29,7 +40,6 @@ class Arrangement:
         self._replaced_s = np.zeros((devices, devices))  # averaging of a's stage with b in a's place
         for stage in range(problem.stages):
             self._enter(stage)
-        self.match(range(problem.stages - 1))
 
     def __repr__(self) -> str:
         return f"Arrangement({self.problem!r}, {self.cost.total_s:.3f} s)"
@@ -38,13 +48,6 @@ class Arrangement:
     def cost(self) -> Cost:
         """What the grid costs as it stands."""
         return Cost(float(self._averaging_s.max()), self.problem.pipeline_s(self.grid))
-
-    def match(self, hops: range | list[int]) -> None:
-        """Connect the pipelines anew across these hops (hop h: from stage h to h + 1), such that the slowest link is fastest."""
-        for hop in hops:
-            here, there = self.grid[hop], self.grid[hop + 1]
-            columns = bottleneck_matching(self.problem.hop_s[here[:, None], there])
-            self.grid[hop + 1 :] = self.grid[hop + 1 :, columns]
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two devices of different stages, or one of a stage for one of the bench."""
@@ -56,7 +59,7 @@ class Arrangement:
         for stage in stages:
             self._enter(stage)
         hops = {hop for stage in stages for hop in (stage - 1, stage) if 0 <= hop < self.problem.stages - 1}
-        self.match(sorted(hops))
+        self.grid = connected(self.problem, self.grid, sorted(hops))
 
     def swap_costs(self) -> FloatArray:
         """[D, D]: total seconds after swapping two devices, before pipelines are connected anew; infinite where it is no swap."""

@@ -36,7 +36,7 @@ def test_small_problems_are_solved(seed: int) -> None:
     problem = random_problem(stages=3, replicas=2, devices=7, seed=seed)
     grids = (np.array(order).reshape(3, 2) for order in permutations(range(7), 6))
     best_s = min(problem.cost(grid).total_s for grid in grids)
-    assert problem.cost(Search(problem, effort=0.02).run()).total_s == pytest.approx(best_s)
+    assert problem.cost(Search(problem, effort=0.5).run()).total_s == pytest.approx(best_s)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_nothing_to_send_costs_the_delays() -> None:
 
 def test_same_seed_same_grid() -> None:
     problem = Problem.on(noisy_regions(24, 4, seed=2), stages=4, replicas=6, traffic=GPT3_XL)
-    first, again, other = (Search(problem, seed=seed, effort=0.03).run() for seed in (3, 3, 4))
+    first, again, other = (Search(problem, seed=seed, effort=0.1).run() for seed in (3, 3, 4))
     assert first.tolist() == again.tolist()
     assert first.tolist() != other.tolist()
 
@@ -104,10 +104,10 @@ def test_progress_ends_at_one_and_costs_only_fall() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_better_than_plain_annealing(seed: int) -> None:
-    """Swaps of two places at random, accepted by Metropolis' rule, ten times the processor time of the search."""
+    """Swaps of two places at random, accepted by Metropolis' rule, three times the processor time of the search."""
     problem = Problem.on(noisy_regions(24, 4, seed=seed), stages=4, replicas=6, traffic=GPT3_XL)
     begin = time.process_time()
-    found_s = problem.cost(Search(problem, effort=0.05).run()).total_s
+    found_s = problem.cost(Search(problem, effort=0.15).run()).total_s
     assert found_s < 1.01 * annealed(problem, seed, 3 * (time.process_time() - begin))
 
 
