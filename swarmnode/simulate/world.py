@@ -69,6 +69,7 @@ class World:
         self.settings = settings
         self.measures = measures
         self.directory = Directory(clock, model.units, settings.directory)
+        self.choose = choose_span  # a study may put another rule here
         self.workload: Workload
         self._chance = chance
         self._trains = trains
@@ -92,7 +93,7 @@ class World:
             if spans is not None:
                 peer.span = spans[number]
             elif number < choosers:
-                peer.span = choose_span(self.directory.view(), peer.joiner())
+                peer.span = self.choose(self.directory.view(), peer.joiner())
             else:
                 peer.span = self.peers[number % choosers].span
             self._serve(peer)
@@ -146,7 +147,7 @@ class World:
             self.by_id[peer.peer] = peer
 
     def _choose(self, peer: Peer) -> Span:
-        return self.measures.timed("choose", lambda: choose_span(self.directory.view(), peer.joiner()))
+        return self.measures.timed("choose", lambda: self.choose(self.directory.view(), peer.joiner()))
 
     def _settle(self, peer: Peer) -> None:
         """Look again, now that others' claims are known."""
