@@ -33,7 +33,8 @@ class Mailbox:
 
     def __init__(self, switchboard: Switchboard) -> None:
         self._switchboard = switchboard
-        self._channels: dict[PeerId, Channel] = {}
+        self._channels: dict[PeerId, Channel] = {}  # on which we speak
+        self._watched: dict[PeerId, Channel] = {}  # silent ones, that tell when a peer is lost
         self._letters: dict[Slot, Letter] = {}
         self._letter_bytes = 0
         self._wanted: dict[Slot, asyncio.Future[Letter]] = {}
@@ -54,7 +55,7 @@ class Mailbox:
 
     async def send(self, peer: PeerId, head: Part, payload: list[Buffer]) -> None:
         """Raises PeerLost."""
-        channel = await self._channel_to(peer)
+        channel = await self._channel_to(peer, self._channels)
         channel.send(head, payload=payload)
         await channel.drain()
 
@@ -62,7 +63,7 @@ class Mailbox:
         """The part of these numbers from a peer. Raises PeerLost where it is lost, or the attempt is over."""
         slot = _slot(head, peer)
         if slot not in self._letters:
-            await self._channel_to(peer)  # so that its loss is noticed
+            await self._channel_to(peer, self._watched)  # so that its loss is noticed
         if slot in self._letters:
             return self._take(slot)
         future: asyncio.Future[Letter] = asyncio.get_running_loop().create_future()
@@ -94,10 +95,12 @@ class Mailbox:
         self._letter_bytes -= len(letter.payload)
         return letter
 
-    async def _channel_to(self, peer: PeerId) -> Channel:
-        channel = self._channels.get(peer)
+    async def _channel_to(self, peer: PeerId, channels: dict[PeerId, Channel]) -> Channel:
+        """One to speak on is never one that has been silent: others may have begun since, and what comes under a lower number
+        than theirs for the first time is taken for a conversation that is over."""
+        channel = channels.get(peer)
         if channel is None or not channel.open:
-            channel = self._channels[peer] = await self._switchboard.call(
+            channel = channels[peer] = await self._switchboard.call(
                 peer, lambda _frame, _body: None, lambda error: self._lost(peer, error)
             )
         return channel
@@ -105,6 +108,7 @@ class Mailbox:
     def _lost(self, peer: PeerId, error: PeerError) -> None:
         """Whoever waits for a part of this peer waits in vain."""
         self._channels.pop(peer, None)
+        self._watched.pop(peer, None)
         for slot, future in self._wanted.items():
             if slot[-1] == peer and not future.done():
                 future.set_exception(error)
