@@ -10,7 +10,7 @@ from typing import Any
 from swarmnode.net.from_hivemind import DHTID, PeerID
 
 REPLICAS = 5
-REMEMBERED_S = 150.0  # newcomers nearer to the key are overlooked for so long; readers ask the next nearest, too
+REMEMBERED_S = 500.0  # newcomers nearer to the key are overlooked for so long; readers ask the next nearest, too
 MAX_KEYS = 64
 
 

@@ -39,7 +39,7 @@ MAX_CODEC = 255
 COORDINATE_NUMBERS = 5
 MAX_COORDINATE = 1 << 20  # 105 s in steps of 0.1 ms: far beyond any round trip
 REMEMBERED_RECORDS = 1024
-MAX_LIFE_S = 120.0
+MAX_LIFE_S = 600.0
 MAX_SKEW_S = 10.0
 
 Sign = Callable[[bytes], bytes]

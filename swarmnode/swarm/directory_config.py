@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-KEY_BYTES = 2000  # of a read, for each key: asking from neighbour to neighbour where it lies
+KEY_BYTES = 6000  # of a read, for each key: asking some five peers, from neighbour to neighbour, where it lies
 RECORD_BYTES = 100  # of a record besides its value: subkey, expiry, framing
 
 
@@ -17,11 +17,11 @@ class DirectoryConfig:
     max_read_s: float = 5.0
     calm_growth: float = 1.3  # reads that find the same peers in the same places follow one another more slowly
     read_bytes_per_s: float = 12_000.0  # a read that brought more delays the next one
-    large_read_bytes_per_s: float = 400.0  # the same in a large swarm, of which only a sample is known
+    large_read_bytes_per_s: float = 600.0  # the same in a large swarm, of which only a sample is known
     publish_s: float = 5.0
-    max_publish_s: float = 37.5
-    life_factor: float = 3.2  # an announcement outlives three lost refreshes: 16 s, in a large swarm 120 s
-    crowd: int = 40  # peers beyond which reading slows down (publishing: from four times as many)
+    max_publish_s: float = 150.0
+    life_factor: float = 3.2  # an announcement outlives three lost refreshes: 16 s, in the largest swarms 8 min
+    crowd: int = 40  # peers beyond which reading slows down (publishing: from twice as many)
     retry_s: float = 1.0  # after a store that nobody took
     dht_timeout_s: float = 10.0
     save_s: float = 30.0
@@ -32,7 +32,7 @@ class DirectoryConfig:
 
     def publish_period_s(self, peers: float) -> float:
         """Seconds between two refreshes of the own announcement."""
-        return min(self.max_publish_s, self.publish_s * max(1.0, peers / (4 * self.crowd)))
+        return min(self.max_publish_s, self.publish_s * max(1.0, peers / (2 * self.crowd)))
 
     def rest_s(self, keys: int, values_bytes: Sequence[int], *, large: bool) -> float:
         """Seconds that a read of so many keys, which brought values of these sizes, is to be paid with."""

@@ -5,6 +5,7 @@ import pytest
 from swarmnode.metrics import table
 from swarmnode.swarm.announcement import MAX_LIFE_S, State, sign_announcement
 from swarmnode.swarm.directory import Directory, DirectoryConfig
+from swarmnode.swarm.directory_config import KEY_BYTES
 from swarmnode.swarm.known_peers import KnownPeers
 from tests.swarm.clock import FakeClock, settle
 from tests.swarm.memory_dht import MemoryDht, MemoryNetwork
@@ -231,9 +232,9 @@ async def test_who_moves_says_so_where_it_was(world):
 
 async def test_periods_grow_with_the_swarm_and_stay_below_the_longest_life():
     config = DirectoryConfig()
-    assert [config.publish_period_s(peers) for peers in (1, 160, 320, 10_000)] == [5.0, 5.0, 10.0, 37.5]
+    assert [config.publish_period_s(peers) for peers in (1, 80, 160, 10_000)] == [5.0, 5.0, 10.0, 150.0]
     assert config.max_publish_s * config.life_factor <= MAX_LIFE_S
-    assert config.rest_s(1, [500] * 64, large=True) == pytest.approx((2000 + 64 * 600) / 400)
+    assert config.rest_s(1, [500] * 64, large=True) == pytest.approx((KEY_BYTES + 64 * 600) / 600)
 
 
 async def test_a_directory_counts_what_it_asks_of_the_dht(world):
