@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -170,6 +171,7 @@ class Container:
         **environment: str,
     ) -> None:
         self._root = root
+        self._environment = environment
         prepare = (
             f'mount -t tmpfs shm {root.folder}/dev/shm && {"true" if beside else "ip link set lo up"} && exec "$@"'
         )
@@ -184,6 +186,7 @@ class Container:
             stdout=output,
             text=True,
         )
+        self.pid = self._first_process()
 
     def __enter__(self) -> Container:
         return self
@@ -196,18 +199,20 @@ class Container:
     def __repr__(self) -> str:
         return f"<Container of {self._root!r} {self.process.poll()}>"
 
-    @property
-    def pid(self) -> int:
-        """The container's first process, by its number on this machine. Raises IndexError where it has ended."""
-        parent = self.process.pid
-        return int(Path(f"/proc/{parent}/task/{parent}/children").read_text().split()[0])
-
-    def execute(self, words: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run a command beside the first process, to its end."""
+    def execute(self, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run a command beside the first process, in its environment, to its end."""
         entered = ["nsenter", f"--target={self.pid}", "--mount", "--pid", "--net", "--ipc", "--uts"]
         return subprocess.run(
-            [*entered, *self._root.command(words, **environment)], capture_output=True, text=True, timeout=120
+            [*entered, *self._root.command(words, **self._environment)], capture_output=True, text=True, timeout=120
         )
+
+    def _first_process(self) -> int:
+        """The container's first process, by its number on this machine, once `unshare` has forked it."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        while not (numbers := children.read_text().split()):
+            assert self.process.poll() is None, f"{self!r} has not come to life"
+            time.sleep(0.01)
+        return int(numbers[0])
 
     def healthy(self) -> bool:
         """What the image's health check says."""
