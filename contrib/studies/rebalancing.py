@@ -100,7 +100,7 @@ def study(peers: int, hours: float, seed: int, *, rebalance: bool, choose: Choos
         even_network("T4", peers, delay_s=0.001, bandwidth_bps=1e10),
         memory_bytes=(limit_bytes_for(MODEL.serving_sizes.need_bytes(0, UNITS_EACH, 0)),) * peers,
     )
-    swarm = SwarmSettings(rebalance=rebalance, look_s=10.0, cache_tokens=0)
+    swarm = SwarmSettings(rebalance=rebalance, cache_tokens=0)
     settings = Settings(hours=hours, sample_s=600.0, serve=ServeSettings(), swarm=swarm)
     simulation = Simulation(scenario, MODEL, settings, trace=preemptions(peers, hours, seed))
     simulation.world.choose = choose

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.placement import Joiner
+from swarmnode.plan.placement import Joiner, Move
 from swarmnode.plan.view import PeerView, Span
 from swarmnode.simulate.devices import Device
 from swarmnode.swarm.announcement import State
@@ -28,7 +28,7 @@ class Peer:
     cache_free_bytes: float = 0.0
     life: int = 0  # how often it came: what was planned for an earlier life is void
     load_is_news: bool = field(default=False, repr=False)  # an announcement of it is planned
-    wish: tuple[Span, float] | None = field(default=None, repr=False)  # where it would rather be, and since when
+    wish: Move | None = field(default=None, repr=False)  # where it would rather be
     busy_s: float = field(default=0.0, repr=False)
 
     def __repr__(self) -> str:

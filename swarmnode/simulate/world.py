@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from swarmnode.plan.flow import supply_of, throughput
-from swarmnode.plan.placement import Stakes, choose_span
+from swarmnode.plan.placement import Move, Stakes, choose_span
 from swarmnode.plan.view import Span
 from swarmnode.simulate.clock import Clock
 from swarmnode.simulate.directory import Directory
@@ -186,24 +187,26 @@ class World:
     # -- looking
 
     def _look(self) -> None:
-        """All look at the same picture at about the same time, in an order drawn anew. A wish must have stood for a while."""
-        now_s = self.clock.now_s
+        """All look at the same picture. Whoever would rather be elsewhere goes when its wish has stood for as long as it must."""
         for peer in self._ready_peers():
             move = self._outlook.move(peer)
             if move is None:
                 peer.wish = None
-            elif peer.wish is None or peer.wish[0] != move.span:
-                peer.wish = move.span, now_s
-            if move is not None and peer.wish is not None and now_s - peer.wish[1] >= move.delay_s:
-                self._move(peer, move.span)
+            elif peer.wish is None or peer.wish.span != move.span:
+                peer.wish = move
+                self._later(peer, move.delay_s, partial(self._act, peer, move))
         self.clock.after(self.settings.look_s, self._look)
+
+    def _act(self, peer: Peer, wish: Move) -> None:
+        """Go, if that is still what the peer wants."""
+        move = self._outlook.move(peer) if peer.wish is wish and peer.state is State.READY else None
+        if move is not None and move.span == wish.span:
+            self._move(peer, move.span)
 
     def _ready_peers(self) -> list[Peer]:
         if self._outlook.all_stay():
             return []
-        ready = [peer for peer in self.by_id.values() if peer.state is State.READY]
-        self._chance.shuffle(ready)
-        return ready
+        return [peer for peer in self.by_id.values() if peer.state is State.READY]
 
     def _move(self, peer: Peer, span: Span) -> None:
         """Let the sessions go elsewhere, then load the other span."""
