@@ -55,9 +55,8 @@ def make_invite(swarm: Swarm, owner: SigningKey, terms: InviteTerms, book: Guest
     if not swarm.private:
         raise UsageError(f"{swarm.name} is not private: everybody may join with the invite that `create` printed")
     grant, secret = make_grant(swarm, owner, terms, book)
-    return encode_invite(
-        OwnedInvite(swarm.id, swarm.name, swarm.bootstraps, swarm.owner, swarm.signature, grant, secret)
-    )
+    address = (swarm.id, swarm.name, swarm.bootstraps, swarm.owner, swarm.signature, True)
+    return encode_invite(OwnedInvite(*address, grant, secret))
 
 
 def with_host_grant(swarm: Swarm, owner: SigningKey, book: Guestbook) -> Swarm:

@@ -45,11 +45,13 @@ class Invite(msgspec.Struct, array_like=True, frozen=True):
 class OwnedInvite(Invite, frozen=True):
     """An invite to a swarm that has an owner: its public key and its signature of the swarm (32 and 64 bytes).
 
-    Of a private swarm also the grant that it gives and the private key of the invite, which is a secret of who holds it.
+    Of a private swarm also the grant that it gives and the private key of the invite, which is a secret of who holds it;
+    without them it is an address and admits nobody.
     """
 
     owner: bytes = b""
     signature: bytes = b""
+    private: bool = False
     grant: bytes = b""
     secret: bytes = b""
 
@@ -149,7 +151,8 @@ def _owners_rules(invite: OwnedInvite) -> dict[str, bool]:
     return {
         "an owner's key of 32 bytes": len(invite.owner) == PUBLIC_BYTES,
         "the owner's signature of the swarm": is_owners(invite.swarm_id, invite.owner, invite.signature),
-        "a grant of the owner's with its key": not (invite.grant or invite.secret) or _grants(invite),
+        "a grant of the owner's with its key": not (invite.grant or invite.secret)
+        or (invite.private and _grants(invite)),
     }
 
 

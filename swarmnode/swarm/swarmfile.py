@@ -46,6 +46,7 @@ class Swarm:
     bootstrap_listen: tuple[str, ...] = ()
     owner: bytes = b""
     signature: bytes = b""
+    private: bool = False  # only those whom the owner invited belong to it
     grant: bytes = b""
     secret: bytes = b""
     revocations: bytes = b""
@@ -58,13 +59,10 @@ class Swarm:
     def invite(self) -> str:
         """The line of text to hand out. To a private swarm it grants nothing: `swarmnode invite` makes those that do."""
         if self.owner:
-            return encode_invite(OwnedInvite(self.id, self.name, self.bootstraps, self.owner, self.signature))
+            return encode_invite(
+                OwnedInvite(self.id, self.name, self.bootstraps, self.owner, self.signature, self.private)
+            )
         return encode_invite(Invite(self.id, self.name, self.bootstraps))
-
-    @property
-    def private(self) -> bool:
-        """Whether only those whom the owner invited belong to it, as far as is known before its manifest is here."""
-        return bool(self.grant) if self.manifest is None else self.manifest.membership == PRIVATE
 
     def with_manifest(self, raw: bytes) -> Swarm:
         """The same swarm with its manifest. Raises ProtocolError where the bytes are another swarm's, not valid, or not signed
@@ -72,6 +70,8 @@ class Swarm:
         if swarm_id(raw) != self.id:
             raise ProtocolError("the manifest's hash is not the swarm's id")
         manifest = decode_manifest(raw)
+        if (manifest.membership == PRIVATE) != self.private:
+            raise ProtocolError("the manifest and the invite differ in who may join: the invite was tampered with")
         if manifest.owner != self.owner or (self.owner and not is_owners(self.id, self.owner, self.signature)):
             raise ProtocolError(
                 "the manifest is not signed by its owner: the invite is not the owner's; ask for another"
@@ -96,7 +96,8 @@ class _SwarmFile(msgspec.Struct):
 def new_swarm(manifest_bytes: bytes, signature: bytes = b"") -> Swarm:
     """The swarm of a manifest, with its owner's signature where it has one. Raises ProtocolError where either is not valid."""
     manifest = decode_manifest(manifest_bytes)
-    swarm = Swarm(swarm_id(manifest_bytes), manifest.name, owner=manifest.owner, signature=signature)
+    private = manifest.membership == PRIVATE
+    swarm = Swarm(swarm_id(manifest_bytes), manifest.name, owner=manifest.owner, signature=signature, private=private)
     return swarm.with_manifest(manifest_bytes)
 
 
@@ -141,7 +142,14 @@ def _invited(text: str) -> Swarm:
     swarm = Swarm(invite.swarm_id, invite.name, invite.bootstraps)
     if not isinstance(invite, OwnedInvite):
         return swarm
-    return replace(swarm, owner=invite.owner, signature=invite.signature, grant=invite.grant, secret=invite.secret)
+    return replace(
+        swarm,
+        owner=invite.owner,
+        signature=invite.signature,
+        private=invite.private,
+        grant=invite.grant,
+        secret=invite.secret,
+    )
 
 
 def _read(path: Path) -> bytes:
