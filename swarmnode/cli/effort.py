@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import typer
 
 NOMINAL_S = 10.0  # what a search of effort 1 takes at most on a slow core
-RESERVE_S = 0.1  # to print what was found
+RESERVE_S, RESERVE_SHARE = 0.1, 0.02  # of a limit, kept to start and to print what was found
 
 
 class Effort:
@@ -38,7 +38,9 @@ class Effort:
 
     def expired(self) -> bool:
         """Whether the limit is reached; then it has cut the search short."""
-        self._cut = self._cut or (self._limit_s is not None and self.taken_s >= self._limit_s - RESERVE_S)
+        self._cut = self._cut or (
+            self._limit_s is not None and self.taken_s >= (1 - RESERVE_SHARE) * self._limit_s - RESERVE_S
+        )
         return self._cut
 
     def tell_if_cut(self) -> None:

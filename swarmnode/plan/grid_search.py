@@ -100,6 +100,8 @@ class Search:
     def _anneal(self, start: Grid, steps: int) -> Grid:
         """The best grid on a random walk of so many swaps that cools down."""
         problem = self.problem
+        if self._expired():
+            return start
         arrangement = Arrangement(problem, start)
         best, best_s = arrangement.grid.copy(), arrangement.cost.total_s
         for step in range(steps):
@@ -118,8 +120,7 @@ class Search:
             cost_s = arrangement.cost.total_s
             if cost_s < best_s:
                 best, best_s = arrangement.grid.copy(), cost_s
-        grid: Grid = _reordered(Arrangement(problem, best)).grid
-        return grid
+        return best if self._expired() else _reordered(Arrangement(problem, best)).grid
 
 
 def _step_work(problem: Problem) -> float:
