@@ -32,7 +32,7 @@ from swarmnode.net.virtual_time import run_virtual
 from swarmnode.swarm import shards
 from swarmnode.swarm.announcement import VERSION, Announcement, State, peer_digest, sign_announcement
 from swarmnode.swarm.directory import Directory, DirectoryConfig
-from swarmnode.swarm.shards import DOOR, Shard
+from swarmnode.swarm.shards import DOOR
 
 SWARM = bytes(32)
 EPOCH_S = 1_790_000_000.0
@@ -137,7 +137,7 @@ def said(span: tuple[int, int]) -> dict[str, Any]:
         "addresses": ("/ip4/203.0.113.77/tcp/40123", "/ip4/192.168.178.21/tcp/40123"),
         "coordinate": (-1200, 800, 341, 55, 12),
         "reachability": 2,
-        "unit_us": {other: 1230 for other in others},
+        "unit_us": dict.fromkeys(others, 1230),
     }
 
 
@@ -240,7 +240,8 @@ def knowledge(watchers: Sequence[Watcher]) -> dict[str, Any]:
     """What the watchers know at this moment."""
     views = [watcher.directory.peers().values() for watcher in watchers]
     ages_s = [unix_time() - peer.issued_at for view in views for peer in view]
-    at_home, elsewhere = [], []
+    at_home: list[int] = []
+    elsewhere: list[int] = []
     for watcher, view in zip(watchers, views, strict=True):
         for unit in range(max(peer.span[1] for peer in view)):
             home = watcher.span[0] <= unit < watcher.span[1]

@@ -187,7 +187,7 @@ class Directory:
             values = {shard: [record.value for record in found.get(key, {}).values()] for shard, key in keys.items()}
             self._survey.saw({shard: self._observe(records) for shard, records in values.items()})
             sizes = [len(value) for records in values.values() for value in records]
-            self._rest_s = self.config.rest_s(len(keys), sizes, large=large)
+            self._rest_s = self.config.rest_s(len(keys), sizes, self.crowd)
         self._update()
         await self._remember()
 

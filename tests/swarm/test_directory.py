@@ -234,7 +234,9 @@ async def test_periods_grow_with_the_swarm_and_stay_below_the_longest_life():
     config = DirectoryConfig()
     assert [config.publish_period_s(peers) for peers in (1, 80, 160, 10_000)] == [5.0, 5.0, 10.0, 150.0]
     assert config.max_publish_s * config.life_factor <= MAX_LIFE_S
-    assert config.rest_s(1, [500] * 64, large=True) == pytest.approx((KEY_BYTES + 64 * 600) / 600)
+    read_bytes = KEY_BYTES + 64 * 600
+    rests_s = [config.rest_s(1, [500] * 64, peers) for peers in (64, 1024, 10_000)]
+    assert rests_s == [pytest.approx(read_bytes / rate) for rate in (12_000, 3_000, 600)]
 
 
 async def test_a_directory_counts_what_it_asks_of_the_dht(world):
