@@ -32,10 +32,10 @@ ORDERED_EVERY = 100  # swaps
 # Work is measured in elements of matrices that numpy goes through; a step has a part that does not depend on their sizes.
 STEP_WORK = 20_000
 ORDER_WORK = 300  # per pair of stages
-DEFAULT_WORK = 4e8
+DEFAULT_WORK = 6e8
 MAX_LAYOUTS = 1000
 LAYOUT_SHARE = 0.1  # of the work
-ENOUGH_STEPS = 250  # per device: more gain nothing on small networks
+ENOUGH_STEPS = 350  # per device: more gain nothing on small networks
 FEWEST_STEPS = 10  # in a round: below which annealing cannot achieve anything
 
 

@@ -72,12 +72,12 @@ def test_the_same_seed_gives_the_same_plan(network: Path) -> None:
 
 
 def test_the_clock_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the processor, so that a busy machine that stops us for a while does not count."""
-    monkeypatch.setattr("swarmnode.cli.effort.time.monotonic", time.process_time)
+    """Told on a machine a third as fast. The processor's time counts, so that others on a busy machine do not matter."""
+    monkeypatch.setattr("swarmnode.cli.effort.time.monotonic", lambda: 3 * time.process_time())
     random = np.random.default_rng(0)
-    matrix = random.uniform(0.1, 1.0, (300, 300)).tolist()
-    large = write(tmp_path / "large.json", devices=300, delay_ms=matrix, bandwidth_gbps=matrix)
-    value = plan(large, "--stages", "15", "--replicas", "20", *SIZES, "--seconds", "2")
+    matrix = random.uniform(0.1, 1.0, (200, 200)).tolist()
+    large = write(tmp_path / "large.json", devices=200, delay_ms=matrix, bandwidth_gbps=matrix)
+    value = plan(large, "--stages", "10", "--replicas", "20", *SIZES, "--seconds", "2")
     assert 1.8 < value["seconds"] <= 1.05 * 2
 
 
