@@ -31,6 +31,7 @@ from swarmnode.roles.router import DirectoryRouter
 from swarmnode.swarm.content import has_tokenizer
 from swarmnode.swarm.manifest import TRAIN
 from swarmnode.swarm.swarmfile import Swarm, load_swarm
+from swarmnode.swarm.trust import EVERYBODY, Trust, parse_trust
 from swarmnode.tokenizer import ByteTokenizer, Tokenizer, stop_ids, vocabulary_size
 
 if TYPE_CHECKING:
@@ -83,8 +84,9 @@ class TextStream:
 class SwarmClient:
     """The asyncio client. Made by `join` (or `aconnect`), ended by `close`."""
 
-    def __init__(self, presence: Presence, config: ClientConfig) -> None:
+    def __init__(self, presence: Presence, config: ClientConfig, trust: Trust = EVERYBODY) -> None:
         self.config = config
+        self.trust = trust
         self._presence = presence
         self._switchboard = Switchboard(
             presence.network,
@@ -106,8 +108,11 @@ class SwarmClient:
             self._presence.directory.suspect(error.peer, error.code.name)
 
     @classmethod
-    async def join(cls, swarm: Swarm, *, home: Path | None = None, patience_s: float = 60.0) -> SwarmClient:
-        """Find the swarm. Raises NetworkDown where nobody answers within `patience_s` seconds."""
+    async def join(
+        cls, swarm: Swarm, *, home: Path | None = None, patience_s: float = 60.0, trust: Trust = EVERYBODY
+    ) -> SwarmClient:
+        """Find the swarm; routes will go through peers in `trust` only. Raises NetworkDown where nobody answers within
+        `patience_s` seconds, NotAdmitted where those who answer do not have us."""
         if home is None:
             import platformdirs
 
@@ -119,7 +124,7 @@ class SwarmClient:
         except BaseException:
             await presence.close()
             raise
-        return cls(presence, ClientConfig(patience_s=patience_s))
+        return cls(presence, ClientConfig(patience_s=patience_s), trust)
 
     async def __aenter__(self) -> SwarmClient:
         return self
@@ -189,7 +194,7 @@ class SwarmClient:
         return stream.result
 
     def _router(self, span: Span, *, ring: bool) -> DirectoryRouter:
-        return DirectoryRouter(self._presence, self.units, span, ring=ring)
+        return DirectoryRouter(self._presence, self.units, span, ring=ring, trust=self.trust)
 
     # -- transformers
 
@@ -264,9 +269,11 @@ def _import_causal_lm() -> tuple[Any, Any]:
     return RemoteCausalLM, Ends
 
 
-async def aconnect(swarm: str | Path, *, home: Path | None = None, patience_s: float = 60.0) -> SwarmClient:
-    """Join a swarm (a .swarm file or an invite) as an asyncio client: `async with await aconnect(...) as swarm`."""
-    return await SwarmClient.join(load_swarm(swarm), home=home, patience_s=patience_s)
+async def aconnect(
+    swarm: str | Path, *, home: Path | None = None, patience_s: float = 60.0, trust: Sequence[str] = ()
+) -> SwarmClient:
+    """Join a swarm as an asyncio client: `async with await aconnect(...) as swarm`. See `connect`."""
+    return await SwarmClient.join(load_swarm(swarm, home), home=home, patience_s=patience_s, trust=parse_trust(trust))
 
 
 class SyncStream:
@@ -298,14 +305,14 @@ class SyncStream:
 class SyncSwarm:
     """The client for everybody without asyncio: runs a SwarmClient on a loop in a thread of its own. Made by `connect`."""
 
-    def __init__(self, swarm: Swarm, *, home: Path | None, patience_s: float) -> None:
+    def __init__(self, swarm: Swarm, *, home: Path | None, patience_s: float, trust: Trust) -> None:
         import uvloop
 
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="swarmnode-client", daemon=True)
         self._thread.start()
         try:
-            self._client = self.run(SwarmClient.join(swarm, home=home, patience_s=patience_s))
+            self._client = self.run(SwarmClient.join(swarm, home=home, patience_s=patience_s, trust=trust))
         except BaseException:
             self._stop()
             raise
@@ -365,6 +372,12 @@ async def _cancel_the_rest() -> None:
     await asyncio.gather(*rest, return_exceptions=True)
 
 
-def connect(swarm: str | Path, *, home: Path | None = None, patience_s: float = 60.0) -> SyncSwarm:
-    """Join a swarm (a .swarm file or an invite) as a client: `with connect(...) as swarm`. Raises NetworkDown, UsageError."""
-    return SyncSwarm(load_swarm(swarm), home=home, patience_s=patience_s)
+def connect(
+    swarm: str | Path, *, home: Path | None = None, patience_s: float = 60.0, trust: Sequence[str] = ()
+) -> SyncSwarm:
+    """Join a swarm (a .swarm file, an invite, or a public swarm's name) as a client: `with connect(...) as swarm`.
+
+    `trust` restricts who computes: peer ids or their ends, `group:NAME`, `net:203.0.113.0/24`; empty is everybody.
+    Raises NetworkDown, UsageError, NotAdmitted.
+    """
+    return SyncSwarm(load_swarm(swarm, home), home=home, patience_s=patience_s, trust=parse_trust(trust))

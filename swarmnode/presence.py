@@ -275,16 +275,16 @@ class Presence:
             ) from None
 
     def check_welcome(self, needs: Role = Role.CLIENT) -> None:
-        """Raises NotAdmitted where those who answer do not admit us, or will not any more, or not for what we want."""
+        """Raises NotAdmitted where the swarm does not admit us, or not for what we need."""
         if self.gatekeeper is not None:
-            self.gatekeeper.check_welcome(self.peer_id, self.swarm.name, needs)
+            alone = not self.joined.is_set() or not self._others()
+            self.gatekeeper.check_welcome(self.peer_id, self.swarm.name, needs, alone=alone)
 
     async def wait_turned_away(self) -> None:
-        """Watch for as long as the swarm has us. Raises NotAdmitted once nobody is left who does, and we know why."""
+        """Watch for as long as the swarm has us. Raises NotAdmitted once it does not."""
         while True:
             await asyncio.sleep(self.config.rejoin_s)
-            if not self.joined.is_set() or not self._others():
-                self.check_welcome()
+            self.check_welcome()
 
     async def manifest(self, *, patience_s: float) -> None:
         """Make sure that the swarm's manifest is here, asking the peers for it. Raises NetworkDown where nobody has it."""

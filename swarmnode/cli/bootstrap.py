@@ -23,7 +23,7 @@ from swarmnode.cli.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
 
 @reports_errors
 def bootstrap(
-    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file or an invite."),
+    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm."),
     host_maddr: list[str] = typer.Option(
         [],
         "--host-maddr",
@@ -60,7 +60,7 @@ def bootstrap(
         nat_port_map=nat,
         lan=lan,
     )
-    loaded = load_swarm(swarm)
+    loaded = load_swarm(swarm, default_home(home))
     watch = Watch(metrics_host, metrics_port, config.home, as_json)
 
     async def serve(stop: asyncio.Event) -> None:

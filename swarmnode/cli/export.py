@@ -23,7 +23,7 @@ from swarmnode.cli.console import (
 
 @reports_errors
 def export(
-    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file or an invite."),
+    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm."),
     out: Path = typer.Argument(..., metavar="OUT", help="Folder to write; it appears when all of it is there."),
     force: bool = typer.Option(False, "--force", help="Replace a checkpoint that is in OUT."),
     patience: float = typer.Option(30.0, "--patience", help="Seconds to wait for peers that hold all units."),
@@ -43,7 +43,7 @@ def export(
 
     target = out.absolute()
     check_free(target, force=force)
-    known = load_swarm(swarm)
+    known = load_swarm(swarm, default_home(home))
     from swarmnode.training.client import TrainingClient
 
     async def fetch(stop: asyncio.Event) -> int | None:

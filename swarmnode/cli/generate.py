@@ -26,7 +26,7 @@ from swarmnode.cli.metrics import METRICS_HOST, METRICS_PORT, Watch
 
 @reports_errors
 def generate(
-    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file or an invite."),
+    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm."),
     prompt: str = typer.Argument("", metavar="PROMPT", help="Text to continue; or give --ids."),
     ids: str = typer.Option(
         "", "--ids", metavar="1,2,3", help="Token ids to continue, for models without a tokenizer."
@@ -39,6 +39,12 @@ def generate(
     top_k: int = typer.Option(0, "--top-k", help="Draw from this many most likely tokens; 0 is all."),
     seed: int = typer.Option(
         -1, "--seed", help="The same seed draws the same text; default: a new one.", show_default=False
+    ),
+    trust: list[str] = typer.Option(
+        [],
+        "--trust",
+        metavar="PEER|group:NAME|net:CIDR",
+        help="Let only these compute; see docs/security.md for what it protects. Repeatable.",
     ),
     patience: float = typer.Option(60.0, "--patience", help="Seconds to wait for peers that hold the model."),
     home: Path = HOME,
@@ -58,14 +64,16 @@ def generate(
     from swarmnode.client import SwarmClient
     from swarmnode.roles.generation import GenerateOptions
     from swarmnode.swarm.swarmfile import load_swarm
+    from swarmnode.swarm.trust import parse_trust
 
     options = GenerateOptions(max_new_tokens, temperature, top_p, top_k, seed if seed >= 0 else None)
+    trusted = parse_trust(trust)
     tokens = parse_ids(ids) if ids else None
     watch = Watch(metrics_host, metrics_port, default_home(home))
 
     async def produce(stop: asyncio.Event) -> dict[str, Any] | None:
-        loaded = load_swarm(swarm)
-        client = await SwarmClient.join(loaded, home=default_home(home), patience_s=patience)
+        loaded = load_swarm(swarm, default_home(home))
+        client = await SwarmClient.join(loaded, home=default_home(home), patience_s=patience, trust=trusted)
         try:
             async with watch.over(loaded.name, client.readings):
                 return await unless_stopped(_produce(client, tokens or prompt, options, stream=not as_json), stop)

@@ -19,7 +19,7 @@ SHOWN_CHARS = 8  # of an invite's id
 
 @reports_errors
 def members(
-    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file or an invite."),
+    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm."),
     home: Path = HOME,
     as_json: bool = JSON,
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
@@ -36,7 +36,7 @@ def members(
     from swarmnode.swarm.invite import looks_like_invite
     from swarmnode.swarm.swarmfile import load_swarm
 
-    loaded = load_swarm(swarm)
+    loaded = load_swarm(swarm, default_home(home))
     guests = [] if looks_like_invite(swarm) else open_guestbook(guestbook_path(Path(swarm))).guests
 
     async def look(_stop: asyncio.Event) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from swarmnode.cli.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
 
 @reports_errors
 def run(
-    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file or an invite."),
+    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm."),
     device: str = typer.Option("auto", "--device", help="auto, cpu, cuda, cuda:1, mps."),
     dtype: str = typer.Option("auto", "--dtype", help="auto, float32, bfloat16, float16."),
     quantize: str = typer.Option("none", "--quantize", metavar="none|int8|nf4", help="Quantise the weights at load."),
@@ -113,7 +113,7 @@ def run(
             typer.echo(text)
 
     async def serve(stop: asyncio.Event) -> None:
-        loaded = load_swarm(swarm)
+        loaded = load_swarm(swarm, config.presence.home)
         node = Node(loaded, config, tell)
         async with watch.over(loaded.name, node.readings):
             await node.run(stop)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @reports_errors
 def status(
-    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file or an invite."),
+    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm."),
     watch: bool = typer.Option(False, "--watch", "-w", help="Keep showing it as it changes, until Ctrl-C."),
     home: Path = HOME,
     as_json: bool = JSON,
@@ -41,7 +41,7 @@ def status(
     from swarmnode.swarm.swarmfile import load_swarm
 
     async def show(stop: asyncio.Event) -> None:
-        client = await SwarmClient.join(load_swarm(swarm), home=default_home(home))
+        client = await SwarmClient.join(load_swarm(swarm, default_home(home)), home=default_home(home))
         try:
             if watch:
                 await unless_stopped(_watch(client, as_json), stop)

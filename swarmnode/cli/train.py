@@ -28,7 +28,7 @@ CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk")
 
 @reports_errors
 def train(
-    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file or an invite."),
+    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm."),
     data: Path = typer.Option(
         ...,
         "--data",
@@ -112,7 +112,7 @@ def train(
         averaging=Averaging(every=average_every, codec=Codec[average_codec.upper()], rank=average_rank),
     )
     check_early(data, settings)
-    known, target = load_swarm(swarm), out.absolute() if out is not None else None
+    known, target = load_swarm(swarm, default_home(home)), out.absolute() if out is not None else None
     from swarmnode.cli.training_view import training_view
     from swarmnode.training.client import TrainingClient
     from swarmnode.training.local import Output, Place, train_here

@@ -130,10 +130,16 @@ class Gatekeeper(Gate):
         """Whether its author may announce this; see `Membership.vouch`."""
         self.membership.vouch(announcement, certificate, self._clock())
 
-    def check_welcome(self, own: PeerId, name: str, needs: Role = Role.CLIENT) -> None:
-        """Raises NotAdmitted where those who answer do not admit us, or will not any more, or not for what we want."""
+    def group(self, peer: PeerId) -> str:
+        """What the owner vouches for in the peer's certificate; empty where nothing."""
+        member = self.membership.member(peer)
+        return "" if member is None else member.group
+
+    def check_welcome(self, own: PeerId, name: str, needs: Role = Role.CLIENT, *, alone: bool = True) -> None:
+        """Raises NotAdmitted where the swarm does not admit us, or not for what we need. That the last peer turned us away
+        counts where no other one speaks with us."""
         objection = self.membership.objection_to_us(own, self._clock())
-        if objection is None and self.turned_away is not None:
+        if objection is None and alone and self.turned_away is not None:
             objection = "its membership was revoked, or its invite used up by others"
         if objection is not None:
             raise NotAdmitted(f"the swarm {name} does not admit this peer: {objection}; ask its owner for a new invite")
@@ -145,9 +151,9 @@ class Gatekeeper(Gate):
     def _spread(self, source: Link | None = None) -> None:
         """Follow a newer list, and pass it on."""
         log.info("the owner's revocation list is now %r", self.membership.revocations)
-        self._cut()
         for link in self._links - {source}:
             link.send(Revocations(self.membership.revocations.number, self.membership.revocations_bytes))
+        self._cut()  # after who is on it was told, too
         self._look.set()
 
     def _cut(self) -> None:

@@ -6,18 +6,21 @@ import asyncio
 from collections.abc import Sequence
 
 from swarmnode.codec.messages import HopSpec
+from swarmnode.errors import NoRoute
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.cost import BYTES_PER_HIDDEN
 from swarmnode.plan.routing import find_route
 from swarmnode.plan.view import Span, view_of
 from swarmnode.presence import Presence
 from swarmnode.roles.client import Route, Router
+from swarmnode.swarm.announcement import Announcement
+from swarmnode.swarm.trust import EVERYBODY, Trust
 
 
 class DirectoryRouter(Router):
-    """Routes for the sessions of one client. `span` is the part of the model that the swarm computes for it."""
+    """Routes for the sessions of one client. `span` is the part of the model that the swarm computes for it; `trust` says by whom."""
 
-    def __init__(self, presence: Presence, units: int, span: Span, *, ring: bool) -> None:
+    def __init__(self, presence: Presence, units: int, span: Span, *, ring: bool, trust: Trust = EVERYBODY) -> None:
         self.experience = presence.experience
         self._directory = presence.directory
         self._paths = presence.paths
@@ -26,6 +29,8 @@ class DirectoryRouter(Router):
         self._units = units
         self._span = span
         self._ring = ring
+        self._trust = trust
+        self._group = (lambda _peer: "") if presence.gatekeeper is None else presence.gatekeeper.group
 
     def __repr__(self) -> str:
         return f"<DirectoryRouter over {self._span} {'ring' if self._ring else 'driven'}>"
@@ -33,22 +38,23 @@ class DirectoryRouter(Router):
     def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec]) -> Route:
         view = view_of(
             self._units,
-            self._directory.peers().values(),
+            self._trusted(),
             observer=self._directory.network.peer_id,
             rtt_s=self._paths.soundings.rtts_s(),
             coordinate=self._paths.coordinate,
             unit_s=self.experience.units_s(),
             position_bytes=self._position_bytes,
         )
-        route = find_route(
-            view,
-            units=self._span,
-            client=self._directory.network.peer_id,
-            ring=self._ring,
-            avoid=avoid,
-            keep=keep,
-        )
+        own = self._directory.network.peer_id
+        try:
+            route = find_route(view, units=self._span, client=own, ring=self._ring, avoid=avoid, keep=keep)
+        except NoRoute as error:
+            raise error if self._trust == EVERYBODY else NoRoute(f"among those you trust, {error}") from None
         return tuple(route.hops)
+
+    def _trusted(self) -> list[Announcement]:
+        peers = self._directory.peers().values()
+        return [peer for peer in peers if self._trust.covers(peer, self._group(peer.peer))]
 
     def suspect(self, peer: PeerId, reason: str) -> None:
         self._directory.suspect(peer, reason)

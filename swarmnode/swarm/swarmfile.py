@@ -20,6 +20,7 @@ from swarmnode.swarm.atomic import write_private
 from swarmnode.swarm.guestbook import guestbook_path, open_guestbook
 from swarmnode.swarm.invite import Invite, OwnedInvite, decode_invite, encode_invite, is_owners, looks_like_invite
 from swarmnode.swarm.manifest import PRIVATE, Manifest, decode_manifest, swarm_id
+from swarmnode.swarm.public_swarms import find_public_swarm
 
 FORMAT = 1
 SUFFIX = ".swarm"
@@ -124,14 +125,17 @@ def save_swarm(swarm: Swarm, path: Path) -> None:
     write_private(path, text.encode())
 
 
-def load_swarm(source: str | Path) -> Swarm:
-    """The swarm that a .swarm file, an invite, or a file with an invite in it describes.
+def load_swarm(source: str | Path, home: Path | None = None) -> Swarm:
+    """The swarm that a .swarm file, an invite, a file with an invite in it, or the name of a public swarm describes.
 
-    A file keeps the invite out of the list of processes. Raises UsageError with what is wrong.
+    A file keeps the invite out of the list of processes. Names are looked up in the package's list and in `swarms.json` of
+    the home folder. Raises UsageError with what is wrong.
     """
     if isinstance(source, str) and looks_like_invite(source):
         return _invited(source)
     path = Path(source)
+    if not path.exists() and (invite := find_public_swarm(str(source), home)) is not None:
+        return _invited(invite)
     data = _read(path)
     text = data.decode(errors="replace")
     return _invited(text) if looks_like_invite(text) else _decode(data, path)
@@ -159,7 +163,9 @@ def _read(path: Path) -> bytes:
             raise UsageError(f"{path} is not a {SUFFIX} file")
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise UsageError(f"{path}: no such file; give the path of a {SUFFIX} file or an invite (swarm1…)") from None
+        raise UsageError(
+            f"{path}: no such file; give the path of a {SUFFIX} file, an invite (swarm1…) or the name of a public swarm"
+        ) from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
 
