@@ -20,12 +20,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from builder import Builder, bind
+from container import Container
 from dockerfile import read
-from root import Builder, Container, Root, bind
+from root import Root
 
 CONTEXT = Path(__file__).resolve().parents[2]
 MIRROR = "http://deb.debian.org/debian"
 BASE = re.compile(r"debian:(\w+)-slim")
+OWN_MOUNTS = "SWARMNODE_TRIED_IN_OWN_MOUNTS"
 HOST = "/host"  # where paths of this machine that pip reads appear in the root
 # As in the official image: apt keeps nothing that it can fetch again.
 SLIM = 'APT::Keep-Downloaded-Packages "false";\nDir::Cache::pkgcache "";\nDir::Cache::srcpkgcache "";\n'
@@ -55,9 +58,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if os.geteuid() != 0:
         sys.exit("error: this needs root, for chroot and mount")
-    if os.environ.get("SWARMNODE_TRY") != str(os.getppid()):
-        # Mounts of our own, which end with us however we end.
-        environment = {**os.environ, "SWARMNODE_TRY": str(os.getpid())}
+    if OWN_MOUNTS not in os.environ:  # which end with us however we end
+        environment = {**os.environ, OWN_MOUNTS: "1"}
         sys.exit(subprocess.run(["unshare", "--mount", sys.executable, *sys.argv], env=environment).returncode)
     image = build(arguments.work, dict(each.split("=", 1) for each in arguments.build_arg), keep=arguments.keep)
     print(f"The image's files: {size_mb(image.folder)} MB, of which Debian {size_mb(arguments.work / 'base')} MB")
@@ -143,8 +145,8 @@ def swarm(image: Root) -> None:
     finish(image, ["create", "tried", "--mode", "train", "--config", "tiny", "--byte-level", "--force", "--quiet"])
     with (
         Container(image, ["bootstrap", "tried.swarm"]) as door,
-        Container(image, ["run", "tried.swarm", "--span", "0:2"], beside=door, **port(9465)) as first,
-        Container(image, ["run", "tried.swarm", "--span", "2:4"], beside=door, **port(9466)) as second,
+        Container(image, ["run", "tried.swarm", "--span", "0:2"], beside=door, environment=port(9465)) as first,
+        Container(image, ["run", "tried.swarm", "--span", "2:4"], beside=door, environment=port(9466)) as second,
     ):
         for container in (door, first, second):
             wait_until(container.healthy, f"{container!r} is healthy")
