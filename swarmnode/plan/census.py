@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -54,9 +55,22 @@ class Census:
             del self.spans[span]
             self.supply_SE[span.start, span.end] = 0.0  # not what rounding has left
 
+    def reach(self) -> list[int]:
+        """For each unit the furthest end of all spans that begin there or before: how far a hop from there can go."""
+        ends = [0] * self.units
+        for start, end in self.spans:
+            ends[start] = max(ends[start], end)
+        return list(accumulate(ends, max))
+
+    def edges(self) -> frozenset[int]:
+        """Where spans begin or end: the fewer, the more often one peer can stand in for another."""
+        return frozenset(unit for span in self.spans for unit in span)
+
     def missing(self) -> list[int]:
         """The units without a holder."""
         return [int(unit) for unit in np.flatnonzero(self.holders_U == 0)]
 
     def _clip(self, span: Span) -> Span:
+        if span.end <= self.units:
+            return span
         return Span(min(span.start, self.units), min(span.end, self.units))

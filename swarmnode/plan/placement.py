@@ -201,7 +201,8 @@ def _best_window(census: Census, windows: Sequence[Span], peer: PeerView) -> Spa
 
 def _aligned(census: Census, windows: Sequence[Span], peer: PeerId) -> Span:
     """Of windows that are equally good, the one with the shortest routes and the fewest boundaries, then by lot."""
-    windows = _least(windows, lambda window: (_hops(census, window), _boundaries(census, window)))
+    reach, edges = census.reach(), census.edges()
+    windows = _least(windows, lambda window: (_hops(reach, window), len(edges.union(window))))
     return min(windows, key=lambda window: draw(peer, window.start))
 
 
@@ -242,18 +243,13 @@ def _values(census: Census, windows: Sequence[Span], units_per_s: float) -> Floa
     return value_W
 
 
-def _hops(census: Census, window: Span) -> int:
-    """Hops of the shortest route over all spans; more than there are units where they leave a gap."""
-    spans = [*census.spans, window]
+def _hops(reach: Sequence[int], window: Span) -> int:
+    """Hops of the shortest route over all spans and `window`; more than there are units where they leave a gap."""
+    units = len(reach)
     reached = hops = 0
-    while reached < census.units:
-        furthest = max((span.end for span in spans if span.start <= reached), default=0)
+    while reached < units:
+        furthest = max(reach[reached], window.end if window.start <= reached else 0)
         if furthest <= reached:
-            return census.units + 1
+            return units + 1
         reached, hops = furthest, hops + 1
     return hops
-
-
-def _boundaries(census: Census, window: Span) -> int:
-    """Distinct starts and ends: the fewer, the more often one peer can stand in for another."""
-    return len({unit for span in (*census.spans, window) for unit in span})
