@@ -21,8 +21,12 @@ from swarmnode.compute.sampling import sample, uniform
 from swarmnode.errors import ErrorCode, PeerLost, ProtocolError, UsageError
 from swarmnode.net.identity import Identity, verify
 from swarmnode.swarm.announcement import open_announcement, sign_announcement
-from swarmnode.swarm.invite import decode_invite, encode_invite
+from swarmnode.swarm.certificate import Certificate, open_certificate
+from swarmnode.swarm.grant import open_grant
+from swarmnode.swarm.invite import OwnedInvite, decode_invite, encode_invite
 from swarmnode.swarm.manifest import decode_manifest, encode_manifest, swarm_id
+from swarmnode.swarm.revocation import open_list, sign_list
+from swarmnode.swarm.signing_key import SigningKey
 from tests.codec.schemas import FOLDER, plain
 
 VECTORS = Path(__file__).parents[1] / "protocol" / "vectors" / "v1"
@@ -210,7 +214,7 @@ def test_good_invites(vector: Vector) -> None:
     invite = decode_invite(vector["text"])
     assert plain(invite) == vector["value"]
     assert encode_invite(invite) == vector["text"]
-    assert_fits("invite", vector["value"])
+    assert_fits("owned_invite" if isinstance(invite, OwnedInvite) else "invite", vector["value"])
 
 
 @pytest.mark.parametrize("vector", vectors("invites", good=False))
@@ -223,6 +227,46 @@ def test_bad_invites(vector: Vector) -> None:
 @pytest.mark.parametrize("vector", vectors("tolerated", of="invites"))
 def test_tolerated_invites(vector: Vector) -> None:
     assert plain(decode_invite(vector["text"])) == vector["value"]
+
+
+# -- membership ----------------------------------------------------------------------------------------------------------
+
+
+def swarm_and_owner(vector: Vector) -> tuple[bytes, bytes]:
+    return bytes.fromhex(vector["swarm"]), bytes.fromhex(vector["owner"])
+
+
+@pytest.mark.parametrize("vector", vectors("certificates", good=True))
+def test_good_certificates(vector: Vector) -> None:
+    certificate = msgspec.msgpack.decode(data_of(vector), type=Certificate)
+    assert plain(certificate) == vector["value"]
+    assert msgspec.msgpack.encode(certificate) == data_of(vector)
+    assert open_certificate(data_of(vector), *swarm_and_owner(vector)).peer == certificate.peer
+    assert plain(open_grant(certificate.grant, *swarm_and_owner(vector))) == vector["grant"]
+    assert_fits("certificate", vector["value"])
+    assert_fits("grant", vector["grant"])
+
+
+@pytest.mark.parametrize("vector", vectors("certificates", good=False))
+def test_bad_certificates(vector: Vector) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        open_certificate(data_of(vector), *swarm_and_owner(vector))
+    assert caught.value.code.name == vector["error"]
+
+
+@pytest.mark.parametrize("vector", vectors("revocations", good=True))
+def test_good_revocation_lists(vector: Vector) -> None:
+    revocations = open_list(data_of(vector), *swarm_and_owner(vector))
+    assert plain(revocations) == vector["value"]
+    assert sign_list(revocations, SigningKey(bytes.fromhex(vector["key"]))) == data_of(vector)
+    assert_fits("revocation_list", vector["value"])
+
+
+@pytest.mark.parametrize("vector", vectors("revocations", good=False))
+def test_bad_revocation_lists(vector: Vector) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        open_list(data_of(vector), *swarm_and_owner(vector))
+    assert caught.value.code.name == vector["error"]
 
 
 # -- draws -------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from swarmnode.swarm.trust import EVERYBODY, Trust
 
 
 class DirectoryRouter(Router):
-    """Routes for the sessions of one client. `span` is the part of the model that the swarm computes for it; `trust` says by whom."""
+    """Routes for the sessions of one client. `span` is the part of the model that the swarm computes, `trust` says by whom."""
 
     def __init__(self, presence: Presence, units: int, span: Span, *, ring: bool, trust: Trust = EVERYBODY) -> None:
         self.experience = presence.experience

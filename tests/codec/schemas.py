@@ -19,9 +19,12 @@ from swarmnode.codec.state_messages import StateEntry
 from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.training_messages import Counted, Group, MemberSpec
 from swarmnode.swarm.announcement import Announcement
+from swarmnode.swarm.certificate import Certificate
 from swarmnode.swarm.content import FileContent
-from swarmnode.swarm.invite import Invite
+from swarmnode.swarm.grant import Grant
+from swarmnode.swarm.invite import Invite, OwnedInvite
 from swarmnode.swarm.manifest import Manifest, ModelInfo
+from swarmnode.swarm.revocation import RevocationList
 from swarmnode.swarm.run import Averaging, Run
 
 FOLDER = Path(__file__).parents[2] / "protocol" / "schema"
@@ -41,6 +44,10 @@ NAMES: dict[type[msgspec.Struct], str] = {
     Run: "run",
     Averaging: "averaging",
     Invite: "invite",
+    OwnedInvite: "owned_invite",
+    Grant: "grant",
+    Certificate: "certificate",
+    RevocationList: "revocation_list",
 }
 
 

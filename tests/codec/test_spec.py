@@ -18,13 +18,13 @@ from msgspec import inspect as types
 from swarmnode.codec import body, frames, measuring_messages, messages, state_messages, tensors, training_messages
 from swarmnode.errors import ERROR_TEXT, ErrorCode
 from swarmnode.net import reachability
-from swarmnode.swarm import announcement, content, invite, manifest, run, shards
+from swarmnode.swarm import announcement, certificate, content, grant, invite, manifest, revocation, run, shards
 from tests.codec.schemas import NAMES, plain
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
 MODULES = (
     *(body, frames, messages, measuring_messages, state_messages, training_messages, tensors),
-    *(announcement, content, invite, manifest, run, shards),
+    *(announcement, content, invite, manifest, run, shards, grant, certificate, revocation),
 )
 Row = dict[str, str]
 
@@ -68,6 +68,7 @@ def table(file: str, heading: str) -> list[Row]:
         ("training", "Conditions", training_messages.Condition),
         ("tensors", "Codecs", tensors.Codec),
         ("tensors", "Dtypes", tensors.DType),
+        ("membership", "Roles", grant.Role),
         ("records", "States", announcement.State),
         ("records", "Reachabilities", reachability.Reachability),
         ("errors", "Codes", ErrorCode),
@@ -154,6 +155,9 @@ def test_limits_are_the_ones_of_the_code() -> None:
         for name in constants(body)
     }
     imported |= {"body.MAX_SEQ", "messages.MAX_SEQ", "manifest.MAX_FILE_BYTES", "run.MAX_RUN_BYTES"}
+    imported |= {
+        f"certificate.MAX_{name}" for name in ("CERTIFICATE_BYTES", "GRANT_BYTES", "PEER_CHARS", "PROOF_BYTES")
+    }
     assert written == {name: value for name, value in defined.items() if name not in imported}
 
 
@@ -166,9 +170,12 @@ PAGES = {
     **{NAMES[body]: "training" for body in (*training_messages.TRAINING_BODIES.values(), *PARTS) if body in NAMES},
     **dict.fromkeys(("run", "averaging"), "training"),
     "tensor": "tensors",
-    "invite": "invites",
+    **dict.fromkeys(("invite", "owned_invite"), "invites"),
+    **dict.fromkeys(("grant", "certificate", "revocation_list"), "membership"),
 }
-CHECKED_ELSEWHERE = {"announcement", "manifest", "model", "file", "tensor", "invite", "run", "averaging"}
+CHECKED_ELSEWHERE = {"announcement", "manifest", "model", "file", "tensor", "invite", "run", "averaging"} | {
+    *("owned_invite", "grant", "certificate", "revocation_list")
+}
 
 
 @pytest.mark.parametrize("name", STRUCTS)
