@@ -47,6 +47,8 @@ class Kind(IntEnum):
     OUTPUT = 20
     FAULT = 21
     RAN = 22
+    GET_TRACE = 23
+    TRACE = 24
     GET_MANIFEST = 32
     MANIFEST = 33
     GET_CHUNKS = 34

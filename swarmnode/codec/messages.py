@@ -49,6 +49,7 @@ from swarmnode.codec.measuring_messages import MEASURING_BODIES
 from swarmnode.codec.measuring_messages import Ran as Ran
 from swarmnode.codec.state_messages import STATE_BODIES
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, TensorInfo, check_tensor
+from swarmnode.codec.trace_messages import TRACE_BODIES
 from swarmnode.codec.training_messages import TRAINING_BODIES, Discard
 from swarmnode.errors import ProtocolError
 
@@ -265,6 +266,7 @@ BODIES: dict[Kind, type[Body]] = {
     Kind.GET_CHUNKS: GetChunks,
     Kind.CHUNK: Chunk,
     **MEASURING_BODIES,
+    **TRACE_BODIES,
     **TRAINING_BODIES,
     **STATE_BODIES,
 }

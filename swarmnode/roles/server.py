@@ -20,6 +20,8 @@ from swarmnode.roles.client import SESSION_PROTOCOL
 from swarmnode.roles.experience import Experience
 from swarmnode.roles.meters import SERVE, cause_of
 from swarmnode.roles.session import StageSession, shape_of, units_of
+from swarmnode.roles.trace_log import SessionTrace, TraceLog
+from swarmnode.roles.trace_server import TraceServer
 from swarmnode.roles.worker import Job, Worker
 
 log = logging.getLogger(__name__)
@@ -58,6 +60,8 @@ class StageServer:
         self.orphan_grace_s = config.orphan_grace_s
         self.experience = experience or Experience()
         self.clock = link_config.clock
+        self._traces = TraceLog()  # of sessions that are over
+        self._trace_server = TraceServer(network, hello, link_config, self.trace)
 
     def __repr__(self) -> str:
         state = "draining" if self._draining else "serving"
@@ -80,9 +84,15 @@ class StageServer:
         for code in ErrorCode:
             yield Reading(table.REFUSALS, self._refusals[code], (span, cause_of(code)))
 
+    def trace(self, session: bytes) -> SessionTrace | None:
+        """Where a session's time went here, while it runs and for a while after; None where nothing is known of it."""
+        running = self._sessions.get(session)
+        return self._traces.get(session) if running is None else running.trace
+
     async def start(self) -> None:
         """Answer incoming links from now on."""
         await self.switchboard.start()
+        await self._trace_server.start()
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new, ask the clients to move, and wait for them, at most `timeout_s` seconds."""
@@ -97,6 +107,7 @@ class StageServer:
     async def close(self) -> None:
         """Free all sessions and end all links."""
         await asyncio.gather(*(session.close() for session in list(self._sessions.values())))
+        await self._trace_server.close()
         await self.switchboard.close()
 
     # -- what sessions need
@@ -113,6 +124,7 @@ class StageServer:
         if self._sessions.get(session.id) is session:
             del self._sessions[session.id]
             del self._reserved[session.key]
+            self._traces.keep(session.id, session.trace)
             self._worker.forget(session.key)
         if not self._sessions:
             self._idle.set()

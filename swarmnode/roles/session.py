@@ -30,6 +30,7 @@ from swarmnode.net.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.roles.experience import Experience
 from swarmnode.roles.timing import Timing
+from swarmnode.roles.trace_log import SessionTrace
 from swarmnode.roles.worker import Forward, Job, Result, Return, Sample
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class StageSession:
         self._orphaned: asyncio.TimerHandle | None = None
         self._freed = False
         self._timing = self._new_timing()
+        self.trace = SessionTrace(*units_of(opened))
 
     def __repr__(self) -> str:
         state = "freed" if self._freed else "orphaned" if self._orphaned else "bound"
@@ -214,9 +216,8 @@ class StageSession:
         self, end: int, parts: tuple[tuple[TensorInfo, Buffer], ...], want: Want, reorder: tuple[int, ...], skip: int
     ) -> None:
         start, self.accepted = self.accepted, end
-        self._stage.submit(
-            Job(self.key, start, end - start, parts, self._then(), self._done, want=want, reorder=reorder, skip=skip)
-        )
+        what = (self.key, start, end - start, parts, self._then(), self._done)
+        self._stage.submit(Job(*what, want=want, reorder=reorder, skip=skip, submitted_s=self._stage.clock()))
 
     def _then(self) -> Forward | Sample | Return:
         if not self._is_last:
@@ -276,6 +277,12 @@ class StageSession:
             self._publish(position, Output(ids, final or ids[0] in self._sampling.stop_ids), ())
         if job.count == 1 and not self._freed:
             self._tell_ran(job.end)
+        if result.run is not None:
+            began_s, ended_s, jobs = result.run
+            came_s, sent_s = job.submitted_s, self._stage.clock()
+            self.trace.note(
+                job.end, job.count, came_s=came_s, began_s=began_s, ended_s=ended_s, sent_s=sent_s, batch=jobs
+            )
 
     def _tell_ran(self, end: int) -> None:
         """Let those who sent us the step know that it has left."""

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -83,6 +83,14 @@ class Job:
         return self.start + self.count
 
 
+class Pass(NamedTuple):
+    """When the pass that a job was part of began and ended, on the clock of `Job.submitted_s`, and how many jobs it was of."""
+
+    began_s: float
+    ended_s: float
+    jobs: int
+
+
 @dataclass(frozen=True)
 class Result:
     """What came of a job. `tokens` are (position, ids per row) for Sample; `tensor` for Forward and Return."""
@@ -91,6 +99,7 @@ class Result:
     tokens: tuple[tuple[int, tuple[int, ...]], ...] = ()
     error: ErrorCode | None = None
     bad_input: bool = False  # the error was in what came in, not in what was made of it
+    run: Pass | None = None  # None where there was none
 
 
 def merge(first: Job, second: Job, max_tokens: int) -> Job | None:
@@ -232,6 +241,7 @@ class Worker:
         return job
 
     def _compute(self, batch: Sequence[Job]) -> list[Result]:
+        began_s = time.perf_counter()
         works: list[Work] = []
         ready: list[Job] = []
         failed: dict[int, Result] = {}
@@ -251,7 +261,8 @@ class Worker:
         self.positions += sum(job.count for job in ready)
         for job in ready:
             self.meter.note_hop(job.phase, job.submitted_s)
-        return [failed.get(id(job)) or done[id(job)] for job in batch]
+        run = Pass(began_s, time.perf_counter(), len(batch))
+        return [failed.get(id(job)) or replace(done[id(job)], run=run) for job in batch]
 
     def _pass(self, phase: str, works: Sequence[Work]) -> list[Output]:
         tokens = [work.x.shape[0] * work.x.shape[1] for work in works]

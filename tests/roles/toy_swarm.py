@@ -10,6 +10,7 @@ import asyncio
 import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from swarmnode.roles.experience import Experience
 from swarmnode.roles.generation import GenerateOptions, RingStream
 from swarmnode.roles.meters import SERVE, ClientMeter, StageMeter
 from swarmnode.roles.server import StageServer
-from swarmnode.roles.worker import Forward, Job, Result, Sample
+from swarmnode.roles.worker import Forward, Job, Pass, Result, Sample
 
 MODULUS = 997
 HELLO = Hello(VERSION, bytes(32), "toy")
@@ -98,9 +99,9 @@ class ToyWorker:
         asyncio.get_running_loop().call_later(self.step_s, self._run)
 
     def _run(self) -> None:
-        job = self._jobs.popleft()
+        job, ended_s = self._jobs.popleft(), asyncio.get_running_loop().time()
         if job.session in self.caches:
-            job.done(job, self._result(job))
+            job.done(job, replace(self._result(job), run=Pass(ended_s - self.step_s, ended_s, 1)))
 
     def _result(self, job: Job) -> Result:
         assert job.start == self.lengths[job.session], "a gap or an overlap reached the worker"

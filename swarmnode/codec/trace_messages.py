@@ -1,0 +1,60 @@
+"""Bodies of `/swarmnode/trace/1`: where a session's time went at one hop (`protocol/frames.md`).
+
+GET_TRACE, TRACE            the question and its answer; ERROR NO_SESSION from a peer that does not know the session
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from swarmnode.codec.body import MAX_POSITIONS, Body, Position, SessionId, Unit
+from swarmnode.codec.frames import Kind
+from swarmnode.errors import ProtocolError
+
+MAX_TRACE_STEPS = 512
+MAX_TRACE_US = (1 << 32) - 1
+MAX_CAME_US = 1 << 48
+MAX_BATCH = (1 << 16) - 1
+
+Microseconds = Annotated[int, Meta(ge=0, le=MAX_TRACE_US)]
+
+
+class GetTrace(Body, frozen=True):
+    """Asks what the peer has kept of a session."""
+
+    session: SessionId
+
+
+class TraceStep(Body, frozen=True):
+    """One pass of a session at a hop: positions [end - count, end), and how long they were here.
+
+    Durations are of the hop's own clock, and are never compared with another's. `came_us` counts from the first step of the
+    session at this hop. The time from coming in to being sent on, `stay_us`, is waiting, computing and what was left.
+    """
+
+    end: Position
+    count: Annotated[int, Meta(ge=1, le=MAX_POSITIONS)]
+    came_us: Annotated[int, Meta(ge=0, le=MAX_CAME_US)]
+    wait_us: Microseconds
+    compute_us: Microseconds
+    stay_us: Microseconds
+    batch: Annotated[int, Meta(ge=1, le=MAX_BATCH)]
+
+
+class Trace(Body, frozen=True):
+    """The answer to GET_TRACE: the hop's units, and the last steps of the session there, the oldest first."""
+
+    start: Unit
+    end: Unit
+    steps: Annotated[tuple[TraceStep, ...], Meta(max_length=MAX_TRACE_STEPS)] = ()
+
+    def check(self) -> None:
+        if self.start >= self.end:
+            raise ProtocolError(f"a TRACE needs units, not {self.start}:{self.end}")
+        if any(step.count > step.end for step in self.steps):
+            raise ProtocolError("a TRACE has a step that begins before position 0")
+
+
+TRACE_BODIES: dict[Kind, type[Body]] = {Kind.GET_TRACE: GetTrace, Kind.TRACE: Trace}
