@@ -17,6 +17,7 @@ from msgspec import inspect as types
 from swarmnode.codec.messages import BODIES, HopSpec, Sampling
 from swarmnode.codec.state_messages import StateEntry
 from swarmnode.codec.tensors import TensorInfo
+from swarmnode.codec.trace_messages import TraceStep
 from swarmnode.codec.training_messages import Counted, Group, MemberSpec
 from swarmnode.swarm.announcement import Announcement
 from swarmnode.swarm.certificate import Certificate
@@ -33,6 +34,7 @@ NAMES: dict[type[msgspec.Struct], str] = {
     HopSpec: "hop",
     Sampling: "sampling",
     StateEntry: "state_entry",
+    TraceStep: "trace_step",
     Counted: "counted",
     MemberSpec: "member",
     Group: "group",

@@ -15,7 +15,16 @@ import pytest
 from msgspec import NODEFAULT
 from msgspec import inspect as types
 
-from swarmnode.codec import body, frames, measuring_messages, messages, state_messages, tensors, training_messages
+from swarmnode.codec import (
+    body,
+    frames,
+    measuring_messages,
+    messages,
+    state_messages,
+    tensors,
+    trace_messages,
+    training_messages,
+)
 from swarmnode.errors import ERROR_TEXT, ErrorCode
 from swarmnode.net import reachability
 from swarmnode.swarm import announcement, certificate, content, grant, invite, manifest, revocation, run, shards
@@ -23,7 +32,7 @@ from tests.codec.schemas import NAMES, plain
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
 MODULES = (
-    *(body, frames, messages, measuring_messages, state_messages, training_messages, tensors),
+    *(body, frames, messages, measuring_messages, trace_messages, state_messages, training_messages, tensors),
     *(announcement, content, invite, manifest, run, shards, grant, certificate, revocation),
 )
 Row = dict[str, str]
@@ -151,7 +160,7 @@ def test_limits_are_the_ones_of_the_code() -> None:
     defined = {name: value for module in MODULES for name, value in constants(module).items()}
     imported = {
         f"{module}.{name.split('.')[1]}"
-        for module in ("measuring_messages", "messages", "state_messages", "training_messages")
+        for module in ("measuring_messages", "messages", "state_messages", "trace_messages", "training_messages")
         for name in constants(body)
     }
     imported |= {"body.MAX_SEQ", "messages.MAX_SEQ", "manifest.MAX_FILE_BYTES", "run.MAX_RUN_BYTES"}
