@@ -32,7 +32,7 @@ FROM debian:bookworm-slim
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 tini \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --system --uid 10001 --home-dir /var/lib/swarmnode --create-home --shell /usr/sbin/nologin swarmnode \
+    && useradd --uid 10001 --home-dir /var/lib/swarmnode --create-home --shell /usr/sbin/nologin swarmnode \
     && install --directory --owner=swarmnode /invites
 COPY --from=build /opt/swarmnode /opt/swarmnode
 # Metrics stay inside the container until SWARMNODE_METRICS_HOST says 0.0.0.0. The NVIDIA variables ask the container
