@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
+from swarmnode.cli.console import ranges
 from swarmnode.compute.memory import format_bytes
 
 if TYPE_CHECKING:
@@ -108,7 +110,6 @@ def hosting_table(network: Scenario, model: Model, workload: Workload, hosting: 
         title_justify="left",
         caption=f"{unused} of {network.devices} devices are not used." if unused else None,
         caption_justify="left",
-        show_lines=True,
     )
     for column in ("stage", "holds", "memory", "computes", "averages"):
         table.add_column(column, justify="left" if column == "holds" else "right")
@@ -122,7 +123,7 @@ def hosting_table(network: Scenario, model: Model, workload: Workload, hosting: 
             f"{stage.compute_s:.3f} s",
             f"{stage.averaging_s:.3f} s",
             _hop(hosting.problem, hosting.grid, number),
-            ", ".join(_card(network, device) for device in stage.devices),
+            _cards(network, stage.devices),
         )
     return table
 
@@ -143,6 +144,10 @@ def describe_span(model: Model, span: Span) -> str:
     return ", ".join(parts)
 
 
-def _card(network: Scenario, device: int) -> str:
-    card = network.gpus[device]
-    return f"{device_name(network, device)} ({card})" if card else device_name(network, device)
+def _cards(network: Scenario, devices: Iterable[int]) -> str:
+    """Devices by place and card, as in "0-3 Ohio RTX 3090; 7 Tokyo RTX 3080"."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for device in devices:
+        told = tuple(filter(None, (network.regions[device], network.gpus[device])))
+        alike.setdefault(told, []).append(device)
+    return "; ".join(" ".join((",".join(ranges(members)), *told)) for told, members in alike.items())
