@@ -20,14 +20,15 @@ from swarmnode.swarm.directory import DirectoryConfig
 class Directory:
     """`revision` counts the pictures in which somebody came, went, or holds something else."""
 
-    def __init__(self, clock: Clock, units: int, config: DirectoryConfig) -> None:
+    def __init__(self, clock: Clock, units: int, config: DirectoryConfig, position_bytes: int = 0) -> None:
         self.revision = 0
         self._clock = clock
         self._units = units
+        self._position_bytes = position_bytes
         self._config = config
         self._known: dict[PeerId, PeerView] = {}
         self._announced: dict[PeerId, PeerView | None] = {}
-        self.census = Census(units)  # of those that hold units or soon will, kept up to date
+        self.census = Census(units, (), position_bytes)  # of those that hold units or soon will, kept up to date
         self.speeds: Counter[float] = Counter()  # of the same peers
         self._view: View | None = None
 
@@ -61,7 +62,7 @@ class Directory:
     def view(self) -> View:
         """The picture of the last tick, without round trips."""
         if self._view is None:
-            self._view = View(self._units, tuple(self._known.values()))
+            self._view = View(self._units, tuple(self._known.values()), position_bytes=self._position_bytes)
         return self._view
 
     def know_now(self) -> None:

@@ -44,6 +44,10 @@ class Links:
         there = self.places[receiver]
         return max(row[there] for row in self._bandwidth_bps)
 
+    def uplink_bps(self, sender: int) -> float:
+        """What a peer can send at most."""
+        return self._uplink_bps[self.places[sender]]
+
     def delay_s(self, sender: int, receiver: int) -> float:
         """One way."""
         return self._delay_s[self.places[sender]][self.places[receiver]]

@@ -6,6 +6,8 @@ who wants to stay wants to stay as well; and in a large swarm in good order it i
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.flow import throughput
 from swarmnode.plan.placement import Move, Stakes, reconsider
@@ -40,7 +42,7 @@ class Outlook:
         """Where a peer should rather be; None where it should stay."""
         if self.all_stay():
             return None
-        kind = (peer.span, peer.capacity_units, peer.device.decode_units_per_s)
+        kind = (peer.span, peer.capacity_units, peer.device.decode_units_per_s, peer.up_bps, peer.down_bps, peer.move_s)
         if kind in self._staying:
             return None
         if peer.peer not in self._moves:
@@ -52,7 +54,8 @@ class Outlook:
 
     def _ask(self, peer: Peer) -> Move | None:
         view, joiner = self._directory.view(), peer.joiner()
-        move = self._measures.timed("reconsider", lambda: reconsider(view, joiner, self._stakes))
+        stakes = replace(self._stakes, move_s=peer.move_s)
+        move = self._measures.timed("reconsider", lambda: reconsider(view, joiner, stakes))
         return move if move is not None and (move.fills or self._rebalance) else None
 
     def _look_anew(self) -> None:

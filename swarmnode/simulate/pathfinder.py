@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from swarmnode.codec.messages import HopSpec
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.lattice import Route
 from swarmnode.plan.routing import find_route
 from swarmnode.plan.shortlist import shortlist
-from swarmnode.plan.view import Span, View
+from swarmnode.plan.view import Span
 from swarmnode.simulate.world import World
 
 
@@ -35,7 +36,7 @@ class Pathfinder:
         indexes = {peer.peer: world.by_id[peer.peer].index for peer in view.peers if peer.peer in world.by_id}
         between = self._kept(indexes) if view is picture else self._between(indexes)
         own = {(client, peer): 2 * world.links.delay_s(place, index) for peer, index in indexes.items()}
-        seen = View(view.units, view.peers, {**between, **own})
+        seen = replace(view, rtt_s={**between, **own})
         return find_route(seen, client=client, avoid=avoid, keep=keep, config=world.settings.routing)
 
     def _kept(self, indexes: Mapping[PeerId, int]) -> dict[tuple[PeerId, PeerId], float]:

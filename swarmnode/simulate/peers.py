@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.placement import Joiner, Move
+from swarmnode.plan.placement import Joiner, Move, Stakes
 from swarmnode.plan.view import PeerView, Span
 from swarmnode.simulate.devices import Device
 from swarmnode.swarm.announcement import State
@@ -21,6 +21,8 @@ class Peer:
     peer: PeerId
     device: Device
     capacity_units: int
+    up_bps: float = 0.0
+    down_bps: float = 0.0
     started_at: float = 0.0
     span: Span = NOTHING
     state: State = State.OFFLINE
@@ -29,6 +31,7 @@ class Peer:
     life: int = 0  # how often it came: what was planned for an earlier life is void
     load_is_news: bool = field(default=False, repr=False)  # an announcement of it is planned
     wish: Move | None = field(default=None, repr=False)  # where it would rather be
+    move_s: float = field(default=Stakes().move_s, repr=False)  # what its last move took
     busy_s: float = field(default=0.0, repr=False)
 
     def __repr__(self) -> str:
@@ -47,7 +50,14 @@ class Peer:
     def view(self) -> PeerView:
         """As it announces itself."""
         return PeerView(
-            self.peer, self.span, self.state, self.device.decode_units_per_s, self.sessions, self.started_at
+            self.peer,
+            self.span,
+            self.state,
+            self.device.decode_units_per_s,
+            self.sessions,
+            self.started_at,
+            self.up_bps,
+            self.down_bps,
         )
 
     def joiner(self) -> Joiner:

@@ -64,7 +64,6 @@ class SwarmSettings:
     detect_s: float = 1.0  # until a peer that vanished is noticed by those who talk to it; a closed socket is faster
     load_bytes_per_s: float = 1e9  # from the disk onto the device
     settle_s: float = 1.0  # a claim stands for so long before it is taken
-    move_s: float = 30.0  # what peers believe that a move takes; live, what the last one took
     look_s: float = 1.0  # between two looks whether to move
     cache_tokens: int = StageConfig.cache_tokens
     rebalance: bool = True  # peers move for throughput; without, they only fill gaps

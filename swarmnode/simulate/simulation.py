@@ -65,7 +65,7 @@ class Simulation:
             self.clock,
             model,
             links,
-            _peers(scenario, model, settings, count),
+            _peers(scenario, model, settings, links, count),
             settings.swarm,
             self.measures,
             self._chance("world"),
@@ -121,7 +121,7 @@ class Simulation:
         return random.Random(f"{self.settings.seed} {what}")
 
 
-def _peers(scenario: Scenario, model: Model, settings: Settings, count: int) -> list[Peer]:
+def _peers(scenario: Scenario, model: Model, settings: Settings, links: Links, count: int) -> list[Peer]:
     devices = [device_of(scenario, index, model) for index in range(scenario.devices)]
     trains = settings.workload == "train"
     cache_tokens = 0 if trains else settings.swarm.cache_tokens
@@ -131,4 +131,7 @@ def _peers(scenario: Scenario, model: Model, settings: Settings, count: int) -> 
     if not any(capacities):
         raise UsageError(f"no device of {scenario.name} has the memory for one unit of {model.name}")
     kinds: list[tuple[Device, int]] = list(zip(devices, capacities, strict=True))
-    return [Peer(index, "", *kinds[index % len(kinds)]) for index in range(count)]
+    return [
+        Peer(index, "", *kinds[index % len(kinds)], links.uplink_bps(index), links.best_bps(index))
+        for index in range(count)
+    ]

@@ -7,14 +7,15 @@ the way is made by the functions that nodes call, on the picture that the direct
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+from swarmnode.plan.cost import BYTES_PER_HIDDEN
 from swarmnode.plan.flow import supply_of, throughput
 from swarmnode.plan.placement import Move, Stakes, choose_span
 from swarmnode.plan.view import Span
-from swarmnode.simulate.clock import Clock
+from swarmnode.simulate.clock import Action, Clock
 from swarmnode.simulate.directory import Directory
 from swarmnode.simulate.links import Links
 from swarmnode.simulate.measures import Measures
@@ -69,12 +70,12 @@ class World:
         self.by_id: dict[str, Peer] = {}
         self.settings = settings
         self.measures = measures
-        self.directory = Directory(clock, model.units, settings.directory)
+        self.directory = Directory(clock, model.units, settings.directory, model.hidden * BYTES_PER_HIDDEN)
         self.choose = choose_span  # a study may put another rule here
         self.workload: Workload
         self._chance = chance
         self._trains = trains
-        self._outlook = Outlook(self.directory, measures, Stakes(move_s=settings.move_s), rebalance=settings.rebalance)
+        self._outlook = Outlook(self.directory, measures, Stakes(), rebalance=settings.rebalance)
 
     def __repr__(self) -> str:
         alive = sum(peer.alive for peer in self.peers)
@@ -155,12 +156,12 @@ class World:
         span = self._choose(peer)
         if span != peer.span:
             peer.span = span
-        self._load(peer)
+        self._load(peer, lambda: self._loaded(peer))
 
-    def _load(self, peer: Peer) -> None:
+    def _load(self, peer: Peer, loaded: Action) -> None:
         peer.state = State.LOADING
         self.directory.announce(peer.view())
-        self._later(peer, self._loading_s(peer), lambda: self._loaded(peer))
+        self._later(peer, self._loading_s(peer), loaded)
 
     def _loaded(self, peer: Peer) -> None:
         self._serve(peer)
@@ -192,7 +193,7 @@ class World:
             move = self._outlook.move(peer)
             if move is None:
                 peer.wish = None
-            elif peer.wish is None or peer.wish.span != move.span:
+            elif not _is_same(peer.wish, move):
                 peer.wish = move
                 self._later(peer, move.delay_s, partial(self._act, peer, move))
         self.clock.after(self.settings.look_s, self._look)
@@ -200,7 +201,7 @@ class World:
     def _act(self, peer: Peer, wish: Move) -> None:
         """Go, if that is still what the peer wants."""
         move = self._outlook.move(peer) if peer.wish is wish and peer.state is State.READY else None
-        if move is not None and move.span == wish.span:
+        if move is not None and _is_same(wish, move):
             self._move(peer, move.span)
 
     def _ready_peers(self) -> list[Peer]:
@@ -215,11 +216,17 @@ class World:
         self.directory.announce(peer.view())
         self.workload.leaving(peer)
 
+        left_s = self.clock.now_s
+
+        def arrive() -> None:
+            self._loaded(peer)
+            peer.move_s = self.clock.now_s - left_s
+
         def go() -> None:
             peer.span = span
             peer.life += 1
             peer.load_is_news, peer.wish = False, None
-            self._load(peer)
+            self._load(peer, arrive)
 
         self._later(peer, self.settings.detect_s, go)
 
@@ -237,10 +244,15 @@ class World:
 
         self._later(peer, period_s - (self.clock.now_s - phase_s) % period_s, announce)
 
-    def _later(self, peer: Peer, delay_s: float, action: Callable[[], None]) -> None:
+    def _later(self, peer: Peer, delay_s: float, action: Action) -> None:
         """Unless the peer is gone by then."""
         life = peer.life
         self.clock.after(delay_s, lambda: action() if peer.life == life else None)
+
+
+def _is_same(former: Move | None, move: Move) -> bool:
+    """Whether a wish stands: another one begins anew, unless both are to fill a gap (`roles/place.py`)."""
+    return former is not None and (former.span == move.span or (former.fills and move.fills))
 
 
 def _overlap(one: Span, other: Span) -> bool:
