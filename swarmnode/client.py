@@ -17,9 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from swarmnode.codec.trace_messages import Trace
 from swarmnode.config import ClientConfig
 from swarmnode.errors import PeerError, UsageError
 from swarmnode.metrics.metric import Readings
+from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Switchboard
 from swarmnode.plan.view import Span
 from swarmnode.presence import Presence, PresenceConfig
@@ -28,6 +30,7 @@ from swarmnode.roles.generation import GenerateOptions, Generation, RingStream
 from swarmnode.roles.meters import ClientMeter
 from swarmnode.roles.picture import picture_of
 from swarmnode.roles.router import DirectoryRouter
+from swarmnode.roles.trace_server import fetch_traces
 from swarmnode.swarm.content import has_tokenizer
 from swarmnode.swarm.manifest import TRAIN
 from swarmnode.swarm.swarmfile import Swarm, load_swarm
@@ -159,6 +162,12 @@ class SwarmClient:
     async def changed(self) -> None:
         """Wait until the picture of the swarm changes."""
         await self._presence.directory.changed(self._presence.directory.revision)
+
+    async def traces(self, session: bytes) -> dict[PeerId, Trace]:
+        """What the peers that hold units remember of a session, also one that is over; without those that know nothing."""
+        presence = self._presence
+        holders = [peer.peer for peer in presence.directory.peers().values() if peer.span[1] > 0]
+        return await fetch_traces(presence.network, holders, presence.hello, presence.link_config, session)
 
     # -- generating
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from swarmnode.cli.console import (
     unless_stopped,
 )
 from swarmnode.cli.metrics import METRICS_HOST, METRICS_PORT, Watch
+
+log = logging.getLogger(__name__)
 
 
 @reports_errors
@@ -89,12 +92,18 @@ def generate(
 
 async def _produce(client: Any, prompt: str | list[int], options: Any, *, stream: bool) -> dict[str, Any]:
     stream_of_text = await client.stream(prompt, options)
-    async for piece in stream_of_text:
-        if stream:
-            typer.echo(piece.text if piece.text is not None else f"{piece.id} ", nl=False)
+    result, smooth = stream_of_text.result, False
+    try:
+        async for piece in stream_of_text:
+            if stream:
+                typer.echo(piece.text if piece.text is not None else f"{piece.id} ", nl=False)
+        smooth = not result.reroutes
+    finally:
+        level = logging.INFO if smooth else logging.WARNING
+        log.log(level, "the trace id of this session: %s", result.trace, extra={"trace": result.trace})
     if stream:
         typer.echo()
-    return generation_json(stream_of_text.result)
+    return generation_json(result)
 
 
 def generation_json(result: Any) -> dict[str, Any]:
@@ -107,6 +116,7 @@ def generation_json(result: Any) -> dict[str, Any]:
         "tokens_per_s": round(result.tokens_per_s, 3),
         "route": [{"peer": hop.peer, "span": [hop.start, hop.end]} for hop in result.route],
         "reroutes": result.reroutes,
+        "trace": result.trace,
         "longest_stall_s": round(result.longest_stall_s, 4),
     }
 

@@ -27,13 +27,15 @@ class JsonLines(logging.Formatter):
     """For log collectors: one JSON object per event, stack traces inside it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """`time` is UTC, ISO 8601; `error` is there where an exception was logged."""
+        """`time` is UTC, ISO 8601; `trace` names the session, `error` is there where an exception was logged."""
         line = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": LEVELS.get(record.levelno, str(record.levelno)),
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if (trace := getattr(record, "trace", None)) is not None:
+            line["trace"] = trace
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)

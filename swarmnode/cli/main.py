@@ -21,6 +21,7 @@ from swarmnode.cli.revoke import revoke
 from swarmnode.cli.run import run
 from swarmnode.cli.simulate import simulate
 from swarmnode.cli.status import status
+from swarmnode.cli.trace import trace
 from swarmnode.cli.train import train
 
 app = typer.Typer(
@@ -32,7 +33,22 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help is three times faster than a decorated one
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (create, invite, revoke, members, bootstrap, run, status, generate, train, export, plan, simulate, demo):
+for command in (
+    create,
+    invite,
+    revoke,
+    members,
+    bootstrap,
+    run,
+    status,
+    generate,
+    trace,
+    train,
+    export,
+    plan,
+    simulate,
+    demo,
+):
     app.command()(command)
 app.command("id")(show_identity)
 

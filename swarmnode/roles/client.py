@@ -157,6 +157,7 @@ class ClientSession:
         self._avoid: dict[PeerId, float] = {}
         self._last_progress_s = clock()
         self._tasks = Tasks(f"session {self.id.hex()[:8]}")
+        self._log = logging.LoggerAdapter(log, {"trace": self.id.hex()})
 
     def __repr__(self) -> str:
         hops = " -> ".join(f"{hop.peer[-6:]}[{hop.start}:{hop.end})" for hop in self.route)
@@ -261,7 +262,7 @@ class ClientSession:
         """Leave a peer out: one that failed until it announces itself again, one that is busy or leaving for a while."""
         code = error.code
         self.stats.faults.append((peer, code.name))
-        log.info("session %s: peer %s: %s", self.id.hex()[:8], peer, error)
+        self._log.info("session %s: peer %s: %s", self.id.hex()[:8], peer, error)
         temporary = code in (ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.WRONG_SPAN, ErrorCode.TOO_LARGE)
         if not temporary:
             self._router.suspect(peer, code.name)
@@ -338,5 +339,6 @@ class ClientSession:
                 self.route[index].peer, self._from_last, lambda error: self._fault(epoch, index, error)
             )
             self._last.send(Attach(self.id, self.epoch, start=self._expected))
+            self._log.info("opened %r", self)
         except NetworkDown as error:
             raise PeerLost(str(error), peer=self.route[0].peer) from error

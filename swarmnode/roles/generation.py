@@ -59,7 +59,10 @@ class GenerateOptions:
 
 @dataclass
 class Generation:
-    """What came out, and what it took. Times in seconds from the call; `longest_stall_s` is the longest wait for a token."""
+    """What came out, and what it took. Times in seconds from the call; `longest_stall_s` is the longest wait for a token.
+
+    `trace` is what `swarmnode trace` takes.
+    """
 
     ids: list[int] = field(default_factory=list)
     text: str | None = None
@@ -69,6 +72,7 @@ class Generation:
     longest_stall_s: float = 0.0
     route: tuple[HopSpec, ...] = ()
     faults: list[tuple[str, str]] = field(default_factory=list)
+    trace: str = ""
 
     @property
     def tokens_per_s(self) -> float:
@@ -92,7 +96,6 @@ class RingStream:
         meter: ClientMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.result = Generation()
         self.prompt = list(prompt)
         self._options = options
         self._config = config
@@ -105,6 +108,7 @@ class RingStream:
             codec=options.codec,
         )
         self._session = ClientSession(switchboard, router, spec, config, meter=self._meter, clock=clock)
+        self.result = Generation(trace=self._session.id.hex())
 
     def __repr__(self) -> str:
         return f"<RingStream {len(self.result.ids)} tokens of {self._options.max_new_tokens}, {self._session!r}>"

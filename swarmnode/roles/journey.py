@@ -15,6 +15,8 @@ from statistics import median
 from swarmnode.codec.trace_messages import Trace, TraceStep
 from swarmnode.net.interfaces import PeerId
 
+ROUNDING_US = 3  # of three times
+
 
 @dataclass(frozen=True)
 class Typical:
@@ -64,8 +66,8 @@ class Token:
 
     @property
     def us(self) -> int:
-        """How long it took, as far as that is known."""
-        return sum(part.us for part in self.parts)
+        """How long it took, or at least how long it was at hops."""
+        return sum(part.us for part in self.parts) if self.total_us is None else self.total_us
 
 
 class Stop:
@@ -86,14 +88,24 @@ class Stop:
         return Typical.of(map(figure, self.decoded.values()))
 
     def since_last(self, position: int) -> int | None:
-        """Microseconds from the leaving of what was before this position to its own."""
+        """Microseconds from the leaving of what was before this position to its own.
+
+        None in a replay: there steps come before those that they follow from are done.
+        """
         before, now = self._by_end.get(position - 1), self.decoded.get(position)
-        return None if before is None or now is None else max(0, sent_us(now) - sent_us(before))
+        if before is None or now is None or now.came_us + ROUNDING_US < done_us(before):
+            return None
+        return sent_us(now) - sent_us(before)
 
     def until_next(self, position: int) -> int | None:
         """Microseconds from this position's coming to that of the next one."""
         now, after = self.decoded.get(position), self.decoded.get(position + 1)
         return None if now is None or after is None else max(0, after.came_us - now.came_us)
+
+
+def done_us(step: TraceStep) -> int:
+    """When a step's pass ended, on its hop's clock."""
+    return step.came_us + step.wait_us + step.compute_us
 
 
 def sent_us(step: TraceStep) -> int:

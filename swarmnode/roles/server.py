@@ -136,7 +136,8 @@ class StageServer:
             refusal = self._open(channel, body)
             if refusal is not None:
                 code = ErrorCode(refusal.code)
-                log.info("session %s refused: %s", body.session.hex()[:8], code.name)
+                trace = {"trace": body.session.hex()}
+                log.info("session %s refused: %s", body.session.hex()[:8], code.name, extra=trace)
                 self._refusals[code] += 1
                 channel.close(refusal)
         elif isinstance(body, Attach):

@@ -84,6 +84,7 @@ class StageSession:
         self._subscribers: list[Channel] = []
         self._outputs: dict[int, tuple[Output, tuple[Buffer, ...]]] = {}
         self._tasks = Tasks(f"session {opened.session.hex()[:8]}")
+        self._log = logging.LoggerAdapter(log, {"trace": opened.session.hex()})
         self._orphaned: asyncio.TimerHandle | None = None
         self._freed = False
         self._timing = self._new_timing()
@@ -135,6 +136,7 @@ class StageSession:
         self._timing = self._new_timing()
         channel.on_frame, channel.on_lost = self._from_upstream, self._upstream_lost
         channel.send(Ready(have=self.accepted))
+        self._log.info("session %s: epoch %d begins at position %d", self.id.hex()[:8], self.epoch, self.accepted)
         self._close_subscribers()
         if self._ring is not None:
             self._ring.close()
@@ -344,7 +346,7 @@ class StageSession:
         self._send_fault(index, code, getattr(error, "retry_s", None) or 0.0)
 
     def _send_fault(self, index: int, code: ErrorCode, retry_s: float = 0.0) -> None:
-        log.info("session %s: hop %d of its route fails: %s", self.id.hex()[:8], index, code.name)
+        self._log.info("session %s: hop %d of its route fails: %s", self.id.hex()[:8], index, code.name)
         self._stage.note_fault(code)
         if self._upstream is not None and self._upstream.open:
             self._upstream.send(Fault(self.epoch, index, code, retry_s))
@@ -354,7 +356,7 @@ class StageSession:
         self._send_fault(self.index, ErrorCode.DRAINING)
 
     def _upstream_lost(self, error: PeerError) -> None:
-        log.info(
+        self._log.info(
             "session %s: upstream is gone (%s); kept for %.0f s", self.id.hex()[:8], error, self._stage.orphan_grace_s
         )
         loop = asyncio.get_running_loop()
@@ -369,6 +371,7 @@ class StageSession:
         if self._freed:
             return
         self._freed = True
+        self._log.info("session %s: over after %d positions", self.id.hex()[:8], self.accepted)
         if self._orphaned is not None:
             self._orphaned.cancel()
         self._downstream.unbind()

@@ -96,12 +96,12 @@ class ToyWorker:
 
     def submit(self, job: Job) -> None:
         self._jobs.append(job)
-        asyncio.get_running_loop().call_later(self.step_s, self._run)
+        asyncio.get_running_loop().call_later(self.step_s, self._run, self.step_s)
 
-    def _run(self) -> None:
+    def _run(self, took_s: float) -> None:
         job, ended_s = self._jobs.popleft(), asyncio.get_running_loop().time()
         if job.session in self.caches:
-            job.done(job, replace(self._result(job), run=Pass(ended_s - self.step_s, ended_s, 1)))
+            job.done(job, replace(self._result(job), run=Pass(ended_s - took_s, ended_s, 1)))
 
     def _result(self, job: Job) -> Result:
         assert job.start == self.lengths[job.session], "a gap or an overlap reached the worker"

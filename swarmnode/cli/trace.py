@@ -1,0 +1,177 @@
+"""`swarmnode trace`: where the time of a session's tokens went."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from swarmnode.cli.console import (
+    HOME,
+    JSON,
+    LOG_FORMAT,
+    VERBOSE,
+    default_home,
+    fail,
+    print_json,
+    reports_errors,
+    run_async,
+    set_up_logging,
+)
+from swarmnode.codec.body import SESSION_ID_BYTES
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from swarmnode.roles.journey import Journey, Stop, Token, Typical
+
+WORDS = {"wait": "waited at", "compute": "computed at", "leave": "kept back at", "way": "on the way"}
+
+
+@reports_errors
+def trace(
+    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm."),
+    session: str = typer.Argument(
+        ..., metavar="ID", help="The session's trace id, from generate --json or --verbose, or from a log line."
+    ),
+    slowest: int = typer.Option(5, "--slowest", "-n", min=0, help="How many of the slowest tokens to show."),
+    home: Path = HOME,
+    as_json: bool = JSON,
+    log_format: str = LOG_FORMAT,
+    verbose: bool = VERBOSE,
+) -> None:
+    """Show where a session's slow tokens spent their time: at which hop, waiting or computing, or on the way.
+
+    Peers remember the last 512 steps of sessions that run and of the last 64 that are over.
+
+    Example: swarmnode trace friends.swarm 5f2a61c09be34d17a8f0c2d94be17763
+    """
+    set_up_logging(verbose, log_format)
+    session_id = parse_trace_id(session)
+    from swarmnode.client import SwarmClient
+    from swarmnode.roles.journey import Journey
+    from swarmnode.swarm.swarmfile import load_swarm
+
+    async def ask(_stop: asyncio.Event) -> Journey:
+        client = await SwarmClient.join(load_swarm(swarm, default_home(home)), home=default_home(home))
+        try:
+            return Journey(await client.traces(session_id))
+        finally:
+            await client.close()
+
+    journey = run_async(ask)
+    if not journey.stops:
+        fail(f"no peer that is here now remembers the session {session}")
+    if as_json:
+        print_json(journey_json(session, journey, slowest))
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(hops_table(journey))
+    console.print(tokens_table(journey.slowest(slowest)))
+
+
+def parse_trace_id(text: str) -> bytes:
+    """The session id that a trace id writes in hex."""
+    try:
+        session = bytes.fromhex(text)
+    except ValueError:
+        session = b""
+    if len(session) != SESSION_ID_BYTES:
+        fail(f"a trace id is {2 * SESSION_ID_BYTES} hex digits, not {text!r}", 2)
+    return session
+
+
+def hops_table(journey: Journey) -> Table:
+    """One row per hop: median and worst of its tokens, in milliseconds."""
+    from rich.table import Table
+
+    table = Table(title="hops: median / worst of their tokens", title_justify="left")
+    for column in ("peer", "units", "tokens", "wait ms", "compute ms", "batch"):
+        table.add_column(column, justify="left" if column in ("peer", "units") else "right")
+    for stop in journey.stops:
+        start, end = stop.span
+        wait, compute, batch = typical_of(stop)
+        table.add_row(
+            stop.peer[-8:],
+            f"{start}:{end}",
+            str(len(stop.decoded)),
+            f"{wait.median / 1e3:.1f} / {wait.worst / 1e3:.1f}",
+            f"{compute.median / 1e3:.1f} / {compute.worst / 1e3:.1f}",
+            f"{batch.median:g} / {batch.worst}",
+        )
+    return table
+
+
+def tokens_table(tokens: list[Token]) -> Table:
+    """One row per token: all its milliseconds, and where most of them went."""
+    from rich.table import Table
+
+    table = Table(title="slowest tokens", title_justify="left")
+    for column in ("position", "ms", "waiting", "computing", "on the way", "most of it"):
+        table.add_column(column, justify="left" if column == "most of it" else "right")
+    for token in tokens:
+        sums = {what: sum(part.us for part in token.parts if part.what == what) for what in WORDS}
+        way = "?" if token.total_us is None else f"{sums['way'] / 1e3:.1f}"
+        table.add_row(
+            str(token.position),
+            f"{token.us / 1e3:.1f}",
+            f"{sums['wait'] / 1e3:.1f}",
+            f"{sums['compute'] / 1e3:.1f}",
+            way,
+            where(token),
+        )
+    return table
+
+
+def where(token: Token) -> str:
+    """As in `computed at bX3fQ9aa: 83.1 ms`."""
+    part = token.longest
+    place = f" {part.peer[-8:]}" if part.peer else ""
+    if part.what == "way" and token.late is not None:
+        late = token.late
+        place = f", {late.us / 1e3:.1f} ms more than usual from {late.source[-8:]} to {late.target[-8:]}"
+    return f"{WORDS[part.what]}{place}: {part.us / 1e3:.1f} ms" if part.peer else f"{WORDS[part.what]}{place}"
+
+
+def typical_of(stop: Stop) -> tuple[Typical, Typical, Typical]:
+    """Wait, compute (both microseconds) and batch."""
+    return (
+        stop.typical(lambda step: step.wait_us),
+        stop.typical(lambda step: step.compute_us),
+        stop.typical(lambda step: step.batch),
+    )
+
+
+def journey_json(session: str, journey: Journey, slowest: int) -> dict[str, Any]:
+    """A journey as scripts read it; times in seconds."""
+    return {
+        "trace": session,
+        "hops": [hop_json(stop) for stop in journey.stops],
+        "slowest": [token_json(token) for token in journey.slowest(slowest)],
+    }
+
+
+def hop_json(stop: Stop) -> dict[str, Any]:
+    wait, compute, batch = typical_of(stop)
+    return {
+        "peer": stop.peer,
+        "span": list(stop.span),
+        "tokens": len(stop.decoded),
+        "wait_s": {"median": wait.median / 1e6, "worst": wait.worst / 1e6},
+        "compute_s": {"median": compute.median / 1e6, "worst": compute.worst / 1e6},
+        "batch": {"median": batch.median, "worst": batch.worst},
+    }
+
+
+def token_json(token: Token) -> dict[str, Any]:
+    late = token.late
+    return {
+        "position": token.position,
+        "seconds": token.us / 1e6,
+        "parts": [{"what": part.what, "peer": part.peer or None, "seconds": part.us / 1e6} for part in token.parts],
+        "late": None if late is None else {"from": late.source, "to": late.target, "seconds": late.us / 1e6},
+    }
