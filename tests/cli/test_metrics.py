@@ -41,6 +41,13 @@ def test_a_json_line() -> None:
     assert "\n" not in text
     assert (line["level"], line["logger"], line["message"]) == ("warning", "swarmnode.node", "peer ü\nis gone")
     assert line["error"].endswith("ValueError: why") and line["time"].endswith("+00:00")
+    assert "trace" not in line
+
+
+def test_a_json_line_of_a_session_has_its_trace() -> None:
+    one = record("session %s is slow", "5f2a61c0")
+    one.trace = "5f2a61c09be34d17a8f0c2d94be17763"
+    assert json.loads(JsonLines().format(one))["trace"] == "5f2a61c09be34d17a8f0c2d94be17763"
 
 
 def test_a_text_line() -> None:
