@@ -31,7 +31,7 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.roles.experience import Experience
 from swarmnode.roles.timing import Timing
 from swarmnode.roles.trace_log import SessionTrace
-from swarmnode.roles.worker import Forward, Job, Result, Return, Sample
+from swarmnode.roles.worker import Forward, Job, Pass, Result, Return, Sample
 
 log = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ class StageSession:
 
     # -- results
 
-    def _done(self, job: Job, result: Result) -> None:
+    def _done(self, job: Job, result: Result, run: Pass) -> None:
         if self._freed:
             return
         if result.error is not None:
@@ -279,12 +279,18 @@ class StageSession:
             self._publish(position, Output(ids, final or ids[0] in self._sampling.stop_ids), ())
         if job.count == 1 and not self._freed:
             self._tell_ran(job.end)
-        if result.run is not None:
-            began_s, ended_s, jobs = result.run
-            came_s, sent_s = job.submitted_s, self._stage.clock()
-            self.trace.note(
-                job.end, job.count, came_s=came_s, began_s=began_s, ended_s=ended_s, sent_s=sent_s, batch=jobs
-            )
+        self._note(job, run)
+
+    def _note(self, job: Job, run: Pass) -> None:
+        came_s, sent_s = job.submitted_s, self._stage.clock()
+        self.trace.note(
+            *(job.end, job.count),
+            came_s=came_s,
+            began_s=run.began_s,
+            ended_s=run.ended_s,
+            sent_s=sent_s,
+            batch=run.jobs,
+        )
 
     def _tell_ran(self, end: int) -> None:
         """Let those who sent us the step know that it has left."""

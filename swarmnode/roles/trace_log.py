@@ -1,7 +1,7 @@
 """What a hop remembers of a session: for each of its last steps, how long it waited, took, and stayed.
 
 Bounded: of a session the last 512 steps, of some 30 bytes each, and of those that are over the last 64: 1 MB. A step is packed as
-it comes, in about a microsecond. Everything is a duration on this machine's own clock.
+it comes, in some two microseconds. Everything is a duration on this machine's own clock.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Job:
     count: int
     parts: tuple[tuple[TensorInfo, Buffer], ...]
     then: Forward | Sample | Return
-    done: Callable[[Job, Result], None]
+    done: Callable[[Job, Result, Pass], None]
     want: Want = Want.NOTHING
     reorder: tuple[int, ...] = ()
     skip: int = 0
@@ -99,7 +99,6 @@ class Result:
     tokens: tuple[tuple[int, tuple[int, ...]], ...] = ()
     error: ErrorCode | None = None
     bad_input: bool = False  # the error was in what came in, not in what was made of it
-    run: Pass | None = None  # None where there was none
 
 
 def merge(first: Job, second: Job, max_tokens: int) -> Job | None:
@@ -199,7 +198,9 @@ class Worker:
             while self._collect():
                 batch = self._schedule()
                 if batch:
-                    self._post(_deliver, batch, self._compute(batch))
+                    began_s = time.perf_counter()
+                    results = self._compute(batch)
+                    self._post(_deliver, batch, results, Pass(began_s, time.perf_counter(), len(batch)))
 
     def _collect(self) -> bool:
         """Take everything that has arrived, waiting only where there is nothing to do. False when told to stop."""
@@ -241,7 +242,6 @@ class Worker:
         return job
 
     def _compute(self, batch: Sequence[Job]) -> list[Result]:
-        began_s = time.perf_counter()
         works: list[Work] = []
         ready: list[Job] = []
         failed: dict[int, Result] = {}
@@ -261,8 +261,7 @@ class Worker:
         self.positions += sum(job.count for job in ready)
         for job in ready:
             self.meter.note_hop(job.phase, job.submitted_s)
-        run = Pass(began_s, time.perf_counter(), len(batch))
-        return [failed.get(id(job)) or replace(done[id(job)], run=run) for job in batch]
+        return [failed.get(id(job)) or done[id(job)] for job in batch]
 
     def _pass(self, phase: str, works: Sequence[Work]) -> list[Output]:
         tokens = [work.x.shape[0] * work.x.shape[1] for work in works]
@@ -317,9 +316,9 @@ def _wanted(job: Job) -> int:
     return {Want.NOTHING: 0, Want.LAST: 1, Want.ALL: job.count}[job.want]
 
 
-def _deliver(batch: Sequence[Job], results: Sequence[Result]) -> None:
+def _deliver(batch: Sequence[Job], results: Sequence[Result], run: Pass) -> None:
     for job, result in zip(batch, results, strict=True):
-        job.done(job, result)
+        job.done(job, result, run)
 
 
 def _resolve(future: asyncio.Future[T], value: T) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,7 +100,7 @@ class ToyWorker:
     def _run(self, took_s: float) -> None:
         job, ended_s = self._jobs.popleft(), asyncio.get_running_loop().time()
         if job.session in self.caches:
-            job.done(job, replace(self._result(job), run=Pass(ended_s - took_s, ended_s, 1)))
+            job.done(job, self._result(job), Pass(ended_s - took_s, ended_s, 1))
 
     def _result(self, job: Job) -> Result:
         assert job.start == self.lengths[job.session], "a gap or an overlap reached the worker"
