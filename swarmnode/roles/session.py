@@ -282,15 +282,9 @@ class StageSession:
         self._note(job, run)
 
     def _note(self, job: Job, run: Pass) -> None:
+        began_s, ended_s, jobs = run
         came_s, sent_s = job.submitted_s, self._stage.clock()
-        self.trace.note(
-            *(job.end, job.count),
-            came_s=came_s,
-            began_s=run.began_s,
-            ended_s=run.ended_s,
-            sent_s=sent_s,
-            batch=run.jobs,
-        )
+        self.trace.note(job.end, job.count, came_s=came_s, began_s=began_s, ended_s=ended_s, sent_s=sent_s, batch=jobs)
 
     def _tell_ran(self, end: int) -> None:
         """Let those who sent us the step know that it has left."""
