@@ -2,7 +2,8 @@
 
 The model is cut into segments at the starts and ends of all spans. Changing peers anywhere else gains nothing as long
 as a detour is no shorter than the direct link, since the time of a unit depends on the peer alone: the place of a
-change can slide either way until it meets the end of a span. A dynamic programme runs over the segments from the last
+change can slide either way until it meets the end of a span. (A ring's entry counts less than its links, so a first hop of one
+unit on a peer near the client may gain a per cent: not looked for.) A dynamic programme runs over the segments from the last
 to the first:
 
     cost[k, p] = time of segment k on p + min(cost[k + 1, p],  min over q of link(p, q) + hop + cost[k + 1, q])

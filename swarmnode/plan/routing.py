@@ -15,7 +15,7 @@ from swarmnode.plan.lattice import Candidate, Lattice, Request, Route, RoutingCo
 from swarmnode.plan.view import PeerView, Span, View, draw
 from swarmnode.swarm.announcement import State
 
-MAX_SPLITS = 3  # how often a peer that came up twice is resolved by trying both places
+MAX_SPLITS = 4  # how often a peer that came up twice is resolved by trying all that it may be
 
 
 def find_route(
@@ -98,29 +98,52 @@ def _without_repeats(
 ) -> Route | None:
     """The best route in which each peer has one place.
 
-    A peer that the plain optimum uses twice, before and after a faster one, is tried in its first place only, in its
-    second only, and for everything in between.
+    Where the plain optimum uses a peer twice, before and after a faster one, its one place does not reach the second, or does not
+    reach the first, or holds all in between: the three are tried. After so many `splits` it gets everything in between.
     """
     route = Lattice(view, candidates, request, config).best()
     repeated = None if route is None else _repeated(route.hops)
     if route is None or repeated is None:
         return route
-    first, last = repeated
-    routes: list[Route | None] = [_merge_repeats(view, candidates, request, config, route.hops)]
-    if splits > 0:
-        for place in (Span(request.span.start, first.end), Span(last.start, request.span.end)):
-            clipped = [c if c.peer != first.peer else _clip(c, place) for c in candidates]
-            rest = [candidate for candidate in clipped if candidate is not None]
-            routes.append(_without_repeats(view, rest, request, config, splits - 1))
+    if splits == 0:
+        return _merge_repeats(view, candidates, request, config, route.hops)
+    one, other = repeated
+    before, between = Span(request.span.start, other.start), Span(one.end, other.start)
+    after = Span(one.end, request.span.end)
+    choices = [_restricted(candidates, one.peer, before), _restricted(candidates, one.peer, after)]
+    choices.append(_reserved(candidates, one.peer, between))
+    routes = [_without_repeats(view, choice, request, config, splits - 1) for choice in choices]
     return min((found for found in routes if found is not None), key=lambda found: found.cost_s)
 
 
+def _restricted(candidates: Sequence[Candidate], peer: PeerId, place: Span) -> list[Candidate]:
+    """The same candidates, but `peer` only within `place`."""
+    clipped = [candidate if candidate.peer != peer else _clip(candidate, place) for candidate in candidates]
+    return [candidate for candidate in clipped if candidate is not None]
+
+
+def _reserved(candidates: Sequence[Candidate], peer: PeerId, place: Span) -> list[Candidate]:
+    """The same candidates, but nobody except `peer` within `place`."""
+    rest: list[Candidate] = []
+    for candidate in candidates:
+        if candidate.peer == peer:
+            rest.append(candidate)
+            continue
+        sides = (
+            Span(candidate.span.start, min(candidate.span.end, place.start)),
+            Span(max(candidate.span.start, place.end), candidate.span.end),
+        )
+        pieces = (_clip(candidate, side) for side in sides if side.start < side.end)
+        rest.extend(piece for piece in pieces if piece is not None)
+    return rest
+
+
 def _repeated(hops: Sequence[HopSpec]) -> tuple[HopSpec, HopSpec] | None:
-    """The first and the last place of a peer that has several."""
+    """The first two places of a peer that has several."""
     for index, hop in enumerate(hops):
-        again = [other for other in hops[index + 1 :] if other.peer == hop.peer]
-        if again:
-            return hop, again[-1]
+        again = next((other for other in hops[index + 1 :] if other.peer == hop.peer), None)
+        if again is not None:
+            return hop, again
     return None
 
 
