@@ -102,7 +102,7 @@ def _layer_times() -> Mapping[str, Mapping[str, LayerTimes]]:
 
 
 def _read(name: str) -> str:
-    return resources.files("swarmnode.plan").joinpath("data", name).read_text()
+    return (resources.files("swarmnode.plan") / "data" / name).read_text()
 
 
 def _seconds(points: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]:

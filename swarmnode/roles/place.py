@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swarmnode.plan.cost import BYTES_PER_HIDDEN
-from swarmnode.plan.placement import Joiner, Move, Stakes, choose_span, reconsider
+from swarmnode.plan.placement import Joiner, Move, Stakes, choose_span, gaps, reconsider
 from swarmnode.plan.steady import Steady
 from swarmnode.plan.view import Span, View, view_of
 from swarmnode.presence import Presence
 from swarmnode.swarm.announcement import State
+
+SEARCHED_GAPS = 8  # units that are looked for before a move that would fill them
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,23 @@ class Place:
         self._wish = None
         while True:
             self._presence.directory.announce(**news())
-            move = None
-            if not bound():
-                move = await asyncio.to_thread(reconsider, self._view(), self._joiner(), self._stakes())
+            move = None if bound() else await self._reconsider()
             if self._stands(move):
                 assert move is not None
                 self._leaving_s = time.monotonic()
                 return move
             await asyncio.sleep(self.config.look_s)
+
+    async def _reconsider(self) -> Move | None:
+        """As the directory has it. Of a large swarm that is a sample: units that seem to have nobody are looked for first."""
+        move = await asyncio.to_thread(reconsider, self._view(), self._joiner(), self._stakes())
+        directory = self._presence.directory
+        if move is not None and move.fills and directory.crowd > len(directory.peers()):
+            view = self._view()
+            for unit in gaps(view.units, view.peers)[:SEARCHED_GAPS]:
+                await directory.look_for(unit)
+            move = await asyncio.to_thread(reconsider, self._view(), self._joiner(), self._stakes())
+        return move
 
     def arrived(self) -> None:
         """The node serves again after a move: what it cost is known now, and counts next time."""
@@ -113,4 +124,8 @@ class Place:
         return Joiner(self._presence.peer_id, self._capacity_units, own.decode_units_per_s, own.started_at)
 
     def _stakes(self) -> Stakes:
-        return replace(self.config.stakes, move_s=self._move_s)
+        """Where only a sample is known, one peer's part in the whole is smaller than it seems by as much."""
+        directory = self._presence.directory
+        share = min(1.0, len(directory.peers()) / max(1.0, directory.crowd))
+        stakes = self.config.stakes
+        return replace(stakes, move_s=self._move_s, hysteresis=stakes.hysteresis / max(share, 1e-6))
