@@ -111,7 +111,7 @@ def tokens_table(tokens: list[Token]) -> Table:
     from rich.table import Table
 
     table = Table(title="slowest tokens", title_justify="left")
-    for column in ("position", "ms", "waiting", "computing", "on the way", "most of it"):
+    for column in ("position", "ms", "waiting", "computing", "kept back", "on the way", "most of it"):
         table.add_column(column, justify="left" if column == "most of it" else "right")
     for token in tokens:
         sums = {what: sum(part.us for part in token.parts if part.what == what) for what in WORDS}
@@ -121,6 +121,7 @@ def tokens_table(tokens: list[Token]) -> Table:
             f"{token.us / 1e3:.1f}",
             f"{sums['wait'] / 1e3:.1f}",
             f"{sums['compute'] / 1e3:.1f}",
+            f"{sums['leave'] / 1e3:.1f}",
             way,
             where(token),
         )

@@ -10,10 +10,11 @@ from dataclasses import replace
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, Error, Hello
 from swarmnode.codec.trace_messages import GetTrace, Trace
-from swarmnode.errors import ErrorCode, NetworkDown, PeerError
+from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Channel, Switchboard
+from swarmnode.net.tasks import Tasks
 from swarmnode.roles.sources import ask
 from swarmnode.roles.trace_log import SessionTrace
 
@@ -21,15 +22,18 @@ log = logging.getLogger(__name__)
 
 TRACE_PROTOCOL = "/swarmnode/trace/1"
 ANSWER_S = 5.0
+BUSY_RETRY_S = 1.0
 
 
 class TraceServer:
-    """Answers with what `find` has of a session."""
+    """Answers with what `find` has of a session: to each peer one question at a time, since an answer is so much longer."""
 
     def __init__(
         self, network: Network, hello: Hello, link_config: LinkConfig, find: Callable[[bytes], SessionTrace | None]
     ) -> None:
         self._find = find
+        self._answering: set[PeerId] = set()
+        self._tasks = Tasks("trace answers")
         self._board = Switchboard(network, TRACE_PROTOCOL, hello, _lean(link_config), accept=self._accept)
 
     def __repr__(self) -> str:
@@ -41,6 +45,7 @@ class TraceServer:
 
     async def close(self) -> None:
         """End all links."""
+        await self._tasks.close()
         await self._board.close()
 
     def _accept(self, channel: Channel, _frame: Frame, body: Body) -> None:
@@ -50,9 +55,21 @@ class TraceServer:
         known = self._find(body.session)
         if known is None:
             channel.close(Error(ErrorCode.NO_SESSION))
+        elif channel.peer in self._answering:
+            channel.close(Error(ErrorCode.BUSY, BUSY_RETRY_S))
         else:
+            self._answering.add(channel.peer)
+            self._tasks.spawn(self._answer(channel, known), f"answer {channel.peer}")
+
+    async def _answer(self, channel: Channel, known: SessionTrace) -> None:
+        try:
             channel.send(known.trace())
             channel.close()
+            await channel.drain()
+        except PeerLost as error:
+            log.debug("%s", error)
+        finally:
+            self._answering.discard(channel.peer)
 
 
 async def fetch_traces(

@@ -51,13 +51,13 @@ def test_a_slow_hop_is_read_off() -> None:
         ["bobbbBOB", "3:6", "6", "1.0 / 1.0", "19.0 / 119.0", "2 / 2"],
     ]
     assert rows(tokens_table(slow.slowest(1))) == [
-        ["8", "140.0", "1.0", "129.0", "10.0", "computed at bobbbBOB: 119.0 ms"]
+        ["8", "140.0", "1.0", "129.0", "0.0", "10.0", "computed at bobbbBOB: 119.0 ms"]
     ]
 
 
 def test_a_slow_link_is_read_off() -> None:
     ((*figures, where),) = rows(tokens_table(journey(late_us=100_000).slowest(1)))
-    assert figures == ["8", "140.0", "1.0", "29.0", "110.0"]
+    assert figures == ["8", "140.0", "1.0", "29.0", "0.0", "110.0"]
     assert where == "on the way, 100.0 ms more than usual from iceALICE to bobbbBOB"
 
 

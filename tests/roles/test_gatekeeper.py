@@ -22,10 +22,10 @@ from swarmnode.swarm.notices import notice_validator
 from swarmnode.swarm.revocation import nobody, sign_list
 from tests.swarm.society import NOW, OWNER, STRANGER, SWARM, Ticket, listed
 
-SESSION, TRAIN, STATE, WEIGHTS, MANIFEST, PROBE = (
-    f"/swarmnode/{name}/1" for name in ("session", "train", "state", "weights", "manifest", "probe")
+SESSION, TRAIN, STATE, WEIGHTS, MANIFEST, PROBE, TRACE = (
+    f"/swarmnode/{name}/1" for name in ("session", "train", "state", "weights", "manifest", "probe", "trace")
 )
-PROTOCOLS = (SESSION, TRAIN, STATE, WEIGHTS, MANIFEST, PROBE, MEMBERSHIP_PROTOCOL)
+PROTOCOLS = (SESSION, TRAIN, STATE, WEIGHTS, MANIFEST, PROBE, TRACE, MEMBERSHIP_PROTOCOL)
 HELLO = Hello(VERSION, SWARM, "test")
 
 

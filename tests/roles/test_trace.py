@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 
 import pytest
 
-from swarmnode.codec.trace_messages import MAX_TRACE_STEPS, MAX_TRACE_US, Trace, TraceStep
+from swarmnode.codec.messages import Body, End, Error
+from swarmnode.codec.trace_messages import MAX_TRACE_STEPS, MAX_TRACE_US, GetTrace, Trace, TraceStep
+from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.net.fake import Path
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.switchboard import Switchboard
 from swarmnode.roles.journey import Journey, Late, Part
+from swarmnode.roles.sources import ask
 from swarmnode.roles.trace_log import SessionTrace, TraceLog
-from swarmnode.roles.trace_server import fetch_traces
+from swarmnode.roles.trace_server import TRACE_PROTOCOL, fetch_traces
 from tests.net.virtual import in_virtual_time
 from tests.roles.toy_swarm import HELLO, ToySwarm, link_config
 
@@ -97,6 +102,31 @@ async def test_nobody_knows_a_session_that_was_not() -> None:
     swarm = await ToySwarm.start((0, 4))
     await generate(swarm)
     assert await traced(swarm, "00" * 16) == {}
+
+
+@in_virtual_time
+async def test_a_peer_is_answered_one_question_at_a_time() -> None:
+    swarm = await ToySwarm.start((0, 4))
+    question = GetTrace(bytes.fromhex(await generate(swarm)))
+    board = Switchboard(swarm.client, TRACE_PROTOCOL, HELLO, link_config())
+    heard: list[Body] = []
+    for _ in range(2):
+        for _ in range(3):
+            channel = await board.call(swarm.volunteers[0].peer, lambda _, body: heard.append(body), heard.append)
+            channel.send(question)
+        await asyncio.sleep(0.5)
+    assert Counter(map(type, heard)) == {Trace: 2, End: 2, Error: 4}
+    assert {body.code for body in heard if isinstance(body, Error)} == {ErrorCode.BUSY}
+
+
+@in_virtual_time
+async def test_what_is_no_question_is_refused() -> None:
+    swarm = await ToySwarm.start((0, 4))
+    board = Switchboard(swarm.client, TRACE_PROTOCOL, HELLO, link_config())
+    with pytest.raises(PeerError) as caught:
+        async for _ in ask(board, swarm.volunteers[0].peer, Trace(0, 1)):
+            pass
+    assert caught.value.code is ErrorCode.MALFORMED
 
 
 @in_virtual_time
