@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from swarmnode.compute.checkpoint import Checkpoint
-from swarmnode.compute.device import Device, probe_device, set_threads
+from swarmnode.compute.device import Device, probe_device, set_threads, usable_cores
 from swarmnode.compute.memory import (
     QUANTIZED_BYTES,
     UnitSizes,
@@ -83,6 +85,16 @@ class Hardware:
     def device_name(self) -> str:
         """As others see it."""
         return self.device.name[:48]
+
+    def figures(self, home: Path) -> dict[str, Any]:
+        """What was found, for scripts; `home` is the folder whose disk keeps the weights."""
+        return {
+            "device": self.device_name,
+            "memory_bytes": self.memory_bytes,
+            "cpu_cores": usable_cores(),
+            "disk_free_bytes": shutil.disk_usage(home).free,
+            "capacity_units": self.capacity_units,
+        }
 
     @property
     def capacity_units(self) -> int:
