@@ -153,8 +153,8 @@ class Node:
             assert presence.swarm.manifest is not None
             probe = partial(Hardware.probe, trains=presence.swarm.manifest.mode == TRAIN)
             hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
-            figures = hardware.figures(self.config.presence.home)
-            self._tell("machine", f"This machine: {hardware.device}, {figures['cpu_cores']} cores", **figures)
+            machine = hardware.machine(self.config.presence.home)
+            self._tell("machine", f"This machine: {hardware.device}, {machine['cpu_cores']} cores", **machine)
             place = Place(presence, hardware.capacity_units, self.config.place)
             span = await self._first_span(place, presence, hardware)
             while True:

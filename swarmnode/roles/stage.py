@@ -86,7 +86,7 @@ class Hardware:
         """As others see it."""
         return self.device.name[:48]
 
-    def figures(self, home: Path) -> dict[str, Any]:
+    def machine(self, home: Path) -> dict[str, Any]:
         """What was found, for scripts; `home` is the folder whose disk keeps the weights."""
         return {
             "device": self.device_name,
