@@ -3,7 +3,7 @@
 No two clocks are compared. A token's time is what passes at the last hop between the token before and this one; what the
 hops did not have it for, it was on the way. Which link kept it longer than usual shows in the difference between the time
 at which one hop sent it and the next got it: how far their clocks are apart is in all of them alike, so it goes with
-their median.
+their median. Where the client drives the session, its own time counts as way.
 """
 
 from __future__ import annotations
@@ -118,6 +118,8 @@ class Journey:
 
     def __init__(self, traces: Mapping[PeerId, Trace]) -> None:
         self.stops = sorted((Stop(peer, trace) for peer, trace in traces.items()), key=lambda stop: stop.span)
+        self._first = min((stop.span[0] for stop in self.stops), default=0)  # unit
+        self._last = max((stop.span[1] for stop in self.stops), default=0)  # the one after the last unit
 
     def __repr__(self) -> str:
         return f"<Journey over {len(self.stops)} hops>"
@@ -149,9 +151,8 @@ class Journey:
 
     def _total_us(self, position: int) -> int | None:
         """By the last hop; by the first one where the last has changed and had to catch up."""
-        first, last = self.stops[0].span[0], max(stop.span[1] for stop in self.stops)
-        at_last = (stop.since_last(position) for stop in self.stops if stop.span[1] == last)
-        at_first = (stop.until_next(position) for stop in self.stops if stop.span[0] == first)
+        at_last = (stop.since_last(position) for stop in self.stops if stop.span[1] == self._last)
+        at_first = (stop.until_next(position) for stop in self.stops if stop.span[0] == self._first)
         return next((us for us in (*at_last, *at_first) if us is not None), None)
 
     def _late(self) -> dict[int, Late]:
@@ -172,11 +173,10 @@ class Journey:
 
     def _links(self) -> list[tuple[Stop, Stop, int]]:
         """(from, to, positions by which it is ahead): each hop's link to the next; in a ring the last one's to the first."""
-        pairs = [(a, b, 0) for a in self.stops for b in self.stops if a.span[1] == b.span[0]]
-        first, last = self.stops[0].span[0], max(stop.span[1] for stop in self.stops)
-        return pairs + [
-            (a, b, 1) for a in self.stops for b in self.stops if a is not b and (a.span[1], b.span[0]) == (last, first)
-        ]
+        pairs = [(source, target) for source in self.stops for target in self.stops if source is not target]
+        onward = [(source, target, 0) for source, target in pairs if source.span[1] == target.span[0]]
+        around = (self._last, self._first)
+        return onward + [(source, target, 1) for source, target in pairs if (source.span[1], target.span[0]) == around]
 
 
 def parts_of(peer: PeerId, step: TraceStep) -> tuple[Part, ...]:

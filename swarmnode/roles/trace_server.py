@@ -45,8 +45,8 @@ class TraceServer:
 
     async def close(self) -> None:
         """End all links."""
-        await self._tasks.close()
         await self._board.close()
+        await self._tasks.close()
 
     def _accept(self, channel: Channel, _frame: Frame, body: Body) -> None:
         if not isinstance(body, GetTrace):
