@@ -28,7 +28,9 @@ STOP_TIMEOUT_S = 10.0
 class Member:
     """One running `swarmnode` command and the events that it has printed."""
 
-    def __init__(self, name: str, arguments: Sequence[str], home: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self, name: str, arguments: Sequence[str], home: Path, environment: dict[str, str], inside: Sequence[str] = ()
+    ) -> None:
         self.name = name
         self.home = home
         home.mkdir(parents=True, exist_ok=True)
@@ -36,7 +38,7 @@ class Member:
         self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "swarmnode.cli.main", *arguments],
+                [*inside, sys.executable, "-m", "swarmnode.cli.main", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -149,10 +151,13 @@ class LocalSwarm:
         """Found a swarm on a checkpoint (`--mode train` to train it); the invite."""
         return self.command("create", str(self.file.with_suffix("")), "--model", str(model), "--quiet", *extra).strip()
 
-    def command(self, *arguments: str, timeout_s: float = START_TIMEOUT_S) -> str:
-        """Run a `swarmnode` command to its end; what it printed. Raises LocalError where it fails."""
+    def command(self, *arguments: str, timeout_s: float = START_TIMEOUT_S, inside: Sequence[str] = ()) -> str:
+        """Run a `swarmnode` command to its end; what it printed. Raises LocalError where it fails.
+
+        `inside` goes before the command, to run it in a network namespace, say.
+        """
         done = subprocess.run(
-            [sys.executable, "-m", "swarmnode.cli.main", *arguments],
+            [*inside, sys.executable, "-m", "swarmnode.cli.main", *arguments],
             capture_output=True,
             text=True,
             env={**self.environment, "SWARMNODE_HOME": str(self.folder / "client")},
@@ -164,24 +169,24 @@ class LocalSwarm:
             )
         return done.stdout
 
-    def bootstrap(self, *extra: str) -> Member:
+    def bootstrap(self, *extra: str, inside: Sequence[str] = ()) -> Member:
         """Start the bootstrap peer and wait until it answers."""
-        member = self._start("bootstrap", ["bootstrap", str(self.file), "--json", *extra])
+        member = self._start("bootstrap", ["bootstrap", str(self.file), "--json", *extra], inside)
         member.wait_for("joined")
         return member
 
-    def node(self, name: str, *extra: str, swarm: str | None = None) -> Member:
+    def node(self, name: str, *extra: str, swarm: str | None = None, inside: Sequence[str] = ()) -> Member:
         """Start a volunteer's node; does not wait."""
         arguments = ["run", swarm or str(self.file), "--json", "--name", name, *extra]
-        return self._start(name, arguments)
+        return self._start(name, arguments, inside)
 
     def trainer(self, name: str, *extra: str) -> Member:
         """Start a trainer, whose events are its steps; does not wait."""
         return self._start(name, ["train", str(self.file), "--json", *extra])
 
-    def _start(self, name: str, arguments: list[str]) -> Member:
+    def _start(self, name: str, arguments: list[str], inside: Sequence[str] = ()) -> Member:
         home = self.folder / "homes" / name
-        member = Member(name, [*arguments, "--home", str(home)], home, self.environment)
+        member = Member(name, [*arguments, "--home", str(home)], home, self.environment, inside)
         self.members.append(member)
         return member
 

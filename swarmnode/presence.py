@@ -21,7 +21,7 @@ from swarmnode.codec.messages import VERSION, Hello
 from swarmnode.errors import LocalError, NetworkDown, PeerError
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
-from swarmnode.net.addresses import is_loopback, peer_of, without_peer
+from swarmnode.net.addresses import is_loopback, is_relayed, peer_of, without_peer
 from swarmnode.net.engine import Engine, EngineConfig
 from swarmnode.net.gate import OPEN_GATE
 from swarmnode.net.identity import Identity, verify
@@ -179,6 +179,8 @@ class Presence:
                     identity_path=slot.path,
                     host_maddrs=config.host_maddrs or (default_host(swarm),),
                     announce_maddrs=config.announce_maddrs,
+                    relays=relays_of(swarm, config.peers) if needs is Role.VOLUNTEER else (),
+                    public=needs is Role.BOOTSTRAP,
                     client_mode=config.looks_on,
                     nat_port_map=config.nat_port_map,
                     record_validator=keeps
@@ -252,6 +254,7 @@ class Presence:
                 with contextlib.suppress(NetworkDown):  # p2pd is being started again
                     visitors = await self.network.visitors()
                     self.paths.look(await self.network.addresses(), self.config.announce_maddrs, visitors)
+                    self.directory.announce(**await self.introduction())  # a relay may have taken us in
                 self.directory.announce(**self.paths.figures(), unit_us=self.experience.figures())
 
     def _others(self) -> list[PeerId]:
@@ -260,6 +263,7 @@ class Presence:
     async def introduction(self) -> dict[str, Any]:
         """What every announcement of this peer says: its name, and where it is reached."""
         addresses = [without_peer(address) for address in await self.network.addresses()]
+        addresses.sort(key=lambda address: (is_loopback(address), address))  # of use to most first, in a steady order
         return {"name": self.config.name[:MAX_NAME_CHARS], "addresses": tuple(addresses[:MAX_ADDRESSES])}
 
     async def wait_joined(self, timeout_s: float) -> None:
@@ -345,10 +349,20 @@ class Presence:
         self._slot.release()
 
 
+def reaches_far(swarm: Swarm) -> bool:
+    """Whether the swarm can be found from other machines."""
+    return not all(is_loopback(address) for address in swarm.bootstraps)
+
+
+def relays_of(swarm: Swarm, peers: Sequence[str]) -> tuple[str, ...]:
+    """The doors, which relay for peers behind NAT that libp2p finds to be unreachable."""
+    doors = [*peers, *swarm.bootstraps]
+    return tuple(dict.fromkeys(door for door in doors if not is_loopback(door) and not is_relayed(door)))
+
+
 def default_host(swarm: Swarm) -> str:
     """A swarm that can only be found on this machine is no business of other machines."""
-    local = all(is_loopback(address) for address in swarm.bootstraps)
-    return LOOPBACK_ANY_PORT if local else EVERYWHERE_ANY_PORT
+    return EVERYWHERE_ANY_PORT if reaches_far(swarm) else LOOPBACK_ANY_PORT
 
 
 def state_name(state: State) -> str:

@@ -44,6 +44,7 @@ class EngineConfig:
     host_maddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
     announce_maddrs: tuple[str, ...] = ()
     relays: tuple[str, ...] = ()  # static relays (with /p2p/) to be reached through, for a peer behind NAT
+    public: bool = False  # a door: others reach it, whatever libp2p's own tests say; it relays and tests others
     client_mode: bool = False  # uses the DHT without being a part of it
     nat_port_map: bool = False
     record_validator: RecordValidator | None = None
@@ -66,6 +67,8 @@ class EngineConfig:
             "-b=0",
             "-idleTimeout=30s",  # ends by itself where we die before the first lasting connection, on every system
         ]
+        if self.public:
+            flags.append("-forceReachabilityPublic=1")
         if self.announce_maddrs:
             flags.append(f"-announceAddrs={','.join(self.announce_maddrs)}")
         if self.relays:
