@@ -46,15 +46,15 @@ class Shape:
 
 
 SHAPES = (
-    Shape("chain of three, one client", ((Span(0, 4), 400), (Span(4, 8), 200), (Span(8, 12), 300)), 1),
+    Shape("chain of three, one client", ((Span(0, 4), 200), (Span(4, 8), 100), (Span(8, 12), 150)), 1),
     Shape(
         "two stages, two replicas, four clients",
-        ((Span(0, 6), 400), (Span(0, 6), 200), (Span(6, 12), 300), (Span(6, 12), 150)),
+        ((Span(0, 6), 200), (Span(0, 6), 100), (Span(6, 12), 150), (Span(6, 12), 75)),
         4,
     ),
     Shape(
         "overlapping spans, six clients",
-        ((Span(0, 5), 250), (Span(2, 9), 500), (Span(5, 12), 350), (Span(0, 4), 150), (Span(8, 12), 200)),
+        ((Span(0, 5), 125), (Span(2, 9), 250), (Span(5, 12), 175), (Span(0, 4), 75), (Span(8, 12), 100)),
         6,
     ),
 )
