@@ -34,7 +34,7 @@ WORDS = {"wait": "waited at", "compute": "computed at", "leave": "kept back at",
 def trace(
     swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm."),
     session: str = typer.Argument(
-        ..., metavar="ID", help="The session's trace id, from generate --json or --verbose, or from a log line."
+        ..., metavar="ID", help="The session's trace id, from generate --json or --verbose, or from a JSON log line."
     ),
     slowest: int = typer.Option(5, "--slowest", "-n", min=0, help="How many of the slowest tokens to show."),
     home: Path = HOME,
