@@ -1,9 +1,9 @@
 """What it costs that peers come and go: serving and training at 0, 10 and 100 % of the peers an hour. Prints JSON.
 
-    python contrib/studies/churn.py geo48_slow_links.json dtfm_regional_geo.json [--hours 0.5]
+    python contrib/studies/churn.py geo48_slow_links.json dtfm_regional_geo.json [--hours 1]
 
-Serving: a Llama-2-7B-like model on the 48 cards of the first scenario, at the default load. Training: GPT-2 XL on the second one,
-with V100s, steps of 64 sequences of 1024 tokens, gradients averaged every 20 steps. Leavers go without a word and another peer
+Serving: a Llama-2-7B-like model on the 48 cards of the first scenario, two sessions a second. Training: GPT-2 XL on the second one,
+with V100s, steps of 128 sequences of 1024 tokens, two at a time. Leavers go without a word and another peer
 comes after five minutes on average. `cost` is the share of tokens lost against no churn.
 """
 
@@ -20,9 +20,8 @@ from shapes import transformer
 from swarmnode.plan.scenario import Scenario
 from swarmnode.simulate.measures import percentile
 from swarmnode.simulate.model import Model
-from swarmnode.simulate.settings import Settings, TrainSettings
+from swarmnode.simulate.settings import ServeSettings, Settings, TrainSettings
 from swarmnode.simulate.simulation import Result, Simulation
-from swarmnode.swarm.run import Averaging
 
 RATES = (0.0, 0.1, 1.0)  # of the peers, an hour
 LLAMA_7B = transformer("llama-7b-like", 32, 4096, vocabulary=32000)
@@ -59,13 +58,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("serving", type=Path)
     parser.add_argument("training", type=Path)
-    parser.add_argument("--hours", type=float, default=0.5)
+    parser.add_argument("--hours", type=float, default=1.0)
     arguments = parser.parse_args()
     homes, regions = Scenario.load(arguments.serving), Scenario.load(arguments.training)
     cards = dataclasses.replace(regions, gpus=("V100",) * regions.devices)
-    train = TrainSettings(microbatches=64, sequence=1024, averaging=Averaging(every=20))
+    train = TrainSettings(microbatches=64, microbatch=2, sequence=1024)
     results = {
-        "serve": study(homes, LLAMA_7B, Settings(hours=arguments.hours), "tokens"),
+        "serve": study(homes, LLAMA_7B, Settings(hours=arguments.hours, serve=ServeSettings(2.0)), "tokens"),
         "train": study(cards, GPT2_XL, Settings("train", hours=arguments.hours, train=train), "tokens trained"),
     }
     print(json.dumps(results, indent=1))

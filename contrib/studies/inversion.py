@@ -1,0 +1,128 @@
+"""What a peer can read out of the hidden states that pass it: an inverter is trained on a boundary of a tiny language model.
+
+    python contrib/studies/inversion.py [--steps 300] [--seed 0]
+
+A volunteer that holds units [i, j) sees hidden_BTH before unit i. It has the model's weights, for the swarm gives them to
+it, and any text: so it can run the model itself and learn which hidden states come from which tokens. Here a Llama of 8
+blocks is trained for a while on one half of the standard library's sources (as bytes); then at each boundary a linear map
+and a small MLP learn hidden state -> token from the first half, and are tried on the other half, which nobody has seen.
+The share of tokens that they name is printed. It is a lower bound: who decodes whole sentences, or uses a larger inverter, gets more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCABULARY = 256
+WIDTH = 128
+BLOCKS = 8
+LENGTH = 128
+BATCH = 16
+CORPUS_BYTES = 2_000_000
+BOUNDARIES = (1, 2, 4, 6, 8)  # after so many blocks
+
+
+def corpus() -> tuple[Tensor, Tensor]:
+    """The bytes of the standard library's sources, halved by files: what the inverter learns from, what it is tried on."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path for path in folder.glob("*.py") if path.stat().st_size)
+    return _bytes(files[::2]), _bytes(files[1::2])
+
+
+def _bytes(files: Sequence[Path]) -> Tensor:
+    text = b"".join(path.read_bytes() for path in files)[:CORPUS_BYTES]
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def batches(tokens: Tensor, seed: int) -> Iterator[Tensor]:
+    """Endless ids_BT, drawn from anywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(tokens) - LENGTH, (BATCH,), generator=generator)
+        yield torch.stack([tokens[start : start + LENGTH] for start in starts.tolist()])
+
+
+def train_model(tokens: Tensor, steps: int, seed: int) -> LlamaForCausalLM:
+    """A small Llama that has learnt a little of the text."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=3 * WIDTH,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=LENGTH,
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _, ids_BT in zip(range(steps), batches(tokens, seed), strict=False):
+        loss = model(input_ids=ids_BT, labels=ids_BT).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(f"model: {BLOCKS} blocks, width {WIDTH}, loss {loss.item():.2f} nats a byte after {steps} steps")
+    return model.eval().requires_grad_(False)
+
+
+def hidden_states(model: LlamaForCausalLM, ids_BT: Tensor) -> list[Tensor]:
+    """hidden_BTH before each block and after the last one: what travels between the units."""
+    with torch.no_grad():
+        return list(model.model(input_ids=ids_BT, output_hidden_states=True).hidden_states)
+
+
+def inverter(kind: str) -> nn.Module:
+    """hidden_BTH -> logits_BTV over the token that stood at the same position."""
+    normed = nn.LayerNorm(WIDTH)
+    if kind == "linear":
+        return nn.Sequential(normed, nn.Linear(WIDTH, VOCABULARY))
+    return nn.Sequential(normed, nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, VOCABULARY))
+
+
+def recovered_shares(
+    model: LlamaForCausalLM, known: Tensor, unseen: Tensor, kind: str, steps: int, seed: int
+) -> list[float]:
+    """For each boundary the share of unseen tokens that an inverter, trained on known text, names right."""
+    torch.manual_seed(seed)
+    inverters = [inverter(kind) for _ in BOUNDARIES]
+    optimizer = torch.optim.AdamW([p for one in inverters for p in one.parameters()], lr=2e-3)
+    for _, ids_BT in zip(range(steps), batches(known, seed + 1), strict=False):
+        states = hidden_states(model, ids_BT)
+        logits = [one(states[boundary]) for one, boundary in zip(inverters, BOUNDARIES, strict=True)]
+        loss = torch.stack([nn.functional.cross_entropy(one.flatten(0, 1), ids_BT.flatten()) for one in logits]).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    right, total = torch.zeros(len(BOUNDARIES)), 0
+    for _, ids_BT in zip(range(20), batches(unseen, seed + 2), strict=False):
+        states = hidden_states(model, ids_BT)
+        named = [one(states[boundary]).argmax(-1) for one, boundary in zip(inverters, BOUNDARIES, strict=True)]
+        right += torch.stack([(guess_BT == ids_BT).sum() for guess_BT in named])
+        total += ids_BT.numel()
+    return (right / total).tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="of the model's training and of each inverter's")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    known, unseen = corpus()
+    guess = (unseen == known.mode().values).float().mean().item()
+    print(f"always naming the most frequent byte: {guess:.1%}")
+    model = train_model(known, arguments.steps, arguments.seed)
+    print("after block  " + "".join(f"{boundary:>8}" for boundary in BOUNDARIES))
+    for kind in ("linear", "mlp"):
+        shares = recovered_shares(model, known, unseen, kind, arguments.steps, arguments.seed)
+        print(f"{kind:<12} " + "".join(f"{share:>8.1%}" for share in shares))
+
+
+if __name__ == "__main__":
+    main()
