@@ -44,13 +44,12 @@ def wire(
     """
     free = {peer: worker for peer, worker in workers.items() if worker.in_flight < (worker.room or in_flight)}
     begins = sorted({worker.span.start for worker in free.values()})  # where one may hand over early
-    order = sorted(free)
+    reaches = [(peer, worker, _reach(peer, worker.span, fixed)) for peer, worker in sorted(free.items())]
     nowhere: list[Wire] = []
     best = [(math.inf, nowhere)] * units + [(0.0, nowhere)]
     for start in range(units - 1, -1, -1):
-        for peer in order:
-            worker = free[peer]
-            end = _reach(start, peer, worker.span, fixed)
+        for peer, worker, reach in reaches:
+            end = reach.get(start, start)
             for stop in (end, *(begin for begin in begins if start < begin < end)) if start < end else ():
                 rest_s, rest = best[stop]
                 if rest_s < math.inf and not (rest and rest[0][0] == peer):
@@ -60,11 +59,10 @@ def wire(
     return best[0][1] or None
 
 
-def _reach(start: int, peer: PeerId, span: Span, fixed: Sequence[PeerId | None]) -> int:
-    """How far a peer may take a microbatch that enters at `start`: to where its span or its claim on it ends."""
-    if not span.start <= start < span.end or fixed[start] not in (None, peer):
-        return start
-    end = start + 1
-    while end < span.end and fixed[end] in (None, peer):
-        end += 1
-    return end
+def _reach(peer: PeerId, span: Span, fixed: Sequence[PeerId | None]) -> dict[int, int]:
+    """How far a peer may take a microbatch that enters at a unit, by unit: to where its span or its claim on it ends."""
+    ends: dict[int, int] = {}
+    for unit in range(span.end - 1, span.start - 1, -1):
+        if fixed[unit] in (None, peer):
+            ends[unit] = ends.get(unit + 1, unit + 1)
+    return ends
