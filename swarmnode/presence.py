@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from swarmnode import __version__
 from swarmnode.codec.messages import VERSION, Hello
-from swarmnode.errors import LocalError, NetworkDown, PeerError
+from swarmnode.errors import NetworkDown, PeerError
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.addresses import is_loopback, is_relayed, peer_of, without_peer
 from swarmnode.net.engine import Engine, EngineConfig
 from swarmnode.net.gate import OPEN_GATE
 from swarmnode.net.identity import Identity, verify
+from swarmnode.net.identity_slot import IdentitySlot
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.pace import Pace
@@ -48,7 +48,6 @@ log = logging.getLogger(__name__)
 
 LOOPBACK_ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 EVERYWHERE_ANY_PORT = "/ip4/0.0.0.0/tcp/0"
-MAX_SLOTS = 64
 NEEDS = {"client": Role.CLIENT, "bootstrap": Role.BOOTSTRAP}  # of a private swarm's members; VOLUNTEER for other roles
 
 
@@ -69,43 +68,6 @@ class PresenceConfig:
     looks_on: bool = False  # a client: no place in the DHT, no announcement
     max_upload_bps: float | None = None  # of all links together, bits/s
     max_cache_bytes: int | None = None  # of fetched weights of all swarms; None: most of what the disk has free
-
-
-class IdentitySlot:
-    """An identity file that no other running process uses. Several nodes may share a home: each takes the next free slot."""
-
-    def __init__(self, home: Path, role: str) -> None:
-        self._lock: IO[bytes] | None = None
-        try:
-            home.mkdir(parents=True, exist_ok=True)
-            for slot in range(1, MAX_SLOTS + 1):
-                self.path = home / (f"{role}.key" if slot == 1 else f"{role}-{slot}.key")
-                if self._take(self.path.with_suffix(".lock")):
-                    return
-        except OSError as error:
-            raise LocalError(
-                f"cannot keep state in {home}: {error.strerror or error}; choose another --home"
-            ) from error
-        raise LocalError(f"{MAX_SLOTS} nodes already use {home}; give this one another --home")
-
-    def __repr__(self) -> str:
-        return f"<IdentitySlot {self.path.name}>"
-
-    def _take(self, path: Path) -> bool:
-        lock = path.open("wb")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            return False
-        self._lock = lock
-        return True
-
-    def release(self) -> None:
-        """Let another process use the identity."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
 
 
 class Presence:
@@ -349,11 +311,6 @@ class Presence:
         self._slot.release()
 
 
-def reaches_far(swarm: Swarm) -> bool:
-    """Whether the swarm can be found from other machines."""
-    return not all(is_loopback(address) for address in swarm.bootstraps)
-
-
 def relays_of(swarm: Swarm, peers: Sequence[str]) -> tuple[str, ...]:
     """The doors, which relay for peers behind NAT that libp2p finds to be unreachable."""
     doors = [*peers, *swarm.bootstraps]
@@ -362,7 +319,7 @@ def relays_of(swarm: Swarm, peers: Sequence[str]) -> tuple[str, ...]:
 
 def default_host(swarm: Swarm) -> str:
     """A swarm that can only be found on this machine is no business of other machines."""
-    return EVERYWHERE_ANY_PORT if reaches_far(swarm) else LOOPBACK_ANY_PORT
+    return EVERYWHERE_ANY_PORT if swarm.reaches_others else LOOPBACK_ANY_PORT
 
 
 def state_name(state: State) -> str:

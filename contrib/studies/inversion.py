@@ -1,12 +1,12 @@
 """What a peer can read out of the hidden states that pass it: an inverter is trained on a boundary of a tiny language model.
 
-    python contrib/studies/inversion.py [--steps 300] [--seed 0]
+    python contrib/studies/inversion.py [--steps 150] [--seed 0]
 
 A volunteer that holds units [i, j) sees hidden_BTH before unit i. It has the model's weights, for the swarm gives them to
 it, and any text: so it can run the model itself and learn which hidden states come from which tokens. Here a Llama of 8
 blocks is trained for a while on one half of the standard library's sources (as bytes); then at each boundary a linear map
 and a small MLP learn hidden state -> token from the first half, and are tried on the other half, which nobody has seen.
-The share of tokens that they name is printed. It is a lower bound: who decodes whole sentences, or uses a larger inverter, gets more.
+The share of tokens that they name is printed. It is a lower bound: who weighs whole sentences, or trains for longer, gets more.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def recovered_shares(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="of the model's training and of each inverter's")
+    parser.add_argument("--steps", type=int, default=150, help="of the model's training and of each inverter's")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     known, unseen = corpus()

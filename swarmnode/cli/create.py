@@ -91,7 +91,7 @@ def create(
     if path.exists() and not force:
         fail(f"{path} exists already; choose another name, or --force to overwrite it", 2)
     _check_options(mode, model, config, module, units=units, byte_level=byte_level)
-    from swarmnode.roles.founder import Bootstraps, check_name, found_swarm, reaches_others
+    from swarmnode.roles.founder import Bootstraps, check_name, found_swarm
     from swarmnode.roles.material import from_checkpoint, from_config, from_module
     from swarmnode.swarm.manifest import OPEN, PRIVATE
     from swarmnode.swarm.swarmfile import save_swarm
@@ -134,7 +134,7 @@ def create(
             )
         if mode == "train":
             typer.echo(f"When they run: swarmnode train {path} --data PATH --steps N")
-        if not reaches_others(swarm):
+        if not swarm.reaches_others:
             typer.echo("This invite works on this machine only; for others, give --listen and --announce addresses.")
         if private:
             typer.echo(f"An invite for a friend: swarmnode invite {path}")

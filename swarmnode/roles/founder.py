@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from swarmnode.errors import UsageError
-from swarmnode.net.addresses import free_port, is_loopback, with_peer
+from swarmnode.net.addresses import free_port, with_peer
 from swarmnode.net.identity import Identity
 from swarmnode.roles.material import Material, check_vocabulary
 from swarmnode.swarm.content import Progress, describe_files
@@ -90,8 +90,3 @@ def _promise_bootstrap(swarm: Swarm, bootstraps: Bootstraps) -> Swarm:
         bootstrap_key=identity.to_bytes(),
         bootstrap_listen=listen,
     )
-
-
-def reaches_others(swarm: Swarm) -> bool:
-    """Whether the invite is of use on other machines."""
-    return not all(is_loopback(address) for address in swarm.bootstraps)

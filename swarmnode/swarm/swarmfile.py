@@ -16,6 +16,7 @@ import msgspec
 
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.errors import ProtocolError, UsageError
+from swarmnode.net.addresses import is_loopback
 from swarmnode.swarm.atomic import write_private
 from swarmnode.swarm.guestbook import guestbook_path, open_guestbook
 from swarmnode.swarm.invite import Invite, OwnedInvite, decode_invite, encode_invite, is_owners, looks_like_invite
@@ -64,6 +65,11 @@ class Swarm:
                 OwnedInvite(self.id, self.name, self.bootstraps, self.owner, self.signature, self.private)
             )
         return encode_invite(Invite(self.id, self.name, self.bootstraps))
+
+    @property
+    def reaches_others(self) -> bool:
+        """Whether it can be found from other machines."""
+        return not all(is_loopback(address) for address in self.bootstraps)
 
     def with_manifest(self, raw: bytes) -> Swarm:
         """The same swarm with its manifest. Raises ProtocolError where the bytes are another swarm's, not valid, or not signed

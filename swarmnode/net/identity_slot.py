@@ -1,0 +1,48 @@
+"""Which identity a process takes, where several run with one home."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from typing import IO
+
+from swarmnode.errors import LocalError
+
+MAX_SLOTS = 64
+
+
+class IdentitySlot:
+    """An identity file that no other running process uses. Several nodes may share a home: each takes the next free slot."""
+
+    def __init__(self, home: Path, role: str) -> None:
+        self._lock: IO[bytes] | None = None
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+            for slot in range(1, MAX_SLOTS + 1):
+                self.path = home / (f"{role}.key" if slot == 1 else f"{role}-{slot}.key")
+                if self._take(self.path.with_suffix(".lock")):
+                    return
+        except OSError as error:
+            raise LocalError(
+                f"cannot keep state in {home}: {error.strerror or error}; choose another --home"
+            ) from error
+        raise LocalError(f"{MAX_SLOTS} nodes already use {home}; give this one another --home")
+
+    def __repr__(self) -> str:
+        return f"<IdentitySlot {self.path.name}>"
+
+    def _take(self, path: Path) -> bool:
+        lock = path.open("wb")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            return False
+        self._lock = lock
+        return True
+
+    def release(self) -> None:
+        """Let another process use the identity."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
