@@ -65,15 +65,17 @@ def bootstrap(
 
     async def serve(stop: asyncio.Event) -> None:
         peer = await Bootstrap.start(loaded, config, file=Path(swarm) if loaded.manifest else None)
+        invite = None if loaded.private else peer.invite
         try:
             addresses = await peer.addresses()
             if as_json:
-                print_json({"event": "joined", "peer": peer.peer_id, "addresses": addresses, "invite": peer.invite})
+                print_json({"event": "joined", "peer": peer.peer_id, "addresses": addresses, "invite": invite})
             else:
                 typer.echo(f"Bootstrap peer {peer.peer_id} of swarm {loaded.name} listens on:")
                 for address in addresses:
                     typer.echo(f"  {address}")
-                typer.echo(f"Invite:\n{peer.invite}\nCtrl-C stops it.")
+                hint = f"Invite:\n{invite}" if invite else f"Invites: swarmnode invite {swarm}"
+                typer.echo(f"{hint}\nCtrl-C stops it.")
             async with watch.over(loaded.name, peer.readings):
                 await stop.wait()
         finally:
