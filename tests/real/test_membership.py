@@ -45,9 +45,9 @@ class Club:
     def node(self, name: str, span: str, invite: str) -> Member:
         return self.local.node(name, "--span", span, swarm=invite)
 
-    def generate(self, invite: str, patience_s: float = 60) -> list[int]:
+    def generate(self, invite: str, *options: str, patience_s: float = 60) -> list[int]:
         prompt = ",".join(map(str, PROMPT))
-        options = ("--ids", prompt, "-n", "8", "--json", "--patience", str(patience_s))
+        options = ("--ids", prompt, "-n", "8", "--json", "--patience", str(patience_s), *options)
         return json.loads(self.local.command("generate", invite, *options))["ids"]
 
     @property
@@ -69,6 +69,13 @@ def test_invited_nodes_serve_an_invited_client(club: Club, tiny: TinyModel) -> N
     roles = {member["name"]: member["role"] for member in picture["members"]}
     assert roles == {"a": "volunteer", "b": "volunteer", "bootstrap": "trainer"}
     assert [invite["role"] for invite in picture["invites"]] == ["trainer", "volunteer", "client"]
+
+
+def test_a_client_goes_through_those_it_trusts_alone(club: Club, tiny: TinyModel) -> None:
+    both = [option for node in club.nodes for option in ("--trust", node.peer[-12:])]
+    assert club.generate(club.client_invite, *both) == tiny.alone(PROMPT, 8)
+    with pytest.raises(LocalError, match="among those you trust, no live peer holds units 3-5"):
+        club.generate(club.client_invite, *both[:2], patience_s=2)
 
 
 def test_the_bare_address_admits_nobody(club: Club) -> None:
