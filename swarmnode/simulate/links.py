@@ -80,6 +80,11 @@ class Links:
         for path in [path for path in self._path_free_at_s if peer in path]:
             del self._path_free_at_s[path]
 
+    def drop_waiting(self, now_s: float) -> None:
+        """Nobody wants any more what has not left yet."""
+        self._free_at_s = [min(free_at_s, now_s) for free_at_s in self._free_at_s]
+        self._path_free_at_s.clear()
+
 
 def _with_neighbours(scenario: Scenario) -> tuple[Any, Any]:
     """The matrices with diagonals for two peers at one place: the path to the place's nearest neighbour in its region."""

@@ -91,6 +91,8 @@ class Training:
         masks = {} if mine is None else mine.masks
         self.world.measures.count("lost, unit microbatches", sum(mask.bit_count() for mask in masks.values()))
         self._ledger.lose(name)
+        if self._reducing:  # nothing else is under way then
+            self.world.links.drop_waiting(self.clock.now_s)
         self._reducing = False
         self._attempt += 1
         self._advance()

@@ -84,6 +84,16 @@ def test_a_lost_peers_microbatches_are_replayed_by_its_replica():
     assert total(result.measures, "steps lost") == 0
 
 
+def test_an_agreement_that_a_death_interrupts_begins_anew_without_what_was_on_its_way():
+    """Three replicas need 2 x 2 x 8/3 MB through 8 Mbit/s; one dies in the middle, the two that are left need 2 x 4 MB."""
+    network = scenario([1e4] * 3, delay_s=0.0, bandwidth_bps=8e6)
+    trace = [Change(5.0, 2, False)]
+    shape = model(2, parameters=MB)
+    result = run(network, shape, settings(60.0, microbatches=3), spans=[Span(0, 2)] * 3, trace=trace)
+    noticed_s = 5.0 + result.settings.swarm.detect_s
+    assert result.measures.values["step, s"][0] == pytest.approx(noticed_s + 8.0, rel=0.02)
+
+
 def test_units_that_nobody_holds_stop_the_training_until_they_return():
     trace = [Change(50.0, 1, False), Change(100.0, 1, True)]
     network = scenario([80.0, 80.0], delay_s=0.001, memory_bytes=700 * MB)
