@@ -21,7 +21,16 @@ ROOMS = (
     {"plan"},
     {"compute"},
     {"presence", "roles"},  # a presence is the role that every node and client plays
-    {"bootstrap", "client", "demo", "localswarm", "node", "steward", "tokenizer", "training"},  # what wires the rooms together
+    {
+        "bootstrap",
+        "client",
+        "demo",
+        "localswarm",
+        "node",
+        "steward",
+        "tokenizer",
+        "training",
+    },  # what wires the rooms together
     {"gateway"},
     {"simulate"},
     {"cli"},
