@@ -69,7 +69,9 @@ def views(draw):
     return View(units, tuple(peers), rtts)
 
 
-NEARLY = 1.02  # a ring may gain by one unit on a peer that the client reaches sooner: peers change at ends of spans alone
+NEARLY = (
+    1.02  # a ring may gain by one unit on a peer that the client reaches sooner: peers change at ends of spans alone
+)
 
 
 @settings(max_examples=300, deadline=None)
