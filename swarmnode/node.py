@@ -155,7 +155,7 @@ class Node:
             hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
             machine = hardware.machine(self.config.presence.home)
             self._tell("machine", f"This machine: {hardware.device}, {machine['cpu_cores']} cores", **machine)
-            place = Place(presence, hardware.capacity_units, self.config.place)
+            place = Place(presence, hardware.capacity_units, self.config.place, for_gain=not hardware.trains)
             span = await self._first_span(place, presence, hardware)
             while True:
                 await self._serve(presence, seeder, weights, hardware, span)

@@ -86,6 +86,14 @@ async def test_a_bound_node_stays() -> None:
         await asyncio.wait_for(where.reason_to_move(bound=lambda: True, news=dict), 0.3)
 
 
+async def test_where_units_are_trained_nobody_leaves_a_replica_for_speed() -> None:
+    pairs = [announcement(name, (0, 3)) for name in "ab"] + [announcement("d", (3, 6), speed=400.0)]
+    directory = Directory(*pairs, announcement("e", (3, 6)), announcement(ME, (3, 6)))
+    presence = place(directory, 3)._presence
+    assert not await stays(place(directory, 3))
+    assert await stays(Place(presence, 3, QUICK, for_gain=False))
+
+
 async def test_noise_in_speeds_is_no_reason() -> None:
     pairs = [announcement(name, span) for name, span in (("a", (0, 3)), ("b", (3, 6)), ("c", (3, 6)))]
     directory = Directory(*pairs, announcement(ME, (0, 3)))
