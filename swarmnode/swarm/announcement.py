@@ -19,6 +19,7 @@ from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId, RecordValidator
 from swarmnode.net.reachability import Reachability
+from swarmnode.swarm.signed import Signed, first_broken
 
 VERSION = 1
 DOMAIN = b"swarmnode announcement 1\n"
@@ -120,12 +121,7 @@ Vouch = Callable[[Announcement, bytes], None]
 """(announcement, certificate): raises ProtocolError where its author may not say so"""
 
 
-class _Signed(msgspec.Struct, array_like=True, frozen=True):
-    body: bytes
-    signature: bytes
-
-
-class _Certified(_Signed, frozen=True):
+class _Certified(Signed, frozen=True):
     certificate: bytes = b""
 
 
@@ -143,11 +139,11 @@ def sign_announcement(announcement: Announcement, sign: Sign, certificate: bytes
 
     Raises ValueError where the announcement breaks a rule of its own, which is a bug of the caller.
     """
-    broken = _broken_rule(announcement)
+    broken = first_broken(_rules(announcement))
     if broken is not None:
         raise ValueError(f"announcement not valid: {broken}")
     body = msgspec.msgpack.encode(announcement)
-    signed = _Signed(body, sign(DOMAIN + body))
+    signed = Signed(body, sign(DOMAIN + body))
     record = msgspec.msgpack.encode(signed)
     if len(record) > MAX_RECORD_BYTES:
         raise ValueError(f"announcement of {len(record)} bytes; the bound is {MAX_RECORD_BYTES}")
@@ -186,7 +182,7 @@ def _open_record(record: bytes, swarm_id: bytes, verify: Verify, max_bytes: int)
         raise ProtocolError(f"bad announcement: {error}") from None
     if len(record) - len(signed.certificate) > MAX_RECORD_BYTES:
         raise ProtocolError(f"an announcement of {len(record)} bytes", code=ErrorCode.TOO_LARGE)
-    broken = _broken_rule(announcement)
+    broken = first_broken(_rules(announcement))
     if broken is not None:
         raise ProtocolError(f"bad announcement: {broken}", peer=announcement.peer)
     if announcement.swarm != swarm_id:
@@ -242,8 +238,8 @@ def record_validator(
     return valid
 
 
-def _broken_rule(announcement: Announcement) -> str | None:
-    """The first rule that the announcement breaks, or None."""
+def _rules(announcement: Announcement) -> dict[str, bool]:
+    """What each field must keep to, and whether it does."""
     numbers = (
         announcement.decode_units_per_s,
         announcement.prefill_units_per_s,
@@ -261,7 +257,7 @@ def _broken_rule(announcement: Announcement) -> str | None:
         announcement.reachability,
     )
     texts = (announcement.peer, announcement.name, announcement.device, *announcement.addresses)
-    rules = {
+    return {
         "version": announcement.version >= VERSION,
         "peer": 0 < len(announcement.peer) <= MAX_PEER_CHARS,
         "name": len(announcement.name) <= MAX_NAME_CHARS,
@@ -283,7 +279,6 @@ def _broken_rule(announcement: Announcement) -> str | None:
         "rtts": _are_measured(announcement.rtt_us, MAX_RTTS),
         "unit times": _are_measured(announcement.unit_us, MAX_UNIT_TIMES),
     }
-    return next((rule for rule, kept in rules.items() if not kept), None)
 
 
 def _are_measured(times_us: dict[bytes, int], most: int) -> bool:

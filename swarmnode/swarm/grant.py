@@ -11,10 +11,9 @@ from enum import IntEnum
 
 import msgspec
 
-from swarmnode.codec.decoding import DECODE_ERRORS
-from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.signing_key import PUBLIC_BYTES, SigningKey, is_signed
+from swarmnode.swarm.signed import OwnerSigned
+from swarmnode.swarm.signing_key import PUBLIC_BYTES, SigningKey
 
 VERSION = 1
 DOMAIN = b"swarmnode grant 1\n"
@@ -59,46 +58,18 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
         return Role(self.role) if self.role in Role._value2member_map_ else Role.CLIENT
 
 
-class _Signed(msgspec.Struct, array_like=True, frozen=True):
-    body: bytes
-    signature: bytes
-
-
-_grant_decoder = msgspec.msgpack.Decoder(Grant)
-_signed_decoder = msgspec.msgpack.Decoder(_Signed)
-
-
 def sign_grant(grant: Grant, owner: SigningKey) -> bytes:
     """The signed grant. Raises ValueError where it breaks a rule of its own, which is a bug of the caller."""
-    broken = _broken_rule(grant)
-    if broken is not None:
-        raise ValueError(f"grant not valid: {broken}")
-    body = msgspec.msgpack.encode(grant)
-    return msgspec.msgpack.encode(_Signed(body, owner.sign(DOMAIN + body)))
+    return _GRANTS.sign(grant, owner)
 
 
 def open_grant(raw: bytes, swarm: bytes, owner: bytes) -> Grant:
     """The grant in these bytes, if this owner signed it for this swarm. Raises ProtocolError."""
-    if len(raw) > MAX_GRANT_BYTES:
-        raise ProtocolError(f"a grant of {len(raw)} bytes", code=ErrorCode.TOO_LARGE)
-    try:
-        signed = _signed_decoder.decode(raw)
-        grant = _grant_decoder.decode(signed.body)
-    except DECODE_ERRORS as error:
-        raise ProtocolError(f"bad grant: {error}") from None
-    broken = _broken_rule(grant)
-    if broken is not None:
-        raise ProtocolError(f"bad grant: {broken}")
-    if grant.swarm != swarm:
-        raise ProtocolError("a grant of another swarm", code=ErrorCode.WRONG_SWARM)
-    if not is_signed(owner, DOMAIN + signed.body, signed.signature):
-        raise ProtocolError("a grant that the owner did not sign", code=ErrorCode.REFUSED)
-    return grant
+    return _GRANTS.open(raw, swarm, owner)
 
 
-def _broken_rule(grant: Grant) -> str | None:
-    """The first rule that the grant breaks, or None."""
-    rules = {
+def _rules(grant: Grant) -> dict[str, bool]:
+    return {
         "version": grant.version >= VERSION,
         "swarm": len(grant.swarm) == SWARM_ID_BYTES,
         "key": len(grant.key) == PUBLIC_BYTES,
@@ -109,4 +80,6 @@ def _broken_rule(grant: Grant) -> str | None:
         "peer": len(grant.peer) <= MAX_PEER_CHARS and grant.peer.isascii(),
         "group": len(grant.group.encode()) <= MAX_GROUP_CHARS and grant.group.isprintable(),
     }
-    return next((rule for rule, kept in rules.items() if not kept), None)
+
+
+_GRANTS = OwnerSigned("grant", Grant, domain=DOMAIN, max_bytes=MAX_GRANT_BYTES, rules=_rules)

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from swarmnode.codec.decoding import DECODE_ERRORS
-from swarmnode.errors import ErrorCode, ProtocolError, UsageError
+from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.grant import INVITE_ID_BYTES, SWARM_ID_BYTES
-from swarmnode.swarm.signing_key import SigningKey, is_signed
+from swarmnode.swarm.signed import OwnerSigned
+from swarmnode.swarm.signing_key import SigningKey
 
 VERSION = 1
 DOMAIN = b"swarmnode revocations 1\n"
@@ -52,15 +52,6 @@ class RevocationList(msgspec.Struct, array_like=True, frozen=True):
         )
 
 
-class _Signed(msgspec.Struct, array_like=True, frozen=True):
-    body: bytes
-    signature: bytes
-
-
-_list_decoder = msgspec.msgpack.Decoder(RevocationList)
-_signed_decoder = msgspec.msgpack.Decoder(_Signed)
-
-
 def nobody(swarm: bytes) -> RevocationList:
     """The list before anybody was revoked; it has number 0 and is never sent."""
     return RevocationList(VERSION, swarm, 0, 0)
@@ -72,35 +63,17 @@ def revoked_digest(peer: PeerId) -> bytes:
 
 
 def sign_list(revocations: RevocationList, owner: SigningKey) -> bytes:
-    """The list as it is spread."""
-    body = msgspec.msgpack.encode(revocations)
-    raw = msgspec.msgpack.encode(_Signed(body, owner.sign(DOMAIN + body)))
-    assert len(raw) <= MAX_LIST_BYTES, "the bounds on its entries see to that"
-    return raw
+    """The list as it is spread. Raises ValueError where it breaks a rule of its own, which is a bug of the caller."""
+    return _LISTS.sign(revocations, owner)
 
 
 def open_list(raw: bytes, swarm: bytes, owner: bytes) -> RevocationList:
     """The list in these bytes, if this owner signed it for this swarm. Raises ProtocolError."""
-    if len(raw) > MAX_LIST_BYTES:
-        raise ProtocolError(f"a revocation list of {len(raw)} bytes", code=ErrorCode.TOO_LARGE)
-    try:
-        signed = _signed_decoder.decode(raw)
-        revocations = _list_decoder.decode(signed.body)
-    except DECODE_ERRORS as error:
-        raise ProtocolError(f"bad revocation list: {error}") from None
-    broken = _broken_rule(revocations)
-    if broken is not None:
-        raise ProtocolError(f"bad revocation list: {broken}")
-    if revocations.swarm != swarm:
-        raise ProtocolError("a revocation list of another swarm", code=ErrorCode.WRONG_SWARM)
-    if not is_signed(owner, DOMAIN + signed.body, signed.signature):
-        raise ProtocolError("a revocation list that the owner did not sign", code=ErrorCode.REFUSED)
-    return revocations
+    return _LISTS.open(raw, swarm, owner)
 
 
-def _broken_rule(revocations: RevocationList) -> str | None:
-    """The first rule that the list breaks, or None."""
-    rules = {
+def _rules(revocations: RevocationList) -> dict[str, bool]:
+    return {
         "version": revocations.version >= VERSION,
         "swarm": len(revocations.swarm) == SWARM_ID_BYTES,
         "number": 0 < revocations.number < 1 << 32,
@@ -110,4 +83,6 @@ def _broken_rule(revocations: RevocationList) -> str | None:
         "invites": len(revocations.invites) <= MAX_INVITES
         and all(len(invite) == INVITE_ID_BYTES for invite in revocations.invites),
     }
-    return next((rule for rule, kept in rules.items() if not kept), None)
+
+
+_LISTS = OwnerSigned("revocation list", RevocationList, domain=DOMAIN, max_bytes=MAX_LIST_BYTES, rules=_rules)
