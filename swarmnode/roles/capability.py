@@ -18,10 +18,9 @@ import msgspec
 import torch
 
 from swarmnode import __version__
-from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.compute.speed import Speeds
 from swarmnode.errors import LocalError
-from swarmnode.swarm.atomic import write_private
+from swarmnode.swarm.kept_file import read_kept, write_kept
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ class SpeedCache:
     def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
         self.path = path
         self._now = now
-        self._entries = _read(path)
+        self._entries = self._read()
 
     def __repr__(self) -> str:
         return f"<SpeedCache {len(self._entries)} in {self.path.name}>"
@@ -92,24 +91,17 @@ class SpeedCache:
 
     def put(self, conditions: Conditions, speeds: Speeds) -> None:
         """Keep a measurement; the oldest gives way. A file that cannot be written costs only this help."""
-        self._entries = {**self._entries, **_read(self.path)}  # other nodes of this home write it too
+        self._entries = {**self._entries, **self._read()}  # other nodes of this home write it too
         self._entries[conditions.key] = _Entry(self._now(), speeds)
         newest = sorted(self._entries.items(), key=lambda item: -item[1].measured_at)[:MAX_ENTRIES]
         self._entries = dict(newest)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_private(self.path, msgspec.json.encode(self._entries))
-        except (LocalError, OSError) as error:
+            write_kept(self.path, self._entries)
+        except LocalError as error:
             log.warning("measured speeds are not kept: %s", error)
 
-
-def _read(path: Path) -> dict[str, _Entry]:
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            return {}
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, _Entry])
-    except (OSError, *DECODE_ERRORS):
-        return {}
+    def _read(self) -> dict[str, _Entry]:
+        return read_kept(self.path, dict[str, _Entry], max_bytes=MAX_FILE_BYTES) or {}
 
 
 class Drift:

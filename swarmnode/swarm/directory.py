@@ -303,5 +303,5 @@ class Directory:
             return
         try:
             await asyncio.to_thread(self.known_peers.save)
-        except (LocalError, OSError) as error:
+        except LocalError as error:
             logger.warning("%s", error)

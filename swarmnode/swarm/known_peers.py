@@ -7,10 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.announcement import Announcement
-from swarmnode.swarm.atomic import write_private
+from swarmnode.swarm.kept_file import read_kept, write_kept
 
 MAX_PEERS = 64
 MAX_FILE_BYTES = 1 << 18
@@ -28,7 +27,7 @@ class KnownPeers:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._peers = _read(path)
+        self._peers = read_kept(path, dict[PeerId, KnownPeer], max_bytes=MAX_FILE_BYTES) or {}
         self._changed = False
 
     def __repr__(self) -> str:
@@ -56,14 +55,4 @@ class KnownPeers:
         if not self._changed:
             return
         self._changed = False
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_private(self.path, msgspec.json.encode(self._peers))
-
-
-def _read(path: Path) -> dict[PeerId, KnownPeer]:
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            return {}
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, KnownPeer])
-    except (OSError, *DECODE_ERRORS):
-        return {}
+        write_kept(self.path, self._peers)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from swarmnode.codec.decoding import DECODE_ERRORS
-from swarmnode.errors import LocalError, ProtocolError
-from swarmnode.swarm.atomic import write_private
+from swarmnode.errors import ProtocolError
+from swarmnode.swarm.kept_file import read_kept, write_kept
 from swarmnode.swarm.membership import Membership
 
 log = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ class MembershipFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._content = _read(path)
+        self._content = read_kept(path, _Content, max_bytes=MAX_FILE_BYTES) or _Content()
 
     def __repr__(self) -> str:
         return f"<MembershipFile {self.path.name}>"
@@ -56,18 +55,5 @@ class MembershipFile:
         content = _Content(membership.certificate, membership.revocations_bytes, uses)
         if content == self._content:
             return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LocalError(f"cannot write {self.path}: {error.strerror or error}") from error
-        write_private(self.path, msgspec.json.encode(content))
+        write_kept(self.path, content)
         self._content = content
-
-
-def _read(path: Path) -> _Content:
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            return _Content()
-        return msgspec.json.decode(path.read_bytes(), type=_Content)
-    except (OSError, *DECODE_ERRORS):
-        return _Content()
