@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -155,7 +155,7 @@ class Node:
             hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
             machine = hardware.machine(self.config.presence.home)
             self._tell("machine", f"This machine: {hardware.device}, {machine['cpu_cores']} cores", **machine)
-            place = Place(presence, hardware.capacity_units, self.config.place, for_gain=not hardware.trains)
+            place = self._place(presence, hardware)
             span = await self._first_span(place, presence, hardware)
             while True:
                 await self._serve(presence, seeder, weights, hardware, span)
@@ -176,6 +176,11 @@ class Node:
         return own is not None and (own.sessions > 0 or own.life is not State.READY)
 
     # -- placement
+
+    def _place(self, presence: Presence, hardware: Hardware) -> Place:
+        """Where units are trained, a second holder is worth more than speed: what the last one has learnt goes with it."""
+        stakes = replace(self.config.place.stakes, for_gain=not hardware.trains)
+        return Place(presence, hardware.capacity_units, replace(self.config.place, stakes=stakes))
 
     async def _first_span(self, place: Place, presence: Presence, hardware: Hardware) -> Span:
         if self.config.span is not None:

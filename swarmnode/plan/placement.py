@@ -62,6 +62,7 @@ class Stakes:
     stay_s: float = 1800.0  # how long a place is worth something before the swarm has changed again
     hysteresis: float = 0.01  # relative gain below which nobody moves
     turn_s: float = 3.0  # how long a peer needs to make itself seen on the move, so that the next one knows
+    for_gain: bool = True  # without, nobody moves but to fill gaps
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ def reconsider(view: View, joiner: Joiner, stakes: Stakes = Stakes()) -> Move | 
     census = Census(view.units, living, view.position_bytes)
     if census.missing():
         return _fill(census, living, own, joiner.capacity_units, stakes)
+    if not stakes.for_gain:
+        return None
     return _gain(census, len(living), own, joiner.capacity_units, stakes)
 
 

@@ -38,17 +38,12 @@ class _Wish:
 
 
 class Place:
-    """Decides for one node, from the directory alone. `capacity_units` is what fits into its memory.
+    """Decides for one node, from the directory alone. `capacity_units` is what fits into its memory."""
 
-    Without `for_gain` it moves to fill gaps alone: where units are trained, a second holder is worth more than speed, for what
-    the last one has learnt is gone with it.
-    """
-
-    def __init__(self, presence: Presence, capacity_units: int, config: PlaceConfig, *, for_gain: bool = True) -> None:
+    def __init__(self, presence: Presence, capacity_units: int, config: PlaceConfig) -> None:
         self.config = config
         self._presence = presence
         self._capacity_units = capacity_units
-        self._for_gain = for_gain
         self._steady = Steady()
         self._wish: _Wish | None = None
         self._move_s = config.stakes.move_s
@@ -93,8 +88,6 @@ class Place:
     async def _reconsider(self) -> Move | None:
         """As the directory has it. Of a large swarm that is a sample: units that seem to have nobody are looked for first."""
         move = await asyncio.to_thread(reconsider, self._view(), self._joiner(), self._stakes())
-        if move is not None and not move.fills and not self._for_gain:
-            return None
         directory = self._presence.directory
         if move is not None and move.fills and directory.crowd > len(directory.peers()):
             view = self._view()

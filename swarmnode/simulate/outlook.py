@@ -17,13 +17,12 @@ from swarmnode.simulate.peers import Peer
 
 
 class Outlook:
-    """Of the picture that the directory has now. `rebalance`: whether peers move for throughput, not just to fill gaps."""
+    """Of the picture that the directory has now."""
 
-    def __init__(self, directory: Directory, measures: Measures, stakes: Stakes, *, rebalance: bool) -> None:
+    def __init__(self, directory: Directory, measures: Measures, stakes: Stakes) -> None:
         self._directory = directory
         self._measures = measures
         self._stakes = stakes
-        self._rebalance = rebalance
         self._revision = -1
         self._gain_is_possible = True
         self._staying: set[tuple[object, ...]] = set()
@@ -55,8 +54,7 @@ class Outlook:
     def _ask(self, peer: Peer) -> Move | None:
         view, joiner = self._directory.view(), peer.joiner()
         stakes = replace(self._stakes, move_s=peer.move_s)
-        move = self._measures.timed("reconsider", lambda: reconsider(view, joiner, stakes))
-        return move if move is not None and (move.fills or self._rebalance) else None
+        return self._measures.timed("reconsider", lambda: reconsider(view, joiner, stakes))
 
     def _look_anew(self) -> None:
         self._revision = self._directory.revision
@@ -72,7 +70,7 @@ class Outlook:
         """
         census = self._directory.census
         least_holders = int(census.holders_U.min())
-        if least_holders <= 1 or not self._rebalance:
-            return least_holders == 0 or self._rebalance
+        if least_holders <= 1 or not self._stakes.for_gain:
+            return least_holders == 0 or self._stakes.for_gain
         most_units_per_s = max(self._directory.speeds)
         return most_units_per_s > self._stakes.hysteresis * throughput(census.supply_SE)

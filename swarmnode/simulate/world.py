@@ -75,7 +75,7 @@ class World:
         self.workload: Workload
         self._chance = chance
         self._trains = trains
-        self._outlook = Outlook(self.directory, measures, Stakes(), rebalance=settings.rebalance)
+        self._outlook = Outlook(self.directory, measures, Stakes(for_gain=settings.rebalance))
 
     def __repr__(self) -> str:
         alive = sum(peer.alive for peer in self.peers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,9 +90,9 @@ async def test_a_bound_node_stays() -> None:
 async def test_where_units_are_trained_nobody_leaves_a_replica_for_speed() -> None:
     pairs = [announcement(name, (0, 3)) for name in "ab"] + [announcement("d", (3, 6), speed=400.0)]
     directory = Directory(*pairs, announcement("e", (3, 6)), announcement(ME, (3, 6)))
-    presence = place(directory, 3)._presence
+    trained = replace(QUICK, stakes=replace(QUICK.stakes, for_gain=False))
     assert not await stays(place(directory, 3))
-    assert await stays(Place(presence, 3, QUICK, for_gain=False))
+    assert await stays(place(directory, 3, trained))
 
 
 async def test_noise_in_speeds_is_no_reason() -> None:

@@ -36,8 +36,8 @@ def swarm(peers, seed, *, kinds=3):
     return directory, found
 
 
-def outlook(directory, *, rebalance=True):
-    return Outlook(directory, Measures(10.0), Stakes(), rebalance=rebalance)
+def outlook(directory, stakes=Stakes()):
+    return Outlook(directory, Measures(10.0), stakes)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -60,7 +60,7 @@ def test_in_a_large_swarm_it_is_seen_at_once_that_nobody_gains():
 def test_without_rebalancing_only_gaps_are_filled():
     for seed in range(12):
         directory, everybody = swarm(7, seed)
-        moves = [outlook(directory, rebalance=False).move(peer) for peer in everybody]
+        moves = [outlook(directory, Stakes(for_gain=False)).move(peer) for peer in everybody]
         assert all(move is None or move.fills for move in moves)
         if directory.census.missing():
             assert any(moves)
