@@ -78,6 +78,10 @@ class Move:
         """Whether it gives units a holder that have none."""
         return self.gain == float("inf")
 
+    def is_same_wish(self, other: Move) -> bool:
+        """Whether wanting one is still wanting the other: the same span, or both fill gaps, whichever these are."""
+        return self.span == other.span or (self.fills and other.fills)
+
 
 def choose_span(view: View, joiner: Joiner) -> Span:
     """The span that `joiner` should take. It has as many units as fit, at most the whole model.
@@ -89,9 +93,8 @@ def choose_span(view: View, joiner: Joiner) -> Span:
     census = Census(view.units, settled, view.position_bytes)
     claims = sorted((peer for peer in others if peer.state is State.JOINING), key=_priority)
     earlier = [claim for claim in claims if _priority(claim) < (joiner.started_at, joiner.peer)]
-    for number, claim in enumerate(reversed(earlier)):
-        if number >= MAX_CLAIMS:
-            census.change(claim, 1)
+    for claim in earlier[:-MAX_CLAIMS]:
+        census.change(claim, 1)
     for claim in earlier[-MAX_CLAIMS:]:
         census.change(replace(claim, span=_best_span(census, claim, claim.span.units)), 1)
     return _best_span(census, joiner.seen_in(view), joiner.capacity_units)

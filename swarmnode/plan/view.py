@@ -29,6 +29,10 @@ class Span(NamedTuple):
         """How many units it has."""
         return self.end - self.start
 
+    def overlaps(self, other: Span) -> bool:
+        """Whether they have a unit in common."""
+        return max(self.start, other.start) < min(self.end, other.end)
+
 
 @dataclass(frozen=True, slots=True)
 class PeerView:

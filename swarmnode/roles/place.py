@@ -79,8 +79,9 @@ class Place:
         while True:
             self._presence.directory.announce(**news())
             move = None if bound() else await self._reconsider()
-            if self._stands(move):
-                assert move is not None
+            if move is None:
+                self._wish = None
+            elif self._stands(move):
                 self._leaving_s = time.monotonic()
                 return move
             await asyncio.sleep(self.config.look_s)
@@ -101,16 +102,13 @@ class Place:
         if self._leaving_s is not None:
             self._move_s, self._leaving_s = time.monotonic() - self._leaving_s, None
 
-    def _stands(self, move: Move | None) -> bool:
-        """Whether the wish has stood long enough. Another wish begins anew, unless both are to fill a gap."""
-        if move is None:
-            self._wish = None
-            return False
-        former = self._wish
-        same = former is not None and (move.span == former.move.span or (move.fills and former.move.fills))
-        since_s = former.since_s if former is not None and same else time.monotonic()
-        self._wish = _Wish(move, since_s)
-        return time.monotonic() - since_s >= move.delay_s
+    def _stands(self, move: Move) -> bool:
+        """Whether the wish has stood long enough."""
+        if self._wish is not None and move.is_same_wish(self._wish.move):
+            self._wish = replace(self._wish, move=move)
+        else:
+            self._wish = _Wish(move, time.monotonic())
+        return time.monotonic() - self._wish.since_s >= move.delay_s
 
     def _view(self) -> View:
         manifest = self._presence.swarm.manifest

@@ -178,7 +178,7 @@ class World:
         size_bytes = self.model.loaded_bytes(peer.span, trains=self._trains)
         asked = self._chance.sample(list(self.by_id.values()), min(MAX_ASKED, len(self.by_id)))
         holders = [
-            other.index for other in asked if other.serves and other is not peer and _overlap(other.span, peer.span)
+            other.index for other in asked if other.serves and other is not peer and other.span.overlaps(peer.span)
         ]
         fastest_bps = max((self.links.bandwidth_bps(other, peer.index) for other in holders), default=None)
         download_s = size_bytes * 8 / (fastest_bps or self.links.best_bps(peer.index))
@@ -193,7 +193,7 @@ class World:
             move = self._outlook.move(peer)
             if move is None:
                 peer.wish = None
-            elif not _is_same(peer.wish, move):
+            elif peer.wish is None or not move.is_same_wish(peer.wish):
                 peer.wish = move
                 self._later(peer, move.delay_s, partial(self._act, peer, move))
         self.clock.after(self.settings.look_s, self._look)
@@ -201,7 +201,7 @@ class World:
     def _act(self, peer: Peer, wish: Move) -> None:
         """Go, if that is still what the peer wants."""
         move = self._outlook.move(peer) if peer.wish is wish and peer.state is State.READY else None
-        if move is not None and _is_same(wish, move):
+        if move is not None and move.is_same_wish(wish):
             self._move(peer, move.span)
 
     def _ready_peers(self) -> list[Peer]:
@@ -248,12 +248,3 @@ class World:
         """Unless the peer is gone by then."""
         life = peer.life
         self.clock.after(delay_s, lambda: action() if peer.life == life else None)
-
-
-def _is_same(former: Move | None, move: Move) -> bool:
-    """Whether a wish stands: another one begins anew, unless both are to fill a gap (`roles/place.py`)."""
-    return former is not None and (former.span == move.span or (former.fills and move.fills))
-
-
-def _overlap(one: Span, other: Span) -> bool:
-    return max(one.start, other.start) < min(one.end, other.end)

@@ -46,7 +46,6 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.plan.groups import Holder, make_groups
 from swarmnode.plan.ledger import Ledger
 from swarmnode.plan.muster import Muster, muster
-from swarmnode.plan.view import Span
 from swarmnode.roles.training.audience import Audience, TrainerLine
 from swarmnode.roles.training.dispatcher import Dispatcher
 from swarmnode.roles.training.member import Line, Member, Standing
@@ -250,7 +249,7 @@ class Conductor:
         assert self.run is not None
         member.standing = Standing.LISTENING
         member.listens_from = self.step + (self.phase is Phase.REDUCING)
-        holders = tuple(other.peer for other in self._usable() if _overlap(other.span, member.span))
+        holders = tuple(other.peer for other in self._usable() if other.span.overlaps(member.span))
         member.send(Sync(encode_run(self.run), member.listens_from, holders))
 
     def _usable(self) -> list[Member]:
@@ -502,10 +501,6 @@ class Conductor:
             for member in self._usable():
                 member.send(Discard())
         self._audience.tell(stopped)
-
-
-def _overlap(left: Span, right: Span) -> bool:
-    return left.start < right.end and right.start < left.end
 
 
 def _bits(mask: int) -> list[int]:
