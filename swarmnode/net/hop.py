@@ -57,7 +57,7 @@ class Hop:
 
     def __repr__(self) -> str:
         where = f"to {self._channel.peer}" if self._channel else "unbound"
-        return f"<Hop {where} {'live' if self._live else 'waiting'} journal of {self.end} positions>"
+        return f"<Hop {where} {'live' if self._live else 'waiting'} journal of {self.end} positions, {self.journal_bytes} bytes>"
 
     @property
     def end(self) -> int:

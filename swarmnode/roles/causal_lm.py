@@ -6,7 +6,6 @@ here too where the client holds embedding and head itself.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,10 +31,9 @@ OpenSession = Callable[[SessionSpec], ClientSession]
 class RemoteCache(Cache):
     """Stands for the cache that the hops hold: it knows its length and the reordering that the next input carries."""
 
-    def __init__(self, owner: RemoteCausalLM, session: ClientSession, prompt_chunk: int) -> None:
+    def __init__(self, owner: RemoteCausalLM, session: ClientSession) -> None:
         super().__init__(layers=[])
         self._owner = owner
-        self._prompt_chunk = prompt_chunk
         self.session = session
         self.reorder: tuple[int, ...] = ()
 
@@ -156,10 +154,6 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
                     cache.close()
             self._opened = []
 
-    async def agenerate(self, *args: Any, **kwargs: Any) -> Any:
-        """`generate` for asyncio: runs in a thread."""
-        return await asyncio.to_thread(self.generate, *args, **kwargs)
-
     @staticmethod
     def _padding(attention_mask_BT: torch.Tensor | None, rows: int) -> tuple[int, ...]:
         """Left padding per row. Raises UsageError on holes or right padding."""
@@ -178,7 +172,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         if self._ends is not None:
             self._ends.open(session.id, rows, max_length, padding)
         self.run(session.start())
-        cache = RemoteCache(self, session, self._prompt_chunk_tokens)
+        cache = RemoteCache(self, session)
         if hasattr(self, "_opened"):
             self._opened.append(cache)
         return cache

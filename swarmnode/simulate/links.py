@@ -56,11 +56,6 @@ class Links:
         """Of the path, if nobody else sends."""
         return self._bandwidth_bps[self.places[sender]][self.places[receiver]]
 
-    def delays_s(self, peers: Sequence[int]) -> Any:
-        """[n, n] one-way delays between some peers."""
-        places = [self.places[peer] for peer in peers]
-        return np.array(self._delay_s)[np.ix_(places, places)]
-
     def send(self, now_s: float, sender: int, receiver: int, size_bytes: float) -> float:
         """When a message that is handed over now will have arrived."""
         if sender == receiver:

@@ -9,7 +9,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 SEED_BYTES = 32
 PUBLIC_BYTES = 32
-SIGNATURE_BYTES = 64
 
 
 class SigningKey:

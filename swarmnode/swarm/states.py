@@ -18,7 +18,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -91,20 +91,9 @@ class StateStore:
         """The blocks of a step with their sizes and roots, but for those that are known to be damaged."""
         return {block: file for block, file in self._steps.get(step, {}).items() if (step, block) not in self._damaged}
 
-    def newest(self, blocks: Collection[int] = ()) -> int | None:
-        """The newest step that has these blocks (none: any)."""
-        return max((step for step, held in self.steps().items() if set(blocks) <= set(held)), default=None)
-
-    def newest_sound(self, blocks: Collection[int]) -> int | None:
-        """The newest step whose files of these blocks are undamaged (they are read whole). Damaged ones are passed by."""
-        while (step := self.newest(blocks)) is not None:
-            try:
-                for block in blocks:
-                    self.path(step, block)
-                return step
-            except CheckpointError as error:
-                log.warning("%s; going on with an older step", error)
-        return None
+    def newest(self) -> int | None:
+        """The newest step; None where there is none."""
+        return max(self.steps(), default=None)
 
     def path(self, step: int, block: int, *, verify: bool = True) -> Path:
         """The file of a block. Raises CheckpointError where it is not there; with `verify` also where its hash is not right."""

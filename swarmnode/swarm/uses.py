@@ -71,10 +71,6 @@ class Uses:
         del users[latest.member.peer]
         return True
 
-    def has(self, member: Member) -> bool:
-        """Whether the member's place, where it needs one, is still its own."""
-        return not member.uses or member.peer in self._by_invite.get(member.invite, {})
-
     def forget(self, invites: Iterable[bytes]) -> None:
         """Drop the uses of invites that are worth nothing any more."""
         for invite in invites:

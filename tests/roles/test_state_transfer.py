@@ -130,7 +130,7 @@ async def test_the_newest_step_that_they_have_together_comes_from_whoever_has_it
     assert step == 20
     world.assert_has(20, SHARED, 0, 1, 2)
     assert amounts[-1] == (4 * (CHUNKS * CHUNK_BYTES - 5),) * 2
-    assert world.store.begun() == [] and world.store.newest_sound((SHARED, 0, 1, 2)) == 20
+    assert world.store.begun() == [] and world.store.newest() == 20
 
 
 async def test_a_certain_step_can_be_asked_for(world: World) -> None:
