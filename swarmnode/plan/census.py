@@ -13,8 +13,6 @@ from swarmnode.plan.cost import sustained_units_per_s
 from swarmnode.plan.flow import Floats, supply_of
 from swarmnode.plan.view import PeerView, Span
 
-UNMEASURED_UNITS_PER_S = 100.0
-
 
 class Census:
     """Peers counted by span. `holders_U`: how many hold each unit; `supply_SE`: units/s by (start, end) of the span.
@@ -40,8 +38,9 @@ class Census:
 
     def units_per_s(self, peer: PeerView, span_units: int) -> float:
         """What a peer keeps up on so many units."""
-        units_per_s = peer.decode_units_per_s or UNMEASURED_UNITS_PER_S
-        return sustained_units_per_s(units_per_s, span_units, self.position_bytes, peer.up_bps, peer.down_bps)
+        return sustained_units_per_s(
+            peer.assumed_units_per_s, span_units, self.position_bytes, peer.up_bps, peer.down_bps
+        )
 
     def change(self, peer: PeerView, by: int) -> None:
         """Count a peer on its span once more, or (`by` -1) once less."""

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from swarmnode.plan.flow import Floats
+
 BYTES_PER_HIDDEN = 2  # of a position between stages: bfloat16 or float16; float32 nodes send twice that
 
 
-def transfer_s(size_bytes: float, delay_s: float, bandwidth_bps: float) -> float:
-    """One message over an idle link: its delay, and its bytes through the narrowest place."""
-    return delay_s + (size_bytes * 8 / bandwidth_bps if bandwidth_bps > 0 else 0.0)
+def transfer_s(size_bytes: float, delay_s: Floats, bandwidth_bps: Floats) -> Floats:
+    """One message over each of some idle links: its delay, and its bytes through the narrowest place. All of one shape."""
+    sending_s = np.divide(8 * size_bytes, bandwidth_bps, out=np.zeros(bandwidth_bps.shape), where=bandwidth_bps > 0)
+    return delay_s + sending_s
 
 
 def sustained_units_per_s(

@@ -1,16 +1,16 @@
-"""What a planner believes of links: delays as measured, else by network coordinates, else the median; and times of transfer."""
+"""What a planner believes of links: delays as measured, else by network coordinates, else the median; and how long a position
+takes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.cost import transfer_s
+from swarmnode.plan.flow import Floats
 from swarmnode.plan.view import View
-
-Floats = npt.NDArray[np.float64]
 
 
 def one_way_delays(view: View, peers: Sequence[PeerId | None]) -> Floats:
@@ -24,14 +24,17 @@ def one_way_delays(view: View, peers: Sequence[PeerId | None]) -> Floats:
     return rtt_s / 2
 
 
-def transfer_times(view: View, peers: Sequence[PeerId | None]) -> Floats:
-    """Seconds [N, N] of one position from one peer to another: through the sender's uplink or the receiver's downlink, whichever
-    is narrower; nothing where neither was measured."""
+def position_times(view: View, peers: Sequence[PeerId | None]) -> Floats:
+    """Seconds [N, N] that one position takes from one peer to another."""
+    return transfer_s(view.position_bytes, one_way_delays(view, peers), _bandwidths(view, peers))
+
+
+def _bandwidths(view: View, peers: Sequence[PeerId | None]) -> Floats:
+    """Bits/s [N, N]: the sender's uplink or the receiver's downlink, whichever is narrower; infinite if neither was measured."""
     lines = {peer.peer: (peer.up_bps, peer.down_bps) for peer in view.peers}
     bps = np.array([lines.get(peer or "", (0.0, 0.0)) for peer in peers])
     known_bps = np.where(bps > 0, bps, np.inf)
-    seconds: Floats = view.position_bytes * 8 / np.minimum(known_bps[:, None, 0], known_bps[None, :, 1])
-    return seconds
+    return np.minimum(known_bps[:, None, 0], known_bps[None, :, 1])
 
 
 def _by_coordinates(view: View, peers: Sequence[PeerId | None]) -> Floats:

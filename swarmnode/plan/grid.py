@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swarmnode.errors import UsageError
+from swarmnode.plan.cost import transfer_s
 from swarmnode.plan.scenario import FloatArray, Scenario
 
 Grid = npt.NDArray[np.intp]  # [S, R]: the device at each stage of each pipeline; no device twice
@@ -71,8 +72,8 @@ class Problem:
         return cls(
             stages,
             replicas,
-            averaging_s=2 * transfer_s(scenario, everybody, traffic.gradient_bytes / replicas),
-            hop_s=transfer_s(scenario, everybody, traffic.activation_bytes),
+            averaging_s=2 * slower_way_s(scenario, everybody, traffic.gradient_bytes / replicas),
+            hop_s=slower_way_s(scenario, everybody, traffic.activation_bytes),
         )
 
     def cost(self, grid: Grid) -> Cost:
@@ -88,13 +89,10 @@ class Problem:
         return 2 * float(self.hop_s[grid[:-1], grid[1:]].max(axis=1).sum())
 
 
-def transfer_s(scenario: Scenario, members: Members, size_bytes: float) -> FloatArray:
+def slower_way_s(scenario: Scenario, members: Members, size_bytes: float) -> FloatArray:
     """[M, M]: sending so many bytes from one member to another, at the pace of the slower direction; nothing to oneself."""
     part = np.ix_(members, members)
-    bandwidth_bps = np.where(
-        np.eye(len(members), dtype=bool), np.inf, scenario.bandwidth_bps[part]
-    )  # may be zero there
-    seconds = scenario.delay_s[part] + 8 * size_bytes / bandwidth_bps
+    seconds = transfer_s(size_bytes, scenario.delay_s[part], scenario.bandwidth_bps[part])
     slower: FloatArray = np.maximum(seconds, seconds.T)
     np.fill_diagonal(slower, 0.0)
     return slower

@@ -14,7 +14,7 @@ import numpy as np
 
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.plan.cost import step_s
-from swarmnode.plan.grid import Grid, Problem, Traffic, transfer_s
+from swarmnode.plan.grid import Grid, Problem, Traffic, slower_way_s
 from swarmnode.plan.grid_search import Search
 from swarmnode.plan.layouts import dendrogram
 from swarmnode.plan.scenario import Scenario
@@ -197,7 +197,7 @@ class Planner:
     def _averaging_s(self, group: tuple[int, ...], span: Span) -> float:
         """DT-FM's averaging for the gradients that this stage really has."""
         gradient_bytes = sum(self.workload.gradient_bytes[span.start : span.end])
-        mates_s = 2 * transfer_s(self.network, np.array(group), gradient_bytes / len(group))
+        mates_s = 2 * slower_way_s(self.network, np.array(group), gradient_bytes / len(group))
         return float(mates_s.sum(axis=1).max())
 
     def _step_s(self, problem: Problem, grid: Grid, stages: Sequence[Stage]) -> float:

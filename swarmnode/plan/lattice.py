@@ -23,10 +23,10 @@ import numpy.typing as npt
 
 from swarmnode.codec.messages import HopSpec
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.delays import one_way_delays, transfer_times
+from swarmnode.plan.delays import position_times
+from swarmnode.plan.flow import Floats
 from swarmnode.plan.view import Span, View
 
-Floats = npt.NDArray[np.float64]
 Indexes = npt.NDArray[np.intp]
 
 
@@ -38,7 +38,6 @@ class RoutingConfig:
     load_weight: float = 0.2  # a peer with five sessions counts as half as fast: batching makes up for most of it
     entry_weight: float = 0.1  # a ring passes the client's link once, not once per token
     replay_s: float = 0.25  # per unit: what moving its cache to another peer costs a running session
-    unmeasured_units_per_s: float = 100.0
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ def _links(
 ) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
     """Seconds that a position takes from candidate to candidate and to the client, and which candidates are the same peer."""
     names = {name: index for index, name in enumerate(dict.fromkeys(candidate.peer for candidate in candidates))}
-    seconds = one_way_delays(view, [*names, client]) + transfer_times(view, [*names, client])
+    seconds = position_times(view, [*names, client])
     index = np.array([names[candidate.peer] for candidate in candidates])
     same = index[:, None] == index[None, :]
     return seconds[np.ix_(index, index)], seconds[index, len(names)], same

@@ -58,7 +58,7 @@ def _candidates(
 
 
 def _unit_s(peer: PeerView, config: RoutingConfig) -> float:
-    return (1 + config.load_weight * peer.sessions) / (peer.decode_units_per_s or config.unmeasured_units_per_s)
+    return (1 + config.load_weight * peer.sessions) / peer.assumed_units_per_s
 
 
 def _within(inner: Span, outer: Span) -> bool:

@@ -13,6 +13,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.announcement import Announcement, State, peer_digest
 
 DEFAULT_RTT_S = 0.05  # between home machines of one continent, where nothing was measured
+UNMEASURED_UNITS_PER_S = 100.0  # a home machine with a small model, as a first guess
 
 
 class Span(NamedTuple):
@@ -46,6 +47,11 @@ class PeerView:
     started_at: float = 0.0
     up_bps: float = 0.0
     down_bps: float = 0.0
+
+    @property
+    def assumed_units_per_s(self) -> float:
+        """As measured, or the guess where it was not."""
+        return self.decode_units_per_s or UNMEASURED_UNITS_PER_S
 
     def __repr__(self) -> str:
         return f"<PeerView {self.peer[-8:]} {self.span} {self.state.name} {self.decode_units_per_s:.0f} units/s>"

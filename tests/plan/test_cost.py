@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from swarmnode.plan.cost import step_s, sustained_units_per_s, transfer_s
@@ -7,8 +8,9 @@ from swarmnode.plan.view import PeerView, Span, View
 
 
 def test_a_message_takes_its_delay_and_its_bytes():
-    assert transfer_s(1_000_000, 0.02, 8e6) == pytest.approx(1.02)
-    assert transfer_s(1_000_000, 0.02, 0) == 0.02, "nobody measured the line"
+    measured_s, unmeasured_s = transfer_s(1_000_000, np.full(2, 0.02), np.array([8e6, 0.0]))
+    assert measured_s == pytest.approx(1.02)
+    assert unmeasured_s == 0.02
 
 
 def test_a_fast_card_behind_a_slow_line_is_a_slow_peer():
