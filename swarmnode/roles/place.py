@@ -88,14 +88,16 @@ class Place:
 
     async def _reconsider(self) -> Move | None:
         """As the directory has it. Of a large swarm that is a sample: units that seem to have nobody are looked for first."""
-        move = await asyncio.to_thread(reconsider, self._view(), self._joiner(), self._stakes())
-        directory = self._presence.directory
-        if move is not None and move.fills and directory.crowd > len(directory.peers()):
-            view = self._view()
-            for unit in gaps(view.units, view.peers)[:SEARCHED_GAPS]:
-                await directory.look_for(unit)
-            move = await asyncio.to_thread(reconsider, self._view(), self._joiner(), self._stakes())
-        return move
+        directory, view = self._presence.directory, self._view()
+        move = await self._wish_in(view)
+        if move is None or not move.fills or directory.crowd <= len(directory.peers()):
+            return move
+        for unit in gaps(view.units, view.peers)[:SEARCHED_GAPS]:
+            await directory.look_for(unit)
+        return await self._wish_in(self._view())
+
+    async def _wish_in(self, view: View) -> Move | None:
+        return await asyncio.to_thread(reconsider, view, self._joiner(), self._stakes())
 
     def arrived(self) -> None:
         """The node serves again after a move: what it cost is known now, and counts next time."""

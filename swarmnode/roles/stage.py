@@ -6,6 +6,7 @@ import asyncio
 import math
 import shutil
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class Hardware:
             "capacity_units": self.capacity_units,
         }
 
-    @property
+    @cached_property
     def capacity_units(self) -> int:
         """How many units fit wherever in the model the span lies: the least over all places."""
         units = len(self.sizes.weight_bytes)
