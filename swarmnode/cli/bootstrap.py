@@ -11,6 +11,7 @@ from swarmnode.cli.console import (
     HOME,
     JSON,
     LOG_FORMAT,
+    SWARM,
     VERBOSE,
     default_home,
     print_json,
@@ -23,7 +24,7 @@ from swarmnode.cli.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
 
 @reports_errors
 def bootstrap(
-    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm."),
+    swarm: str = SWARM,
     host_maddr: list[str] = typer.Option(
         [],
         "--host-maddr",

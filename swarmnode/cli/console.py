@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -22,6 +21,7 @@ from swarmnode.errors import SwarmnodeError
 P = ParamSpec("P")
 T = TypeVar("T")
 
+SWARM = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm.")
 HOME = typer.Option(
     None,
     envvar="SWARMNODE_HOME",
@@ -29,8 +29,6 @@ HOME = typer.Option(
     show_default=False,
 )
 JSON = typer.Option(False, "--json", help="Print the result as JSON on standard output.")
-
-
 VERBOSE = typer.Option(False, "--verbose", "-v", help="Log what happens.")
 LOG_FORMAT = typer.Option(
     "text", "--log-format", metavar="text|json", help="How log lines look on standard error; one line per event."
@@ -152,18 +150,3 @@ async def unless_stopped(work: Awaitable[T], stop: asyncio.Event) -> T | None:
         for each in (task, stopped):
             each.cancel()
         await asyncio.gather(task, stopped, return_exceptions=True)
-
-
-@contextlib.contextmanager
-def working(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar of bytes on standard error, as `progress(done, total)`; None where nobody watches."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(what, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)

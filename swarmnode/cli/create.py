@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnode.cli.console import JSON, fail, print_json, reports_errors, working
+from swarmnode.cli.bars import bytes_bar
+from swarmnode.cli.console import JSON, fail, print_json, reports_errors
 from swarmnode.cli.owner import KEY_VARIABLE, OWNER_KEY, PASSWORD_FILE, new_password, owner_key_of
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def create(
         material = from_module(module, weights, units=units or None, force=force)
     else:
         material = from_checkpoint(model, byte_level=byte_level)
-    with working("Hashing the weights", quiet=quiet or as_json) as progress:
+    with bytes_bar("Hashing the weights", quiet=quiet or as_json) as progress:
         swarm = found_swarm(
             path.stem,
             material,

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.console import JSON, fail, print_json, reports_errors, run_async, set_up_logging, unless_stopped
+from swarmnode.cli.console import (
+    JSON,
+    VERBOSE,
+    fail,
+    print_json,
+    reports_errors,
+    run_async,
+    set_up_logging,
+    unless_stopped,
+)
 from swarmnode.cli.status import status_table
 
 if TYPE_CHECKING:
@@ -23,7 +32,7 @@ def demo(
         0, "--steps", help="Steps of the training; default: about a minute's.", show_default=False
     ),
     as_json: bool = JSON,
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
+    verbose: bool = VERBOSE,
 ) -> None:
     """Start a swarm on this machine, train it on the standard library's source, kill a node meanwhile, and let it complete code.
 

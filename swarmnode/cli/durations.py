@@ -17,3 +17,14 @@ def parse_duration(text: str) -> float:
     if not 0 < seconds <= MAX_DURATION_S:
         raise UsageError(f"{text!r} is not a span of time; write it as 30m, 12h, 7d or 4w")
     return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """`42 s`, `3:05 min` or `2:07 h`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02} min"
+    return f"{minutes // 60}:{minutes % 60:02} h"

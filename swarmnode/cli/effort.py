@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 
 import typer
 
+from swarmnode.cli.bars import share_bar
+
 NOMINAL_S = 10.0  # what a search of effort 1 takes at most on a slow core
 RESERVE_S, RESERVE_SHARE = 0.1, 0.02  # of a limit, kept to start and to print what was found
 
@@ -51,14 +53,5 @@ class Effort:
     @contextlib.contextmanager
     def progress(self) -> Iterator[Callable[[float, float], None]]:
         """A bar on standard error with the best cost so far, as `progress(done, cost_s)`, where somebody watches."""
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        if self._quiet or not console.is_terminal:
-            yield lambda _done, _cost_s: None
-            return
-        columns = (TextColumn("Planning"), BarColumn(), TextColumn("{task.fields[best]}"), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as bars:
-            task = bars.add_task("", total=1.0, best="")
-            yield lambda done, cost_s: bars.update(task, completed=done, best=f"{cost_s:.3f} s")
+        with share_bar("Planning", quiet=self._quiet) as tell:
+            yield lambda done, cost_s: tell(done, f"{cost_s:.3f} s")

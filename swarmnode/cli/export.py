@@ -7,9 +7,12 @@ from pathlib import Path
 
 import typer
 
+from swarmnode.cli.bars import bytes_bar
 from swarmnode.cli.console import (
     HOME,
     JSON,
+    SWARM,
+    VERBOSE,
     default_home,
     fail,
     print_json,
@@ -17,19 +20,18 @@ from swarmnode.cli.console import (
     run_async,
     set_up_logging,
     unless_stopped,
-    working,
 )
 
 
 @reports_errors
 def export(
-    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm."),
+    swarm: str = SWARM,
     out: Path = typer.Argument(..., metavar="OUT", help="Folder to write; it appears when all of it is there."),
     force: bool = typer.Option(False, "--force", help="Replace a checkpoint that is in OUT."),
     patience: float = typer.Option(30.0, "--patience", help="Seconds to wait for peers that hold all units."),
     home: Path = HOME,
     as_json: bool = JSON,
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
+    verbose: bool = VERBOSE,
 ) -> None:
     """Write the newest step that a training swarm has of all units as a checkpoint, also while it trains.
 
@@ -49,7 +51,7 @@ def export(
     async def fetch(stop: asyncio.Event) -> int | None:
         client = await TrainingClient.join(known, default_home(home), patience_s=patience)
         try:
-            with working("Fetching the trained weights", quiet=as_json) as progress:
+            with bytes_bar("Fetching the trained weights", quiet=as_json) as progress:
                 exporting = client.export(target, force=force, patience_s=patience, progress=progress)
                 return await unless_stopped(exporting, stop)
         finally:

@@ -13,6 +13,7 @@ from swarmnode.cli.console import (
     HOME,
     JSON,
     LOG_FORMAT,
+    SWARM,
     VERBOSE,
     default_home,
     fail,
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @reports_errors
 def generate(
-    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm."),
+    swarm: str = SWARM,
     prompt: str = typer.Argument("", metavar="PROMPT", help="Text to continue; or give --ids."),
     ids: str = typer.Option(
         "", "--ids", metavar="1,2,3", help="Token ids to continue, for models without a tokenizer."

@@ -7,9 +7,17 @@ import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from swarmnode.cli.console import HOME, JSON, default_home, print_json, reports_errors, run_async, set_up_logging
+from swarmnode.cli.console import (
+    HOME,
+    JSON,
+    SWARM,
+    VERBOSE,
+    default_home,
+    print_json,
+    reports_errors,
+    run_async,
+    set_up_logging,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,10 +27,10 @@ SHOWN_CHARS = 8  # of an invite's id
 
 @reports_errors
 def members(
-    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm."),
+    swarm: str = SWARM,
     home: Path = HOME,
     as_json: bool = JSON,
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
+    verbose: bool = VERBOSE,
 ) -> None:
     """Show the members of a swarm, and with the owner's .swarm file the invites that were given out.
 
@@ -65,25 +73,20 @@ def members(
     if as_json:
         print_json(picture)
         return
-    from rich.console import Console
+    from swarmnode.cli.tables import show
 
-    console = Console()
-    console.print(members_table(picture))
-    if picture["invites"]:
-        console.print(invites_table(picture["invites"]))
+    show(members_table(picture), *([invites_table(picture["invites"])] if picture["invites"] else []))
 
 
 def members_table(picture: dict[str, Any]) -> Table:
     """One row per member."""
-    from rich.table import Table
+    from swarmnode.cli.tables import new_table
 
     count = picture["revocations"]["peers"] + len(picture["revocations"]["invites"])
     title = (
         f"{picture['membership']} swarm {picture['name']}: {len(picture['members'])} members seen, {count} revocations"
     )
-    table = Table(title=title, title_justify="left")
-    for column in ("peer", "name", "state", "role", "group", "invite", "until"):
-        table.add_column(column)
+    table = new_table(title, ("peer", "name", "state", "role", "group", "invite", "until"))
     for member in picture["members"]:
         texts = (member.get(field, "") for field in ("name", "state", "role", "group"))
         until = day(member["expires_at"]) if "role" in member else ""
@@ -93,11 +96,9 @@ def members_table(picture: dict[str, Any]) -> Table:
 
 def invites_table(invites: list[dict[str, Any]]) -> Table:
     """One row per invite that was given out."""
-    from rich.table import Table
+    from swarmnode.cli.tables import new_table
 
-    table = Table(title="invites given out", title_justify="left")
-    for column in ("id", "role", "uses", "for", "group", "until", "note"):
-        table.add_column(column)
+    table = new_table("invites given out", ("id", "role", "uses", "for", "group", "until", "note"))
     for invite in invites:
         until = "revoked" if invite["revoked"] else day(invite["expires_at"])
         whom = (invite["peer"] or "anybody")[-8:]

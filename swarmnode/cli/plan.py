@@ -90,7 +90,8 @@ def _plan_grid(
     as_json: bool,
 ) -> None:
     """DT-FM's problem: everything is given but who stands where."""
-    from swarmnode.cli.plan_view import grid_summary, grid_table, show
+    from swarmnode.cli.plan_view import grid_summary, grid_table
+    from swarmnode.cli.tables import show
     from swarmnode.plan.grid import Problem, Traffic
     from swarmnode.plan.grid_search import Search
 

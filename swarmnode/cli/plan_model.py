@@ -39,7 +39,8 @@ def plan_model(
     network: Scenario, options: ModelOptions, stages: int | None, replicas: int | None, effort: Effort, *, as_json: bool
 ) -> None:
     """Plan and print which device holds which layers."""
-    from swarmnode.cli.plan_view import hosting_summary, hosting_table, show
+    from swarmnode.cli.plan_view import hosting_summary, hosting_table
+    from swarmnode.cli.tables import show
     from swarmnode.plan.hosting import Planner
     from swarmnode.simulate.model import Model
 

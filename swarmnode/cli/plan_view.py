@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from swarmnode.cli.console import ranges
+from swarmnode.cli.tables import new_table
 from swarmnode.compute.memory import format_bytes
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from swarmnode.plan.grid import Grid, Problem
     from swarmnode.plan.hosting import Hosting, Workload
     from swarmnode.plan.scenario import Scenario
     from swarmnode.plan.view import Span
     from swarmnode.simulate.model import Model
-
-
-def show(table: Table) -> None:
-    """Print a table on standard output, as wide as the terminal."""
-    Console().print(table)
 
 
 def grid_summary(network: Scenario, problem: Problem, grid: Grid, seconds: float) -> dict[str, Any]:
@@ -40,19 +35,14 @@ def grid_summary(network: Scenario, problem: Problem, grid: Grid, seconds: float
 def grid_table(network: Scenario, problem: Problem, grid: Grid) -> Table:
     """A row per stage: its device in each pipeline, its averaging, and the slowest link of the hop that follows."""
     cost = problem.cost(grid)
-    unused = problem.devices - grid.size
-    table = Table(
-        title=f"{network.name}: {cost.total_s:.3f} s of traffic in a step: {cost.data_parallel_s:.3f} s averaging, "
+    pipelines = (f"pipeline\n{number}" for number in range(problem.replicas))
+    table = new_table(
+        f"{network.name}: {cost.total_s:.3f} s of traffic in a step: {cost.data_parallel_s:.3f} s averaging, "
         f"{cost.pipeline_s:.3f} s along pipelines",
-        title_justify="left",
-        caption=f"{unused} of {problem.devices} devices are not used." if unused else None,
-        caption_justify="left",
+        ("stage", *pipelines, "averaging", "to the next stage and back"),
+        numbers=("stage", "averaging"),
+        caption=_unused(problem.devices - grid.size, problem.devices),
     )
-    table.add_column("stage", justify="right")
-    for pipeline in range(problem.replicas):
-        table.add_column(f"pipeline\n{pipeline}")
-    table.add_column("averaging", justify="right")
-    table.add_column("to the next stage and back")
     for stage, members in enumerate(grid):
         devices = (device_name(network, device) for device in members)
         averaging_s = problem.stage_averaging_s(members)
@@ -103,18 +93,13 @@ def hosting_summary(
 
 def hosting_table(network: Scenario, model: Model, workload: Workload, hosting: Hosting) -> Table:
     """A row per stage: what it holds, how much memory and time that takes, and its devices."""
-    unused = network.devices - len(hosting.used)
-    table = Table(
-        title=f"{model.name} on {network.name}: {hosting.step_s:.2f} s for a step of {workload.microbatches} microbatches, "
+    table = new_table(
+        f"{model.name} on {network.name}: {hosting.step_s:.2f} s for a step of {workload.microbatches} microbatches, "
         f"{len(hosting.grid)} stages x {len(hosting.grid[0])} pipelines",
-        title_justify="left",
-        caption=f"{unused} of {network.devices} devices are not used." if unused else None,
-        caption_justify="left",
+        ("stage", "holds", "memory", "computes", "averages", "to the next and back", "devices"),
+        numbers=("stage", "memory", "computes", "averages"),
+        caption=_unused(network.devices - len(hosting.used), network.devices),
     )
-    for column in ("stage", "holds", "memory", "computes", "averages"):
-        table.add_column(column, justify="left" if column == "holds" else "right")
-    table.add_column("to the next and back")
-    table.add_column("devices")
     for number, stage in enumerate(hosting.stages):
         table.add_row(
             str(number),
@@ -126,6 +111,10 @@ def hosting_table(network: Scenario, model: Model, workload: Workload, hosting: 
             _cards(network, stage.devices),
         )
     return table
+
+
+def _unused(count: int, devices: int) -> str | None:
+    return f"{count} of {devices} devices are not used." if count else None
 
 
 def layers_of(model: Model, span: Span) -> range:

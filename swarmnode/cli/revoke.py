@@ -7,7 +7,17 @@ from pathlib import Path
 
 import typer
 
-from swarmnode.cli.console import HOME, JSON, default_home, fail, print_json, reports_errors, run_async, set_up_logging
+from swarmnode.cli.console import (
+    HOME,
+    JSON,
+    VERBOSE,
+    default_home,
+    fail,
+    print_json,
+    reports_errors,
+    run_async,
+    set_up_logging,
+)
 from swarmnode.cli.owner import OWNER_KEY, PASSWORD_FILE, owner_key_of
 
 
@@ -21,7 +31,7 @@ def revoke(
     password_file: Path = PASSWORD_FILE,
     home: Path = HOME,
     as_json: bool = JSON,
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
+    verbose: bool = VERBOSE,
 ) -> None:
     """End a membership: within a minute nobody speaks with the peer any more, and its links are cut, though you go offline.
 

@@ -11,6 +11,7 @@ import typer
 from swarmnode.cli.console import (
     HOME,
     LOG_FORMAT,
+    SWARM,
     VERBOSE,
     default_home,
     print_json,
@@ -23,7 +24,7 @@ from swarmnode.cli.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
 
 @reports_errors
 def run(
-    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm."),
+    swarm: str = SWARM,
     device: str = typer.Option("auto", "--device", help="auto, cpu, cuda, cuda:1, mps."),
     dtype: str = typer.Option("auto", "--dtype", help="auto, float32, bfloat16, float16."),
     quantize: str = typer.Option("none", "--quantize", metavar="none|int8|nf4", help="Quantise the weights at load."),

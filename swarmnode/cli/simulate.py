@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from swarmnode.cli.bars import share_bar
 from swarmnode.cli.console import JSON, fail, print_json, reports_errors
 
 if TYPE_CHECKING:
@@ -99,9 +100,9 @@ def simulate(
     if as_json:
         print_json(figures)
         return
-    from rich.console import Console
+    from swarmnode.cli.tables import show
 
-    Console().print(_table(figures))
+    show(_table(figures))
     if report is not None:
         typer.echo(f"Wrote {report}.")
 
@@ -145,31 +146,22 @@ def _churn(text: str, devices: int) -> tuple[float, list[Change] | None]:
 
 @contextlib.contextmanager
 def _progress(*, quiet: bool) -> Iterator[Callable[[float, float], None]]:
-    """A bar of simulated time on standard error, where somebody watches."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda _done_s, _of_s: None
-        return
-    columns = (TextColumn("Simulating"), BarColumn(), TextColumn("{task.fields[clock]}"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        task = bars.add_task("", total=1.0, clock="")
-        yield lambda done_s, of_s: bars.update(task, completed=done_s / of_s, clock=f"{done_s / 60:.1f} min")
+    """A bar of simulated time on standard error, as `progress(done_s, of_s)`, where somebody watches."""
+    with share_bar("Simulating", quiet=quiet) as tell:
+        yield lambda done_s, of_s: tell(done_s / of_s, f"{done_s / 60:.1f} min")
 
 
 def _table(figures: dict[str, Any]) -> Table:
     """The summary, a line for each figure."""
-    from rich.table import Table
+    from swarmnode.cli.tables import new_table
 
-    table = Table(
-        title=f"{figures['workload']} {figures['model']} on {figures['scenario']}: {figures['peers']} peers, "
+    numbers = ("total or count", "mean", "p50", "p90", "p99")
+    table = new_table(
+        f"{figures['workload']} {figures['model']} on {figures['scenario']}: {figures['peers']} peers, "
         f"{figures['seconds'] / 60:.1f} min",
-        title_justify="left",
+        ("", *numbers),
+        numbers=numbers,
     )
-    for column in ("", "total or count", "mean", "p50", "p90", "p99"):
-        table.add_column(column, justify="right" if column else "left")
     table.add_row("tokens per second", f"{figures['tokens_per_s']:,.2f}")
     table.add_row("share of time computing", f"{figures['utilisation']:.1%}")
     table.add_row("bytes over links", f"{figures['bytes'] / 1e9:,.2f} GB")

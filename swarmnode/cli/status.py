@@ -11,6 +11,8 @@ import typer
 from swarmnode.cli.console import (
     HOME,
     JSON,
+    SWARM,
+    VERBOSE,
     default_home,
     print_json,
     ranges,
@@ -26,11 +28,11 @@ if TYPE_CHECKING:
 
 @reports_errors
 def status(
-    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm."),
+    swarm: str = SWARM,
     watch: bool = typer.Option(False, "--watch", "-w", help="Keep showing it as it changes, until Ctrl-C."),
     home: Path = HOME,
     as_json: bool = JSON,
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens."),
+    verbose: bool = VERBOSE,
 ) -> None:
     """Show the peers of a swarm, the units that they hold, and whether the whole model is covered.
 
@@ -40,7 +42,7 @@ def status(
     from swarmnode.client import SwarmClient
     from swarmnode.swarm.swarmfile import load_swarm
 
-    async def show(stop: asyncio.Event) -> None:
+    async def look(stop: asyncio.Event) -> None:
         client = await SwarmClient.join(load_swarm(swarm, default_home(home)), home=default_home(home))
         try:
             if watch:
@@ -48,13 +50,13 @@ def status(
             elif as_json:
                 print_json(client.status())
             else:
-                from rich.console import Console
+                from swarmnode.cli.tables import show
 
-                Console().print(status_table(client.status()))
+                show(status_table(client.status()))
         finally:
             await client.close()
 
-    run_async(show)
+    run_async(look)
 
 
 async def _watch(client: Any, as_json: bool) -> None:
@@ -72,8 +74,9 @@ async def _watch(client: Any, as_json: bool) -> None:
 
 def status_table(status: dict[str, Any]) -> Table:
     """The status as a table: one row per peer, its span drawn over the model's units."""
-    from rich.table import Table
     from rich.text import Text
+
+    from swarmnode.cli.tables import new_table
 
     units = status["units"]
     step = f"training step {status['training_step']}, " if status["mode"] == "train" else ""
@@ -81,10 +84,8 @@ def status_table(status: dict[str, Any]) -> Table:
     if status["missing"]:
         covered = Text(f"nobody holds {', '.join(ranges(status['missing']))}", "red")
     title = Text.assemble(f"swarm {status['name']}: {units} units, {step}", covered)
-    table = Table(title=title, title_justify="left")
     trains = status["mode"] == "train"
-    for column in ("peer", "name", "state", "device", "span", "units", *(("sends",) if trains else ())):
-        table.add_column(column)
+    table = new_table(title, ("peer", "name", "state", "device", "span", "units", *(("sends",) if trains else ())))
     for peer in sorted(status["peers"], key=lambda peer: (peer["span"], peer["name"])):
         start, end = peer["span"]
         table.add_row(

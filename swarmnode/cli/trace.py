@@ -12,6 +12,7 @@ from swarmnode.cli.console import (
     HOME,
     JSON,
     LOG_FORMAT,
+    SWARM,
     VERBOSE,
     default_home,
     fail,
@@ -32,7 +33,7 @@ WORDS = {"wait": "waited at", "compute": "computed at", "leave": "kept back at",
 
 @reports_errors
 def trace(
-    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm."),
+    swarm: str = SWARM,
     session: str = typer.Argument(
         ..., metavar="ID", help="The session's trace id, from generate --json or --verbose, or from a JSON log line."
     ),
@@ -67,11 +68,9 @@ def trace(
     if as_json:
         print_json(journey_json(session, journey, slowest))
         return
-    from rich.console import Console
+    from swarmnode.cli.tables import show
 
-    console = Console()
-    console.print(hops_table(journey))
-    console.print(tokens_table(journey.slowest(slowest)))
+    show(hops_table(journey), tokens_table(journey.slowest(slowest)))
 
 
 def parse_trace_id(text: str) -> bytes:
@@ -87,11 +86,10 @@ def parse_trace_id(text: str) -> bytes:
 
 def hops_table(journey: Journey) -> Table:
     """One row per hop: median and worst of its tokens, in milliseconds."""
-    from rich.table import Table
+    from swarmnode.cli.tables import new_table
 
-    table = Table(title="hops: median / worst of their tokens", title_justify="left")
-    for column in ("peer", "units", "tokens", "wait ms", "compute ms", "batch"):
-        table.add_column(column, justify="left" if column in ("peer", "units") else "right")
+    numbers = ("tokens", "wait ms", "compute ms", "batch")
+    table = new_table("hops: median / worst of their tokens", ("peer", "units", *numbers), numbers=numbers)
     for stop in journey.stops:
         start, end = stop.span
         wait, compute, batch = typical_of(stop)
@@ -108,11 +106,10 @@ def hops_table(journey: Journey) -> Table:
 
 def tokens_table(tokens: list[Token]) -> Table:
     """One row per token: all its milliseconds, and where most of them went."""
-    from rich.table import Table
+    from swarmnode.cli.tables import new_table
 
-    table = Table(title="slowest tokens", title_justify="left")
-    for column in ("position", "ms", "waiting", "computing", "kept back", "on the way", "most of it"):
-        table.add_column(column, justify="left" if column == "most of it" else "right")
+    numbers = ("position", "ms", "waiting", "computing", "kept back", "on the way")
+    table = new_table("slowest tokens", (*numbers, "most of it"), numbers=numbers)
     for token in tokens:
         sums = {what: sum(part.us for part in token.parts if part.what == what) for what in WORDS}
         way = "?" if token.total_us is None else f"{sums['way'] / 1e3:.1f}"

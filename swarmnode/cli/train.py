@@ -11,6 +11,7 @@ import typer
 from swarmnode.cli.console import (
     HOME,
     LOG_FORMAT,
+    SWARM,
     VERBOSE,
     default_home,
     fail,
@@ -28,7 +29,7 @@ CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk")
 
 @reports_errors
 def train(
-    swarm: str = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm."),
+    swarm: str = SWARM,
     data: Path = typer.Option(
         ...,
         "--data",

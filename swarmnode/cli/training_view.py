@@ -14,6 +14,7 @@ import typer
 
 from swarmnode.cli.console import print_json, ranges
 from swarmnode.cli.curve import draw_curve
+from swarmnode.cli.durations import format_duration
 from swarmnode.errors import LocalError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class TrainingView:
         left_s = (self.run.steps - 1 - last.step) * step_s
         return (
             f"step {last.step + 1} of {self.run.steps}  loss {last.loss:.4f}  {last.tokens_per_s:,.0f} {self.unit()}/s  "
-            f"{step_s:.2f} s/step  {last.peers} peer{'' if last.peers == 1 else 's'}  {duration(left_s)} left"
+            f"{step_s:.2f} s/step  {last.peers} peer{'' if last.peers == 1 else 's'}  {format_duration(left_s)} left"
         )
 
     def step_s(self) -> float:
@@ -174,17 +175,6 @@ def waiting_text(missing: tuple[int, ...]) -> str:
     if len(missing) == 1:
         return f"waiting: unit {missing[0]} has nobody"
     return f"waiting: units {', '.join(ranges(missing))} have nobody"
-
-
-def duration(seconds: float) -> str:
-    """`42 s`, `3:05 min` or `2:07 h`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    if minutes < 60:
-        return f"{minutes}:{rest:02} min"
-    return f"{minutes // 60}:{minutes % 60:02} h"
 
 
 def _open(log: Path) -> IO[str]:

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console, RenderableType
 
 from swarmnode.cli.console import ranges
-from swarmnode.cli.training_view import Curve, Lines, duration, training_view, waiting_text
+from swarmnode.cli.durations import format_duration
+from swarmnode.cli.training_view import Curve, Lines, training_view, waiting_text
 from swarmnode.compute.training.local import StepReport
 from swarmnode.errors import LocalError
 from swarmnode.swarm.run import Run
@@ -84,7 +85,7 @@ def test_a_log_that_cannot_be_written_is_told_first(tmp_path: Path) -> None:
 def test_words_for_units_and_times() -> None:
     assert ranges([1, 3, 4, 5]) == ["1", "3-5"]
     assert waiting_text((0, 1, 5)) == "waiting: units 0-1, 5 have nobody"
-    assert [duration(seconds) for seconds in (0.4, 59, 61, 3600, 7260)] == [
+    assert [format_duration(seconds) for seconds in (0.4, 59, 61, 3600, 7260)] == [
         "0 s",
         "59 s",
         "1:01 min",
