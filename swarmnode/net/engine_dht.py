@@ -69,6 +69,7 @@ class EngineDht(Dht):
             cache_refresh_before_expiry=0,
         )
         node.protocol.storage = self._storage
+        node.protocol._validate_dictionary = self._validator.keep_valid
         self._node = node
         self._stopped = asyncio.get_running_loop().create_future()
 
@@ -182,6 +183,14 @@ class _Validator(RecordValidatorBase):
         if not isinstance(subkey, bytes) or not isinstance(value, bytes):
             return False
         return self._valid is None or self._valid(record.key, subkey, value, record.expiration_time)
+
+    def keep_valid(self, key: bytes, entries: DictionaryDHTValue) -> bool:
+        """Drop what does not hold, and go on with the rest: hivemind would refuse all that a key has for a single record which
+        its keeper took in good faith, as one of a peer that was a member until a moment ago."""
+        for subkey, (value, expires_at) in list(entries.items()):
+            if not self.validate(DHTRecord(key, MSGPackSerializer.dumps(subkey), value, expires_at)):
+                del entries[subkey]
+        return bool(entries)
 
 
 class _BoundedStorage(DHTLocalStorage):

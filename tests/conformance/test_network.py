@@ -24,7 +24,7 @@ from swarmnode.net.addresses import free_port
 from swarmnode.net.engine import Engine, EngineConfig
 from swarmnode.net.fake import FakeNetwork, FakeWorld
 from swarmnode.net.identity import Identity
-from swarmnode.net.interfaces import MAX_RECORD_BYTES, Network, PeerId, Stream
+from swarmnode.net.interfaces import MAX_RECORD_BYTES, Network, PeerId, RecordValidator, Stream
 from tests.conformance import puppet
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -58,7 +58,7 @@ class Bench(ABC):
     """Makes networks in this process and puppets elsewhere, and clears them away."""
 
     @abstractmethod
-    async def network(self) -> Network: ...
+    async def network(self, believes: RecordValidator = puppet.believes) -> Network: ...
 
     @abstractmethod
     async def puppet(self) -> Puppet: ...
@@ -89,8 +89,8 @@ class FakeBench(Bench):
         self._world = FakeWorld(seed=7)
         self._networks: list[FakeNetwork] = []
 
-    async def network(self) -> FakeNetwork:
-        self._networks.append(self._world.join(record_validator=puppet.believes))
+    async def network(self, believes: RecordValidator = puppet.believes) -> FakeNetwork:
+        self._networks.append(self._world.join(record_validator=believes))
         return self._networks[-1]
 
     async def puppet(self) -> Puppet:
@@ -143,8 +143,8 @@ class EngineBench(Bench):
         Identity.load_or_create(path)
         return path
 
-    async def network(self) -> Engine:
-        self._engines.append(await Engine.start(EngineConfig(self._identity(), record_validator=puppet.believes)))
+    async def network(self, believes: RecordValidator = puppet.believes) -> Engine:
+        self._engines.append(await Engine.start(EngineConfig(self._identity(), record_validator=believes)))
         return self._engines[-1]
 
     async def puppet(self) -> Puppet:
@@ -374,6 +374,15 @@ async def test_records_that_the_validator_or_the_bounds_refuse(here: Network, ot
     assert not await here.dht.store(b"refused", b"b", bytes(MAX_RECORD_BYTES + 1), expires_at=later)
     assert await here.dht.store(b"refused", b"c", bytes(MAX_RECORD_BYTES - 100), expires_at=later)
     assert set((await other.dht.get([b"refused"]))[b"refused"]) == {b"c"}
+
+
+async def test_a_record_that_a_reader_does_not_believe_hides_no_other(bench: Bench, here: Network) -> None:
+    later = time.time() + 60
+    assert await here.dht.store(b"mixed", b"a", b"of a peer that was revoked since", expires_at=later)
+    assert await here.dht.store(b"mixed", b"b", b"good", expires_at=later)
+    reader = await bench.network(lambda key, subkey, value, expires_at: value != b"of a peer that was revoked since")
+    assert await reader.connect(await here.addresses(), timeout_s=TIMEOUT_S)
+    assert set((await reader.dht.get([b"mixed"]))[b"mixed"]) == {b"b"}
 
 
 async def test_alone_nothing_is_stored_with_others(bench: Bench) -> None:
