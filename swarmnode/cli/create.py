@@ -92,14 +92,14 @@ def create(
     if path.exists() and not force:
         fail(f"{path} exists already; choose another name, or --force to overwrite it", 2)
     _check_options(mode, model, config, module, units=units, byte_level=byte_level)
+    if private and public:
+        fail("a swarm is --private or --public, not both", 2)
     from swarmnode.roles.founder import Bootstraps, check_name, found_swarm
     from swarmnode.roles.material import from_checkpoint, from_config, from_module
     from swarmnode.swarm.manifest import OPEN, PRIVATE
     from swarmnode.swarm.swarmfile import save_swarm
 
     check_name(path.stem)
-    if private and public:
-        fail("a swarm is --private or --public, not both", 2)
     owner = _owner(path, owner_key, password_file, force=force) if private or public else None
     weights = path.with_name(f"{path.stem}-weights").absolute()
     if config is not None:
@@ -126,21 +126,7 @@ def create(
     elif quiet:
         typer.echo("" if private else swarm.invite, nl=not private)
     else:
-        for remark in material.remarks:
-            typer.echo(f"Note: {remark}")
-        typer.echo(f"Wrote {path}. Next: swarmnode bootstrap {path}, then on each machine: swarmnode run INVITE")
-        if owner is not None:
-            typer.echo(
-                f"{path.with_suffix('.owner')} is the key to the swarm: keep it, and its password; nobody can replace it."
-            )
-        if mode == "train":
-            typer.echo(f"When they run: swarmnode train {path} --data PATH --steps N")
-        if not swarm.reaches_others:
-            typer.echo("This invite works on this machine only; for others, give --listen and --announce addresses.")
-        if private:
-            typer.echo(f"An invite for a friend: swarmnode invite {path}")
-        else:
-            typer.echo(f"Invite:\n{swarm.invite}")
+        _tell(swarm, path, material, mode)
 
 
 def _owner(path: Path, given: Path | None, password_file: Path | None, *, force: bool) -> SigningKey:
@@ -181,6 +167,24 @@ def _check_options(mode: str, model: str, config: Path | None, module: str, *, u
         fail("--units goes with --module; a language model's units are its layers", 2)
     if byte_level and (module or mode == "serve"):
         fail("--byte-level goes with a language model and --mode train", 2)
+
+
+def _tell(swarm: Swarm, path: Path, material: Material, mode: str) -> None:
+    """What was written, what to keep, and what to do next."""
+    for remark in material.remarks:
+        typer.echo(f"Note: {remark}")
+    typer.echo(f"Wrote {path}. Next: swarmnode bootstrap {path}, then on each machine: swarmnode run INVITE")
+    if swarm.owner:
+        key = path.with_suffix(".owner")
+        typer.echo(f"{key} is the key to the swarm: keep it, and its password; nobody can replace it.")
+    if mode == "train":
+        typer.echo(f"When they run: swarmnode train {path} --data PATH --steps N")
+    if not swarm.reaches_others:
+        typer.echo("This invite works on this machine only; for others, give --listen and --announce addresses.")
+    if swarm.private:
+        typer.echo(f"An invite for a friend: swarmnode invite {path}")
+    else:
+        typer.echo(f"Invite:\n{swarm.invite}")
 
 
 def _print_json(swarm: Swarm, path: Path, material: Material) -> None:

@@ -5,10 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from rich.text import Text
+
+HEIGHT = 10  # lines on a terminal
+MAX_WIDTH = 100  # characters
 DOTS_WIDE, DOTS_HIGH = 2, 4
 _BLANK = 0x2800
 _BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # [column][row from the top]
+
+
+def curve_with_notes(
+    points: Sequence[tuple[int, float]], end: int, terminal_width: int, *notes: tuple[str, str]
+) -> Text:
+    """The curve of `draw_curve` for a terminal, with pairs of text and style below it."""
+    from rich.text import Text
+
+    lines = draw_curve(points, end, width=min(terminal_width, MAX_WIDTH), height=HEIGHT)
+    return Text.assemble(("\n".join(lines) + "\n", "cyan"), *notes)
 
 
 def draw_curve(points: Sequence[tuple[int, float]], end: int, *, width: int, height: int) -> list[str]:

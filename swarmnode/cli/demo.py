@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from swarmnode.demo.story import DemoReport
 
 MIN_STEPS = 10
-CURVE_HEIGHT = 10
 
 
 @reports_errors
@@ -62,9 +61,8 @@ def _stage() -> Any:
     """An audience that draws on the terminal."""
     from rich.console import Console
     from rich.live import Live
-    from rich.text import Text
 
-    from swarmnode.cli.curve import draw_curve
+    from swarmnode.cli.curve import curve_with_notes
     from swarmnode.demo.story import Audience
 
     console = Console(highlight=False)
@@ -92,15 +90,9 @@ def _stage() -> Any:
 
         def step(self, line: dict[str, Any], steps: int) -> None:
             self._points.append((line["step"], line["loss"]))
-            curve = draw_curve(self._points, steps, width=min(console.width, 100), height=CURVE_HEIGHT)
             told = f"step {line['step'] + 1} of {steps}  loss {line['loss']:.3f}  {line['tokens_per_s']:,.0f} tokens/s"
-            self._show(
-                Text.assemble(
-                    ("\n".join(curve) + "\n", "cyan"),
-                    (f"{told}  {line['peers']} peers  ", "bold"),
-                    (self._note, "bold red"),
-                )
-            )
+            notes = (f"{told}  {line['peers']} peers  ", "bold"), (self._note, "bold red")
+            self._show(curve_with_notes(self._points, steps, console.width, *notes))
 
         def text(self, piece: str) -> None:
             console.print(piece, end="", markup=False, soft_wrap=True)

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 import typer
 
 from swarmnode.cli.console import print_json, ranges
-from swarmnode.cli.curve import draw_curve
+from swarmnode.cli.curve import curve_with_notes
 from swarmnode.cli.durations import format_duration
 from swarmnode.errors import LocalError
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from swarmnode.compute.training.local import StepReport
     from swarmnode.swarm.run import Run
 
-CURVE_HEIGHT = 10
 RECENT_STEPS = 20
 REPEAT_WAITING_S = 10.0  # a line that says the same again
 
@@ -126,13 +125,10 @@ class Curve(TrainingView):
 
     def show(self) -> None:
         """See `TrainingView`."""
-        from rich.text import Text
-
         points = [(report.step, report.loss) for report in self.reports]
         end = self.run.steps if self.run is not None else 1
-        lines = draw_curve(points, end, width=self._width, height=CURVE_HEIGHT)
         style = "yellow" if self.missing is not None else "bold"
-        self._update(Text.assemble(("\n".join(lines) + "\n", "cyan"), (self.status(), style)))
+        self._update(curve_with_notes(points, end, self._width, (self.status(), style)))
 
 
 @contextlib.contextmanager
@@ -154,7 +150,7 @@ def training_view(*, as_json: bool, log: Path | None) -> Iterator[TrainingView]:
         from rich.live import Live
 
         live = stack.enter_context(Live(console=console, refresh_per_second=8))
-        yield Curve(sinks, live.update, min(console.width, 100))
+        yield Curve(sinks, live.update, console.width)
 
 
 def step_json(report: StepReport) -> dict[str, Any]:
