@@ -16,6 +16,7 @@ import yaml
 from tests.cli.command import ROOT
 from tests.contrib.command_line import parse
 from tests.contrib.script import CONTRIB, load
+from tests.llama import save_llama
 from tests.real.prometheus import needs_prometheus, promtool
 
 FOLDER = CONTRIB / "compose"
@@ -97,7 +98,8 @@ def test_the_gpu_file_changes_services_that_are_there() -> None:
 
 def test_create_founds_once(tmp_path: Path) -> None:
     """The script of the service, with the real command and a tiny checkpoint."""
-    model = tiny_checkpoint(tmp_path / "model")
+    model = tmp_path / "model"
+    save_llama(model, layers=2)
     [script] = SERVICES["create"]["command"]
     script = interpolated(script).replace("/invites/", f"{tmp_path}/")
     command = tmp_path / "bin" / "swarmnode"
@@ -121,15 +123,6 @@ def test_create_founds_once(tmp_path: Path) -> None:
         f"/ip4/{SERVICES['bootstrap']['networks']['default']['ipv4_address']}/tcp/4001",
         "/ip4/203.0.113.7/tcp/4001",
     ]
-
-
-def tiny_checkpoint(folder: Path) -> Path:
-    """A Llama of a few thousand random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.cuda.yaml"]])

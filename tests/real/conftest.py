@@ -13,6 +13,7 @@ import pytest
 from swarmnode.client import SwarmClient
 from swarmnode.localswarm import LocalSwarm, Member
 from swarmnode.swarm.swarmfile import load_swarm
+from tests.llama import save_llama
 
 PROMPT = [5, 17, 3, 99, 42, 7, 256, 11]
 
@@ -32,24 +33,8 @@ class TinyModel:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("tiny")
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    torch.manual_seed(1)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    save_llama(folder, layers=4)
     return TinyModel(folder, units=6)
 
 

@@ -14,6 +14,7 @@ from swarmnode.demo.lesson import generate_alone
 from swarmnode.localswarm import LocalSwarm
 from swarmnode.plan.flow import bound, supply_of, throughput
 from swarmnode.swarm.swarmfile import load_swarm
+from tests.llama import save_llama
 from tests.real.conftest import PROMPT
 
 UNITS = 12
@@ -39,24 +40,8 @@ Places = dict[str, tuple[int, int]]
 
 @pytest.fixture(scope="module")
 def twelve(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("twelve")
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=UNITS - 2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    torch.manual_seed(1)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    save_llama(folder, layers=UNITS - 2)
     return folder
 
 

@@ -21,6 +21,7 @@ from swarmnode.swarm.announcement import Announcement
 from swarmnode.swarm.content import CHUNK_BYTES, checkpoint_files, describe_files
 from swarmnode.swarm.manifest import Manifest, ModelInfo, encode_manifest
 from swarmnode.swarm.swarmfile import Swarm, new_swarm
+from tests.llama import save_llama
 from tests.roles.memory_network import MemoryNetwork
 
 UNITS = 6
@@ -30,20 +31,8 @@ WEIGHTS = "model.safetensors"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with blocks of 3.3 MB, so that a span is a part of the chunks."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=2048,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=UNITS - 2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    save_llama(folder, UNITS - 2, vocab_size=2048, hidden_size=256, intermediate_size=768, num_key_value_heads=4)
     return folder
 
 

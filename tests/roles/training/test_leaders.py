@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from swarmnode.codec.messages import Body, Error
 from swarmnode.codec.training_messages import Conduct, Status, Work
 from swarmnode.errors import ErrorCode
 from swarmnode.swarm.run import encode_run
-from tests.roles.training.test_stage import RUN, TERM, Scene
+from tests.roles.training.scene import RUN, TERM, Scene
 from tests.roles.training_swarm import TrainingSwarm, until
-
-
-@pytest_asyncio.fixture
-async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    scene = Scene(tmp_path)
-    await scene.start()
-    yield scene
-    await scene.close()
 
 
 @pytest.mark.parametrize("word", [Conduct(TERM + 1), Work(encode_run(RUN), 1)], ids=["conduct", "work"])

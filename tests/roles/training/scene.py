@@ -1,0 +1,97 @@
+"""A training stage of the toy model, alone, and two peers who speak to it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import Body, HopSpec
+from swarmnode.codec.training_messages import Begin, Condition, Conduct, Forward, Status
+from swarmnode.errors import PeerError
+from swarmnode.net.fake import FakeWorld
+from swarmnode.net.link import LinkConfig
+from swarmnode.net.switchboard import Channel, Switchboard
+from swarmnode.roles.training.keeper import Keeper
+from swarmnode.roles.training.stage import TRAIN_PROTOCOL, TrainingStage
+from swarmnode.roles.training.values import encode_values
+from swarmnode.swarm.run import encode_run
+from tests.compute.training.toy import ToySegment, toy_values
+from tests.roles.training_swarm import HELLO, toy_batches, toy_run
+
+TERM = 5
+RUN = toy_run(toy_batches(), 12)
+
+
+class Talk:
+    """One side of a conversation: what came, in order."""
+
+    def __init__(self) -> None:
+        self.channel: Channel | None = None
+        self._heard: asyncio.Queue[Body | PeerError] = asyncio.Queue()
+
+    @classmethod
+    async def begin(cls, board: Switchboard, peer: str) -> Talk:
+        talk = cls()
+        talk.channel = await board.call(peer, talk._hear, talk._heard.put_nowait)
+        return talk
+
+    def _hear(self, _frame: Frame, body: Body) -> None:
+        self._heard.put_nowait(body)
+
+    def send(self, body: Body, payload: object = ()) -> None:
+        assert self.channel is not None
+        self.channel.send(body, payload=payload)  # type: ignore[arg-type]
+
+    async def next(self) -> Body | PeerError:
+        return await asyncio.wait_for(self._heard.get(), 5)
+
+    async def ask(self, body: Body, payload: object = ()) -> Body | PeerError:
+        self.send(body, payload)
+        return await self.next()
+
+
+class Scene:
+    """A stage that holds the whole toy model, and two peers who speak to it."""
+
+    def __init__(self, folder: Path) -> None:
+        world = FakeWorld(seed=1)
+        self.networks = [world.join() for _ in range(3)]
+        keeper = Keeper(self.networks[0], HELLO, LinkConfig(), folder)
+        self.keeper = keeper
+        self.stage = TrainingStage(self.networks[0], HELLO, LinkConfig(), ToySegment(), keeper)
+        self.boards = [Switchboard(network, TRAIN_PROTOCOL, HELLO, LinkConfig()) for network in self.networks[1:]]
+        self.peer = self.networks[0].peer_id
+
+    async def start(self) -> None:
+        await self.stage.start()
+        for network in self.networks[1:]:
+            await network.connect(await self.networks[0].addresses(), timeout_s=1)
+
+    async def talk(self, board: int = 0) -> Talk:
+        return await Talk.begin(self.boards[board], self.peer)
+
+    async def conduct(self) -> Talk:
+        """A conductor whose run has begun."""
+        line = await self.talk()
+        assert isinstance(await line.ask(Conduct(TERM)), Status)
+        status = await line.ask(Begin(encode_run(RUN)))
+        assert isinstance(status, Status) and status.condition == Condition.READY
+        return line
+
+    async def feed(self, number: int, lease: int = 1, **changes: int) -> Body | PeerError:
+        """One microbatch; what the stage answers."""
+        start, end = changes.pop("start", 0), changes.pop("end", 3)
+        infos, payload = encode_values(toy_values(number, 4))
+        fields = {"term": TERM, "step": 0, **changes}
+        route = (HopSpec(self.peer, start, end),)
+        body = Forward(fields["term"], lease, fields["step"], number, route, 0, infos)
+        return await (await self.talk(1)).ask(body, payload)
+
+    async def close(self) -> None:
+        for board in self.boards:
+            await board.close()
+        await self.stage.close()
+        await self.keeper.close()
+        for network in self.networks:
+            await network.close()
