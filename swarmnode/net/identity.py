@@ -101,8 +101,11 @@ def is_peer_id(text: str) -> bool:
 def verify(peer: PeerId, data: bytes, signature: bytes) -> bool:
     """Whether the peer's key made the signature over the data. False for ids that are not of Ed25519 keys."""
     key = _public_key(peer)
-    if key is None:
-        return False
+    return key is not None and has_signed(key, data, signature)
+
+
+def has_signed(key: Ed25519PublicKey, data: bytes, signature: bytes) -> bool:
+    """Whether the key made the signature over the data."""
     try:
         key.verify(signature, data)
     except InvalidSignature:

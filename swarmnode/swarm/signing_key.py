@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from swarmnode.net.identity import has_signed
 
 SEED_BYTES = 32
 PUBLIC_BYTES = 32
@@ -35,13 +36,7 @@ class SigningKey:
 def is_signed(public: bytes, data: bytes, signature: bytes) -> bool:
     """Whether the key with these 32 public bytes made the signature over the data; False for what is no key."""
     key = _public_key(public)
-    if key is None:
-        return False
-    try:
-        key.verify(signature, data)
-    except InvalidSignature:
-        return False
-    return True
+    return key is not None and has_signed(key, data, signature)
 
 
 @lru_cache(maxsize=256)
