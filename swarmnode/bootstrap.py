@@ -75,6 +75,7 @@ class Bootstrap:
         return await self._presence.network.addresses()
 
     async def close(self) -> None:
+        """Leave the swarm: the weights first, then the network."""
         await self._seeder.close()
         await self._presence.close()
 

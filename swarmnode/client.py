@@ -68,6 +68,7 @@ class TextStream:
 
     @property
     def result(self) -> Generation:
+        """What has been generated so far, by which route, and how fast."""
         return self._ring.result
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
@@ -297,6 +298,7 @@ class SyncStream:
 
     @property
     def result(self) -> Generation:
+        """What has been generated so far, by which route, and how fast."""
         return self._stream.result
 
     def __iter__(self) -> Iterator[Piece]:

@@ -154,6 +154,7 @@ def journey_json(session: str, journey: Journey, slowest: int) -> dict[str, Any]
 
 
 def hop_json(stop: Stop) -> dict[str, Any]:
+    """A hop as scripts read it; times in seconds."""
     wait, compute, batch = typical_of(stop)
     return {
         "peer": stop.peer,
@@ -166,6 +167,7 @@ def hop_json(stop: Stop) -> dict[str, Any]:
 
 
 def token_json(token: Token) -> dict[str, Any]:
+    """A token as scripts read it; `late` is the part of its way that took longer than usual."""
     late = token.late
     return {
         "position": token.position,

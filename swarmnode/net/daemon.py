@@ -49,6 +49,7 @@ class SocketFolder:
         return self.path / f"{name}-{next(self._sockets)}.sock"
 
     def remove(self) -> None:
+        """Delete the folder with all that is in it; no error where it is gone."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 

@@ -29,6 +29,7 @@ class Entry:
 
     @property
     def end(self) -> int:
+        """The position after the last."""
         return self.start + self.count
 
 
@@ -71,6 +72,7 @@ class Hop:
 
     @property
     def peer(self) -> PeerId | None:
+        """The next hop, or None while there is none."""
         return self._channel.peer if self._channel else None
 
     @property

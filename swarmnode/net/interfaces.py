@@ -89,7 +89,8 @@ class Network(ABC):
 
     @property
     @abstractmethod
-    def dht(self) -> Dht: ...
+    def dht(self) -> Dht:
+        """The table that all peers of the swarm keep together."""
 
     @abstractmethod
     async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:

@@ -111,6 +111,7 @@ class Inbox:
         return f"<Inbox {self.path} {'open' if self._server else 'closed'}>"
 
     async def open(self) -> None:
+        """Listen; from now on p2pd can hand streams over."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: SocketStream(self._arrived), str(self.path))
 
@@ -121,6 +122,7 @@ class Inbox:
         self._on_stream(stream)
 
     def close(self) -> None:
+        """Listen no longer; streams that are open stay so. Safe to call twice."""
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -36,6 +36,7 @@ class Channel:
 
     @property
     def peer(self) -> PeerId:
+        """Who is at the other end."""
         return self._line.link.peer
 
     @property

@@ -97,10 +97,12 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
 
     @property
     def device(self) -> torch.device:
+        """Where ids go in and hidden states come out: the swarm is reached from the CPU."""
         return torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of what comes out."""
         return torch.float32
 
     @classmethod

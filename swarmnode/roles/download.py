@@ -22,6 +22,7 @@ class Run:
 
     @property
     def numbers(self) -> range:
+        """Their numbers in the file."""
         return range(self.first, self.first + self.count)
 
 

@@ -48,9 +48,14 @@ class Stage(Protocol):
     experience: Experience
     clock: Callable[[], float]
 
-    def submit(self, job: Job) -> None: ...
-    def note_fault(self, code: ErrorCode) -> None: ...
-    def freed(self, session: StageSession) -> None: ...
+    def submit(self, job: Job) -> None:
+        """Run it as soon as the stage comes to it; its `done` is called on the loop."""
+
+    def note_fault(self, code: ErrorCode) -> None:
+        """The session told its client that a hop fails."""
+
+    def freed(self, session: StageSession) -> None:
+        """The session is over."""
 
 
 def id_payload(token: int) -> bytes:
@@ -96,14 +101,17 @@ class StageSession:
 
     @property
     def id(self) -> bytes:
+        """The 16 bytes by which all hops and the client know the session."""
         return self._open.session
 
     @property
     def epoch(self) -> int:
+        """Which of the client's routes it is on; grows with each."""
         return self._open.epoch
 
     @property
     def index(self) -> int:
+        """The place of this hop in the route, from 0."""
         return self._open.index
 
     @property
@@ -364,6 +372,7 @@ class StageSession:
 
     @property
     def orphaned(self) -> bool:
+        """Whether its upstream is gone, so that it is freed soon."""
         return self._orphaned is not None
 
     def free(self) -> None:

@@ -76,10 +76,12 @@ class Job:
 
     @property
     def phase(self) -> str:
+        """Under which name its time is counted: one position is a decode step, more are a part of a prompt."""
         return DECODE if self.count == 1 else PREFILL
 
     @property
     def end(self) -> int:
+        """The position after the last."""
         return self.start + self.count
 
 

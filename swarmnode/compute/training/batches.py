@@ -74,6 +74,7 @@ class TokenBatches(Batches):
         return windows
 
     def rows(self, numbers: list[int], run: Run) -> Values:
+        """See `Batches.rows`: (ids_BT int64,)."""
         length = run.sequence
         ids_BT = np.stack([self._tokens_N[number * length : (number + 1) * length] for number in numbers])
         return (torch.from_numpy(ids_BT.astype(np.int64)),)

@@ -42,6 +42,7 @@ class Part(NamedTuple):
 
     @property
     def length(self) -> int:
+        """How many elements."""
         return int(self.place.stop - self.place.start)
 
 
