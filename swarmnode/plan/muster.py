@@ -60,7 +60,8 @@ def _covering(units: int, reports: Mapping[PeerId, Report], step: int, *, disk: 
         return frozenset(peer for peer, report in reports.items() if does(report))
 
     stay = those(lambda report: report.ready and report.step == step)
-    commit = those(lambda report: report.ready and report.reduced and report.step == step - 1)
+    told = bool(stay)  # the word to commit names the gradient's norm, which only those know who have heard it
+    commit = those(lambda report: told and report.ready and report.reduced and report.step == step - 1)
     restore = those(lambda report: disk and step in report.kept) - stay - commit
     able = stay | commit | restore
     held = {unit for peer in able for unit in range(*reports[peer].span)}

@@ -29,6 +29,12 @@ def test_one_that_missed_the_commit_alone_commits() -> None:
     assert found.step == 5 and found.stay == {"a"} and found.commit == {"b"}
 
 
+def test_nobody_commits_without_somebody_who_heard_the_word() -> None:
+    """a has step 5 on its disk alone: the norm of the gradient that led there is lost, so that b cannot come to it."""
+    found = muster(UNITS, {"a": blank(0, 2, 5, 4), "b": ready(2, 3, 4, 4, reduced=True)}, roll_back=True)
+    assert found.step == 4 and found.restore == {"a"} and found.stay == {"b"}
+
+
 def test_one_that_is_behind_syncs_where_others_hold_its_units() -> None:
     reports = {"a": ready(0, 2, 5), "b": ready(2, 3, 5), "c": ready(2, 3, 4), "d": blank(0, 3)}
     found = muster(UNITS, reports, roll_back=False)
@@ -91,6 +97,7 @@ def test_everybody_has_one_thing_to_do_and_is_able_to(held: dict[str, Report], r
     assert sorted(peer for part in parts for peer in part) == sorted(held)
     assert all(held[peer].ready and held[peer].step == found.step for peer in found.stay)
     assert all(held[peer].reduced and held[peer].step == found.step - 1 for peer in found.commit)
+    assert found.stay or not found.commit
     assert all(roll_back and found.step in held[peer].kept for peer in found.restore)
     covered = {unit for peer in found.stay | found.commit | found.restore for unit in range(*held[peer].span)}
     assert set(found.missing) == set(range(UNITS)) - covered
