@@ -20,7 +20,7 @@ from swarmnode.codec.messages import VERSION, Hello
 from swarmnode.errors import NetworkDown, PeerError
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
-from swarmnode.net.addresses import is_loopback, is_relayed, peer_of, without_peer
+from swarmnode.net.addresses import is_loopback, is_public, is_relayed, peer_of, without_peer
 from swarmnode.net.engine import Engine, EngineConfig
 from swarmnode.net.gate import OPEN_GATE
 from swarmnode.net.identity import Identity, verify
@@ -28,6 +28,7 @@ from swarmnode.net.identity_slot import IdentitySlot
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.pace import Pace
+from swarmnode.net.reachability import is_hidden, own_interfaces
 from swarmnode.net.tasks import Tasks
 from swarmnode.roles.admission import gatekeeper_of
 from swarmnode.roles.experience import Experience
@@ -136,13 +137,17 @@ class Presence:
             gatekeeper = gatekeeper_of(swarm, identity.peer_id, config.home, needs=needs)
             vouch = None if gatekeeper is None else gatekeeper.vouch
             keeps = record_validator(swarm.id, verify, time.time, vouch=vouch)
+            hosts = config.host_maddrs or (default_host(swarm),)
+            relays = relays_of(swarm, config.peers) if needs is Role.VOLUNTEER else ()
+            mapped = bool(config.announce_maddrs) or config.nat_port_map
             engine = await Engine.start(
                 EngineConfig(
                     identity_path=slot.path,
-                    host_maddrs=config.host_maddrs or (default_host(swarm),),
+                    host_maddrs=hosts,
                     announce_maddrs=config.announce_maddrs,
-                    relays=relays_of(swarm, config.peers) if needs is Role.VOLUNTEER else (),
+                    relays=relays,
                     public=needs is Role.BOOTSTRAP,
+                    hidden=not mapped and any(map(is_public, relays)) and is_hidden(hosts, own_interfaces()),
                     client_mode=config.looks_on,
                     nat_port_map=config.nat_port_map,
                     record_validator=keeps

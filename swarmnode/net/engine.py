@@ -45,6 +45,7 @@ class EngineConfig:
     announce_maddrs: tuple[str, ...] = ()
     relays: tuple[str, ...] = ()  # static relays (with /p2p/) to be reached through, for a peer behind NAT
     public: bool = False  # a door: others reach it, whatever libp2p's own tests say; it relays and tests others
+    hidden: bool = False  # nobody gets in directly: libp2p need not find that out (`net/reachability.py`)
     client_mode: bool = False  # uses the DHT without being a part of it
     nat_port_map: bool = False
     record_validator: RecordValidator | None = None
@@ -69,6 +70,8 @@ class EngineConfig:
         ]
         if self.public:
             flags.append("-forceReachabilityPublic=1")
+        elif self.hidden:
+            flags.append("-forceReachabilityPrivate=1")
         if self.announce_maddrs:
             flags.append(f"-announceAddrs={','.join(self.announce_maddrs)}")
         if self.relays:

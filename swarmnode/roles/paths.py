@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import psutil
-
 from swarmnode.net.coordinate import Coordinate, Surveyor
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.reachability import Evidence, Reachability, conclude
+from swarmnode.net.reachability import Evidence, Reachability, conclude, own_interfaces
 from swarmnode.net.soundings import Soundings
 from swarmnode.swarm.announcement import MAX_RTTS, Announcement, peer_digest
 
@@ -42,8 +40,7 @@ class Paths:
 
     def look(self, addresses: Sequence[str], promised: Sequence[str], visitors: Sequence[str]) -> None:
         """Conclude anew how others get here (`net/reachability.py`)."""
-        interfaces = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
-        self.reachability = conclude(Evidence(addresses, interfaces, promised, visitors))
+        self.reachability = conclude(Evidence(addresses, own_interfaces(), promised, visitors))
 
     def figures(self) -> dict[str, Any]:
         """What the announcement says of them."""

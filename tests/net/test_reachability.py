@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.net.reachability import Evidence, Reachability, conclude
+from swarmnode.net.reachability import Evidence, Reachability, conclude, is_hidden
 
 HOME = "/ip4/192.168.178.20/tcp/4001"
 ROUTER = "/ip4/93.184.216.34/tcp/4001"
@@ -33,3 +33,21 @@ HOME_IPS = ("127.0.0.1", "192.168.178.20")
 )
 def test_conclusions(evidence, expected):
     assert conclude(evidence) is expected
+
+
+@pytest.mark.parametrize(
+    ("listening", "interfaces", "hidden"),
+    [
+        (["/ip4/0.0.0.0/tcp/0"], HOME_IPS, True),
+        (["/ip4/0.0.0.0/tcp/0"], ["127.0.0.1", "100.64.7.7"], True),  # a provider's NAT
+        (["/ip4/0.0.0.0/tcp/0"], SERVER_IPS, False),
+        (["/ip4/192.168.178.20/tcp/4001"], [*HOME_IPS, *SERVER_IPS], True),  # it listens on one side alone
+        (["/ip4/0.0.0.0/tcp/0"], [*HOME_IPS, "2a00:1450:4001:80b::200e"], True),  # it does not listen there
+        (["/ip6/::/tcp/0"], [*HOME_IPS, "2a00:1450:4001:80b::200e"], False),
+        (["/ip6/::/tcp/0"], [*HOME_IPS, "::1", "fe80::1"], True),
+        (["/ip6/::/tcp/0"], SERVER_IPS, False),
+        (["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"], [*HOME_IPS, "fd00::5"], True),
+    ],
+)
+def test_who_has_no_address_of_the_internet_is_hidden(listening, interfaces, hidden):
+    assert is_hidden(listening, interfaces) is hidden
