@@ -15,6 +15,7 @@ from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.atomic import write_private
 from swarmnode.swarm.grant import Grant
+from swarmnode.swarm.user_file import read_user_file
 
 SUFFIX = ".guests"
 FORMAT = 1
@@ -73,14 +74,11 @@ def guestbook_path(swarm_file: Path) -> Path:
 
 def open_guestbook(path: Path) -> Guestbook:
     """The book in a file; an empty one where there is none. Raises UsageError where it is no book."""
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UsageError(f"{path} is too large for a guestbook")
-        content = msgspec.json.decode(path.read_bytes(), type=_File)
-    except FileNotFoundError:
+    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what="a guestbook")
+    if data is None:
         return Guestbook(path)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    try:
+        content = msgspec.json.decode(data, type=_File)
     except DECODE_ERRORS as error:
         raise UsageError(f"{path} is not a guestbook: {error}") from None
     return Guestbook(path, content.guests, content.revocations)

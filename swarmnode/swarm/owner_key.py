@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.serialization import (
 from swarmnode.errors import UsageError
 from swarmnode.swarm.atomic import write_private
 from swarmnode.swarm.signing_key import SigningKey
+from swarmnode.swarm.user_file import read_user_file
 
 SUFFIX = ".owner"
 MAX_FILE_BYTES = 1 << 14
@@ -32,14 +33,9 @@ def save_owner_key(key: SigningKey, path: Path, password: str) -> None:
 
 def load_owner_key(path: Path, password: str) -> SigningKey:
     """The key in a file. Raises UsageError with what is wrong."""
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UsageError(f"{path} is not an owner's key")
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file; only the swarm's owner, who has it, can do this") from None
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what="an owner's key")
+    if data is None:
+        raise UsageError(f"{path}: no such file; only the swarm's owner, who has it, can do this")
     return parse_owner_key(data, password, source=str(path))
 
 

@@ -15,6 +15,7 @@ import msgspec
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.errors import UsageError
 from swarmnode.swarm.invite import decode_invite
+from swarmnode.swarm.user_file import read_user_file
 
 FORMAT = 1
 FILE = "public_swarms.json"
@@ -39,8 +40,11 @@ def known_swarms(home: Path | None) -> dict[str, PublicSwarm]:
     """By name; an entry of the user's own list counts before one of the package's. Raises UsageError."""
     shipped = resources.files("swarmnode.swarm").joinpath(FILE).read_bytes()
     lists = [_parse(shipped, FILE)]
-    if home is not None and (own := _read(home / USER_FILE)) is not None:
-        lists.append(_parse(own, str(home / USER_FILE)))
+    if home is not None:
+        path = home / USER_FILE
+        own = read_user_file(path, max_bytes=MAX_FILE_BYTES, what="a list of swarms")
+        if own is not None:
+            lists.append(_parse(own, str(path)))
     return {swarm.name: swarm for swarms in lists for swarm in swarms}
 
 
@@ -48,17 +52,6 @@ def find_public_swarm(name: str, home: Path | None) -> str | None:
     """The invite to the public swarm of that name; None where no list knows it. Raises UsageError."""
     known = known_swarms(home).get(name)
     return None if known is None else known.invite
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UsageError(f"{path} is too large for a list of swarms")
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def _parse(data: bytes, source: str) -> tuple[PublicSwarm, ...]:

@@ -22,6 +22,7 @@ from swarmnode.swarm.guestbook import guestbook_path, open_guestbook
 from swarmnode.swarm.invite import Invite, OwnedInvite, decode_invite, encode_invite, is_owners, looks_like_invite
 from swarmnode.swarm.manifest import PRIVATE, Manifest, decode_manifest, swarm_id
 from swarmnode.swarm.public_swarms import find_public_swarm
+from swarmnode.swarm.user_file import read_user_file
 
 FORMAT = 1
 SUFFIX = ".swarm"
@@ -163,17 +164,12 @@ def _invited(text: str) -> Swarm:
 
 
 def _read(path: Path) -> bytes:
-    try:
-        size = path.stat().st_size
-        if path.is_dir() or size > MAX_FILE_BYTES:
-            raise UsageError(f"{path} is not a {SUFFIX} file")
-        return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=f"a {SUFFIX} file")
+    if data is None:
         raise UsageError(
             f"{path}: no such file; give the path of a {SUFFIX} file, an invite (swarm1…) or the name of a public swarm"
-        ) from None
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+        )
+    return data
 
 
 def _decode(data: bytes, path: Path) -> Swarm:
