@@ -5,6 +5,7 @@ Every link of every protocol passes it on both sides, and every call of the tabl
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from swarmnode.codec.messages import Hello
@@ -38,8 +39,12 @@ class Gate:
     def heard(self, link: Link, number: int, revocations: bytes) -> None:
         """The peer told of a revocation list, or sent it. Raises ProtocolError where it is false."""
 
-    def may_lead(self, peer: PeerId) -> bool:
-        """Whether the peer may conduct a training and feed it."""
+    def may_feed(self, peer: PeerId) -> bool:
+        """Whether the peer may feed a training."""
+        return True
+
+    def may_conduct(self, peer: PeerId, stages: Iterable[PeerId]) -> bool:
+        """Whether the peer may conduct a training that has these stages."""
         return True
 
     # -- the table

@@ -123,8 +123,13 @@ class Gatekeeper(Gate):
             older = number < ours
             link.send(Revocations(ours, self.membership.revocations_bytes if older else b""))
 
-    def may_lead(self, peer: PeerId) -> bool:
+    def may_feed(self, peer: PeerId) -> bool:
         return self.membership.role(peer) >= Role.TRAINER
+
+    def may_conduct(self, peer: PeerId, stages: Iterable[PeerId]) -> bool:
+        """A trainer's node may; where there is none a volunteer's, for the training would stand still."""
+        least = Role.TRAINER if any(map(self.may_feed, stages)) else Role.VOLUNTEER
+        return self.membership.role(peer) >= least
 
     def vouch(self, announcement: Announcement, certificate: bytes) -> None:
         """Whether its author may announce this; see `Membership.vouch`."""

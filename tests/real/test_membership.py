@@ -136,6 +136,7 @@ async def test_a_revoked_peer_is_out_within_a_minute_with_the_owner_offline(club
         await newcomer.gatekeeper.exchange()
         assert newcomer.gatekeeper.membership.revocations.covers(leaving.peer)
         assert leaving.peer not in newcomer.directory.peers()
+        assert {node.peer for node in club.nodes} <= newcomer.directory.peers().keys(), "the others are there"
     finally:
         await newcomer.close()
     assert club.generate(club.client_invite) == tiny.alone(PROMPT, 8), "the others go on"

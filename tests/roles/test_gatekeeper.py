@@ -185,12 +185,18 @@ async def test_roles(town: Town, asker: Role, protocol: str, answerer: Role, all
         assert not other.asked
 
 
-async def test_only_trainers_lead(town: Town):
+async def test_only_trainers_lead_where_one_is_there(town: Town):
     judge = await town.peer("judge", Ticket("j"))
-    trainer, volunteer = await town.peer("t", Ticket("t", role=Role.TRAINER)), await town.peer("v", Ticket("v"))
+    roles = {"t": Role.TRAINER, "v": Role.VOLUNTEER, "c": Role.CLIENT}
+    trainer, volunteer, client = [await town.peer(name, Ticket(name, role=role)) for name, role in roles.items()]
     for peer in (trainer, volunteer):
         await peer.ask(judge, TRAIN)
-    assert judge.gatekeeper.may_lead(trainer.id) and not judge.gatekeeper.may_lead(volunteer.id)
+    await client.ask(judge, SESSION)
+    gate, all_three = judge.gatekeeper, (trainer.id, volunteer.id, client.id)
+    assert [gate.may_feed(peer) for peer in all_three] == [True, False, False]
+    assert [gate.may_conduct(peer, all_three) for peer in all_three] == [True, False, False]
+    assert [gate.may_conduct(peer, (volunteer.id, judge.id)) for peer in all_three] == [True, True, False]
+    assert not gate.may_conduct("nobody has met it", ())
 
 
 async def test_a_revocation_goes_over_live_links_and_cuts_those_of_the_revoked(town: Town):

@@ -18,6 +18,7 @@ from swarmnode.codec.training_messages import Condition, StepReport
 from swarmnode.compute.training.batches import ArrayBatches, Batches
 from swarmnode.compute.training.local import train_locally
 from swarmnode.net.fake import FakeNetwork, FakeWorld
+from swarmnode.net.gate import OPEN_GATE, Gate
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Switchboard
@@ -116,12 +117,14 @@ class ToyDirectory:
 class Volunteer:
     """A node that trains some units, and conducts when it is its turn."""
 
-    def __init__(self, network: FakeNetwork, directory: ToyDirectory, segment: ToySegment, folder: Path) -> None:
+    def __init__(
+        self, network: FakeNetwork, directory: ToyDirectory, segment: ToySegment, folder: Path, gate: Gate
+    ) -> None:
         self.network = network
         self.segment = segment
         self.folder = folder
         self.keeper = Keeper(network, HELLO, LinkConfig(), folder)
-        self.stage = TrainingStage(network, HELLO, LinkConfig(), segment, self.keeper)
+        self.stage = TrainingStage(network, HELLO, LinkConfig(gate=gate), segment, self.keeper)
         self.crew = Crew(cast("Directory", directory), self.stage, ToySegment.units)
         self.alive = True
 
@@ -150,8 +153,9 @@ class Volunteer:
 class TrainingSwarm:
     """Volunteers by number, in the order in which they came; the first one is the eldest."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, gate: Gate = OPEN_GATE) -> None:
         self.world = FakeWorld(seed=1)
+        self._gate = gate  # of everybody
         self.announced = Announced()
         self.volunteers: list[Volunteer] = []
         self._folder = folder
@@ -175,7 +179,7 @@ class TrainingSwarm:
         if disk_of is not None:
             await disk_of.keeper.close()
             folder = disk_of.folder
-        volunteer = Volunteer(network, ToyDirectory(network, self.announced), segment, folder)
+        volunteer = Volunteer(network, ToyDirectory(network, self.announced), segment, folder, self._gate)
         self.volunteers.append(volunteer)
         await volunteer.stage.start()
         volunteer.crew.start()

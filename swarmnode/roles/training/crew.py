@@ -37,6 +37,7 @@ class Crew:
         self._conductor: Conductor | None = None
         self._tasks = Tasks("crew")
         self._changed = asyncio.Event()
+        stage.may_conduct = self._may_conduct
         stage.on_work = self._work
         stage.on_conductor_lost = self._lost
 
@@ -59,8 +60,8 @@ class Crew:
             self._changed.set()
 
     async def _watch(self) -> None:
-        """Whenever something changed, and now and then: conduct if nobody does and we are the eldest; let a conductor of ours
-        know who is there."""
+        """Whenever something changed, and now and then: conduct if nobody does, or nobody who may, and we are the eldest; let a
+        conductor of ours know who is there."""
         while True:
             try:
                 await asyncio.wait_for(self._changed.wait(), LOOK_S)
@@ -79,9 +80,14 @@ class Crew:
                 self._conductor.enlist(ready_peers(self._directory))
 
     def _is_our_turn(self) -> bool:
-        own = self._directory.network.peer_id
-        leaders = [peer for peer in ready_peers(self._directory) if self._stage.may_lead(peer)]
-        return self._stage.conductor is None and leaders[:1] == [own]
+        conductor = self._stage.conductor
+        if conductor is not None and self._may_conduct(conductor):
+            return False
+        eldest = next(filter(self._may_conduct, ready_peers(self._directory)), None)
+        return eldest == self._directory.network.peer_id
+
+    def _may_conduct(self, peer: PeerId) -> bool:
+        return self._stage.gate.may_conduct(peer, ready_peers(self._directory))
 
     async def _take_over(self) -> None:
         if self._conductor is not None:

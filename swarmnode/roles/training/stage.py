@@ -59,7 +59,8 @@ RETRY_S = 0.5
 
 
 class TrainingStage:
-    """`on_work` is called for trainers that offer themselves; `on_conductor_lost` when the conductor in force is gone."""
+    """`may_conduct` says whom it follows; `on_work` is called for trainers that offer themselves, `on_conductor_lost` when the
+    conductor in force is gone."""
 
     def __init__(
         self,
@@ -79,13 +80,14 @@ class TrainingStage:
         self._recompute = recompute  # whether graphs of this run's microbatches are too large to be kept
         self.bench = Bench(threads=threads)
         self.switchboard = Switchboard(network, TRAIN_PROTOCOL, hello, link_config, accept=self._accept)
-        self.may_lead = link_config.gate.may_lead
+        self.gate = link_config.gate
         self.term = 0
         self.conductor: PeerId | None = None
         self._line: Line | None = None  # to the conductor
         self.step = 0
         self.condition = Condition.BLANK
         self.run: Run | None = None
+        self.may_conduct: Callable[[PeerId], bool] = lambda _peer: True
         self.on_work: Callable[[Channel, Work], None] = lambda channel, _body: channel.close(Error(ErrorCode.ELSEWHERE))
         self.on_conductor_lost: Callable[[PeerId, PeerError | None], None] = lambda _peer, _error: None
         self._learner: Learner | None = None
@@ -128,7 +130,7 @@ class TrainingStage:
     # -- conversations
 
     def _accept(self, channel: Channel, frame: Frame, body: Body) -> None:
-        if isinstance(body, Conduct | Work) and not self.may_lead(channel.peer):
+        if not self._may_say(channel.peer, body):
             channel.close(Error(ErrorCode.REFUSED))
         elif isinstance(body, Forward):
             self._forward(channel, body, frame.payload)
@@ -142,6 +144,11 @@ class TrainingStage:
             self.on_work(channel, body)
         else:
             channel.close(Error(ErrorCode.MALFORMED))
+
+    def _may_say(self, peer: PeerId, body: Body) -> bool:
+        if isinstance(body, Work):
+            return self.gate.may_feed(peer)
+        return not isinstance(body, Conduct) or self.may_conduct(peer)
 
     def _forward(self, channel: Channel, body: Forward, payload: bytes | bytearray) -> None:
         hop = body.route[body.hop]

@@ -1,39 +1,64 @@
-"""Who may lead a training: in a private swarm the trainers among its members, and nobody else."""
+"""Who may lead a training: in a private swarm the trainers among its members; volunteers conduct where no trainer's node is."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
-import pytest
-
-from swarmnode.codec.messages import Body, Error
+from swarmnode.codec.messages import Error
 from swarmnode.codec.training_messages import Conduct, Status, Work
 from swarmnode.errors import ErrorCode
+from swarmnode.net.gate import Gate
+from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.run import encode_run
 from tests.roles.training.scene import RUN, TERM, Scene
 from tests.roles.training_swarm import TrainingSwarm, until
 
 
-@pytest.mark.parametrize("word", [Conduct(TERM + 1), Work(encode_run(RUN), 1)], ids=["conduct", "work"])
-async def test_who_may_not_lead_is_refused_and_changes_nothing(scene: Scene, word: Body) -> None:
+class TrainersFirst(Gate):
+    """The members' gate as far as trainings go."""
+
+    def __init__(self) -> None:
+        self.trainers: set[PeerId] = set()
+
+    def may_feed(self, peer: PeerId) -> bool:
+        return peer in self.trainers
+
+    def may_conduct(self, peer: PeerId, stages: Iterable[PeerId]) -> bool:
+        return peer in self.trainers or self.trainers.isdisjoint(stages)
+
+
+async def test_who_may_not_conduct_is_refused_and_changes_nothing(scene: Scene) -> None:
     line = await scene.conduct()
-    leader, follower = (network.peer_id for network in scene.networks[1:])
-    scene.stage.may_lead = lambda peer: peer == leader
-    answer = await (await scene.talk(1)).ask(word)
+    leader = scene.networks[1].peer_id
+    scene.stage.may_conduct = lambda peer: peer == leader
+    answer = await (await scene.talk(1)).ask(Conduct(TERM + 1))
     assert answer == Error(ErrorCode.REFUSED)
-    assert scene.stage.conductor == leader != follower and scene.stage.term == TERM
+    assert scene.stage.conductor == leader and scene.stage.term == TERM
     assert isinstance(await line.ask(Conduct(TERM)), Status), "the one in force goes on"
 
 
-async def test_the_eldest_that_may_lead_conducts(tmp_path: Path) -> None:
-    swarm = TrainingSwarm(tmp_path)
+async def test_who_may_not_feed_is_refused(scene: Scene) -> None:
+    await scene.conduct()
+    gate = scene.stage.gate = TrainersFirst()
+    gate.trainers.add(scene.networks[1].peer_id)
+    offer = Work(encode_run(RUN), 1)
+    assert await (await scene.talk(1)).ask(offer) == Error(ErrorCode.REFUSED)
+    assert await (await scene.talk(0)).ask(offer) == Error(ErrorCode.ELSEWHERE), "it is heard, and there is no crew"
+
+
+async def test_volunteers_conduct_until_a_trainers_node_comes(tmp_path: Path) -> None:
+    gate = TrainersFirst()
+    swarm = TrainingSwarm(tmp_path, gate)
     try:
-        elder = await swarm.join(0, 3)
-        elder.stage.may_lead = lambda _peer: False
-        younger = await swarm.join(0, 3)
+        elder, younger = await swarm.join(0, 3), await swarm.join(0, 3)
+        await until(lambda: swarm.conductor is elder and younger.stage.conductor == elder.peer, "the eldest's term")
+        trainer = await swarm.join(0, 3)
+        gate.trainers.add(trainer.peer)
+        await until(lambda: swarm.conductor is trainer, "the trainer's term")
         for volunteer in (elder, younger):
-            volunteer.stage.may_lead = lambda peer: peer == younger.peer
-        await until(lambda: swarm.conductor is younger, "the younger one's term")
-        await until(lambda: elder.stage.conductor == younger.peer, "the elder one's following")
+            await until(lambda v=volunteer: v.stage.conductor == trainer.peer, f"{volunteer} to follow it")
+        swarm.kill(trainer)
+        await until(lambda: swarm.conductor is elder and younger.stage.conductor == elder.peer, "the eldest's again")
     finally:
         await swarm.close()
