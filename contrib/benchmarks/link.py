@@ -49,14 +49,10 @@ async def start_engine(folder: str) -> Engine:
 class Server:
     """The other process: swallows bulk and answers its end, answers every small message."""
 
-    def __init__(self) -> None:
-        self._bulk_bytes = 0
-
     async def over_link(self, stream: Stream) -> None:
         link = await Link.accept(stream, HELLO, config=LinkConfig())
 
         def on_frame(frame: Frame, body: Body) -> None:
-            self._bulk_bytes += len(frame.payload)
             if len(frame.payload) == SMALL_BYTES:
                 link.send(Output(ids=(31999,)), channel=1, seq=frame.seq)
             elif not frame.payload:

@@ -13,7 +13,7 @@ ECHO = "/test/echo/1"
 WHO = "/test/who/1"
 HOLD = "/test/hold/1"
 BYE = "/test/bye/1"
-KEY, SUBKEY = b"puppet's key", b"puppet's subkey"
+KEY = b"puppet's key"
 
 
 def believes(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 from swarmnode.net.interfaces import Record
-from swarmnode.swarm.notices import LIFE_S, RENEW_S, due, notice_keys, notice_validator, own_notices, take_in
+from swarmnode.swarm.notices import LIFE_S, RENEW_S, due, notice_validator, own_notices, take_in
 from swarmnode.swarm.revocation import open_list
 from tests.swarm.society import ALICE, BOB, NOW, OWNER, SWARM, Ticket, listed, private
-
-REVOKED, USED = notice_keys(SWARM)
 
 
 def filled():
