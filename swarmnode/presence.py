@@ -208,7 +208,7 @@ class Presence:
                     self.joined.set()
                     await self.directory.refresh()
                     told = False
-                elif not told:
+                elif not told and not self._is_turned_away():  # which is told otherwise
                     log.warning("the swarm %s cannot be reached at the moment; this node keeps trying", self.swarm.name)
                     told = True
             await asyncio.sleep(self.config.rejoin_s)
@@ -244,6 +244,9 @@ class Presence:
                 f"the swarm {self.swarm.name} cannot be reached: nobody answers at {doors}. "
                 "Is its bootstrap peer running, and is this machine online?"
             ) from None
+
+    def _is_turned_away(self) -> bool:
+        return self.gatekeeper is not None and self.gatekeeper.turned_away is not None
 
     def check_welcome(self, needs: Role = Role.CLIENT) -> None:
         """Raises NotAdmitted where the swarm does not admit us, or not for what we need."""

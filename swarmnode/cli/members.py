@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +25,10 @@ from swarmnode.cli.console import (
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from swarmnode.swarm.guestbook import Guest
+
 SHOWN_CHARS = 8  # of an invite's id
+SOON_S = 48 * 3600.0  # an end that is nearer is told to the minute
 
 
 @reports_errors
@@ -55,27 +61,33 @@ def members(
             await steward.close()
 
     picture = run_async(look)
-    revoked = picture["revocations"]["invites"]
-    picture["invites"] = [
-        {
-            "id": guest.invite,
-            "role": guest.role,
-            "issued_at": guest.issued_at,
-            "expires_at": guest.expires_at or None,
-            "uses": guest.uses or None,
-            "peer": guest.peer or None,
-            "group": guest.group,
-            "note": guest.note,
-            "revoked": guest.invite in revoked,
-        }
-        for guest in guests
-    ]
+    picture["invites"] = invites_given_out(guests, picture)
     if as_json:
         print_json(picture)
         return
     from swarmnode.cli.tables import show
 
     show(members_table(picture), *([invites_table(picture["invites"])] if picture["invites"] else []))
+
+
+def invites_given_out(guests: Sequence[Guest], picture: dict[str, Any]) -> list[dict[str, Any]]:
+    """The owner's book beside what the swarm knows: whether an invite was revoked, and how many members by it were seen."""
+    seen = Counter(member.get("invite") for member in picture["members"])
+    return [
+        {
+            "id": guest.invite,
+            "role": guest.role,
+            "issued_at": guest.issued_at,
+            "expires_at": guest.expires_at or None,
+            "uses": guest.uses or None,
+            "members": seen[guest.invite],
+            "peer": guest.peer or None,
+            "group": guest.group,
+            "note": guest.note,
+            "revoked": guest.invite in picture["revocations"]["invites"],
+        }
+        for guest in guests
+    ]
 
 
 def members_table(picture: dict[str, Any]) -> Table:
@@ -89,7 +101,7 @@ def members_table(picture: dict[str, Any]) -> Table:
     table = new_table(title, ("peer", "name", "state", "role", "group", "invite", "until"))
     for member in picture["members"]:
         texts = (member.get(field, "") for field in ("name", "state", "role", "group"))
-        until = day(member["expires_at"]) if "role" in member else ""
+        until = end(member["expires_at"]) if "role" in member else ""
         table.add_row(member["peer"][-8:], *texts, member.get("invite", "")[:SHOWN_CHARS], until)
     return table
 
@@ -98,14 +110,15 @@ def invites_table(invites: list[dict[str, Any]]) -> Table:
     """One row per invite that was given out."""
     from swarmnode.cli.tables import new_table
 
-    table = new_table("invites given out", ("id", "role", "uses", "for", "group", "until", "note"))
+    table = new_table("invites given out", ("id", "role", "used", "for", "group", "until", "note"))
     for invite in invites:
-        until = "revoked" if invite["revoked"] else day(invite["expires_at"])
+        until = "revoked" if invite["revoked"] else end(invite["expires_at"])
+        used = f"{invite['members']} of {invite['uses']}" if invite["uses"] else str(invite["members"])
         whom = (invite["peer"] or "anybody")[-8:]
         table.add_row(
             invite["id"][:SHOWN_CHARS],
             invite["role"],
-            str(invite["uses"] or "any"),
+            used,
             whom,
             invite["group"],
             until,
@@ -114,6 +127,11 @@ def invites_table(invites: list[dict[str, Any]]) -> Table:
     return table
 
 
-def day(unix_s: int | None) -> str:
-    """A date, in the reader's own time."""
-    return "for ever" if unix_s is None else datetime.datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d")
+def end(unix_s: int | None) -> str:
+    """When something ends, in the reader's own time."""
+    if unix_s is None:
+        return "for ever"
+    left_s = unix_s - time.time()
+    if left_s <= 0:
+        return "expired"
+    return datetime.datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M" if left_s < SOON_S else "%Y-%m-%d")

@@ -1,0 +1,42 @@
+"""`swarmnode members`: what the owner reads of invites."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from swarmnode.cli.members import end, invites_given_out, invites_table
+from swarmnode.swarm.guestbook import Guest
+
+HOUR_S = 3600
+
+
+def guest(invite: str, *, expires_in_s: int = 0, uses: int = 0) -> Guest:
+    now = int(time.time())
+    return Guest(invite, "volunteer", now - HOUR_S, now + expires_in_s if expires_in_s else 0, uses, "", "")
+
+
+def test_invites_beside_what_the_swarm_knows() -> None:
+    picture = {
+        "members": [{"peer": "a", "invite": "one"}, {"peer": "b", "invite": "one"}, {"peer": "c"}],
+        "revocations": {"invites": ["gone"]},
+    }
+    guests = [guest("one", uses=2), guest("gone"), guest("fresh", expires_in_s=-60)]
+    invites = invites_given_out(guests, picture)
+    assert [(i["id"], i["uses"], i["members"], i["revoked"]) for i in invites] == [
+        ("one", 2, 2, False),
+        ("gone", None, 0, True),
+        ("fresh", None, 0, False),
+    ]
+    columns = {str(column.header): list(column.cells) for column in invites_table(invites).columns}
+    assert columns["used"] == ["2 of 2", "0", "0"]
+    assert columns["until"] == ["for ever", "revoked", "expired"]
+
+
+@pytest.mark.parametrize(
+    ("in_s", "looks_like"), [(5 * HOUR_S, r"\d{4}-\d\d-\d\d \d\d:\d\d"), (100 * HOUR_S, r"\d{4}-\d\d-\d\d")]
+)
+def test_an_end_that_is_near_is_told_to_the_minute(in_s: int, looks_like: str) -> None:
+    assert re.fullmatch(looks_like, end(int(time.time()) + in_s))
