@@ -70,8 +70,8 @@ class Steward:
         return told
 
     def picture(self) -> dict[str, Any]:
-        """Members and revocations, as `swarmnode members --json` prints them: those that have announced themselves or
-        used a limited invite, since nobody keeps a list of those who only ask."""
+        """As `swarmnode members --json` prints it: members, how often each limited invite was used, and revocations. Members are those
+        that have announced themselves or used a limited invite, since nobody keeps a list of those who only ask."""
         membership = self._gatekeeper.membership
         announced = self._presence.directory.peers()
         certified = {member.peer: member for member in membership.members(time.time())}
@@ -84,6 +84,7 @@ class Steward:
                 {"peer": peer, **_seen(announced.get(peer)), **_certified(certified.get(peer))}
                 for peer in sorted({*announced, *certified})
             ],
+            "uses": {use.member.invite.hex(): membership.uses.count(use.member.invite) for use in membership.uses},
             "revocations": {
                 "number": membership.revocations.number,
                 "peers": len(membership.revocations.peers),

@@ -71,7 +71,8 @@ def members(
 
 
 def invites_given_out(guests: Sequence[Guest], picture: dict[str, Any]) -> list[dict[str, Any]]:
-    """The owner's book beside what the swarm knows: whether an invite was revoked, and how many members by it were seen."""
+    """The owner's book beside what the swarm knows: whether an invite was revoked, and how many used it: all who ever did
+    where its uses are counted, else the members by it that were seen."""
     seen = Counter(member.get("invite") for member in picture["members"])
     return [
         {
@@ -80,7 +81,7 @@ def invites_given_out(guests: Sequence[Guest], picture: dict[str, Any]) -> list[
             "issued_at": guest.issued_at,
             "expires_at": guest.expires_at or None,
             "uses": guest.uses or None,
-            "members": seen[guest.invite],
+            "used": picture["uses"].get(guest.invite, 0) if guest.uses else seen[guest.invite],
             "peer": guest.peer or None,
             "group": guest.group,
             "note": guest.note,
@@ -113,7 +114,7 @@ def invites_table(invites: list[dict[str, Any]]) -> Table:
     table = new_table("invites given out", ("id", "role", "used", "for", "group", "until", "note"))
     for invite in invites:
         until = "revoked" if invite["revoked"] else end(invite["expires_at"])
-        used = f"{invite['members']} of {invite['uses']}" if invite["uses"] else str(invite["members"])
+        used = f"{invite['used']} of {invite['uses']}" if invite["uses"] else str(invite["used"])
         whom = (invite["peer"] or "anybody")[-8:]
         table.add_row(
             invite["id"][:SHOWN_CHARS],

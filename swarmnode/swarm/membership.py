@@ -63,8 +63,10 @@ class Membership:
         """Why this peer is not admitted now, or None."""
         if self.revocations.covers(peer, b"" if member is None else member.invite):
             return "its membership was revoked"
-        if member is None:
-            return None
+        return None if member is None else self._objection_to_use(member, now)
+
+    def _objection_to_use(self, member: Member, now: float) -> str | None:
+        """Why the certificate is worth nothing, whomever it is of, or None."""
         if member.expired(now):
             return "its membership has expired"
         if member.admitted_at > now + MAX_SKEW_S:
@@ -120,9 +122,11 @@ class Membership:
         return True
 
     def note_use(self, certificate: bytes, now: float) -> bool:
-        """Hear of a peer that used a limited invite; whether it has a place. Raises ProtocolError."""
+        """Hear of a peer that used a limited invite; whether it has a place, which it keeps when it is revoked: under another
+        name it would come back by it. Raises ProtocolError."""
         member = open_certificate(certificate, self.swarm, self.owner)
-        if not member.uses or self._objection(member.peer, member, now) is not None:
+        revoked = member.invite in self.revocations.invites
+        if not member.uses or revoked or self._objection_to_use(member, now) is not None:
             return False
         if len(self._members) < MAX_MEMBERS:
             self._members.setdefault(member.peer, member)

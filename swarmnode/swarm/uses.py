@@ -45,6 +45,10 @@ class Uses:
     def __iter__(self) -> Iterator[Use]:
         return (use for users in list(self._by_invite.values()) for use in list(users.values()))
 
+    def count(self, invite: bytes) -> int:
+        """Places of an invite that are taken."""
+        return len(self._by_invite.get(invite, ()))
+
     def admits(self, member: Member, now: float) -> bool:
         """Whether the member has a place; one that is free, or that it wins in a race, is taken by this."""
         if not member.uses:

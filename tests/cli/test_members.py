@@ -20,19 +20,21 @@ def guest(invite: str, *, expires_in_s: int = 0, uses: int = 0) -> Guest:
 
 def test_invites_beside_what_the_swarm_knows() -> None:
     picture = {
-        "members": [{"peer": "a", "invite": "one"}, {"peer": "b", "invite": "one"}, {"peer": "c"}],
+        "members": [{"peer": "a", "invite": "one"}, {"peer": "b", "invite": "open"}, {"peer": "c"}],
+        "uses": {"one": 2},
         "revocations": {"invites": ["gone"]},
     }
-    guests = [guest("one", uses=2), guest("gone"), guest("fresh", expires_in_s=-60)]
+    guests = [guest("one", uses=2), guest("open"), guest("gone"), guest("fresh", expires_in_s=-60)]
     invites = invites_given_out(guests, picture)
-    assert [(i["id"], i["uses"], i["members"], i["revoked"]) for i in invites] == [
+    assert [(i["id"], i["uses"], i["used"], i["revoked"]) for i in invites] == [
         ("one", 2, 2, False),
+        ("open", None, 1, False),
         ("gone", None, 0, True),
         ("fresh", None, 0, False),
     ]
     columns = {str(column.header): list(column.cells) for column in invites_table(invites).columns}
-    assert columns["used"] == ["2 of 2", "0", "0"]
-    assert columns["until"] == ["for ever", "revoked", "expired"]
+    assert columns["used"] == ["2 of 2", "1", "0", "0"]
+    assert columns["until"] == ["for ever", "for ever", "revoked", "expired"]
 
 
 @pytest.mark.parametrize(

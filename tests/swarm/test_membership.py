@@ -122,6 +122,16 @@ def test_two_that_race_for_the_last_place_are_told_apart_alike_everywhere():
         assert membership.stands(ALICE, NOW + 3) and not membership.stands(BOB, NOW + 3)
 
 
+def test_a_revoked_peer_keeps_its_place_for_those_who_come_later_too():
+    """Else it came back by the same invite, under another name."""
+    membership, ticket = private(), Ticket(uses=1)
+    membership.take_list(listed(peers=(ALICE,)))
+    assert membership.note_use(ticket.certificate(ALICE), NOW)
+    assert membership.uses.count(ticket.id) == 1
+    assert not membership.stands(ALICE, NOW)
+    assert "used up" in refused(membership, BOB, ticket.certificate(BOB, NOW + 1), NOW + 1)
+
+
 def test_uses_of_a_revoked_invite_are_forgotten():
     membership, ticket = private(), Ticket(uses=1)
     membership.admit(ALICE, ticket.certificate(ALICE), NOW)
