@@ -70,8 +70,8 @@ class Steward:
         return told
 
     def picture(self) -> dict[str, Any]:
-        """As `swarmnode members --json` prints it: members, how often each limited invite was used, and revocations. Members are those
-        that have announced themselves or used a limited invite, since nobody keeps a list of those who only ask."""
+        """As `swarmnode members --json` prints it: members, how often each limited invite was used, and revocations. Members are
+        those that have announced themselves or used a limited invite: nobody keeps a list of those who only ask."""
         membership = self._gatekeeper.membership
         announced = self._presence.directory.peers()
         certified = {member.peer: member for member in membership.members(time.time())}
