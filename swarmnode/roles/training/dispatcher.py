@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping
 
 from swarmnode.codec.messages import HopSpec
-from swarmnode.codec.training_messages import Lease, Release
+from swarmnode.codec.training_messages import Failed, Lease, Release
+from swarmnode.errors import ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.ledger import Ledger
 from swarmnode.plan.wiring import wire
 from swarmnode.roles.training.audience import Audience, TrainerLine
 from swarmnode.roles.training.grants import Grant, Grants
 from swarmnode.roles.training.member import Member, Standing
+
+log = logging.getLogger(__name__)
 
 LEASE_BITS = 22  # leases of one term
 
@@ -63,14 +67,23 @@ class Dispatcher:
                 member.worker.booked_units += sign * span.units
                 member.worker.in_flight += sign
 
-    def done(self, lease: int) -> Grant | None:
+    def done(self, trainer: TrainerLine, lease: int) -> Grant | None:
         """A microbatch is back; None where it was called back before: the stages have said what they counted."""
+        trainer.leases.discard(lease)
         grant = self.grants.done(lease)
         if grant is not None:
             self._book(grant, -1)
         return grant
 
-    def call_back(self, grant: Grant) -> None:
+    def failed(self, trainer: TrainerLine, failed: Failed) -> None:
+        """A trainer gave a microbatch up."""
+        trainer.leases.discard(failed.lease)
+        for grant in self.grants:
+            if grant.lease == failed.lease:
+                log.info("microbatch %d failed at %s: code %d", grant.number, failed.peer, failed.code)
+                self._call_back(grant)
+
+    def _call_back(self, grant: Grant) -> None:
         """Have the stages of the route forget a lease, and hear what they had counted by then."""
         self._book(grant, -1)
         members = [self._members[peer] for peer, _ in grant.route if peer in self._members]
@@ -79,12 +92,24 @@ class Dispatcher:
             member.releases.append(grant.lease)
             member.send(Release((grant.lease,)))
 
+    def released(self, member: Member) -> None:
+        """A stage forgot the first lease that it was told to; leases of before a muster are nobody's any more."""
+        if not member.releases:
+            raise ProtocolError("a stage answers a RELEASE that was not sent", peer=member.peer)
+        self.grants.released(member.releases.popleft(), member.peer)
+
     def lose(self, peer: PeerId) -> None:
         """A stage is gone: nothing is expected of it, and what was on its way through it must take another."""
         self.grants.lose(peer)
         for grant in self.grants:
             if any(hop == peer for hop, _ in grant.route):
-                self.call_back(grant)
+                self._call_back(grant)
+
+    def lose_trainer(self, trainer: TrainerLine) -> None:
+        """A trainer is gone, with the microbatches that it had."""
+        for grant in self.grants:
+            if grant.lease in trainer.leases:
+                self._call_back(grant)
 
     def clear(self) -> None:
         """All leases are void; the members' bookings with them."""

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Union
 
 from swarmnode.codec.messages import Body
-from swarmnode.codec.training_messages import Condition, Status
+from swarmnode.codec.training_messages import Begin, Condition, Conduct, Discard, Restore, Status, Sync
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Channel
 from swarmnode.plan.muster import Report
@@ -62,6 +62,36 @@ class Member:
         self.worker.span = Span(status.start, status.end)
         self.worker.unit_s = status.unit_s
         self.worker.room = status.in_flight
+
+    def hears(self, step: int) -> bool:
+        """Whether it hears the reduction of a step."""
+        listens = self.standing is Standing.LISTENING and self.listens_from <= step
+        return listens or self.standing is Standing.USABLE
+
+    def ask(self, term: int) -> None:
+        """Have it say what it holds."""
+        self.standing, self.status = Standing.ASKED, None
+        self.send(Conduct(term))
+
+    def begin(self, run: bytes) -> None:
+        """Have it come to step 0 of a run."""
+        self.standing = Standing.COMING
+        self.send(Begin(run))
+
+    def restore(self, run: bytes, step: int) -> None:
+        """Have it come to a step that it has on its disk."""
+        self.standing = Standing.COMING
+        self.send(Restore(run, step))
+
+    def sync(self, run: bytes, step: int, holders: tuple[PeerId, ...]) -> None:
+        """Have it hear the reductions from `step` on, and fetch the state from the holders."""
+        self.standing, self.listens_from = Standing.LISTENING, step
+        self.send(Sync(run, step, holders))
+
+    def discard(self) -> None:
+        """Have it forget what it has counted in this step."""
+        self.standing = Standing.DISCARDING
+        self.send(Discard())
 
     def report(self, run: bytes, *, fresh: bool) -> Report:
         """Its place in a run, for the muster. `fresh`: nobody has begun it, so that the founding parameters are step 0."""
