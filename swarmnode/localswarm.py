@@ -162,6 +162,7 @@ class LocalSwarm:
             text=True,
             env={**self.environment, "SWARMNODE_HOME": str(self.folder / "client")},
             timeout=timeout_s,
+            preexec_fn=die_with_parent,
         )
         if done.returncode != 0:
             raise LocalError(

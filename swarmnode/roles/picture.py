@@ -46,6 +46,7 @@ def _portrait(peer: Announcement, peers: Mapping[PeerId, Announcement]) -> dict[
         "state": state_name(peer.life),
         "device": peer.device,
         "sessions": peer.sessions,
+        "reached": peer.reach.name.lower(),
         "sends": sent_as(peer, peers),
     }
 

@@ -2,26 +2,32 @@
 
     home ---- router ==== the internet (a bridge; addresses of a public range, since libp2p takes no private one for public)
 
-Nothing of it is connected with this machine's own network. Needs root, iproute2 and nftables.
+Nothing of it is connected with this machine's own network. A namespace has no name but belongs to a process that holds it
+and dies with us, so nothing is left behind, however we end. Needs root, iproute2, nftables and util-linux.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+
+from swarmnode.net.parent import die_with_parent
 
 PUBLIC = "5.5.5"
 DOORS = tuple(f"{PUBLIC}.{number}" for number in range(1, 5))
 """libp2p believes to be seen at an address once four others see it there: no fewer doors, and no hole is punched."""
 DOOR_NETWORK = f"{PUBLIC}.0/29"
+VISITOR = f"{PUBLIC}.9"
+HOME_NUMBERS = range(16, 32)
+HOME_NETWORK = f"{PUBLIC}.16/28"
 
-RULES = """
+RULES = f"""
 table ip nat {{
   chain after {{
     type nat hook postrouting priority 100;
@@ -30,10 +36,12 @@ table ip nat {{
 }}
 table ip filter {{
   counter direct {{ }}
+  chain barred {{ }}
   chain through {{
     type filter hook forward priority 0; policy drop;
-    iifname "lan" {punchable}accept
-    iifname "wan" ip saddr != {doors} ct state established,related counter name "direct" accept
+    jump barred
+    iifname "lan" accept
+    ip saddr {HOME_NETWORK} ct state established,related counter name "direct" accept
     ct state established,related accept
   }}
   chain inward {{
@@ -43,25 +51,11 @@ table ip filter {{
   }}
 }}
 """
-DOORS_ALONE = f"ip daddr {DOOR_NETWORK} "
-"""A router that lets its home speak with the doors only, so that no hole can be punched: what is left is the relay."""
+BAR = f'add rule ip filter barred iifname "lan" ip daddr != {DOOR_NETWORK} reject with tcp reset'
+"""The home speaks with the doors only from now on: no hole stays open, and none can be punched."""
 
-
-def lacking() -> str | None:
-    """Why no lab can be built here, or None."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    missing = [program for program in ("ip", "nft", "sysctl") if shutil.which(program) is None]
-    if missing:
-        return f"{', '.join(missing)} not installed"
-    probe = f"snprobe{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
-    if made.returncode:
-        return f"network namespaces are not permitted here: {made.stderr.strip()}"
-    rules = subprocess.run(["ip", "netns", "exec", probe, "nft", "list", "ruleset"], capture_output=True, text=True)
-    subprocess.run(["ip", "netns", "del", probe], check=True)
-    return f"nftables do not work here: {rules.stderr.strip()}" if rules.returncode else None
-
+HOLD = ("sh", "-c", "echo held; exec sleep infinity")
+FORWARD = ("sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
 
 LISTEN = """
 import socket
@@ -73,28 +67,43 @@ server.accept()
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 4001), timeout=1)"
 
 
+@functools.cache
+def program(name: str) -> str | None:
+    """Where a program is, the administrator's included: users' PATH often lacks their folders."""
+    return shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
+
+
+def lacking() -> str | None:
+    """Why no lab can be built here, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [name for name in ("ip", "nft", "unshare", "nsenter") if program(name) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed (Debian: apt install iproute2 nftables util-linux)"
+    try:
+        with NatLab(["home"]):
+            return None
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"networks cannot be built here: {getattr(error, 'stderr', error)}"
+
+
 def reaches(caller: Sequence[str], listener: Sequence[str], address: str) -> bool:
     """Whether a TCP connection from one place to another comes about."""
-    server = subprocess.Popen(
-        [*listener, sys.executable, "-c", LISTEN], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    try:
-        assert server.stdout is not None and server.stdout.readline() == b"listening\n"
+    with _child([*listener, sys.executable, "-c", LISTEN]) as server:
+        assert server.stdout is not None and server.stdout.readline() == "listening\n"
         called = subprocess.run([*caller, sys.executable, "-c", CONNECT, address], capture_output=True)
         return called.returncode == 0
-    finally:
-        server.kill()
-        server.wait()
 
 
 class NatLab:
-    """`with NatLab(["a", "b"]) as lab`: places for doors on the internet, and homes behind routers."""
+    """`with NatLab(["a", "b"]) as lab`: homes behind routers, and the places `doors` and `visitor` on the internet."""
 
-    def __init__(self, homes: Sequence[str], *, punchable: bool = True) -> None:
-        self._prefix = f"sn{os.getpid()}"
+    def __init__(self, homes: Sequence[str]) -> None:
         self._homes = tuple(homes)
-        self._rules = RULES.format(doors=DOOR_NETWORK, punchable="" if punchable else DOORS_ALONE)
-        self._spaces: list[str] = []
+        self._stack = contextlib.ExitStack()
+        self.holders: dict[str, int] = {}  # pids, by place
+        if len(self._homes) > len(HOME_NUMBERS):
+            raise ValueError(f"no more than {len(HOME_NUMBERS)} homes")
 
     def __repr__(self) -> str:
         return f"<NatLab of {', '.join(self._homes)}>"
@@ -103,72 +112,95 @@ class NatLab:
         try:
             self._build()
         except BaseException:
-            self.close()
+            self._stack.close()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
     def inside(self, place: str) -> list[str]:
-        """What to put before a command that is to run at a place: `internet` or a home."""
-        return ["ip", "netns", "exec", self._space(place)]
+        """What to put before a command that is to run at a place."""
+        return [_known("nsenter"), f"--target={self.holders[place]}", "--net", "--"]
 
     def direct_bytes(self, home: str) -> int:
-        """What has come into a home from others than the doors: through holes, since its router lets nobody else in."""
-        command = [*self.inside(f"{home}router"), "nft", "-j", "list", "counter", "ip", "filter", "direct"]
-        entries = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["nftables"]
-        return next(int(entry["counter"]["bytes"]) for entry in entries if "counter" in entry)
+        """What has come into a home from other homes: through holes, since its router lets nobody else in."""
+        listed = json.loads(self._run(f"{home}-router", "nft", "-j", "list", "counter", "ip", "filter", "direct"))
+        return next(int(entry["counter"]["bytes"]) for entry in listed["nftables"] if "counter" in entry)
 
-    def _space(self, place: str) -> str:
-        return f"{self._prefix}{place}"
+    def bar(self) -> None:
+        """From now on the routers let their homes speak with the doors only: what is left is the relay."""
+        for home in self._homes:
+            self._run(f"{home}-router", "nft", "-f", "-", text=BAR)
+
+    # -- building
 
     def _build(self) -> None:
-        internet = self._new("internet")
-        _ip("-n", internet, "link", "add", "bridge", "type", "bridge")
-        for door in DOORS:
-            _ip("-n", internet, "addr", "add", f"{door}/24", "dev", "bridge")
-        _ip("-n", internet, "link", "set", "bridge", "up")
-        for number, home in enumerate(self._homes, 10):
-            self._build_home(internet, home, number)
+        self._hold("internet")
+        self._ip("internet", "link add bridge type bridge")
+        self._ip("internet", "link set bridge up")
+        for place, addresses in (("doors", DOORS), ("visitor", (VISITOR,))):
+            self._hold(place)
+            self._plug(place, "eth0")
+            for address in addresses:
+                self._ip(place, f"addr add {address}/24 dev eth0")
+        for number, home in zip(HOME_NUMBERS, self._homes, strict=False):
+            self._build_home(home, number)
 
-    def _build_home(self, internet: str, name: str, number: int) -> None:
-        router, home = self._new(f"{name}router"), self._new(name)
-        self._cable(router, "wan", internet, f"port{number}")
-        _ip("-n", internet, "link", "set", f"port{number}", "master", "bridge")
+    def _build_home(self, home: str, number: int) -> None:
+        router = f"{home}-router"
+        self._hold(router)
+        self._hold(home)
+        self._plug(router, "wan")
         self._cable(router, "lan", home, "eth0")
-        _ip("-n", router, "addr", "add", f"{PUBLIC}.{number}/24", "dev", "wan")
-        _ip("-n", router, "addr", "add", f"192.168.{number}.1/24", "dev", "lan")
-        _ip("-n", home, "addr", "add", f"192.168.{number}.2/24", "dev", "eth0")
-        _ip("-n", home, "route", "add", "default", "via", f"192.168.{number}.1")
-        _run([*self.inside(f"{name}router"), "sysctl", "-qw", "net.ipv4.ip_forward=1"])
-        _run([*self.inside(f"{name}router"), "nft", "-f", "-"], text=self._rules)
+        self._ip(router, f"addr add {PUBLIC}.{number}/24 dev wan")
+        self._ip(router, f"addr add 192.168.{number}.1/24 dev lan")
+        self._ip(home, f"addr add 192.168.{number}.2/24 dev eth0")
+        self._ip(home, f"route add default via 192.168.{number}.1")
+        self._run(router, *FORWARD)
+        self._run(router, "nft", "-f", "-", text=RULES)
 
-    def _new(self, place: str) -> str:
-        space = self._space(place)
-        _ip("netns", "add", space)
-        self._spaces.append(space)
-        _ip("-n", space, "link", "set", "lo", "up")
-        return space
+    def _hold(self, place: str) -> None:
+        """A new place: a namespace with a process that keeps it."""
+        holder = self._stack.enter_context(_child([_known("unshare"), "--net", "--", *HOLD]))
+        assert holder.stdout is not None
+        if holder.stdout.readline() != "held\n":
+            raise OSError("network namespaces are not permitted")
+        self.holders[place] = holder.pid
+        self._ip(place, "link set lo up")
 
-    @staticmethod
-    def _cable(one: str, one_end: str, other: str, other_end: str) -> None:
-        _ip("-n", one, "link", "add", one_end, "type", "veth", "peer", "name", other_end, "netns", other)
-        _ip("-n", one, "link", "set", one_end, "up")
-        _ip("-n", other, "link", "set", other_end, "up")
+    def _plug(self, place: str, end: str) -> None:
+        """A cable into the internet."""
+        port = f"to-{place}"
+        self._cable(place, end, "internet", port)
+        self._ip("internet", f"link set {port} master bridge")
 
-    def close(self) -> None:
-        """Take it down. Safe to call twice."""
-        while self._spaces:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                _ip("netns", "del", self._spaces.pop())
+    def _cable(self, one: str, one_end: str, other: str, other_end: str) -> None:
+        self._ip(one, f"link add {one_end} type veth peer name {other_end} netns {self.holders[other]}")
+        self._ip(one, f"link set {one_end} up")
+        self._ip(other, f"link set {other_end} up")
+
+    def _ip(self, place: str, arguments: str) -> None:
+        self._run(place, "ip", *arguments.split())
+
+    def _run(self, place: str, name: str, *arguments: str, text: str | None = None) -> str:
+        """What a command printed at a place. Raises CalledProcessError."""
+        command = [*self.inside(place), _known(name), *arguments]
+        return subprocess.run(command, input=text, check=True, capture_output=True, text=True).stdout
 
 
-def _ip(*arguments: str) -> None:
-    _run(["ip", *arguments])
+def _known(name: str) -> str:
+    return program(name) or name
 
 
-def _run(command: Sequence[str], *, text: str | None = None) -> None:
-    subprocess.run(command, input=text, check=True, capture_output=True, text=True)
+@contextlib.contextmanager
+def _child(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that ends with the block, or with us."""
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=die_with_parent
+    )
+    with child:
+        try:
+            yield child
+        finally:
+            child.kill()

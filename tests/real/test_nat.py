@@ -1,73 +1,115 @@
-"""Peers in homes behind NAT serve one another and somebody on the internet: through a punched hole, or over the door's relay."""
+"""Peers in homes behind NAT serve one another and somebody on the internet: through punched holes, and over the doors' relays."""
 
 from __future__ import annotations
 
 import json
-import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from swarmnode.localswarm import LocalSwarm
+from swarmnode.localswarm import LocalSwarm, Member
 from tests.real.conftest import PROMPT, TinyModel
-from tests.real.nat_lab import DOORS, PUBLIC, NatLab, lacking, reaches
+from tests.real.nat_lab import DOORS, VISITOR, NatLab, lacking, reaches
 
-PATIENCE_S = 60.0
+SPANS = {"one": "0:3", "two": "3:6"}
+PATIENCE_S = 90.0
 REASON = lacking()
-pytestmark = [
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-    pytest.mark.skipif(
-        "SWARMNODE_NAT" not in os.environ, reason="builds networks and takes minutes: set SWARMNODE_NAT=1"
-    ),
-    pytest.mark.timeout(300),
-]
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(300)]
+
+
+def found(local: LocalSwarm, lab: NatLab, model: Path) -> str:
+    """A private swarm with four doors on the internet; an invite."""
+    local.environment["SWARMNODE_OWNER_PASSWORD"] = "secret"
+    local.create(model, "--private", "--listen", f"/ip4/{DOORS[0]}/tcp/4001")
+    for door in DOORS:
+        more = () if door == DOORS[0] else ("--host-maddr", f"/ip4/{door}/tcp/4001")
+        local.bootstrap(*more, inside=lab.inside("doors"))
+    return local.command("invite", str(local.file)).strip()
 
 
 def generate(local: LocalSwarm, lab: NatLab, invite: str) -> list[int]:
-    """What somebody on the internet gets, who knows both homes' peers by the door alone."""
+    """What somebody on the internet gets, who knows the homes' peers by the doors alone."""
     prompt = ",".join(map(str, PROMPT))
     options = ("--ids", prompt, "-n", "8", "--json", "--patience", "60")
-    return list(json.loads(local.command("generate", invite, *options, inside=lab.inside("internet")))["ids"])
+    return list(json.loads(local.command("generate", invite, *options, inside=lab.inside("visitor")))["ids"])
 
 
-def addresses(local: LocalSwarm, lab: NatLab, peer: str) -> list[str]:
-    status = local.command("status", str(local.file), "--json", inside=lab.inside("internet"))
-    return list(json.loads(status)["addresses"].get(peer, []))
+def watch(local: LocalSwarm, lab: NatLab, home: Path) -> Member:
+    """What `swarmnode status --watch` shows to somebody on the internet."""
+    arguments = ["status", str(local.file), "--json", "--watch", "--home", str(home)]
+    member = Member("watch", arguments, home, local.environment, lab.inside("visitor"))
+    local.members.append(member)
+    return member
 
 
-@pytest.mark.parametrize("punchable", [True, False], ids=["hole punching", "relay"])
-def test_a_private_swarm_over_two_homes(tiny: TinyModel, tmp_path: Path, punchable: bool) -> None:
-    with NatLab(["one", "two"], punchable=punchable) as lab, LocalSwarm(tmp_path) as local:
-        local.environment["SWARMNODE_OWNER_PASSWORD"] = "secret"
-        local.create(tiny.folder, "--private", "--listen", f"/ip4/{DOORS[0]}/tcp/4001")
-        local.bootstrap(inside=lab.inside("internet"))
-        for door in DOORS[1:] if punchable else ():
-            local.bootstrap("--host-maddr", f"/ip4/{door}/tcp/4001", inside=lab.inside("internet"))
-        invite = local.command("invite", str(local.file)).strip()
+def shown(how: str, seen: Member) -> None:
+    """Wait until the status shows that both homes are reached that way."""
+    seen.wait_until(
+        lambda picture: [peer["reached"] for peer in picture["peers"]] == [how] * len(SPANS), f"{how} peers", PATIENCE_S
+    )
+
+
+def test_homes_meet_through_holes_and_go_on_over_relays(tiny: TinyModel, tmp_path: Path) -> None:
+    expected = tiny.alone(PROMPT, 8)
+    with NatLab(list(SPANS)) as lab, LocalSwarm(tmp_path) as local:
+        invite = found(local, lab, tiny.folder)
         nodes = [
-            local.node(home, "--span", span, swarm=invite, inside=lab.inside(home))
-            for home, span in (("one", "0:3"), ("two", "3:6"))
+            local.node(home, "--span", span, swarm=invite, inside=lab.inside(home)) for home, span in SPANS.items()
         ]
         for node in nodes:
             node.wait_for("ready")
         started_s = time.monotonic()
-        while not all(any("p2p-circuit" in at for at in addresses(local, lab, node.peer)) for node in nodes):
-            assert time.monotonic() - started_s < PATIENCE_S, "no relay took them in"
-        expected = tiny.alone(PROMPT, 8)
-        assert generate(local, lab, invite) == expected
-        if not punchable:
-            assert [lab.direct_bytes(home) for home in ("one", "two")] == [0, 0], "the relay carried it"
-            return
-        while not all(lab.direct_bytes(home) for home in ("one", "two")):
-            assert time.monotonic() - started_s < 2 * PATIENCE_S, "no hole was punched"
+        while not all(lab.direct_bytes(home) for home in SPANS):  # none the first time: the homes have met by themselves
+            assert time.monotonic() - started_s < PATIENCE_S, "no hole was punched"
             assert generate(local, lab, invite) == expected
+        before = lab.direct_bytes("two")
+        assert generate(local, lab, invite) == expected
+        assert lab.direct_bytes("two") - before > 8 * 64 * 2, "a prompt's hidden states go through the hole"
+        seen = watch(local, lab, tmp_path / "watch")
+        shown("punched", seen)
+
+        lab.bar()
+        before = lab.direct_bytes("two")
+        assert generate(local, lab, invite) == expected
+        assert lab.direct_bytes("two") == before, "relays carried it"
+        seen.seen.clear()
+        shown("relayed", seen)
 
 
 def test_the_lab_lets_nobody_in() -> None:
-    """Else the tests above would show nothing."""
-    with NatLab(["one", "two"]) as lab:
-        assert reaches(lab.inside("one"), lab.inside("internet"), DOORS[0])
-        assert not reaches(lab.inside("internet"), lab.inside("one"), "192.168.10.2")
-        assert not reaches(lab.inside("two"), lab.inside("onerouter"), f"{PUBLIC}.10")
-    assert not any(Path("/var/run/netns").glob(f"sn{os.getpid()}*"))
+    """Else the test above would show nothing."""
+    with NatLab(list(SPANS)) as lab:
+        visitor, one, two = lab.inside("visitor"), lab.inside("one"), lab.inside("two")
+        assert reaches(one, visitor, VISITOR)
+        assert not reaches(visitor, one, "192.168.16.2")
+        assert not reaches(visitor, one, "5.5.5.16")
+        assert not reaches(two, one, "5.5.5.16")
+        assert not reaches(two, lab.inside("one-router"), "5.5.5.16")
+        lab.bar()
+        assert not reaches(one, visitor, VISITOR)
+        assert reaches(one, lab.inside("doors"), DOORS[0])
+
+
+LAB = """
+import sys
+from tests.real.nat_lab import NatLab
+with NatLab(["one"]) as lab:
+    print(*lab.holders.values(), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_lab_that_is_killed_leaves_nothing(how: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", LAB], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as lab:
+        assert lab.stdout is not None
+        holders = [Path("/proc", pid) for pid in lab.stdout.readline().split()]
+        assert len(holders) == 5 and all(holder.exists() for holder in holders)
+        lab.send_signal(how)
+    deadline_s = time.monotonic() + 10
+    while any(holder.exists() for holder in holders):
+        assert time.monotonic() < deadline_s, "a namespace outlives the lab"
