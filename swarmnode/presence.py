@@ -320,9 +320,15 @@ class Presence:
 
 
 def relays_of(swarm: Swarm, peers: Sequence[str]) -> tuple[str, ...]:
-    """The doors, which relay for peers behind NAT that libp2p finds to be unreachable."""
-    doors = [*peers, *swarm.bootstraps]
-    return tuple(dict.fromkeys(door for door in doors if not is_loopback(door) and not is_relayed(door)))
+    """The doors, which relay for peers behind NAT: one address of each, of the internet where it has one.
+
+    libp2p takes each address for a relay of its own, and waits three minutes for those that seem to be missing.
+    """
+    doors = [door for door in [*peers, *swarm.bootstraps] if not is_loopback(door) and not is_relayed(door)]
+    best: dict[PeerId | None, str] = {}
+    for door in sorted(doors, key=is_public, reverse=True):
+        best.setdefault(peer_of(door), door)
+    return tuple(best.values())
 
 
 def default_host(swarm: Swarm) -> str:

@@ -63,7 +63,9 @@ def test_homes_meet_through_holes_and_go_on_over_relays(tiny: TinyModel, tmp_pat
         for node in nodes:
             node.wait_for("ready")
         started_s = time.monotonic()
-        while not all(lab.direct_bytes(home) for home in SPANS):  # none the first time: the homes have met by themselves
+        while not all(
+            lab.direct_bytes(home) for home in SPANS
+        ):  # none the first time: the homes have met by themselves
             assert time.monotonic() - started_s < PATIENCE_S, "no hole was punched"
             assert generate(local, lab, invite) == expected
         before = lab.direct_bytes("two")
