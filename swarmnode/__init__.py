@@ -13,12 +13,17 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "aconnect", "connect"]
 
 if TYPE_CHECKING:
-    from swarmnode.client import aconnect, connect
+    from swarmnode.client import aconnect
+    from swarmnode.sync_client import connect
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("connect", "aconnect"):
-        from swarmnode import client
+    if name == "connect":
+        from swarmnode.sync_client import connect
 
-        return getattr(client, name)
+        return connect
+    if name == "aconnect":
+        from swarmnode.client import aconnect
+
+        return aconnect
     raise AttributeError(f"module 'swarmnode' has no attribute {name!r}")

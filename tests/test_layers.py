@@ -28,6 +28,7 @@ ROOMS = (
         "localswarm",
         "node",
         "steward",
+        "sync_client",
         "tokenizer",
         "training",
     },  # what wires the rooms together

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 import swarmnode
-from swarmnode.client import SyncSwarm
 from swarmnode.errors import UsageError
+from swarmnode.sync_client import SyncSwarm
 from tests.real.conftest import PROMPT, Stages, TinyModel
 
 NEW = 12
