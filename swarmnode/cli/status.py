@@ -85,9 +85,8 @@ def status_table(status: dict[str, Any]) -> Table:
         covered = Text(f"nobody holds {', '.join(ranges(status['missing']))}", "red")
     title = Text.assemble(f"swarm {status['name']}: {units} units, {step}", covered)
     trains = status["mode"] == "train"
-    far = any(
-        peer["reached"] != "unknown" for peer in status["peers"]
-    )  # on one machine or LAN there is nothing to tell
+    # On one machine or LAN there is nothing to tell.
+    far = any(peer["reached"] != "unknown" for peer in status["peers"])
     columns = ("peer", "name", "state", "device", "span", "units")
     table = new_table(title, (*columns, *(("reached",) if far else ()), *(("sends",) if trains else ())))
     for peer in sorted(status["peers"], key=lambda peer: (peer["span"], peer["name"])):

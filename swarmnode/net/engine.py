@@ -33,7 +33,7 @@ DIAL_TIMEOUT_S = 5.0
 REJOIN_TIMEOUT_S = 5.0
 SHORT_LIFE_S = 30.0  # a p2pd that died younger is started again more slowly each time
 MAX_RESTART_DELAY_S = 5.0
-SETTLE_S = 2.0  # p2pd looks 0.25, 0.75 and 1.75 s after its start whether the doors have seen its router's address
+SETTLE_S = 2.0  # p2pd looks 0.25, 0.75 and 1.75 s after its start where the doors see it; until then no hole is punched
 NOT_ADMITTED = "not admitted"
 
 
@@ -69,10 +69,8 @@ class EngineConfig:
             "-b=0",
             "-idleTimeout=30s",  # ends by itself where we die before the first lasting connection, on every system
         ]
-        if self.public:
-            flags.append("-forceReachabilityPublic=1")
-        elif self.hidden:
-            flags.append("-forceReachabilityPrivate=1")
+        if self.public or self.hidden:
+            flags.append(f"-forceReachability{'Public' if self.public else 'Private'}=1")
         if self.announce_maddrs:
             flags.append(f"-announceAddrs={','.join(self.announce_maddrs)}")
         if self.relays:
@@ -136,9 +134,7 @@ class Engine(Network):
             await control.serve(protocol, self._inbox.path)
         self._p2p = await _Client.connect(self._daemon.socket, self._folder.path, self.config.gate)
         if self.config.hidden:
-            # A hole is tried once for each connection over a relay, as soon as that opens, and both sides must know where
-            # they are seen by then; so we stay silent until p2pd has learned it from the doors, which it calls by itself.
-            await asyncio.sleep(SETTLE_S)
+            await asyncio.sleep(SETTLE_S)  # p2pd calls the doors by itself; who called others now would miss the hole
         self._control = control  # before the table: its calls may have to be introduced
         await self._dht.start(self._p2p)
 
