@@ -23,12 +23,13 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.measuring_messages import Ran
 from swarmnode.codec.messages import Attach, Body, End, Error, Fault, Input, Mode, Open, Output, Ready, Sampling, Want
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, DType, TensorInfo
-from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost
+from swarmnode.errors import ErrorCode, NetworkDown, PeerError
 from swarmnode.net.hop import Entry, Hop
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.roles.experience import Experience
+from swarmnode.roles.outlet import Outlet
 from swarmnode.roles.timing import Timing
 from swarmnode.roles.trace_log import SessionTrace
 from swarmnode.roles.worker import Forward, Job, Pass, Result, Return, Sample
@@ -86,8 +87,7 @@ class StageSession:
         self._downstream = Hop(stage.switchboard, self._from_downstream, self._downstream_failed)
         self._ring: Channel | None = None
         self._ahead: dict[int, int] = {}  # tokens by position that wait for the ones before them
-        self._subscribers: list[Channel] = []
-        self._outputs: dict[int, tuple[Output, tuple[Buffer, ...]]] = {}
+        self._outlet = Outlet()
         self._tasks = Tasks(f"session {opened.session.hex()[:8]}")
         self._log = logging.LoggerAdapter(log, {"trace": opened.session.hex()})
         self._orphaned: asyncio.TimerHandle | None = None
@@ -145,7 +145,7 @@ class StageSession:
         channel.on_frame, channel.on_lost = self._from_upstream, self._upstream_lost
         channel.send(Ready(have=self.accepted))
         self._log.info("session %s: epoch %d begins at position %d", self.id.hex()[:8], self.epoch, self.accepted)
-        self._close_subscribers()
+        self._outlet.close()
         if self._ring is not None:
             self._ring.close()
             self._ring = None
@@ -153,8 +153,8 @@ class StageSession:
             self._tasks.spawn(self._extend(opened), "extend the route")
             if self._feeds_itself:
                 self._tasks.spawn(self._close_the_ring(opened), "close the ring")
-        elif self._feeds_itself and (held := self._outputs.get(self.accepted)) is not None:
-            self._feed(self.accepted, held[0])  # it came while an older epoch led elsewhere
+        elif self._feeds_itself and (held := self._outlet.held(self.accepted)) is not None:
+            self._feed(self.accepted, held)  # it came while an older epoch led elsewhere
 
     async def _extend(self, opened: Open) -> None:
         peer = opened.route[opened.index + 1].peer
@@ -269,7 +269,7 @@ class StageSession:
         if result.error is not None:
             # A bad input is the fault of the hop that sent it.
             self._send_fault(max(0, self.index - 1) if result.bad_input else self.index, result.error)
-            self._close_subscribers(Error(result.error))
+            self._outlet.close(Error(result.error))
             self.free()
         elif isinstance(job.then, Forward):
             assert result.tensor is not None
@@ -280,7 +280,7 @@ class StageSession:
                 self._timing.sent(job.end)
         elif result.tensor is not None:
             info, payload = result.tensor
-            self._outputs.clear()  # the client drives: it has the earlier ones
+            self._outlet.forget()  # the client drives: it has the earlier ones
             self._publish(job.end, Output(tensor=info), (payload,))
         for position, ids in result.tokens:
             final = position + 1 >= self._sampling.prompt_length + self._sampling.max_new_tokens
@@ -302,39 +302,22 @@ class StageSession:
                 channel.send(ran, seq=end)
 
     def _publish(self, position: int, output: Output, payload: tuple[Buffer, ...]) -> None:
-        self._outputs[position] = (output, payload)
         self._timing.sent(position + 1)  # in a ring this is the first hop's next step
-        for channel in list(self._subscribers):
-            try:
-                channel.send(output, seq=position, payload=payload)
-            except PeerLost:
-                self._subscribers.remove(channel)
+        self._outlet.publish(position, output, payload)
         if self._is_last and self._feeds_itself:
             self._feed(position, output)
 
     def attach(self, channel: Channel, start: int) -> None:
         """Send the outputs from position `start` on to a channel, the ones that exist and the ones to come."""
         channel.on_frame = lambda frame, body: self._from_subscriber(channel, frame, body)
-        channel.on_lost = lambda _error: self._detach(channel)
-        self._subscribers.append(channel)
-        for position, (output, payload) in sorted(self._outputs.items()):
-            if position >= start:
-                channel.send(output, seq=position, payload=payload)
+        channel.on_lost = lambda _error: self._outlet.detach(channel)
+        self._outlet.attach(channel, start)
 
     def _from_subscriber(self, channel: Channel, frame: Frame, body: Body) -> None:
         if isinstance(body, End):
-            self._detach(channel)
+            self._outlet.detach(channel)
         elif isinstance(body, Ran) and channel.peer == self._open.route[0].peer:
             self._timing.heard(frame.seq, body, channel.rtt_s)
-
-    def _detach(self, channel: Channel) -> None:
-        if channel in self._subscribers:
-            self._subscribers.remove(channel)
-
-    def _close_subscribers(self, last: Body | None = None) -> None:
-        subscribers, self._subscribers = self._subscribers, []
-        for channel in subscribers:
-            channel.close(last)
 
     # -- faults and the end
 
@@ -387,7 +370,7 @@ class StageSession:
         for channel in (self._ring, self._upstream):
             if channel is not None:
                 channel.close()
-        self._close_subscribers()
+        self._outlet.close()
         self._stage.freed(self)
 
     async def close(self) -> None:

@@ -41,6 +41,7 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.plan.view import Span
 from swarmnode.roles.training.bench import Bench, Urgency
 from swarmnode.roles.training.compressor import Compressor
+from swarmnode.roles.training.intake import Arrival, Intake
 from swarmnode.roles.training.keeper import Keeper
 from swarmnode.roles.training.member import Line
 from swarmnode.roles.training.meter import TrainingMeter
@@ -53,8 +54,6 @@ from swarmnode.swarm.run import Run, decode_run, encode_run
 log = logging.getLogger(__name__)
 
 TRAIN_PROTOCOL = "/swarmnode/train/1"
-MAX_PASSAGES = 64  # microbatches at once, those of the step to come included
-MAX_HELD_BYTES = 1 << 30  # of what they brought in
 RETRY_S = 0.5
 
 
@@ -93,9 +92,7 @@ class TrainingStage:
         self._learner: Learner | None = None
         self._keeper = keeper
         self._reducer = Reducer(network.peer_id, self.switchboard, self.bench)
-        self._passages: dict[int, Passage] = {}
-        self._released: set[int] = set()  # leases of this step whose FORWARD may still be on its way
-        self._waiting: list[tuple[Channel, Forward, bytes | bytearray]] = []
+        self._intake = Intake()
         self.pace = UnitPace()
         self._agreed: Agreed | None = None
         self._heard: list[tuple[int, Agreed, float]] = []  # while listening: agreed gradients and norms by step
@@ -133,7 +130,7 @@ class TrainingStage:
         if not self._may_say(channel.peer, body):
             channel.close(Error(ErrorCode.REFUSED))
         elif isinstance(body, Forward):
-            self._forward(channel, body, frame.payload)
+            self._forward(Arrival(channel, body, frame.payload))
         elif isinstance(body, Part):
             self._reducer.hear(channel, frame, body)
             channel.on_frame = lambda frame, body: self._reducer.hear(channel, frame, body)
@@ -150,38 +147,32 @@ class TrainingStage:
             return self.gate.may_feed(peer)
         return not isinstance(body, Conduct) or self.may_conduct(peer)
 
-    def _forward(self, channel: Channel, body: Forward, payload: bytes | bytearray) -> None:
+    def _forward(self, arrival: Arrival) -> None:
+        body = arrival.body
         hop = body.route[body.hop]
         refusal = None
         able = self.condition == Condition.READY and self.step <= body.step <= self.step + 1
-        if body.term != self.term or not able or body.lease in self._released:
+        if body.term != self.term or not able or self._intake.is_released(body.lease):
             refusal = ErrorCode.STALE
         elif not self.segment.start <= hop.start < hop.end <= self.segment.end:
             refusal = ErrorCode.WRONG_SPAN
-        elif place_of(body) in self._passages or not self._has_room(len(payload)):
+        elif not self._intake.takes(arrival):
             refusal = ErrorCode.BUSY
         if refusal is not None:
-            channel.close(Fault(0, body.hop, refusal))
+            arrival.channel.close(Fault(0, body.hop, refusal))
         elif body.step > self.step:
-            self._waiting.append((channel, body, payload))
+            self._intake.wait(arrival)
         else:
-            passage = self._passages[place_of(body)] = Passage(self, channel, body, payload)
+            passage = Passage(self, *arrival)
+            self._intake.begin(passage)
             self._tasks.spawn(passage.run(), f"lease {body.lease}")
-
-    def _has_room(self, size_bytes: int) -> bool:
-        """Whether one more microbatch can be taken: senders are not trusted to keep within what fits."""
-        held_bytes = sum(passage.held_bytes for passage in self._passages.values())
-        held_bytes += sum(len(payload) for _, _, payload in self._waiting)
-        return len(self._passages) + len(self._waiting) < MAX_PASSAGES and held_bytes + size_bytes <= MAX_HELD_BYTES
 
     def ended(self, passage: Passage) -> None:
         """A passage is over, in whatever way: what it kept goes."""
-        place = place_of(passage.body)
-        if self._passages.get(place) is passage:
-            del self._passages[place]
-        learner = self._learner
+        self._intake.ended(passage)
+        learner, place = self._learner, place_of(passage.body)
         if learner is not None:
-            self._tasks.spawn(_settle(self.bench.call(Urgency.CONTROL, lambda: learner.drop(place))), "drop")
+            self._on_bench(lambda: learner.drop(place))
 
     def note_loss(self, number: int, loss: float) -> None:
         """Of a microbatch that the model's last unit has counted; on the bench."""
@@ -217,10 +208,10 @@ class TrainingStage:
         elif isinstance(body, Commit):
             self._commit(line, body)
         elif isinstance(body, Release):
-            self._release(body.leases)
+            self._intake.release(body.leases)
             self._answer(line, Kind.RELEASE)
         elif isinstance(body, Discard):
-            self._give_up_all()
+            self._intake.give_up_all()
             if self._learner is not None:
                 self._on_bench(self._learner.discard)
             self._answer(line, Kind.DISCARD)
@@ -238,21 +229,8 @@ class TrainingStage:
             self._answer(line, Kind.CONDUCT)  # it says which term is in force
             return
         self.term, self.conductor, self._line = body.term, line.peer, line
-        self._released.clear()
-        self._give_up_all()
+        self._intake.new_term()
         self._answer(line, Kind.CONDUCT)
-
-    def _give_up_all(self) -> None:
-        for passage in list(self._passages.values()):
-            passage.end()
-        for channel, _, _ in self._waiting:
-            channel.close()
-        self._waiting.clear()
-
-    def _release(self, leases: tuple[int, ...]) -> None:
-        self._released.update(leases)
-        for passage in [passage for passage in self._passages.values() if passage.body.lease in leases]:
-            passage.end()
 
     def _instead_of(self, earlier: asyncio.Task[None] | None, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Begin a command that takes its time; the earlier one of its kind is given up."""
@@ -338,7 +316,7 @@ class TrainingStage:
 
     async def _sync(self, body: Sync) -> None:
         """Fetch a state while the reductions are heard, then catch up."""
-        self._give_up_all()
+        self._intake.give_up_all()
         self._heard = []
         learner = await self._take_up(decode_run(body.run), body.step)
         self.condition = Condition.LISTENING
@@ -376,12 +354,10 @@ class TrainingStage:
             learner = self.learner
             self.step, self.last, self._losses = body.step + 1, (body.norm, body.loss), {}
             self.compressor.beat_s = body.beat_s
-            self._released.clear()
             done = self.bench.call(Urgency.CONTROL, lambda: agreed.commit(learner, body.norm))
             self._tasks.spawn(self._after_commit(line, done), "commit")
-            waiting, self._waiting = self._waiting, []
-            for channel, forward, payload in waiting:
-                self._forward(channel, forward, payload)
+            for arrival in self._intake.next_step():
+                self._forward(arrival)
 
     async def _after_commit(self, line: Line, done: asyncio.Future[None]) -> None:
         await done

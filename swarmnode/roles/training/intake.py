@@ -1,0 +1,84 @@
+"""Intake: the microbatches that a stage has taken in, of the step that it is at and of the one to come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from swarmnode.codec.training_messages import Forward
+from swarmnode.net.switchboard import Channel
+from swarmnode.roles.training.passage import Passage, place_of
+
+MAX_PASSAGES = 64  # microbatches at once, those of the step to come included
+MAX_HELD_BYTES = 1 << 30  # of what they brought in
+
+
+class Arrival(NamedTuple):
+    """A FORWARD, and the conversation that brought it."""
+
+    channel: Channel
+    body: Forward
+    payload: bytes | bytearray
+
+
+class Intake:
+    """Those of this step are passages; those of the next wait for the COMMIT that may still be on its way."""
+
+    def __init__(self) -> None:
+        self._passages: dict[int, Passage] = {}  # by `place_of`
+        self._waiting: list[Arrival] = []
+        self._released: set[int] = set()  # leases of this step whose FORWARD may still be on its way
+
+    def __repr__(self) -> str:
+        return f"<Intake of {len(self._passages)} passages, {len(self._waiting)} waiting>"
+
+    def is_released(self, lease: int) -> bool:
+        """Whether the conductor has called a lease of this step back."""
+        return lease in self._released
+
+    def takes(self, arrival: Arrival) -> bool:
+        """Whether it is new and there is room for it: senders are not trusted to keep within what fits."""
+        held_bytes = sum(passage.held_bytes for passage in self._passages.values())
+        held_bytes += sum(len(other.payload) for other in self._waiting) + len(arrival.payload)
+        has_room = len(self._passages) + len(self._waiting) < MAX_PASSAGES and held_bytes <= MAX_HELD_BYTES
+        return has_room and place_of(arrival.body) not in self._passages
+
+    def wait(self, arrival: Arrival) -> None:
+        """It is of the step to come."""
+        self._waiting.append(arrival)
+
+    def begin(self, passage: Passage) -> None:
+        """It is under way."""
+        self._passages[place_of(passage.body)] = passage
+
+    def ended(self, passage: Passage) -> None:
+        """It is over, in whatever way."""
+        place = place_of(passage.body)
+        if self._passages.get(place) is passage:
+            del self._passages[place]
+
+    def release(self, leases: Iterable[int]) -> None:
+        """The conductor calls leases back: what is here of them ends, and what comes of them is late."""
+        called = set(leases)
+        self._released |= called
+        for passage in [passage for passage in self._passages.values() if passage.body.lease in called]:
+            passage.end()
+
+    def give_up_all(self) -> None:
+        """End everything that is here."""
+        for passage in list(self._passages.values()):
+            passage.end()
+        for arrival in self._waiting:
+            arrival.channel.close()
+        self._waiting.clear()
+
+    def new_term(self) -> None:
+        """Another conductor, or the same one anew: all leases of before are void."""
+        self._released.clear()
+        self.give_up_all()
+
+    def next_step(self) -> list[Arrival]:
+        """The step is committed; those that have waited for that."""
+        self._released.clear()
+        waiting, self._waiting = self._waiting, []
+        return waiting
