@@ -31,6 +31,7 @@ from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import Buffer
 from swarmnode.plan.view import Span
 from swarmnode.roles.meters import DECODE, FORWARD, PREFILL, SERVE, StageMeter
+from swarmnode.roles.way_back import WayBack
 
 if TYPE_CHECKING:
     from swarmnode.compute.runner import StageRunner
@@ -132,7 +133,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: dict[int, deque[Job]] = {}
         self._prefill_next = False
-        self._loop = asyncio.get_running_loop()
+        self._way_back = WayBack()
         self._thread = threading.Thread(target=self._run, name="swarmnode-compute", daemon=True)
         self.steps = 0
         self.positions = 0
@@ -154,17 +155,8 @@ class Worker:
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Run a function on the compute thread, after everything queued before it has been collected."""
-        future: asyncio.Future[T] = self._loop.create_future()
-
-        def run() -> None:
-            try:
-                value = function()
-            except BaseException as error:
-                self._post(_fail, future, error)
-            else:
-                self._post(_resolve, future, value)
-
-        self._inbox.put(run)
+        future, job = self._way_back.promise(function)
+        self._inbox.put(job)
         return future
 
     def open(self, session: int, **reservation: Any) -> None:
@@ -185,12 +177,6 @@ class Worker:
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
 
-    def _post(self, callback: Callable[..., None], *args: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:  # the loop has closed: nobody waits for results any more
-            log.debug("result dropped: the loop has closed")
-
     # -- below: the compute thread
 
     def _run(self) -> None:
@@ -202,7 +188,7 @@ class Worker:
                 if batch:
                     began_s = time.perf_counter()
                     results = self._compute(batch)
-                    self._post(_deliver, batch, results, Pass(began_s, time.perf_counter(), len(batch)))
+                    self._way_back.post(_deliver, batch, results, Pass(began_s, time.perf_counter(), len(batch)))
 
     def _collect(self) -> bool:
         """Take everything that has arrived, waiting only where there is nothing to do. False when told to stop."""
@@ -321,13 +307,3 @@ def _wanted(job: Job) -> int:
 def _deliver(batch: Sequence[Job], results: Sequence[Result], run: Pass) -> None:
     for job, result in zip(batch, results, strict=True):
         job.done(job, result, run)
-
-
-def _resolve(future: asyncio.Future[T], value: T) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _fail(future: asyncio.Future[T], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import queue
 import threading
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-log = logging.getLogger(__name__)
+from swarmnode.roles.way_back import WayBack
+
 T = TypeVar("T")
 
 
@@ -30,7 +30,7 @@ class Bench:
     """Runs jobs one at a time on a thread of its own. `close` ends it after the job that is running."""
 
     def __init__(self, *, threads: int | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._way_back = WayBack()
         self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._threads = threads
@@ -47,19 +47,8 @@ class Bench:
 
     def call(self, urgency: Urgency, function: Callable[[], T]) -> asyncio.Future[T]:
         """Run a function on the thread; its result or error comes back as a future of the loop."""
-        future: asyncio.Future[T] = self._loop.create_future()
-
-        def job() -> None:
-            if future.cancelled():
-                return
-            try:
-                result = function()
-            except BaseException as error:
-                self._post(_fail, future, error)
-            else:
-                self._post(_resolve, future, result)
-
-        self._jobs.put((urgency, next(self._numbers), job))
+        future, job = self._way_back.promise(function)
+        self._jobs.put((urgency, next(self._numbers), lambda: None if future.cancelled() else job()))
         return future
 
     async def close(self) -> None:
@@ -72,19 +61,3 @@ class Bench:
             torch.set_num_threads(self._threads)
         while (job := self._jobs.get()[2]) is not None:
             job()
-
-    def _post(self, callback: Callable[..., None], *args: Any) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:  # the loop has closed: nobody waits for results any more
-            log.debug("result dropped: the loop has closed")
-
-
-def _resolve(future: asyncio.Future[T], value: T) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _fail(future: asyncio.Future[T], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)

@@ -116,29 +116,27 @@ class Passage:
     # -- compute, on the bench
 
     def _forward(self) -> Encoded:
-        body, learner = self.body, self._stage.learner
-        self._check_alive()
-        values = decode_values(body.values, self._payload, learner.segment.device)
-        self._payload = b""
-        hop = body.route[body.hop]
-        with self._passing(FORWARD):
-            outputs = learner.forward(place_of(body), body.number, hop.start, hop.end, values)
-        peer = body.route[body.hop + 1].peer
+        outputs = self._outputs()
+        peer = self.body.route[self.body.hop + 1].peer
         bandwidth_bps = self._stage.switchboard.bandwidth_bps(peer)
         return self._encode(outputs, peer, FORWARD, bandwidth_bps)
 
     def _there_and_back(self) -> tuple[float, Encoded, tuple[bool, ...]]:
         """At the last hop the loss's gradient is at hand."""
+        (loss,) = self._outputs()
+        encoded, present = self._backward(())
+        self._stage.note_loss(self.body.number, float(loss))
+        return float(loss), encoded, present
+
+    def _outputs(self) -> tuple[Tensor, ...]:
+        """What this hop's units make of what came in, which is let go."""
         body, learner = self.body, self._stage.learner
         self._check_alive()
         values = decode_values(body.values, self._payload, learner.segment.device)
         self._payload = b""
         hop = body.route[body.hop]
         with self._passing(FORWARD):
-            (loss,) = learner.forward(place_of(body), body.number, hop.start, hop.end, values)
-        encoded, present = self._backward(())
-        self._stage.note_loss(body.number, float(loss))
-        return float(loss), encoded, present
+            return learner.forward(place_of(body), body.number, hop.start, hop.end, values)
 
     def _backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Encoded, tuple[bool, ...]]:
         self._check_alive()
