@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from swarmnode.codec.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_SEQ, Frame, FrameReader, Kind, pack_header
+from swarmnode.codec.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, Frame, FrameReader, Kind, pack_header
 from swarmnode.codec.messages import (
     KIND_OF,
     VERSION,
@@ -26,6 +26,7 @@ from swarmnode.net.gate import OPEN_GATE, Gate
 from swarmnode.net.gauge import MEASURED_BYTES, Gauge
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
 from swarmnode.net.pace import Pace, PacedStream
+from swarmnode.net.round_trips import RoundTrips
 from swarmnode.net.soundings import Soundings
 from swarmnode.net.traffic import Traffic, protocol_name
 
@@ -62,8 +63,6 @@ class Link:
 
     def __init__(self, stream: Stream, config: LinkConfig) -> None:
         self.peer: PeerId = stream.peer
-        self.rtt_s: float | None = None  # rises by a moving average
-        self.min_rtt_s: float | None = None
         self.sent_bytes = 0
         self.received_bytes = 0
         self.bandwidth_bps: float | None = None  # of what we send, as the peer has measured it
@@ -74,6 +73,7 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(config.max_payload_bytes)
         self._gauge = Gauge(config.clock)
+        self._round_trips = RoundTrips(config.clock)
         self._unasked_bytes = 0  # sent in large frames since the peer was asked how fast they came
         self._early: list[Frame] = []  # frames that came in one read with HELLO
         self._out: list[Buffer] = []
@@ -85,10 +85,7 @@ class Link:
         self._heard_at = self._loop.time()
         self._sent_when_heard_bytes = 0
         self._held_when_heard_s = 0.0
-        self._ping = 0
         self._pinged_at = 0.0
-        self._timed_ping = 0  # whose answer is measured; 0 is none
-        self._timed_at_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -100,6 +97,11 @@ class Link:
     def closed(self) -> bool:
         """Whether nothing can be sent any more."""
         return self._closed
+
+    @property
+    def rtt_s(self) -> float | None:
+        """The round trip, once one was measured."""
+        return self._round_trips.rtt_s
 
     @property
     def busy(self) -> bool:
@@ -277,10 +279,7 @@ class Link:
                 if self._gauge.rate_bps:
                     self._config.soundings.received(self.peer, self._gauge.rate_bps)
             elif isinstance(body, Pong):
-                if body.received_bps:
-                    self.bandwidth_bps = body.received_bps
-                    self._config.soundings.sent(self.peer, body.received_bps)
-                self._measure(frame.seq)
+                self._hear_pong(frame.seq, body)
             elif isinstance(body, End):
                 return True
             elif isinstance(body, Revocations):
@@ -321,31 +320,25 @@ class Link:
         if silence_s > self.silence_limit_s + (0.0 if self._busy else period_s):
             self._fail(PeerLost(f"peer {self.peer} hangs: silent for {silence_s:.1f} s", peer=self.peer))
             return
-        asks = self._ping == 0 or self._unasked_bytes > 0
+        asks = not self._round_trips.begun or self._unasked_bytes > 0
         if asks or (silence_s >= period_s * 0.9 and now_s - self._pinged_at >= period_s * 0.9):
             self._send_ping(now_s)
         next_s = now_s + self._config.heartbeat_s
         self._timer = self._loop.call_at(next_s, self._tick, next_s)
 
     def _send_ping(self, now_s: float) -> None:
-        self._ping = self._ping % MAX_SEQ + 1
         self._pinged_at = now_s
         self._unasked_bytes = 0
-        if not self._timed_ping:  # else there are pings on the way: the round trip is longer than the period
-            self._timed_ping, self._timed_at_s = self._ping, self._config.clock()
-        self.send(Ping(), seq=self._ping)
+        self.send(Ping(), seq=self._round_trips.ping())
 
-    def _measure(self, seq: int) -> None:
-        if seq != self._timed_ping:
-            return
-        self._timed_ping = 0
-        sample_s = self._config.clock() - self._timed_at_s
-        self._config.traffic.note_round_trip(self._protocol, sample_s)
-        # It falls at once: a ping that queued behind a long payload says little about the next one.
-        rises = self.rtt_s is not None and sample_s > self.rtt_s
-        self.rtt_s = 0.8 * (self.rtt_s or 0.0) + 0.2 * sample_s if rises else sample_s
-        self.min_rtt_s = min(sample_s, self.min_rtt_s or sample_s)
-        self._config.soundings.round_trip(self.peer, sample_s)
+    def _hear_pong(self, seq: int, pong: Pong) -> None:
+        if pong.received_bps:
+            self.bandwidth_bps = pong.received_bps
+            self._config.soundings.sent(self.peer, pong.received_bps)
+        sample_s = self._round_trips.pong(seq)
+        if sample_s is not None:
+            self._config.traffic.note_round_trip(self._protocol, sample_s)
+            self._config.soundings.round_trip(self.peer, sample_s)
 
     # -- the end
 
