@@ -28,6 +28,7 @@ from swarmnode.net.identity_slot import IdentitySlot
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.pace import Pace
+from swarmnode.net.probe import answering
 from swarmnode.net.reachability import is_hidden, own_interfaces
 from swarmnode.net.tasks import Tasks
 from swarmnode.roles.admission import gatekeeper_of
@@ -49,6 +50,7 @@ log = logging.getLogger(__name__)
 
 LOOPBACK_ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 EVERYWHERE_ANY_PORT = "/ip4/0.0.0.0/tcp/0"
+DOOR_TIMEOUT_S = 2.0  # one that has not answered by then is no relay for us
 NEEDS = {"client": Role.CLIENT, "bootstrap": Role.BOOTSTRAP}  # of a private swarm's members; VOLUNTEER for other roles
 
 
@@ -138,7 +140,8 @@ class Presence:
             vouch = None if gatekeeper is None else gatekeeper.vouch
             keeps = record_validator(swarm.id, verify, time.time, vouch=vouch)
             hosts = config.host_maddrs or (default_host(swarm),)
-            relays = relays_of(swarm, config.peers) if needs is Role.VOLUNTEER else ()
+            doors = relays_of(swarm, config.peers) if needs is Role.VOLUNTEER else ()
+            relays = tuple(await answering(doors, timeout_s=DOOR_TIMEOUT_S))
             mapped = bool(config.announce_maddrs) or config.nat_port_map
             engine = await Engine.start(
                 EngineConfig(
@@ -322,7 +325,7 @@ class Presence:
 def relays_of(swarm: Swarm, peers: Sequence[str]) -> tuple[str, ...]:
     """The doors, which relay for peers behind NAT: one address of each, of the internet where it has one.
 
-    libp2p takes each address for a relay of its own, and waits three minutes for those that seem to be missing.
+    libp2p takes each address for a relay of its own, and asks none of them for three minutes where one does not answer.
     """
     doors = [door for door in [*peers, *swarm.bootstraps] if not is_loopback(door) and not is_relayed(door)]
     best: dict[PeerId | None, str] = {}

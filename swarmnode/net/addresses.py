@@ -81,7 +81,12 @@ def is_relayed(address: str) -> bool:
 
 def tcp_endpoint(address: str) -> tuple[str, int] | None:
     """(host, port) of an ip4 or ip6 TCP address; None for others."""
-    host, port = _value(address, "ip4", "ip6"), _value(address, "tcp")
+    return tcp_service(address) if _value(address, "ip4", "ip6") is not None else None
+
+
+def tcp_service(address: str) -> tuple[str, int] | None:
+    """(host or name, port) at which its TCP connections are taken; None for other transports."""
+    host, port = host_of(address), _value(address, "tcp")
     return (host, int(port)) if host is not None and port is not None else None
 
 

@@ -22,6 +22,7 @@ from swarmnode.net.parent import die_with_parent
 PUBLIC = "5.5.5"
 DOORS = tuple(f"{PUBLIC}.{number}" for number in range(1, 5))
 """libp2p believes to be seen at an address once four others see it there: no fewer doors, and no hole is punched."""
+ABSENT_DOOR = f"{PUBLIC}.5"
 DOOR_NETWORK = f"{PUBLIC}.0/29"
 VISITOR = f"{PUBLIC}.9"
 HOME_NUMBERS = range(16, 32)

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from swarmnode.localswarm import LocalSwarm, Member
+from swarmnode.net.identity import Identity
 from tests.real.conftest import PROMPT, TinyModel
-from tests.real.nat_lab import DOORS, VISITOR, NatLab, lacking, reaches
+from tests.real.nat_lab import ABSENT_DOOR, DOORS, VISITOR, NatLab, lacking, reaches
 
 SPANS = {"one": "0:3", "two": "3:6"}
 PATIENCE_S = 90.0
@@ -66,8 +67,10 @@ def test_homes_meet_through_holes_and_go_on_over_relays(tiny: TinyModel, tmp_pat
     expected = tiny.alone(LONG_PROMPT, 8)
     with NatLab(list(SPANS)) as lab, LocalSwarm(tmp_path) as local:
         invite = found(local, lab, tiny.folder)
+        absent = f"/ip4/{ABSENT_DOOR}/tcp/4001/p2p/{Identity.generate().peer_id}"  # delays nobody
         nodes = [
-            local.node(home, "--span", span, swarm=invite, inside=lab.inside(home)) for home, span in SPANS.items()
+            local.node(home, "--span", span, "--peer", absent, swarm=invite, inside=lab.inside(home))
+            for home, span in SPANS.items()
         ]
         for node in nodes:
             node.wait_for("ready")
