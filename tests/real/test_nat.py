@@ -119,7 +119,7 @@ with NatLab(["one"]) as lab:
 def test_a_lab_that_is_killed_leaves_nothing(how: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", LAB], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as lab:
         assert lab.stdout is not None
-        holders = [Path("/proc", pid) for pid in lab.stdout.readline().split()]
+        holders = [Path("/proc", pid, "ns", "net") for pid in lab.stdout.readline().split()]
         assert len(holders) == 5 and all(holder.exists() for holder in holders)
         lab.send_signal(how)
     deadline_s = time.monotonic() + 10
