@@ -160,11 +160,12 @@ class SwarmClient:
         """Wait until the picture of the swarm changes."""
         await self._presence.directory.changed(self._presence.directory.revision)
 
-    async def traces(self, session: bytes) -> dict[PeerId, Trace]:
-        """What the peers that hold units remember of a session, also one that is over; without those that know nothing."""
+    async def traces(self, trace: bytes) -> dict[PeerId, Trace]:
+        """What the peers that hold units remember of the session with this trace id, also one that is over; without those
+        that know nothing."""
         presence = self._presence
         holders = [peer.peer for peer in presence.directory.peers().values() if peer.span[1] > 0]
-        return await fetch_traces(presence.network, holders, presence.hello, presence.link_config, session)
+        return await fetch_traces(presence.network, holders, presence.hello, presence.link_config, trace)
 
     # -- generating
 

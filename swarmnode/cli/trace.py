@@ -21,7 +21,7 @@ from swarmnode.cli.console import (
     run_async,
     set_up_logging,
 )
-from swarmnode.codec.body import SESSION_ID_BYTES
+from swarmnode.codec.trace_messages import TRACE_ID_BYTES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,7 +50,7 @@ def trace(
     Example: swarmnode trace friends.swarm 5f2a61c09be34d17a8f0c2d94be17763
     """
     set_up_logging(verbose, log_format)
-    session_id = parse_trace_id(session)
+    trace_id = parse_trace_id(session)
     from swarmnode.client import SwarmClient
     from swarmnode.roles.journey import Journey
     from swarmnode.swarm.swarmfile import load_swarm
@@ -58,7 +58,7 @@ def trace(
     async def ask(_stop: asyncio.Event) -> Journey:
         client = await SwarmClient.join(load_swarm(swarm, default_home(home)), home=default_home(home))
         try:
-            return Journey(await client.traces(session_id))
+            return Journey(await client.traces(trace_id))
         finally:
             await client.close()
 
@@ -74,14 +74,14 @@ def trace(
 
 
 def parse_trace_id(text: str) -> bytes:
-    """The session id that a trace id writes in hex."""
+    """A trace id as it is written in hex."""
     try:
-        session = bytes.fromhex(text)
+        trace = bytes.fromhex(text)
     except ValueError:
-        session = b""
-    if len(session) != SESSION_ID_BYTES:
-        fail(f"a trace id is {2 * SESSION_ID_BYTES} hex digits, not {text!r}", 2)
-    return session
+        trace = b""
+    if len(trace) != TRACE_ID_BYTES:
+        fail(f"a trace id is {2 * TRACE_ID_BYTES} hex digits, not {text!r}", 2)
+    return trace
 
 
 def hops_table(journey: Journey) -> Table:

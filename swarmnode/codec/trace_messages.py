@@ -5,26 +5,36 @@ GET_TRACE, TRACE            the question and its answer; ERROR NO_SESSION from a
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated
 
 from msgspec import Meta
 
-from swarmnode.codec.body import MAX_POSITIONS, Body, Position, SessionId, Unit
+from swarmnode.codec.body import MAX_POSITIONS, Body, Position, Unit
 from swarmnode.codec.frames import Kind
 from swarmnode.errors import ProtocolError
 
+TRACE_ID_BYTES = 16
+TRACE_DOMAIN = b"swarmnode-trace-1\x00"
 MAX_TRACE_STEPS = 512
 MAX_TRACE_US = (1 << 32) - 1
 MAX_CAME_US = 1 << 48
 MAX_BATCH = (1 << 16) - 1
 
+TraceId = Annotated[bytes, Meta(min_length=TRACE_ID_BYTES, max_length=TRACE_ID_BYTES)]
 Microseconds = Annotated[int, Meta(ge=0, le=MAX_TRACE_US)]
 
 
-class GetTrace(Body, frozen=True):
-    """Asks what the peer has kept of a session."""
+def trace_id(session: bytes) -> bytes:
+    """What a session is called in logs and questions. It follows from the session's id and does not lead back to it: who knows
+    that id may use the session."""
+    return hashlib.sha256(TRACE_DOMAIN + session).digest()[:TRACE_ID_BYTES]
 
-    session: SessionId
+
+class GetTrace(Body, frozen=True):
+    """Asks what the peer has kept of the session with this trace id."""
+
+    trace: TraceId
 
 
 class TraceStep(Body, frozen=True):

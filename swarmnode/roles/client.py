@@ -35,6 +35,7 @@ from swarmnode.codec.messages import (
     Want,
 )
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.codec.trace_messages import trace_id
 from swarmnode.config import ClientConfig
 from swarmnode.errors import (
     Busy,
@@ -138,6 +139,7 @@ class ClientSession:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.id = secrets.token_bytes(SESSION_ID_BYTES)
+        self.trace_id = trace_id(self.id)
         self.spec = spec
         self.stats = SessionStats()
         self.route: Route = ()
@@ -156,12 +158,12 @@ class ClientSession:
         self._faults: asyncio.Queue[tuple[int, int, PeerError]] = asyncio.Queue()
         self._avoid: dict[PeerId, float] = {}
         self._last_progress_s = clock()
-        self._tasks = Tasks(f"session {self.id.hex()[:8]}")
-        self._log = logging.LoggerAdapter(log, {"trace": self.id.hex()})
+        self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}")
+        self._log = logging.LoggerAdapter(log, {"trace": self.trace_id.hex()})
 
     def __repr__(self) -> str:
         hops = " -> ".join(f"{hop.peer[-6:]}[{hop.start}:{hop.end})" for hop in self.route)
-        return f"<ClientSession {self.id.hex()[:8]} epoch {self.epoch} at {self._first.end} positions via {hops or 'nobody'}>"
+        return f"<ClientSession {self.trace_id.hex()[:8]} epoch {self.epoch} at {self._first.end} positions via {hops or 'nobody'}>"
 
     @property
     def length(self) -> int:
@@ -262,7 +264,7 @@ class ClientSession:
         """Leave a peer out: one that failed until it announces itself again, one that is busy or leaving for a while."""
         code = error.code
         self.stats.faults.append((peer, code.name))
-        self._log.info("session %s: peer %s: %s", self.id.hex()[:8], peer, error)
+        self._log.info("session %s: peer %s: %s", self.trace_id.hex()[:8], peer, error)
         temporary = code in (ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.WRONG_SPAN, ErrorCode.TOO_LARGE)
         if not temporary:
             self._router.suspect(peer, code.name)

@@ -108,7 +108,7 @@ class RingStream:
             codec=options.codec,
         )
         self._session = ClientSession(switchboard, router, spec, config, meter=self._meter, clock=clock)
-        self.result = Generation(trace=self._session.id.hex())
+        self.result = Generation(trace=self._session.trace_id.hex())
 
     def __repr__(self) -> str:
         return f"<RingStream {len(self.result.ids)} tokens of {self._options.max_new_tokens}, {self._session!r}>"

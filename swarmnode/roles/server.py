@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Attach, Body, Error, Hello, Mode, Open
+from swarmnode.codec.trace_messages import trace_id
 from swarmnode.config import ServerConfig
 from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.metrics import table
@@ -84,10 +85,11 @@ class StageServer:
         for code in ErrorCode:
             yield Reading(table.REFUSALS, self._refusals[code], (span, cause_of(code)))
 
-    def trace(self, session: bytes) -> SessionTrace | None:
-        """Where a session's time went here, while it runs and for a while after; None where nothing is known of it."""
-        running = self._sessions.get(session)
-        return self._traces.get(session) if running is None else running.trace
+    def trace(self, trace: bytes) -> SessionTrace | None:
+        """Where the time of the session with this trace id went here, while it runs and for a while after; None where nothing is
+        known of it."""
+        running = (session.trace for session in self._sessions.values() if session.trace_id == trace)
+        return next(running, None) or self._traces.get(trace)
 
     async def start(self) -> None:
         """Answer incoming links from now on."""
@@ -124,7 +126,7 @@ class StageServer:
         if self._sessions.get(session.id) is session:
             del self._sessions[session.id]
             del self._reserved[session.key]
-            self._traces.keep(session.id, session.trace)
+            self._traces.keep(session.trace_id, session.trace)
             self._worker.forget(session.key)
         if not self._sessions:
             self._idle.set()
@@ -136,8 +138,8 @@ class StageServer:
             refusal = self._open(channel, body)
             if refusal is not None:
                 code = ErrorCode(refusal.code)
-                trace = {"trace": body.session.hex()}
-                log.info("session %s refused: %s", body.session.hex()[:8], code.name, extra=trace)
+                trace = trace_id(body.session).hex()
+                log.info("session %s refused: %s", trace[:8], code.name, extra={"trace": trace})
                 self._refusals[code] += 1
                 channel.close(refusal)
         elif isinstance(body, Attach):

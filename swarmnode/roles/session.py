@@ -23,6 +23,7 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.measuring_messages import Ran
 from swarmnode.codec.messages import Attach, Body, End, Error, Fault, Input, Mode, Open, Output, Ready, Sampling, Want
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, DType, TensorInfo
+from swarmnode.codec.trace_messages import trace_id
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError
 from swarmnode.net.hop import Entry, Hop
 from swarmnode.net.interfaces import Buffer
@@ -81,6 +82,7 @@ class StageSession:
     def __init__(self, stage: Stage, opened: Open, key: int) -> None:
         self._stage = stage
         self._open = opened
+        self.trace_id = trace_id(opened.session)
         self.key = key  # names the cache: a session that had to start over has another
         self.accepted = 0  # positions that are run or wait to be run
         self._upstream: Channel | None = None
@@ -88,8 +90,8 @@ class StageSession:
         self._ring: Channel | None = None
         self._ahead: dict[int, int] = {}  # tokens by position that wait for the ones before them
         self._outlet = Outlet()
-        self._tasks = Tasks(f"session {opened.session.hex()[:8]}")
-        self._log = logging.LoggerAdapter(log, {"trace": opened.session.hex()})
+        self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}")
+        self._log = logging.LoggerAdapter(log, {"trace": self.trace_id.hex()})
         self._orphaned: asyncio.TimerHandle | None = None
         self._freed = False
         self._timing = self._new_timing()
@@ -97,7 +99,7 @@ class StageSession:
 
     def __repr__(self) -> str:
         state = "freed" if self._freed else "orphaned" if self._orphaned else "bound"
-        return f"<StageSession {self.id.hex()[:8]} epoch {self.epoch} hop {self.index} {state} at {self.accepted} positions>"
+        return f"<StageSession {self.trace_id.hex()[:8]} epoch {self.epoch} hop {self.index} {state} at {self.accepted} positions>"
 
     @property
     def id(self) -> bytes:
@@ -144,7 +146,7 @@ class StageSession:
         self._timing = self._new_timing()
         channel.on_frame, channel.on_lost = self._from_upstream, self._upstream_lost
         channel.send(Ready(have=self.accepted))
-        self._log.info("session %s: epoch %d begins at position %d", self.id.hex()[:8], self.epoch, self.accepted)
+        self._log.info("session %s: epoch %d begins at position %d", self.trace_id.hex()[:8], self.epoch, self.accepted)
         self._outlet.close()
         if self._ring is not None:
             self._ring.close()
@@ -337,7 +339,7 @@ class StageSession:
         self._send_fault(index, code, getattr(error, "retry_s", None) or 0.0)
 
     def _send_fault(self, index: int, code: ErrorCode, retry_s: float = 0.0) -> None:
-        self._log.info("session %s: hop %d of its route fails: %s", self.id.hex()[:8], index, code.name)
+        self._log.info("session %s: hop %d of its route fails: %s", self.trace_id.hex()[:8], index, code.name)
         self._stage.note_fault(code)
         if self._upstream is not None and self._upstream.open:
             self._upstream.send(Fault(self.epoch, index, code, retry_s))
@@ -348,7 +350,10 @@ class StageSession:
 
     def _upstream_lost(self, error: PeerError) -> None:
         self._log.info(
-            "session %s: upstream is gone (%s); kept for %.0f s", self.id.hex()[:8], error, self._stage.orphan_grace_s
+            "session %s: upstream is gone (%s); kept for %.0f s",
+            self.trace_id.hex()[:8],
+            error,
+            self._stage.orphan_grace_s,
         )
         loop = asyncio.get_running_loop()
         self._orphaned = loop.call_later(self._stage.orphan_grace_s, self.free)
@@ -363,7 +368,7 @@ class StageSession:
         if self._freed:
             return
         self._freed = True
-        self._log.info("session %s: over after %d positions", self.id.hex()[:8], self.accepted)
+        self._log.info("session %s: over after %d positions", self.trace_id.hex()[:8], self.accepted)
         if self._orphaned is not None:
             self._orphaned.cancel()
         self._downstream.unbind()

@@ -62,7 +62,7 @@ def _us(seconds: float) -> int:
 
 
 class TraceLog:
-    """The traces of the sessions that ended last at this hop."""
+    """The traces of the sessions that ended last at this hop, by their trace ids."""
 
     def __init__(self, *, max_sessions: int = SESSIONS) -> None:
         self._max_sessions = max_sessions
@@ -71,13 +71,13 @@ class TraceLog:
     def __repr__(self) -> str:
         return f"<TraceLog of {len(self._traces)} sessions>"
 
-    def keep(self, session: bytes, trace: SessionTrace) -> None:
+    def keep(self, trace_id: bytes, trace: SessionTrace) -> None:
         """A session has ended; the one that ended first may be forgotten for it."""
-        self._traces[session] = trace
-        self._traces.move_to_end(session)
+        self._traces[trace_id] = trace
+        self._traces.move_to_end(trace_id)
         if len(self._traces) > self._max_sessions:
             self._traces.popitem(last=False)
 
-    def get(self, session: bytes) -> SessionTrace | None:
+    def get(self, trace_id: bytes) -> SessionTrace | None:
         """None where nothing is known of the session, or not any more."""
-        return self._traces.get(session)
+        return self._traces.get(trace_id)

@@ -1,4 +1,4 @@
-"""Traces for whoever knows a session's id: the answering side, and asking every peer of a route."""
+"""Traces for whoever knows a session's trace id: the answering side, and asking every peer of a route."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TraceServer:
         if not isinstance(body, GetTrace):
             channel.close(Error(ErrorCode.MALFORMED))
             return
-        known = self._find(body.session)
+        known = self._find(body.trace)
         if known is None:
             channel.close(Error(ErrorCode.NO_SESSION))
         elif channel.peer in self._answering:
@@ -73,28 +73,28 @@ class TraceServer:
 
 
 async def fetch_traces(
-    network: Network, peers: Iterable[PeerId], hello: Hello, link_config: LinkConfig, session: bytes
+    network: Network, peers: Iterable[PeerId], hello: Hello, link_config: LinkConfig, trace: bytes
 ) -> dict[PeerId, Trace]:
-    """What each of the peers has kept of a session; without those that know nothing of it or do not answer."""
+    """What each of the peers has kept of the session with this trace id; without those that know nothing of it or do not answer."""
     board = Switchboard(network, TRACE_PROTOCOL, hello, _lean(link_config))
     peers = list(peers)
     try:
-        answers = await asyncio.gather(*(_fetch(board, peer, session) for peer in peers))
+        answers = await asyncio.gather(*(_fetch(board, peer, trace) for peer in peers))
     finally:
         await board.close()
     return {peer: answer for peer, answer in zip(peers, answers, strict=True) if answer is not None}
 
 
-async def _fetch(board: Switchboard, peer: PeerId, session: bytes) -> Trace | None:
+async def _fetch(board: Switchboard, peer: PeerId, trace: bytes) -> Trace | None:
     try:
-        return await asyncio.wait_for(_ask(board, peer, session), ANSWER_S)
+        return await asyncio.wait_for(_ask(board, peer, trace), ANSWER_S)
     except (PeerError, NetworkDown, asyncio.TimeoutError) as error:
         log.info("no trace from peer %s: %s", peer, error or "no answer")
         return None
 
 
-async def _ask(board: Switchboard, peer: PeerId, session: bytes) -> Trace | None:
-    async for _frame, body in ask(board, peer, GetTrace(session)):
+async def _ask(board: Switchboard, peer: PeerId, trace: bytes) -> Trace | None:
+    async for _frame, body in ask(board, peer, GetTrace(trace)):
         if isinstance(body, Trace):
             return body
     return None

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from swarmnode.codec.messages import Body, End, Error
-from swarmnode.codec.trace_messages import MAX_TRACE_STEPS, MAX_TRACE_US, GetTrace, Trace, TraceStep
+from swarmnode.codec.trace_messages import MAX_TRACE_STEPS, MAX_TRACE_US, GetTrace, Trace, TraceStep, trace_id
 from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.net.fake import Path
 from swarmnode.net.interfaces import PeerId
@@ -149,7 +149,7 @@ async def test_a_running_session_has_a_trace() -> None:
 
 
 @in_virtual_time
-async def test_log_lines_of_a_session_carry_its_trace() -> None:
+async def test_log_lines_of_a_session_carry_its_trace_and_not_its_id() -> None:
     lines: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = lines.append  # type: ignore[method-assign]
@@ -158,14 +158,20 @@ async def test_log_lines_of_a_session_carry_its_trace() -> None:
     logger.setLevel(logging.INFO)
     try:
         swarm = await ToySwarm.start((0, 2), (2, 4))
-        session = await generate(swarm)
+        stream = swarm.ring(PROMPT, TOKENS)
+        async for _ in stream:
+            pass
         await asyncio.sleep(0.5)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    told = [record.name.rsplit(".", 1)[-1] for record in lines if getattr(record, "trace", None) == session]
+    session = stream._session.id
+    told = [
+        record.name.rsplit(".", 1)[-1] for record in lines if getattr(record, "trace", None) == trace_id(session).hex()
+    ]
     assert told.count("client") == 1
     assert told.count("session") == 4  # at both hops it began and was over
+    assert not any(session.hex()[:8] in str(vars(record)) for record in lines), "who knows the id may use the session"
 
 
 def note(trace: SessionTrace, end: int, came_s: float) -> None:
