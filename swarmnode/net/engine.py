@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.errors import NetworkDown, PeerLost
+from swarmnode.net import holes
 from swarmnode.net.addresses import check, check_port_free, peer_of, with_peer, with_ports
 from swarmnode.net.daemon import Daemon, SocketFolder
 from swarmnode.net.engine_dht import EngineDht
@@ -33,7 +34,6 @@ DIAL_TIMEOUT_S = 5.0
 REJOIN_TIMEOUT_S = 5.0
 SHORT_LIFE_S = 30.0  # a p2pd that died younger is started again more slowly each time
 MAX_RESTART_DELAY_S = 5.0
-SETTLE_S = 2.0  # p2pd looks 0.25, 0.75 and 1.75 s after its start where the doors see it; until then no hole is punched
 NOT_ADMITTED = "not admitted"
 
 
@@ -134,7 +134,7 @@ class Engine(Network):
             await control.serve(protocol, self._inbox.path)
         self._p2p = await _Client.connect(self._daemon.socket, self._folder.path, self.config.gate)
         if self.config.hidden:
-            await asyncio.sleep(SETTLE_S)  # p2pd calls the doors by itself; who called others now would miss the hole
+            await holes.prepare(control)
         self._control = control  # before the table: its calls may have to be introduced
         await self._dht.start(self._p2p)
 

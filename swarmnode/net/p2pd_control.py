@@ -49,7 +49,17 @@ class P2pdControl:
     async def connected(self) -> dict[PeerId, list[str]]:
         """The peers that are connected now, and the multiaddrs at which they are."""
         answer = await self._ask(Request(type=Request.LIST_PEERS))
-        return {PeerID(one.id).to_base58(): [str(Multiaddr(raw)) for raw in one.addrs] for one in answer.peers}
+        connected: dict[PeerId, list[str]] = {}
+        for connection in answer.peers:
+            connected.setdefault(PeerID(connection.id).to_base58(), []).extend(
+                str(Multiaddr(raw)) for raw in connection.addrs
+            )
+        return connected
+
+    async def disconnect(self, peer: PeerId) -> None:
+        """Close every connection with a peer, if there is one."""
+        disconnect = p2pd_pb2.DisconnectRequest(peer=_peer_bytes(peer))
+        await self._ask(Request(type=Request.DISCONNECT, disconnect=disconnect))
 
     async def serve(self, protocol: str, inbox: Path) -> None:
         """Have p2pd connect to the unix socket `inbox` for each incoming stream. Raises LocalError where it refuses."""
