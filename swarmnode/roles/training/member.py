@@ -15,6 +15,7 @@ from swarmnode.plan.muster import Report
 from swarmnode.plan.view import Span
 from swarmnode.plan.wiring import Worker
 from swarmnode.roles.training.loopback import Loopback
+from swarmnode.swarm.run import decode_run
 
 Line = Union[Channel, Loopback]
 
@@ -57,7 +58,10 @@ class Member:
             self.line.send(body)
 
     def hear(self, status: Status) -> None:
-        """Take in what it says of itself."""
+        """Take in what it says of itself. Raises ProtocolError where the run that it is in is none: it breaks its own line by that,
+        and not the conductor, which would go on from it."""
+        if status.run:
+            decode_run(status.run)
         self.status = status
         self.worker.span = Span(status.start, status.end)
         self.worker.unit_s = status.unit_s
