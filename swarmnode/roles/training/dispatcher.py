@@ -50,7 +50,7 @@ class Dispatcher:
             route = wire(self._units, workers, ledger.counters(number), in_flight=depth + 1)
             if route is None:
                 return
-            grant = Grant((self.term << LEASE_BITS) + next(self._numbers), number, tuple(route), trainer.channel)
+            grant = Grant((self.term << LEASE_BITS) + next(self._numbers), number, tuple(route))
             self._grant(trainer, grant, ledger.step)
 
     def _grant(self, trainer: TrainerLine, grant: Grant, step: int) -> None:
@@ -68,16 +68,21 @@ class Dispatcher:
                 member.worker.in_flight += sign
 
     def done(self, trainer: TrainerLine, lease: int) -> Grant | None:
-        """A microbatch is back; None where it was called back before: the stages have said what they counted."""
-        trainer.leases.discard(lease)
+        """A microbatch is back; None where it was called back before (the stages have said what they counted), or was another
+        trainer's."""
+        if lease not in trainer.leases:
+            return None
+        trainer.leases.remove(lease)
         grant = self.grants.done(lease)
         if grant is not None:
             self._book(grant, -1)
         return grant
 
     def failed(self, trainer: TrainerLine, failed: Failed) -> None:
-        """A trainer gave a microbatch up."""
-        trainer.leases.discard(failed.lease)
+        """A trainer gave a microbatch of its own up."""
+        if failed.lease not in trainer.leases:
+            return
+        trainer.leases.remove(failed.lease)
         for grant in self.grants:
             if grant.lease == failed.lease:
                 log.info("microbatch %d failed at %s: code %d", grant.number, failed.peer, failed.code)

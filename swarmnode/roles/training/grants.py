@@ -6,18 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.switchboard import Channel
 from swarmnode.plan.wiring import Wire
 
 
 @dataclass(frozen=True)
 class Grant:
-    """One attempt at microbatch `number` of the step, along a route, by a trainer."""
+    """One attempt at microbatch `number` of the step, along a route."""
 
     lease: int
     number: int
     route: tuple[Wire, ...]
-    trainer: Channel
 
 
 class Grants:

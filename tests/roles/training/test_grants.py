@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 from swarmnode.plan.view import Span
 from swarmnode.roles.training.grants import Grant, Grants
 
 ROUTE = (("a", Span(0, 1)), ("b", Span(1, 2)))
-TRAINER = cast("Any", object())
 
 
 def grants_out(*leases: int) -> Grants:
     grants = Grants()
     for lease in leases:
-        grants.add(Grant(lease, lease % 10, ROUTE, TRAINER))
+        grants.add(Grant(lease, lease % 10, ROUTE))
     return grants
 
 

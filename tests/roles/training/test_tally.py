@@ -40,7 +40,7 @@ def tally() -> Tally:
 def test_what_a_trainer_has_back_counts_everywhere(tally: Tally) -> None:
     for number, loss in enumerate((1.0, 2.0, 6.0)):
         assert number in tally.ledger.missing()
-        tally.count(Grant(number, number, (("first", FIRST), ("last", LAST)), cast("Any", None)), loss)
+        tally.count(Grant(number, number, (("first", FIRST), ("last", LAST))), loss)
     assert tally.ledger.complete() and tally.loss == pytest.approx(3.0)
 
 
