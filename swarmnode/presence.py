@@ -32,6 +32,7 @@ from swarmnode.net.probe import answering
 from swarmnode.net.reachability import is_hidden, own_interfaces
 from swarmnode.net.tasks import Tasks
 from swarmnode.roles.admission import gatekeeper_of
+from swarmnode.roles.door_calls import call_on_doors
 from swarmnode.roles.experience import Experience
 from swarmnode.roles.newcomer import fetch_manifest
 from swarmnode.roles.paths import Paths
@@ -182,6 +183,8 @@ class Presence:
             self.joined.set()
         await self.directory.start()
         self._tasks.spawn(self._keep_joined(), "keep joined")
+        if not self.config.looks_on:
+            self._tasks.spawn(self._call_on_doors(), "call on doors")
         self._tasks.spawn(self._tell_paths(), "tell paths")
 
     def _expel(self) -> None:
@@ -194,12 +197,31 @@ class Presence:
     def _doors(self) -> list[str]:
         """Every address at which the swarm may be found: the invite's, the last good ones, the LAN's."""
         near = self._lan.addresses() if self._lan else []
-        found = dict.fromkeys([*self.config.peers, *self.swarm.bootstraps, *self._known.addresses(), *near])
-        return [address for address in found if not address.endswith(f"/p2p/{self.peer_id}")]
+        return self._of_others([*self._named_doors(), *self._known.addresses(), *near])
+
+    def _named_doors(self) -> list[str]:
+        """Those that the user and the invite name."""
+        return self._of_others([*self.config.peers, *self.swarm.bootstraps])
+
+    def _of_others(self, addresses: Sequence[str]) -> list[str]:
+        return [address for address in dict.fromkeys(addresses) if not address.endswith(f"/p2p/{self.peer_id}")]
 
     async def _try_to_join(self) -> bool:
         doors = self._doors()
         return bool(doors) and await self.network.connect(doors, timeout_s=self.config.join_timeout_s)
+
+    async def _call_on_doors(self) -> None:
+        await call_on_doors(self._named_doors(), self._connected, self._call, lambda: self.directory.crowd)
+
+    async def _connected(self) -> set[PeerId]:
+        with contextlib.suppress(NetworkDown):  # p2pd is being started again
+            return await self.network.connected()
+        return set()
+
+    async def _call(self, addresses: Sequence[str]) -> bool:
+        with contextlib.suppress(NetworkDown):
+            return await self.network.connect(addresses, timeout_s=self.config.join_timeout_s)
+        return False
 
     async def _keep_joined(self) -> None:
         """Look for the swarm while we are alone, at the start as well as after everybody we knew has gone."""
@@ -286,8 +308,8 @@ class Presence:
 
     def doors(self) -> list[PeerId]:
         """The peers that the invite and the user name, whether or not they have announced themselves."""
-        named = [peer_of(address) for address in [*self.config.peers, *self.swarm.bootstraps]]
-        return list(dict.fromkeys(peer for peer in named if peer is not None and peer != self.peer_id))
+        named = map(peer_of, self._named_doors())
+        return list(dict.fromkeys(peer for peer in named if peer is not None))
 
     def _manifest_sources(self) -> Sequence[PeerId]:
         return list(dict.fromkeys([*self._others(), *self.doors()]))

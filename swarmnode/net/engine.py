@@ -201,6 +201,10 @@ class Engine(Network):
         _, addresses = await self._running().identify()
         return [with_peer(address, self.peer_id) for address in addresses]
 
+    async def connected(self) -> set[PeerId]:
+        """The peers that there is a connection with now, whoever opened it."""
+        return set(await self._running().connected())
+
     async def visitors(self) -> list[str]:
         """Where the connected peers are that came by themselves: nobody here dialled them, nor did the DHT."""
         connected = await self._running().connected()
