@@ -15,9 +15,9 @@ from tests.cli.command import assert_clear, swarmnode
 from tests.real.conftest import PROMPT, Stages, TinyModel
 
 
-@pytest.fixture
-def founded(tiny: TinyModel, tmp_path: Path) -> LocalSwarm:
-    local = LocalSwarm(tmp_path)
+@pytest.fixture(scope="module")
+def founded(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> LocalSwarm:
+    local = LocalSwarm(tmp_path_factory.mktemp("founded"))
     local.invite = local.create(tiny.folder)  # type: ignore[attr-defined]
     return local
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,10 +26,18 @@ from tests.real.conftest import PROMPT, TinyModel
 CACHE_TOKENS = 4096
 
 
+@pytest.fixture(scope="module")
+def founded(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A .swarm file; each test has a swarm of its own by it."""
+    local = LocalSwarm(tmp_path_factory.mktemp("founded"))
+    local.create(tiny.folder)
+    return local.file
+
+
 @pytest.fixture
-def local(tiny: TinyModel, tmp_path: Path) -> Iterator[LocalSwarm]:
+def local(founded: Path, tmp_path: Path) -> Iterator[LocalSwarm]:
     with LocalSwarm(tmp_path) as local:
-        local.create(tiny.folder)
+        shutil.copy2(founded, local.file)
         yield local
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 import typing
 from collections.abc import Iterator, Sequence
@@ -50,11 +51,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+def founded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A .swarm file; each test has a swarm of its own by it."""
+    local = LocalSwarm(tmp_path_factory.mktemp("founded"))
+    local.create(model, "--mode", "train")
+    return local.file
+
+
+@pytest.fixture(scope="module")
+def alone(founded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of a single process on the same batches."""
     folder = tmp_path_factory.mktemp("alone")
     local = LocalSwarm(folder)
-    local.create(model, "--mode", "train")
+    shutil.copy2(founded, local.file)
     local.command("train", str(local.file), "--local", "--log", str(folder / "log"), *SETTINGS, timeout_s=TIMEOUT_S)
     return read_log(folder / "log")
 
@@ -97,9 +106,9 @@ class School:
 
 
 @pytest.fixture
-def school(model: Path, tmp_path: Path) -> Iterator[School]:
+def school(founded: Path, tmp_path: Path) -> Iterator[School]:
     with LocalSwarm(tmp_path) as local:
-        local.create(model, "--mode", "train")
+        shutil.copy2(founded, local.file)
         local.bootstrap()
         yield School(local, {})
 
