@@ -68,7 +68,6 @@ class Cohort(Cache):
         self._first_columns: list[int] = []
         self._mask_RC: Tensor | None = None
         self._first_R1: Tensor | None = None
-        self.refresh_rows()
 
     def __repr__(self) -> str:
         return f"Cohort({len(self.members)} sessions, {self.rows} rows, columns {self.end} of {self.capacity})"
@@ -186,6 +185,7 @@ def regroup(groups: Sequence[tuple[Sequence[CachedSession], int]], device: torch
         for member in cohort.members:
             member.cohort, member.first_row, member.lag = cohort, row, 0
             row += member.rows
+        cohort.refresh_rows()  # not before: the members' lags were those of their old cohorts
     return cohorts
 
 

@@ -84,6 +84,49 @@ def test_sessions_come_and_go_in_any_mix(model, runner):
     assert any(len(cohort.members) > 1 for cohort in runner.pool.cohorts)
 
 
+def test_one_that_lags_when_its_cohort_is_formed_anew_keeps_its_place(model, runner):
+    texts = {name: ids_of(9, seed=seed) for seed, name in enumerate("abc")}
+
+    def step(*names: str) -> None:
+        works = [Work(name, ids_of(1, seed=texts[name].shape[1])) for name in names]
+        for work, result in zip(works, runner.run(works), strict=True):
+            texts[work.session_id] = torch.cat([texts[work.session_id], work.x], dim=1)
+            assert close(result.output, expected(model, texts[work.session_id])[:, -1:])
+
+    for name, ids in texts.items():
+        runner.open(name, rows=1, max_length=60)
+        runner.run([Work(name, ids, WANT_NOTHING)])
+    step("a", "b", "c")
+    step("b", "c")  # a is taken along, and lags
+    runner.close("c")
+    step("a", "b")
+    step("a", "b")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_and_replays_in_any_mix(model, runner, seed):
+    """Backlogs of several positions come between the steps of others, as they do after a fault."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high: int) -> int:
+        return int(torch.randint(high, (), generator=generator))
+
+    texts: dict[int, torch.Tensor] = {}
+    for number in range(40):
+        if number % 8 == 0:
+            texts[number] = ids_of(0)
+            runner.open(number, rows=1, max_length=99)
+        if number % 12 == 11:
+            runner.close(min(texts))
+            del texts[min(texts)]
+        chosen = [name for name in texts if draw(4)]
+        lengths = [(1, 1, 1, 2, 7)[draw(5)] for _ in chosen]
+        works = [Work(name, ids_of(length, seed=draw(99))) for name, length in zip(chosen, lengths, strict=True)]
+        for work, result in zip(works, runner.run(works), strict=True):
+            texts[work.session_id] = torch.cat([texts[work.session_id], work.x], dim=1)
+            assert close(result.output, expected(model, texts[work.session_id])[:, -1:])
+
+
 def test_a_steady_set_copies_nothing(runner):
     for name in "abc":
         runner.open(name, rows=1, max_length=60)
