@@ -232,7 +232,7 @@ def test_a_slow_uplink_is_compressed_for_and_says_so(school: School, alone: dict
     """Paced to 1 Mbit/s, so that hidden states of 33 kB would be slower than computing them; the curve stays close."""
     for span in SPANS:
         school.start(span, span, "--max-upload", "1Mbit").wait_for("ready")
-    settings = ("--microbatch", "16", "--steps", "20")
+    settings = ("--microbatch", "16", "--steps", "12")
     trainer = school.local.trainer("trainer", "--log", str(school.log("trainer")), *SETTINGS, *settings)
     told = school.nodes[SPANS[0]].wait_for("compressing", TIMEOUT_S)
     assert told["direction"] == "forward"
@@ -241,7 +241,7 @@ def test_a_slow_uplink_is_compressed_for_and_says_so(school: School, alone: dict
     assert trainer.finish(TIMEOUT_S) == 0
     log = read_log(school.log("trainer"))
     assert log[0] == pytest.approx(alone[0], rel=1e-3)
-    assert log[19] < 0.9 * log[0]
+    assert log[11] < 0.95 * log[0]
 
 
 def test_a_trained_swarm_serves_and_is_exported(school: School, tmp_path: Path) -> None:
