@@ -208,7 +208,7 @@ class Presence:
 
     async def _try_to_join(self) -> bool:
         doors = self._doors()
-        return bool(doors) and await self.network.connect(doors, timeout_s=self.config.join_timeout_s)
+        return bool(doors) and await self._call(doors)
 
     async def _call_on_doors(self) -> None:
         await call_on_doors(self._named_doors(), self._connected, self._call, lambda: self.directory.crowd)
@@ -219,6 +219,7 @@ class Presence:
         return set()
 
     async def _call(self, addresses: Sequence[str]) -> bool:
+        """Whether somebody in the swarm answers at one of the addresses."""
         with contextlib.suppress(NetworkDown):
             return await self.network.connect(addresses, timeout_s=self.config.join_timeout_s)
         return False
