@@ -1,0 +1,129 @@
+"""How long to wait for an answer, from what link and peer were measured to do; and how long to leave alone who did not answer.
+
+Pure: whoever waits brings the figures and the clock, and acts when the time is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A rule: `slack` times what the answer is expected to take, at least `floor_s`, at most `ceiling_s` (seconds).
+
+    The floor covers what no measurement foretells (a pause of the garbage collector, a busy machine); the ceiling is for
+    what was never measured, and bounds what a peer can gain by being slow.
+    """
+
+    floor_s: float = 1.0
+    ceiling_s: float = 60.0
+    slack: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.floor_s <= self.ceiling_s and self.slack >= 1):
+            raise ValueError(f"a deadline needs 0 < floor <= ceiling and a slack of at least 1: {self!r}")
+
+    def wait_s(
+        self,
+        *,
+        rtt_s: float | None,
+        work_s: float | None = 0.0,
+        size_bytes: int = 0,
+        bytes_per_s: float | None = None,
+    ) -> float:
+        """Seconds to wait for the answer to a question that takes `work_s` seconds of computing (of all that waits before it,
+        too), and for which `size_bytes` travel, there and back together. What is None was not measured: then the ceiling
+        holds, unless there is nothing to send."""
+        if rtt_s is None or work_s is None or (size_bytes and not bytes_per_s):
+            return self.ceiling_s
+        transfer_s = size_bytes / bytes_per_s if bytes_per_s else 0.0
+        return min(self.ceiling_s, max(self.floor_s, self.slack * (rtt_s + transfer_s + work_s)))
+
+
+class Expectation:
+    """What a kind of work takes, learnt from how long it took: a mean and its usual deviation, as TCP times its answers
+    (RFC 6298). In whatever unit the samples have: seconds, or seconds for each position."""
+
+    MEAN_GAIN = 1 / 8
+    DEVIATION_GAIN = 1 / 4
+    DEVIATIONS = 4
+
+    def __init__(self) -> None:
+        self._mean: float | None = None
+        self._deviation = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Expectation {'unknown' if self._mean is None else f'{self._mean:.3g} +- {self._deviation:.2g}'}>"
+
+    def note(self, sample: float) -> None:
+        """It took this long."""
+        if self._mean is None:
+            self._mean, self._deviation = sample, sample / 2
+            return
+        self._deviation += self.DEVIATION_GAIN * (abs(sample - self._mean) - self._deviation)
+        self._mean += self.MEAN_GAIN * (sample - self._mean)
+
+    @property
+    def mean(self) -> float | None:
+        """What it takes on the average; None before the first sample."""
+        return self._mean
+
+    @property
+    def bound(self) -> float | None:
+        """What it takes at most, as far as its deviation tells; None before the first sample."""
+        return None if self._mean is None else self._mean + self.DEVIATIONS * self._deviation
+
+
+class Backoff:
+    """Exponential backoff by peer: a pause that grows with each failure in a row, and that a success forgives.
+
+    A peer whose last pause ended `forget_s` ago begins anew: what it did then says little about it now.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        first_s: float = 0.5,
+        factor: float = 2.0,
+        ceiling_s: float = 30.0,
+        forget_s: float = 300.0,
+    ) -> None:
+        self._clock = clock
+        self._first_s = first_s
+        self._factor = factor
+        self._ceiling_s = ceiling_s
+        self._forget_s = forget_s
+        self._pauses: dict[Hashable, tuple[float, float]] = {}  # the last pause, and until when it lasts
+
+    def __repr__(self) -> str:
+        return f"<Backoff from {len(self.resting)} of {len(self._pauses)} peers>"
+
+    def failed(self, peer: Hashable, *, at_least_s: float = 0.0) -> float:
+        """A peer failed: the seconds for which it is left alone now. `at_least_s` is what it asked for itself (BUSY)."""
+        self._forget_old()
+        known = self._pauses.get(peer)
+        pause_s = self._first_s if known is None else min(self._ceiling_s, known[0] * self._factor)
+        self._pauses[peer] = (pause_s, self._clock() + max(pause_s, at_least_s))
+        return max(pause_s, at_least_s)
+
+    def succeeded(self, peer: Hashable) -> None:
+        """A peer did what was asked: its failures are forgiven."""
+        self._pauses.pop(peer, None)
+
+    def pause_s(self, peer: Hashable) -> float:
+        """For how many seconds more a peer is left alone; 0 where it may be asked."""
+        _, until_s = self._pauses.get(peer, (0.0, 0.0))
+        return max(0.0, until_s - self._clock())
+
+    @property
+    def resting(self) -> frozenset[Hashable]:
+        """The peers that are left alone now."""
+        now_s = self._clock()
+        return frozenset(peer for peer, (_, until_s) in self._pauses.items() if until_s > now_s)
+
+    def _forget_old(self) -> None:
+        long_ago_s = self._clock() - self._forget_s
+        self._pauses = {peer: known for peer, known in self._pauses.items() if known[1] > long_ago_s}
