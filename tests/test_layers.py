@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "swarmnode"
 ROOMS = (
-    {"errors", "config", "metrics"},
+    {"errors", "config", "ledger", "metrics"},
     {"codec"},
     {"compress"},
     {"net"},

@@ -28,6 +28,13 @@ GPU_MEMORY_USED = _gauge("gpu_memory_used_bytes", "Memory of the card in use, by
 GPU_MEMORY_SIZE = _gauge("gpu_memory_size_bytes", "Memory of the card.", "gpu", "model")
 GPU_TEMPERATURE = _gauge("gpu_temperature_celsius", "Temperature of the card.", "gpu", "model")
 GPU_POWER = _gauge("gpu_power_watts", "Power that the card draws.", "gpu", "model")
+MEMORY_RESERVED = _gauge(
+    "memory_reserved_bytes",
+    "Memory promised in the ledger of the host or of its device, by what it is for.",
+    "place",
+    "account",
+)
+MEMORY_LIMIT = _gauge("memory_limit_bytes", "What a ledger may promise in all; 0 where it has no limit.", "place")
 
 # The swarm as this peer sees it
 STATE = _gauge("node_state", "1 for the state in which this peer is, 0 for the others.", "state")
