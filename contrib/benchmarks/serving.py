@@ -14,13 +14,14 @@ import os
 import re
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from baseline import LocalProcess
 
 from swarmnode.client import SwarmClient
 from swarmnode.localswarm import LocalSwarm, Member
@@ -30,44 +31,6 @@ HIDDEN, LAYERS, HEADS, VOCABULARY = 512, 8, 8, 32000
 PROMPT_TOKENS, NEW_TOKENS, PREFILL_TOKENS = 32, 64, 512
 SESSIONS = 8
 TCP_IP_HEADER_BYTES = 52  # IPv4 + TCP with timestamps
-
-LOCAL = """
-import json, sys, time, torch
-from transformers import AutoModelForCausalLM
-torch.set_num_threads(1)
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
-def generate(length, new):
-    ids = torch.arange(5, 5 + length)[None]
-    started = time.perf_counter()
-    with torch.inference_mode():
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False)
-    return time.perf_counter() - started
-prompt, new, prefill = map(int, sys.argv[2:5])
-generate(prompt, 4)
-for line in sys.stdin:
-    first = generate(prompt, 1)
-    decode = (new - 1) / (generate(prompt, new) - first)
-    print(json.dumps({"decode_tokens_per_s": decode, "prefill_s": generate(prefill, 1)}), flush=True)
-"""
-
-
-class Local:
-    """A process with the whole model and transformers' generate, measured on demand."""
-
-    def __init__(self, model: Path) -> None:
-        arguments = [sys.executable, "-c", LOCAL, str(model), *map(str, (PROMPT_TOKENS, NEW_TOKENS, PREFILL_TOKENS))]
-        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def measure(self) -> dict[str, float]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return dict(json.loads(self._process.stdout.readline()))
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
 
 
 def make_model(folder: Path) -> None:
@@ -130,7 +93,7 @@ async def joined(local: LocalSwarm, nodes: int) -> SwarmClient:
     return client
 
 
-async def single_stream(client: SwarmClient, local: Local, repeats: int) -> dict[str, Any]:
+async def single_stream(client: SwarmClient, local: LocalProcess, repeats: int) -> dict[str, Any]:
     """Decode speed of one session and the time of a long prompt, each beside local."""
     prompt, long = list(range(5, 5 + PROMPT_TOKENS)), list(range(5, 5 + PREFILL_TOKENS))
     await client.generate(prompt, max_new_tokens=8)
@@ -150,7 +113,7 @@ async def single_stream(client: SwarmClient, local: Local, repeats: int) -> dict
     }
 
 
-async def concurrent(client: SwarmClient, local: Local, repeats: int) -> dict[str, Any]:
+async def concurrent(client: SwarmClient, local: LocalProcess, repeats: int) -> dict[str, Any]:
     """All tokens of several sessions at once, per second of wall clock, against one local stream."""
     ratios = []
     for _ in range(repeats):
@@ -184,7 +147,7 @@ async def bytes_per_token(client: SwarmClient, members: list[Member]) -> dict[st
     }
 
 
-async def measure(model: Path, folder: Path, nodes: int, repeats: int, local: Local) -> dict[str, Any]:
+async def measure(model: Path, folder: Path, nodes: int, repeats: int, local: LocalProcess) -> dict[str, Any]:
     result: dict[str, Any] = {"nodes": nodes}
     with LocalSwarm(folder / f"swarm{nodes}") as swarm:
         swarm.folder.mkdir(exist_ok=True)
@@ -239,14 +202,12 @@ def main() -> None:
         folder = Path(name)
         make_model(folder / "model")
         report: dict[str, Any] = {"memory_before_weights": memory_before_weights(folder)}
-        local = Local(folder / "model")
-        try:
+        sizes = {"prompt": PROMPT_TOKENS, "new": NEW_TOKENS, "prefill": PREFILL_TOKENS}
+        with LocalProcess(folder / "model", **sizes) as local:
             import uvloop
 
             for nodes in options.nodes:
                 report[f"nodes_{nodes}"] = uvloop.run(measure(folder / "model", folder, nodes, options.repeats, local))
-        finally:
-            local.close()
     print(json.dumps(report, indent=1))
 
 

@@ -14,12 +14,15 @@ import json
 import statistics
 import tempfile
 import typing
+from collections.abc import Callable
 from pathlib import Path
 
-from swarmnode.localswarm import LocalSwarm
+from swarmnode.localswarm import LocalSwarm, Member
 
 SEQUENCE = 128
-TIMEOUT_S = 900.0
+TIMEOUT_S = 3600.0
+Meanwhile = Callable[[list[Member], Member], None]
+"""(nodes, trainer): what happens to a swarm while it trains"""
 
 
 def make_checkpoint(folder: Path, layers: int, hidden: int) -> None:
@@ -54,17 +57,17 @@ class Bench:
         folder.mkdir()
         return folder
 
-    def alone(self) -> float:
-        """One process, one thread."""
+    def alone(self) -> Path:
+        """One process, one thread; its log of steps."""
         folder = self._new()
         local = LocalSwarm(folder)
         local.create(self._model, "--mode", "train")
         extra = ["--local", "--threads", "1", "--log", str(folder / "log")]
         local.command("train", str(local.file), *extra, *self._settings, timeout_s=TIMEOUT_S)
-        return tokens_per_s(folder / "log")
+        return folder / "log"
 
-    def swarm(self, spans: list[str], *extra: str) -> float:
-        """A node for each span."""
+    def swarm(self, spans: list[str], *, meanwhile: Meanwhile = lambda _nodes, _trainer: None) -> Path:
+        """A node for each span, and a trainer; its log of steps. `meanwhile` is called once it has begun."""
         folder = self._new()
         with contextlib.ExitStack() as stack:
             local = stack.enter_context(LocalSwarm(folder))
@@ -73,10 +76,11 @@ class Bench:
             nodes = [local.node(f"node-{number}", "--span", span) for number, span in enumerate(spans)]
             for node in nodes:
                 node.wait_for("ready")
-            trainer = local.trainer("trainer", "--log", str(folder / "log"), *self._settings, *extra)
+            trainer = local.trainer("trainer", "--log", str(folder / "log"), *self._settings)
+            meanwhile(nodes, trainer)
             if trainer.finish(TIMEOUT_S):
                 raise SystemExit(f"the trainer failed: {trainer.tail()}")
-        return tokens_per_s(folder / "log")
+        return folder / "log"
 
 
 def main() -> None:
@@ -95,9 +99,9 @@ def main() -> None:
         folder = Path(name)
         make_checkpoint(folder / "model", options.layers, options.hidden)
         bench = Bench(folder, folder / "model", settings)
-        before = bench.alone()
-        measured = {shape: bench.swarm(spans) for shape, spans in shapes.items()}
-        alone = statistics.mean([before, bench.alone()])
+        before = tokens_per_s(bench.alone())
+        measured = {shape: tokens_per_s(bench.swarm(spans)) for shape, spans in shapes.items()}
+        alone = statistics.mean([before, tokens_per_s(bench.alone())])
     report = {
         shape: {"tokens_per_s": round(speed, 1), "ratio": round(speed / alone, 3)} for shape, speed in measured.items()
     }
