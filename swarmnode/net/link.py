@@ -24,6 +24,7 @@ from swarmnode.codec.messages import (
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError, refusal
 from swarmnode.net.gate import OPEN_GATE, Gate
 from swarmnode.net.gauge import MEASURED_BYTES, Gauge
+from swarmnode.net.heartbeat import Heartbeat, HeartbeatConfig
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
 from swarmnode.net.pace import Pace, PacedStream
 from swarmnode.net.round_trips import RoundTrips
@@ -37,19 +38,11 @@ KNOWN_KINDS = frozenset(int(kind) for kind in Kind)
 
 @dataclass(frozen=True)
 class LinkConfig:
-    """How patient a link is. A peer that is silent while something is expected of it is lost after
-    max(min_silence_s, silence_rtts round trips), at most max_silence_s; and what was sent meanwhile has first to get
-    there, over an uplink that may be as slow as `slowest_bytes_per_s`: pings queue behind it. What `pace` keeps back here
-    is no silence of the peer's."""
+    """How patient a link is, how large its frames are, and what it shares with the node's other links."""
 
     connect_timeout_s: float = 5.0
     handshake_timeout_s: float = 5.0
-    heartbeat_s: float = 0.4
-    idle_heartbeat_s: float = 10.0
-    min_silence_s: float = 1.5
-    max_silence_s: float = 10.0
-    silence_rtts: float = 8.0
-    slowest_bytes_per_s: float = 256 * 1024
+    heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
     pace: Pace | None = None  # of all the node's links together; None: as fast as it goes
     soundings: Soundings = field(default_factory=Soundings)  # what the node's links measure, all together
@@ -66,11 +59,11 @@ class Link:
         self.sent_bytes = 0
         self.received_bytes = 0
         self.bandwidth_bps: float | None = None  # of what we send, as the peer has measured it
-        self._paced = None if config.pace is None else PacedStream(stream, config.pace)
-        self._stream = self._paced or stream
         self._config = config
         self._protocol = protocol_name(stream.protocol)
         self._loop = asyncio.get_running_loop()
+        self._heartbeat = Heartbeat(config.heartbeat, self._loop.time(), paced=config.pace is not None)
+        self._stream = stream if config.pace is None else PacedStream(stream, config.pace, on_left=self._left)
         self._reader = FrameReader(config.max_payload_bytes)
         self._gauge = Gauge(config.clock)
         self._round_trips = RoundTrips(config.clock)
@@ -81,15 +74,10 @@ class Link:
         self._closed = False
         self._ended_here = False
         self._lost: PeerError | None = None
-        self._busy = False
-        self._heard_at = self._loop.time()
-        self._sent_when_heard_bytes = 0
-        self._held_when_heard_s = 0.0
-        self._pinged_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "busy" if self._busy else "idle"
+        state = "closed" if self._closed else "busy" if self.busy else "idle"
         rtt = "?" if self.rtt_s is None else f"{self.rtt_s * 1e3:.1f} ms"
         return f"<Link to {self.peer} {state} rtt {rtt} sent {self.sent_bytes} received {self.received_bytes} bytes>"
 
@@ -106,13 +94,13 @@ class Link:
     @property
     def busy(self) -> bool:
         """Whether answers are expected, so that silence counts."""
-        return self._busy
+        return self._heartbeat.busy
 
     @busy.setter
     def busy(self, busy: bool) -> None:
-        if busy and not self._busy:
-            self._heard_at = self._loop.time()  # silence before anything was expected does not count
-        self._busy = busy
+        if busy and not self.busy:
+            self._heartbeat.heard(self._loop.time())  # silence before anything was expected does not count
+        self._heartbeat.busy = busy
 
     # -- making one
 
@@ -255,7 +243,7 @@ class Link:
             raise self._lost
         if not count:
             raise PeerLost(f"peer {self.peer} cut the link", peer=self.peer)
-        self._heard()
+        self._heartbeat.heard(self._loop.time())
         self.received_bytes += count
         self._config.traffic.received_bytes[self._protocol] += count
         return count
@@ -264,6 +252,8 @@ class Link:
         """The frames that `count` bytes complete."""
         yield from self._reader.advance(count)
         self._gauge.note(count, self._reader.pending_bytes)
+        if self._reader.pending_bytes:
+            self._heartbeat.came()
 
     def _dispatch(self, frames: Iterable[Frame], on_frame: OnFrame) -> bool:
         """Handle frames; True where one of them ended the link."""
@@ -272,6 +262,7 @@ class Link:
                 continue  # of a newer version: ignore what you do not know
             body = decode_body(frame.kind, frame.body)
             if frame.channel:
+                self._heartbeat.came()
                 on_frame(frame, body)
             elif isinstance(body, Ping):
                 if not self._closed:  # what was sent before the end may still be on its way out
@@ -295,41 +286,32 @@ class Link:
     @property
     def silence_limit_s(self) -> float:
         """How long the peer may be silent while something is expected of it."""
-        config = self._config
-        patience_s = min(config.max_silence_s, max(config.min_silence_s, config.silence_rtts * (self.rtt_s or 0.0)))
-        held_s = self._held_s - self._held_when_heard_s
-        return patience_s + held_s + (self.sent_bytes - self._sent_when_heard_bytes) / config.slowest_bytes_per_s
+        return self._heartbeat.limit_s(self.rtt_s, payload=self._round_trips.payload_ahead)
 
-    @property
-    def _held_s(self) -> float:
-        """How long our own pace has kept bytes back, in all."""
-        return 0.0 if self._paced is None else self._paced.held_s
-
-    def _heard(self) -> None:
-        self._heard_at = self._loop.time()
-        self._sent_when_heard_bytes, self._held_when_heard_s = self.sent_bytes, self._held_s
+    def _left(self) -> None:
+        self._heartbeat.left(self._loop.time())
 
     def _tick(self, expected_at: float | None = None) -> None:
         if self._closed:
             return
-        now_s = self._loop.time()
-        if expected_at is not None and now_s - expected_at > self._config.min_silence_s / 2:
-            self._heard_at = now_s  # it was us who slept (a suspended process, a blocked loop)
-        period_s = self._config.heartbeat_s if self._busy else self._config.idle_heartbeat_s
-        silence_s = now_s - self._heard_at
-        if silence_s > self.silence_limit_s + (0.0 if self._busy else period_s):
+        heartbeat, now_s = self._heartbeat, self._loop.time()
+        if expected_at is not None and heartbeat.slept(now_s - expected_at):
+            heartbeat.heard(now_s)
+        silence_s = heartbeat.too_long_s(now_s, self.silence_limit_s)
+        if silence_s is not None:
             self._fail(PeerLost(f"peer {self.peer} hangs: silent for {silence_s:.1f} s", peer=self.peer))
             return
-        asks = not self._round_trips.begun or self._unasked_bytes > 0
-        if asks or (silence_s >= period_s * 0.9 and now_s - self._pinged_at >= period_s * 0.9):
+        if heartbeat.wants_sign(self.sent_bytes + self._out_bytes):
+            self.send(Pong(self._gauge.rate_bps or 0.0))  # to no PING in particular
+        if not self._round_trips.begun or self._unasked_bytes or heartbeat.wants_ping(now_s):
             self._send_ping(now_s)
-        next_s = now_s + self._config.heartbeat_s
+        next_s = now_s + self._config.heartbeat.busy_s
         self._timer = self._loop.call_at(next_s, self._tick, next_s)
 
     def _send_ping(self, now_s: float) -> None:
-        self._pinged_at = now_s
+        self._heartbeat.pinged(now_s)
+        self.send(Ping(), seq=self._round_trips.ping(queued_bytes=self._unasked_bytes))
         self._unasked_bytes = 0
-        self.send(Ping(), seq=self._round_trips.ping())
 
     def _hear_pong(self, seq: int, pong: Pong) -> None:
         if pong.received_bps:

@@ -37,11 +37,11 @@ class Pace:
 class PacedStream(Stream):
     """Takes buffers as a stream does, and writes them at the node's pace, in their order. `close` lets all of them out."""
 
-    def __init__(self, stream: Stream, pace: Pace) -> None:
+    def __init__(self, stream: Stream, pace: Pace, *, on_left: Callable[[], None] = lambda: None) -> None:
         self.peer = stream.peer
-        self.held_s = 0.0  # that the pace has kept bytes back, in all
         self._stream = stream
         self._pace = pace
+        self._on_left = on_left  # called when bytes have left
         self._waiting: deque[memoryview] = deque()
         self._pump: asyncio.Task[None] | None = None
 
@@ -58,10 +58,9 @@ class PacedStream(Stream):
         with suppress(PeerLost):  # whoever reads hears of it
             while self._waiting:
                 piece = self._next_piece()
-                wait_s = self._pace.reserve(sum(map(len, piece)))
-                self.held_s += wait_s
-                await asyncio.sleep(wait_s)
+                await asyncio.sleep(self._pace.reserve(sum(map(len, piece))))
                 self._stream.write(piece)
+                self._on_left()
                 await self._stream.drain()
 
     def _next_piece(self) -> list[Buffer]:

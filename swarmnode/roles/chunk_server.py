@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 REQUESTS_PER_PEER = 16  # open at once; answered one after the other, so that a peer costs one chunk of memory
 PEERS_AT_ONCE = 64  # with open requests; more are told to come back
 BUSY_RETRY_S = 2.0
-SLOWEST_BYTES_PER_S = 32 * 1024  # of a link with files: a slow uplink takes its time for a chunk
 
 
 @dataclass(frozen=True)
@@ -166,5 +165,5 @@ class ChunkServer:
 
 
 def weights_link(config: LinkConfig, max_payload_bytes: int) -> LinkConfig:
-    """The link's configuration where weights travel: bounded answers, patience with slow uplinks."""
-    return replace(config, max_payload_bytes=max_payload_bytes, slowest_bytes_per_s=SLOWEST_BYTES_PER_S)
+    """The link's configuration where weights travel: bounded answers."""
+    return replace(config, max_payload_bytes=max_payload_bytes)

@@ -166,7 +166,7 @@ async def test_a_peer_that_hangs_is_reported() -> None:
     await edge.open(stage)
     edge.world.hang(stage.peer)
     edge.hop.send(entry(0))
-    await asyncio.sleep(LinkConfig().max_silence_s)
+    await asyncio.sleep(LinkConfig().heartbeat.max_silence_s)
     assert [type(fault) for fault in edge.faults] == [PeerLost]
 
 

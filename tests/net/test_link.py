@@ -25,6 +25,8 @@ def now_s() -> float:
 
 
 CONFIG = LinkConfig(clock=now_s)
+HEARTBEAT = CONFIG.heartbeat
+MEBIBYTE = 1 << 20
 
 
 def nothing(_frame: Frame, _body: Body) -> None:
@@ -356,7 +358,7 @@ async def test_a_hanging_peer_is_found_soon_where_answers_are_expected() -> None
     link = await pair.open()
     link.busy = True
     pair.world.hang(pair.bob.peer_id)
-    assert CONFIG.min_silence_s <= await run_until_lost(link) <= 2.0
+    assert HEARTBEAT.min_silence_s <= await run_until_lost(link) <= 2.0
 
 
 @in_virtual_time
@@ -375,7 +377,7 @@ async def test_silence_counts_from_when_something_is_expected() -> None:
     await asyncio.sleep(8)
     pair.world.hang(pair.bob.peer_id)
     link.busy = True
-    assert 8 + CONFIG.min_silence_s <= await running <= 8 + 2.0
+    assert 8 + HEARTBEAT.min_silence_s <= await running <= 8 + 2.0
 
 
 @in_virtual_time
@@ -420,6 +422,65 @@ async def test_a_slow_uplink_is_no_hanging_peer() -> None:
     assert link.rtt_s is not None and link.rtt_s < 0.1  # pings that queued behind the payload are forgotten
     await link.close()
     await running
+
+
+@pytest.mark.parametrize("kib_per_s", [32, 128, 10_000_000])
+@in_virtual_time
+async def test_a_hanging_peer_is_found_soon_whatever_was_sent_before(kib_per_s: int) -> None:
+    pair = Pair(Path(latency_s=0.02, bytes_per_s=kib_per_s * 1024))
+    link = await pair.open()
+    link.busy = True
+    running = asyncio.ensure_future(run_until_lost(link))
+    link.send(Chunk(), channel=1, payload=[bytes(64 * MEBIBYTE)])
+    await asyncio.sleep(30)
+    assert not running.done(), "it takes in what it can"
+    pair.world.hang(pair.bob.peer_id)
+    assert await running <= 30 + 3.0
+
+
+@pytest.mark.parametrize("slept_s", [0.1, 5.0, 20.0])
+@in_virtual_time
+async def test_a_peer_that_hangs_while_it_sends_is_found_as_soon(slept_s: float) -> None:
+    pair = Pair(Path(latency_s=0.02, bytes_per_s=128 * 1024))
+    link = await pair.open()
+    link.busy = True
+    running = asyncio.ensure_future(run_until_lost(link))
+    await asyncio.sleep(0.1)
+    pair.there.result().send(Chunk(), channel=1, payload=[bytes(64 * MEBIBYTE)])
+    await asyncio.sleep(slept_s)
+    pair.world.hang(pair.bob.peer_id)
+    assert await running <= 0.1 + slept_s + 3.0
+
+
+@in_virtual_time
+async def test_large_frames_both_ways_over_a_slow_link_arrive() -> None:
+    pair = Pair(Path(latency_s=0.02, bytes_per_s=128 * 1024))  # 1 Mbit/s
+    arrived: list[str] = []
+    link = await pair.open(lambda _frame, _body: arrived.append("there"))
+    link.busy = pair.there.result().busy = True
+    running = asyncio.ensure_future(link.run(lambda _frame, _body: arrived.append("here")))
+    link.send(Chunk(), channel=1, payload=[bytes(64 * MEBIBYTE)])
+    pair.there.result().send(Chunk(), channel=1, payload=[bytes(32 * MEBIBYTE)])
+    await asyncio.sleep(520)
+    assert arrived == ["here", "there"] and not running.done()
+    assert link.rtt_s is not None and link.rtt_s < 0.1, "what queued behind the payload measured the payload"
+    await link.close()
+    await running
+
+
+@in_virtual_time
+async def test_the_wait_for_a_large_frame_is_no_round_trip() -> None:
+    """Else the deadline would follow it, and a peer that hangs afterwards would be found late."""
+    pair = Pair(Path(latency_s=0.02, bytes_per_s=MEBIBYTE))
+    link = await pair.open()
+    link.busy = True
+    running = asyncio.ensure_future(run_until_lost(link))
+    await asyncio.sleep(1)
+    for _ in range(5):
+        link.send(Chunk(), channel=1, payload=[bytes(8 * MEBIBYTE)])
+        await asyncio.sleep(10)
+    assert link.silence_limit_s == HEARTBEAT.min_silence_s
+    running.cancel()
 
 
 @in_virtual_time

@@ -104,18 +104,17 @@ async def test_what_the_pace_keeps_back_is_no_silence_of_the_peer(rate_bps: floa
 
 @in_virtual_time
 async def test_a_peer_that_hangs_is_found_behind_a_slow_pace() -> None:
-    """Soon after the last byte that the pace let out, however long that took."""
+    """Soon, however much the pace still keeps back."""
     pair = Pair(Path(latency_s=0.02))
     await pair.serve()
     config = replace(CONFIG, pace=Pace(1e6, clock=now_s))
     link = await Link.connect(pair.alice, pair.bob.peer_id, "/test/link/1", HELLO, config=config)
     link.busy = True
     pair.world.hang(pair.bob.peer_id)
-    link.send(Ready(0), channel=1, payload=[bytes(MEGABYTE)])  # 8 s
+    link.send(Ready(0), channel=1, payload=[bytes(8 * MEGABYTE)])  # 64 s
     with pytest.raises(PeerLost, match="hangs: silent for"):
         await link.run(lambda _frame, _body: None)
-    on_the_way_s = MEGABYTE / CONFIG.slowest_bytes_per_s
-    assert now_s() <= 8.0 + CONFIG.min_silence_s + on_the_way_s + 1.0
+    assert now_s() <= 3.0
 
 
 @in_virtual_time

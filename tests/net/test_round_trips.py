@@ -53,6 +53,21 @@ def test_of_pings_that_overtake_their_answers_the_first_is_timed(clock: Clock) -
     assert trips.pong(first) is None, "an answer counts once"
 
 
+def test_behind_a_large_payload_only_a_shorter_time_counts(clock: Clock) -> None:
+    trips = RoundTrips(clock)
+    answered(trips, clock, 0.1)
+    for takes_s, known_s in [(2.0, 0.1), (0.06, 0.06)]:
+        number = trips.ping(queued_bytes=1 << 20)
+        clock.now_s += takes_s
+        trips.pong(number)
+        assert trips.rtt_s == pytest.approx(known_s)
+    trips.ping()
+    trips.ping(queued_bytes=1 << 20)  # not timed; the next one may queue behind the same payload
+    clock.now_s += 0.05
+    trips.pong(trips._timed_ping)
+    assert answered(trips, clock, 2.0) is None and trips.rtt_s == pytest.approx(0.05)
+
+
 def test_numbers_fit_into_a_frame(clock: Clock) -> None:
     trips = RoundTrips(clock)
     trips._ping = MAX_SEQ
