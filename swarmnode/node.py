@@ -151,7 +151,8 @@ class Node:
         try:
             await prober.start(presence.directory.peers)
             assert presence.swarm.manifest is not None
-            probe = partial(Hardware.probe, trains=presence.swarm.manifest.mode == TRAIN)
+            trains = presence.swarm.manifest.mode == TRAIN
+            probe = partial(Hardware.probe, trains=trains, host=presence.link_config.ledger)
             hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
             machine = hardware.machine(self.config.presence.home)
             self._tell("machine", f"This machine: {hardware.device}, {machine['cpu_cores']} cores", **machine)

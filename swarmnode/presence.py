@@ -317,6 +317,7 @@ class Presence:
 
     def readings(self) -> Readings:
         """What Prometheus may know of the swarm as this peer sees it."""
+        yield from self.link_config.ledger.readings()
         peers = self.directory.peers().values()
         own = self.directory.own
         lives = Counter(peer.life for peer in peers)

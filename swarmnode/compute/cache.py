@@ -12,9 +12,10 @@ from typing import TypeVar
 
 import torch
 
+from swarmnode.compute.cache_budget import CacheBudget, Claim, OutOfCache
 from swarmnode.compute.cohort import CachedSession, Cohort, regroup
 from swarmnode.compute.span import Span
-from swarmnode.errors import SwarmnodeError
+from swarmnode.ledger import MemoryLedger
 
 GROW_COLUMNS = 64  # buffers grow by at least this and by a quarter
 SMALL_COLUMNS = 128  # below it, padding costs less than another pass
@@ -24,24 +25,18 @@ MAX_LAG = 16  # steps that a cohort goes on with a stand-in for an absent member
 SessionId = TypeVar("SessionId", bound=Hashable)
 
 
-class OutOfCache(SwarmnodeError):
-    """The cache budget has no room for the session. When to ask again is the caller's to say."""
-
-
 class CachePool:
     """Caches of the sessions of one span. Used from the compute thread only."""
 
-    def __init__(self, span: Span, budget_bytes: int) -> None:
+    def __init__(self, span: Span, limit_bytes: int, ledger: MemoryLedger | None = None) -> None:
         self.span = span
-        self.budget_bytes = budget_bytes
         self.sessions: dict[Hashable, CachedSession] = {}
-        layers = max(len(span.layers_of(span.start, span.end)), 1)
-        self.usable_bytes = budget_bytes * layers // (layers + 1)  # regrouping holds one layer twice
+        self.budget = CacheBudget(limit_bytes, len(span.layers_of(span.start, span.end)), ledger)
 
     def __repr__(self) -> str:
         return (
             f"CachePool({len(self.sessions)} sessions, {self.reserved_bytes / 1e6:.1f} of "
-            f"{self.usable_bytes / 1e6:.1f} MB reserved, {self.allocated_bytes / 1e6:.1f} MB allocated)"
+            f"{self.budget.usable_bytes / 1e6:.1f} MB reserved, {self.allocated_bytes / 1e6:.1f} MB allocated)"
         )
 
     @property
@@ -59,34 +54,26 @@ class CachePool:
         """What buffers take now."""
         return sum(self._bytes(cohort.members[0], cohort.rows * cohort.capacity) for cohort in self.cohorts)
 
-    @property
-    def free_bytes(self) -> int:
-        """What another session may reserve."""
-        return self.usable_bytes - self.reserved_bytes
-
     def open(
         self, session_id: Hashable, *, rows: int, max_length: int, padding: Sequence[int] = (), layers: range
     ) -> CachedSession:
         """Reserve room for a session. Raises OutOfCache where the budget has none."""
         session = CachedSession(rows, max_length, padding, layers)
-        needed_bytes = self._bytes(session, rows * max_length)
-        if needed_bytes > self.free_bytes:
-            raise OutOfCache(
-                f"a session of {rows} x {max_length} positions needs {needed_bytes / 1e6:.1f} MB of cache, "
-                f"{max(self.free_bytes, 0) / 1e6:.1f} MB of {self.usable_bytes / 1e6:.1f} MB are free"
-            )
+        self.budget.claim(Claim.RESERVED, self.reserved_bytes + self._bytes(session, rows * max_length))
         self.sessions[session_id] = session
         return session
 
     def close(self, session_id: Hashable) -> None:
         """Free a session. An unknown one is no error."""
         session = self.sessions.pop(session_id, None)
-        if session is None or session.cohort is None:
+        if session is None:
             return
-        rest = [member for member in session.cohort.members if member is not session]
-        if rest:
-            regroup([(rest, capacity_for(rest, 1))], self.span.device)
-        session.cohort = None
+        cohort, session.cohort = session.cohort, None
+        rest = [] if cohort is None else [member for member in cohort.members if member is not session]
+        if cohort is not None and rest:
+            regroup([(rest, min(cohort.capacity, capacity_for(rest, 1)))], self.span.device)
+        self.budget.claim(Claim.RESERVED, self.reserved_bytes)
+        self.budget.claim(Claim.ALLOCATED, self.allocated_bytes)
 
     def truncate(self, session_id: Hashable, length: int) -> None:
         """Forget the positions from `length` on."""
@@ -97,7 +84,7 @@ class CachePool:
             return
         cohort = session.cohort
         if cohort is not None and len(cohort.members) > 1:
-            cohort = self._regroup([session], capacity_for([session], 1))
+            cohort = self._regroup([session], min(cohort.capacity, capacity_for([session], 1)))
         if cohort is not None:
             cohort.end = length
         session.length = length
@@ -147,16 +134,22 @@ class CachePool:
         for cohort in self.cohorts:
             if len(cohort.members) > 1:
                 regroup([([member], member.length) for member in cohort.members], self.span.device)
-        return [self._regroup([member], capacity_for([member], count)) for member in members]
+        cohorts = [self._regroup([member], capacity_for([member], count)) for member in members]
+        self.budget.claim(Claim.ALLOCATED, self.allocated_bytes)
+        return cohorts
 
     def _fits(self, members: Sequence[CachedSession], capacity: int) -> bool:
-        """Whether a cohort of these members, and what it leaves behind, stay within the usable bytes."""
+        """Whether there is room for a cohort of these members, beside what it leaves behind; the room is then claimed."""
         touched = {id(member.cohort): member.cohort for member in members if member.cohort is not None}
         before = sum(self._bytes(old.members[0], old.rows * old.capacity) for old in touched.values())
         after = self._bytes(members[0], capacity * sum(member.rows for member in members))
         for rest in self._left_behind(members):
             after += self._bytes(rest[0], capacity_for(rest, 1) * sum(member.rows for member in rest))
-        return self.allocated_bytes - before + after <= self.usable_bytes
+        try:
+            self.budget.claim(Claim.ALLOCATED, self.allocated_bytes - before + after)
+        except OutOfCache:
+            return False
+        return True
 
     def _left_behind(self, members: Sequence[CachedSession]) -> list[list[CachedSession]]:
         """The other members of the cohorts that these members leave, per cohort."""

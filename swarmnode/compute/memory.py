@@ -67,9 +67,14 @@ def units_that_fit(sizes: UnitSizes, limit_bytes: int, cache_tokens: int, *, sta
     return count
 
 
+def reserve_bytes(limit_bytes: int) -> int:
+    """Of a memory limit, what is kept for the passes that run."""
+    return min(limit_bytes, max(BUFFER_BYTES, int(limit_bytes * BUFFER_SHARE)))
+
+
 def usable_bytes(limit_bytes: int) -> int:
     """Of a memory limit, what weights and caches may take."""
-    return max(0, limit_bytes - max(BUFFER_BYTES, int(limit_bytes * BUFFER_SHARE)))
+    return limit_bytes - reserve_bytes(limit_bytes)
 
 
 def limit_bytes_for(need_bytes: int) -> int:

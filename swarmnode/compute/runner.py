@@ -17,6 +17,7 @@ from swarmnode.compute.cohort import CachedSession, Cohort
 from swarmnode.compute.span import Span
 from swarmnode.compute.throttle import Throttle
 from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.ledger import MemoryLedger
 
 WANT_NOTHING, WANT_LAST, WANT_ALL = 0, 1, 2
 
@@ -63,11 +64,13 @@ class _Opened:
 class StageRunner:
     """The sessions of one span and their passes through it."""
 
-    def __init__(self, span: Span, config: RunnerConfig, throttle: Throttle | None = None) -> None:
+    def __init__(
+        self, span: Span, config: RunnerConfig, throttle: Throttle | None = None, ledger: MemoryLedger | None = None
+    ) -> None:
         self.span = span
         self.config = config
         self._throttle = throttle or Throttle()
-        self.pool = CachePool(span, config.cache_bytes)
+        self.pool = CachePool(span, config.cache_bytes, ledger)
         self._sessions: dict[Hashable, _Opened] = {}
 
     def __repr__(self) -> str:
@@ -105,7 +108,7 @@ class StageRunner:
             self.pool.close(session_id)
 
     def reservation_bytes(self, positions: int, start: int, end: int) -> int:
-        """What a session of so many positions (over all rows) over units [start, end) reserves of `pool.usable_bytes`."""
+        """What a session of so many positions (over all rows) over units [start, end) takes of `pool.budget`."""
         elements = sum(self.span.family.cache_elements_per_token(unit) for unit in range(start, end))
         return elements * self.span.dtype.itemsize * positions
 

@@ -22,6 +22,7 @@ from swarmnode.codec.messages import (
     encode_body,
 )
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError, refusal
+from swarmnode.ledger import MemoryLedger
 from swarmnode.net.gate import OPEN_GATE, Gate
 from swarmnode.net.gauge import MEASURED_BYTES, Gauge
 from swarmnode.net.heartbeat import Heartbeat, HeartbeatConfig
@@ -48,6 +49,7 @@ class LinkConfig:
     soundings: Soundings = field(default_factory=Soundings)  # what the node's links measure, all together
     traffic: Traffic = field(default_factory=Traffic)  # of all the node's links together
     gate: Gate = OPEN_GATE  # of all the node's links together
+    ledger: MemoryLedger = field(default_factory=MemoryLedger)  # of the host: payloads that came in, journals
     clock: Callable[[], float] = time.perf_counter  # for round trips: uvloop's own has milliseconds only
 
 

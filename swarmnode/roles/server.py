@@ -6,12 +6,15 @@ import asyncio
 import itertools
 import logging
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Attach, Body, Error, Hello, Mode, Open
 from swarmnode.codec.trace_messages import trace_id
+from swarmnode.compute.cache_budget import Claim, OutOfCache
 from swarmnode.config import ServerConfig
 from swarmnode.errors import ErrorCode, PeerError
+from swarmnode.ledger import Account, Full, Reservation
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.interfaces import Network, PeerId
@@ -20,12 +23,20 @@ from swarmnode.net.switchboard import Channel, Switchboard
 from swarmnode.roles.client import SESSION_PROTOCOL
 from swarmnode.roles.experience import Experience
 from swarmnode.roles.meters import SERVE, cause_of
-from swarmnode.roles.session import StageSession, shape_of, units_of
+from swarmnode.roles.session import StageSession, journal_bytes, shape_of, units_of
 from swarmnode.roles.trace_log import SessionTrace, TraceLog
 from swarmnode.roles.trace_server import TraceServer
 from swarmnode.roles.worker import Job, Worker
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SessionMemory:
+    """What a session was promised: bytes of KV cache, and room for what is kept to be sent again."""
+
+    cache_bytes: int
+    journal: Reservation
 
 
 class StageServer:
@@ -48,7 +59,8 @@ class StageServer:
         self._worker = worker
         self._runner = worker.runner
         self._sessions: dict[bytes, StageSession] = {}
-        self._reserved: dict[int, int] = {}  # cache bytes, by session key
+        self._memory: dict[int, SessionMemory] = {}  # by session key
+        self._ledger = link_config.ledger
         self._early: OrderedDict[bytes, list[tuple[Channel, Attach]]] = OrderedDict()
         self._keys = itertools.count()
         self._refusals: Counter[ErrorCode] = Counter()
@@ -76,12 +88,12 @@ class StageServer:
     def readings(self) -> Readings:
         """What the sessions do here and take, and what was refused."""
         span = self._worker.meter.label
-        usable_bytes = self._runner.pool.usable_bytes
+        budget = self._runner.pool.budget
         yield from self._worker.meter.readings()
         yield Reading(table.QUEUE, self._worker.queued, (span, SERVE))
         yield Reading(table.SESSIONS, self.load, (span,))
-        yield Reading(table.CACHE_SIZE, usable_bytes, (span,))
-        yield Reading(table.CACHE_RESERVED, usable_bytes - self.free_cache_bytes, (span,))
+        yield Reading(table.CACHE_SIZE, budget.usable_bytes, (span,))
+        yield Reading(table.CACHE_RESERVED, budget.claimed(Claim.PROMISED), (span,))
         for code in ErrorCode:
             yield Reading(table.REFUSALS, self._refusals[code], (span, cause_of(code)))
 
@@ -125,7 +137,8 @@ class StageServer:
         """A session gives back its place."""
         if self._sessions.get(session.id) is session:
             del self._sessions[session.id]
-            del self._reserved[session.key]
+            self._memory.pop(session.key).journal.release()
+            self._promise()
             self._traces.keep(session.trace_id, session.trace)
             self._worker.forget(session.key)
         if not self._sessions:
@@ -185,26 +198,44 @@ class StageServer:
         )
 
     def _admit(self, key: int, body: Open) -> Error | None:
-        """Reserve cache for a new session: it can then never fail half-way for want of memory."""
+        """Reserve memory for a new session: it can then never fail half-way for want of it."""
         if self._draining:
             return Error(ErrorCode.DRAINING)
         start, end = units_of(body)
-        needed_bytes = self._runner.reservation_bytes(body.rows * body.max_length, start, end)
-        if needed_bytes > self._runner.pool.usable_bytes:
+        cache_bytes = self._runner.reservation_bytes(body.rows * body.max_length, start, end)
+        if cache_bytes > self._runner.pool.budget.usable_bytes:
             return Error(ErrorCode.TOO_LARGE)
-        while needed_bytes > self.free_cache_bytes:
+        while not self._reserve(key, cache_bytes, journal_bytes(body, self.hidden_size)):
             orphan = next((session for session in self._sessions.values() if session.orphaned), None)
             if orphan is None:
                 return Error(ErrorCode.BUSY, retry_s=self.config.retry_s)
             orphan.free()
-        self._reserved[key] = needed_bytes
         self._worker.open(key, rows=body.rows, max_length=body.max_length, padding=body.padding, start=start, end=end)
         return None
+
+    def _reserve(self, key: int, cache_bytes: int, journal_bytes: int) -> bool:
+        """Whether there is room for a session; it is reserved then."""
+        try:
+            journal = self._ledger.reserve(Account.JOURNALS, journal_bytes)
+        except Full:
+            return False
+        self._memory[key] = SessionMemory(cache_bytes, journal)
+        try:
+            self._promise()
+        except OutOfCache:
+            self._memory.pop(key).journal.release()
+            return False
+        return True
+
+    def _promise(self) -> None:
+        """Tell the budget what all sessions were promised. Raises OutOfCache where that is too much."""
+        promised_bytes = sum(memory.cache_bytes for memory in self._memory.values())
+        self._runner.pool.budget.claim(Claim.PROMISED, promised_bytes)
 
     @property
     def free_cache_bytes(self) -> int:
         """Cache that new sessions may reserve."""
-        return self._runner.pool.usable_bytes - sum(self._reserved.values())
+        return self._runner.pool.budget.free_bytes
 
     def _attach(self, channel: Channel, body: Attach) -> None:
         session = self._sessions.get(body.session)

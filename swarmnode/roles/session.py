@@ -37,6 +37,8 @@ from swarmnode.roles.worker import Forward, Job, Pass, Result, Return, Sample
 
 log = logging.getLogger(__name__)
 
+WIDEST_BYTES = 4  # per element, whatever the codec
+ENTRY_BYTES = 768  # of Python's objects around one entry of a journal, and one output
 IDS_INFO = TensorInfo(Codec.NONE, DType.INT64, (1, 1))
 
 
@@ -69,6 +71,13 @@ def units_of(opened: Open) -> tuple[int, int]:
     """The units [start, end) that the receiver of an OPEN computes."""
     hop = opened.route[opened.index]
     return hop.start, hop.end
+
+
+def journal_bytes(opened: Open, hidden_size: int) -> int:
+    """The most that a session comes to keep here for sending it again: at its last hop outputs, else what the next hop got."""
+    last = opened.index + 1 == len(opened.route)
+    row_bytes = 0 if last and opened.mode == Mode.RING else WIDEST_BYTES * hidden_size
+    return opened.max_length * (ENTRY_BYTES + opened.rows * row_bytes)
 
 
 def shape_of(opened: Open) -> tuple[object, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from swarmnode.compute.memory import (
     cache_tokens_that_fit,
     describe_fit,
     format_bytes,
+    reserve_bytes,
     training_sizes,
     unit_sizes,
     units_that_fit,
@@ -30,6 +32,7 @@ from swarmnode.compute.speed import PREFILL_POSITIONS, measure_serving
 from swarmnode.compute.throttle import Throttle
 from swarmnode.config import StageConfig
 from swarmnode.errors import LocalError, UsageError
+from swarmnode.ledger import Account, MemoryLedger, Reservation
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.plan.view import Span as Units
@@ -55,6 +58,7 @@ class Hardware:
     sizes: UnitSizes
     config: StageConfig
     trains: bool = False
+    ledger: MemoryLedger = field(default_factory=MemoryLedger, compare=False)  # of the device
 
     def __repr__(self) -> str:
         return (
@@ -62,8 +66,13 @@ class Hardware:
         )
 
     @classmethod
-    def probe(cls, checkpoint: Checkpoint, config: StageConfig, *, trains: bool = False) -> Hardware:
-        """Raises LocalError where the device is not here, CheckpointError where the model cannot be split."""
+    def probe(
+        cls, checkpoint: Checkpoint, config: StageConfig, *, trains: bool = False, host: MemoryLedger | None = None
+    ) -> Hardware:
+        """Find out, and give the ledger of the `host`, which is the device's own where that is the CPU, its limit.
+
+        Raises LocalError where the device is not here, CheckpointError where the model cannot be split.
+        """
         if trains and (config.quantize != "none" or config.dtype not in ("auto", "float32")):
             raise UsageError("training keeps its weights in float32: leave --quantize and --dtype alone")
         if config.quantize not in ("none", *QUANTIZED_BYTES):
@@ -73,7 +82,8 @@ class Hardware:
         dtype = torch.float32 if trains else choose_dtype(config.dtype, checkpoint, device)
         sizes = training_sizes(checkpoint) if trains else unit_sizes(checkpoint, dtype=dtype, quantize=config.quantize)
         memory_bytes = config.memory_bytes or int(device.free_bytes * MEMORY_SHARE)
-        hardware = cls(device, dtype, config.quantize, memory_bytes, sizes, config, trains)
+        ledger = _ledger_of(device, memory_bytes, host or MemoryLedger())
+        hardware = cls(device, dtype, config.quantize, memory_bytes, sizes, config, trains, ledger)
         if hardware.capacity_units == 0:
             raise LocalError(
                 f"{memory_bytes / 1e6:.0f} MB are not enough for one unit of this model "
@@ -163,6 +173,15 @@ class Hardware:
         return describe_fit(self.sizes, units.start, units.end, self.cache_tokens(units))
 
 
+def _ledger_of(device: Device, memory_bytes: int, host: MemoryLedger) -> MemoryLedger:
+    """The device's ledger; from now on both have their limits."""
+    if device.shared:
+        host.limit_bytes = memory_bytes
+        return host
+    host.limit_bytes = int(probe_device("cpu").free_bytes * MEMORY_SHARE)
+    return MemoryLedger(memory_bytes, name="device")
+
+
 def windows(units: int, count: int) -> list[Units]:
     """All spans of `count` units."""
     return [Units(start, start + count) for start in range(units - count + 1)]
@@ -182,8 +201,16 @@ def choose_dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> torch.d
 class Stage:
     """A loaded span, its compute thread and its server. Made by `load`, ended by `close`."""
 
-    def __init__(self, runner: StageRunner, worker: Worker, server: StageServer, capability: Capability) -> None:
+    def __init__(
+        self,
+        runner: StageRunner,
+        worker: Worker,
+        server: StageServer,
+        capability: Capability,
+        memory: Sequence[Reservation],
+    ) -> None:
         self._runner = runner
+        self._memory = memory
         self._worker = worker
         self._server = server
         self._capability = capability
@@ -195,24 +222,33 @@ class Stage:
     @classmethod
     async def load(cls, presence: Presence, checkpoint: Checkpoint, hardware: Hardware, units: Units) -> Stage:
         """Load a span whose weights are here, measure it, and serve. Raises CheckpointError, LocalError."""
-        span = await asyncio.to_thread(
-            load_span,
-            checkpoint,
-            units.start,
-            units.end,
-            device=hardware.device.torch_device,
-            dtype=hardware.dtype,
-            quantize=hardware.quantize,
-        )
-        return await cls.serve(presence, span, hardware)
+        weights = hardware.ledger.count(Account.WEIGHTS, hardware.sizes.need_bytes(units.start, units.end, 0))
+        try:
+            span = await asyncio.to_thread(
+                load_span,
+                checkpoint,
+                units.start,
+                units.end,
+                device=hardware.device.torch_device,
+                dtype=hardware.dtype,
+                quantize=hardware.quantize,
+            )
+            weights.count(span.weight_bytes)  # tied ones are here once
+            return await cls.serve(presence, span, hardware, weights)
+        except BaseException:
+            weights.release()
+            raise
 
     @classmethod
-    async def serve(cls, presence: Presence, span: Span, hardware: Hardware) -> Stage:
-        """Serve a span that is loaded."""
+    async def serve(
+        cls, presence: Presence, span: Span, hardware: Hardware, weights: Reservation | None = None
+    ) -> Stage:
+        """Serve a span that is loaded, and whose `weights` are in the ledger, if they are its own."""
+        passes = hardware.ledger.count(Account.ACTIVATIONS, reserve_bytes(hardware.memory_bytes))
         per_token = max(1, span.cache_bytes_per_token)
         throttle = Throttle(hardware.config.throttle_units_per_s or math.inf)
         cache_bytes = hardware.cache_tokens(Units(span.start, span.end)) * per_token
-        runner = StageRunner(span, RunnerConfig(cache_bytes=cache_bytes), throttle)
+        runner = StageRunner(span, RunnerConfig(cache_bytes=cache_bytes), throttle, hardware.ledger)
         worker = Worker(
             runner, chunk_tokens=hardware.config.server.prefill_chunk_tokens, threads=hardware.config.threads
         )
@@ -231,8 +267,9 @@ class Stage:
             await server.start()
         except BaseException:
             await worker.close()
+            passes.release()
             raise
-        return cls(runner, worker, server, capability)
+        return cls(runner, worker, server, capability, [passes] if weights is None else [passes, weights])
 
     @property
     def bound(self) -> bool:
@@ -269,3 +306,6 @@ class Stage:
         """Free everything."""
         await self._server.close()
         await self._worker.close()
+        self._runner.pool.budget.close()
+        for reservation in self._memory:
+            reservation.release()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarmnode.compute.cache import CachePool, OutOfCache, capacity_for, partition_by_length
+from swarmnode.compute.cache import CachePool, capacity_for, partition_by_length
+from swarmnode.compute.cache_budget import OutOfCache
 from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.cohort import CachedSession, Cohort
 from swarmnode.compute.span import load_span
@@ -125,7 +126,7 @@ def test_the_budget_holds_whatever_happens(span):
     budget = 3 * 200 * PER_TOKEN * 3 // 2  # two layers: a third is kept for regrouping
     pool = CachePool(span, budget)
     sessions = [open_session(pool, name, 200) for name in "abc"]
-    assert pool.free_bytes == 0
+    assert pool.reserved_bytes == pool.budget.usable_bytes
     with pytest.raises(OutOfCache):
         open_session(pool, "d", 1)
     fill(pool, sessions[0], 150, 1.0)
@@ -137,7 +138,7 @@ def test_the_budget_holds_whatever_happens(span):
             for layer in LAYERS:
                 cohort.update(states, -states, layer)
             cohort.advance(1)
-            assert pool.allocated_bytes <= pool.usable_bytes
+            assert pool.allocated_bytes <= pool.budget.usable_bytes
     pool.close("a")
     assert open_session(pool, "d", 200)
 

@@ -232,7 +232,7 @@ def test_sessions_that_cannot_be_are_refused(runner):
     with pytest.raises(ProtocolError) as caught:
         runner.open("a", rows=1, max_length=8, start=3, end=9)
     assert caught.value.code == ErrorCode.WRONG_SPAN
-    with pytest.raises(OutOfCache, match="positions needs"):
+    with pytest.raises(OutOfCache, match="of cache would be reserved"):
         runner.open("a", rows=1, max_length=1 << 30)
     assert "a" not in runner
 

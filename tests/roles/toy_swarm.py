@@ -10,13 +10,16 @@ import asyncio
 import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from swarmnode.codec.messages import VERSION, Hello, HopSpec, Want
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.compute.cache_budget import CacheBudget
 from swarmnode.config import ClientConfig, ServerConfig
 from swarmnode.errors import NoRoute
+from swarmnode.ledger import MemoryLedger
 from swarmnode.net.fake import FakeWorld, Path
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.link import LinkConfig
@@ -73,7 +76,7 @@ class ToyWorker:
     def __init__(self, start: int, end: int, cache_bytes: int) -> None:
         self.runner: Any = SimpleNamespace(
             span=SimpleNamespace(start=start, end=end, hidden_size=1),
-            pool=SimpleNamespace(usable_bytes=cache_bytes),
+            pool=SimpleNamespace(budget=CacheBudget(2 * cache_bytes, 1)),
             reservation_bytes=lambda tokens, start, end: tokens * (end - start),
         )
         self.meter = StageMeter(Span(start, end), SERVE)
@@ -125,7 +128,9 @@ class Volunteer:
         self.network = world.join()
         self.peer = self.network.peer_id
         self.worker = ToyWorker(start, end, cache_bytes)
-        self.server = StageServer(self.network, HELLO, self.worker, config, link_config())  # type: ignore[arg-type]
+        self.ledger = MemoryLedger()
+        link = replace(link_config(), ledger=self.ledger)
+        self.server = StageServer(self.network, HELLO, self.worker, config, link)  # type: ignore[arg-type]
 
 
 class ToyRouter(Router):
