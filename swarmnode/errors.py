@@ -68,6 +68,10 @@ class LocalError(SwarmnodeError):
     """This machine cannot: disk full, port in use, no such device, not enough memory."""
 
 
+class ExecutorDied(LocalError):
+    """The thread that computes has ended, as after a fault of the device: this process cannot go on computing."""
+
+
 class CheckpointError(LocalError):
     """A checkpoint cannot be used: missing, truncated or tampered files, or a model that cannot be split."""
 

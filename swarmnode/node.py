@@ -17,6 +17,7 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from swarmnode.compute.executor import Executor
 from swarmnode.config import StageConfig
 from swarmnode.errors import UsageError
 from swarmnode.metrics import table
@@ -91,6 +92,7 @@ class Node:
         self._swarm = swarm
         self._tell = tell
         self._presence: Presence | None = None
+        self._executor: Executor | None = None
         self._stage: Stage | Post | None = None
         self._moves = 0
 
@@ -108,15 +110,19 @@ class Node:
     async def run(self, stop: asyncio.Event) -> None:
         """Live until `stop` is set, then let the sessions move away and leave.
 
-        Raises LocalError, NetworkDown, CheckpointError, NotAdmitted.
+        Raises LocalError, NetworkDown, CheckpointError, NotAdmitted; ExecutorDied where it cannot compute any more.
         """
+        executor = self._executor = Executor(threads=self.config.stage.threads)
         heavy = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, "swarmnode.roles.stage"))
         presence = self._presence = await Presence.join(self._swarm, self.config.presence)
         living = asyncio.ensure_future(self._live(presence, heavy))
         stopped = asyncio.ensure_future(stop.wait())
         turned_away = asyncio.ensure_future(presence.wait_turned_away())
         try:
-            await asyncio.wait({living, stopped, turned_away}, return_when=asyncio.FIRST_COMPLETED)
+            endings: set[asyncio.Future[Any]] = {living, stopped, turned_away, executor.died}
+            await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+            if executor.died.done():
+                raise executor.died.result()
             for ended in (living, turned_away):
                 if ended.done():
                     ended.result()
@@ -127,6 +133,7 @@ class Node:
             await asyncio.gather(living, stopped, turned_away, heavy, return_exceptions=True)
             if self._stage is not None:
                 await self._stage.close()
+            await executor.close()
             await presence.close()
 
     async def _live(self, presence: Presence, heavy: asyncio.Future[ModuleType]) -> None:
@@ -218,13 +225,14 @@ class Node:
 
     async def _load(self, presence: Presence, checkpoint: Checkpoint, hardware: Hardware, span: Span) -> Stage | Post:
         """What this swarm's volunteers do with their units."""
+        assert self._executor is not None
         if not hardware.trains:
             from swarmnode.roles.stage import Stage
 
-            return await Stage.load(presence, checkpoint, hardware, span)
+            return await Stage.load(presence, checkpoint, hardware, span, self._executor)
         from swarmnode.roles.training.post import Post
 
-        post = await Post.load(presence, checkpoint, hardware, span)
+        post = await Post.load(presence, checkpoint, hardware, span, self._executor)
         post.listen(self._tell)
         return post
 

@@ -15,6 +15,7 @@ import torch
 
 from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.device import Device, probe_device, set_threads, usable_cores
+from swarmnode.compute.executor import Executor
 from swarmnode.compute.memory import (
     QUANTIZED_BYTES,
     UnitSizes,
@@ -199,7 +200,7 @@ def choose_dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> torch.d
 
 
 class Stage:
-    """A loaded span, its compute thread and its server. Made by `load`, ended by `close`."""
+    """A loaded span, what its sessions want computed, and its server. Made by `load`, ended by `close`."""
 
     def __init__(
         self,
@@ -220,7 +221,9 @@ class Stage:
         return f"<Stage {self._server!r}>"
 
     @classmethod
-    async def load(cls, presence: Presence, checkpoint: Checkpoint, hardware: Hardware, units: Units) -> Stage:
+    async def load(
+        cls, presence: Presence, checkpoint: Checkpoint, hardware: Hardware, units: Units, executor: Executor
+    ) -> Stage:
         """Load a span whose weights are here, measure it, and serve. Raises CheckpointError, LocalError."""
         weights = hardware.ledger.count(Account.WEIGHTS, hardware.sizes.need_bytes(units.start, units.end, 0))
         try:
@@ -234,25 +237,29 @@ class Stage:
                 quantize=hardware.quantize,
             )
             weights.count(span.weight_bytes)  # tied ones are here once
-            return await cls.serve(presence, span, hardware, weights)
+            return await cls.serve(presence, span, hardware, executor, weights)
         except BaseException:
             weights.release()
             raise
 
     @classmethod
     async def serve(
-        cls, presence: Presence, span: Span, hardware: Hardware, weights: Reservation | None = None
+        cls,
+        presence: Presence,
+        span: Span,
+        hardware: Hardware,
+        executor: Executor,
+        weights: Reservation | None = None,
     ) -> Stage:
-        """Serve a span that is loaded, and whose `weights` are in the ledger, if they are its own."""
+        """Serve a span that is loaded, and whose `weights` are in the ledger, if they are its own. Raises ExecutorDied."""
         passes = hardware.ledger.count(Account.ACTIVATIONS, reserve_bytes(hardware.memory_bytes))
         per_token = max(1, span.cache_bytes_per_token)
         throttle = Throttle(hardware.config.throttle_units_per_s or math.inf)
         cache_bytes = hardware.cache_tokens(Units(span.start, span.end)) * per_token
         runner = StageRunner(span, RunnerConfig(cache_bytes=cache_bytes), throttle, hardware.ledger)
-        worker = Worker(
-            runner, chunk_tokens=hardware.config.server.prefill_chunk_tokens, threads=hardware.config.threads
-        )
+        worker = Worker(runner, executor, chunk_tokens=hardware.config.server.prefill_chunk_tokens)
         try:
+            await worker.start()
             cache = SpeedCache(presence.config.home / SPEEDS_FILE)
             conditions = hardware.conditions(presence.swarm.id, span.end - span.start)
             capability = await worker.call(lambda: Capability.of(conditions, cache, lambda: measure_serving(runner)))

@@ -1,9 +1,10 @@
-"""The compute thread of a stage: it takes what is waiting, runs it as one batch, and hands the encoded results to the loop.
+"""What the sessions of a stage want computed: it takes what is waiting, runs it as one batch, and hands the encoded results on.
 
-    loop:    submit(job) ----------------.            .----> job.done(result)
-    thread:                collect -> schedule -> run -> postprocess
+    loop:    submit(job) ------.                             .----> job.done(result)
+    thread:                   put -> take -> decode -> run -> encode
 
-All tensors live on this thread: payloads are decoded, sampled and encoded here, never on the loop.
+The thread is the device's executor (`compute/executor.py`). All tensors live on it: payloads are decoded, sampled and encoded
+there, never on the loop.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import operator
-import queue
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ import torch
 from swarmnode.codec.messages import Sampling, Want
 from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.compress.codecs import decode, encode
+from swarmnode.compute.executor import Executor, Urgency, WorkItem, is_device_fault
 from swarmnode.compute.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, Work, is_finite
 from swarmnode.compute.runner import Result as Output
 from swarmnode.compute.sampling import sample
@@ -31,7 +32,6 @@ from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import Buffer
 from swarmnode.plan.view import Span
 from swarmnode.roles.meters import DECODE, FORWARD, PREFILL, SERVE, StageMeter
-from swarmnode.roles.way_back import WayBack
 
 if TYPE_CHECKING:
     from swarmnode.compute.runner import StageRunner
@@ -119,27 +119,40 @@ OnLonePass = Callable[[str, int, int, float], None]
 """(phase, positions, units, seconds) of a pass of one session alone; called on the compute thread"""
 
 
+class _Batch(WorkItem):
+    """Jobs of several sessions that go through the model together."""
+
+    def __init__(self, jobs: Sequence[Job], run: Callable[[Sequence[Job]], None]) -> None:
+        owner = f"session {jobs[0].session}" if len(jobs) == 1 else f"{len(jobs)} sessions"
+        super().__init__(jobs[0].phase, urgency=Urgency.FORWARD, owner=owner, size=sum(job.count for job in jobs))
+        self._jobs = jobs
+        self._run = run
+
+    def run(self) -> None:
+        with torch.inference_mode():
+            self._run(self._jobs)
+
+    def abandon(self, error: Exception) -> None:
+        _give_up(self._jobs)
+
+
 class Worker:
-    """Owns the compute thread. Every method but the constructor's callbacks is called from the loop.
+    """What sessions want computed on one span: a source of work for the device's executor.
 
     A decode step is a job of one position; steps of all sessions that wait are run together. Prompt chunks (longer jobs)
     are run one at a time, in turn with the decode steps, so that neither starves the other.
     """
 
-    def __init__(self, runner: StageRunner, *, chunk_tokens: int = 256, threads: int | None = None) -> None:
+    def __init__(self, runner: StageRunner, executor: Executor, *, chunk_tokens: int = 256) -> None:
         self.runner = runner
+        self._executor = executor
         self._chunk_tokens = chunk_tokens
-        self._threads = threads
-        self._inbox: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: dict[int, deque[Job]] = {}
         self._prefill_next = False
-        self._way_back = WayBack()
-        self._thread = threading.Thread(target=self._run, name="swarmnode-compute", daemon=True)
         self.steps = 0
         self.positions = 0
         self.on_lone_pass: OnLonePass = lambda _phase, _positions, _units, _seconds: None
         self.meter = StageMeter(Span(runner.span.start, runner.span.end), SERVE)
-        self._thread.start()
 
     def __repr__(self) -> str:
         return f"<Worker {self.runner!r} after {self.steps} passes, {len(self._waiting)} sessions waiting>"
@@ -147,21 +160,23 @@ class Worker:
     @property
     def queued(self) -> int:
         """Jobs that wait."""
-        return self._inbox.qsize() + sum(len(jobs) for jobs in list(self._waiting.values()))
+        return sum(len(jobs) for jobs in list(self._waiting.values()))
+
+    async def start(self) -> None:
+        """Take part in the executor's turns. Raises ExecutorDied."""
+        await self._executor.add(self)
 
     def submit(self, job: Job) -> None:
-        """Queue a job; `job.done` is called on the loop."""
-        self._inbox.put(job)
+        """Queue a job; `job.done` is called on the loop, also where it comes to nothing."""
+        self._executor.submit(self, job)
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run a function on the compute thread, after everything queued before it has been collected."""
-        future, job = self._way_back.promise(function)
-        self._inbox.put(job)
-        return future
+        """Run a function on the compute thread, before the jobs that wait. Raises ExecutorDied."""
+        return self._executor.call(Urgency.CONTROL, torch.inference_mode()(function), kind="serving")
 
     def open(self, session: int, **reservation: Any) -> None:
         """Make room for a session (`StageRunner.open`) before any job of it is run; the caller has seen that it fits."""
-        self._inbox.put(lambda: self.runner.open(session, **reservation))
+        self.call(partial(self.runner.open, session, **reservation))
 
     def forget(self, session: int) -> None:
         """Drop what waits for a session and free its cache."""
@@ -170,42 +185,30 @@ class Worker:
             self._waiting.pop(session, None)
             self.runner.close(session)
 
-        self._inbox.put(drop)
+        self.call(drop)
 
     async def close(self) -> None:
-        """Stop after the pass that is running."""
-        self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
+        """Leave the executor after the pass that is running."""
+        await self._executor.remove(self)
 
     # -- below: the compute thread
 
-    def _run(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
-        with torch.inference_mode():
-            while self._collect():
-                batch = self._schedule()
-                if batch:
-                    began_s = time.perf_counter()
-                    results = self._compute(batch)
-                    self._way_back.post(_deliver, batch, results, Pass(began_s, time.perf_counter(), len(batch)))
+    def put(self, item: Job) -> None:
+        self._waiting.setdefault(item.session, deque()).append(item)
 
-    def _collect(self) -> bool:
-        """Take everything that has arrived, waiting only where there is nothing to do. False when told to stop."""
-        wait = not self._waiting
-        while True:
-            try:
-                item = self._inbox.get(block=wait)
-            except queue.Empty:
-                return True
-            wait = False
-            if item is None:
-                return False
-            if isinstance(item, Job):
-                self._waiting.setdefault(item.session, deque()).append(item)
-            else:
-                item()
-                wait = not self._waiting
+    def take(self) -> WorkItem | None:
+        """All waiting decode steps, or one prompt chunk."""
+        jobs = self._schedule()
+        return _Batch(jobs, self._run) if jobs else None
+
+    def abandon(self, items: Iterable[Job], error: Exception) -> None:
+        _give_up([*(job for jobs in self._waiting.values() for job in jobs), *items])
+        self._waiting.clear()
+
+    def _run(self, batch: Sequence[Job]) -> None:
+        began_s = time.perf_counter()
+        results = self._compute(batch)
+        self._executor.post(_deliver, batch, results, Pass(began_s, time.perf_counter(), len(batch)))
 
     def _schedule(self) -> list[Job]:
         """Either all waiting decode steps, or one prompt chunk; in turn where both wait."""
@@ -242,7 +245,9 @@ class Worker:
         try:
             outputs = self._pass(batch[0].phase, works) if works else []
             done = {id(job): self._encode(job, result.output) for job, result in zip(ready, outputs, strict=True)}
-        except Exception:
+        except Exception as error:
+            if is_device_fault(error):
+                raise
             log.exception("a pass over %d jobs failed", len(works))
             done = {id(job): Result(error=ErrorCode.INTERNAL) for job in ready}
         self.steps += 1
@@ -302,6 +307,12 @@ def _wanted(job: Job) -> int:
     if isinstance(then, Sample):
         return max(0, min(job.count, job.end + 1 - then.first))
     return {Want.NOTHING: 0, Want.LAST: 1, Want.ALL: job.count}[job.want]
+
+
+def _give_up(jobs: Sequence[Job]) -> None:
+    """Tell on the loop that these jobs come to nothing, for a reason of this node's own."""
+    now_s = time.perf_counter()
+    _deliver(jobs, [Result(error=ErrorCode.INTERNAL)] * len(jobs), Pass(now_s, now_s, len(jobs)))
 
 
 def _deliver(batch: Sequence[Job], results: Sequence[Result], run: Pass) -> None:

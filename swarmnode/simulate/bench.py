@@ -1,4 +1,4 @@
-"""The bench of a training stage: one pass at a time, gradients before new microbatches (`roles/training/bench.py`)."""
+"""The bench of a training stage: one pass at a time, gradients before new microbatches (`compute/executor.py`)."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from swarmnode.codec.messages import VERSION, Hello
 from swarmnode.codec.training_messages import Condition, StepReport
+from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.batches import ArrayBatches, Batches
 from swarmnode.compute.training.local import train_locally
 from swarmnode.net.fake import FakeNetwork, FakeWorld
@@ -22,7 +23,6 @@ from swarmnode.net.gate import OPEN_GATE, Gate
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Switchboard
-from swarmnode.roles.training.bench import Urgency
 from swarmnode.roles.training.crew import Crew, ready_peers
 from swarmnode.roles.training.keeper import Keeper
 from swarmnode.roles.training.stage import TRAIN_PROTOCOL, TrainingStage
@@ -124,7 +124,8 @@ class Volunteer:
         self.segment = segment
         self.folder = folder
         self.keeper = Keeper(network, HELLO, LinkConfig(), folder)
-        self.stage = TrainingStage(network, HELLO, LinkConfig(gate=gate), segment, self.keeper)
+        self.executor = Executor()
+        self.stage = TrainingStage(network, HELLO, LinkConfig(gate=gate), segment, self.keeper, self.executor)
         self.crew = Crew(cast("Directory", directory), self.stage, ToySegment.units)
         self.alive = True
 
@@ -146,6 +147,7 @@ class Volunteer:
     async def close(self) -> None:
         await self.crew.close()
         await self.stage.close()
+        await self.executor.close()
         await self.keeper.close()
         await self.network.close()
 

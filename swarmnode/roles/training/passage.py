@@ -18,11 +18,11 @@ from swarmnode.codec.body import MAX_ROUTE_HOPS
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Fault
 from swarmnode.codec.training_messages import Backward, Forward
+from swarmnode.compute.executor import Urgency
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Channel
 from swarmnode.roles.meters import BACKWARD, FORWARD
-from swarmnode.roles.training.bench import Urgency
 from swarmnode.roles.training.values import Encoded, decode_values
 
 if TYPE_CHECKING:

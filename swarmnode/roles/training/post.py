@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from swarmnode.compute.checkpoint import Checkpoint
+from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.estimate import estimate_units
 from swarmnode.compute.graph.segment import load_segment as load_graph_segment
@@ -29,7 +30,6 @@ from swarmnode.presence import Presence
 from swarmnode.roles.capability import Capability, SpeedCache
 from swarmnode.roles.meters import TRAIN
 from swarmnode.roles.stage import SPEEDS_FILE, Hardware, Stage
-from swarmnode.roles.training.bench import Urgency
 from swarmnode.roles.training.compressor import Compressor
 from swarmnode.roles.training.crew import Crew
 from swarmnode.roles.training.keeper import Keeper
@@ -58,13 +58,15 @@ class Post:
         return f"<Post {self._training!r}, {self._crew!r}>"
 
     @classmethod
-    async def load(cls, presence: Presence, checkpoint: Checkpoint, hardware: Hardware, units: Span) -> Post:
+    async def load(
+        cls, presence: Presence, checkpoint: Checkpoint, hardware: Hardware, units: Span, executor: Executor
+    ) -> Post:
         """Load units whose weights are here, and train them as the swarm asks. Raises CheckpointError, LocalError."""
         segment = await asyncio.to_thread(load, checkpoint, units, hardware)
         serving = None
         if isinstance(segment, SpanSegment):
             twin = await asyncio.to_thread(load_twin, checkpoint, segment)
-            serving = await Stage.serve(presence, twin, hardware)
+            serving = await Stage.serve(presence, twin, hardware, executor)
         folder = presence.config.home / "training" / presence.swarm.id.hex()[:16]
         keeper = Keeper(presence.network, presence.hello, presence.link_config, folder)
         assert presence.swarm.manifest is not None
@@ -74,13 +76,13 @@ class Post:
             presence.link_config,
             segment,
             keeper,
-            threads=hardware.config.threads,
+            executor,
             compressor=Compressor(hardware.config.compress, presence.swarm.manifest.codecs),
             recompute=lambda run: must_recompute(checkpoint, units, hardware, run),
         )
         cache = SpeedCache(presence.config.home / SPEEDS_FILE)
         conditions = replace(hardware.conditions(presence.swarm.id, units.units), number_format="training")
-        capability = await training.bench.call(
+        capability = await executor.call(
             Urgency.CONTROL, lambda: Capability.of(conditions, cache, lambda: measure(segment))
         )
         crew = Crew(presence.directory, training, checkpoint.units)

@@ -23,6 +23,7 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body
 from swarmnode.codec.tensors import Codec
 from swarmnode.codec.training_messages import Group, How, Part, Reduce
+from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training import parts
 from swarmnode.compute.training.exchange import Exchange, Rounds, make_exchange
 from swarmnode.compute.training.learner import Learner
@@ -30,7 +31,6 @@ from swarmnode.compute.training.round import Offer, Round
 from swarmnode.errors import ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Channel, Switchboard
-from swarmnode.roles.training.bench import Bench, Urgency
 from swarmnode.roles.training.mailbox import Mailbox
 from swarmnode.swarm.run import Averaging
 
@@ -73,7 +73,7 @@ class _Sum:
 class Reducer:
     """One attempt at a time; `hear` takes the parts of others, which may come before our own REDUCE."""
 
-    def __init__(self, peer: PeerId, switchboard: Switchboard, bench: Bench) -> None:
+    def __init__(self, peer: PeerId, switchboard: Switchboard, bench: Executor) -> None:
         self._peer = peer
         self._bench = bench
         self._mailbox = Mailbox(switchboard)

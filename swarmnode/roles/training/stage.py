@@ -31,6 +31,7 @@ from swarmnode.codec.training_messages import (
     Sync,
     Work,
 )
+from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Segment
 from swarmnode.errors import ErrorCode, LocalError, NotFinite, PeerError, SwarmnodeError
@@ -39,7 +40,6 @@ from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.view import Span
-from swarmnode.roles.training.bench import Bench, Urgency
 from swarmnode.roles.training.compressor import Compressor
 from swarmnode.roles.training.intake import Arrival, Intake
 from swarmnode.roles.training.keeper import Keeper
@@ -68,8 +68,8 @@ class TrainingStage:
         link_config: LinkConfig,
         segment: Segment,
         keeper: Keeper,
+        executor: Executor,
         *,
-        threads: int | None = None,
         compressor: Compressor | None = None,
         recompute: Callable[[Run], bool] = lambda _run: False,
     ) -> None:
@@ -77,7 +77,7 @@ class TrainingStage:
         self.meter = TrainingMeter(Span(segment.start, segment.end))
         self.compressor = compressor or Compressor("none", ())
         self._recompute = recompute  # whether graphs of this run's microbatches are too large to be kept
-        self.bench = Bench(threads=threads)
+        self.bench = executor
         self.switchboard = Switchboard(network, TRAIN_PROTOCOL, hello, link_config, accept=self._accept)
         self.gate = link_config.gate
         self.term = 0
@@ -122,7 +122,6 @@ class TrainingStage:
         await self.switchboard.close()
         if self._learner is not None and self.condition == Condition.READY:
             await self._save(self._learner)
-        await self.bench.close()
 
     # -- conversations
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, HopSpec
 from swarmnode.codec.training_messages import Begin, Condition, Conduct, Forward, Status
+from swarmnode.compute.executor import Executor
 from swarmnode.errors import PeerError
 from swarmnode.net.fake import FakeWorld
 from swarmnode.net.link import LinkConfig
@@ -59,7 +60,8 @@ class Scene:
         self.networks = [world.join() for _ in range(3)]
         keeper = Keeper(self.networks[0], HELLO, LinkConfig(), folder)
         self.keeper = keeper
-        self.stage = TrainingStage(self.networks[0], HELLO, LinkConfig(), ToySegment(), keeper)
+        self.executor = Executor()
+        self.stage = TrainingStage(self.networks[0], HELLO, LinkConfig(), ToySegment(), keeper, self.executor)
         self.boards = [Switchboard(network, TRAIN_PROTOCOL, HELLO, LinkConfig()) for network in self.networks[1:]]
         self.peer = self.networks[0].peer_id
 
@@ -92,6 +94,7 @@ class Scene:
         for board in self.boards:
             await board.close()
         await self.stage.close()
+        await self.executor.close()
         await self.keeper.close()
         for network in self.networks:
             await network.close()

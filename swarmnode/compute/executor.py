@@ -1,0 +1,293 @@
+"""The compute executor: one thread for a device, shared by serving and training, and watched.
+
+    loop:    submit(item) -----.                     .----> the item's own callback
+    thread:               collect -> next -> run ----'
+
+What it runs are `WorkItem`s, which say what they are, for whom, how urgent and how large; `Call` is one that runs a function,
+and a `WorkSource` makes others of what waits in it when its turn comes (`roles/worker.py`: the steps of all sessions at once).
+
+Control comes first, then gradients and new microbatches in turn with what the sources have, idle work last. An item answers for
+its own errors. What it cannot answer for (a fault of the device, an error in the scheduling itself) ends the executor: whoever
+waits hears of it at once, `died` tells the owner, and nothing is taken any more. There is no new start in this process: after a
+fault a device's context is lost (CUDA), and after an error nobody expected nothing is known of the caches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from typing import Any, Generic, Protocol, TypeVar
+
+from swarmnode.compute.loop_bridge import LoopBridge, fail
+from swarmnode.errors import ExecutorDied
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CLOSE_TIMEOUT_S = 30.0  # for the item that is running; a device that hangs is left behind
+DEVICE_FAULTS = ("CUDA error", "HIP error")  # how the texts of such RuntimeErrors begin, in torch before 2.8
+
+
+class Urgency(IntEnum):
+    """Gradients go before new microbatches (1F1B, PipeDream, 1806.03377 section 3.2): that is what bounds memory."""
+
+    CONTROL = 0
+    BACKWARD = 1
+    FORWARD = 2
+    IDLE = 3
+
+
+class WorkItem(ABC):
+    """Something to be done on the device, and for whom (`owner`: a session, a lease). `size` is in positions, 0 if none."""
+
+    def __init__(self, kind: str, *, urgency: Urgency, owner: str = "", size: int = 0) -> None:
+        self.kind = kind
+        self.urgency = urgency
+        self.owner = owner
+        self.size = size
+
+    def __repr__(self) -> str:
+        owner, size = (f" for {self.owner}" if self.owner else ""), (f" of {self.size}" if self.size else "")
+        return f"<{type(self).__name__} {self.kind}{size}{owner}, {self.urgency.name}>"
+
+    @abstractmethod
+    def run(self) -> None:
+        """Do it, on the thread. What this raises ends the executor: an item's own errors are part of its result."""
+
+    @abstractmethod
+    def abandon(self, error: Exception) -> None:
+        """Tell whoever waits that it will not be done, on the loop."""
+
+
+class WorkSource(Protocol):
+    """Work that decides what comes next when it is its turn. Used on the thread; after the executor's end, on the loop."""
+
+    def put(self, item: Any) -> None:
+        """Something new waits."""
+
+    def take(self) -> WorkItem | None:
+        """The next item, or None where nothing waits."""
+
+    def abandon(self, items: Iterable[Any], error: Exception) -> None:
+        """Neither these items, just put, nor any that waits will be done: tell whoever waits for them. On the loop."""
+
+
+class Call(WorkItem, Generic[T]):
+    """Runs a function; `future` takes its result or error. One that nobody waits for any more is not run."""
+
+    def __init__(
+        self, function: Callable[[], T], future: asyncio.Future[T], bridge: LoopBridge, kind: str, **about: Any
+    ) -> None:
+        super().__init__(kind, **about)
+        self.future = future
+        self._function = function
+        self._bridge = bridge
+
+    def run(self) -> None:
+        if self.future.cancelled():
+            return
+        try:
+            result = self._function()
+        except Exception as error:
+            if is_device_fault(error):
+                raise
+            self._bridge.fail(self.future, error)
+        else:
+            self._bridge.resolve(self.future, result)
+
+    def abandon(self, error: Exception) -> None:
+        fail(self.future, error)
+
+
+class _Calls:
+    """The calls that wait, the most urgent first and among equals the one that came first."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Urgency, int, Call[Any]]] = []
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def put(self, call: Call[Any]) -> None:
+        heapq.heappush(self._heap, (call.urgency, next(self._numbers), call))
+
+    def take(self, least: Urgency = Urgency.FORWARD) -> WorkItem | None:
+        """The next call that is at least so urgent."""
+        return heapq.heappop(self._heap)[2] if self._heap and self._heap[0][0] <= least else None
+
+    def abandon(self, items: Iterable[Call[Any]], error: Exception) -> None:
+        for call in (*(entry[2] for entry in self._heap), *items):
+            call.abandon(error)
+        self._heap.clear()
+
+
+class Executor:
+    """Owns the thread of a device. Made and used on the loop; `close` ends it after the item that is running.
+
+    `died` is resolved, with the error that says why, when the thread ended without being told to.
+    """
+
+    def __init__(self, *, threads: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._threads = threads
+        self._clock = clock
+        self._bridge = LoopBridge()
+        self._inbox: queue.SimpleQueue[tuple[WorkSource, Any] | None] = queue.SimpleQueue()
+        self._calls = _Calls()
+        self._sources: deque[WorkSource] = deque([self._calls])
+        self._running: tuple[WorkItem, float] | None = None
+        self._over: ExecutorDied | None = None  # why nothing is taken any more
+        self.died: asyncio.Future[ExecutorDied] = asyncio.get_running_loop().create_future()
+        self._thread = threading.Thread(target=self._run, name="swarmnode-compute", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        running = self._running
+        doing = f"{running[0]!r} for {self.stalled_s:.1f} s" if running else "idle"
+        return f"<Executor {self._over or doing}, {self.queued} wait>"
+
+    @property
+    def queued(self) -> int:
+        """Calls that wait, and what has come since the running item began. What waits in other sources is theirs to count."""
+        return len(self._calls) + self._inbox.qsize()
+
+    @property
+    def running(self) -> WorkItem | None:
+        """What the thread does now."""
+        running = self._running
+        return running[0] if running else None
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long the running item has been running: 0 where there is none. Its owner knows how long it may."""
+        running = self._running
+        return self._clock() - running[1] if running else 0.0
+
+    def call(
+        self, urgency: Urgency, function: Callable[[], T], *, kind: str = "", owner: str = "", size: int = 0
+    ) -> asyncio.Future[T]:
+        """Run a function on the thread; its result or error comes back as a future. ExecutorDied where there is no thread."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        kind = kind or getattr(function, "__qualname__", type(function).__name__)
+        self.submit(self._calls, Call(function, future, self._bridge, kind, urgency=urgency, owner=owner, size=size))
+        return future
+
+    def submit(self, source: WorkSource, item: Any) -> None:
+        """Put an item into a source. After the executor's end it is abandoned, as soon as the loop comes to it."""
+        if self._over is None:
+            self._inbox.put((source, item))
+        else:
+            self._bridge.post(source.abandon, [item], self._over)
+
+    def post(self, callback: Callable[..., None], *args: Any) -> None:
+        """From the thread: have the loop call something."""
+        self._bridge.post(callback, *args)
+
+    async def add(self, source: WorkSource) -> None:
+        """Let a source have its turns. Raises ExecutorDied."""
+        await self.call(Urgency.CONTROL, lambda: self._sources.append(source), kind="add a source")
+
+    async def remove(self, source: WorkSource, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """After the item that is running, ask a source for nothing any more. A thread that hangs is not waited for."""
+        removed = self.call(Urgency.CONTROL, lambda: self._sources.remove(source), kind="remove a source")
+        await asyncio.wait({removed}, timeout=timeout_s)
+
+    async def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Stop after the item that is running; what waits is abandoned. Safe to call twice."""
+        if self._over is None:
+            self._over = ExecutorDied("this node is leaving")
+            self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, timeout_s)
+        if self._thread.is_alive():
+            log.error("%r does not end: its thread is left behind", self)
+        self._abandon(self._over)
+
+    def _abandon(self, error: ExecutorDied) -> None:
+        """Tell everybody who waits."""
+        running, self._running = self._running, None
+        if running is not None:
+            running[0].abandon(error)
+        came: dict[WorkSource, list[Any]] = {source: [] for source in self._sources}
+        while not self._inbox.empty():
+            if (entry := self._inbox.get_nowait()) is not None:
+                came.setdefault(entry[0], []).append(entry[1])
+        for source, items in came.items():
+            source.abandon(items, error)
+
+    def _died_of(self, error: ExecutorDied) -> None:
+        self._abandon(error)
+        if not self.died.done():
+            self.died.set_result(error)
+
+    # -- below: the thread
+
+    def _run(self) -> None:
+        try:
+            item: WorkItem | None = None
+            while self._collect(wait=item is None):
+                item = self._next()
+                if item is not None:
+                    self._running = (item, self._clock())
+                    self._prepare()
+                    item.run()
+                    self._running = None
+        except BaseException as error:  # the root of the thread: SystemExit, too, would end it unheard
+            log.critical("the compute thread died at %r", self._running, exc_info=error)
+            self._over = ExecutorDied(f"the compute thread died at {self.running!r}: {type(error).__name__}: {error}")
+            self._bridge.post(self._died_of, self._over)
+
+    def _prepare(self) -> None:
+        """Before the first item, not before: who makes an executor need not have waited for torch."""
+        if self._threads is not None:
+            import torch
+
+            torch.set_num_threads(self._threads)
+            self._threads = None
+
+    def _collect(self, *, wait: bool) -> bool:
+        """Take in everything that has arrived, and wait for it where there is nothing to do. False when told to stop."""
+        while self._over is None:
+            try:
+                entry = self._inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            wait = False
+            if entry is not None:
+                self._put(*entry)
+        return False
+
+    def _put(self, source: WorkSource, item: Any) -> None:
+        try:
+            source.put(item)
+        except BaseException:
+            self._inbox.put((source, item))  # it is among those who must be told
+            raise
+
+    def _next(self) -> WorkItem | None:
+        """Control; else the next of the source whose turn it is; else idle work."""
+        control = self._calls.take(Urgency.CONTROL)
+        return control or self._next_in_turn() or self._calls.take(Urgency.IDLE)
+
+    def _next_in_turn(self) -> WorkItem | None:
+        for source in tuple(self._sources):
+            if (item := source.take()) is not None:
+                self._sources.remove(source)
+                self._sources.append(source)
+                return item
+        return None
+
+
+def is_device_fault(error: BaseException) -> bool:
+    """Whether an error says that the device is lost to this process, as a failed assertion on a GPU does."""
+    if any(kind.__name__ == "AcceleratorError" for kind in type(error).__mro__):  # torch 2.8 and later
+        return True
+    return isinstance(error, RuntimeError) and str(error).startswith(DEVICE_FAULTS)
