@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # double quantisation, arXiv 2305.14314 section 3). Other tensors keep their dtype.
 QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + 0.127 / 8}
 TRAINING_BYTES = 16  # per parameter
-BUFFER_BYTES = 64 << 20  # activations and the allocator's own
+BUFFER_BYTES = 64 << 20  # activations and the allocator's own, journals, messages
 BUFFER_SHARE = 0.05
 
 
@@ -68,7 +68,7 @@ def units_that_fit(sizes: UnitSizes, limit_bytes: int, cache_tokens: int, *, sta
 
 
 def reserve_bytes(limit_bytes: int) -> int:
-    """Of a memory limit, what is kept for the passes that run."""
+    """Of a memory limit, what is kept for the passes that run, for journals, and for messages."""
     return min(limit_bytes, max(BUFFER_BYTES, int(limit_bytes * BUFFER_SHARE)))
 
 

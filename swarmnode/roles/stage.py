@@ -252,7 +252,7 @@ class Stage:
         weights: Reservation | None = None,
     ) -> Stage:
         """Serve a span that is loaded, and whose `weights` are in the ledger, if they are its own. Raises ExecutorDied."""
-        passes = hardware.ledger.count(Account.ACTIVATIONS, reserve_bytes(hardware.memory_bytes))
+        passes = hardware.ledger.count(Account.ACTIVATIONS, reserve_bytes(hardware.memory_bytes) // 2)
         per_token = max(1, span.cache_bytes_per_token)
         throttle = Throttle(hardware.config.throttle_units_per_s or math.inf)
         cache_bytes = hardware.cache_tokens(Units(span.start, span.end)) * per_token
