@@ -26,7 +26,7 @@ class ClientConfig:
     ready_timeout_s: float = 10.0  # for the first hop to answer OPEN
     patience_s: float = 60.0  # how long to look for a route before giving up
     progress_s: float = 30.0  # silence of a session, all links being alive, after which it is opened anew
-    avoid_s: float = 5.0  # how long a peer that answered BUSY is not asked again
+    avoid_s: float = 1.0  # how long a peer that failed is not asked again; doubles each time
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class ErrorCode(IntEnum):
     NOT_FOUND = 14  # the peer does not have the content asked for
     WRONG_RUN = 15  # the swarm is trained with other settings or other data
     ELSEWHERE = 16  # another peer does that at the moment
+    INVALID_REQUEST = 17  # what the user asks for cannot be: token ids or positions that the model does not have
 
 
 ERROR_TEXT = {
@@ -47,6 +48,7 @@ ERROR_TEXT = {
     ErrorCode.NOT_FOUND: "it does not have the content asked for",
     ErrorCode.WRONG_RUN: "the swarm is being trained with other settings or other data",
     ErrorCode.ELSEWHERE: "another peer does that at the moment",
+    ErrorCode.INVALID_REQUEST: "the model has no such token ids or not as many positions",
 }
 """What a code from a peer is shown as: never a word that the peer chose."""
 

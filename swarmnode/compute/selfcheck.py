@@ -27,6 +27,7 @@ TINY_SIZES = {
     "head_dim": 8,
     "vocab_size": 64,
     "max_position_embeddings": 64,
+    "max_seq_len": 64,
     "intermediate_size": 48,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
@@ -53,25 +54,42 @@ TINY_SIZES = {
 TINY_LAYERS = 4
 PROMPT, LENGTH, PADDING = 5, 8, (0, 2)
 TOLERANCE = 1e-3  # of the logits' standard deviation; float32 differs by 1e-6
+POSITION_NAMES = ("max_position_embeddings", "max_seq_len")  # what configs call the size of their position tables
 
 
-_passed: set[tuple[type[Any], str]] = set()
+_bounded: dict[tuple[type[Any], str], bool] = {}  # of families that passed: whether their positions end
 
 
 def check_family(family: Family) -> None:
     """Raises CheckpointError where a split tiny model of this class and config does not equal the whole one."""
-    key = (family.model_class, family.config.to_json_string())
-    if key in _passed:
+    key = _key(family)
+    if key in _bounded:
         return
     name = family.model_class.__name__
     try:
         with torch.random.fork_rng(devices=[]):
-            error = _split_error(family_of(tiny_config(family.config)))
+            error, bounded = _try(family_of(tiny_config(family.config)))
     except (SwarmnodeError, *FOREIGN_ERRORS) as problem:
         raise CheckpointError(f"{name} could not be tried on a tiny model: {problem}") from problem
     if not error < TOLERANCE:
         raise CheckpointError(f"{name} cannot be split: a tiny model in spans differs from the whole by {error:.1%}")
-    _passed.add(key)
+    _bounded[key] = bounded
+
+
+def position_limit(family: Family) -> int | None:
+    """How many positions a sequence may have: the size of the family's position table, where it has one that ends. None where
+    positions are computed (rotary, ALiBi), however many the model was trained on. Raises CheckpointError as `check_family`."""
+    check_family(family)
+    return _positions(family.config) if _bounded[_key(family)] else None
+
+
+def _key(family: Family) -> tuple[type[Any], str]:
+    return family.model_class, family.config.to_json_string()
+
+
+def _positions(config: Any) -> int | None:
+    sizes = (getattr(config, name, None) for name in POSITION_NAMES)
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def tiny_config(config: Any) -> Any:
@@ -104,8 +122,9 @@ def _shrink_attention(tiny: Any, config: Any) -> None:
 
 
 @torch.inference_mode()
-def _split_error(family: Family) -> float:
-    """Largest difference of logits between spans with cohort caches and one pass of the whole model without a cache."""
+def _try(family: Family) -> tuple[float, bool]:
+    """Largest difference of logits between spans with cohort caches and one pass of the whole model without a cache; and
+    whether the whole model cannot take one position more than its config says."""
     torch.manual_seed(0)
     whole = family.model_class(copy.deepcopy(family.config)).to(torch.float32).eval()
     for parameter in whole.parameters():
@@ -118,7 +137,17 @@ def _split_error(family: Family) -> float:
     expected_BTV = _whole_logits(whole, ids_BT, mask_BT, positions_BT)
     logits_BTV = _split_logits(family, whole.state_dict(), ids_BT)
     difference_BT = (logits_BTV - expected_BTV).abs().amax(dim=-1) * mask_BT
-    return float(difference_BT.max() / expected_BTV.std())
+    return float(difference_BT.max() / expected_BTV.std()), _ends(whole, _positions(family.config))
+
+
+def _ends(model: Any, positions: int | None) -> bool:
+    if positions is None or positions > TINY_SIZES["max_position_embeddings"]:
+        return False
+    try:
+        model(input_ids=torch.zeros((1, positions + 1), dtype=torch.int64), use_cache=False)
+    except FOREIGN_ERRORS:  # an index out of its table, or a mask that is too short
+        return True
+    return False
 
 
 def _whole_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -62,6 +63,13 @@ class Span:
     def vocab_size(self) -> int:
         """Size V of the vocabulary."""
         return int(self.config.vocab_size)
+
+    @cached_property
+    def position_limit(self) -> int | None:
+        """How many positions a sequence may have; None where the family knows no end."""
+        from swarmnode.compute.selfcheck import position_limit  # which itself runs spans
+
+        return position_limit(self.family)
 
     @property
     def has_embedding(self) -> bool:

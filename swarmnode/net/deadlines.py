@@ -5,8 +5,10 @@ Pure: whoever waits brings the figures and the clock, and acts when the time is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from swarmnode.net.interfaces import PeerId
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,12 @@ class Backoff:
         self._factor = factor
         self._ceiling_s = ceiling_s
         self._forget_s = forget_s
-        self._pauses: dict[Hashable, tuple[float, float]] = {}  # the last pause, and until when it lasts
+        self._pauses: dict[PeerId, tuple[float, float]] = {}  # the last pause, and until when it lasts
 
     def __repr__(self) -> str:
         return f"<Backoff from {len(self.resting)} of {len(self._pauses)} peers>"
 
-    def failed(self, peer: Hashable, *, at_least_s: float = 0.0) -> float:
+    def failed(self, peer: PeerId, *, at_least_s: float = 0.0) -> float:
         """A peer failed: the seconds for which it is left alone now. `at_least_s` is what it asked for itself (BUSY)."""
         self._forget_old()
         known = self._pauses.get(peer)
@@ -109,17 +111,17 @@ class Backoff:
         self._pauses[peer] = (pause_s, self._clock() + max(pause_s, at_least_s))
         return max(pause_s, at_least_s)
 
-    def succeeded(self, peer: Hashable) -> None:
+    def succeeded(self, peer: PeerId) -> None:
         """A peer did what was asked: its failures are forgiven."""
         self._pauses.pop(peer, None)
 
-    def pause_s(self, peer: Hashable) -> float:
+    def pause_s(self, peer: PeerId) -> float:
         """For how many seconds more a peer is left alone; 0 where it may be asked."""
         _, until_s = self._pauses.get(peer, (0.0, 0.0))
         return max(0.0, until_s - self._clock())
 
     @property
-    def resting(self) -> frozenset[Hashable]:
+    def resting(self) -> frozenset[PeerId]:
         """The peers that are left alone now."""
         now_s = self._clock()
         return frozenset(peer for peer, (_, until_s) in self._pauses.items() if until_s > now_s)

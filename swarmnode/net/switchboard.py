@@ -138,6 +138,7 @@ class Switchboard:
         self._incoming: set[_Line] = set()
         self._dialing: dict[PeerId, asyncio.Task[_Line]] = {}
         self._tasks = Tasks(f"links of {protocol}")
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<Switchboard {self._protocol} outgoing={len(self._outgoing)} incoming={len(self._incoming)}>"
@@ -168,6 +169,8 @@ class Switchboard:
 
     async def _dial(self, peer: PeerId) -> _Line:
         # Shielded: one caller giving up must not end the dialling that another waits for.
+        if self._closed:
+            raise NetworkDown("this node is closing its links")
         task = self._dialing.get(peer)
         if task is None:
             task = self._dialing[peer] = self._tasks.spawn(self._connect(peer), f"dial {peer}", awaited=True)
@@ -205,7 +208,8 @@ class Switchboard:
             line.lost(error)
 
     async def close(self) -> None:
-        """End every link in order."""
+        """End every link in order; none is opened any more."""
+        self._closed = True
         for line in [*self._outgoing.values(), *self._incoming]:
             await line.link.close()
         await self._tasks.close()

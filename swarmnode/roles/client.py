@@ -52,6 +52,7 @@ from swarmnode.net.hop import Entry, Hop
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
+from swarmnode.roles.blame import Blame, Verdict
 from swarmnode.roles.experience import Experience
 from swarmnode.roles.meters import ClientMeter
 from swarmnode.roles.timing import Cadence, Timing
@@ -60,7 +61,7 @@ log = logging.getLogger(__name__)
 
 SESSION_PROTOCOL = "/swarmnode/session/1"
 
-FINAL = (ErrorCode.TOO_LARGE, ErrorCode.NOT_FINITE)  # waiting for other peers would not help
+FINAL = (ErrorCode.TOO_LARGE, ErrorCode.NOT_FINITE, ErrorCode.INVALID_REQUEST)  # waiting for other peers would not help
 
 Route = tuple[HopSpec, ...]
 
@@ -156,7 +157,7 @@ class ClientSession:
         self._expected = 0  # position of the next output
         self._received: asyncio.Queue[Received | SwarmnodeError] = asyncio.Queue()
         self._faults: asyncio.Queue[tuple[int, int, PeerError]] = asyncio.Queue()
-        self._avoid: dict[PeerId, float] = {}
+        self._blame = Blame(clock, avoid_s=config.avoid_s)
         self._last_progress_s = clock()
         self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}")
         self._log = logging.LoggerAdapter(log, {"trace": self.trace_id.hex()})
@@ -223,6 +224,8 @@ class ClientSession:
         now_s = self._clock()
         self.stats.longest_stall_s = max(self.stats.longest_stall_s, now_s - self._last_progress_s)
         self._last_progress_s = now_s
+        for peer, code in self._blame.progress(self.route):
+            self._router.suspect(peer, code.name)
         if self._cadence is not None:
             self._cadence.heard(position)
         if self.spec.mode == Mode.RING:
@@ -248,11 +251,11 @@ class ClientSession:
                 epoch, index, error = self.epoch, -1, PeerLost("no output although all links are alive")
             if epoch != self.epoch:
                 continue
-            if index >= 0:
-                self._blame(self.route[index].peer, error)
             self.stats.reroutes += 1
             self._meter.reroutes[error.code] += 1
             try:
+                if index >= 0:
+                    self._judge(self.route[index], error)
                 await self._bind(error)
             except SwarmnodeError as failure:
                 if error.code == ErrorCode.DRAINING and isinstance(failure, NoRoute):
@@ -260,16 +263,17 @@ class ClientSession:
                 self._received.put_nowait(failure)
                 return
 
-    def _blame(self, peer: PeerId, error: PeerError) -> None:
-        """Leave a peer out: one that failed until it announces itself again, one that is busy or leaving for a while."""
-        code = error.code
-        self.stats.faults.append((peer, code.name))
-        self._log.info("session %s: peer %s: %s", self.trace_id.hex()[:8], peer, error)
-        temporary = code in (ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.WRONG_SPAN, ErrorCode.TOO_LARGE)
-        if not temporary:
-            self._router.suspect(peer, code.name)
-        retry_s = getattr(error, "retry_s", None) or self._config.avoid_s
-        self._avoid[peer] = self._clock() + retry_s
+    def _judge(self, hop: HopSpec, error: PeerError) -> None:
+        """Leave out whose fault it is. Raises the error where it is the request's own."""
+        code = ErrorCode(error.code)
+        self.stats.faults.append((hop.peer, code.name))
+        self._log.info("session %s: peer %s: %s", self.trace_id.hex()[:8], hop.peer, error)
+        verdict = self._blame.judge(hop, code, retry_s=getattr(error, "retry_s", None) or 0.0)
+        if verdict is Verdict.PEER:
+            self._router.suspect(hop.peer, code.name)
+        elif verdict is Verdict.REQUEST:
+            text = f"the request fails wherever it is computed; lately {error}"
+            raise PeerRefused(text, code=code, peer=hop.peer)
 
     async def _bind(self, error: SwarmnodeError | None = None) -> None:
         """Open the next epoch along the best route, trying others while peers fail, as long as patience lasts.
@@ -279,22 +283,22 @@ class ClientSession:
         deadline_s = self._clock() + self._config.patience_s
         while True:
             now_s = self._clock()
-            avoid = frozenset(peer for peer, until_s in self._avoid.items() if until_s > now_s)
             try:
-                self.route = self._router.route(avoid, self.route)
+                self.route = self._router.route(self._blame.avoided, self.route)
             except NoRoute as failure:
                 reason = self._why(error, failure)
                 if now_s >= deadline_s or reason.code in FINAL:
                     raise reason from None
-                pardons = [until_s for until_s in self._avoid.values() if until_s > now_s]
-                await self._news(min([deadline_s, now_s + 1.0, *pardons]) - now_s)
+                pardon_s = self._blame.pardon_s
+                await self._news(min(deadline_s - now_s, 1.0 if pardon_s is None else pardon_s, 1.0))
                 continue
             try:
                 await self._open()
                 return
             except PeerError as failure:
                 error = failure
-                self._blame(failure.peer or self.route[0].peer, failure)
+                hop = next((hop for hop in self.route if hop.peer == failure.peer), self.route[0])
+                self._judge(hop, failure)
             if self._clock() >= deadline_s:
                 raise error
 

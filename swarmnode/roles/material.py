@@ -37,10 +37,10 @@ def from_checkpoint(model: str, *, byte_level: bool = False) -> Material:
 
     Raises CheckpointError where the checkpoint is damaged or its family cannot be split.
     """
-    from swarmnode.compute.selfcheck import check_family
+    from swarmnode.compute.selfcheck import position_limit
 
     checkpoint = _whole_checkpoint(model)
-    check_family(checkpoint.family)
+    positions = position_limit(checkpoint.family)
     folder = Path(checkpoint.path)
     files = checkpoint_files(folder)
     return Material(
@@ -53,6 +53,7 @@ def from_checkpoint(model: str, *, byte_level: bool = False) -> Material:
             hidden=checkpoint.config.hidden_size,
             hub_id=model if isinstance(checkpoint, HubCheckpoint) else None,
             revision=getattr(checkpoint, "revision", None),
+            positions=positions or 0,
         ),
         vocabulary=getattr(checkpoint.config, "vocab_size", None),
     )

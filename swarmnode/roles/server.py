@@ -69,6 +69,7 @@ class StageServer:
         self._idle.set()
         self.switchboard = Switchboard(network, SESSION_PROTOCOL, hello, link_config, accept=self._accept)
         self.hidden_size = self._runner.span.hidden_size
+        self._position_limit = self._runner.span.position_limit  # of every session
         self.ready_timeout_s = config.ready_timeout_s
         self.orphan_grace_s = config.orphan_grace_s
         self.experience = experience or Experience()
@@ -201,6 +202,8 @@ class StageServer:
         """Reserve memory for a new session: it can then never fail half-way for want of it."""
         if self._draining:
             return Error(ErrorCode.DRAINING)
+        if self._position_limit is not None and body.max_length > self._position_limit:
+            return Error(ErrorCode.INVALID_REQUEST)
         start, end = units_of(body)
         cache_bytes = self._runner.reservation_bytes(body.rows * body.max_length, start, end)
         if cache_bytes > self._runner.pool.budget.usable_bytes:

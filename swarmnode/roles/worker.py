@@ -276,7 +276,7 @@ class Worker:
                 raise ProtocolError("the input is not finite", code=ErrorCode.NOT_FINITE)
             x = x.to(self.runner.span.dtype)
         elif int(x.min()) < 0 or int(x.max()) >= self.runner.span.vocab_size:
-            raise ProtocolError("a token id is not in the vocabulary")
+            raise ProtocolError("a token id is not in the vocabulary", code=ErrorCode.INVALID_REQUEST)
         wanted = _wanted(job)
         want = WANT_NOTHING if wanted == 0 else WANT_LAST if wanted == 1 else WANT_ALL
         return Work(job.session, x, want=want, reorder=job.reorder)

@@ -21,6 +21,7 @@ MAX_FILES = 4096
 MAX_NAME_CHARS = 64
 MAX_UNITS = 4096
 MAX_HIDDEN = 1 << 20
+MAX_POSITIONS = 1 << 31
 CAUSAL_LM = "causal_lm"
 GRAPH = "graph"
 SERVE = "serve"
@@ -37,7 +38,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     Of a language model, `units` counts the embedding, every block and the head, and `hidden` is the width of what travels
     between them; of a graph, `units` are its own and `hidden` is 0. `hub_id` names the checkpoint on the Hugging Face hub,
-    where it is there, at commit `revision`.
+    where it is there, at commit `revision`. `positions` bounds a sequence where the model has a table of them; 0 is no bound.
     """
 
     family: str  # transformers' model_type; for a graph what its founder calls it
@@ -45,6 +46,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     hidden: int
     hub_id: str | None = None
     revision: str | None = None
+    positions: int = 0
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -131,6 +133,7 @@ def _check(manifest: Manifest) -> None:
         "a model family": 0 < len(model.family) <= MAX_NAME_CHARS and model.family.isprintable(),
         "a sane number of units": (1 if is_graph else 3) <= model.units <= MAX_UNITS,
         "a sane width": (0 if is_graph else 1) <= model.hidden <= MAX_HIDDEN,
+        "a sane number of positions": 0 <= model.positions <= MAX_POSITIONS,
         "chunks of 1 MiB": manifest.chunk_bytes == CHUNK_BYTES,
         "a bounded list of files": 0 < len(names) <= MAX_FILES,
         "each file once": len(set(names)) == len(names),

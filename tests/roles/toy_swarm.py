@@ -75,7 +75,7 @@ class ToyWorker:
 
     def __init__(self, start: int, end: int, cache_bytes: int) -> None:
         self.runner: Any = SimpleNamespace(
-            span=SimpleNamespace(start=start, end=end, hidden_size=1),
+            span=SimpleNamespace(start=start, end=end, hidden_size=1, position_limit=None),
             pool=SimpleNamespace(budget=CacheBudget(2 * cache_bytes, 1)),
             reservation_bytes=lambda tokens, start, end: tokens * (end - start),
         )
