@@ -11,6 +11,7 @@ from swarmnode.metrics.metric import Readings
 from swarmnode.net.addresses import check_port_free, is_loopback
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import PeerId
+from swarmnode.platform import MACHINE, Platform
 from swarmnode.presence import Presence, PresenceConfig
 from swarmnode.roles.seeder import Seeder
 from swarmnode.swarm.announcement import State
@@ -37,7 +38,9 @@ class Bootstrap:
         return self._presence.peer_id
 
     @classmethod
-    async def start(cls, swarm: Swarm, config: PresenceConfig, *, file: Path | None = None) -> Bootstrap:
+    async def start(
+        cls, swarm: Swarm, config: PresenceConfig, *, file: Path | None = None, platform: Platform = MACHINE
+    ) -> Bootstrap:
         """Open the door. Where the swarm's file promises a bootstrap peer and none runs yet, this is it: same id, same address.
 
         `file` is updated with our addresses where they are new, and it may be written. Raises LocalError, NetworkDown.
@@ -45,7 +48,7 @@ class Bootstrap:
         promised = _promised(swarm)
         if promised is not None:
             config = replace(config, host_maddrs=tuple(dict.fromkeys([*swarm.bootstrap_listen, *config.host_maddrs])))
-        presence = await Presence.join(swarm, config, role="bootstrap", identity=promised)
+        presence = await Presence.join(swarm, config, role="bootstrap", identity=promised, platform=platform)
         try:
             bootstraps = tuple(dict.fromkeys([*swarm.bootstraps, *_doors(await presence.network.addresses())]))
             presence.swarm = replace(swarm, bootstraps=bootstraps)

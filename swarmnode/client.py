@@ -20,6 +20,7 @@ from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Switchboard
 from swarmnode.plan.view import Span
+from swarmnode.platform import MACHINE, Platform
 from swarmnode.presence import Presence, PresenceConfig
 from swarmnode.roles.client import SESSION_PROTOCOL, ClientSession, SessionSpec
 from swarmnode.roles.generation import GenerateOptions, Generation, RingStream
@@ -88,6 +89,7 @@ class SwarmClient:
         self.config = config
         self.trust = trust
         self._presence = presence
+        self._clock = presence.clock.monotonic
         self._switchboard = Switchboard(
             presence.network,
             SESSION_PROTOCOL,
@@ -109,7 +111,13 @@ class SwarmClient:
 
     @classmethod
     async def join(
-        cls, swarm: Swarm, *, home: Path | None = None, patience_s: float = 60.0, trust: Trust = EVERYBODY
+        cls,
+        swarm: Swarm,
+        *,
+        home: Path | None = None,
+        patience_s: float = 60.0,
+        trust: Trust = EVERYBODY,
+        platform: Platform = MACHINE,
     ) -> SwarmClient:
         """Find the swarm; routes will go through peers in `trust` only. Raises NetworkDown where nobody answers within
         `patience_s` seconds, NotAdmitted where those who answer do not have us."""
@@ -117,7 +125,7 @@ class SwarmClient:
             import platformdirs
 
             home = Path(platformdirs.user_data_dir("swarmnode"))
-        presence = await Presence.join(swarm, PresenceConfig(home, looks_on=True), role="client")
+        presence = await Presence.join(swarm, PresenceConfig(home, looks_on=True), role="client", platform=platform)
         try:
             await presence.wait_joined(min(patience_s, 15.0))
             await presence.manifest(patience_s=patience_s)
@@ -188,7 +196,8 @@ class SwarmClient:
             options = dataclasses.replace(options, stop_ids=await self._stop_ids())
         router = self._router(Span(0, self.units), ring=True)
         return TextStream(
-            RingStream(self._switchboard, router, prompt, options, self.config, meter=self._meter), tokenizer
+            RingStream(self._switchboard, router, prompt, options, self.config, meter=self._meter, clock=self._clock),
+            tokenizer,
         )
 
     async def generate(
@@ -225,7 +234,7 @@ class SwarmClient:
         router = self._router(span, ring=False)
 
         def open_session(spec: SessionSpec) -> ClientSession:
-            return ClientSession(self._switchboard, router, spec, self.config, meter=self._meter)
+            return ClientSession(self._switchboard, router, spec, self.config, meter=self._meter, clock=self._clock)
 
         return await asyncio.to_thread(
             model_class.from_checkpoint, checkpoint, open_session, run, ends, self.config.prompt_chunk_tokens

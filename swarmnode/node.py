@@ -10,7 +10,6 @@ import asyncio
 import importlib
 import logging
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +23,7 @@ from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.plan.placement import Move
 from swarmnode.plan.view import Span
+from swarmnode.platform import MACHINE, Platform
 from swarmnode.presence import Presence, PresenceConfig
 from swarmnode.roles.bandwidth import Prober
 from swarmnode.roles.place import Place, PlaceConfig
@@ -87,8 +87,9 @@ class NodeConfig:
 class Node:
     """One volunteer. `run` lives its whole life; `tell` hears what people and scripts may want to know."""
 
-    def __init__(self, swarm: Swarm, config: NodeConfig, tell: Tell) -> None:
+    def __init__(self, swarm: Swarm, config: NodeConfig, tell: Tell, *, platform: Platform = MACHINE) -> None:
         self.config = config
+        self.platform = platform
         self._swarm = swarm
         self._tell = tell
         self._presence: Presence | None = None
@@ -114,7 +115,7 @@ class Node:
         """
         executor = self._executor = Executor(threads=self.config.stage.threads)
         heavy = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, "swarmnode.roles.stage"))
-        presence = self._presence = await Presence.join(self._swarm, self.config.presence)
+        presence = self._presence = await Presence.join(self._swarm, self.config.presence, platform=self.platform)
         living = asyncio.ensure_future(self._live(presence, heavy))
         stopped = asyncio.ensure_future(stop.wait())
         turned_away = asyncio.ensure_future(presence.wait_turned_away())
@@ -238,13 +239,14 @@ class Node:
 
     def _show_progress(self) -> Progress:
         """Tells of every tenth of a download, and of a slow one now and then."""
-        told, told_at = -1, time.monotonic()
+        clock = self.platform.clock.monotonic
+        told, told_at = -1, clock()
 
         def progress(done_bytes: int, total_bytes: int) -> None:
             nonlocal told, told_at
             tenth = 10 * done_bytes // max(1, total_bytes)
-            if tenth > told or time.monotonic() - told_at >= PROGRESS_S:
-                told, told_at = tenth, time.monotonic()
+            if tenth > told or clock() - told_at >= PROGRESS_S:
+                told, told_at = tenth, clock()
                 text = f"Fetching weights: {done_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB"
                 self._tell("fetching", text, done_bytes=done_bytes, total_bytes=total_bytes)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,16 +20,16 @@ from swarmnode.errors import NetworkDown, PeerError
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.addresses import is_loopback, is_public, is_relayed, peer_of, without_peer
-from swarmnode.net.engine import Engine, EngineConfig
+from swarmnode.net.clock import Clock
 from swarmnode.net.gate import OPEN_GATE
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.identity_slot import IdentitySlot
-from swarmnode.net.interfaces import PeerId
+from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.link import LinkConfig
+from swarmnode.net.network_config import LOOPBACK_ANY_PORT, NetworkConfig
 from swarmnode.net.pace import Pace
-from swarmnode.net.probe import answering
-from swarmnode.net.reachability import is_hidden, own_interfaces
 from swarmnode.net.tasks import Tasks
+from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.admission import gatekeeper_of
 from swarmnode.roles.door_calls import call_on_doors
 from swarmnode.roles.experience import Experience
@@ -49,9 +48,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOPBACK_ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 EVERYWHERE_ANY_PORT = "/ip4/0.0.0.0/tcp/0"
-DOOR_TIMEOUT_S = 2.0  # one that has not answered by then is no relay for us
 NEEDS = {"client": Role.CLIENT, "bootstrap": Role.BOOTSTRAP}  # of a private swarm's members; VOLUNTEER for other roles
 
 
@@ -81,31 +78,36 @@ class Presence:
         self,
         swarm: Swarm,
         config: PresenceConfig,
-        engine: Engine,
+        network: Network,
         slot: IdentitySlot,
         identity: Identity,
         gatekeeper: Gatekeeper | None,
+        clock: Clock,
     ) -> None:
         self.swarm = swarm
         self.config = config
-        self.network = engine
+        self.network = network
         self.gatekeeper = gatekeeper
         self.identity = identity
+        self.clock = clock
         self.hello = Hello(VERSION, swarm.id, f"swarmnode/{__version__}")
-        self.paths = Paths(engine.peer_id, lambda peer: self.directory.peers().get(peer))
-        self.experience = Experience()
-        pace = Pace(config.max_upload_bps) if config.max_upload_bps else None
-        self.link_config = LinkConfig(pace=pace, soundings=self.paths.soundings, gate=gatekeeper or OPEN_GATE)
+        self.paths = Paths(network.peer_id, lambda peer: self.directory.peers().get(peer), clock=clock.monotonic)
+        self.experience = Experience(clock=clock.monotonic)
+        pace = Pace(config.max_upload_bps, clock=clock.monotonic) if config.max_upload_bps else None
+        self.link_config = LinkConfig(
+            pace=pace, soundings=self.paths.soundings, gate=gatekeeper or OPEN_GATE, clock=clock.stopwatch
+        )
         self._slot = slot
         self._known = KnownPeers(config.home / "peers" / f"{swarm.id.hex()[:16]}.json")
         self.directory = Directory(
-            engine,
+            network,
             swarm.id,
             verify=verify,
             sign=None if config.looks_on else identity.sign,
             known_peers=self._known,
             vouch=None if gatekeeper is None else gatekeeper.vouch,
             certificate=b"" if gatekeeper is None else gatekeeper.membership.certificate,
+            now=clock.unix,
         )
         self._lan: LanDiscovery | None = None
         self._tasks = Tasks("presence")
@@ -120,7 +122,13 @@ class Presence:
 
     @classmethod
     async def join(
-        cls, swarm: Swarm, config: PresenceConfig, *, role: str = "node", identity: Identity | None = None
+        cls,
+        swarm: Swarm,
+        config: PresenceConfig,
+        *,
+        role: str = "node",
+        identity: Identity | None = None,
+        platform: Platform = MACHINE,
     ) -> Presence:
         """Start the network and begin to look for the swarm. Raises LocalError where this machine cannot, NotAdmitted.
 
@@ -137,33 +145,15 @@ class Presence:
             else:
                 identity = Identity.load_or_create(slot.path)
             needs = NEEDS.get(role, Role.VOLUNTEER)
-            gatekeeper = gatekeeper_of(swarm, identity.peer_id, config.home, needs=needs)
-            vouch = None if gatekeeper is None else gatekeeper.vouch
-            keeps = record_validator(swarm.id, verify, time.time, vouch=vouch)
-            hosts = config.host_maddrs or (default_host(swarm),)
-            doors = relays_of(swarm, config.peers) if needs is Role.VOLUNTEER else ()
-            relays = tuple(await answering(doors, timeout_s=DOOR_TIMEOUT_S))
-            mapped = bool(config.announce_maddrs) or config.nat_port_map
-            engine = await Engine.start(
-                EngineConfig(
-                    identity_path=slot.path,
-                    host_maddrs=hosts,
-                    announce_maddrs=config.announce_maddrs,
-                    relays=relays,
-                    public=needs is Role.BOOTSTRAP,
-                    hidden=not mapped and any(map(is_public, relays)) and is_hidden(hosts, own_interfaces()),
-                    client_mode=config.looks_on,
-                    nat_port_map=config.nat_port_map,
-                    record_validator=keeps
-                    if gatekeeper is None
-                    else notice_validator(gatekeeper.membership, keeps, time.time),
-                    gate=gatekeeper or OPEN_GATE,
-                )
+            clock = platform.clock
+            gatekeeper = gatekeeper_of(swarm, identity.peer_id, config.home, needs=needs, clock=clock.unix)
+            network = await platform.start_network(
+                _network_config(swarm, config, slot.path, gatekeeper, needs=needs, clock=clock)
             )
         except BaseException:
             slot.release()
             raise
-        self = cls(swarm, config, engine, slot, identity, gatekeeper)
+        self = cls(swarm, config, network, slot, identity, gatekeeper, clock)
         try:
             await self._enter()
         except BaseException:
@@ -290,7 +280,7 @@ class Presence:
         """Make sure that the swarm's manifest is here, asking the peers for it. Raises NetworkDown where nobody has it."""
         if self.swarm.manifest is not None:
             return
-        deadline_s = time.monotonic() + patience_s
+        deadline_s = self.clock.monotonic() + patience_s
         while True:
             try:
                 raw = await fetch_manifest(
@@ -303,7 +293,7 @@ class Presence:
                 self.swarm = self.swarm.with_manifest(raw)
                 return
             except PeerError as error:
-                if time.monotonic() > deadline_s:
+                if self.clock.monotonic() > deadline_s:
                     raise NetworkDown(f"no peer of the swarm {self.swarm.name} gave its manifest: {error}") from error
             await asyncio.sleep(0.2)
 
@@ -344,6 +334,25 @@ class Presence:
             await self.gatekeeper.close()
         await self.network.close()
         self._slot.release()
+
+
+def _network_config(
+    swarm: Swarm, config: PresenceConfig, identity: Path, gatekeeper: Gatekeeper | None, *, needs: Role, clock: Clock
+) -> NetworkConfig:
+    """How a peer of this swarm is on its network."""
+    vouch = None if gatekeeper is None else gatekeeper.vouch
+    keeps = record_validator(swarm.id, verify, clock.unix, vouch=vouch)
+    return NetworkConfig(
+        identity_path=identity,
+        host_maddrs=config.host_maddrs or (default_host(swarm),),
+        announce_maddrs=config.announce_maddrs,
+        relays=relays_of(swarm, config.peers) if needs is Role.VOLUNTEER else (),
+        public=needs is Role.BOOTSTRAP,
+        client_mode=config.looks_on,
+        nat_port_map=config.nat_port_map,
+        record_validator=keeps if gatekeeper is None else notice_validator(gatekeeper.membership, keeps, clock.unix),
+        gate=gatekeeper or OPEN_GATE,
+    )
 
 
 def relays_of(swarm: Swarm, peers: Sequence[str]) -> tuple[str, ...]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 from swarmnode.errors import NetworkDown, UsageError
 from swarmnode.net.interfaces import PeerId
+from swarmnode.platform import MACHINE, Platform
 from swarmnode.presence import Presence, PresenceConfig, state_name
 from swarmnode.roles.gatekeeper import Gatekeeper
 from swarmnode.swarm.announcement import Announcement
@@ -30,11 +30,13 @@ class Steward:
         return f"<Steward {self._presence!r}>"
 
     @classmethod
-    async def join(cls, swarm: Swarm, home: Path, *, patience_s: float = JOIN_S) -> Steward:
+    async def join(
+        cls, swarm: Swarm, home: Path, *, patience_s: float = JOIN_S, platform: Platform = MACHINE
+    ) -> Steward:
         """Join as a client, and learn what the swarm knows of its members. Raises NetworkDown, NotAdmitted, UsageError."""
         if not swarm.owner:
             raise UsageError(f"{swarm.name} has no owner: everybody may join, and nobody can be revoked")
-        presence = await Presence.join(swarm, PresenceConfig(home, looks_on=True), role="client")
+        presence = await Presence.join(swarm, PresenceConfig(home, looks_on=True), role="client", platform=platform)
         assert presence.gatekeeper is not None
         try:
             await presence.wait_joined(patience_s)
@@ -74,7 +76,7 @@ class Steward:
         those that have announced themselves or used a limited invite: nobody keeps a list of those who only ask."""
         membership = self._gatekeeper.membership
         announced = self._presence.directory.peers()
-        certified = {member.peer: member for member in membership.members(time.time())}
+        certified = {member.peer: member for member in membership.members(self._presence.clock.unix())}
         certified.pop(self._presence.peer_id, None)
         return {
             "swarm": membership.swarm.hex(),

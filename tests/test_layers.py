@@ -20,7 +20,7 @@ ROOMS = (
     {"swarm"},
     {"plan"},
     {"compute"},
-    {"presence", "roles"},  # a presence is the role that every node and client plays
+    {"platform", "presence", "roles"},  # a presence is the role that every node and client plays
     {
         "bootstrap",
         "client",

@@ -202,11 +202,9 @@ class Engine(Network):
         return [with_peer(address, self.peer_id) for address in addresses]
 
     async def connected(self) -> set[PeerId]:
-        """The peers that there is a connection with now, whoever opened it."""
         return set(await self._running().connected())
 
     async def visitors(self) -> list[str]:
-        """Where the connected peers are that came by themselves: nobody here dialled them, nor did the DHT."""
         connected = await self._running().connected()
         dialled = self._dialled.keys() | self._dht.neighbours()
         return [address for peer, addresses in connected.items() if peer not in dialled for address in addresses]

@@ -12,17 +12,18 @@ It keeps every promise of `interfaces.py` that the real one keeps, and passes th
 from __future__ import annotations
 
 import asyncio
-import itertools
+import ipaddress
 import logging
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from swarmnode.errors import NetworkDown, PeerLost
-from swarmnode.net.addresses import peer_of
+from swarmnode.errors import NetworkDown, PeerError, PeerLost
+from swarmnode.net.addresses import peer_of, without_peer
 from swarmnode.net.fake_stream import FakeStream, Pipe, connect
+from swarmnode.net.gate import OPEN_GATE, Gate
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import (
     MAX_RECORD_BYTES,
@@ -34,6 +35,7 @@ from swarmnode.net.interfaces import (
     Stream,
     StreamHandler,
 )
+from swarmnode.net.network_config import NetworkConfig
 from swarmnode.net.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -57,7 +59,9 @@ class FakeWorld:
         self.clock = clock
         self.default_path = Path()
         self._random = random.Random(seed)
-        self._numbers = itertools.count(1)
+        self._hosts = (str(host) for host in ipaddress.ip_network("10.0.0.0/8").hosts())
+        self._homes: dict[PeerId, str] = {}  # where each peer that there ever was listens
+        self._connections: set[frozenset[PeerId]] = set()
         self._networks: dict[PeerId, FakeNetwork] = {}
         self._paths: dict[tuple[PeerId, PeerId], Path] = {}
         self._free_at: dict[tuple[PeerId, PeerId], float] = {}  # when a direction has sent what it was given
@@ -67,14 +71,29 @@ class FakeWorld:
     def __repr__(self) -> str:
         return f"<FakeWorld of {len(self._networks)} peers, {len(self._hanging)} hanging>"
 
-    def join(self, *, identity: Identity | None = None, record_validator: RecordValidator | None = None) -> FakeNetwork:
+    def join(
+        self,
+        *,
+        identity: Identity | None = None,
+        record_validator: RecordValidator | None = None,
+        client_mode: bool = False,
+        gate: Gate = OPEN_GATE,
+    ) -> FakeNetwork:
         """A new peer, or one that comes back by its `identity`; alone until it connects to another one."""
-        number = next(self._numbers)
-        address = f"/ip4/10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}/tcp/4001"
         identity = identity or Identity(self._random.randbytes(32))
-        network = FakeNetwork(self, identity, address, record_validator)
+        address = self._homes.setdefault(identity.peer_id, f"/ip4/{next(self._hosts)}/tcp/4001")
+        network = FakeNetwork(self, identity, address, record_validator, client_mode=client_mode, gate=gate)
         self._networks[network.peer_id] = network
         return network
+
+    async def start(self, config: NetworkConfig) -> FakeNetwork:
+        """As `join`, for whoever takes any network. Where a peer listens is the world's business here."""
+        return self.join(
+            identity=Identity.load_or_create(config.identity_path),
+            record_validator=config.record_validator,
+            client_mode=config.client_mode,
+            gate=config.gate,
+        )
 
     def path(self, source: PeerId, target: PeerId) -> Path:
         """What lies between two peers in this direction."""
@@ -86,7 +105,8 @@ class FakeWorld:
 
     def kill(self, peer: PeerId) -> None:
         """As by kill -9: its streams break, the others notice after the latency."""
-        network = self._networks.pop(peer)
+        network = self._networks[peer]
+        self.leave(peer)
         self.wake(peer)
         network.die()
 
@@ -111,6 +131,15 @@ class FakeWorld:
 
     def leave(self, peer: PeerId) -> None:
         self._networks.pop(peer, None)
+        self._connections = {pair for pair in self._connections if peer not in pair}
+
+    def note_connection(self, one: PeerId, other: PeerId) -> None:
+        """Two peers speak with one another, and stay connected for as long as both are there."""
+        self._connections.add(frozenset((one, other)))
+
+    def connected(self, peer: PeerId) -> set[PeerId]:
+        """Whom a peer is connected with."""
+        return {other for pair in self._connections if peer in pair for other in pair if other != peer}
 
     async def travel(self, source: PeerId, target: PeerId) -> None:
         """Wait as long as a message takes that is too small to count; for a hanging peer, until it wakes."""
@@ -139,10 +168,10 @@ class FakeWorld:
 
 
 class Island:
-    """Peers that have found one another, and the records that they share."""
+    """Peers that have found one another, and the records that they share. Who only uses the table is none of its peers."""
 
-    def __init__(self, peer: PeerId) -> None:
-        self.peers = {peer}
+    def __init__(self, peers: Iterable[PeerId]) -> None:
+        self.peers = set(peers)
         self.records: dict[bytes, dict[bytes, Record]] = {}
 
     def __repr__(self) -> str:
@@ -173,15 +202,16 @@ class FakeDht(Dht):
         return f"<FakeDht on {self._network.island!r}>"
 
     async def store(self, key: bytes, subkey: bytes, value: bytes, *, expires_at: float) -> bool:
-        others = await self._network.neighbours()
+        others = await self._network.table_neighbours()
         if not self._network.believes(key, subkey, value, expires_at):
             return False
         takers = [other for other in others if other.believes(key, subkey, value, expires_at)]
         return self._network.island.keep(key, subkey, Record(value, expires_at)) and bool(takers)
 
     async def get(self, keys: Sequence[bytes], *, thrifty: bool = False) -> Mapping[bytes, Mapping[bytes, Record]]:
-        await self._network.neighbours()
-        return {key: dict(self._believed(key)) for key in keys}
+        answering = await self._network.table_neighbours()
+        alone = not answering and self._network.has_neighbours
+        return {key: {} if alone else dict(self._believed(key)) for key in keys}
 
     def _believed(self, key: bytes) -> list[tuple[bytes, Record]]:
         records = self._network.island.records.get(key, {})
@@ -195,14 +225,26 @@ class FakeDht(Dht):
 class FakeNetwork(Network):
     """One peer of a FakeWorld."""
 
-    def __init__(self, world: FakeWorld, identity: Identity, address: str, valid: RecordValidator | None) -> None:
+    def __init__(
+        self,
+        world: FakeWorld,
+        identity: Identity,
+        address: str,
+        valid: RecordValidator | None,
+        *,
+        client_mode: bool,
+        gate: Gate,
+    ) -> None:
         self.identity = identity
+        self.client_mode = client_mode
+        self.gate = gate
         self.peer_id = identity.peer_id
-        self.island = Island(self.peer_id)
+        self.island = Island(() if client_mode else (self.peer_id,))
         self._world = world
-        self._address = f"{address}/p2p/{self.peer_id}"
+        self.address = f"{address}/p2p/{self.peer_id}"
         self._valid = valid
         self._dht = FakeDht(self)
+        self._dialled: set[PeerId] = set()  # by us: whoever else is connected came by itself
         self._handlers: dict[str, StreamHandler] = {}
         self._streams: list[FakeStream] = []
         self._tasks = Tasks("streams")
@@ -222,8 +264,9 @@ class FakeNetwork(Network):
         except asyncio.TimeoutError:
             raise PeerLost(f"peer {peer} cannot be reached within {timeout_s:.0f} s", peer=peer) from None
         target = self._world.find(peer)
-        if target is None or peer not in self.island.peers:
+        if target is None or peer not in self.island.peers | self._world.connected(self.peer_id):
             raise PeerLost(f"peer {peer} cannot be reached", peer=peer)
+        self._note_dialled(peer)
         near, far = connect(self.peer_id, peer, protocol, self._world.deliver)
         target.accept(far)
         self._keep(near)
@@ -257,7 +300,7 @@ class FakeNetwork(Network):
 
     async def addresses(self) -> list[str]:
         self._check_up()
-        return [self._address]
+        return [self.address]
 
     async def connect(self, addresses: Sequence[str], *, timeout_s: float) -> bool:
         self._check_up()
@@ -276,23 +319,60 @@ class FakeNetwork(Network):
         return False
 
     async def _meet(self, peer: PeerId) -> bool:
+        """Dial a peer and, where it answers for the table, share its island."""
         await self._round_trip(peer)
         other = self._world.find(peer)
         if other is None:
             return False
-        if other.island is not self.island:
+        self._note_dialled(peer)
+        if other.client_mode or not await self._is_answered_by(other):
+            return False
+        if self.client_mode:
+            self.island = other.island
+        elif other.island is not self.island:
             other.island.absorb(self.island)
             for member in self.island.peers:
                 if (network := self._world.find(member)) is not None:
                     network.island = other.island
         return True
 
-    async def neighbours(self) -> list[FakeNetwork]:
-        """The other living peers of the island, after the time that it takes to ask one of them."""
+    def _note_dialled(self, peer: PeerId) -> None:
+        self._dialled.add(peer)
+        self._world.note_connection(self.peer_id, peer)
+
+    async def connected(self) -> set[PeerId]:
+        self._check_up()
+        return self._world.connected(self.peer_id)
+
+    async def visitors(self) -> list[str]:
+        self._check_up()
+        called = self._dialled | self.island.peers
+        came = (self._world.find(peer) for peer in sorted(self._world.connected(self.peer_id) - called))
+        return [without_peer(network.address) for network in came if network is not None]
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether there is another peer in the island, be it one that does not answer us."""
+        return any(self._world.find(peer) is not None for peer in self.island.peers - {self.peer_id})
+
+    async def table_neighbours(self) -> list[FakeNetwork]:
+        """The other living peers of the island that answer our calls, after the time that it takes to ask one of them."""
         self._check_up()
         await asyncio.sleep(2 * self._world.default_path.latency_s)
-        found = [self._world.find(peer) for peer in sorted(self.island.peers) if peer != self.peer_id]
-        return [network for network in found if network is not None]
+        found = (self._world.find(peer) for peer in sorted(self.island.peers - {self.peer_id}))
+        return [other for other in list(found) if other is not None and await self._is_answered_by(other)]
+
+    async def _is_answered_by(self, other: FakeNetwork) -> bool:
+        """Whether a peer answers our calls of the table: one that guards it wants to know us first."""
+        for anew in (False, True):
+            if self.gate.guards_table:
+                try:
+                    await self.gate.introduce(other.peer_id, anew=anew)
+                except (PeerError, NetworkDown):
+                    return False
+            if not other.gate.guards_table or other.gate.admits(self.peer_id):
+                return True
+        return False
 
     def believes(self, key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
         """Whether this peer keeps a record, or believes one that it reads."""

@@ -105,6 +105,14 @@ class Network(ABC):
         """Multiaddrs with /p2p/<our id> at which others may reach us now."""
 
     @abstractmethod
+    async def connected(self) -> set[PeerId]:
+        """The peers that there is a connection with now, whoever opened it. Raises NetworkDown."""
+
+    @abstractmethod
+    async def visitors(self) -> list[str]:
+        """Where the connected peers are that came by themselves: nobody here called them, nor did the DHT. Raises NetworkDown."""
+
+    @abstractmethod
     async def connect(self, addresses: Sequence[str], *, timeout_s: float) -> bool:
         """Try to join through any of these multiaddrs, all at once; True as soon as one peer of the DHT answered."""
 

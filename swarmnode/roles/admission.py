@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 from swarmnode.errors import NotAdmitted, ProtocolError
@@ -17,30 +17,32 @@ from swarmnode.swarm.signing_key import SigningKey
 from swarmnode.swarm.swarmfile import Swarm
 
 
-def gatekeeper_of(swarm: Swarm, peer: PeerId, home: Path, *, needs: Role) -> Gatekeeper | None:
+def gatekeeper_of(
+    swarm: Swarm, peer: PeerId, home: Path, *, needs: Role, clock: Callable[[], float]
+) -> Gatekeeper | None:
     """The gatekeeper of a peer in a swarm that has an owner; None in one that has none: everybody belongs to it.
 
-    Raises NotAdmitted where the invite does not make this peer a member, or not one that may do what it `needs` to.
+    `clock` gives unix time. Raises NotAdmitted where the invite does not make this peer a member, or not one that may do what
+    it `needs` to.
     """
     if not swarm.owner:
         return None
     if swarm.private and not swarm.grant:
         raise NotAdmitted(f"the swarm {swarm.name} is private: ask its owner for an invite of your own")
     file = MembershipFile(home / "membership" / f"{swarm.id.hex()[:16]}-{peer[-8:]}.json")
-    certificate = b"" if not swarm.grant else _certificate(swarm, peer, file.certificate)
+    certificate = b"" if not swarm.grant else _certificate(swarm, peer, file.certificate, clock())
     membership = Membership(swarm.id, swarm.owner, private=swarm.private, certificate=certificate)
-    gatekeeper = Gatekeeper(membership, file)
+    gatekeeper = Gatekeeper(membership, file, clock=clock)
     if swarm.revocations:
         with contextlib.suppress(ProtocolError):  # a list that is not the owner's says nothing
             membership.take_list(swarm.revocations)
     gatekeeper.check_welcome(peer, swarm.name, needs)
-    membership.admit(peer, certificate, time.time())  # we are a member to ourselves
+    membership.admit(peer, certificate, clock())  # we are a member to ourselves
     return gatekeeper
 
 
-def _certificate(swarm: Swarm, peer: PeerId, earlier: bytes) -> bytes:
+def _certificate(swarm: Swarm, peer: PeerId, earlier: bytes, now: float) -> bytes:
     """The certificate of an earlier run, if it is of the same invite; else a new one."""
-    now = time.time()
     new = admit_peer(swarm.grant, SigningKey(swarm.secret), swarm.id, peer, now)
     try:
         member = open_certificate(new, swarm.id, swarm.owner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +19,8 @@ Known = Callable[[PeerId], Announcement | None]
 class Paths:
     """Filled by the links in ordinary traffic (`soundings`), told by announcements (`figures`)."""
 
-    def __init__(self, peer: PeerId, known: Known) -> None:
-        self.soundings = Soundings(on_rtt=self._measured)
+    def __init__(self, peer: PeerId, known: Known, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.soundings = Soundings(clock=clock, on_rtt=self._measured)
         self.reachability = Reachability.UNKNOWN
         self._surveyor = Surveyor(peer)
         self._known = known

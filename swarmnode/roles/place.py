@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -44,6 +43,7 @@ class Place:
         self.config = config
         self._presence = presence
         self._capacity_units = capacity_units
+        self._clock = presence.clock.monotonic
         self._steady = Steady()
         self._wish: _Wish | None = None
         self._move_s = config.stakes.move_s
@@ -58,16 +58,16 @@ class Place:
         directory = self._presence.directory
         claim = Span(0, self._capacity_units)
         directory.announce(state=State.JOINING, span=tuple(claim), **introduction)
-        give_up_s = time.monotonic() + self.config.max_settle_s
-        settled_s = time.monotonic() + self.config.settle_s
-        while time.monotonic() < min(settled_s, give_up_s):
+        give_up_s = self._clock() + self.config.max_settle_s
+        settled_s = self._clock() + self.config.settle_s
+        while self._clock() < min(settled_s, give_up_s):
             await asyncio.sleep(self.config.claim_look_s)
             await directory.refresh()
             choice = await asyncio.to_thread(choose_span, self._view(), self._joiner())
             if choice != claim:
                 claim = choice
                 directory.announce(span=tuple(claim))
-                settled_s = time.monotonic() + self.config.settle_s
+                settled_s = self._clock() + self.config.settle_s
         return claim
 
     async def reason_to_move(self, *, bound: Callable[[], bool], news: Callable[[], Mapping[str, Any]]) -> Move:
@@ -82,7 +82,7 @@ class Place:
             if move is None:
                 self._wish = None
             elif self._stands(move):
-                self._leaving_s = time.monotonic()
+                self._leaving_s = self._clock()
                 return move
             await asyncio.sleep(self.config.look_s)
 
@@ -102,15 +102,15 @@ class Place:
     def arrived(self) -> None:
         """The node serves again after a move: what it cost is known now, and counts next time."""
         if self._leaving_s is not None:
-            self._move_s, self._leaving_s = time.monotonic() - self._leaving_s, None
+            self._move_s, self._leaving_s = self._clock() - self._leaving_s, None
 
     def _stands(self, move: Move) -> bool:
         """Whether the wish has stood long enough."""
         if self._wish is not None and move.is_same_wish(self._wish.move):
             self._wish = replace(self._wish, move=move)
         else:
-            self._wish = _Wish(move, time.monotonic())
-        return time.monotonic() - self._wish.since_s >= move.delay_s
+            self._wish = _Wish(move, self._clock())
+        return self._clock() - self._wish.since_s >= move.delay_s
 
     def _view(self) -> View:
         manifest = self._presence.swarm.manifest

@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,7 @@ class Hardware:
     def figures(self, presence: Presence) -> dict[str, Any]:
         """What the announcement says of this machine before a span is loaded: speeds are those of the last span held."""
         conditions = self.conditions(presence.swarm.id, self.capacity_units)
-        known = SpeedCache(presence.config.home / SPEEDS_FILE).nearest(conditions)
+        known = SpeedCache(presence.config.home / SPEEDS_FILE, now=presence.clock.unix).nearest(conditions)
         return {
             "device": self.device_name,
             "memory_bytes": self.memory_bytes,
@@ -260,9 +260,11 @@ class Stage:
         worker = Worker(runner, executor, chunk_tokens=hardware.config.server.prefill_chunk_tokens)
         try:
             await worker.start()
-            cache = SpeedCache(presence.config.home / SPEEDS_FILE)
+            clock = presence.clock
+            cache = SpeedCache(presence.config.home / SPEEDS_FILE, now=clock.unix)
             conditions = hardware.conditions(presence.swarm.id, span.end - span.start)
-            capability = await worker.call(lambda: Capability.of(conditions, cache, lambda: measure_serving(runner)))
+            measure = partial(measure_serving, runner, clock=clock.compute)
+            capability = await worker.call(lambda: Capability.of(conditions, cache, measure, clock=clock.monotonic))
             server = StageServer(
                 presence.network,
                 presence.hello,

@@ -13,6 +13,7 @@ from swarmnode.errors import PeerError, ProtocolError, UsageError
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Switchboard
+from swarmnode.platform import MACHINE, Platform
 from swarmnode.presence import Presence, PresenceConfig
 from swarmnode.roles.training.crew import ready_peers
 from swarmnode.roles.training.export import export
@@ -44,9 +45,11 @@ class TrainingClient:
         return f"<TrainingClient {self._presence!r}>"
 
     @classmethod
-    async def join(cls, swarm: Swarm, home: Path, *, patience_s: float = 60.0) -> TrainingClient:
+    async def join(
+        cls, swarm: Swarm, home: Path, *, patience_s: float = 60.0, platform: Platform = MACHINE
+    ) -> TrainingClient:
         """Find the swarm. Raises NetworkDown where nobody answers, UsageError where it does not train."""
-        presence = await Presence.join(swarm, PresenceConfig(home, looks_on=True), role="client")
+        presence = await Presence.join(swarm, PresenceConfig(home, looks_on=True), role="client", platform=platform)
         try:
             await presence.wait_joined(min(patience_s, JOIN_S))
             await presence.manifest(patience_s=patience_s)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,7 @@ from swarmnode.errors import NetworkDown, PeerLost
 from swarmnode.net.addresses import free_port
 from swarmnode.net.engine import Engine, EngineConfig
 from swarmnode.net.fake import FakeNetwork, FakeWorld
+from swarmnode.net.gate import OPEN_GATE, Gate
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import MAX_RECORD_BYTES, Network, PeerId, RecordValidator, Stream
 from tests.conformance import puppet
@@ -58,7 +59,9 @@ class Bench(ABC):
     """Makes networks in this process and puppets elsewhere, and clears them away."""
 
     @abstractmethod
-    async def network(self, believes: RecordValidator = puppet.believes) -> Network: ...
+    async def network(
+        self, believes: RecordValidator = puppet.believes, *, client_mode: bool = False, gate: Gate = OPEN_GATE
+    ) -> Network: ...
 
     @abstractmethod
     async def puppet(self) -> Puppet: ...
@@ -89,8 +92,10 @@ class FakeBench(Bench):
         self._world = FakeWorld(seed=7)
         self._networks: list[FakeNetwork] = []
 
-    async def network(self, believes: RecordValidator = puppet.believes) -> FakeNetwork:
-        self._networks.append(self._world.join(record_validator=believes))
+    async def network(
+        self, believes: RecordValidator = puppet.believes, *, client_mode: bool = False, gate: Gate = OPEN_GATE
+    ) -> FakeNetwork:
+        self._networks.append(self._world.join(record_validator=believes, client_mode=client_mode, gate=gate))
         return self._networks[-1]
 
     async def puppet(self) -> Puppet:
@@ -143,8 +148,11 @@ class EngineBench(Bench):
         Identity.load_or_create(path)
         return path
 
-    async def network(self, believes: RecordValidator = puppet.believes) -> Engine:
-        self._engines.append(await Engine.start(EngineConfig(self._identity(), record_validator=believes)))
+    async def network(
+        self, believes: RecordValidator = puppet.believes, *, client_mode: bool = False, gate: Gate = OPEN_GATE
+    ) -> Engine:
+        config = EngineConfig(self._identity(), record_validator=believes, client_mode=client_mode, gate=gate)
+        self._engines.append(await Engine.start(config))
         return self._engines[-1]
 
     async def puppet(self) -> Puppet:
@@ -348,6 +356,81 @@ async def test_dead_addresses_do_not_hold_up_a_live_one(bench: Bench, there: Pup
     assert await newcomer.connect([*dead, *there.addresses], timeout_s=TIMEOUT_S)
     assert time.monotonic() - started_s < 2.0
     assert await newcomer.connect(await newcomer.addresses(), timeout_s=1.0) is False  # itself is nobody
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for what nobody tells."""
+
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not await holds():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.02)
+
+
+async def test_both_sides_know_of_a_connection_until_one_is_gone(bench: Bench, here: Network) -> None:
+    guest, doomed = await bench.network(), await bench.puppet()
+    assert await guest.connect(await here.addresses(), timeout_s=TIMEOUT_S)
+    assert guest.peer_id in await here.connected()
+    assert here.peer_id in await guest.connected()
+    assert await guest.connect(doomed.addresses, timeout_s=TIMEOUT_S)
+    assert doomed.peer in await guest.connected()
+    doomed.kill()
+
+    async def is_gone() -> bool:
+        return doomed.peer not in await guest.connected()
+
+    await until(is_gone)
+
+
+async def test_visitors_are_those_who_came_by_themselves(bench: Bench) -> None:
+    server, dialled = await bench.network(), await bench.network()
+    assert await server.connect(await dialled.addresses(), timeout_s=TIMEOUT_S)
+    before = await server.visitors()  # mostly nobody; but a table dials whom it hears of: who was called may call back
+    guest = await bench.network(client_mode=True)
+    assert await guest.connect(await server.addresses(), timeout_s=TIMEOUT_S)
+    after = await server.visitors()
+    assert len(after) > len(before)
+    assert all(address.startswith("/ip4/") and "/p2p/" not in address for address in after)
+
+
+async def test_a_client_uses_the_table_without_a_place_in_it(bench: Bench) -> None:
+    server, client = await bench.network(), await bench.network(client_mode=True)
+    assert await client.connect(await server.addresses(), timeout_s=TIMEOUT_S)
+    assert await client.dht.store(b"a client's", b"sub", b"value", expires_at=time.time() + 60)
+    assert set((await server.dht.get([b"a client's"]))[b"a client's"]) == {b"sub"}
+    stranger = await bench.network()
+    assert not await stranger.connect(await client.addresses(), timeout_s=1.0), "nobody enters the table by a client"
+
+
+class Doorkeeper(Gate):
+    """Answers calls of the table to those on its list alone."""
+
+    guards_table = True
+
+    def __init__(self) -> None:
+        self.members: set[PeerId] = set()
+        self.called: list[PeerId] = []
+
+    def admits(self, peer: PeerId) -> bool:
+        return peer in self.members
+
+    async def introduce(self, peer: PeerId, *, anew: bool = False) -> None:
+        self.called.append(peer)
+
+
+async def test_a_guarded_table_answers_members_alone(bench: Bench) -> None:
+    keeper, guest = Doorkeeper(), Doorkeeper()
+    server, client = await bench.network(gate=keeper), await bench.network(gate=guest)
+    assert not await client.connect(await server.addresses(), timeout_s=1.0)
+    assert guest.called and set(guest.called) == {server.peer_id}, "who guards its own table calls upon others first"
+    keeper.members.add(client.peer_id)
+    guest.members.add(server.peer_id)
+    assert await client.connect(await server.addresses(), timeout_s=TIMEOUT_S)
+    assert await server.dht.store(b"guarded", b"sub", b"value", expires_at=time.time() + 60)
+    assert set((await client.dht.get([b"guarded"]))[b"guarded"]) == {b"sub"}
+    stranger = await bench.network()
+    assert not await stranger.connect(await server.addresses(), timeout_s=1.0)
+    assert (await stranger.dht.get([b"guarded"]))[b"guarded"] == {}
 
 
 async def test_records_are_stored_for_others_and_expire(here: Network, other: Network) -> None:

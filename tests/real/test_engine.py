@@ -279,19 +279,6 @@ async def test_a_client_uses_the_table_without_a_place_in_it(start: Start) -> No
 # -- clocks
 
 
-async def test_visitors_are_those_who_came_by_themselves(start: Start) -> None:
-    server, dialled = await start(), await start()
-    assert await server.connect(await dialled.addresses(), **OPTIONS)
-    before = (
-        await server.visitors()
-    )  # mostly nobody; but the table dials whom it hears of, so who was called may call back
-    guest = await start(client_mode=True)
-    assert await guest.connect(await server.addresses(), **OPTIONS)
-    after = await server.visitors()
-    assert len(after) > len(before)
-    assert all(address.startswith("/ip4/127.0.0.1/tcp/") for address in after)
-
-
 async def test_a_wrong_clock_is_told_and_not_fatal(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
