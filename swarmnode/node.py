@@ -113,7 +113,7 @@ class Node:
 
         Raises LocalError, NetworkDown, CheckpointError, NotAdmitted; ExecutorDied where it cannot compute any more.
         """
-        executor = self._executor = Executor(threads=self.config.stage.threads)
+        executor = self._executor = self.platform.start_executor(self.config.stage.threads)
         heavy = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, "swarmnode.roles.stage"))
         presence = self._presence = await Presence.join(self._swarm, self.config.presence, platform=self.platform)
         living = asyncio.ensure_future(self._live(presence, heavy))

@@ -1,9 +1,11 @@
-"""What a peer stands on: a network and clocks. A machine's, unless somebody gives it others, as virtual time does."""
+"""What a peer stands on: a network, clocks, and what computes: a machine's, unless somebody gives it others, as virtual time does."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from swarmnode.compute.executor import Executor
 from swarmnode.net.clock import MACHINE_CLOCK, Clock
 from swarmnode.net.interfaces import Network
 from swarmnode.net.network_config import NetworkConfig, StartNetwork
@@ -17,9 +19,11 @@ async def _start_engine(config: NetworkConfig) -> Network:
 
 @dataclass(frozen=True)
 class Platform:
-    """`start_network` brings a peer onto the network that it shall be on."""
+    """`start_network` brings a peer onto the network that it shall be on; `start_executor` is given how many threads an operation
+    of a device may use (None: as many as torch takes)."""
 
     start_network: StartNetwork = _start_engine
+    start_executor: Callable[[int | None], Executor] = lambda threads: Executor(threads=threads)
     clock: Clock = MACHINE_CLOCK
 
 

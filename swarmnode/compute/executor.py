@@ -138,8 +138,8 @@ class Executor:
     """
 
     def __init__(self, *, threads: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
         self._threads = threads
-        self._clock = clock
         self._bridge = LoopBridge()
         self._inbox: queue.SimpleQueue[tuple[WorkSource, Any] | None] = queue.SimpleQueue()
         self._calls = _Calls()
@@ -148,7 +148,7 @@ class Executor:
         self._over: ExecutorDied | None = None  # why nothing is taken any more
         self.died: asyncio.Future[ExecutorDied] = asyncio.get_running_loop().create_future()
         self._thread = threading.Thread(target=self._run, name="swarmnode-compute", daemon=True)
-        self._thread.start()
+        self._start()
 
     def __repr__(self) -> str:
         running = self._running
@@ -161,6 +161,12 @@ class Executor:
         return len(self._calls) + self._inbox.qsize()
 
     @property
+    def began_s(self) -> float:
+        """When the running item was begun, on `clock`; for the item itself."""
+        assert self._running is not None
+        return self._running[1]
+
+    @property
     def running(self) -> WorkItem | None:
         """What the thread does now."""
         running = self._running
@@ -170,7 +176,7 @@ class Executor:
     def stalled_s(self) -> float:
         """For how long the running item has been running: 0 where there is none. Its owner knows how long it may."""
         running = self._running
-        return self._clock() - running[1] if running else 0.0
+        return self.clock() - running[1] if running else 0.0
 
     def call(
         self, urgency: Urgency, function: Callable[[], T], *, kind: str = "", owner: str = "", size: int = 0
@@ -206,10 +212,16 @@ class Executor:
         if self._over is None:
             self._over = ExecutorDied("this node is leaving")
             self._inbox.put(None)
+        await self._ended(timeout_s)
+        self._abandon(self._over)
+
+    def _start(self) -> None:
+        self._thread.start()
+
+    async def _ended(self, timeout_s: float) -> None:
         await asyncio.to_thread(self._thread.join, timeout_s)
         if self._thread.is_alive():
             log.error("%r does not end: its thread is left behind", self)
-        self._abandon(self._over)
 
     def _abandon(self, error: ExecutorDied) -> None:
         """Tell everybody who waits."""
@@ -236,14 +248,17 @@ class Executor:
             while self._collect(wait=item is None):
                 item = self._next()
                 if item is not None:
-                    self._running = (item, self._clock())
+                    self._running = (item, self.clock())
                     self._prepare()
                     item.run()
                     self._running = None
         except BaseException as error:  # the root of the thread: SystemExit, too, would end it unheard
-            log.critical("the compute thread died at %r", self._running, exc_info=error)
-            self._over = ExecutorDied(f"the compute thread died at {self.running!r}: {type(error).__name__}: {error}")
-            self._bridge.post(self._died_of, self._over)
+            self._die(error)
+
+    def _die(self, error: BaseException) -> None:
+        log.critical("the compute thread died at %r", self._running, exc_info=error)
+        self._over = ExecutorDied(f"the compute thread died at {self.running!r}: {type(error).__name__}: {error}")
+        self._bridge.post(self._died_of, self._over)
 
     def _prepare(self) -> None:
         """Before the first item, not before: who makes an executor need not have waited for torch."""

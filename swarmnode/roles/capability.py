@@ -117,7 +117,10 @@ class Drift:
         return f"<Drift at {self._unit_s * 1e6:.0f} µs a unit, {self._passes} passes off>"
 
     def note(self, unit_s: float, announced_units_per_s: float) -> float | None:
-        """One pass of real work. The speed to announce from now on, or None where the old one holds."""
+        """One pass of real work. The speed to announce from now on, or None where the old one holds. A pass that took no time
+        at all, as a clock may have it, tells nothing."""
+        if unit_s <= 0:
+            return None
         if not announced_units_per_s:
             return 1 / unit_s
         self._unit_s = (1 - NEWEST) * self._unit_s + NEWEST * unit_s if self._unit_s else unit_s

@@ -206,9 +206,8 @@ class Worker:
         self._waiting.clear()
 
     def _run(self, batch: Sequence[Job]) -> None:
-        began_s = time.perf_counter()
         results = self._compute(batch)
-        self._executor.post(_deliver, batch, results, Pass(began_s, time.perf_counter(), len(batch)))
+        self._executor.post(_deliver, batch, results, Pass(self._executor.began_s, self._executor.clock(), len(batch)))
 
     def _schedule(self) -> list[Job]:
         """Either all waiting decode steps, or one prompt chunk; in turn where both wait."""
@@ -261,10 +260,10 @@ class Worker:
         units = [self.runner.units(work.session_id) for work in works]
         unit_tokens = sum(map(operator.mul, tokens, units))
         with self.meter.passing(phase, microbatches=len(works), tokens=sum(tokens), unit_tokens=unit_tokens):
-            began_s = time.perf_counter()
+            began_s = self._executor.clock()
             outputs = self.runner.run(works)
             if len(works) == 1:
-                self.on_lone_pass(phase, works[0].x.shape[1], units[0], time.perf_counter() - began_s)
+                self.on_lone_pass(phase, works[0].x.shape[1], units[0], self._executor.clock() - began_s)
         return outputs
 
     def _decode(self, job: Job) -> Work:
