@@ -1,4 +1,4 @@
-"""What a peer stands on: a network, clocks, and what computes: a machine's, unless somebody gives it others, as virtual time does."""
+"""What a peer stands on: a network, clocks, and what computes. Those of a machine, unless somebody gives others (virtual time)."""
 
 from __future__ import annotations
 

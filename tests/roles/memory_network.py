@@ -79,6 +79,12 @@ class MemoryNetwork(Network):
     async def addresses(self):
         return []
 
+    async def connected(self):
+        return set(self._peers) - {self.peer_id}
+
+    async def visitors(self):
+        return []
+
     async def connect(self, addresses, *, timeout_s):
         return True
 
