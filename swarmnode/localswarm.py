@@ -170,9 +170,9 @@ class LocalSwarm:
             )
         return done.stdout
 
-    def bootstrap(self, *extra: str, inside: Sequence[str] = ()) -> Member:
-        """Start the bootstrap peer and wait until it answers."""
-        member = self._start("bootstrap", ["bootstrap", str(self.file), "--json", *extra], inside)
+    def bootstrap(self, *extra: str, inside: Sequence[str] = (), name: str = "bootstrap") -> Member:
+        """Start the bootstrap peer, or under another name a further one, and wait until it answers."""
+        member = self._start(name, ["bootstrap", str(self.file), "--json", *extra], inside)
         member.wait_for("joined")
         return member
 
