@@ -24,6 +24,7 @@ from swarmnode.platform import MACHINE, Platform
 from swarmnode.presence import Presence, PresenceConfig
 from swarmnode.roles.client import SESSION_PROTOCOL, ClientSession, SessionSpec
 from swarmnode.roles.generation import GenerateOptions, Generation, RingStream
+from swarmnode.roles.limits import ModelLimits
 from swarmnode.roles.meters import ClientMeter
 from swarmnode.roles.picture import picture_of
 from swarmnode.roles.router import DirectoryRouter
@@ -187,11 +188,9 @@ class SwarmClient:
             if tokenizer is None:
                 raise UsageError("this swarm's checkpoint has no tokenizer: give token ids (--ids)")
             prompt = tokenizer.encode(prompt)
-        if not prompt:
-            raise UsageError("the prompt has no tokens")
-        vocabulary = vocabulary_size(await self._folder())
-        if vocabulary is not None and max(prompt) >= vocabulary:
-            raise UsageError(f"token id {max(prompt)} is not in the model's vocabulary of {vocabulary}")
+        limits = await self._limits()
+        prompt = limits.ids(prompt)
+        limits.check_generation(len(prompt), options.max_new_tokens)
         if not options.stop_ids:
             options = dataclasses.replace(options, stop_ids=await self._stop_ids())
         router = self._router(Span(0, self.units), ring=True)
@@ -237,7 +236,13 @@ class SwarmClient:
             return ClientSession(self._switchboard, router, spec, self.config, meter=self._meter, clock=self._clock)
 
         return await asyncio.to_thread(
-            model_class.from_checkpoint, checkpoint, open_session, run, ends, self.config.prompt_chunk_tokens
+            model_class.from_checkpoint,
+            checkpoint,
+            open_session,
+            run,
+            ends,
+            self.config.prompt_chunk_tokens,
+            await self._limits(),
         )
 
     async def _open_weights(self) -> Weights:
@@ -266,6 +271,10 @@ class SwarmClient:
         if self._small_files is None:
             self._small_files = await (await self._open_weights()).small_files()
         return self._small_files
+
+    async def _limits(self) -> ModelLimits:
+        assert self._presence.swarm.manifest is not None
+        return ModelLimits(vocabulary_size(await self._folder()), self._presence.swarm.manifest.model.positions or None)
 
     async def _stop_ids(self) -> tuple[int, ...]:
         return stop_ids(await self._folder())

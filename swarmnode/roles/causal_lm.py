@@ -19,6 +19,7 @@ from swarmnode.compress.codecs import decode, encode
 from swarmnode.errors import UsageError
 from swarmnode.net.hop import Entry
 from swarmnode.roles.client import ClientSession, Received, SessionSpec, ids_entry
+from swarmnode.roles.limits import ModelLimits
 
 if TYPE_CHECKING:
     from swarmnode.compute.checkpoint import Checkpoint
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 OpenSession = Callable[[SessionSpec], ClientSession]
+ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class RemoteCache(Cache):
@@ -50,9 +52,21 @@ class RemoteCache(Cache):
     def is_compileable(self) -> bool:
         return False
 
+    def check(self, rows: int, count: int) -> None:
+        """Raises UsageError where the session has not so many rows, or no room for so many positions more."""
+        spec, length = self.session.spec, self.session.length
+        if rows != spec.rows:
+            raise UsageError(f"the cache was made for {spec.rows} sequences, the input has {rows}")
+        if length + count > spec.max_length:
+            raise UsageError(
+                f"the cache has room for {spec.max_length} positions: {length} are taken, {count} more do not fit"
+            )
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Permute the rows before the next input (beam search)."""
-        order = beam_idx.tolist()
+        """Permute the rows before the next input (beam search). Raises UsageError for what names no row of each."""
+        order, rows = beam_idx.tolist(), self.session.spec.rows
+        if len(order) != rows or not all(0 <= row < rows for row in order):
+            raise UsageError(f"a reordering names one of the {rows} rows for each of them, not {order}")
         self.reorder = tuple(self.reorder[row] for row in order) if self.reorder else tuple(order)
 
     def close(self) -> None:
@@ -80,6 +94,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         ends: Ends | None = None,
         prompt_chunk_tokens: int = 128,
         codec: Codec = Codec.NONE,
+        limits: ModelLimits = ModelLimits(),
     ) -> None:
         config._attn_implementation = "eager"  # no attention runs here
         super().__init__(config)
@@ -88,6 +103,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         self._ends = ends
         self._prompt_chunk_tokens = prompt_chunk_tokens
         self._codec = codec
+        self._limits = limits
         self.generation_config = generation_config or GenerationConfig.from_model_config(config)
         self.register_buffer("_where", torch.empty(0), persistent=False)  # gives the model a device and a dtype
 
@@ -113,6 +129,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         run: Callable[[Coroutine[Any, Any, Any]], Any],
         ends: Ends | None,
         prompt_chunk_tokens: int,
+        limits: ModelLimits = ModelLimits(),
     ) -> RemoteCausalLM:
         """With the config and generation config of a checkpoint, of which no weights need be here."""
         try:
@@ -126,6 +143,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
             generation_config=generation_config,
             ends=ends,
             prompt_chunk_tokens=prompt_chunk_tokens,
+            limits=limits,
         )
 
     # -- transformers' side
@@ -142,10 +160,13 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
             return
         rows = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1) * batch_size
         padding = self._padding(model_kwargs.get("attention_mask"), rows)
-        model_kwargs["past_key_values"] = self.new_cache(rows, max_cache_length + 1, padding)
+        model_kwargs["past_key_values"] = self.new_cache(rows, self._limits.room(max_cache_length), padding)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' generate. The session in the swarm is freed at the end, unless you passed the cache yourself."""
+        given = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        if isinstance(given, torch.Tensor):
+            self._check_ids(given)  # before a session is opened for them
         kept = kwargs.get("past_key_values")
         self._opened: list[RemoteCache] = []
         try:
@@ -161,14 +182,20 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         """Left padding per row. Raises UsageError on holes or right padding."""
         if attention_mask_BT is None or bool(attention_mask_BT.all()):
             return ()
+        if attention_mask_BT.dim() != 2 or rows % len(attention_mask_BT):
+            raise UsageError(f"the attention mask must be (rows, T), with as many rows as there are sequences: {rows}")
         padding_B = (attention_mask_BT == 0).sum(dim=1)
+        if int(padding_B.max()) == attention_mask_BT.shape[1]:
+            raise UsageError("the attention mask leaves a sequence without any token")
         columns_T = torch.arange(attention_mask_BT.shape[1])
         if not torch.equal(attention_mask_BT != 0, columns_T[None, :] >= padding_B[:, None]):
             raise UsageError("the attention mask must be left padding: zeros first, then ones (padding_side='left')")
         return tuple(padding_B.repeat_interleave(rows // len(padding_B)).tolist())
 
     def new_cache(self, rows: int, max_length: int, padding: tuple[int, ...] = ()) -> RemoteCache:
-        """Open a session in the swarm for `rows` sequences of at most `max_length` positions."""
+        """Open a session in the swarm for `rows` sequences of at most `max_length` positions. Raises UsageError where the model
+        has not as many."""
+        self._limits.check_session(rows, max_length)
         spec = SessionSpec(Mode.DRIVEN, max_length=max_length, rows=rows, padding=padding, codec=self._codec)
         session = self._open_session(spec)
         if self._ends is not None:
@@ -198,16 +225,25 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         """Logits_BTV of `input_ids` (BT), only of the last position where `logits_to_keep` is 1."""
         if input_ids is None:
             raise UsageError("a model in a swarm takes input_ids, not inputs_embeds")
+        self._check_ids(input_ids)
         cache = past_key_values
         if cache is None:
             padding = self._padding(attention_mask, input_ids.shape[0])
-            cache = self.new_cache(input_ids.shape[0], input_ids.shape[1] + 1, padding)
-        assert isinstance(cache, RemoteCache)
+            cache = self.new_cache(input_ids.shape[0], self._limits.room(input_ids.shape[1]), padding)
+        if not isinstance(cache, RemoteCache):
+            raise UsageError(f"past_key_values must come from this model's new_cache, not {type(cache).__name__}")
+        cache.check(*input_ids.shape)
         logits_BTV = self._step(cache, input_ids, Want.LAST if logits_to_keep == 1 else Want.ALL)
         if past_key_values is None and not use_cache:
             cache.close()
             return CausalLMOutputWithPast(logits=logits_BTV)
         return CausalLMOutputWithPast(logits=logits_BTV, past_key_values=cache)
+
+    def _check_ids(self, ids_BT: torch.Tensor) -> None:
+        if ids_BT.dim() != 2 or not ids_BT.numel() or ids_BT.dtype not in ID_DTYPES:
+            shape = "x".join(map(str, ids_BT.shape))
+            raise UsageError(f"input_ids must be whole numbers of shape (rows, T), not {ids_BT.dtype} of shape {shape}")
+        self._limits.check_ids(int(ids_BT.min()), int(ids_BT.max()))
 
     # -- the swarm's side
 

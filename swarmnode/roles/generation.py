@@ -8,15 +8,14 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from swarmnode.codec.messages import MAX_STOP_IDS, HopSpec, Mode, Sampling, Want
+from swarmnode.codec.body import MAX_POSITIONS, MAX_SEED, MAX_STOP_IDS, MAX_TEMPERATURE, MAX_TOKEN_ID
+from swarmnode.codec.messages import HopSpec, Mode, Sampling, Want
 from swarmnode.codec.tensors import Codec
 from swarmnode.config import ClientConfig
 from swarmnode.errors import UsageError
 from swarmnode.net.switchboard import Switchboard
 from swarmnode.roles.client import ClientSession, Router, SessionSpec, ids_entry
 from swarmnode.roles.meters import ClientMeter
-
-MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,14 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         rules = {
-            "max_new_tokens must be at least 1": self.max_new_tokens >= 1,
-            "temperature must not be negative": 0 <= self.temperature < 1e6,
+            "max_new_tokens must be at least 1": 1 <= self.max_new_tokens <= MAX_POSITIONS,
+            f"temperature must not be negative, nor above {MAX_TEMPERATURE:g}": 0
+            <= self.temperature
+            <= MAX_TEMPERATURE,
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
-            "top_k must not be negative": self.top_k >= 0,
+            "top_k must not be negative": 0 <= self.top_k <= MAX_TOKEN_ID,
             f"at most {MAX_STOP_IDS} stop tokens": len(self.stop_ids) <= MAX_STOP_IDS,
+            "stop tokens must be token ids": all(0 <= token <= MAX_TOKEN_ID for token in self.stop_ids),
             "seed must be a number of 63 bits": self.seed is None or 0 <= self.seed <= MAX_SEED,
         }
         for rule, kept in rules.items():
@@ -103,7 +105,7 @@ class RingStream:
         self._clock = clock
         spec = SessionSpec(
             Mode.RING,
-            max_length=len(self.prompt) + options.max_new_tokens,
+            max_length=len(self.prompt) + options.max_new_tokens - 1,  # the last one is told and not fed
             sampling=options.sampling(len(self.prompt)),
             codec=options.codec,
         )

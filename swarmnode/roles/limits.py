@@ -1,0 +1,72 @@
+"""What a model can be asked for: its token ids and positions. Checked at the client, before anything is sent."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from swarmnode.codec.body import MAX_POSITIONS, MAX_ROWS, MAX_TOKEN_ID
+from swarmnode.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """`vocabulary`: how many token ids it knows. `positions`: how many a sequence may have. None: no limit is known."""
+
+    vocabulary: int | None = None
+    positions: int | None = None
+
+    def ids(self, prompt: Iterable[object]) -> list[int]:
+        """The prompt's token ids. Raises UsageError where there is none, or one that the model does not know."""
+        ids = [_whole(token) for token in prompt]
+        if not ids:
+            raise UsageError("the prompt has no tokens")
+        self.check_ids(min(ids), max(ids))
+        return ids
+
+    def check_ids(self, lowest: int, highest: int) -> None:
+        """Raises UsageError where a token id between these two is none of the model's."""
+        if lowest < 0:
+            raise UsageError(f"token id {lowest} is negative: token ids count from 0")
+        if self.vocabulary is not None and highest >= self.vocabulary:
+            raise UsageError(f"token id {highest} is not in the model's vocabulary of {self.vocabulary}")
+        if highest > MAX_TOKEN_ID:
+            raise UsageError(f"token id {highest} is not in any model's vocabulary")
+
+    def check_generation(self, prompt_length: int, new_tokens: int) -> None:
+        """Raises UsageError where a prompt and so many new tokens do not fit; the last new one takes no position."""
+        positions = self._bound
+        if prompt_length > positions:
+            raise UsageError(f"the prompt has {prompt_length} tokens, the model has {positions} positions: shorten it")
+        if prompt_length + new_tokens - 1 > positions:
+            raise UsageError(
+                f"the prompt's {prompt_length} tokens and {new_tokens} new ones do not fit into the model's {positions} "
+                f"positions: ask for at most {positions - prompt_length + 1} new tokens (max_new_tokens), or shorten the prompt"
+            )
+
+    def check_session(self, rows: int, length: int) -> None:
+        """Raises UsageError where no session can have so many rows and positions."""
+        if not 1 <= rows <= MAX_ROWS:
+            raise UsageError(
+                f"{rows} sequences together are not possible: between 1 and {MAX_ROWS} are (batch x beams)"
+            )
+        if not 1 <= length <= self._bound:
+            raise UsageError(
+                f"{length} positions were asked for, the model has {self._bound}: shorten prompt or max_new_tokens"
+            )
+
+    def room(self, length: int) -> int:
+        """So many positions, and one to spare where the model has it."""
+        return length + 1 if length < self._bound else length
+
+    @property
+    def _bound(self) -> int:
+        return MAX_POSITIONS if self.positions is None else min(self.positions, MAX_POSITIONS)
+
+
+def _whole(token: object) -> int:
+    try:
+        return operator.index(token)  # type: ignore[arg-type]  # what it does not take is what is looked for
+    except TypeError:
+        raise UsageError(f"a prompt is a text, or token ids: {token!r} is neither") from None
