@@ -73,6 +73,8 @@ class Kind(IntEnum):
     FAILED = 64
     STEP = 65
     STOPPED = 66
+    PULL = 67
+    WAITING = 68
     LIST_STATES = 80
     STATES = 81
 

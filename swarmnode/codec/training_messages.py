@@ -4,7 +4,7 @@
     trainer  -> first hop   FORWARD                         hop -> who sent it     BACKWARD | FAULT
     conductor -> stage      CONDUCT, BEGIN, RELEASE, DISCARD, REDUCE, COMMIT, SYNC, RESTORE
     stage -> conductor      STATUS, REDUCED, FAILED
-    replica -> replica      PART
+    replica -> replica      PULL, WAITING           PART, WAITING, FAILED back
 
 One conversation carries one microbatch: FORWARD opens it and says the whole route, BACKWARD ends it.
 """
@@ -41,7 +41,8 @@ MAX_VALUE_ELEMENTS = 1 << 28  # of them all; top-k says many in few bytes
 MAX_MASK_BYTES = 256  # 2048 microbatches in a step: their losses and MAX_RANGES masks fit one body
 MAX_RANGES = 96
 MAX_MEMBERS = 64  # replicas that average together
-MAX_PARTS = 4096  # of a group's vector
+MAX_PARTS = 1 << 20  # of a group's vector
+MAX_PULLED = 64  # parts that may be on the way on one conversation
 MAX_GROUPS = 64
 MAX_KEPT_STEPS = 16
 MAX_LEASES = 4096
@@ -245,12 +246,18 @@ class Reduced(Body, frozen=True):
     squares: Annotated[tuple[Number, ...], Meta(max_length=MAX_GROUPS)]
 
 
-class Part(Body, frozen=True):
-    """A part of a group's vector in one round of a reduction: a contribution, or (`agreed`) the sum that counts."""
+class Pull(Body, frozen=True):
+    """Send so many parts more of an attempt to reduce. Nothing is sent that was not pulled."""
 
     term: Term
     step: Step
     attempt: Attempt
+    chunks: Annotated[int, Meta(ge=1, le=MAX_PULLED)]
+
+
+class Part(Body, frozen=True):
+    """A part of a group's vector in one round of the attempt that was pulled: a contribution, or (`agreed`) the sum that counts."""
+
     group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
     round: Annotated[int, Meta(ge=0, le=MAX_ROUND)]
     part: Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
@@ -259,6 +266,12 @@ class Part(Body, frozen=True):
 
     def check(self) -> None:
         _check_values(self.values)
+
+
+class Waiting(Body, frozen=True):
+    """The sender still takes part in the attempt, and is held up by `peer` (empty: by nobody)."""
+
+    peer: Annotated[str, Meta(max_length=MAX_PEER_CHARS)] = ""
 
 
 class Commit(Body, frozen=True):
@@ -358,7 +371,9 @@ TRAINING_BODIES: dict[Kind, type[Body]] = {
     Kind.DISCARD: Discard,
     Kind.REDUCE: Reduce,
     Kind.REDUCED: Reduced,
+    Kind.PULL: Pull,
     Kind.PART: Part,
+    Kind.WAITING: Waiting,
     Kind.COMMIT: Commit,
     Kind.SYNC: Sync,
     Kind.RESTORE: Restore,

@@ -44,6 +44,11 @@ class Heartbeat:
         self._heard_at_s = now_s
         self._silent_since_s = None if self._paced else now_s
 
+    def heard_elsewhere(self, at_s: float) -> None:
+        """The peer lived then, as another link with it shows: an answer here may queue behind what comes there."""
+        if self._silent_since_s is not None and at_s > self._silent_since_s:
+            self.heard(at_s)
+
     def left(self, now_s: float) -> None:
         """Something that was kept back has really left: an answer may be expected from now on."""
         if self._silent_since_s is None:

@@ -94,6 +94,11 @@ class Link:
         return self._round_trips.rtt_s
 
     @property
+    def moving(self) -> bool:
+        """Whether a large payload is on its way, there or here: who is slow to take or to send it does not stand still."""
+        return self._unasked_bytes > 0 or self._round_trips.payload_ahead or self._reader.pending_bytes > 0
+
+    @property
     def busy(self) -> bool:
         """Whether answers are expected, so that silence counts."""
         return self._heartbeat.busy
@@ -246,6 +251,7 @@ class Link:
         if not count:
             raise PeerLost(f"peer {self.peer} cut the link", peer=self.peer)
         self._heartbeat.heard(self._loop.time())
+        self._config.soundings.heard(self.peer, self._loop.time())
         self.received_bytes += count
         self._config.traffic.received_bytes[self._protocol] += count
         return count
@@ -299,6 +305,7 @@ class Link:
         heartbeat, now_s = self._heartbeat, self._loop.time()
         if expected_at is not None and heartbeat.slept(now_s - expected_at):
             heartbeat.heard(now_s)
+        heartbeat.heard_elsewhere(self._config.soundings.heard_at_s(self.peer))
         silence_s = heartbeat.too_long_s(now_s, self.silence_limit_s)
         if silence_s is not None:
             self._fail(PeerLost(f"peer {self.peer} hangs: silent for {silence_s:.1f} s", peer=self.peer))

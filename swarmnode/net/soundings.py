@@ -26,6 +26,7 @@ class Sounding:
     up_at_s: float = float("-inf")
     down_bps: float = 0.0
     down_at_s: float = float("-inf")
+    heard_at_s: float = float("-inf")  # on the loop's clock
 
     @property
     def rtt_s(self) -> float | None:
@@ -51,6 +52,16 @@ class Soundings:
         sounding.rtts_s.append(rtt_s)
         if self.on_rtt is not None and sounding.rtt_s is not None:
             self.on_rtt(peer, sounding.rtt_s)
+
+    def heard(self, peer: PeerId, now_s: float) -> None:
+        """Something came of the peer on any of our links to it; `now_s` is the loop's time."""
+        sounding = self._peers.get(peer)
+        (self._of(peer) if sounding is None else sounding).heard_at_s = now_s
+
+    def heard_at_s(self, peer: PeerId) -> float:
+        """When something came of it last."""
+        sounding = self._peers.get(peer)
+        return float("-inf") if sounding is None else sounding.heard_at_s
 
     def sent(self, peer: PeerId, rate_bps: float) -> None:
         """The peer has seen our large frames come in at this rate."""

@@ -50,6 +50,11 @@ class Channel:
         return self._line.link.bandwidth_bps
 
     @property
+    def moving(self) -> bool:
+        """Whether a large payload is on its way on the link below, there or here."""
+        return self._line.link.moving
+
+    @property
     def open(self) -> bool:
         """Whether frames may still be sent."""
         return self._line.channels.get(self.number) is self and not self._line.link.closed

@@ -57,7 +57,11 @@ class Block:
             parameter.grad = view  # autograd adds to it in place
         self._changes = dict(zip(self.statistics, views[len(self.parameters) :], strict=True))
         apart = run.averaging.every > 1
-        self.outer = OuterOptimizer(self._values(), self._gradient.stop, run.averaging) if apart else None
+        self.outer = (
+            OuterOptimizer(self._write_values(torch.zeros_like(self.sums_N)), self._gradient.stop, run.averaging)
+            if apart
+            else None
+        )
 
     def __repr__(self) -> str:
         return f"Block({self.number}, {self._gradient.stop / 1e6:.1f} M parameters, {len(self.buffers)} buffers)"
@@ -102,15 +106,16 @@ class Block:
 
     # -- replicas that update apart
 
-    def way(self) -> Tensor:
-        """How far the values came since the replicas last averaged; as long as `sums_N`, and to be averaged like it."""
+    def way(self, *, out_N: Tensor) -> None:
+        """Write how far the values came since the replicas last averaged; as long as `sums_N`, and to be averaged like it."""
         assert self.outer is not None
-        return self.outer.way(self._values())
+        self._write_values(out_N)
+        self.outer.way(out_N)
 
     def agree(self) -> None:
         """All replicas have the same values now: from here on counts how far each comes."""
         if self.outer is not None:
-            self.outer.anchor_N.copy_(self._values())
+            self._write_values(self.outer.anchor_N)
 
     @torch.no_grad()
     def average(self, mean_way_N: Tensor) -> None:
@@ -121,10 +126,14 @@ class Block:
             value = part.view(tensor.shape)
             tensor.data.copy_(value if tensor.is_floating_point() else value.round())
 
-    def _values(self) -> Tensor:
-        """A copy of parameters and statistics, strung together."""
+    @torch.no_grad()
+    def _write_values(self, out_N: Tensor) -> Tensor:
+        """Parameters and statistics, strung together; `out_N`, which is as long as `sums_N`."""
         tensors = (*self.parameters.values(), *self.statistics.values())
-        return torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors] or [self.sums_N.clone()])
+        parts = torch.split(out_N, [shape.numel() for shape in self.shapes])
+        for tensor, part in zip(tensors, parts, strict=False):
+            part.copy_(tensor.reshape(-1))
+        return out_N
 
     # -- state
 

@@ -33,14 +33,15 @@ class OuterOptimizer:
         return f"OuterOptimizer({len(self.velocity_N)} parameters, lr {self.learning_rate}, momentum {self.momentum})"
 
     def way(self, values_N: Tensor) -> Tensor:
-        """How far a replica came since the last averaging, in the direction of a gradient."""
-        return self.anchor_N - values_N
+        """How far a replica came since the last averaging, in the direction of a gradient; written into `values_N`."""
+        return torch.sub(self.anchor_N, values_N, out=values_N)
 
     def update(self, mean_way_N: Tensor) -> Tensor:
         """A step along the mean of the replicas' ways; the values with which all go on."""
         trained = len(self.velocity_N)
         mean_way_P = mean_way_N[:trained]
         self.velocity_N.mul_(self.momentum).add_(mean_way_P)
-        self.anchor_N[:trained].sub_(mean_way_P + self.momentum * self.velocity_N, alpha=self.learning_rate)
+        self.anchor_N[:trained].sub_(mean_way_P, alpha=self.learning_rate)
+        self.anchor_N[:trained].sub_(self.velocity_N, alpha=self.learning_rate * self.momentum)
         self.anchor_N[trained:].sub_(mean_way_N[trained:])
         return self.anchor_N

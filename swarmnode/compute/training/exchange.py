@@ -1,8 +1,11 @@
 """Exchanges: in which rounds the replicas of some blocks come to one sum, and what they keep for the next time.
 
 An exchange only does arithmetic: `run` is a generator of rounds, and whoever drives it (`together.py` in one process,
-`roles/training` over links) answers each with the sum. What is kept changes only by `accept`, when the step is committed, so
-that a failed attempt leaves no trace.
+`roles/training` over links) goes on when all parts of a round are taken. What is kept changes only by `accept`, when the step is
+committed, so that a failed attempt leaves no trace.
+
+Memory beside the two vectors: none of their size, but with error feedback (int4, top-k, PowerSGD) the residual of the attempt,
+which takes the place of the last one when the step is committed.
 
 Shape letters: N elements of all tensors together; O rows and I columns of a matrix, R rank.
 """
@@ -16,6 +19,7 @@ import torch
 from torch import Size, Tensor
 
 from swarmnode.codec.tensors import Codec
+from swarmnode.compute.training.flat import FlatVector
 from swarmnode.compute.training.round import Round
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.run import Averaging
@@ -24,7 +28,7 @@ COARSE = frozenset({Codec.INT8, Codec.INT4, Codec.TOPK})  # codecs for matrices 
 ACCOUNTED = frozenset({Codec.INT4, Codec.TOPK})  # codecs that lose too much without error feedback
 SMALLEST_NORM = 1e-30
 
-Rounds = Generator[Round, Tensor, Tensor]
+Rounds = Generator[Round, None, None]
 
 
 class Exchange(ABC):
@@ -47,11 +51,11 @@ class Exchange(ABC):
         return f"{type(self).__name__}({self.codec.name}, {sum(self.sizes)} elements, residual {residual})"
 
     @abstractmethod
-    def run(self, local_N: Tensor, weight: float) -> Rounds:
-        """Rounds, each to be answered by its sum; returns the agreed sum of all members' vectors.
+    def run(self, local: FlatVector, total: FlatVector, weight: float) -> Rounds:
+        """Rounds; when all parts of the last one are taken, `total` is the agreed sum of all members' vectors.
 
-        `weight` is this member's share of the step's samples, and local_N scaled by it. A listener has weight 0:
-        its values do not matter.
+        `weight` is this member's share of the step's samples, and `local` scaled by it. A listener has weight 0: its values do
+        not matter. `total` may share its memory with `local`. Raises ValueError where a vector has the wrong length.
         """
 
     def accept(self) -> None:
@@ -71,12 +75,16 @@ class Exchange(ABC):
             raise CheckpointError(f"a residual of shape {tuple(residual_N.shape)} for {sum(self.sizes)} elements")
         self.residual_N = residual_N
 
-    def _wanted(self, local_N: Tensor, weight: float) -> Tensor:
-        """What this member has to say: its vector and what it could not say before."""
-        if len(local_N) != sum(self.sizes):
-            raise ValueError(f"a vector of {len(local_N)} elements for tensors of {sum(self.sizes)}")
+    def _begin(self, local: FlatVector, total: FlatVector) -> None:
+        """Check the vectors, and forget an attempt that came to nothing."""
+        for vector in (local, total):
+            if len(vector) != sum(self.sizes):
+                raise ValueError(f"a vector of {len(vector)} elements for tensors of {sum(self.sizes)}")
         self._kept = {}
-        return local_N + self.residual_N if weight and self.residual_N is not None else local_N
+
+    def _residuals(self, weight: float) -> Sequence[Tensor] | None:
+        """What this member could not say before, by tensor; None: nothing, or it says nothing now."""
+        return torch.split(self.residual_N, self.sizes) if weight and self.residual_N is not None else None
 
 
 class PlainExchange(Exchange):
@@ -86,27 +94,29 @@ class PlainExchange(Exchange):
     nothing left of the gradient.
     """
 
-    def run(self, local_N: Tensor, weight: float) -> Rounds:
+    def run(self, local: FlatVector, total: FlatVector, weight: float) -> Rounds:
+        self._begin(local, total)
         if self.codec not in COARSE:
-            return (yield Round(self._wanted(local_N, weight), weight, self.codec))
+            yield Round(local, total, weight, self.codec)
+            return
         vectors, matrices = self._places()
-        tensors = torch.split(self._wanted(local_N, weight), self.sizes)
-        total_N = torch.empty_like(local_N)
-        totals = torch.split(total_N, self.sizes)
+        tensors, totals = local.split(self.sizes), total.split(self.sizes)
         if vectors:
-            agreed_N = yield Round(_join(tensors, vectors), weight, Codec.NONE)
-            _part(agreed_N, totals, vectors)
+            yield Round(_pick(tensors, vectors), _pick(totals, vectors), weight, Codec.NONE)
         if matrices:
-            accounted = self.codec in ACCOUNTED
-            wanted_N = _join(tensors, matrices)
-            round_ = Round(wanted_N, weight, self.codec, keep=self.averaging.keep, accounted=accounted)
-            agreed_N = yield round_
-            _part(agreed_N, totals, matrices)
-            if accounted and weight:
-                residual_N = torch.zeros_like(local_N)
-                _part(wanted_N - round_.said(), torch.split(residual_N, self.sizes), matrices)
-                self._kept = {"residual": residual_N}
-        return total_N
+            residuals = self._residuals(weight)
+            left_N = torch.zeros(len(total), device=total.device) if self.codec in ACCOUNTED and weight else None
+            yield Round(
+                _pick(tensors, matrices),
+                _pick(totals, matrices),
+                weight,
+                self.codec,
+                keep=self.averaging.keep,
+                residual=None if residuals is None else _pick(residuals, matrices),
+                left_over=None if left_N is None else _pick(torch.split(left_N, self.sizes), matrices),
+            )
+            if left_N is not None:
+                self._kept = {"residual": left_N}
 
     def _places(self) -> tuple[list[int], list[int]]:
         """Of the vectors and of the matrices among the tensors."""
@@ -132,40 +142,44 @@ class PowerSgdExchange(Exchange):
         self._others = [place for place in places if place not in set(self._matrices)]
         self._factors = {place: _first_factor(shapes[place], averaging.rank, place) for place in self._matrices}
 
-    def run(self, local_N: Tensor, weight: float) -> Rounds:
-        wanted_N = self._wanted(local_N, weight)
-        tensors = torch.split(wanted_N, self.sizes)
-        matrices = {place: tensors[place].view(self.shapes[place][0], -1) for place in self._matrices}
-        products = [matrix_OI @ self._factors[place].to(local_N.device) for place, matrix_OI in matrices.items()]
-        first = self._round([tensors[place] for place in self._others] + products, weight)
-        first_N = yield first
-        bases = {
-            place: torch.linalg.qr(product_OR).Q
-            for place, product_OR in zip(matrices, _unflatten(first_N, products), strict=True)
-        }
-        factors = [matrix_OI.T @ bases[place] for place, matrix_OI in matrices.items()]
-        second = self._round(factors, weight) if factors else first
-        second_N = (yield second) if factors else first_N[:0]
-        agreed = self._rebuild(bases, first_N, _unflatten(second_N, factors))
-        for place, factor_IR in zip(matrices, _unflatten(second_N, factors), strict=True):
+    def run(self, local: FlatVector, total: FlatVector, weight: float) -> Rounds:
+        self._begin(local, total)
+        tensors, totals, residuals = local.split(self.sizes), total.split(self.sizes), self._residuals(weight)
+        wanted = _Wanted(tensors, residuals, self.shapes)
+        products = [wanted.matrix_times(place, self._factor(place, local.device)) for place in self._matrices]
+        first = _SmallRound([*(wanted.vector(place) for place in self._others), *products], weight, self.codec)
+        yield first.round
+        summed = first.totals()
+        bases = [torch.linalg.qr(product_OR).Q for product_OR in summed[len(self._others) :]]
+        factors = [
+            wanted.transposed_times(place, basis_OR) for place, basis_OR in zip(self._matrices, bases, strict=True)
+        ]
+        second = _SmallRound(factors, weight, self.codec)
+        if factors:
+            yield second.round
+        left_N = torch.empty(len(total), device=total.device) if weight else None
+        if left_N is not None:
+            self._note_left_over(torch.split(left_N, self.sizes), wanted, bases, first, second)
+            self._kept["residual"] = left_N
+        for place, other_N in zip(self._others, summed, strict=False):
+            totals[place].copy_(other_N.view(-1))
+        for place, basis_OR, factor_IR in zip(self._matrices, bases, second.totals(), strict=True):
+            torch.matmul(basis_OR, factor_IR.T, out=totals[place].view(basis_OR.shape[0], -1))
             self._keep_factor(place, factor_IR)
-        if weight:
-            said_N = second.said() if factors else second_N
-            self._kept["residual"] = wanted_N - self._rebuild(bases, first.said(), _unflatten(said_N, factors))
-        return agreed
 
-    def _round(self, tensors: Sequence[Tensor], weight: float) -> Round:
-        flat_N = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        return Round(flat_N, weight, self.codec, accounted=True)
+    def _factor(self, place: int, device: torch.device) -> Tensor:
+        return self._factors[place].to(device)
 
-    def _rebuild(self, bases: Mapping[int, Tensor], others_N: Tensor, factors: Sequence[Tensor]) -> Tensor:
-        """A flat vector out of the small tensors, which come first in others_N, and of the products of the factors."""
-        flat_N = others_N.new_empty(sum(self.sizes))
-        pieces = torch.split(flat_N, self.sizes)
-        _part(others_N[: sum(self.sizes[place] for place in self._others)], pieces, self._others)
-        for (place, basis_OR), factor_IR in zip(bases.items(), factors, strict=True):
-            torch.matmul(basis_OR, factor_IR.T, out=pieces[place].view(basis_OR.shape[0], -1))
-        return flat_N
+    def _note_left_over(
+        self, left: Sequence[Tensor], wanted: _Wanted, bases: Sequence[Tensor], first: _SmallRound, second: _SmallRound
+    ) -> None:
+        """What this member wanted to say less what it said: of the matrices, the product of what it said of the factors."""
+        for place, lost_N in zip(self._others, first.left_over(), strict=False):
+            left[place].copy_(lost_N.view(-1))
+        for place, basis_OR, said_IR in zip(self._matrices, bases, second.said(), strict=True):
+            left_OI = left[place].view(basis_OR.shape[0], -1)
+            wanted.write(place, left_OI)
+            left_OI.addmm_(basis_OR, said_IR.T, alpha=-1)
 
     def _keep_factor(self, place: int, factor_IR: Tensor) -> None:
         """The next first factor, in unit columns; one without a direction (no gradient at all) is not adopted."""
@@ -204,19 +218,67 @@ def _first_factor(shape: Size, rank: int, place: int) -> Tensor:
     return torch.randn(shape.numel() // shape[0], rank, generator=generator)
 
 
-def _join(tensors: Sequence[Tensor], places: Iterable[int]) -> Tensor:
-    return torch.cat([tensors[place] for place in places])
+def _pick(tensors: Sequence[Tensor], places: Iterable[int]) -> FlatVector:
+    return FlatVector([tensors[place] for place in places])
 
 
-def _part(flat_N: Tensor, tensors: Sequence[Tensor], places: Sequence[int]) -> None:
-    """Write a flat vector into the flat tensors at these places."""
-    if places:
-        for place, piece_N in zip(places, torch.split(flat_N, [len(tensors[place]) for place in places]), strict=True):
-            tensors[place].copy_(piece_N)
+class _Wanted:
+    """What a member has to say, by tensor: its own values and what it could not say before, which are never added up whole."""
+
+    def __init__(self, tensors: Sequence[Tensor], residuals: Sequence[Tensor] | None, shapes: Sequence[Size]) -> None:
+        self._sources = [tensors] if residuals is None else [tensors, residuals]
+        self._shapes = shapes
+
+    def __repr__(self) -> str:
+        return f"_Wanted({len(self._shapes)} tensors)"
+
+    def vector(self, place: int) -> Tensor:
+        """A small tensor, in memory of its own."""
+        return sum((source[place] for source in self._sources[1:]), self._sources[0][place].clone())
+
+    def matrix_times(self, place: int, factor_IR: Tensor) -> Tensor:
+        """product_OR."""
+        products = [matrix_OI @ factor_IR for matrix_OI in self._matrices(place)]
+        return sum(products[1:], products[0])
+
+    def transposed_times(self, place: int, basis_OR: Tensor) -> Tensor:
+        """product_IR."""
+        products = [matrix_OI.T @ basis_OR for matrix_OI in self._matrices(place)]
+        return sum(products[1:], products[0])
+
+    def write(self, place: int, out_OI: Tensor) -> None:
+        """The matrix itself."""
+        own, *more = self._matrices(place)
+        out_OI.copy_(own)
+        for matrix_OI in more:
+            out_OI.add_(matrix_OI)
+
+    def _matrices(self, place: int) -> list[Tensor]:
+        return [source[place].view(self._shapes[place][0], -1) for source in self._sources]
 
 
-def _unflatten(flat_N: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The last elements of a flat vector as tensors of these shapes."""
-    sizes = [tensor.numel() for tensor in like]
-    pieces = torch.split(flat_N[len(flat_N) - sum(sizes) :], sizes) if sizes else ()
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+class _SmallRound:
+    """A round of tensors that are small enough to be kept three times: as wanted, as summed, and what was lost of them."""
+
+    def __init__(self, tensors: Sequence[Tensor], weight: float, codec: Codec) -> None:
+        self._tensors = [tensor.contiguous() for tensor in tensors]
+        self._totals = [torch.zeros_like(tensor) for tensor in self._tensors]
+        self._left = [torch.zeros_like(tensor) for tensor in self._tensors]
+        self.round = Round(
+            FlatVector(self._tensors), FlatVector(self._totals), weight, codec, left_over=FlatVector(self._left)
+        )
+
+    def __repr__(self) -> str:
+        return f"_SmallRound({self.round!r})"
+
+    def totals(self) -> list[Tensor]:
+        """What all said, in the shapes of the tensors."""
+        return self._totals
+
+    def left_over(self) -> list[Tensor]:
+        """What this member did not say."""
+        return self._left
+
+    def said(self) -> list[Tensor]:
+        """What it did say."""
+        return [tensor - left for tensor, left in zip(self._tensors, self._left, strict=True)]

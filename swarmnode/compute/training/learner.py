@@ -17,6 +17,7 @@ from torch import Tensor
 
 from swarmnode.codec.body import SHARED
 from swarmnode.compute.training.block import Block, Changes
+from swarmnode.compute.training.flat import FlatVector
 from swarmnode.compute.training.flight import Flight, Gradients, Piece, accumulate, flow_through, is_finite, leaves
 from swarmnode.compute.training.optimizer import clip_factor
 from swarmnode.compute.training.randomness import microbatch_seed
@@ -186,9 +187,9 @@ class Learner:
         """What `gradient` strings together: per block the parameters, names in order, then the unit's running statistics."""
         return [shape for block in blocks for shape in self._blocks[block].shapes]
 
-    def gradient(self, blocks: Sequence[int]) -> Tensor:
-        """A flat copy_N in float32 of the accumulators of these blocks; see `shapes`. Raises KeyError for others' blocks."""
-        return torch.cat([self._blocks[block].sums_N for block in blocks])
+    def gradient(self, blocks: Sequence[int]) -> FlatVector:
+        """The accumulators of these blocks, float32, not copied; see `shapes`. Raises KeyError for others' blocks."""
+        return FlatVector([self._blocks[block].sums_N for block in blocks])
 
     def squared_norm(self, blocks: Sequence[int], flat: Tensor | None = None) -> float:
         """Of the gradients of these blocks, by the accumulators or by a flat sum. Raises NotFinite, naming the unit."""
@@ -212,7 +213,10 @@ class Learner:
 
     def ways(self, blocks: Sequence[int]) -> Tensor:
         """How far the values of these blocks came since the replicas last averaged: a flat vector_N, shaped as `gradient`."""
-        return torch.cat([self._blocks[block].way() for block in blocks])
+        way_N = torch.empty(len(self.gradient(blocks)), device=self.segment.device)
+        for block, part in zip(blocks, self._split(blocks, way_N), strict=True):
+            self._blocks[block].way(out_N=part)
+        return way_N
 
     def commit(
         self,

@@ -20,7 +20,8 @@ from swarmnode.compress.codecs import Buffer, decode, encode
 from swarmnode.errors import ProtocolError
 
 ALIGNMENT = 64  # elements: no group of a block-wise codec crosses from one part into the next
-LARGEST_PART = 1 << 21  # elements
+LARGEST_PART = 1 << 18  # elements: 1 MiB as they are, so that what is on the way between two replicas stays small
+PARTS_AT_ONCE = 1 << 22  # elements that an owner holds at least of all contributors together, to add up one part
 SMALLEST_WEIGHT = 1e-12  # where nobody sent, zero is divided by this
 
 Encoded = tuple[TensorInfo, Buffer]
@@ -50,11 +51,17 @@ def cut(length: int, members: int) -> list[Part]:
     """[0, length) in shares of nearly equal length, a member each, and those in parts; bounds are aligned."""
     share = -(-length // members)
     share += -share % ALIGNMENT
+    longest = longest_part(members)
     return [
-        Part(start // share, slice(start, min(start + LARGEST_PART, begin + share, length)))
+        Part(start // share, slice(start, min(start + longest, begin + share, length)))
         for begin in range(0, length, max(1, share))
-        for start in range(begin, min(begin + share, length), LARGEST_PART)
+        for start in range(begin, min(begin + share, length), longest)
     ]
+
+
+def longest_part(members: int) -> int:
+    """Elements of a part: a power of two, smaller where many contribute."""
+    return min(LARGEST_PART, 1 << ((PARTS_AT_ONCE // members).bit_length() - 1))
 
 
 def encode_part(part_N: Tensor, codec: Codec, keep: float) -> Encoded:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from swarmnode.compress.codecs import Buffer
 from swarmnode.compute.training.exchange import Exchange
+from swarmnode.compute.training.flat import FlatVector
 from swarmnode.compute.training.parts import cut
 from swarmnode.compute.training.round import Round
 
@@ -20,39 +21,30 @@ def agree(
 
     A member of weight 0 only listens.
     """
+    totals = [torch.empty_like(local_N) for local_N in locals_N]
     runs = [
-        exchange.run(local_N, weight) for exchange, local_N, weight in zip(exchanges, locals_N, weights, strict=True)
+        exchange.run(FlatVector([local_N]), FlatVector([total_N]), weight)
+        for exchange, local_N, total_N, weight in zip(exchanges, locals_N, totals, weights, strict=True)
     ]
-    rounds = [next(run) for run in runs]
-    crossed_bytes = 0
-    while True:
-        sums, round_bytes = _sum(rounds)
-        crossed_bytes += round_bytes
-        rounds, results = [], []
-        for run, total_N in zip(runs, sums, strict=True):
-            try:
-                rounds.append(run.send(total_N))
-            except StopIteration as ended:
-                results.append(ended.value)
-        if results:
-            return results, crossed_bytes
+    return totals, sum(_sum(rounds) for rounds in zip(*runs, strict=True))
 
 
-def _sum(rounds: Sequence[Round]) -> tuple[list[Tensor], int]:
+def _sum(rounds: Sequence[Round]) -> int:
+    """Settle all parts of one round; the bytes that crossed."""
     contributors = [round_ for round_ in rounds if round_.weight]
-    pieces: list[list[Tensor]] = [[round_.vector_N[:0]] for round_ in rounds]
     crossed_bytes = 0
-    for number, part in cut(len(rounds[0].vector_N), len(contributors)):
+    for number, part in cut(len(rounds[0]), len(contributors)):
         owner = contributors[number]
-        offers = [(round_.weight, *round_.offer(part)) for round_ in contributors]
-        agreed = owner.settle(part, offers)
+        offers = [round_.offer(part) for round_ in contributors]
+        heard = [owner.hear(part, of.weight, *offer) for of, offer in zip(contributors, offers, strict=True)]
+        agreed = owner.settle(part, heard)
         crossed_bytes += sum(
-            _length(offer[2]) for offer, sender in zip(offers, contributors, strict=True) if sender is not owner
+            _length(offer[1]) for offer, sender in zip(offers, contributors, strict=True) if sender is not owner
         )
         crossed_bytes += _length(agreed[1]) * (len(rounds) - 1)
-        for own, round_ in zip(pieces, rounds, strict=True):
-            own.append(round_.read(part, *agreed))
-    return [torch.cat(own) for own in pieces], crossed_bytes
+        for round_ in rounds:
+            round_.take(part, *agreed)
+    return crossed_bytes
 
 
 def _length(payload: Buffer) -> int:

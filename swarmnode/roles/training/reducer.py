@@ -1,17 +1,15 @@
 """Reducer: replicas of the same blocks come to one gradient, or to one set of parameters.
 
-The arithmetic is that of `compute/training/exchange.py`: rounds, in each of which the contributors' vectors are cut into parts.
-Each sends its values of a part to the part's owner, who adds them up in the order of the members and sends the same bytes to
-all; a listener only hears these. So everybody ends with identical numbers. Nothing that lasts is touched before the commit: an
-attempt that fails is made again with other members.
+The arithmetic is that of `compute/training/exchange.py`: rounds, in each of which the contributors' vectors are summed in parts
+(`attempt.py`), so that everybody ends with identical numbers. Nothing that lasts is touched before the commit: an attempt that
+fails is made again with other members.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -19,19 +17,20 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.body import SHARED
-from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import Body
+from swarmnode.codec.messages import Error
 from swarmnode.codec.tensors import Codec
-from swarmnode.codec.training_messages import Group, How, Part, Reduce
+from swarmnode.codec.training_messages import Group, How, Pull, Reduce
 from swarmnode.compute.executor import Executor, Urgency
-from swarmnode.compute.training import parts
 from swarmnode.compute.training.exchange import Exchange, Rounds, make_exchange
+from swarmnode.compute.training.flat import FlatVector
 from swarmnode.compute.training.learner import Learner
-from swarmnode.compute.training.round import Offer, Round
-from swarmnode.errors import ProtocolError
+from swarmnode.compute.training.round import Round
+from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.switchboard import Channel, Switchboard
-from swarmnode.roles.training.mailbox import Mailbox
+from swarmnode.roles.training.attempt import Attempt, Circle
+from swarmnode.roles.training.partner import AttemptId
+from swarmnode.roles.training.pulls import EarlyPulls, attempt_of
 from swarmnode.swarm.run import Averaging
 
 Blocks = tuple[int, ...]
@@ -56,100 +55,110 @@ class Agreed:
             exchange.accept()
 
 
-@dataclass(frozen=True)
-class _Sum:
-    """One round of a group's sum."""
-
-    head: Part  # of all its parts, but for their numbers
-    contributors: tuple[PeerId, ...]
-    weights: Mapping[PeerId, float]
-    members: tuple[PeerId, ...]
-
-    def head_of(self, part: int, *, agreed: bool) -> Part:
-        """Of one part: a contribution, or the sum that counts."""
-        return msgspec.structs.replace(self.head, part=part, agreed=agreed)
-
-
 class Reducer:
-    """One attempt at a time; `hear` takes the parts of others, which may come before our own REDUCE."""
+    """One attempt at a time; `hear` takes what others pull, which may be before our own REDUCE."""
 
-    def __init__(self, peer: PeerId, switchboard: Switchboard, bench: Executor) -> None:
+    def __init__(self, peer: PeerId, switchboard: Switchboard, executor: Executor) -> None:
         self._peer = peer
-        self._bench = bench
-        self._mailbox = Mailbox(switchboard)
+        self._switchboard = switchboard
+        self._executor = executor
+        self._early = EarlyPulls()
+        self._attempt: Attempt | None = None
+        self._newest = AttemptId(-1, -1, -1)
         self._learner: Learner | None = None
         self._exchanges: dict[tuple[Blocks, int], Exchange] = {}
 
     def __repr__(self) -> str:
-        return f"<Reducer with {self._mailbox!r}, {len(self._exchanges)} exchanges>"
+        return f"<Reducer with {self._attempt!r}, {self._early!r}, {len(self._exchanges)} exchanges>"
 
-    def hear(self, channel: Channel, frame: Frame, body: Body) -> None:
-        """A replica's part has come."""
-        self._mailbox.hear(channel, frame, body)
+    def hear(self, channel: Channel, body: Pull) -> None:
+        """A replica begins to pull parts."""
+        attempt = attempt_of(body)
+        if attempt > self._newest:
+            self._early.keep(channel, body)
+        elif self._attempt is None or attempt != self._attempt.id:
+            channel.close(Error(ErrorCode.STALE))
+        elif channel.peer in self._attempt.partners:
+            self._attempt.partners[channel.peer].pulled(channel, body.chunks)
+        else:
+            channel.close(Error(ErrorCode.REFUSED))
 
     async def reduce(self, term: int, body: Reduce, learner: Learner, *, listening: bool) -> Agreed:
-        """Agree with the members of each group that we are in. Raises PeerLost where one of them is lost, NotFinite."""
-        self._mailbox.begin((term, body.step, body.attempt))
+        """Agree with the members of each group that we are in.
+
+        Raises PeerLost with the peer that stands still or is gone, ProtocolError with the one that broke the rules, NotFinite.
+        """
         if learner is not self._learner:  # another run, or another state: what was left over before is not its own
             self._learner = learner
             self._exchanges.clear()
+        circles = {group.number: _circle(group) for group in body.groups if len(group.members) > 1}
+        attempt = self._begin(AttemptId(term, body.step, body.attempt), list(circles.values()))
         agreed = Agreed()
-        for group in body.groups:
-            blocks = tuple(block for block in group.blocks if block in learner.blocks)
-            head = Part(term, body.step, body.attempt, group.number, 0, 0, False, ())
-            if blocks and group.how == How.SUM:
-                await self._sum_gradients(group, blocks, head, agreed, listening=listening)
-            elif blocks:
-                await self._update_apart(group, blocks, head, agreed, listening=listening)
-            else:
-                agreed.squares.append(0.0)
+        try:
+            async with attempt:
+                for group in body.groups:
+                    await self._agree_on(group, attempt, circles.get(group.number), agreed, listening=listening)
+        finally:
+            if self._attempt is attempt:
+                self._attempt = None
         return agreed
 
-    async def _sum_gradients(
-        self, group: Group, blocks: Blocks, head: Part, agreed: Agreed, *, listening: bool
+    def _begin(self, number: AttemptId, circles: list[Circle]) -> Attempt:
+        attempt = Attempt(self._peer, number, self._switchboard, self._call, circles, self._early)
+        self._attempt = attempt
+        self._newest = max(self._newest, number)
+        self._early.drop_until(self._newest)
+        return attempt
+
+    async def _agree_on(
+        self, group: Group, attempt: Attempt, circle: Circle | None, agreed: Agreed, *, listening: bool
     ) -> None:
         learner = self._learner
         assert learner is not None
-        if len(group.members) > 1:
-            local_N = await self._call(lambda: learner.gradient(blocks))
-            agreed.sums[blocks] = await self._agree(group, blocks, head, local_N, agreed, listening=listening)
+        blocks = tuple(block for block in group.blocks if block in learner.blocks)
+        if not blocks:
+            agreed.squares.append(0.0)
+        elif group.how == How.SUM:
+            await self._sum_gradients(learner, blocks, attempt, circle, agreed)
+        else:
+            way_N = await self._call(lambda: learner.ways(blocks)) if group.how == How.AVERAGE else None
+            if way_N is not None:
+                await self._average(way_N, blocks, attempt, circle, agreed)
+            agreed.apart.update(blocks)
+            agreed.squares.append(0.0 if listening else await self._call(lambda: learner.apart_squared_norm(blocks)))
+
+    async def _sum_gradients(
+        self, learner: Learner, blocks: Blocks, attempt: Attempt, circle: Circle | None, agreed: Agreed
+    ) -> None:
+        total_N = None
+        if circle is not None:
+            local = learner.gradient(blocks)
+            await self._call(lambda: learner.squared_norm(blocks))  # NaN of our own is told by us, with its unit
+            total_N = agreed.sums[blocks] = torch.empty(len(local), device=local.device)
+            await self._sum(local, FlatVector([total_N]), self._exchange(blocks, How.SUM), attempt, circle, agreed)
         agreed.summed.update(blocks)
-        total_N = agreed.sums.get(blocks)
         agreed.squares.append(await self._call(lambda: learner.squared_norm(blocks, total_N)))
 
-    async def _update_apart(self, group: Group, blocks: Blocks, head: Part, agreed: Agreed, *, listening: bool) -> None:
-        learner = self._learner
-        assert learner is not None
-        if group.how == How.AVERAGE:
-            way_N = await self._call(lambda: learner.ways(blocks))
-            if len(group.members) > 1:
-                weighted_N = way_N * _weights(group).get(self._peer, 0.0)
-                way_N = await self._agree(group, blocks, head, weighted_N, agreed, listening=listening)
-            agreed.ways[blocks] = way_N
-        agreed.apart.update(blocks)
-        square = 0.0 if listening else await self._call(lambda: learner.apart_squared_norm(blocks))
-        agreed.squares.append(square)
+    async def _average(
+        self, way_N: Tensor, blocks: Blocks, attempt: Attempt, circle: Circle | None, agreed: Agreed
+    ) -> None:
+        """The mean of the members' ways takes the place of our own: another attempt finds it anew."""
+        if circle is not None:
+            await self._call(lambda: way_N.mul_(circle.weights.get(self._peer, 0.0)))
+            ways = FlatVector([way_N])
+            await self._sum(ways, ways, self._exchange(blocks, How.AVERAGE), attempt, circle, agreed)
+        agreed.ways[blocks] = way_N
 
-    # -- one vector
-
-    async def _agree(
-        self, group: Group, blocks: Blocks, head: Part, local_N: Tensor, agreed: Agreed, *, listening: bool
-    ) -> Tensor:
-        """The rounds of an exchange; the sum of all contributors' vectors."""
-        exchange = self._exchange(blocks, group.how)
-        weights = _weights(group)
-        weight = weights.get(self._peer, 0.0)
-        members = tuple(member.peer for member in group.members)
-        run = exchange.run(torch.zeros_like(local_N) if listening or not weight else local_N, weight)
-        step = await self._call(lambda: _advance(run, None))
+    async def _sum(
+        self, local: FlatVector, total: FlatVector, exchange: Exchange, attempt: Attempt, circle: Circle, agreed: Agreed
+    ) -> None:
+        """The rounds of an exchange."""
+        rounds = exchange.run(local, total, circle.weights.get(self._peer, 0.0))
         number = 0
-        while isinstance(step, Round):
-            round_, sum_ = step, _Sum(msgspec.structs.replace(head, round=number), tuple(weights), weights, members)
-            total_N = await self._sum(sum_, round_)
-            step = await self._call(partial(_advance, run, total_N))
+        while (round_ := await self._call(lambda: _next(rounds))) is not None:
+            await attempt.sum(circle, number, round_)
             number += 1
         agreed.exchanges.append(exchange)
-        return step
 
     def _exchange(self, blocks: Blocks, how: int) -> Exchange:
         """The one that has what these blocks' earlier exchanges left over."""
@@ -161,66 +170,19 @@ class Reducer:
             self._exchanges[blocks, how] = make_exchange(averaging, self._learner.shapes(blocks))
         return self._exchanges[blocks, how]
 
-    async def _sum(self, sum_: _Sum, round_: Round) -> Tensor:
-        """A vector summed over the contributors, each of whom adds up some of its parts."""
-        cuts = dict(enumerate(parts.cut(len(round_.vector_N), len(sum_.contributors))))
-        owners = {number: sum_.contributors[part.owner] for number, part in cuts.items()}
-        agreed: dict[int, Tensor] = {}
-        if self._peer in sum_.contributors:
-            for number, part in cuts.items():
-                if owners[number] != self._peer:
-                    offer = await self._call(partial(round_.offer, part.place))
-                    await self._send(owners[number], sum_.head_of(number, agreed=False), offer)
-            for number, part in cuts.items():
-                if owners[number] == self._peer:
-                    agreed[number] = await self._settle(sum_, round_, number, part.place)
-        for number, part in cuts.items():
-            if number not in agreed:
-                encoded = await self._receive(owners[number], sum_.head_of(number, agreed=True))
-                agreed[number] = await self._call(partial(round_.read, part.place, *encoded))
-        return await self._call(lambda: torch.cat([round_.vector_N[:0], *(agreed[number] for number in cuts)]))
-
-    async def _settle(self, sum_: _Sum, round_: Round, number: int, place: slice) -> Tensor:
-        """The owner's work: add up a part, and send the same bytes to all."""
-        offers: list[Offer] = []
-        for peer in sum_.contributors:
-            if peer == self._peer:
-                encoded = await self._call(lambda: round_.offer(place))
-            else:
-                encoded = await self._receive(peer, sum_.head_of(number, agreed=False))
-            offers.append((sum_.weights[peer], *encoded))
-        settled = await self._call(lambda: round_.settle(place, offers))
-        for peer in sum_.members:
-            if peer != self._peer:
-                await self._send(peer, sum_.head_of(number, agreed=True), settled)
-        return await self._call(lambda: round_.read(place, *settled))
-
     def _call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        return self._bench.call(Urgency.CONTROL, function)
-
-    async def _send(self, peer: PeerId, head: Part, encoded: parts.Encoded) -> None:
-        await self._mailbox.send(peer, msgspec.structs.replace(head, values=(encoded[0],)), [encoded[1]])
-
-    async def _receive(self, peer: PeerId, head: Part) -> parts.Encoded:
-        letter = await self._mailbox.receive(peer, head)
-        if len(letter.head.values) != 1:
-            raise ProtocolError(f"a part of {len(letter.head.values)} vectors", peer=peer)
-        return letter.head.values[0], letter.payload
+        return self._executor.call(Urgency.CONTROL, function)
 
 
-def _weights(group: Group) -> dict[PeerId, float]:
-    """Of the contributors, in their order: their share of the microbatches."""
+def _next(rounds: Rounds) -> Round | None:
+    return next(rounds, None)
+
+
+def _circle(group: Group) -> Circle:
+    """Contributors, in their order, weigh as much as their share of the microbatches."""
     total = sum(member.count for member in group.members)
-    return {member.peer: member.count / total for member in group.members if member.count > 0}
-
-
-def _advance(run: Rounds, total_N: Tensor | None) -> Round | Tensor:
-    """The next round, or what all rounds came to."""
-    try:
-        return next(run) if total_N is None else run.send(total_N)
-    except StopIteration as ended:
-        result: Tensor = ended.value
-        return result
+    weights = {member.peer: member.count / total for member in group.members if member.count > 0}
+    return Circle(group.number, tuple(member.peer for member in group.members), weights)
 
 
 def _without_means(averaging: Averaging) -> Averaging:

@@ -22,7 +22,7 @@ from swarmnode.codec.training_messages import (
     Discard,
     Failed,
     Forward,
-    Part,
+    Pull,
     Reduce,
     Reduced,
     Release,
@@ -130,9 +130,8 @@ class TrainingStage:
             channel.close(Error(ErrorCode.REFUSED))
         elif isinstance(body, Forward):
             self._forward(Arrival(channel, body, frame.payload))
-        elif isinstance(body, Part):
-            self._reducer.hear(channel, frame, body)
-            channel.on_frame = lambda frame, body: self._reducer.hear(channel, frame, body)
+        elif isinstance(body, Pull):
+            self._reducer.hear(channel, body)
         elif isinstance(body, Conduct):
             self.follow(channel)
             self.obey(channel, body)

@@ -99,7 +99,7 @@ def norm_of(chain: Sequence[Learner]) -> float:
 
 def shared_sum(chain: Sequence[Learner]) -> Tensor | None:
     """Summed gradient of the tied matrix over those that hold it; None where nothing is tied."""
-    flats = [learner.gradient([-1]) for learner in chain if -1 in learner.blocks]
+    flats = [learner.gradient([-1]).copy() for learner in chain if -1 in learner.blocks]
     return torch.stack(flats).sum(0) if flats else None
 
 

@@ -9,6 +9,7 @@ from torch import Size, Tensor
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.training.diloco import OuterOptimizer
 from swarmnode.compute.training.exchange import Exchange, make_exchange
+from swarmnode.compute.training.flat import FlatVector
 from swarmnode.compute.training.parts import ALIGNMENT, LARGEST_PART, contribution, cut, reduce_part
 from swarmnode.compute.training.together import agree
 from swarmnode.swarm.run import Averaging
@@ -147,7 +148,10 @@ def test_vectors_are_never_coarse() -> None:
 def test_an_attempt_that_fails_leaves_no_trace(averaging: Averaging) -> None:
     tried, fresh = exchanges(averaging), exchanges(averaging)
     agree(tried, vectors(6), WEIGHTS)  # agreed, but never committed
-    started = [exchange.run(vector_N, 0.5) for exchange, vector_N in zip(tried, vectors(7), strict=True)]
+    started = [
+        exchange.run(FlatVector([vector_N]), FlatVector([torch.empty_like(vector_N)]), 0.5)
+        for exchange, vector_N in zip(tried, vectors(7), strict=True)
+    ]
     for run in started:
         next(run)  # given up in the middle
     again, _ = agree(tried, vectors(8), WEIGHTS)
@@ -179,4 +183,4 @@ def test_the_outer_step_is_nesterov() -> None:
         values_N = outer.update(way_N)
         assert torch.allclose(values_N[:6], parameter.detach(), atol=1e-6)
         assert torch.allclose(values_N[6:], statistics_M)
-        assert torch.allclose(outer.way(values_N), torch.zeros(8)), "nobody has gone anywhere yet"
+        assert torch.allclose(outer.way(values_N.clone()), torch.zeros(8)), "nobody has gone anywhere yet"

@@ -1,0 +1,120 @@
+"""Replicas of one unit that reduce, alone with one another: no stage, no coordinator, and computing at once, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import VERSION, Body, Error, Hello
+from swarmnode.codec.training_messages import Group, MemberSpec, Pull, Reduce
+from swarmnode.compute.executor import Urgency
+from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.segment import Segment, Values
+from swarmnode.errors import ErrorCode
+from swarmnode.net.fake import FakeWorld, Path
+from swarmnode.net.link import LinkConfig
+from swarmnode.net.switchboard import Channel, Switchboard
+from swarmnode.roles.training.reducer import Agreed, Reducer
+from swarmnode.swarm.run import Averaging, Run
+
+HELLO = Hello(VERSION, bytes(32), "test")
+PROTOCOL = "/test/train/1"
+T = TypeVar("T")
+
+
+class VectorSegment(Segment):
+    """Units of one long parameter each; nothing goes through them."""
+
+    start = 0
+
+    def __init__(self, elements: int, units: int = 1) -> None:
+        self.end = self.units = units
+        self.device = torch.device("cpu")
+        self._parameters = {unit: {"weight": nn.Parameter(torch.zeros(elements))} for unit in range(units)}
+
+    def parameters(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
+        return self._parameters
+
+    def buffers(self) -> Mapping[int, Mapping[str, Tensor]]:
+        return {}
+
+    def forward(self, values: Values, start: int, end: int, seed: int) -> Values:
+        raise NotImplementedError
+
+
+class AtOnce:
+    """Computes on the loop, in no time. `stalls_after`: after so many calls it does nothing any more."""
+
+    def __init__(self) -> None:
+        self.stalls_after: int | None = None
+
+    def call(self, _urgency: Urgency, function: Callable[[], T]) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        if self.stalls_after is not None:
+            self.stalls_after = max(0, self.stalls_after - 1)
+        if self.stalls_after != 0:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+        return future
+
+
+class Replica:
+    """One of them, with gradients of its own."""
+
+    def __init__(self, world: FakeWorld, elements: int, units: int, averaging: Averaging) -> None:
+        self.network = world.join()
+        self.peer = self.network.peer_id
+        config = LinkConfig(clock=asyncio.get_running_loop().time)
+        self.board = Switchboard(self.network, PROTOCOL, HELLO, config, accept=self._accept)
+        self.executor: Any = AtOnce()
+        self.reducer = Reducer(self.peer, self.board, self.executor)
+        run = Run(data=bytes(32), steps=9, batch=8, microbatch=1, averaging=averaging)
+        self.learner = Learner(VectorSegment(elements, units), run)
+        generator = torch.Generator().manual_seed(sum(self.peer.encode()))
+        for unit in range(units):
+            self.learner.gradient([unit]).split([elements])[0].normal_(generator=generator)
+
+    def __repr__(self) -> str:
+        return f"<Replica {self.peer} {self.reducer!r}>"
+
+    def _accept(self, channel: Channel, _frame: Frame, body: Body) -> None:
+        if isinstance(body, Pull):
+            self.reducer.hear(channel, body)
+        else:
+            channel.close(Error(ErrorCode.MALFORMED))
+
+    def reduce(self, groups: Sequence[Group], attempt: int = 0, *, listening: bool = False) -> asyncio.Task[Agreed]:
+        own = tuple(group for group in groups if any(member.peer == self.peer for member in group.members))
+        work = self.reducer.reduce(1, Reduce(0, attempt, own), self.learner, listening=listening)
+        return asyncio.ensure_future(work)
+
+
+async def replicas(
+    count: int, elements: int, *, units: int = 1, averaging: Averaging | None = None, path: Path | None = None
+) -> tuple[FakeWorld, list[Replica]]:
+    """In order of their peer ids, as groups name them."""
+    world = FakeWorld(seed=4)
+    world.default_path = path or Path(latency_s=0.01, bytes_per_s=125e6)
+    made = [Replica(world, elements, units, averaging or Averaging()) for _ in range(count)]
+    for one in made:
+        await one.board.start()
+        assert one is made[0] or await one.network.connect(await made[0].network.addresses(), timeout_s=1)
+    return world, sorted(made, key=lambda replica: replica.peer)
+
+
+def group_of(members: Sequence[Replica], *, listening: Sequence[Replica] = (), number: int = 0, unit: int = 0) -> Group:
+    """Everybody has counted as much."""
+    named = sorted((member.peer, member not in listening) for member in (*members, *listening))
+    return Group(number, (unit,), tuple(MemberSpec(peer, int(counts)) for peer, counts in named))
+
+
+async def within(seconds: float, tasks: Sequence[asyncio.Task[Agreed]]) -> list[Agreed | BaseException]:
+    """What became of all, in virtual time."""
+    return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), seconds)
