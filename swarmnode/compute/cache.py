@@ -1,8 +1,9 @@
 """The KV caches of all sessions within a budget of bytes: who shares a cohort, when buffers grow, and what is refused.
 
-A session reserves rows x max_length positions when it opens, so that it can never fail half-way for want of memory. Buffers
-grow with it. A cohort may hold padding beyond its members' reservations while there is room; where there is not, it is
-dissolved into its sessions, which always fit.
+A session reserves rows x max_length positions when it opens, so that it can never fail half-way for want of memory: of layers
+with a sliding window (`window.py`) what their buffers have at most, and the largest layer twice, for regrouping. Buffers grow
+with it. A cohort may hold padding beyond its members' reservations while there is room; where there is not, it is dissolved
+into its sessions, which always fit.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import torch
 from swarmnode.compute.cache_budget import CacheBudget, Claim, OutOfCache
 from swarmnode.compute.cohort import CachedSession, Cohort, regroup
 from swarmnode.compute.span import Span
+from swarmnode.compute.window import MAX_LAG, Window, Windows, sliding_layers
+from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.ledger import MemoryLedger
 
 GROW_COLUMNS = 64  # buffers grow by at least this and by a quarter
 SMALL_COLUMNS = 128  # below it, padding costs less than another pass
 MAX_PADDING_RATIO = 2.0
-MAX_LAG = 16  # steps that a cohort goes on with a stand-in for an absent member
 
 SessionId = TypeVar("SessionId", bound=Hashable)
 
@@ -28,15 +30,18 @@ SessionId = TypeVar("SessionId", bound=Hashable)
 class CachePool:
     """Caches of the sessions of one span. Used from the compute thread only."""
 
-    def __init__(self, span: Span, limit_bytes: int, ledger: MemoryLedger | None = None) -> None:
+    def __init__(
+        self, span: Span, limit_bytes: int, ledger: MemoryLedger | None = None, *, windows: Windows | None = None
+    ) -> None:
         self.span = span
+        self.windows = windows_of(span) if windows is None else windows
         self.sessions: dict[Hashable, CachedSession] = {}
-        self.budget = CacheBudget(limit_bytes, len(span.layers_of(span.start, span.end)), ledger)
+        self.budget = CacheBudget(limit_bytes, ledger)
 
     def __repr__(self) -> str:
         return (
             f"CachePool({len(self.sessions)} sessions, {self.reserved_bytes / 1e6:.1f} of "
-            f"{self.budget.usable_bytes / 1e6:.1f} MB reserved, {self.allocated_bytes / 1e6:.1f} MB allocated)"
+            f"{self.budget.limit_bytes / 1e6:.1f} MB reserved, {self.allocated_bytes / 1e6:.1f} MB allocated)"
         )
 
     @property
@@ -47,19 +52,19 @@ class CachePool:
     @property
     def reserved_bytes(self) -> int:
         """What the open sessions may come to need."""
-        return sum(self._bytes(s, s.rows * s.max_length) for s in self.sessions.values())
+        return sum(self.bytes_of(s.layers, s.rows, s.max_length) for s in self.sessions.values())
 
     @property
     def allocated_bytes(self) -> int:
-        """What buffers take now."""
-        return sum(self._bytes(cohort.members[0], cohort.rows * cohort.capacity) for cohort in self.cohorts)
+        """What buffers take, and regrouping them would."""
+        return sum(self._bytes(cohort.members, cohort.capacity) for cohort in self.cohorts)
 
     def open(
         self, session_id: Hashable, *, rows: int, max_length: int, padding: Sequence[int] = (), layers: range
     ) -> CachedSession:
         """Reserve room for a session. Raises OutOfCache where the budget has none."""
         session = CachedSession(rows, max_length, padding, layers)
-        self.budget.claim(Claim.RESERVED, self.reserved_bytes + self._bytes(session, rows * max_length))
+        self.budget.claim(Claim.RESERVED, self.reserved_bytes + self.bytes_of(layers, rows, max_length))
         self.sessions[session_id] = session
         return session
 
@@ -71,17 +76,20 @@ class CachePool:
         cohort, session.cohort = session.cohort, None
         rest = [] if cohort is None else [member for member in cohort.members if member is not session]
         if cohort is not None and rest:
-            regroup([(rest, min(cohort.capacity, capacity_for(rest, 1)))], self.span.device)
+            regroup([(rest, min(cohort.capacity, capacity_for(rest, 1)))], self.span.device, self.windows)
         self.budget.claim(Claim.RESERVED, self.reserved_bytes)
         self.budget.claim(Claim.ALLOCATED, self.allocated_bytes)
 
     def truncate(self, session_id: Hashable, length: int) -> None:
-        """Forget the positions from `length` on."""
+        """Forget the positions from `length` on. Raises ProtocolError where a window has moved past what would be seen again."""
         session = self.sessions[session_id]
         if not 0 <= length <= session.length:
             raise ValueError(f"cannot truncate {session.length} positions to {length}")
         if length == session.length:
             return
+        if length < session.floor:
+            text = f"{session.length} positions can be cut down to {session.floor}, and not to {length}: windows have moved on"
+            raise ProtocolError(text, code=ErrorCode.NO_SESSION)
         cohort = session.cohort
         if cohort is not None and len(cohort.members) > 1:
             cohort = self._regroup([session], min(cohort.capacity, capacity_for([session], 1)))
@@ -99,9 +107,9 @@ class CachePool:
         if cohort is None:
             return
         order = torch.tensor(indices, device=cohort.device)
-        for buffers in cohort.buffers.values():
+        for layer, buffers in cohort.buffers.items():
             for buffer in buffers:
-                rows = buffer[session.row_slice, :, : cohort.end]
+                rows = buffer[session.row_slice, :, : cohort.end - cohort.first_kept(layer)]
                 rows.copy_(rows.index_select(0, order))
         cohort.refresh_rows()
 
@@ -112,7 +120,9 @@ class CachePool:
         cost more than another pass, or where the budget has no room for padding.
         """
         for part in partition_by_length(sessions):
-            yield from self._prepare_part(part, count)
+            for cohort in self._prepare_part(part, count):
+                cohort.make_room(count)
+                yield cohort
 
     def _prepare_part(self, members: Sequence[CachedSession], count: int) -> list[Cohort]:
         cohort = members[0].cohort
@@ -133,7 +143,7 @@ class CachePool:
         """Each member in a cohort of its own: without padding all reservations fit."""
         for cohort in self.cohorts:
             if len(cohort.members) > 1:
-                regroup([([member], member.length) for member in cohort.members], self.span.device)
+                regroup([([member], member.length) for member in cohort.members], self.span.device, self.windows)
         cohorts = [self._regroup([member], capacity_for([member], count)) for member in members]
         self.budget.claim(Claim.ALLOCATED, self.allocated_bytes)
         return cohorts
@@ -141,10 +151,10 @@ class CachePool:
     def _fits(self, members: Sequence[CachedSession], capacity: int) -> bool:
         """Whether there is room for a cohort of these members, beside what it leaves behind; the room is then claimed."""
         touched = {id(member.cohort): member.cohort for member in members if member.cohort is not None}
-        before = sum(self._bytes(old.members[0], old.rows * old.capacity) for old in touched.values())
-        after = self._bytes(members[0], capacity * sum(member.rows for member in members))
+        before = sum(self._bytes(old.members, old.capacity) for old in touched.values())
+        after = self._bytes(members, capacity)
         for rest in self._left_behind(members):
-            after += self._bytes(rest[0], capacity_for(rest, 1) * sum(member.rows for member in rest))
+            after += self._bytes(rest, capacity_for(rest, 1))
         try:
             self.budget.claim(Claim.ALLOCATED, self.allocated_bytes - before + after)
         except OutOfCache:
@@ -162,12 +172,26 @@ class CachePool:
         """A new cohort for this group; whom it leaves behind stays together in others."""
         rests = self._left_behind(group)
         sized = [(group, capacity), *((rest, capacity_for(rest, 1)) for rest in rests)]
-        return regroup(sized, self.span.device)[0]
+        return regroup(sized, self.span.device, self.windows)[0]
 
-    def _bytes(self, session: CachedSession, positions: int) -> int:
-        layers = session.layers
-        elements = sum(self.span.family.cache_elements_per_token(layer + 1) for layer in layers)
-        return elements * self.span.dtype.itemsize * positions
+    def _bytes(self, members: Sequence[CachedSession], columns: int) -> int:
+        return self.bytes_of(members[0].layers, sum(member.rows for member in members), columns)
+
+    def bytes_of(self, layers: range, rows: int, columns: int) -> int:
+        """What buffers of so many columns take over these layers, and the largest layer once more: regrouping holds it twice."""
+        by_layer = [self._layer_bytes(layer, columns) for layer in layers]
+        return rows * (sum(by_layer) + max(by_layer, default=0))
+
+    def _layer_bytes(self, layer: int, columns: int) -> int:
+        """Of one row."""
+        window = self.windows.get(layer)
+        held = columns if window is None else min(columns, window.columns)
+        return held * self.span.family.cache_elements_per_token(layer + 1) * self.span.dtype.itemsize
+
+
+def windows_of(span: Span) -> dict[int, Window]:
+    """By layer of the whole model, for those that look back over a window."""
+    return {layer: Window(size) for layer, size in sliding_layers(span.config).items()}
 
 
 def _may_share_a_pass(cohort: Cohort, members: Sequence[CachedSession], count: int) -> bool:

@@ -23,14 +23,10 @@ class Claim(Enum):
 
 
 class CacheBudget:
-    """`limit_bytes` for the caches of `layers` layers, of which one layer's share is kept for regrouping, which holds it twice.
+    """At most `limit_bytes`. May be used from any thread; each claim is made by one."""
 
-    May be used from any thread; each claim is made by one.
-    """
-
-    def __init__(self, limit_bytes: int, layers: int, ledger: MemoryLedger | None = None) -> None:
-        self._layers = max(layers, 1)
-        self.usable_bytes = limit_bytes * self._layers // (self._layers + 1)
+    def __init__(self, limit_bytes: int, ledger: MemoryLedger | None = None) -> None:
+        self.limit_bytes = limit_bytes
         self._ledger = ledger or MemoryLedger()
         self._reservation = self._ledger.count(Account.KV_CACHE)
         self._claims = dict.fromkeys(Claim, 0)
@@ -38,7 +34,7 @@ class CacheBudget:
 
     def __repr__(self) -> str:
         claims = ", ".join(f"{size / 1e6:.1f} {claim.value}" for claim, size in self._claims.items())
-        return f"<CacheBudget of {self.usable_bytes / 1e6:.1f} MB: {claims}>"
+        return f"<CacheBudget of {self.limit_bytes / 1e6:.1f} MB: {claims}>"
 
     def claimed(self, claim: Claim) -> int:
         """Bytes of one claim."""
@@ -49,22 +45,22 @@ class CacheBudget:
         """What may still be promised."""
         most_bytes = max(self._claims.values())
         spare_bytes = most_bytes - self._claims[Claim.PROMISED]  # in the ledger already
-        left_bytes = self.usable_bytes - self._claims[Claim.PROMISED]
-        in_ledger_bytes = spare_bytes + self._ledger.free_bytes * self._layers / (self._layers + 1)
+        left_bytes = self.limit_bytes - self._claims[Claim.PROMISED]
+        in_ledger_bytes = spare_bytes + self._ledger.free_bytes
         return max(0, int(min(left_bytes, in_ledger_bytes)))
 
     def claim(self, claim: Claim, size_bytes: int) -> None:
         """Need so many bytes from now on. Raises OutOfCache where the budget or the ledger has no room; nothing changes then."""
         with self._lock:
             before = self._claims[claim]
-            if size_bytes > max(before, self.usable_bytes):
+            if size_bytes > max(before, self.limit_bytes):
                 raise OutOfCache(
-                    f"{size_bytes / 1e6:.1f} MB of cache would be {claim.value}; there are {self.usable_bytes / 1e6:.1f} MB"
+                    f"{size_bytes / 1e6:.1f} MB of cache would be {claim.value}; there are {self.limit_bytes / 1e6:.1f} MB"
                 )
             self._claims[claim] = size_bytes
             most_bytes = max(self._claims.values())
             try:
-                self._reservation.resize(-(-most_bytes * (self._layers + 1) // self._layers))
+                self._reservation.resize(most_bytes)
             except Full as error:
                 self._claims[claim] = before
                 raise OutOfCache(str(error)) from None

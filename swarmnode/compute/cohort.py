@@ -7,6 +7,9 @@ else that goes by distance from the newest position.
 
 Steps of sessions do not always arrive together. A pass over most members takes the absent ones along with stand-in inputs:
 their rows then lag behind the cohort's end, and are moved up to it when they come back, a copy of those rows alone.
+
+Layers with a sliding window (`window.py`) keep the newest columns only: their buffers begin at a later column than 0, and the
+family's masks are told which. Columns are counted alike for all layers.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.lean import lean
+from swarmnode.compute.window import Window, Windows
 
 with lean():
     from transformers.cache_utils import Cache
@@ -27,7 +31,8 @@ class CachedSession:
     """One session's place in the caches: `rows` rows that hold `length` positions, and room for `max_length`.
 
     `padding[r]` of the first positions of row r are left padding. `layers` are the numbers of the layers that it uses here.
-    In its cohort its rows begin at `first_row` and end `lag` columns before the cohort's end.
+    In its cohort its rows begin at `first_row` and end `lag` columns before the cohort's end. It may be cut down to `floor`
+    positions: for fewer, sliding windows do not keep what would come into sight again.
     """
 
     def __init__(self, rows: int, max_length: int, padding: Sequence[int], layers: range) -> None:
@@ -36,6 +41,7 @@ class CachedSession:
         self.padding = list(padding) or [0] * rows
         self.layers = layers
         self.length = 0
+        self.floor = 0
         self.cohort: Cohort | None = None
         self.first_row = 0
         self.lag = 0
@@ -56,7 +62,7 @@ class Cohort(Cache):
     members that the next pass is for.
     """
 
-    def __init__(self, members: Sequence[CachedSession], capacity: int, device: torch.device) -> None:
+    def __init__(self, members: Sequence[CachedSession], capacity: int, device: torch.device, windows: Windows) -> None:
         super().__init__(layers=[])  # the buffers are here, not in layer objects
         self.members = list(members)
         self.present = set(members)
@@ -65,6 +71,10 @@ class Cohort(Cache):
         self.device = device
         self.rows = sum(member.rows for member in members)
         self.end = max(member.length for member in members)
+        self.windows = windows
+        self._first_kept = {
+            window: max(0, self.end - window.kept) if capacity > window.columns else 0 for window in windows.values()
+        }
         self._first_columns: list[int] = []
         self._mask_RC: Tensor | None = None
         self._first_R1: Tensor | None = None
@@ -77,6 +87,38 @@ class Cohort(Cache):
         end = self.end - member.lag
         return slice(end - member.length, end)
 
+    def first_kept(self, layer: int) -> int:
+        """The column at which the buffers of a layer begin."""
+        window = self.windows.get(layer)
+        return 0 if window is None else self._first_kept[window]
+
+    def columns_in(self, layer: int) -> int:
+        """How many columns the buffers of a layer have."""
+        window = self.windows.get(layer)
+        return self.capacity if window is None else min(self.capacity, window.columns)
+
+    def make_room(self, count: int) -> None:
+        """Let windows move on where `count` more columns do not fit behind what their buffers hold."""
+        for window, first in self._first_kept.items():
+            if self.end + count - first > min(self.capacity, window.columns):
+                self._move_window(window, max(first, self.end - window.kept))
+
+    def _move_window(self, window: Window, first: int) -> None:
+        by, held = first - self._first_kept[window], self.end - first
+        for layer in [layer for layer in self.buffers if self.windows.get(layer) == window]:
+            for buffer in self.buffers[layer]:
+                buffer[:, :, :held] = buffer[:, :, by : by + held].clone()
+        self._first_kept[window] = first
+        self.note_floors()
+
+    def note_floors(self) -> None:
+        """How far back members may go now that the windows stand where they do."""
+        for window, first in self._first_kept.items():
+            for member in self.members:
+                columns = self.columns_of(member)
+                if columns.start < first:
+                    member.floor = max(member.floor, first + window.size - 1 - columns.start)
+
     def call(self, members: Sequence[CachedSession]) -> None:
         """The next pass is for these members: move up those that lag."""
         is_changed = len(members) < len(self.members) or len(self.present) < len(self.members)
@@ -88,12 +130,18 @@ class Cohort(Cache):
             self.refresh_rows()
 
     def _move_up(self, member: CachedSession) -> None:
-        old = self.columns_of(member)
-        for buffers in self.buffers.values():
+        for layer, buffers in self.buffers.items():
+            old = self.held(member, layer)
+            new = slice(old.start + member.lag, old.stop + member.lag)
             for buffer in buffers:
                 rows = buffer[member.row_slice]
-                rows[:, :, old.start + member.lag : self.end] = rows[:, :, old].clone()
+                rows[:, :, new] = rows[:, :, old].clone()
         member.lag = 0
+
+    def held(self, member: CachedSession, layer: int) -> slice:
+        """Where the member's positions are in the buffers of a layer, as far as they are kept."""
+        first, columns = self.first_kept(layer), self.columns_of(member)
+        return slice(max(columns.start - first, 0), columns.stop - first)
 
     def refresh_rows(self) -> None:
         """Find, per row, the first column that counts, which stays as columns are added; for stand-ins only the newest does."""
@@ -140,23 +188,43 @@ class Cohort(Cache):
         """Called by attention: write keys and values (rows, heads, T, dim), return all of the layer so far."""
         count = key_states.shape[2]
         if layer_idx not in self.buffers:
-            self.buffers[layer_idx] = (self._allocate(key_states), self._allocate(value_states))
+            self.buffers[layer_idx] = (
+                self._allocate(key_states, layer_idx),
+                self._allocate(value_states, layer_idx),
+            )
         keys, values = self.buffers[layer_idx]
-        keys.narrow(2, self.end, count).copy_(key_states)
-        values.narrow(2, self.end, count).copy_(value_states)
-        return keys.narrow(2, 0, self.end + count), values.narrow(2, 0, self.end + count)
+        held = self.end - self.first_kept(layer_idx)
+        keys.narrow(2, held, count).copy_(key_states)
+        values.narrow(2, held, count).copy_(value_states)
+        return keys.narrow(2, 0, held + count), values.narrow(2, 0, held + count)
 
-    def _allocate(self, states: Tensor) -> Tensor:
+    def _allocate(self, states: Tensor, layer: int) -> Tensor:
         _, heads, _, dim = states.shape
-        return states.new_empty(self.rows, heads, self.capacity, dim)
+        return states.new_empty(self.rows, heads, self.columns_in(layer), dim)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns in use, for the family's masks and positions."""
         return self.end
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(columns seen, offset of the first). Sliding layers see all columns too: the family masks them."""
-        return self.end + query_length, 0
+        """(columns in the buffers, the first of them). What a sliding layer keeps beyond its window the family masks."""
+        first = self.first_kept(layer_idx)
+        return self.end + query_length - first, first
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Per layer of the whole model up to the last that slides, whether it keeps a window: the family's masks ask."""
+        return [layer in self.windows for layer in range(max(self.windows, default=-1) + 2)]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """None has a recurrent state."""
+        return [False] * len(self.is_sliding)
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """All keep something."""
+        return self.is_linear
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """No fixed one."""
@@ -168,12 +236,14 @@ class Cohort(Cache):
         return self.end > 0
 
 
-def regroup(groups: Sequence[tuple[Sequence[CachedSession], int]], device: torch.device) -> list[Cohort]:
+def regroup(
+    groups: Sequence[tuple[Sequence[CachedSession], int]], device: torch.device, windows: Windows
+) -> list[Cohort]:
     """Copy sessions into new cohorts, given as (members, capacity). Who was beside them and is not among them is lost.
 
     Goes layer by layer and frees the old layer before the next, so that at most one layer exists twice.
     """
-    cohorts = [Cohort(members, capacity, device) for members, capacity in groups]
+    cohorts = [Cohort(members, capacity, device, windows) for members, capacity in groups]
     olds = {id(old): old for cohort in cohorts for old in _cohorts_of(cohort.members)}
     for layer in sorted({layer for old in olds.values() for layer in old.buffers}):
         for cohort in cohorts:
@@ -185,6 +255,7 @@ def regroup(groups: Sequence[tuple[Sequence[CachedSession], int]], device: torch
         for member in cohort.members:
             member.cohort, member.first_row, member.lag = cohort, row, 0
             row += member.rows
+        cohort.note_floors()
         cohort.refresh_rows()  # not before: the members' lags were those of their old cohorts
     return cohorts
 
@@ -202,17 +273,19 @@ def _copy_layer(cohort: Cohort, layer: int) -> None:
     if source is None:
         return
     targets = []
+    end = cohort.end - cohort.first_kept(layer)
     for index, like in enumerate(source):
-        target = like.new_empty(cohort.rows, like.shape[1], cohort.capacity, like.shape[3])
+        target = like.new_empty(cohort.rows, like.shape[1], cohort.columns_in(layer), like.shape[3])
         row = 0
         for member in cohort.members:
             rows = target[row : row + member.rows]
-            begin = cohort.end - member.length
-            rows[:, :, :begin] = 0
+            begin = end
             if member.cohort is not None and member.length:
-                old = member.cohort
-                held = old.buffers[layer][index][member.row_slice, :, old.columns_of(member)]
-                rows[:, :, begin : cohort.end] = held
+                old = member.cohort.held(member, layer)
+                begin = max(0, end - (old.stop - old.start))
+                kept = slice(old.stop - (end - begin), old.stop)
+                rows[:, :, begin:end] = member.cohort.buffers[layer][index][member.row_slice, :, kept]
+            rows[:, :, :begin] = 0
             row += member.rows
         targets.append(target)
     cohort.buffers[layer] = (targets[0], targets[1])

@@ -16,6 +16,7 @@ from swarmnode.compute.cache import CachePool
 from swarmnode.compute.cohort import CachedSession, Cohort
 from swarmnode.compute.span import Span
 from swarmnode.compute.throttle import Throttle
+from swarmnode.compute.window import Windows
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.ledger import MemoryLedger
 
@@ -24,10 +25,14 @@ WANT_NOTHING, WANT_LAST, WANT_ALL = 0, 1, 2
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    """Bounds of a runner: memory for KV caches, and positions (rows x T) that one pass may take from a prompt."""
+    """Bounds of a runner: memory for KV caches, and positions (rows x T) that one pass may take from a prompt.
+
+    `windows` replaces what sliding layers keep.
+    """
 
     cache_bytes: int
     prefill_positions: int = 2048
+    windows: Windows | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,10 @@ class StageRunner:
         self.span = span
         self.config = config
         self._throttle = throttle or Throttle()
-        self.pool = CachePool(span, config.cache_bytes, ledger)
+        self.pool = CachePool(span, config.cache_bytes, ledger, windows=config.windows)
+        self._longest_pass = min(
+            (window.room for window in self.pool.windows.values()), default=config.prefill_positions
+        )
         self._sessions: dict[Hashable, _Opened] = {}
 
     def __repr__(self) -> str:
@@ -107,10 +115,9 @@ class StageRunner:
         if self._sessions.pop(session_id, None) is not None:
             self.pool.close(session_id)
 
-    def reservation_bytes(self, positions: int, start: int, end: int) -> int:
-        """What a session of so many positions (over all rows) over units [start, end) takes of `pool.budget`."""
-        elements = sum(self.span.family.cache_elements_per_token(unit) for unit in range(start, end))
-        return elements * self.span.dtype.itemsize * positions
+    def reservation_bytes(self, rows: int, max_length: int, start: int, end: int) -> int:
+        """What a session over units [start, end) takes of `pool.budget`."""
+        return self.pool.bytes_of(self.span.layers_of(start, end), rows, max_length)
 
     def length(self, session_id: Hashable) -> int:
         """Positions held."""
@@ -172,7 +179,7 @@ class StageRunner:
         opened = self._sessions[work.session_id]
         start = opened.cached.length
         rows, length = work.x.shape[:2]
-        chunk = max(self.config.prefill_positions // rows, 1)
+        chunk = max(min(self.config.prefill_positions // rows, self._longest_pass), 1)
         outputs = []
         for begin in range(0, length, chunk):
             x = work.x[:, begin : begin + chunk]

@@ -19,6 +19,7 @@ from swarmnode.compute.family import Family, family_of
 from swarmnode.compute.runner import RunnerConfig, StageRunner, Work
 from swarmnode.compute.span import Span
 from swarmnode.compute.trace import FOREIGN_ERRORS
+from swarmnode.compute.window import Window, sliding_layers
 from swarmnode.errors import CheckpointError, SwarmnodeError
 
 TINY_SIZES = {
@@ -157,13 +158,14 @@ def _whole_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor, positions_BT: Ten
 
 
 def _split_logits(family: Family, tensors: dict[str, Tensor], ids_BT: Tensor) -> Tensor:
-    """Three spans; a prompt, then single positions."""
+    """Three spans; a prompt, then single positions. Sliding layers keep not one position that they do not see."""
     cuts = sorted({0, 2, max(2, family.layer_count), family.units})
     runners = []
     for start, end in pairwise(cuts):
         wanted = {n: t for n, t in tensors.items() if any(start <= u < end for u in family.units_of_tensor(n))}
         span = Span(family, assemble(family, wanted, start, end, dtype=torch.float32), start, end)
-        runners.append(StageRunner(span, RunnerConfig(cache_bytes=1 << 26)))
+        windows = {layer: Window(size, slack=0, room=2) for layer, size in sliding_layers(family.config).items()}
+        runners.append(StageRunner(span, RunnerConfig(cache_bytes=1 << 26, windows=windows)))
         runners[-1].open(0, rows=len(ids_BT), max_length=LENGTH, padding=PADDING)
     outputs = []
     for begin, end in [(0, PROMPT), *((t, t + 1) for t in range(PROMPT, LENGTH))]:

@@ -93,7 +93,7 @@ class StageServer:
         yield from self._worker.meter.readings()
         yield Reading(table.QUEUE, self._worker.queued, (span, SERVE))
         yield Reading(table.SESSIONS, self.load, (span,))
-        yield Reading(table.CACHE_SIZE, budget.usable_bytes, (span,))
+        yield Reading(table.CACHE_SIZE, budget.limit_bytes, (span,))
         yield Reading(table.CACHE_RESERVED, budget.claimed(Claim.PROMISED), (span,))
         for code in ErrorCode:
             yield Reading(table.REFUSALS, self._refusals[code], (span, cause_of(code)))
@@ -205,8 +205,8 @@ class StageServer:
         if self._position_limit is not None and body.max_length > self._position_limit:
             return Error(ErrorCode.INVALID_REQUEST)
         start, end = units_of(body)
-        cache_bytes = self._runner.reservation_bytes(body.rows * body.max_length, start, end)
-        if cache_bytes > self._runner.pool.budget.usable_bytes:
+        cache_bytes = self._runner.reservation_bytes(body.rows, body.max_length, start, end)
+        if cache_bytes > self._runner.pool.budget.limit_bytes:
             return Error(ErrorCode.TOO_LARGE)
         while not self._reserve(key, cache_bytes, journal_bytes(body, self.hidden_size)):
             orphan = next((session for session in self._sessions.values() if session.orphaned), None)

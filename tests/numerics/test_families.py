@@ -17,6 +17,7 @@ from swarmnode.compute.family import family_of
 from swarmnode.compute.runner import WANT_ALL, RunnerConfig, StageRunner, Work
 from swarmnode.compute.selfcheck import check_family
 from swarmnode.compute.span import load_span
+from swarmnode.compute.window import Window, sliding_layers
 from swarmnode.errors import CheckpointError
 from tests.numerics.families import FAMILIES, REFUSED, tiny_config
 
@@ -33,7 +34,8 @@ class Pipeline:
         checkpoint = Checkpoint(path)
         cuts = [0, 2, 4, checkpoint.units]
         spans = [load_span(checkpoint, start, end, check=False) for start, end in pairwise(cuts)]
-        self.runners = [StageRunner(span, RunnerConfig(1 << 24)) for span in spans]
+        windows = {layer: Window(size, room=2) for layer, size in sliding_layers(spans[0].config).items()}
+        self.runners = [StageRunner(span, RunnerConfig(1 << 24, windows=windows)) for span in spans]
 
     def open(self, session_id: Any, **options: Any) -> None:
         for runner in self.runners:

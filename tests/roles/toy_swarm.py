@@ -76,8 +76,8 @@ class ToyWorker:
     def __init__(self, start: int, end: int, cache_bytes: int) -> None:
         self.runner: Any = SimpleNamespace(
             span=SimpleNamespace(start=start, end=end, hidden_size=1, position_limit=None),
-            pool=SimpleNamespace(budget=CacheBudget(2 * cache_bytes, 1)),
-            reservation_bytes=lambda tokens, start, end: tokens * (end - start),
+            pool=SimpleNamespace(budget=CacheBudget(cache_bytes)),
+            reservation_bytes=lambda rows, length, start, end: rows * length * (end - start),
         )
         self.meter = StageMeter(Span(start, end), SERVE)
         self.caches: dict[int, tuple[int, list[int]]] = {}  # first unit, sums
