@@ -18,6 +18,13 @@ from tests.llama import save_llama
 PROMPT = [5, 17, 3, 99, 42, 7, 256, 11]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what lies beside this file as `real`: to be left out with -m "not real"."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.real)
+
+
 @dataclass(frozen=True)
 class TinyModel:
     """A small random Llama on disk, and what one process generates with it."""

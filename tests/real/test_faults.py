@@ -1,4 +1,4 @@
-"""What breaks, and what the user sees of it: the same text, after a short pause."""
+"""What only real processes show of faults: signals. At which token and hop they strike is varied in tests/node (virtual time)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ import signal
 from collections.abc import Iterator, Sequence
 
 import psutil
-import pytest
 
 from swarmnode.client import SwarmClient
 from swarmnode.roles.generation import Generation
 from tests.real.conftest import PROMPT, Stages, TinyModel
 
 TOKENS = 48
-KILL_STALL_S = 1.0
-HANG_STALL_S = 3.0
-NOISE_S = 2.0  # shared machines pause for their own reasons
 
 
 async def generate_and(client: SwarmClient, at: int, strike: object) -> Generation:
@@ -42,36 +38,29 @@ def stopped(process: psutil.Process) -> Iterator[None]:
             process.send_signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("at", [1, 2, 17, TOKENS - 1])
-@pytest.mark.parametrize("hops", [(0,), (1,), (0, 1)], ids=["first", "last", "both"])
-async def test_killed_nodes_do_not_change_the_text(
-    stages: Stages, tiny: TinyModel, at: int, hops: Sequence[int]
-) -> None:
+async def test_killed_nodes_do_not_change_the_text(stages: Stages, tiny: TinyModel) -> None:
     async with stages.client() as client:
 
         def strike(route: Sequence[object]) -> None:
-            for hop in hops:
-                stages.member(route[hop].peer).kill()  # type: ignore[attr-defined]
+            for hop in route:
+                stages.member(hop.peer).kill()  # type: ignore[attr-defined]
 
-        result = await generate_and(client, at, strike)
+        result = await generate_and(client, 17, strike)
     assert result.ids == tiny.alone(PROMPT, TOKENS)
-    assert result.reroutes >= 1 or at == TOKENS - 1  # the last token may be on its way already
-    assert result.longest_stall_s <= KILL_STALL_S + NOISE_S
+    assert result.reroutes >= 1
 
 
-@pytest.mark.parametrize("hop", [0, 1], ids=["first", "last"])
-async def test_a_hung_node_is_left_and_cannot_disturb_when_it_wakes(stages: Stages, tiny: TinyModel, hop: int) -> None:
+async def test_a_hung_node_is_left_and_cannot_disturb_when_it_wakes(stages: Stages, tiny: TinyModel) -> None:
     async with stages.client() as client:
         with contextlib.ExitStack() as hung:
 
             def strike(route: Sequence[object]) -> None:
-                member = stages.member(route[hop].peer)  # type: ignore[attr-defined]
+                member = stages.member(route[1].peer)  # type: ignore[attr-defined]
                 hung.enter_context(stopped(psutil.Process(member.pid)))
 
             result = await generate_and(client, 10, strike)
         assert result.ids == tiny.alone(PROMPT, TOKENS)
         assert result.reroutes >= 1
-        assert result.longest_stall_s <= HANG_STALL_S + NOISE_S
         again = await client.generate(PROMPT, max_new_tokens=TOKENS)
         assert again.ids == result.ids
 
@@ -106,13 +95,4 @@ async def test_a_leaving_node_hands_its_sessions_over(stages: Stages, tiny: Tiny
         result = await generate_and(client, 10, strike)
         await asyncio.to_thread(leaving[0].process.wait, 30)
     assert result.ids == tiny.alone(PROMPT, TOKENS)
-    assert result.longest_stall_s <= KILL_STALL_S + NOISE_S
     assert leaving[0].process.returncode == 0
-
-
-async def test_the_swarm_serves_without_its_bootstrap_peer(stages: Stages, tiny: TinyModel) -> None:
-    async with stages.client() as client:
-        stages.door.kill()
-        stages.door.process.wait()
-        result = await client.generate(PROMPT, max_new_tokens=TOKENS)
-    assert result.ids == tiny.alone(PROMPT, TOKENS)

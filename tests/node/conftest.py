@@ -1,0 +1,60 @@
+"""Whole nodes in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from swarmnode.demo.lesson import generate_alone
+from tests.llama import save_llama
+from tests.node.virtual_swarm import VirtualSwarm
+
+PROMPT = [5, 17, 3, 99, 42, 7, 256, 11]
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A small random Llama on disk, and what one process generates with it."""
+
+    folder: Path
+    units: int
+
+    def alone(self, prompt: list[int], max_new_tokens: int) -> list[int]:
+        return list(_alone(self.folder, tuple(prompt), max_new_tokens))
+
+
+@functools.lru_cache
+def _alone(folder: Path, prompt: tuple[int, ...], max_new_tokens: int) -> list[int]:
+    return generate_alone(folder, list(prompt), max_new_tokens)
+
+
+@dataclass(frozen=True)
+class Founded:
+    """A .swarm file that any number of swarms, each in a world of its own, may begin with."""
+
+    file: Path
+
+    def into(self, swarm: VirtualSwarm) -> None:
+        shutil.copy2(self.file, swarm.file)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_llama(folder, layers=4)
+    return TinyModel(folder, units=6)
+
+
+@pytest.fixture(scope="session")
+def founded(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Founded:
+    async def found() -> Path:
+        swarm = VirtualSwarm(tmp_path_factory.mktemp("founded"))
+        swarm.create(tiny.folder)
+        return swarm.file
+
+    return Founded(asyncio.run(found()))

@@ -1,0 +1,113 @@
+"""What breaks, and what the user sees of it: the same text, after a short pause."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnode.bootstrap import Bootstrap
+from swarmnode.client import SwarmClient
+from swarmnode.codec.messages import HopSpec
+from swarmnode.roles.generation import Generation
+from tests.net.virtual import in_virtual_time
+from tests.node.conftest import PROMPT, Founded, TinyModel
+from tests.node.virtual_swarm import VirtualSwarm
+
+TOKENS = 48
+KILL_STALL_S = 1.0
+HANG_STALL_S = 3.0
+SPANS = {"a1": "0:3", "a2": "0:3", "b1": "3:6", "b2": "3:6"}
+
+Strike = Callable[[Sequence[HopSpec]], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def two_by_two(founded: Founded, folder: Path) -> AsyncIterator[tuple[VirtualSwarm, Bootstrap, SwarmClient]]:
+    """Two stages of two replicas each, their door, and a client that sees all of them."""
+    async with VirtualSwarm(folder) as swarm:
+        founded.into(swarm)
+        door = await swarm.bootstrap()
+        for name, span in SPANS.items():
+            swarm.node(name, span)
+        for member in swarm.members.values():
+            await member.wait_for("ready")
+        async with swarm.client() as client:
+            while sum(peer["state"] == "ready" and peer["span"][1] > 0 for peer in client.status()["peers"]) < 4:
+                await client.changed()
+            yield swarm, door, client
+
+
+async def generate_and(client: SwarmClient, at: int, strike: Strike) -> Generation:
+    """Generate; at token number `at` await `strike(route)`."""
+    stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
+    number = 0
+    async for _ in stream:
+        number += 1
+        if number == at:
+            await strike(stream.result.route)
+    return stream.result
+
+
+@pytest.mark.parametrize("at", [1, 2, 17, TOKENS - 1])
+@pytest.mark.parametrize("hops", [(0,), (1,), (0, 1)], ids=["first", "last", "both"])
+@in_virtual_time
+async def test_killed_nodes_do_not_change_the_text(
+    founded: Founded, tiny: TinyModel, tmp_path: Path, at: int, hops: Sequence[int]
+) -> None:
+    async with two_by_two(founded, tmp_path) as (swarm, _, client):
+
+        async def strike(route: Sequence[HopSpec]) -> None:
+            for hop in hops:
+                await swarm.member(route[hop].peer).kill()
+
+        result = await generate_and(client, at, strike)
+        assert result.ids == tiny.alone(PROMPT, TOKENS)
+        assert result.reroutes >= 1 or at == TOKENS - 1  # the last token may be on its way already
+        assert result.longest_stall_s <= KILL_STALL_S
+
+
+@pytest.mark.parametrize("hop", [0, 1], ids=["first", "last"])
+@in_virtual_time
+async def test_a_hung_node_is_left_and_cannot_disturb_when_it_wakes(
+    founded: Founded, tiny: TinyModel, tmp_path: Path, hop: int
+) -> None:
+    async with two_by_two(founded, tmp_path) as (swarm, _, client):
+        with contextlib.ExitStack() as hung:
+
+            async def strike(route: Sequence[HopSpec]) -> None:
+                hung.enter_context(swarm.member(route[hop].peer).hanging())
+
+            result = await generate_and(client, 10, strike)
+        assert result.ids == tiny.alone(PROMPT, TOKENS)
+        assert result.reroutes >= 1
+        assert result.longest_stall_s <= HANG_STALL_S
+        again = await client.generate(PROMPT, max_new_tokens=TOKENS)
+        assert again.ids == result.ids
+
+
+@in_virtual_time
+async def test_a_leaving_node_hands_its_sessions_over(founded: Founded, tiny: TinyModel, tmp_path: Path) -> None:
+    async with two_by_two(founded, tmp_path) as (swarm, _, client):
+        leaving: list[Any] = []
+
+        async def strike(route: Sequence[HopSpec]) -> None:
+            leaving.append(swarm.member(route[1].peer))
+            leaving[0].leave()
+
+        result = await generate_and(client, 10, strike)
+        await leaving[0].task
+        assert leaving[0].seen[-1]["event"] == "left"
+        assert result.ids == tiny.alone(PROMPT, TOKENS)
+        assert result.longest_stall_s <= KILL_STALL_S
+
+
+@in_virtual_time
+async def test_the_swarm_serves_without_its_bootstrap_peer(founded: Founded, tiny: TinyModel, tmp_path: Path) -> None:
+    async with two_by_two(founded, tmp_path) as (swarm, door, client):
+        swarm.world.kill(door.peer_id)
+        result = await client.generate(PROMPT, max_new_tokens=TOKENS)
+        assert result.ids == tiny.alone(PROMPT, TOKENS)

@@ -1,0 +1,224 @@
+"""A whole swarm in one process and in virtual time: the nodes, doors and clients that users run, on the in-memory network.
+
+What `swarmnode.localswarm` is for real processes. A node that is killed is cut off in the middle of what it does, as by
+kill -9; one that hangs is not heard and hears nothing, as by SIGSTOP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from swarmnode.bootstrap import Bootstrap
+from swarmnode.client import SwarmClient
+from swarmnode.compute.executor import WorkItem
+from swarmnode.compute.inline_executor import InlineExecutor
+from swarmnode.config import StageConfig
+from swarmnode.net.clock import Clock
+from swarmnode.net.fake import FakeWorld
+from swarmnode.net.fake import Path as NetworkPath
+from swarmnode.net.interfaces import PeerId
+from swarmnode.node import Node, NodeConfig, parse_span
+from swarmnode.platform import Platform
+from swarmnode.presence import PresenceConfig
+from swarmnode.roles.founder import Bootstraps, found_swarm
+from swarmnode.roles.material import from_checkpoint
+from swarmnode.swarm.manifest import SERVE
+from swarmnode.swarm.swarmfile import Swarm, load_swarm, save_swarm
+
+LATENCY_S = 0.001
+PASS_S = 0.002  # that the device takes for whatever it does
+TICK_S = 0.001
+PATIENCE_S = 600.0  # of the virtual clock, so that it costs nothing
+
+
+def pass_s(_item: WorkItem) -> float:
+    """Every device is as fast."""
+    return PASS_S
+
+
+class VirtualMember:
+    """A node and what it has told so far; `run` in a task, as the command does."""
+
+    def __init__(self, name: str, node: Node, swarm: VirtualSwarm, home: Path) -> None:
+        self.name = name
+        self.node = node
+        self.home = home
+        self.seen: list[dict[str, Any]] = []
+        self.executor: InlineExecutor | None = None
+        self._swarm = swarm
+        self._stop = asyncio.Event()
+        self._news = asyncio.Event()
+        self.task: asyncio.Task[None] = asyncio.ensure_future(node.run(self._stop))
+        self.task.add_done_callback(lambda _task: self._news.set())
+
+    def __repr__(self) -> str:
+        told = self.seen[-1]["event"] if self.seen else "nothing"
+        return f"<VirtualMember {self.name} {'over' if self.over else 'running'}, told {told}>"
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self.task.done()
+
+    @property
+    def peer(self) -> PeerId:
+        """Known once it has joined."""
+        return next(str(event["peer"]) for event in self.seen if event["event"] == "joined")
+
+    def tell(self, event: str, text: str, **details: Any) -> None:
+        self.seen.append({"event": event, "text": text, **details})
+        self._news.set()
+
+    async def wait_for(self, event: str, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
+        """The first event of that name, waiting for it. Raises what ended the node before."""
+        return await self.wait_until(lambda told: told["event"] == event, f"'{event}'", timeout_s)
+
+    async def wait_until(
+        self, holds: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = PATIENCE_S
+    ) -> dict[str, Any]:
+        """The first event for which `holds`, waiting for it."""
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            self._news.clear()
+            for event in self.seen:
+                if holds(event):
+                    return event
+            if self.over:
+                self.task.result()
+                raise AssertionError(f"{self!r} ended before {what}")
+            try:
+                await asyncio.wait_for(self._news.wait(), deadline_s - asyncio.get_running_loop().time())
+            except asyncio.TimeoutError:
+                raise AssertionError(f"{self!r}: no {what} within {timeout_s:.0f} s") from None
+
+    async def kill(self) -> None:
+        """As by kill -9."""
+        self._swarm.world.kill(self.peer)
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    def leave(self) -> None:
+        """As by Ctrl-C or SIGTERM; does not wait."""
+        self._stop.set()
+
+    async def stop(self) -> None:
+        """Leave in order. Raises what went wrong in its life."""
+        self.leave()
+        await self.task
+
+    @contextlib.contextmanager
+    def hanging(self) -> Any:
+        """As by SIGSTOP, until the end."""
+        peer = self.peer
+        self._swarm.world.hang(peer)
+        try:
+            yield
+        finally:
+            self._swarm.world.wake(peer)
+
+
+class VirtualSwarm:
+    """A swarm's file, its door and its nodes. `async with VirtualSwarm(folder) as swarm: ...` ends them all."""
+
+    def __init__(self, folder: Path, *, seed: int = 1) -> None:
+        self.folder = folder
+        self.file = folder / "virtual.swarm"
+        self.members: dict[str, VirtualMember] = {}
+        self._epoch_s = time.time()
+        self._loop = asyncio.get_running_loop()
+        self.world = FakeWorld(seed, clock=self.unix)
+        self.world.default_path = NetworkPath(latency_s=LATENCY_S)
+        self._ticks = itertools.count()
+        self._clients = itertools.count()
+        self._ends = contextlib.AsyncExitStack()
+        self.clock = Clock(self.unix, self._loop.time, self._loop.time, lambda: next(self._ticks) * TICK_S)
+
+    def __repr__(self) -> str:
+        return f"<VirtualSwarm {list(self.members.values())}>"
+
+    async def __aenter__(self) -> VirtualSwarm:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for member in self.members.values():
+            if not member.over:
+                member.task.cancel()
+        await asyncio.gather(*(member.task for member in self.members.values()), return_exceptions=True)
+        await self._ends.aclose()
+
+    def unix(self) -> float:
+        """Unix time in seconds: from when the swarm was made, as fast as the loop says."""
+        return self._epoch_s + self._loop.time()
+
+    def platform(self, cost_s: Callable[[WorkItem], float] = pass_s) -> Platform:
+        """What a peer of this swarm stands on; its device takes `cost_s` for what it does."""
+        return Platform(self.world.start, lambda _threads: InlineExecutor(cost_s), self.clock)
+
+    # -- founding
+
+    def create(self, model: Path, *, mode: str = SERVE, **options: Any) -> Swarm:
+        """Found the swarm on a checkpoint and write its file."""
+        swarm = found_swarm("virtual", from_checkpoint(str(model)), Bootstraps(), mode=mode, **options)
+        save_swarm(swarm, self.file)
+        return swarm
+
+    def load(self) -> Swarm:
+        """The swarm as its file has it."""
+        return load_swarm(self.file)
+
+    # -- who takes part
+
+    async def bootstrap(self) -> Bootstrap:
+        """Open the door."""
+        home = self.folder / "homes" / "bootstrap"
+        door = await Bootstrap.start(self.load(), PresenceConfig(home), file=self.file, platform=self.platform())
+        self._ends.push_async_callback(door.close)
+        return door
+
+    def node(
+        self,
+        name: str,
+        span: str | None = None,
+        *,
+        swarm: str | Path | None = None,
+        cost_s: Callable[[WorkItem], float] = pass_s,
+        config: NodeConfig | None = None,
+        **stage: Any,
+    ) -> VirtualMember:
+        """Start a volunteer's node; does not wait. `stage` are StageConfig's fields, `swarm` an invite where not the file."""
+        home = self.folder / "homes" / name
+        config = config or NodeConfig(PresenceConfig(home, name=name), StageConfig(**stage))
+        config = replace(config, span=parse_span(span) if span else None)
+        told: list[VirtualMember] = []
+        node = Node(
+            load_swarm(swarm or self.file),
+            config,
+            lambda event, text, **details: told[0].tell(event, text, **details),
+            platform=self.platform(cost_s),
+        )
+        told.append(VirtualMember(name, node, self, home))
+        self.members[name] = told[0]
+        return told[0]
+
+    def member(self, peer: PeerId) -> VirtualMember:
+        """The node with this peer id."""
+        return next(member for member in self.members.values() if member.peer == peer)
+
+    @contextlib.asynccontextmanager
+    async def client(self, swarm: str | Path | None = None, **options: Any) -> AsyncIterator[SwarmClient]:
+        """A client, once it sees every unit held."""
+        home = self.folder / f"client-{next(self._clients)}"
+        client = await SwarmClient.join(load_swarm(swarm or self.file), home=home, platform=self.platform(), **options)
+        try:
+            while not client.status()["covered"]:
+                await client.changed()
+            yield client
+        finally:
+            await client.close()
