@@ -15,9 +15,19 @@ from swarmnode.codec.training_messages import StepReport
 from swarmnode.compute.training.batches import ArrayBatches, Batches
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import NotFinite, UsageError
+from swarmnode.ledger import Account
 from swarmnode.swarm.run import Run
 from tests.compute.training.toy import CLASSES, FEATURES
-from tests.roles.training_swarm import PATIENCE_S, TrainingSwarm, local_losses, toy_batches, toy_run, until
+from tests.roles.training_swarm import (
+    ACTIVATION_BYTES,
+    BOUNDARY_BYTES,
+    PATIENCE_S,
+    TrainingSwarm,
+    local_losses,
+    toy_batches,
+    toy_run,
+    until,
+)
 
 STEPS = 12
 Event = Callable[[], None]
@@ -300,3 +310,19 @@ async def test_other_data_is_refused(swarm: TrainingSwarm) -> None:
         await train(swarm, toy_run(others := ArrayBatches(zeros), STEPS), others, Curve())
     batches.opened.set()
     assert await training == STEPS
+
+
+async def test_where_memory_is_short_microbatches_wait_for_one_another(swarm: TrainingSwarm) -> None:
+    """Stages that have room for one at a time answer BUSY to others; the curve is the same, and nothing stays taken."""
+    volunteers = [await swarm.join(0, 2), await swarm.join(2, 3)]
+    for volunteer in volunteers:
+        volunteer.ledger.limit_bytes = 1
+    batches = toy_batches()
+    run, curve = toy_run(batches, STEPS), Curve()
+    assert await train(swarm, run, batches, curve) == STEPS
+    curve.assert_equals(local_losses(run, batches))
+    kept_bytes = [
+        2 * BOUNDARY_BYTES + ACTIVATION_BYTES,
+        BOUNDARY_BYTES + ACTIVATION_BYTES,
+    ]  # one, and the pass that runs
+    assert [one.ledger.accounts()[Account.ACTIVATIONS] for one in volunteers] == kept_bytes

@@ -16,8 +16,11 @@ from torch import Tensor
 from swarmnode.codec.messages import VERSION, Hello
 from swarmnode.codec.training_messages import Condition, StepReport
 from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.graph.estimate import UnitEstimate
+from swarmnode.compute.graph.work import Work
 from swarmnode.compute.training.batches import ArrayBatches, Batches
 from swarmnode.compute.training.local import train_locally
+from swarmnode.ledger import MemoryLedger
 from swarmnode.net.fake import FakeNetwork, FakeWorld
 from swarmnode.net.gate import OPEN_GATE, Gate
 from swarmnode.net.interfaces import PeerId
@@ -25,6 +28,7 @@ from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Switchboard
 from swarmnode.roles.training.crew import Crew, ready_peers
 from swarmnode.roles.training.keeper import Keeper
+from swarmnode.roles.training.memory import TrainingMemory
 from swarmnode.roles.training.stage import TRAIN_PROTOCOL, TrainingStage
 from swarmnode.roles.training.trainer import Trainer
 from swarmnode.swarm.announcement import State
@@ -34,6 +38,7 @@ from tests.compute.training.toy import CLASSES, FEATURES, ToySegment
 
 HELLO = Hello(VERSION, bytes(32), "toy")
 PATIENCE_S = 20.0
+ACTIVATION_BYTES, BOUNDARY_BYTES = 1000, 100  # of one unit for a microbatch
 
 
 def toy_batches() -> ArrayBatches:
@@ -114,6 +119,11 @@ class ToyDirectory:
         self.suspected.add(peer)
 
 
+def toy_estimates(_run: Run) -> list[UnitEstimate]:
+    """Every unit keeps ACTIVATION_BYTES of a microbatch."""
+    return [UnitEstimate(Work(), Work(), ACTIVATION_BYTES, 0, BOUNDARY_BYTES)] * ToySegment.units
+
+
 class Volunteer:
     """A node that trains some units, and conducts when it is its turn."""
 
@@ -125,7 +135,10 @@ class Volunteer:
         self.folder = folder
         self.keeper = Keeper(network, HELLO, LinkConfig(), folder)
         self.executor = Executor()
-        self.stage = TrainingStage(network, HELLO, LinkConfig(gate=gate), segment, self.keeper, self.executor)
+        self.ledger = MemoryLedger()
+        memory = TrainingMemory(self.ledger, segment, toy_estimates)
+        link_config = LinkConfig(gate=gate, ledger=self.ledger)
+        self.stage = TrainingStage(network, HELLO, link_config, segment, self.keeper, self.executor, memory=memory)
         self.crew = Crew(cast("Directory", directory), self.stage, ToySegment.units)
         self.alive = True
 

@@ -66,6 +66,13 @@ class Block:
     def __repr__(self) -> str:
         return f"Block({self.number}, {self._gradient.stop / 1e6:.1f} M parameters, {len(self.buffers)} buffers)"
 
+    @property
+    def optimizer_bytes(self) -> int:
+        """Of what the optimiser remembers, and the outer one of replicas that update apart."""
+        slots = [tensor for named in self.optimizer.slots.values() for tensor in named.values()]
+        outer = [] if self.outer is None else [self.outer.anchor_N, self.outer.velocity_N]
+        return sum(tensor.nbytes for tensor in (*slots, *outer))
+
     # -- statistics
 
     def save(self) -> Changes:

@@ -63,6 +63,16 @@ class Learner:
         """Forward passes that wait for their gradients."""
         return len(self._flights)
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the sums of all blocks."""
+        return sum(block.sums_N.nbytes for block in self._blocks.values())
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Of what optimisers remember of all blocks."""
+        return sum(block.optimizer_bytes for block in self._blocks.values())
+
     # -- passes
 
     def forward(self, lease: int, index: int, start: int, end: int, values: Values) -> Values:

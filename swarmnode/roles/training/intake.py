@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from swarmnode.codec.training_messages import Forward
 from swarmnode.net.switchboard import Channel
+from swarmnode.roles.training.memory import TrainingMemory
 from swarmnode.roles.training.passage import Passage, place_of
 
 MAX_PASSAGES = 64  # microbatches at once, those of the step to come included
@@ -24,7 +25,8 @@ class Arrival(NamedTuple):
 class Intake:
     """Those of this step are passages; those of the next wait for the COMMIT that may still be on its way."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: TrainingMemory) -> None:
+        self._memory = memory
         self._passages: dict[int, Passage] = {}  # by `place_of`
         self._waiting: list[Arrival] = []
         self._released: set[int] = set()  # leases of this step whose FORWARD may still be on its way
@@ -41,7 +43,8 @@ class Intake:
         held_bytes = sum(passage.held_bytes for passage in self._passages.values())
         held_bytes += sum(len(other.payload) for other in self._waiting) + len(arrival.payload)
         has_room = len(self._passages) + len(self._waiting) < MAX_PASSAGES and held_bytes <= MAX_HELD_BYTES
-        return has_room and place_of(arrival.body) not in self._passages
+        place = place_of(arrival.body)
+        return has_room and place not in self._passages and self._memory.admit(place)
 
     def wait(self, arrival: Arrival) -> None:
         """It is of the step to come."""
@@ -56,6 +59,7 @@ class Intake:
         place = place_of(passage.body)
         if self._passages.get(place) is passage:
             del self._passages[place]
+            self._memory.ended(place)
 
     def release(self, leases: Iterable[int]) -> None:
         """The conductor calls leases back: what is here of them ends, and what comes of them is late."""
@@ -70,6 +74,7 @@ class Intake:
             passage.end()
         for arrival in self._waiting:
             arrival.channel.close()
+            self._memory.ended(place_of(arrival.body))
         self._waiting.clear()
 
     def new_term(self) -> None:

@@ -6,21 +6,19 @@ import asyncio
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
-from swarmnode.compute.graph.estimate import estimate_units
+from swarmnode.compute.graph.estimate import UnitEstimate, estimate_units
 from swarmnode.compute.graph.segment import load_segment as load_graph_segment
 from swarmnode.compute.graph.span_estimate import estimate_span
 from swarmnode.compute.speed import Speeds, measure_training
-from swarmnode.compute.training.heap import give_back_large_tensors
 from swarmnode.compute.training.lm import SpanSegment, load_segment, load_twin
 from swarmnode.compute.training.segment import Segment
-from swarmnode.errors import CheckpointError
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.interfaces import PeerId
@@ -33,13 +31,12 @@ from swarmnode.roles.stage import SPEEDS_FILE, Hardware, Stage
 from swarmnode.roles.training.compressor import Compressor
 from swarmnode.roles.training.crew import Crew
 from swarmnode.roles.training.keeper import Keeper
+from swarmnode.roles.training.memory import TrainingMemory
 from swarmnode.roles.training.stage import TrainingStage
 from swarmnode.swarm.announcement import MAX_RTTS, peer_digest
 from swarmnode.swarm.run import Run
 
 log = logging.getLogger(__name__)
-
-IN_FLIGHT = 4  # microbatches at once, in short pipelines
 
 
 class Post:
@@ -78,7 +75,7 @@ class Post:
             keeper,
             executor,
             compressor=Compressor(hardware.config.compress, presence.swarm.manifest.codecs),
-            recompute=lambda run: must_recompute(checkpoint, units, hardware, run),
+            memory=TrainingMemory(hardware.ledger, segment, functools.partial(estimates, checkpoint)),
         )
         cache = SpeedCache(presence.config.home / SPEEDS_FILE)
         conditions = replace(hardware.conditions(presence.swarm.id, units.units), number_format="training")
@@ -158,26 +155,11 @@ class Post:
             await self._serving.close()
 
 
-def must_recompute(checkpoint: Checkpoint, units: Span, hardware: Hardware, run: Run) -> bool:
-    """Whether the graphs of all microbatches in flight are more than the memory lent has room for, beside what is trained.
-
-    Where the work cannot be estimated they are kept. If not, large tensors are given back to the system at once.
-    """
-    try:
-        if isinstance(checkpoint, GraphCheckpoint):
-            estimates = estimate_units(checkpoint.graph, run.microbatch)
-        else:
-            estimates = estimate_span(checkpoint, run.microbatch, run.sequence)
-    except CheckpointError as error:
-        log.info("%s; graphs are kept", error)
-        return False
-    kept_bytes = IN_FLIGHT * sum(unit.activation_bytes for unit in estimates[units.start : units.end])
-    room_bytes = hardware.memory_bytes - hardware.sizes.need_bytes(units.start, units.end, 0)
-    if kept_bytes <= room_bytes:
-        return False
-    log.info("graphs of %.0f MB do not fit into %.0f MB: they are computed again", kept_bytes / 1e6, room_bytes / 1e6)
-    give_back_large_tensors()
-    return True
+def estimates(checkpoint: Checkpoint, run: Run) -> Sequence[UnitEstimate]:
+    """Of all units for a microbatch. Raises CheckpointError where the work cannot be estimated."""
+    if isinstance(checkpoint, GraphCheckpoint):
+        return estimate_units(checkpoint.graph, run.microbatch)
+    return estimate_span(checkpoint, run.microbatch, run.sequence)
 
 
 def measure(segment: Segment) -> Speeds:

@@ -35,6 +35,7 @@ from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Segment
 from swarmnode.errors import ErrorCode, LocalError, NotFinite, PeerError, SwarmnodeError
+from swarmnode.ledger import MemoryLedger
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.link import LinkConfig
 from swarmnode.net.switchboard import Channel, Switchboard
@@ -44,6 +45,7 @@ from swarmnode.roles.training.compressor import Compressor
 from swarmnode.roles.training.intake import Arrival, Intake
 from swarmnode.roles.training.keeper import Keeper
 from swarmnode.roles.training.member import Line
+from swarmnode.roles.training.memory import TrainingMemory
 from swarmnode.roles.training.meter import TrainingMeter
 from swarmnode.roles.training.passage import Passage, place_of
 from swarmnode.roles.training.reducer import Agreed, Reducer
@@ -71,12 +73,12 @@ class TrainingStage:
         executor: Executor,
         *,
         compressor: Compressor | None = None,
-        recompute: Callable[[Run], bool] = lambda _run: False,
+        memory: TrainingMemory | None = None,
     ) -> None:
         self.segment = segment
         self.meter = TrainingMeter(Span(segment.start, segment.end))
         self.compressor = compressor or Compressor("none", ())
-        self._recompute = recompute  # whether graphs of this run's microbatches are too large to be kept
+        self._memory = memory or TrainingMemory(MemoryLedger(), segment)
         self.bench = executor
         self.switchboard = Switchboard(network, TRAIN_PROTOCOL, hello, link_config, accept=self._accept)
         self.gate = link_config.gate
@@ -92,7 +94,7 @@ class TrainingStage:
         self._learner: Learner | None = None
         self._keeper = keeper
         self._reducer = Reducer(network.peer_id, self.switchboard, self.bench)
-        self._intake = Intake()
+        self._intake = Intake(self._memory)
         self.pace = UnitPace()
         self._agreed: Agreed | None = None
         self._heard: list[tuple[int, Agreed, float]] = []  # while listening: agreed gradients and norms by step
@@ -122,6 +124,7 @@ class TrainingStage:
         await self.switchboard.close()
         if self._learner is not None and self.condition == Condition.READY:
             await self._save(self._learner)
+        self._memory.close()
 
     # -- conversations
 
@@ -294,8 +297,9 @@ class TrainingStage:
         await self._keeper.serve(self._fresh)
         self.run, self.step, self._agreed, self._losses = run, step, None, {}
         learner = await self.bench.call(
-            Urgency.CONTROL, lambda: Learner(self.segment, run, step=step, recompute=self._recompute(run))
+            Urgency.CONTROL, lambda: Learner(self.segment, run, step=step, recompute=self._memory.begin(run))
         )
+        self._memory.hold(learner)
         self._learner = learner
         return learner
 
@@ -331,6 +335,8 @@ class TrainingStage:
     async def _reduce(self, line: Line, body: Reduce) -> None:
         listening = self.condition == Condition.LISTENING
         self._agreed = None
+        if any(len(group.members) > 1 for group in body.groups):
+            self._memory.average()
         answer: Body
         try:
             with self.meter.averaging.timing():

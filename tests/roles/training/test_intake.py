@@ -7,8 +7,11 @@ from typing import Any, cast
 
 import pytest
 
+from swarmnode.ledger import MemoryLedger
 from swarmnode.roles.training import intake as module
 from swarmnode.roles.training.intake import Arrival, Intake
+from swarmnode.roles.training.memory import TrainingMemory
+from tests.compute.training.toy import ToySegment
 
 
 class Passage:
@@ -42,7 +45,7 @@ def begun(intake: Intake, came: Arrival) -> Any:
 
 
 def test_the_same_lease_is_taken_once_per_hop() -> None:
-    intake = Intake()
+    intake = Intake(TrainingMemory(MemoryLedger(), ToySegment(0, 2)))
     passage = begun(intake, arrival(1))
     assert not intake.takes(arrival(1)) and intake.takes(arrival(1, hop=1)) and intake.takes(arrival(2))
     intake.ended(passage)
@@ -50,7 +53,7 @@ def test_the_same_lease_is_taken_once_per_hop() -> None:
 
 
 def test_an_earlier_passage_of_the_same_lease_does_not_end_the_later_one() -> None:
-    intake = Intake()
+    intake = Intake(TrainingMemory(MemoryLedger(), ToySegment(0, 2)))
     earlier, later = begun(intake, arrival(1)), begun(intake, arrival(1))
     intake.ended(earlier)
     assert not intake.takes(arrival(1))
@@ -61,7 +64,7 @@ def test_an_earlier_passage_of_the_same_lease_does_not_end_the_later_one() -> No
 def test_senders_are_not_trusted_to_keep_within_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PASSAGES", 3)
     monkeypatch.setattr(module, "MAX_HELD_BYTES", 100)
-    intake = Intake()
+    intake = Intake(TrainingMemory(MemoryLedger(), ToySegment(0, 2)))
     begun(intake, arrival(1, size_bytes=40))
     intake.wait(arrival(2, size_bytes=40))
     assert intake.takes(arrival(3, size_bytes=20)) and not intake.takes(arrival(3, size_bytes=21))
@@ -70,7 +73,7 @@ def test_senders_are_not_trusted_to_keep_within_what_fits(monkeypatch: pytest.Mo
 
 
 def test_a_lease_that_is_called_back_ends_and_is_late_until_the_step_is_over() -> None:
-    intake = Intake()
+    intake = Intake(TrainingMemory(MemoryLedger(), ToySegment(0, 2)))
     one, other = begun(intake, arrival(1)), begun(intake, arrival(2))
     intake.release((1, 7))
     assert one.is_ended and not other.is_ended
@@ -80,7 +83,7 @@ def test_a_lease_that_is_called_back_ends_and_is_late_until_the_step_is_over() -
 
 
 def test_those_of_the_next_step_wait_for_it_once() -> None:
-    intake = Intake()
+    intake = Intake(TrainingMemory(MemoryLedger(), ToySegment(0, 2)))
     waiting = [arrival(1), arrival(2)]
     for came in waiting:
         intake.wait(came)
@@ -88,7 +91,7 @@ def test_those_of_the_next_step_wait_for_it_once() -> None:
 
 
 def test_a_new_term_ends_everything() -> None:
-    intake = Intake()
+    intake = Intake(TrainingMemory(MemoryLedger(), ToySegment(0, 2)))
     passage, waiting = begun(intake, arrival(1)), arrival(2)
     intake.wait(waiting)
     intake.release((9,))

@@ -1,0 +1,129 @@
+"""What training takes of the device's ledger: weights, gradients, the optimiser's memory, and each microbatch's activations.
+
+A microbatch is let in where there is room for what it keeps until its gradients come; else its sender hears BUSY. One at a time is
+always let in, or training would stand still: its room is kept from the start of the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from swarmnode.compute.graph.estimate import UnitEstimate
+from swarmnode.compute.training.heap import give_back_large_tensors
+from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.segment import Segment
+from swarmnode.errors import CheckpointError
+from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
+from swarmnode.plan.view import Span
+from swarmnode.swarm.run import Run
+
+log = logging.getLogger(__name__)
+
+IN_FLIGHT = 4  # microbatches at once, in short pipelines
+CHUNKS_BYTES = 64 << 20  # of all-reduces that are here at any time, at most
+
+Estimates = Callable[[Run], Sequence[UnitEstimate]]
+"""Of all units of the model, for a microbatch of a run. Raises CheckpointError where the work cannot be estimated."""
+
+
+def no_estimates(_run: Run) -> Sequence[UnitEstimate]:
+    """Of modules of which nothing is known."""
+    raise CheckpointError("the work of these units cannot be estimated")
+
+
+class TrainingMemory:
+    """Of one stage, from `begin` of its first run to `close`."""
+
+    def __init__(self, ledger: MemoryLedger, segment: Segment, estimates: Estimates = no_estimates) -> None:
+        self._ledger = ledger
+        self._segment = segment
+        self._estimates = estimates
+        self._for_good = {account: ledger.count(account) for account in Account}
+        self._microbatch_bytes = 0
+        self._microbatches: dict[int, Reservation] = {}  # by place
+        self._for_good[Account.WEIGHTS].count(segment_bytes(segment))
+
+    def __repr__(self) -> str:
+        size = self._microbatch_bytes / 1e6
+        return f"<TrainingMemory {len(self._microbatches)} microbatches of {size:.1f} MB, {self._ledger!r}>"
+
+    def begin(self, run: Run) -> bool:
+        """A run is about to begin: whether the graphs of some microbatches are too large to be kept, and computed again.
+
+        Then large tensors are given back to the system at once. Where the work cannot be estimated graphs are kept, uncounted.
+        """
+        try:
+            estimates = self._estimates(run)[slice(*self._units)]
+        except CheckpointError as error:
+            log.info("%s; graphs are kept", error)
+            self._microbatch_bytes = 0
+            return False
+        kept_bytes = sum(unit.activation_bytes for unit in estimates)
+        largest_bytes = max(unit.activation_bytes for unit in estimates)
+        learning_bytes = (1 + _slots(run)) * self._for_good[Account.WEIGHTS].size_bytes
+        recompute = learning_bytes + IN_FLIGHT * kept_bytes > self._room_bytes()
+        if recompute:
+            size_mb, room_mb = IN_FLIGHT * kept_bytes / 1e6, (self._room_bytes() - learning_bytes) / 1e6
+            log.info("graphs of %.0f MB do not fit into %.0f MB: they are computed again", size_mb, room_mb)
+            give_back_large_tensors()
+            kept_bytes = sum(unit.boundary_bytes for unit in estimates)
+        self._microbatch_bytes = kept_bytes
+        self._for_good[Account.ACTIVATIONS].count(kept_bytes + largest_bytes)  # one microbatch, and the pass that runs
+        return recompute
+
+    def hold(self, learner: Learner) -> None:
+        """What a learner has besides the weights is here now, instead of an earlier one's."""
+        self._for_good[Account.GRADIENTS].count(learner.gradient_bytes)
+        self._for_good[Account.OPTIMIZER].count(learner.optimizer_bytes)
+
+    def average(self) -> None:
+        """This stage has replicas: what they agree on is a vector as long as the gradients, and chunks of it are on their way."""
+        gradient_bytes = self._for_good[Account.GRADIENTS].size_bytes
+        self._for_good[Account.AVERAGING].count(gradient_bytes + min(CHUNKS_BYTES, gradient_bytes))
+
+    def admit(self, place: int) -> bool:
+        """Whether there is room for a microbatch at this place (`place_of`); it has it then, until it is `ended`."""
+        if place in self._microbatches:
+            return True
+        first = not self._microbatches
+        try:
+            self._microbatches[place] = self._ledger.reserve(
+                Account.ACTIVATIONS, 0 if first else self._microbatch_bytes
+            )
+        except Full:
+            return False
+        return True
+
+    def ended(self, place: int) -> None:
+        """A microbatch keeps nothing any more. Safe to call twice."""
+        reservation = self._microbatches.pop(place, None)
+        if reservation is not None:
+            reservation.release()
+
+    def close(self) -> None:
+        """Nothing is trained here any more."""
+        for reservation in (*self._for_good.values(), *self._microbatches.values()):
+            reservation.release()
+        self._microbatches.clear()
+
+    @property
+    def _units(self) -> Span:
+        return Span(self._segment.start, self._segment.end)
+
+    def _room_bytes(self) -> float:
+        """What there is beside weights, of which a run before may hold some."""
+        own = (Account.GRADIENTS, Account.OPTIMIZER, Account.AVERAGING, Account.ACTIVATIONS)
+        return self._ledger.free_bytes + sum(self._for_good[account].size_bytes for account in own)
+
+
+def segment_bytes(segment: Segment) -> int:
+    """Of parameters and buffers, each once."""
+    named = (*segment.parameters().values(), *segment.buffers().values())
+    return sum({id(tensor): tensor.nbytes for tensors in named for tensor in tensors.values()}.values())
+
+
+def _slots(run: Run) -> int:
+    """Tensors that the optimiser keeps for each parameter, and those of replicas that update apart."""
+    own = 2 if run.optimizer == "adamw" else int(bool(run.momentum))
+    return own + (2 if run.averaging.every > 1 else 0)
