@@ -65,7 +65,7 @@ class PresenceConfig:
     lan: bool = False
     join_timeout_s: float = 3.0
     rejoin_s: float = 2.0
-    paths_s: float = 5.0  # how often what was measured of paths is announced
+    paths_s: float = 10.0  # how often what was measured of paths is announced
     looks_on: bool = False  # a client: no place in the DHT, no announcement
     max_upload_bps: float | None = None  # of all links together, bits/s
     max_cache_bytes: int | None = None  # of fetched weights of all swarms; None: most of what the disk has free
@@ -235,9 +235,9 @@ class Presence:
             await asyncio.sleep(self.config.paths_s)
             if self.directory.own is not None:
                 with contextlib.suppress(NetworkDown):  # p2pd is being started again
-                    visitors = await self.network.visitors()
-                    self.paths.look(await self.network.addresses(), self.config.announce_maddrs, visitors)
-                    self.directory.announce(**await self.introduction())  # a relay may have taken us in
+                    visitors, addresses = await self.network.visitors(), await self.network.addresses()
+                    self.paths.look(addresses, self.config.announce_maddrs, visitors)
+                    self.directory.announce(**self._introduction(addresses))  # a relay may have taken us in
                 self.directory.announce(**self.paths.figures(), unit_us=self.experience.figures())
 
     def _others(self) -> list[PeerId]:
@@ -245,7 +245,10 @@ class Presence:
 
     async def introduction(self) -> dict[str, Any]:
         """What every announcement of this peer says: its name, and where it is reached."""
-        addresses = [without_peer(address) for address in await self.network.addresses()]
+        return self._introduction(await self.network.addresses())
+
+    def _introduction(self, reached_at: Sequence[str]) -> dict[str, Any]:
+        addresses = [without_peer(address) for address in reached_at]
         addresses.sort(key=lambda address: (is_loopback(address), address))  # of use to most first, in a steady order
         return {"name": self.config.name[:MAX_NAME_CHARS], "addresses": tuple(addresses[:MAX_ADDRESSES])}
 

@@ -34,7 +34,7 @@ class Heartbeat:
         self._silent_since_s: float | None = now_s  # None: nothing has left that could be answered
         self._pinged_at_s = 0.0
         self._owes_sign = False  # whether something came for which nothing went back
-        self._sent_bytes = 0  # at the beat before
+        self._sent_bytes = 0  # when it came
 
     def __repr__(self) -> str:
         return f"<Heartbeat {'busy' if self.busy else 'idle'}, heard at {self._heard_at_s:.1f} s>"
@@ -54,15 +54,23 @@ class Heartbeat:
         if self._silent_since_s is None:
             self._silent_since_s = now_s
 
-    def came(self) -> None:
-        """A part of what the peer has to say came; its sender is to hear that, or it would take us for dead."""
-        self._owes_sign = True
+    def came(self, sent_bytes: int) -> None:
+        """A part of what the peer has to say came; its sender is to hear that, or it would take us for dead. `sent_bytes` is
+        what was sent until now, in all."""
+        if not self._owes_sign:
+            self._owes_sign, self._sent_bytes = True, sent_bytes
 
     def limit_s(self, rtt_s: float | None, *, payload: bool) -> float:
         """How long the peer may be silent while something is expected of it. `payload`: a large one is on its way there."""
         config = self._config
         least_s = config.payload_silence_s if payload else config.min_silence_s
         return min(config.max_silence_s, max(least_s, config.silence_rtts * (rtt_s or 0.0)))
+
+    @property
+    def beat_s(self) -> float:
+        """To the next beat: soon where something is expected of the peer or owed to it, else when it should be asked again."""
+        asked = self._pinged_at_s > self._heard_at_s
+        return self._config.busy_s if self.busy or self._owes_sign or asked else self._config.idle_s
 
     def slept(self, late_s: float) -> bool:
         """Whether a beat came so late that it was we who slept (a suspended process, a blocked loop)."""
@@ -84,8 +92,6 @@ class Heartbeat:
         self._pinged_at_s = now_s
 
     def wants_sign(self, sent_bytes: int) -> bool:
-        """Whether to show, at this beat, that we live: something came since the one before, and nothing went back.
-        `sent_bytes` is what was sent in all."""
-        owes = self._owes_sign and sent_bytes == self._sent_bytes
-        self._owes_sign, self._sent_bytes = False, sent_bytes
+        """Whether to show, at this beat, that we live: something came since the one before, and nothing went back."""
+        owes, self._owes_sign = self._owes_sign and sent_bytes == self._sent_bytes, False
         return owes

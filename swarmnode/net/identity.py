@@ -17,6 +17,8 @@ from swarmnode.errors import LocalError
 from swarmnode.net.interfaces import PeerId
 
 # protobuf: field 1 (type) varint 1 = Ed25519; field 2 (data), length
+REMEMBERED_SIGNATURES = 1024
+
 _PRIVATE_HEAD = bytes([0x08, 0x01, 0x12, 0x40])
 _PUBLIC_HEAD = bytes([0x08, 0x01, 0x12, 0x20])
 _MULTIHASH_HEAD = bytes([0x00, 0x24])  # identity hash of 36 bytes
@@ -98,8 +100,12 @@ def is_peer_id(text: str) -> bool:
     return _public_key(text) is not None
 
 
+@lru_cache(maxsize=REMEMBERED_SIGNATURES)
 def verify(peer: PeerId, data: bytes, signature: bytes) -> bool:
-    """Whether the peer's key made the signature over the data. False for ids that are not of Ed25519 keys."""
+    """Whether the peer's key made the signature over the data. False for ids that are not of Ed25519 keys.
+
+    Remembered: the same record is checked as one that is kept for others and as one that is read.
+    """
     key = _public_key(peer)
     return key is not None and has_signed(key, data, signature)
 

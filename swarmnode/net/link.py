@@ -108,6 +108,7 @@ class Link:
         if busy and not self.busy:
             self._heartbeat.heard(self._loop.time())  # silence before anything was expected does not count
         self._heartbeat.busy = busy
+        self._tick_soon()
 
     # -- making one
 
@@ -201,6 +202,7 @@ class Link:
         self._out_bytes += HEADER_BYTES + len(data) + payload_bytes
         if payload_bytes >= MEASURED_BYTES:
             self._unasked_bytes += payload_bytes
+            self._tick_soon()
 
     def _flush(self) -> None:
         if not self._out or self._closed:
@@ -261,7 +263,7 @@ class Link:
         yield from self._reader.advance(count)
         self._gauge.note(count, self._reader.pending_bytes)
         if self._reader.pending_bytes:
-            self._heartbeat.came()
+            self._came()
 
     def _dispatch(self, frames: Iterable[Frame], on_frame: OnFrame) -> bool:
         """Handle frames; True where one of them ended the link."""
@@ -270,7 +272,7 @@ class Link:
                 continue  # of a newer version: ignore what you do not know
             body = decode_body(frame.kind, frame.body)
             if frame.channel:
-                self._heartbeat.came()
+                self._came()
                 on_frame(frame, body)
             elif isinstance(body, Ping):
                 if not self._closed:  # what was sent before the end may still be on its way out
@@ -314,8 +316,21 @@ class Link:
             self.send(Pong(self._gauge.rate_bps or 0.0))  # to no PING in particular
         if not self._round_trips.begun or self._unasked_bytes or heartbeat.wants_ping(now_s):
             self._send_ping(now_s)
-        next_s = now_s + self._config.heartbeat.busy_s
-        self._timer = self._loop.call_at(next_s, self._tick, next_s)
+        self._tick_at(now_s + (self._config.heartbeat.busy_s if self._reader.pending_bytes else heartbeat.beat_s))
+
+    def _tick_at(self, at_s: float) -> None:
+        self._timer = self._loop.call_at(at_s, self._tick, at_s)
+
+    def _tick_soon(self) -> None:
+        """The link was idle, and is not any more: its next beat was to be far away."""
+        soon_s = self._loop.time() + self._config.heartbeat.busy_s
+        if self._timer is not None and not self._closed and self._timer.when() > soon_s:
+            self._timer.cancel()
+            self._tick_at(soon_s)
+
+    def _came(self) -> None:
+        self._heartbeat.came(self.sent_bytes + self._out_bytes)
+        self._tick_soon()
 
     def _send_ping(self, now_s: float) -> None:
         self._heartbeat.pinged(now_s)

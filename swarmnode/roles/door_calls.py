@@ -1,7 +1,7 @@
 """Calls on the doors: a door that was started anew knows nobody, and newcomers who ask it would find an empty swarm.
 
-So whoever is in the swarm calls on the doors that it has no connection with, ever more slowly while none answers, and in a large
-swarm so seldom that all together call about as often as 64 peers would.
+So whoever is in the swarm calls on the doors that it has no connection with, ever more slowly while none answers or none is
+missing, and in a large swarm so seldom that all together call about as often as 64 peers would.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from swarmnode.net.interfaces import PeerId
 
 FIRST_S = 2.0
 MAX_PAUSE_S = 16.0
+CALM = 2  # looks that found all doors connected slow the next ones down no further than so many doublings
 CALLERS = 64  # peers that may call at this pace
 
 
@@ -37,8 +38,9 @@ async def call_on_doors(
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
     """Go on for ever. `call` says whether somebody answered at one of the addresses."""
-    failures = 0
+    failures = calm = 0
     while True:
-        await sleep(pause_s(failures, crowd()))
+        await sleep(pause_s(failures or calm, crowd()))
         missing = unconnected(doors, await connected())
+        calm = 0 if missing else min(calm + 1, CALM)
         failures = failures + 1 if missing and not await call(missing) else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,8 +24,10 @@ class PlaceConfig:
 
     settle_s: float = 1.0  # how long a claim must stand before it is taken, so that joiners see one another
     max_settle_s: float = 6.0
-    claim_look_s: float = 0.2  # between two looks at the others' claims
-    look_s: float = 1.0  # between two looks for a better place
+    claim_look_s: float = 0.2  # between two looks at the others' claims, in a swarm of up to
+    claim_crowd: int = 5  # peers: when hundreds come at once, their looks must not be all that they do
+    look_s: float = 1.0  # between two looks for a better place, at least
+    calm_look_s: float = 5.0  # and at most, where nothing changes
     stakes: Stakes = field(default_factory=Stakes)
 
 
@@ -61,7 +64,8 @@ class Place:
         give_up_s = self._clock() + self.config.max_settle_s
         settled_s = self._clock() + self.config.settle_s
         while self._clock() < min(settled_s, give_up_s):
-            await asyncio.sleep(self.config.claim_look_s)
+            look_s = self.config.claim_look_s * max(1.0, directory.crowd / self.config.claim_crowd)
+            await asyncio.sleep(min(look_s, self.config.settle_s))
             await directory.refresh()
             choice = await asyncio.to_thread(choose_span, self._view(), self._joiner())
             if choice != claim:
@@ -77,6 +81,7 @@ class Place:
         """
         self._wish = None
         while True:
+            revision = self._presence.directory.revision
             self._presence.directory.announce(**news())
             move = None if bound() else await self._reconsider()
             if move is None:
@@ -84,7 +89,15 @@ class Place:
             elif self._stands(move):
                 self._leaving_s = self._clock()
                 return move
-            await asyncio.sleep(self.config.look_s)
+            await self._pause(revision)
+
+    async def _pause(self, revision: int) -> None:
+        """Until the next look: a moment while a wish waits for its turn, else until something differs from `revision`."""
+        await asyncio.sleep(self.config.look_s)
+        if self._wish is None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                calm_s = self.config.calm_look_s - self.config.look_s
+                await asyncio.wait_for(self._presence.directory.changed(revision), calm_s)
 
     async def _reconsider(self) -> Move | None:
         """As the directory has it. Of a large swarm that is a sample: units that seem to have nobody are looked for first."""

@@ -140,6 +140,8 @@ class Directory:
             raise ValueError("a directory without a key cannot announce")
         before = self._own or Announcement(VERSION, self.swarm_id, self.network.peer_id, 0, 0.0, 0.0, self._started_at)
         after = fit(msgspec.structs.replace(before, **changes))
+        if after == self._own:
+            return
         sign_announcement(self._stamp(after), self._sign)  # a field out of bounds is the caller's bug: raise it here
         self._own = after
         urgent = any(getattr(after, field) != getattr(before, field) for field in URGENT_FIELDS)

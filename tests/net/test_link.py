@@ -497,3 +497,26 @@ async def test_our_own_sleep_is_not_blamed_on_the_peer() -> None:
     assert not running.done()
     await link.close()
     await running
+
+
+@in_virtual_time
+async def test_an_idle_link_beats_as_seldom_as_it_asks() -> None:
+    pair = Pair(Path(latency_s=0.01))
+    link = await pair.open()
+    running = asyncio.ensure_future(link.run(nothing))
+    await asyncio.sleep(1)
+    begun = link.sent_bytes + link.received_bytes
+    beats = 0
+    tick = link._tick_at
+
+    def count(at_s: float) -> None:
+        nonlocal beats
+        beats += 1
+        tick(at_s)
+
+    link._tick_at = count  # type: ignore[method-assign]
+    await asyncio.sleep(100)
+    assert beats <= 2 * 100 / HEARTBEAT.idle_s
+    assert link.sent_bytes + link.received_bytes > begun, "it still asks whether the peer is there"
+    await link.close()
+    await running

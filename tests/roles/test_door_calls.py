@@ -45,7 +45,14 @@ async def test_doors_without_a_connection_are_called_and_left_alone_once_they_an
     town = Town(3, up=[ONE, TWO])
     town.connected.add("12D3KooWone")
     await town.run()
-    assert town.called == [[TWO]] and town.pauses_s == [FIRST_S] * 3
+    assert town.called == [[TWO]] and town.pauses_s == [FIRST_S, FIRST_S, 2 * FIRST_S]
+
+
+async def test_where_all_doors_are_connected_it_looks_seldom_and_comes_back_to_its_pace() -> None:
+    town = Town(6, up=[ONE, TWO])
+    town.connected |= {"12D3KooWone", "12D3KooWtwo"}
+    await town.run()
+    assert town.called == [] and town.pauses_s == [2.0, 4.0, 8.0, 8.0, 8.0, 8.0]
 
 
 async def test_ever_more_slowly_while_nobody_answers() -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from swarmnode.net.clock import Clock
 from swarmnode.plan.placement import Stakes
 from swarmnode.roles.place import Place, PlaceConfig
 from swarmnode.swarm.announcement import VERSION, Announcement, State
 
 ME = "me"
-QUICK = PlaceConfig(settle_s=0.05, claim_look_s=0.01, look_s=0.01, stakes=Stakes(turn_s=0.01))
+QUICK = PlaceConfig(settle_s=0.05, claim_look_s=0.01, look_s=0.01, calm_look_s=0.02, stakes=Stakes(turn_s=0.01))
 
 
 def announcement(peer: str, span: tuple[int, int], state: State = State.READY, speed: float = 100.0) -> Announcement:
@@ -31,6 +32,11 @@ class Directory:
         self.own = self.known.get(ME)
         self._crowd = crowd
         self.searched: list[int] = []
+        self.revision = 0
+
+    async def changed(self, since: int) -> int:
+        await asyncio.Event().wait()  # nobody comes or goes
+        return since
 
     def peers(self) -> dict[str, Announcement]:
         return self.known
@@ -53,7 +59,8 @@ class Directory:
 
 def place(directory: Directory, capacity: int, config: PlaceConfig = QUICK) -> Place:
     manifest = SimpleNamespace(model=SimpleNamespace(units=6, hidden=0))
-    presence = SimpleNamespace(peer_id=ME, directory=directory, swarm=SimpleNamespace(manifest=manifest))
+    swarm = SimpleNamespace(manifest=manifest)
+    presence = SimpleNamespace(peer_id=ME, directory=directory, swarm=swarm, clock=Clock())
     return Place(presence, capacity, config)  # type: ignore[arg-type]
 
 
