@@ -1,46 +1,59 @@
-"""Matrix products with few rows on the CPU, by whichever of two orders is faster on this machine.
+"""Matrix products on the CPU, each by whichever way is the fastest on this machine: found by timing, once per shape, at load.
 
-One decode step multiplies each weight matrix by one to some ten rows. torch computes x W^T; for few rows BLAS libraries are often
-far faster at W x^T: a single-threaded MKL on an AMD EPYC took 6.2 ms for one row and a matrix of 32000 x 512, against 3.1 ms
-(8 rows: 12.4 and 7.7 ms), and the reverse for one of 4096 x 4096. So each shape is timed once, at load.
+One decode step multiplies each weight matrix by one to some ten rows, one for each session; libraries were made for many. What
+is fast differs: for float32, a single-threaded MKL on an AMD EPYC takes 8.7 ms for 8 rows and a matrix of 5632 x 2048, where
+oneDNN takes 5.6, and for one row W x^T is sometimes twice as fast as x W^T. For bfloat16, a CPU without instructions for it
+multiplies 8 rows no faster than each alone: 10.7 ms, where FBGEMM takes 2.4 (`packed.py`).
 """
 
 from __future__ import annotations
 
+import bisect
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-TIMED_ROWS = (1, 2, 4, 8)
+from swarmnode.compute.packed import PackedLinear, can_pack, let_go
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""x (..., I), weight_OI, bias_O -> y (..., O)"""
+
+TIMED_ROWS = (1, 2, 4, 8, 16, 64)  # between two of them the lower one decides
+COMPARED_ROWS = (1, 8, 64)
+MANY_ROWS = 16  # from here on a product takes its time wherever the weights lie
 REPEATS = 2
-MIN_GAIN = 0.9  # of the usual time: below it the order changes
-SAMPLE_BYTES = 128 << 20
+HOPELESS = 1.5  # times the usual time
+MIN_GAIN = 0.9  # of the usual time: below it another way is taken
+SAMPLE_BYTES = 96 << 20
+SAMPLE_ROWS = 1024  # of a matrix that is packed to see whether it pays
 MIN_ELEMENTS = 1 << 16  # smaller matrices are all overhead
+HALVES = (torch.bfloat16, torch.float16)
+TILE_BYTES, MIN_TILE_ROWS = 1 << 20, 16
 
 
-class FewRowsLinear(nn.Linear):
-    """A linear layer that shares another one's parameters. `weight_first[r]`: whether r rows go by W x^T."""
+class TimedLinear(nn.Linear):
+    """A linear layer that shares another one's parameters. `products` are its ways, one for each of TIMED_ROWS."""
 
-    def __init__(self, like: nn.Linear, weight_first: Sequence[bool]) -> None:
+    def __init__(self, like: nn.Linear, products: Sequence[Product]) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = like.in_features, like.out_features
         self.weight, self.bias = like.weight, like.bias
-        self.weight_first = tuple(weight_first)
+        self.products = tuple(products)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., I) -> (..., O)."""
         rows = x.numel() // self.in_features
-        if rows >= len(self.weight_first) or not self.weight_first[rows]:
-            return functional.linear(x, self.weight, self.bias)
-        return weight_first_linear(x, self.weight, self.bias)
+        return self.products[bisect.bisect(TIMED_ROWS, rows) - 1](x, self.weight, self.bias)
 
 
 def weight_first_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """x (..., I) -> (..., O) as (W x^T)^T. One row is doubled: with one column libraries take their slower vector path."""
+    """(W x^T)^T. One row is doubled: with one column libraries take their slower vector path."""
     x_RI = x.reshape(-1, x.shape[-1])
     rows = x_RI.shape[0]
     if rows == 1:
@@ -51,37 +64,134 @@ def weight_first_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> 
     return y_RO.view(*x.shape[:-1], weight_OI.shape[0])
 
 
+def onednn_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """By oneDNN, which torch leaves to MKL for float32."""
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight_OI, bias_O, "none", [], "")
+    return y
+
+
+def plain_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Without oneDNN, which puts the whole matrix in another order before it multiplies: torch's own way for a single row of
+    bfloat16 takes half the time. The switch is the process's; who multiplies elsewhere meanwhile gets the same, more slowly."""
+    torch.backends.mkldnn.set_flags(False)
+    try:
+        return functional.linear(x, weight_OI, bias_O)
+    finally:
+        torch.backends.mkldnn.set_flags(True)
+
+
+def tiled_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """In float32, for which a few rows of the weights at a time are converted: they stay in the processor's cache meanwhile."""
+    outputs, inputs = weight_OI.shape
+    x_RI = x.reshape(-1, inputs).float()
+    y_RO = x_RI.new_empty(x_RI.shape[0], outputs)
+    height = max(MIN_TILE_ROWS, TILE_BYTES // (4 * inputs))
+    tile = x_RI.new_empty(min(height, outputs), inputs)
+    for first in range(0, outputs, height):
+        rows = weight_OI[first : first + height]
+        torch.mm(x_RI, tile[: len(rows)].copy_(rows).t(), out=y_RO[:, first : first + height])
+    if bias_O is not None:
+        y_RO += bias_O
+    return y_RO.to(x.dtype).view(*x.shape[:-1], outputs)
+
+
+USUAL: Product = functional.linear
+OTHERS: Mapping[torch.dtype, Sequence[Product]] = {
+    torch.float32: (weight_first_linear, onednn_linear),
+    torch.bfloat16: (plain_linear, tiled_linear),
+    torch.float16: (plain_linear, tiled_linear),
+}
+
+
 @torch.inference_mode()
 def speed_up_linears(model: nn.Module) -> None:
-    """Let the large float32 linear layers on the CPU choose their order by timing, once per shape."""
-    linears = {name: module for name, module in model.named_modules() if _is_candidate(module)}
-    choices = _time_orders([module.weight for module in linears.values()])
-    for name, module in linears.items():
-        weight_first = choices.get(module.weight.shape, [])
-        if any(weight_first):
-            model.set_submodule(name, FewRowsLinear(module, weight_first))
+    """Let the large linear layers on the CPU choose how they multiply. Those that are packed give up their parameters."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for dtype, others in OTHERS.items():
+        linears = {name: module for name, module in model.named_modules() if _is_candidate(module, dtype)}
+        choices = _choose([module.weight for module in linears.values()], others)
+        own = {name: module for name, module in linears.items() if dtype in HALVES and uses[id(module.weight)] == 1}
+        packed = _shapes_to_pack(own.values(), choices)
+        _pack(model, {name: module for name, module in own.items() if module.weight.shape in packed})
+        for name, module in linears.items():
+            chosen = choices[module.weight.shape]
+            if model.get_submodule(name) is module and any(product is not USUAL for product in chosen):
+                model.set_submodule(name, TimedLinear(module, chosen))
 
 
-def _is_candidate(module: nn.Module) -> TypeGuard[nn.Linear]:
+def _is_candidate(module: nn.Module, dtype: torch.dtype) -> TypeGuard[nn.Linear]:
     if type(module) is not nn.Linear:
         return False
     weight = module.weight
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= MIN_ELEMENTS
+    return weight.device.type == "cpu" and weight.dtype is dtype and weight.numel() >= MIN_ELEMENTS
 
 
-def _time_orders(weights: Sequence[Tensor]) -> dict[torch.Size, list[bool]]:
-    """Per shape, for 0, 1, 2... rows, whether the weight goes first; between timed numbers of rows the lower one decides.
-
-    Whole passes over many weights are timed, as in decoding, or they would lie in the processor's cache.
-    """
+def _choose(weights: Sequence[Tensor], others: Sequence[Product]) -> dict[torch.Size, list[Product]]:
+    """Per shape, the product for each of TIMED_ROWS."""
     sample = _first_bytes(weights, SAMPLE_BYTES)
-    choices = {weight.shape: [False] * (TIMED_ROWS[-1] + 1) for weight in sample}
-    for index, rows in enumerate(TIMED_ROWS):
-        usual_s, other_s = (_time_pass(product, sample, rows) for product in (functional.linear, weight_first_linear))
-        until = TIMED_ROWS[index + 1] if index + 1 < len(TIMED_ROWS) else rows + 1
-        for shape, weight_first in choices.items():
-            weight_first[rows:until] = [other_s[shape] < MIN_GAIN * usual_s[shape]] * (until - rows)
+    others = [product for product in others if _works(product)] if sample else []
+    choices: dict[torch.Size, list[Product]] = {weight.shape: [] for weight in sample}
+    for rows in TIMED_ROWS:
+        if rows == MANY_ROWS:
+            sample = _first_bytes(sample, 0)
+        usual_s = _time_pass(USUAL, sample, rows)
+        rivals_s = [(product, _time_pass(product, sample, rows)) for product in _rivals(others, sample, rows, usual_s)]
+        for shape, chosen in choices.items():
+            best, best_s = min(rivals_s, key=lambda entry: entry[1][shape], default=(USUAL, usual_s))
+            chosen.append(best if best_s[shape] < MIN_GAIN * usual_s[shape] else USUAL)
     return choices
+
+
+def _rivals(
+    products: Sequence[Product], sample: Sequence[Tensor], rows: int, usual_s: Mapping[torch.Size, float]
+) -> list[Product]:
+    """Those that a single try of each shape does not show to be hopeless."""
+    tries = {product: _time_pass(product, _first_bytes(sample, 0), rows, repeats=1) for product in products}
+    return [
+        product
+        for product, took_s in tries.items()
+        if any(took_s[shape] < HOPELESS * usual_s[shape] for shape in took_s)
+    ]
+
+
+def _shapes_to_pack(linears: Iterable[nn.Linear], choices: Mapping[torch.Size, Sequence[Product]]) -> set[torch.Size]:
+    """The shapes that are faster when packed: on the average over one session, several, and a prompt."""
+    shapes: set[torch.Size] = set()
+    for linear in {module.weight.shape: module for module in linears}.values() if can_pack() else ():
+        shape, sample = linear.weight.shape, [linear.weight[:SAMPLE_ROWS]]
+        packed = PackedLinear(sample[0], None)
+        ratios = [
+            _time_pass(lambda x, *_, packed=packed: packed(x), sample, rows)[sample[0].shape]
+            / _time_pass(product, sample, rows)[sample[0].shape]
+            for product, rows in zip(choices[shape], TIMED_ROWS, strict=True)
+            if rows in COMPARED_ROWS
+        ]
+        if sum(ratios) < MIN_GAIN * len(ratios):
+            shapes.add(shape)
+    return shapes
+
+
+def _pack(model: nn.Module, linears: Mapping[str, nn.Linear]) -> None:
+    """Packing takes one core some 10 ns for each number, so all cores do it."""
+
+    @torch.inference_mode()
+    def pack(entry: tuple[str, nn.Linear]) -> None:
+        name, linear = entry
+        model.set_submodule(name, PackedLinear(linear.weight, linear.bias))
+        let_go(linear.weight)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        for _ in threads.map(pack, linears.items()):
+            pass
+
+
+def _works(product: Product) -> bool:
+    """Whether this build of torch has it."""
+    try:
+        product(torch.zeros(1, 8), torch.zeros(8, 8), None)
+    except (RuntimeError, AttributeError):
+        return False
+    return True
 
 
 def _first_bytes(weights: Sequence[Tensor], limit_bytes: int) -> list[Tensor]:
@@ -97,14 +207,24 @@ def _first_bytes(weights: Sequence[Tensor], limit_bytes: int) -> list[Tensor]:
     return sample
 
 
-def _time_pass(product: Callable[..., Tensor], weights: Sequence[Tensor], rows: int) -> dict[torch.Size, float]:
-    """Per shape, the least seconds that one product took in REPEATS passes over all weights."""
+def _time_pass(
+    product: Product, weights: Sequence[Tensor], rows: int, repeats: int = REPEATS
+) -> dict[torch.Size, float]:
+    """Per shape, the least seconds that one product took.
+
+    Whole passes over many weights are timed, as in decoding, or they would lie in the processor's cache.
+    """
     best_s: dict[torch.Size, float] = {}
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         for weight_OI in weights:
-            x_RI = torch.ones(rows, weight_OI.shape[1])
-            begin_s = time.perf_counter()
-            product(x_RI, weight_OI, None)
-            took_s = time.perf_counter() - begin_s
+            took_s = _time_product(product, weight_OI, torch.ones(rows, weight_OI.shape[1], dtype=weight_OI.dtype))
             best_s[weight_OI.shape] = min(took_s, best_s.get(weight_OI.shape, took_s))
     return best_s
+
+
+def _time_product(product: Callable[..., Tensor], weight: object, x_RI: Tensor) -> float:
+    """In seconds. A single thread counts its own, so that a busy machine leads to the same choice."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    begin_s = clock()
+    product(x_RI, weight, None)
+    return clock() - begin_s

@@ -18,6 +18,7 @@ from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.family import Family
 from swarmnode.compute.lean import lean
 from swarmnode.compute.linear import speed_up_linears
+from swarmnode.compute.packed import packed_bytes
 from swarmnode.compute.quantize import Quantization, quantize_layers
 from swarmnode.compute.stack import Stack
 from swarmnode.errors import LocalError
@@ -97,7 +98,7 @@ class Span:
         tensors = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
         quantized = self.quantization
         if quantized is None:
-            return sum(int(tensor.nbytes) for tensor in tensors.values())
+            return packed_bytes(self.model) + sum(int(tensor.nbytes) for tensor in tensors.values())
         return quantized.bytes_after + sum(int(t.nbytes) for t in tensors.values() if t.is_floating_point())
 
     @property
