@@ -8,14 +8,14 @@ from pathlib import Path
 
 from swarmnode.errors import LocalError
 from swarmnode.metrics.metric import Readings
-from swarmnode.net.addresses import check_port_free, is_loopback
+from swarmnode.net.addressing.addresses import check_port_free, is_loopback
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import PeerId
 from swarmnode.platform import MACHINE, Platform
-from swarmnode.presence import Presence, PresenceConfig
-from swarmnode.roles.seeder import Seeder
-from swarmnode.swarm.announcement import State
-from swarmnode.swarm.swarmfile import Swarm, save_swarm
+from swarmnode.roles.fetching.seeder import Seeder
+from swarmnode.roles.host import Host, HostConfig
+from swarmnode.swarm.records.announcement import State
+from swarmnode.swarm.storage.swarmfile import Swarm, save_swarm
 
 log = logging.getLogger(__name__)
 
@@ -25,21 +25,21 @@ MANIFEST_PATIENCE_S = 30.0
 class Bootstrap:
     """The door of a swarm: a full member of the DHT that relays, gives out manifest and weights, and computes nothing."""
 
-    def __init__(self, presence: Presence, seeder: Seeder) -> None:
-        self._presence = presence
+    def __init__(self, host: Host, seeder: Seeder) -> None:
+        self._host = host
         self._seeder = seeder
-        self.invite = presence.swarm.invite
+        self.invite = host.swarm.invite
 
     def __repr__(self) -> str:
-        return f"<Bootstrap {self._presence!r}>"
+        return f"<Bootstrap {self._host!r}>"
 
     @property
     def peer_id(self) -> PeerId:
-        return self._presence.peer_id
+        return self._host.peer_id
 
     @classmethod
     async def start(
-        cls, swarm: Swarm, config: PresenceConfig, *, file: Path | None = None, platform: Platform = MACHINE
+        cls, swarm: Swarm, config: HostConfig, *, file: Path | None = None, platform: Platform = MACHINE
     ) -> Bootstrap:
         """Open the door. Where the swarm's file promises a bootstrap peer and none runs yet, this is it: same id, same address.
 
@@ -48,42 +48,42 @@ class Bootstrap:
         promised = _promised(swarm)
         if promised is not None:
             config = replace(config, host_maddrs=tuple(dict.fromkeys([*swarm.bootstrap_listen, *config.host_maddrs])))
-        presence = await Presence.join(swarm, config, role="bootstrap", identity=promised, platform=platform)
+        host = await Host.join(swarm, config, role="bootstrap", identity=promised, platform=platform)
         try:
-            bootstraps = tuple(dict.fromkeys([*swarm.bootstraps, *_doors(await presence.network.addresses())]))
-            presence.swarm = replace(swarm, bootstraps=bootstraps)
+            bootstraps = tuple(dict.fromkeys([*swarm.bootstraps, *_bootstraps(await host.network.addresses())]))
+            host.swarm = replace(swarm, bootstraps=bootstraps)
             if file is not None and bootstraps != swarm.bootstraps:
-                _keep(presence.swarm, file)
-            await presence.manifest(patience_s=MANIFEST_PATIENCE_S)
-            seeder = await Seeder.start(presence.network, presence.hello, presence.swarm, presence.link_config)
+                _keep(host.swarm, file)
+            await host.manifest(patience_s=MANIFEST_PATIENCE_S)
+            seeder = await Seeder.start(host.network, host.hello, host.swarm, host.link_config)
             if swarm.checkpoint is not None:
                 seeder.add_folder(swarm.checkpoint)
-            presence.directory.announce(
+            host.directory.announce(
                 state=State.READY,
-                **await presence.introduction(),
+                **await host.introduction(),
                 device="none",
                 seeds=seeder.units,
             )
         except BaseException:
-            await presence.close()
+            await host.close()
             raise
-        return cls(presence, seeder)
+        return cls(host, seeder)
 
     def readings(self) -> Readings:
         """What Prometheus may know of this door."""
-        return self._presence.readings()
+        return self._host.readings()
 
     async def addresses(self) -> list[str]:
         """Multiaddrs under which newcomers reach it."""
-        return await self._presence.network.addresses()
+        return await self._host.network.addresses()
 
     async def close(self) -> None:
         """Leave the swarm: the weights first, then the network."""
         await self._seeder.close()
-        await self._presence.close()
+        await self._host.close()
 
 
-def _doors(addresses: list[str]) -> list[str]:
+def _bootstraps(addresses: list[str]) -> list[str]:
     """The addresses for an invite: loopback means another machine to everybody else, so only where there is nothing but it."""
     return [address for address in addresses if not is_loopback(address)] or addresses
 

@@ -18,31 +18,31 @@ from swarmnode.config import ClientConfig
 from swarmnode.errors import PeerError, UsageError
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.switchboard import Switchboard
+from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
-from swarmnode.presence import Presence, PresenceConfig
-from swarmnode.roles.client import SESSION_PROTOCOL, ClientSession, SessionSpec
-from swarmnode.roles.generation import GenerateOptions, Generation, RingStream
+from swarmnode.roles.host import Host, HostConfig
 from swarmnode.roles.limits import ModelLimits
-from swarmnode.roles.meters import ClientMeter
+from swarmnode.roles.measuring.meters import ClientMeter
+from swarmnode.roles.measuring.trace_server import fetch_traces
 from swarmnode.roles.picture import picture_of
-from swarmnode.roles.router import DirectoryRouter
-from swarmnode.roles.trace_server import fetch_traces
-from swarmnode.swarm.content import has_tokenizer
-from swarmnode.swarm.manifest import TRAIN
-from swarmnode.swarm.swarmfile import Swarm, load_swarm
-from swarmnode.swarm.trust import EVERYBODY, Trust, parse_trust
+from swarmnode.roles.serving.client import SESSION_PROTOCOL, ClientSession, SessionSpec
+from swarmnode.roles.serving.generation import GenerateOptions, Generation, RingStream
+from swarmnode.roles.serving.router import DirectoryRouter
+from swarmnode.swarm.peers.trust import EVERYBODY, Trust, parse_trust
+from swarmnode.swarm.records.manifest import TRAIN
+from swarmnode.swarm.storage.content import has_tokenizer
+from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 from swarmnode.tokenizer import ByteTokenizer, Tokenizer, stop_ids, vocabulary_size
 
 if TYPE_CHECKING:
-    from swarmnode.roles.causal_lm import RemoteCausalLM
-    from swarmnode.roles.weights import Weights
+    from swarmnode.roles.fetching.weights import Weights
+    from swarmnode.roles.serving.causal_lm import RemoteCausalLM
 
 T = TypeVar("T")
 
 
-class Piece(NamedTuple):
+class GeneratedText(NamedTuple):
     """One generated token, and the text that it adds (None for a checkpoint without tokenizer)."""
 
     id: int
@@ -69,33 +69,33 @@ class TextStream:
         """What has been generated so far, by which route, and how fast."""
         return self._ring.result
 
-    async def __aiter__(self) -> AsyncGenerator[Piece, None]:
+    async def __aiter__(self) -> AsyncGenerator[GeneratedText, None]:
         told = ""
         async with contextlib.aclosing(aiter(self._ring)) as tokens:  # who stops listening frees the session at once
             async for token in tokens:
                 if self._tokenizer is None:
-                    yield Piece(token, None)
+                    yield GeneratedText(token, None)
                     continue
                 self.result.text = self._tokenizer.decode(self.result.ids)
                 # A token may be part of a character: wait with what is not whole yet.
                 whole = self.result.text.rstrip("\ufffd")
-                yield Piece(token, whole[len(told) :])
+                yield GeneratedText(token, whole[len(told) :])
                 told = whole if len(whole) > len(told) else told
 
 
 class SwarmClient:
     """The asyncio client. Made by `join` (or `aconnect`), ended by `close`."""
 
-    def __init__(self, presence: Presence, config: ClientConfig, trust: Trust = EVERYBODY) -> None:
+    def __init__(self, host: Host, config: ClientConfig, trust: Trust = EVERYBODY) -> None:
         self.config = config
         self.trust = trust
-        self._presence = presence
-        self._clock = presence.clock.monotonic
+        self._host = host
+        self._clock = host.clock.monotonic
         self._switchboard = Switchboard(
-            presence.network,
+            host.network,
             SESSION_PROTOCOL,
-            presence.hello,
-            presence.link_config,
+            host.hello,
+            host.link_config,
             on_peer_lost=self._on_peer_lost,
         )
         self._meter = ClientMeter()
@@ -104,11 +104,11 @@ class SwarmClient:
         self._small_files: Path | None = None
 
     def __repr__(self) -> str:
-        return f"<SwarmClient {self._presence!r}>"
+        return f"<SwarmClient {self._host!r}>"
 
     def _on_peer_lost(self, error: PeerError) -> None:
         if error.peer is not None:
-            self._presence.directory.suspect(error.peer, error.code.name)
+            self._host.directory.suspect(error.peer, error.code.name)
 
     @classmethod
     async def join(
@@ -126,14 +126,14 @@ class SwarmClient:
             import platformdirs
 
             home = Path(platformdirs.user_data_dir("swarmnode"))
-        presence = await Presence.join(swarm, PresenceConfig(home, looks_on=True), role="client", platform=platform)
+        host = await Host.join(swarm, HostConfig(home, looks_on=True), role="client", platform=platform)
         try:
-            await presence.wait_joined(min(patience_s, 15.0))
-            await presence.manifest(patience_s=patience_s)
+            await host.wait_joined(min(patience_s, 15.0))
+            await host.manifest(patience_s=patience_s)
         except BaseException:
-            await presence.close()
+            await host.close()
             raise
-        return cls(presence, ClientConfig(patience_s=patience_s), trust)
+        return cls(host, ClientConfig(patience_s=patience_s), trust)
 
     async def __aenter__(self) -> SwarmClient:
         return self
@@ -146,35 +146,35 @@ class SwarmClient:
         await self._switchboard.close()
         if self._weights is not None:
             await self._weights.close()
-        await self._presence.close()
+        await self._host.close()
 
     def readings(self) -> Readings:
         """What Prometheus may know of this client."""
         yield from self._meter.readings()
-        yield from self._presence.readings()
+        yield from self._host.readings()
 
     # -- looking
 
     @property
     def units(self) -> int:
         """Units of the model."""
-        assert self._presence.swarm.manifest is not None
-        return self._presence.swarm.manifest.model.units
+        assert self._host.swarm.manifest is not None
+        return self._host.swarm.manifest.model.units
 
     def status(self) -> dict[str, Any]:
         """Who is here and holds what, as `swarmnode status --json` prints it."""
-        return picture_of(self._presence.swarm, self._presence.directory.peers())
+        return picture_of(self._host.swarm, self._host.directory.peers())
 
     async def changed(self) -> None:
         """Wait until the picture of the swarm changes."""
-        await self._presence.directory.changed(self._presence.directory.revision)
+        await self._host.directory.changed(self._host.directory.revision)
 
     async def traces(self, trace: bytes) -> dict[PeerId, Trace]:
         """What the peers that hold units remember of the session with this trace id, also one that is over; without those
         that know nothing."""
-        presence = self._presence
-        holders = [peer.peer for peer in presence.directory.peers().values() if peer.span[1] > 0]
-        return await fetch_traces(presence.network, holders, presence.hello, presence.link_config, trace)
+        host = self._host
+        holders = [peer.peer for peer in host.directory.peers().values() if peer.span[1] > 0]
+        return await fetch_traces(host.network, holders, host.hello, host.link_config, trace)
 
     # -- generating
 
@@ -209,7 +209,7 @@ class SwarmClient:
         return stream.result
 
     def _router(self, span: Span, *, ring: bool) -> DirectoryRouter:
-        return DirectoryRouter(self._presence, self.units, span, ring=ring, trust=self.trust)
+        return DirectoryRouter(self._host, self.units, span, ring=ring, trust=self.trust)
 
     # -- transformers
 
@@ -249,20 +249,20 @@ class SwarmClient:
         """Access to the checkpoint, held until `close`."""
         weights_class = await asyncio.to_thread(_import_weights)
         if self._weights is None:
-            self._weights = weights_class(self._presence)
+            self._weights = weights_class(self._host)
         return self._weights
 
     def _has_tokenizer(self) -> bool:
-        assert self._presence.swarm.manifest is not None
-        return has_tokenizer(file.name for file in self._presence.swarm.manifest.files)
+        assert self._host.swarm.manifest is not None
+        return has_tokenizer(file.name for file in self._host.swarm.manifest.files)
 
     async def _load_tokenizer(self) -> Tokenizer | ByteTokenizer | None:
         """The checkpoint's own; a swarm that trains without one does so on bytes."""
-        assert self._presence.swarm.manifest is not None
+        assert self._host.swarm.manifest is not None
         if self._tokenizer is None and self._has_tokenizer():
             folder = await self._folder()
             self._tokenizer = await asyncio.to_thread(Tokenizer, folder)
-        elif self._tokenizer is None and self._presence.swarm.manifest.mode == TRAIN:
+        elif self._tokenizer is None and self._host.swarm.manifest.mode == TRAIN:
             self._tokenizer = ByteTokenizer()
         return self._tokenizer
 
@@ -273,23 +273,23 @@ class SwarmClient:
         return self._small_files
 
     async def _limits(self) -> ModelLimits:
-        assert self._presence.swarm.manifest is not None
-        return ModelLimits(vocabulary_size(await self._folder()), self._presence.swarm.manifest.model.positions or None)
+        assert self._host.swarm.manifest is not None
+        return ModelLimits(vocabulary_size(await self._folder()), self._host.swarm.manifest.model.positions or None)
 
     async def _stop_ids(self) -> tuple[int, ...]:
         return stop_ids(await self._folder())
 
 
 def _import_weights() -> type[Weights]:
-    from swarmnode.roles.weights import Weights
+    from swarmnode.roles.fetching.weights import Weights
 
     return Weights
 
 
 def _import_causal_lm() -> tuple[Any, Any]:
     """The transformers side, imported off the loop since it takes a second."""
-    from swarmnode.roles.causal_lm import RemoteCausalLM
-    from swarmnode.roles.ends import Ends
+    from swarmnode.roles.serving.causal_lm import RemoteCausalLM
+    from swarmnode.roles.serving.ends import Ends
 
     return RemoteCausalLM, Ends
 

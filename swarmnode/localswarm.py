@@ -19,13 +19,13 @@ from types import TracebackType
 from typing import Any
 
 from swarmnode.errors import LocalError
-from swarmnode.net.parent import die_with_parent
+from swarmnode.net.libp2p.parent import die_with_parent
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 
 
-class Member:
+class NodeProcess:
     """One running `swarmnode` command and the events that it has printed."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Member:
 
     def __repr__(self) -> str:
         code = self.process.poll()
-        return f"<Member {self.name} pid {self.process.pid} {'running' if code is None else f'exited {code}'}>"
+        return f"<NodeProcess {self.name} pid {self.process.pid} {'running' if code is None else f'exited {code}'}>"
 
     @property
     def pid(self) -> int:
@@ -126,7 +126,7 @@ class LocalSwarm:
 
     def __init__(self, folder: Path, *, threads_per_process: int = 1) -> None:
         self.folder = folder
-        self.members: list[Member] = []
+        self.members: list[NodeProcess] = []
         self.file = folder / "local.swarm"
         self.environment = {
             # A container says once where its one node serves metrics; here are several.
@@ -170,24 +170,24 @@ class LocalSwarm:
             )
         return done.stdout
 
-    def bootstrap(self, *extra: str, inside: Sequence[str] = (), name: str = "bootstrap") -> Member:
+    def bootstrap(self, *extra: str, inside: Sequence[str] = (), name: str = "bootstrap") -> NodeProcess:
         """Start the bootstrap peer, or under another name a further one, and wait until it answers."""
         member = self._start(name, ["bootstrap", str(self.file), "--json", *extra], inside)
         member.wait_for("joined")
         return member
 
-    def node(self, name: str, *extra: str, swarm: str | None = None, inside: Sequence[str] = ()) -> Member:
+    def node(self, name: str, *extra: str, swarm: str | None = None, inside: Sequence[str] = ()) -> NodeProcess:
         """Start a volunteer's node; does not wait."""
         arguments = ["run", swarm or str(self.file), "--json", "--name", name, *extra]
         return self._start(name, arguments, inside)
 
-    def trainer(self, name: str, *extra: str) -> Member:
+    def trainer(self, name: str, *extra: str) -> NodeProcess:
         """Start a trainer, whose events are its steps; does not wait."""
         return self._start(name, ["train", str(self.file), "--json", *extra])
 
-    def _start(self, name: str, arguments: list[str], inside: Sequence[str] = ()) -> Member:
+    def _start(self, name: str, arguments: list[str], inside: Sequence[str] = ()) -> NodeProcess:
         home = self.folder / "homes" / name
-        member = Member(name, [*arguments, "--home", str(home)], home, self.environment, inside)
+        member = NodeProcess(name, [*arguments, "--home", str(home)], home, self.environment, inside)
         self.members.append(member)
         return member
 

@@ -21,23 +21,23 @@ from swarmnode.config import StageConfig
 from swarmnode.errors import UsageError
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
-from swarmnode.plan.placement import Move
+from swarmnode.plan.spans.placement import Move
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
-from swarmnode.presence import Presence, PresenceConfig
-from swarmnode.roles.bandwidth import Prober
-from swarmnode.roles.place import Place, PlaceConfig
-from swarmnode.roles.seeder import Seeder
-from swarmnode.swarm.announcement import State
-from swarmnode.swarm.content import Progress
-from swarmnode.swarm.manifest import TRAIN
-from swarmnode.swarm.swarmfile import Swarm
+from swarmnode.roles.fetching.seeder import Seeder
+from swarmnode.roles.host import Host, HostConfig
+from swarmnode.roles.measuring.bandwidth import Prober
+from swarmnode.roles.placement import Placement, PlacementConfig
+from swarmnode.swarm.records.announcement import State
+from swarmnode.swarm.records.manifest import TRAIN
+from swarmnode.swarm.storage.content import Progress
+from swarmnode.swarm.storage.swarmfile import Swarm
 
 if TYPE_CHECKING:
-    from swarmnode.compute.checkpoint import Checkpoint
-    from swarmnode.roles.stage import Hardware, Stage
-    from swarmnode.roles.training.post import Post
-    from swarmnode.roles.weights import Weights
+    from swarmnode.compute.model.checkpoint import Checkpoint
+    from swarmnode.roles.fetching.weights import Weights
+    from swarmnode.roles.serving.stage import Hardware, ServingStage
+    from swarmnode.roles.training.worker.training_worker import TrainingWorker
 
 log = logging.getLogger(__name__)
 
@@ -78,10 +78,10 @@ def parse_span(text: str) -> Span:
 class NodeConfig:
     """What a volunteer lends. None means: find out."""
 
-    presence: PresenceConfig
+    host: HostConfig
     stage: StageConfig = field(default_factory=StageConfig)
     span: Span | None = None
-    place: PlaceConfig = field(default_factory=PlaceConfig)
+    place: PlacementConfig = field(default_factory=PlacementConfig)
 
 
 class Node:
@@ -92,19 +92,19 @@ class Node:
         self.platform = platform
         self._swarm = swarm
         self._tell = tell
-        self._presence: Presence | None = None
+        self._host: Host | None = None
         self._executor: Executor | None = None
-        self._stage: Stage | Post | None = None
+        self._stage: ServingStage | TrainingWorker | None = None
         self._moves = 0
 
     def __repr__(self) -> str:
-        return f"<Node {self._presence!r} {self._stage!r}>"
+        return f"<Node {self._host!r} {self._stage!r}>"
 
     def readings(self) -> Readings:
         """What Prometheus may know of this node; before it has joined little."""
         yield Reading(table.MOVES, self._moves)
-        if self._presence is not None:
-            yield from self._presence.readings()
+        if self._host is not None:
+            yield from self._host.readings()
         if self._stage is not None:
             yield from self._stage.readings()
 
@@ -114,11 +114,11 @@ class Node:
         Raises LocalError, NetworkDown, CheckpointError, NotAdmitted; ExecutorDied where it cannot compute any more.
         """
         executor = self._executor = self.platform.start_executor(self.config.stage.threads)
-        heavy = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, "swarmnode.roles.stage"))
-        presence = self._presence = await Presence.join(self._swarm, self.config.presence, platform=self.platform)
-        living = asyncio.ensure_future(self._live(presence, heavy))
+        heavy = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, "swarmnode.roles.serving.stage"))
+        host = self._host = await Host.join(self._swarm, self.config.host, platform=self.platform)
+        living = asyncio.ensure_future(self._live(host, heavy))
         stopped = asyncio.ensure_future(stop.wait())
-        turned_away = asyncio.ensure_future(presence.wait_turned_away())
+        turned_away = asyncio.ensure_future(host.wait_turned_away())
         try:
             endings: set[asyncio.Future[Any]] = {living, stopped, turned_away, executor.died}
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
@@ -127,7 +127,7 @@ class Node:
             for ended in (living, turned_away):
                 if ended.done():
                     ended.result()
-            await self._leave(presence)
+            await self._leave(host)
         finally:
             for task in (living, stopped, turned_away):
                 task.cancel()
@@ -135,66 +135,66 @@ class Node:
             if self._stage is not None:
                 await self._stage.close()
             await executor.close()
-            await presence.close()
+            await host.close()
 
-    async def _live(self, presence: Presence, heavy: asyncio.Future[ModuleType]) -> None:
-        addresses = await presence.network.addresses()
+    async def _live(self, host: Host, heavy: asyncio.Future[ModuleType]) -> None:
+        addresses = await host.network.addresses()
         self._tell(
             "joined",
-            f"Peer {presence.peer_id} of swarm {presence.swarm.name}",
-            peer=presence.peer_id,
+            f"Peer {host.peer_id} of swarm {host.swarm.name}",
+            peer=host.peer_id,
             addresses=addresses,
         )
-        if not presence.joined.is_set():
+        if not host.joined.is_set():
             self._tell("waiting", "The swarm cannot be reached at the moment; this node keeps trying.")
-            await presence.joined.wait()
-        await presence.manifest(patience_s=MANIFEST_PATIENCE_S)
-        seeder = await Seeder.start(presence.network, presence.hello, presence.swarm, presence.link_config)
-        prober = Prober(presence.network, presence.hello, presence.link_config, busy=lambda: self._busy(presence))
+            await host.joined.wait()
+        await host.manifest(patience_s=MANIFEST_PATIENCE_S)
+        seeder = await Seeder.start(host.network, host.hello, host.swarm, host.link_config)
+        prober = Prober(host.network, host.hello, host.link_config, busy=lambda: self._busy(host))
         await heavy
-        from swarmnode.roles.stage import Hardware
-        from swarmnode.roles.weights import Weights
+        from swarmnode.roles.fetching.weights import Weights
+        from swarmnode.roles.serving.stage import Hardware
 
-        weights = Weights(presence)
+        weights = Weights(host)
         try:
-            await prober.start(presence.directory.peers)
-            assert presence.swarm.manifest is not None
-            trains = presence.swarm.manifest.mode == TRAIN
-            probe = partial(Hardware.probe, trains=trains, host=presence.link_config.ledger)
+            await prober.start(host.directory.peers)
+            assert host.swarm.manifest is not None
+            trains = host.swarm.manifest.mode == TRAIN
+            probe = partial(Hardware.probe, trains=trains, host=host.link_config.ledger)
             hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
-            machine = hardware.machine(self.config.presence.home)
+            machine = hardware.machine(self.config.host.home)
             self._tell("machine", f"This machine: {hardware.device}, {machine['cpu_cores']} cores", **machine)
-            place = self._place(presence, hardware)
-            span = await self._first_span(place, presence, hardware)
+            place = self._place(host, hardware)
+            span = await self._first_span(place, host, hardware)
             while True:
-                await self._serve(presence, seeder, weights, hardware, span)
+                await self._serve(host, seeder, weights, hardware, span)
                 place.arrived()
                 move = await place.reason_to_move(bound=self._bound, news=self._news)
                 self._tell("moving", _reason(move), span=list(move.span), gain=None if move.fills else move.gain)
                 self._moves += 1
-                await self._leave_stage(presence)
+                await self._leave_stage(host)
                 span = move.span
         finally:
             await prober.close()
             await seeder.close()
             await weights.close()
 
-    def _busy(self, presence: Presence) -> bool:
+    def _busy(self, host: Host) -> bool:
         """Whether sessions or downloads need the links more than a test of bandwidth does."""
-        own = presence.directory.own
+        own = host.directory.own
         return own is not None and (own.sessions > 0 or own.life is not State.READY)
 
     # -- placement
 
-    def _place(self, presence: Presence, hardware: Hardware) -> Place:
+    def _place(self, host: Host, hardware: Hardware) -> Placement:
         """Where units are trained, a second holder is worth more than speed: what the last one has learnt goes with it."""
-        stakes = replace(self.config.place.stakes, for_gain=not hardware.trains)
-        return Place(presence, hardware.capacity_units, replace(self.config.place, stakes=stakes))
+        move_policy = replace(self.config.place.move_policy, for_gain=not hardware.trains)
+        return Placement(host, hardware.capacity_units, replace(self.config.place, move_policy=move_policy))
 
-    async def _first_span(self, place: Place, presence: Presence, hardware: Hardware) -> Span:
+    async def _first_span(self, place: Placement, host: Host, hardware: Hardware) -> Span:
         if self.config.span is not None:
             return hardware.check(self.config.span)
-        return await place.claim(**hardware.figures(presence), **await presence.introduction())
+        return await place.claim(**hardware.figures(host), **await host.introduction())
 
     def _bound(self) -> bool:
         """A span that the user fixed never moves, nor does one that has been trained: who left it would take what it has learnt
@@ -206,36 +206,36 @@ class Node:
 
     # -- serving
 
-    async def _serve(
-        self, presence: Presence, seeder: Seeder, weights: Weights, hardware: Hardware, span: Span
-    ) -> None:
+    async def _serve(self, host: Host, seeder: Seeder, weights: Weights, hardware: Hardware, span: Span) -> None:
         """Get the weights of a span, load it, and answer sessions from now on."""
-        presence.directory.announce(
-            state=State.LOADING, span=tuple(span), **hardware.figures(presence), **await presence.introduction()
+        host.directory.announce(
+            state=State.LOADING, span=tuple(span), **hardware.figures(host), **await host.introduction()
         )
         self._tell("loading", f"Units {span}: {hardware.describe(span)}", span=list(span))
         checkpoint = await weights.span(span, self._show_progress())
         if weights.cache is not None:
             seeder.add_cache(weights.cache, (span.start, span.end))
-        elif presence.swarm.checkpoint is not None:
-            seeder.add_folder(presence.swarm.checkpoint)
-        self._stage = await self._load(presence, checkpoint, hardware, span)
-        presence.directory.announce(state=State.READY, seeds=seeder.units, **self._stage.figures())
+        elif host.swarm.checkpoint is not None:
+            seeder.add_folder(host.swarm.checkpoint)
+        self._stage = await self._load(host, checkpoint, hardware, span)
+        host.directory.announce(state=State.READY, seeds=seeder.units, **self._stage.figures())
         doing = "Training" if hardware.trains else "Serving"
         self._tell("ready", f"{doing} units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
 
-    async def _load(self, presence: Presence, checkpoint: Checkpoint, hardware: Hardware, span: Span) -> Stage | Post:
+    async def _load(
+        self, host: Host, checkpoint: Checkpoint, hardware: Hardware, span: Span
+    ) -> ServingStage | TrainingWorker:
         """What this swarm's volunteers do with their units."""
         assert self._executor is not None
         if not hardware.trains:
-            from swarmnode.roles.stage import Stage
+            from swarmnode.roles.serving.stage import ServingStage
 
-            return await Stage.load(presence, checkpoint, hardware, span, self._executor)
-        from swarmnode.roles.training.post import Post
+            return await ServingStage.load(host, checkpoint, hardware, span, self._executor)
+        from swarmnode.roles.training.worker.training_worker import TrainingWorker
 
-        post = await Post.load(presence, checkpoint, hardware, span, self._executor)
-        post.listen(self._tell)
-        return post
+        training_worker = await TrainingWorker.load(host, checkpoint, hardware, span, self._executor)
+        training_worker.listen(self._tell)
+        return training_worker
 
     def _show_progress(self) -> Progress:
         """Tells of every tenth of a download, and of a slow one now and then."""
@@ -252,16 +252,16 @@ class Node:
 
         return progress
 
-    async def _leave(self, presence: Presence) -> None:
+    async def _leave(self, host: Host) -> None:
         if self._stage is not None:
             self._tell("draining", "Leaving: sessions move to other peers. Ctrl-C again leaves now.")
-            await self._leave_stage(presence)
+            await self._leave_stage(host)
         self._tell("left", "Left the swarm. Thank you.")
 
-    async def _leave_stage(self, presence: Presence) -> None:
+    async def _leave_stage(self, host: Host) -> None:
         stage, self._stage = self._stage, None
         if stage is not None:
-            presence.directory.announce(state=State.DRAINING)
+            host.directory.announce(state=State.DRAINING)
             await stage.drain(self.config.stage.server.drain_s)
             await stage.close()
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from swarmnode.client import Piece, SwarmClient, TextStream
-from swarmnode.roles.generation import GenerateOptions, Generation
-from swarmnode.swarm.swarmfile import Swarm, load_swarm
-from swarmnode.swarm.trust import Trust, parse_trust
+from swarmnode.client import GeneratedText, SwarmClient, TextStream
+from swarmnode.roles.serving.generation import GenerateOptions, Generation
+from swarmnode.swarm.peers.trust import Trust, parse_trust
+from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 
 if TYPE_CHECKING:
-    from swarmnode.roles.causal_lm import RemoteCausalLM
+    from swarmnode.roles.serving.causal_lm import RemoteCausalLM
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class SyncStream:
         """What has been generated so far, by which route, and how fast."""
         return self._stream.result
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[GeneratedText]:
         pieces = self._stream.__aiter__()
         try:
             while True:

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.bootstrap import _doors, _keep
-from swarmnode.swarm.manifest import encode_manifest
-from swarmnode.swarm.swarmfile import load_swarm, new_swarm, save_swarm
-from tests.swarm.test_manifest import make_manifest
+from swarmnode.bootstrap import _bootstraps, _keep
+from swarmnode.swarm.records.manifest import encode_manifest
+from swarmnode.swarm.storage.swarmfile import load_swarm, new_swarm, save_swarm
+from tests.swarm.records.test_manifest import make_manifest
 
 HERE = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWdoor"
 THERE = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWdoor"
 
 
 def test_an_invite_leads_to_this_machine_only_where_the_swarm_is_on_it() -> None:
-    assert _doors([HERE, THERE]) == [THERE]
-    assert _doors([HERE]) == [HERE]
+    assert _bootstraps([HERE, THERE]) == [THERE]
+    assert _bootstraps([HERE]) == [HERE]
 
 
 def test_new_doors_are_kept_where_the_file_may_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

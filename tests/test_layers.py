@@ -20,14 +20,14 @@ ROOMS = (
     {"swarm"},
     {"plan"},
     {"compute"},
-    {"platform", "presence", "roles"},  # a presence is the role that every node and client plays
+    {"platform", "host", "roles"},  # a presence is the role that every node and client plays
     {
         "bootstrap",
         "client",
         "demo",
         "localswarm",
         "node",
-        "steward",
+        "owner_client",
         "sync_client",
         "tokenizer",
         "training",
@@ -38,7 +38,7 @@ ROOMS = (
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 HEAVY = {"torch", "transformers", "hivemind", "bitsandbytes", "scipy", "numpy", "safetensors", "huggingface_hub"}
-HIVEMIND_FILES = {"net/from_hivemind.py"}
+HIVEMIND_FILES = {"net/libp2p/from_hivemind.py"}
 FORBIDDEN = {  # top-level package -> rooms that may not import it at all
     "torch": {"codec", "net", "swarm", "plan"},
     "transformers": {"codec", "compress", "net", "swarm", "plan"},

@@ -13,20 +13,20 @@ import pytest
 import torch
 from referencing import Registry, Resource
 
-from swarmnode.codec.frames import FrameReader, Kind, pack_header
+from swarmnode.codec.frames import FrameKind, FrameReader, pack_header
 from swarmnode.codec.messages import BODIES, Sampling, decode_body, encode_body
 from swarmnode.codec.tensors import MAX_ELEMENTS, Codec, TensorInfo
 from swarmnode.compress.codecs import decode, encode
-from swarmnode.compute.sampling import sample, uniform
+from swarmnode.compute.serving.sampling import sample, uniform
 from swarmnode.errors import ErrorCode, PeerLost, ProtocolError, UsageError
 from swarmnode.net.identity import Identity, verify
-from swarmnode.swarm.announcement import open_announcement, sign_announcement
-from swarmnode.swarm.certificate import Certificate, open_certificate
-from swarmnode.swarm.grant import open_grant
-from swarmnode.swarm.invite import OwnedInvite, decode_invite, encode_invite
-from swarmnode.swarm.manifest import decode_manifest, encode_manifest, swarm_id
-from swarmnode.swarm.revocation import open_list, sign_list
-from swarmnode.swarm.signing_key import SigningKey
+from swarmnode.swarm.records.announcement import open_announcement, sign_announcement
+from swarmnode.swarm.records.certificate import Certificate, open_certificate
+from swarmnode.swarm.records.grant import open_grant
+from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, encode_invite
+from swarmnode.swarm.records.manifest import decode_manifest, encode_manifest, swarm_id
+from swarmnode.swarm.records.revocation import open_list, sign_list
+from swarmnode.swarm.records.signing_key import SigningKey
 from tests.codec.schemas import FOLDER, plain
 
 VECTORS = Path(__file__).parents[1] / "protocol" / "vectors" / "v1"
@@ -93,7 +93,7 @@ def test_tolerated_frames(vector: Vector) -> None:
 
 @pytest.mark.parametrize("vector", vectors("bodies", good=True))
 def test_good_bodies(vector: Vector) -> None:
-    body = decode_body(Kind[vector["kind"]], data_of(vector))
+    body = decode_body(FrameKind[vector["kind"]], data_of(vector))
     assert plain(body) == vector["value"]
     assert encode_body(body) == data_of(vector)
     if vector["value"]:
@@ -103,13 +103,13 @@ def test_good_bodies(vector: Vector) -> None:
 @pytest.mark.parametrize("vector", vectors("bodies", good=False))
 def test_bad_bodies(vector: Vector) -> None:
     with pytest.raises(ProtocolError) as caught:
-        decode_body(Kind[vector["kind"]], data_of(vector))
+        decode_body(FrameKind[vector["kind"]], data_of(vector))
     assert caught.value.code.name == vector["error"]
 
 
 @pytest.mark.parametrize("vector", vectors("tolerated", of="bodies"))
 def test_tolerated_bodies(vector: Vector) -> None:
-    assert plain(decode_body(Kind[vector["kind"]], data_of(vector))) == vector["value"]
+    assert plain(decode_body(FrameKind[vector["kind"]], data_of(vector))) == vector["value"]
 
 
 def test_every_kind_has_good_vectors_and_every_field_a_bad_one() -> None:

@@ -62,14 +62,14 @@ def crossed_bytes(model: Any, way: dict[str, Any]) -> float:
     import torch
 
     from swarmnode.codec.tensors import Codec
-    from swarmnode.compute.training.exchange import make_exchange
-    from swarmnode.compute.training.together import agree
-    from swarmnode.swarm.run import Averaging
+    from swarmnode.compute.training.averaging.gradient_compressor import make_gradient_compressor
+    from swarmnode.compute.training.averaging.together import agree
+    from swarmnode.swarm.records.run import Averaging
 
     averaging = Averaging(codec=Codec[way.get("codec", "none").upper()], rank=way.get("rank", 0))
     shapes = [parameter.shape for parameter in model.parameters()]
     length = sum(shape.numel() for shape in shapes)
-    exchanges = [make_exchange(averaging, shapes) for _ in range(2)]
+    exchanges = [make_gradient_compressor(averaging, shapes) for _ in range(2)]
     _, crossed = agree(exchanges, [torch.randn(length) for _ in exchanges], [0.5, 0.5])
     return crossed / float(way.get("every", 1))
 

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.tensors import Codec
-from swarmnode.compute.checkpoint import Checkpoint
+from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.lm import SpanSegment, load_segment
-from swarmnode.roles.training.values import decode_values, encode_values
+from swarmnode.roles.training.worker.values import decode_values, encode_values
 
 LAYERS, HIDDEN, SEQUENCE = 4, 96, 64
 SPANS = ((0, 2), (2, 4), (4, 6))

@@ -22,8 +22,8 @@ import psutil
 import uvloop
 
 from swarmnode.client import SwarmClient
-from swarmnode.localswarm import LocalSwarm, Member
-from swarmnode.swarm.swarmfile import load_swarm
+from swarmnode.localswarm import LocalSwarm, NodeProcess
+from swarmnode.swarm.storage.swarmfile import load_swarm
 
 REST_S = 60.0
 PATIENCE_S = 600.0
@@ -39,7 +39,7 @@ def make_model(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def cpu_s(members: Sequence[Member]) -> dict[str, list[float]]:
+def cpu_s(members: Sequence[NodeProcess]) -> dict[str, list[float]]:
     """CPU seconds of each member's Python and p2pd so far."""
     spent: dict[str, list[float]] = {"python": [], "p2pd": []}
     for member in members:
@@ -57,7 +57,7 @@ def ready(client: SwarmClient) -> int:
     return sum(peer["state"] == "ready" and peer["span"][1] > 0 for peer in client.status()["peers"])
 
 
-async def converge(client: SwarmClient, swarm: LocalSwarm, nodes: int) -> tuple[list[Member], float]:
+async def converge(client: SwarmClient, swarm: LocalSwarm, nodes: int) -> tuple[list[NodeProcess], float]:
     """Start them all at once; (the members, seconds until all are seen ready)."""
     invite = load_swarm(swarm.file).invite
     began_s = time.perf_counter()

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.device import set_threads
-from swarmnode.compute.runner import RunnerConfig, StageRunner, Work
-from swarmnode.compute.span import load_span
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 
 PROMPT_LENGTH = 32
 BATCH_PROMPT_LENGTHS = (16, 24, 32, 40, 48, 56, 64, 128)
@@ -62,7 +62,7 @@ def run_sessions(runner: StageRunner, prompts: Sequence[Tensor], new_tokens: int
     inputs = list(prompts)
     drawn: list[list[Tensor]] = [[] for _ in prompts]
     for _ in range(new_tokens):
-        results = runner.run([Work(session, x) for session, x in enumerate(inputs)])
+        results = runner.run([StepInput(session, x) for session, x in enumerate(inputs)])
         inputs = [result.output.argmax(dim=-1) for result in results]
         for ids, x in zip(drawn, inputs, strict=True):
             ids.append(x)

@@ -24,15 +24,15 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swarmnode.net.engine_dht import BUCKET_PEERS
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.interfaces import Dht, PeerId, Record
-from swarmnode.net.keepers import REMEMBERED_S, REPLICAS
-from swarmnode.net.virtual_time import run_virtual
-from swarmnode.swarm import shards
-from swarmnode.swarm.announcement import VERSION, Announcement, State, peer_digest, sign_announcement
-from swarmnode.swarm.directory import Directory, DirectoryConfig
-from swarmnode.swarm.shards import DOOR
+from swarmnode.net.libp2p.dht import BUCKET_PEERS
+from swarmnode.net.libp2p.nearest_peers import REMEMBERED_S, REPLICAS
+from swarmnode.net.memory.virtual_time import run_virtual
+from swarmnode.swarm.peers import shards
+from swarmnode.swarm.peers.directory import Directory, DirectoryConfig
+from swarmnode.swarm.peers.shards import DOOR
+from swarmnode.swarm.records.announcement import VERSION, Announcement, State, peer_digest, sign_announcement
 
 SWARM = bytes(32)
 EPOCH_S = 1_790_000_000.0

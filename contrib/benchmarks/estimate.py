@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetForImageClassification
 
-from swarmnode.compute.graph.estimate import estimate_units
-from swarmnode.compute.graph.export import export_module
+from swarmnode.compute.graph.costs.estimate import estimate_units
+from swarmnode.compute.graph.costs.rates import Rates, measure_rates
+from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.partition import balance, partition
-from swarmnode.compute.graph.rates import Rates, measure_rates
 from swarmnode.compute.graph.segment import GraphSegment
-from swarmnode.compute.training.flight import accumulate, leaves
+from swarmnode.compute.training.saved_activations import accumulate, leaves
 from tests.compute.graph.models import UNet
 
 GROUPS = 5

@@ -24,32 +24,32 @@ import uvloop
 
 from swarmnode.client import SwarmClient
 from swarmnode.demo.lesson import write_untaught
-from swarmnode.localswarm import LocalSwarm, Member
-from swarmnode.swarm.swarmfile import load_swarm
+from swarmnode.localswarm import LocalSwarm, NodeProcess
+from swarmnode.swarm.storage.swarmfile import load_swarm
 
 SPANS = {"a1": "0:4", "a2": "0:4", "b1": "4:8", "b2": "4:8"}
 PROMPT = list(range(5, 37))
 TOKENS, AT = 96, 40
 
 
-def kill(member: Member) -> None:
+def kill(member: NodeProcess) -> None:
     member.kill(signal.SIGKILL)
 
 
-def hang(member: Member) -> None:
+def hang(member: NodeProcess) -> None:
     member.kill(signal.SIGSTOP)
 
 
-def leave(member: Member) -> None:
+def leave(member: NodeProcess) -> None:
     member.kill(signal.SIGINT)
 
 
-def kill_p2pd(member: Member) -> None:
+def kill_p2pd(member: NodeProcess) -> None:
     for child in psutil.Process(member.pid).children():
         child.kill()
 
 
-FAULTS: dict[str, tuple[Callable[[Member], None], tuple[int, ...]]] = {
+FAULTS: dict[str, tuple[Callable[[NodeProcess], None], tuple[int, ...]]] = {
     "none": (lambda _member: None, (0,)),
     "kill -9 of the first hop": (kill, (0,)),
     "kill -9 of the last hop": (kill, (1,)),
@@ -61,7 +61,9 @@ FAULTS: dict[str, tuple[Callable[[Member], None], tuple[int, ...]]] = {
 }
 
 
-async def strike(swarm: LocalSwarm, fault: Callable[[Member], None], hops: tuple[int, ...]) -> tuple[float, list[int]]:
+async def strike(
+    swarm: LocalSwarm, fault: Callable[[NodeProcess], None], hops: tuple[int, ...]
+) -> tuple[float, list[int]]:
     """The longest pause of one generation with this fault in its middle, and the ids; the struck nodes are gone after."""
     client = await SwarmClient.join(load_swarm(swarm.file), home=swarm.folder / "client")
     try:

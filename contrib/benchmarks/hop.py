@@ -35,18 +35,18 @@ from swarmnode.codec.frames import FrameReader, pack_header
 from swarmnode.codec.messages import KIND_OF, Input, encode_body
 from swarmnode.codec.tensors import Codec
 from swarmnode.localswarm import LocalSwarm
-from swarmnode.roles.journey import Journey
+from swarmnode.roles.measuring.timeline import Timeline
 
 PROMPT = list(range(5, 5 + serving.PROMPT_TOKENS))
 
 
-async def decoded(swarm: LocalSwarm, nodes: int, tokens: int) -> Journey:
+async def decoded(swarm: LocalSwarm, nodes: int, tokens: int) -> Timeline:
     """What the hops remember of one stream."""
     client = await serving.joined(swarm, nodes)
     try:
         await client.generate(PROMPT, max_new_tokens=16)
         generation = await client.generate(PROMPT, max_new_tokens=tokens)
-        return Journey(await client.traces(bytes.fromhex(generation.trace)))
+        return Timeline(await client.traces(bytes.fromhex(generation.trace)))
     finally:
         await client.close()
 
@@ -59,16 +59,16 @@ def stream_over(model: Path, folder: Path, nodes: int, tokens: int) -> dict[str,
         swarm.bootstrap()
         for number, span in enumerate(serving.spans(nodes)):
             swarm.node(f"n{number}", "--span", span).wait_for("ready")
-        journey = uvloop.run(decoded(swarm, nodes, tokens))
-    timed = [token for token in journey.tokens() if token.total_us is not None]
+        timeline = uvloop.run(decoded(swarm, nodes, tokens))
+    timed = [token for token in timeline.tokens() if token.total_us is not None]
     period_us = statistics.median(token.us for token in timed)
-    computing_us = [stop.typical(lambda step: step.compute_us).median for stop in journey.stops]
+    computing_us = [stop.typical(lambda step: step.compute_us).median for stop in timeline.stops]
     return {
         "token": period_us,
-        "queue": [stop.typical(lambda step: step.wait_us).median for stop in journey.stops],
+        "queue": [stop.typical(lambda step: step.wait_us).median for stop in timeline.stops],
         "compute": computing_us,
         "leave": [
-            stop.typical(lambda step: step.stay_us - step.wait_us - step.compute_us).median for stop in journey.stops
+            stop.typical(lambda step: step.stay_us - step.wait_us - step.compute_us).median for stop in timeline.stops
         ],
         "way": round(statistics.median(sum(p.us for p in t.parts if p.what == "way") for t in timed) / nodes, 1),
         "beside_computing": round((period_us - sum(computing_us)) / nodes, 1),

@@ -25,11 +25,11 @@ import uvloop
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import VERSION, Body, Chunk, Hello, Output, Ready
-from swarmnode.net.engine import Engine, EngineConfig
-from swarmnode.net.from_hivemind import PeerID
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import Stream
-from swarmnode.net.link import Link, LinkConfig
+from swarmnode.net.libp2p.engine import Engine, EngineConfig
+from swarmnode.net.libp2p.from_hivemind import PeerID
+from swarmnode.net.links.link import Link, LinkConfig
 
 PROTOCOL = "/swarmnode/benchmark/1"
 BARE_STREAM = "bare"

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from swarmnode.errors import UsageError
-from swarmnode.plan.grid import Problem, Traffic
-from swarmnode.plan.grid_search import Search
-from swarmnode.plan.scenario import Scenario
+from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
+from swarmnode.plan.offline.grid_search import Search
+from swarmnode.plan.offline.scenario import Scenario
 
-GPT3_XL = Traffic(activation_bytes=0.471249e9, gradient_bytes=0.65e9)  # the paper's: 24 layers, 3 a stage
+GPT3_XL = MicrobatchTraffic(activation_bytes=0.471249e9, gradient_bytes=0.65e9)  # the paper's: 24 layers, 3 a stage
 STAGES, SAMPLES = 8, 200
 
 

@@ -37,8 +37,8 @@ from baseline import LocalProcess
 from training import Bench, tokens_per_s
 
 from swarmnode.client import SwarmClient
-from swarmnode.localswarm import LocalSwarm, Member
-from swarmnode.swarm.swarmfile import load_swarm
+from swarmnode.localswarm import LocalSwarm, NodeProcess
+from swarmnode.swarm.storage.swarmfile import load_swarm
 
 READY_TIMEOUT_S = 600.0
 
@@ -176,7 +176,7 @@ def killed(sizes: Sizes, folder: Path) -> dict[str, Any]:
     units = sizes.gpt2["n_layer"] + 2
     bench = Bench(folder, folder / "model", settings(sizes, sizes.batch, 4, 6))
 
-    def kill(nodes: list[Member], trainer: Member) -> None:
+    def kill(nodes: list[NodeProcess], trainer: NodeProcess) -> None:
         second = trainer.wait_until(lambda event: event.get("step") == 1, "the second step", READY_TIMEOUT_S)
         time.sleep(0.85 * second["step_s"])
         nodes[1].kill()
@@ -226,7 +226,7 @@ def prompt_of(sizes: Sizes, length: int, number: int = 0) -> list[int]:
 
 
 def served(
-    folder: Path, spans: list[str], ask: Callable[[LocalSwarm, SwarmClient, list[Member]], Any], **members: Any
+    folder: Path, spans: list[str], ask: Callable[[LocalSwarm, SwarmClient, list[NodeProcess]], Any], **members: Any
 ) -> dict[str, Any]:
     """Serve the checkpoint in `folder / "model"` by nodes that come with an invite, and let `ask` use them."""
     with LocalSwarm(folder / "swarm") as swarm:
@@ -274,7 +274,7 @@ def serving(sizes: Sizes, folder: Path, repeats: int = 3) -> dict[str, Any]:
     lengths = {"prompt": sizes.prompt, "new": sizes.new, "prefill": sizes.prefill}
     with LocalProcess(folder / "model", **lengths, dtype="bfloat16") as local:
 
-        async def ask(_swarm: LocalSwarm, client: SwarmClient, _nodes: list[Member]) -> dict[str, Any]:
+        async def ask(_swarm: LocalSwarm, client: SwarmClient, _nodes: list[NodeProcess]) -> dict[str, Any]:
             await client.generate(prompt_of(sizes, sizes.prompt), max_new_tokens=4)
             decode, prefill, eight, speeds = [], [], [], []
             for _ in range(repeats):
@@ -300,7 +300,7 @@ def sessions(sizes: Sizes, folder: Path) -> dict[str, Any]:
     """Many at once: does any fail, and how long are the longest waits beside the usual one?"""
     make_llama(folder / "model", SMALL.llama, dtype="float32")
 
-    async def ask(_swarm: LocalSwarm, client: SwarmClient, _nodes: list[Member]) -> dict[str, Any]:
+    async def ask(_swarm: LocalSwarm, client: SwarmClient, _nodes: list[NodeProcess]) -> dict[str, Any]:
         prompts = [prompt_of(SMALL, SMALL.prompt, number) for number in range(sizes.sessions)]
         await together(client, prompts[:4], 4)
         rate, gaps = await together(client, prompts, 64)
@@ -325,7 +325,7 @@ def context(sizes: Sizes, folder: Path) -> dict[str, Any]:
     new = sizes.positions // 16
     prompt = prompt_of(SMALL, sizes.positions * 3 // 4 - new // 2)
 
-    async def ask(_swarm: LocalSwarm, client: SwarmClient, nodes: list[Member]) -> dict[str, Any]:
+    async def ask(_swarm: LocalSwarm, client: SwarmClient, nodes: list[NodeProcess]) -> dict[str, Any]:
         truth = await client.generate(prompt, max_new_tokens=new)
         stream = await client.stream(prompt, max_new_tokens=new)
         number = 0

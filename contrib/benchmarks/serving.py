@@ -24,8 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from baseline import LocalProcess
 
 from swarmnode.client import SwarmClient
-from swarmnode.localswarm import LocalSwarm, Member
-from swarmnode.swarm.swarmfile import load_swarm
+from swarmnode.localswarm import LocalSwarm, NodeProcess
+from swarmnode.swarm.storage.swarmfile import load_swarm
 
 HIDDEN, LAYERS, HEADS, VOCABULARY = 512, 8, 8, 32000
 PROMPT_TOKENS, NEW_TOKENS, PREFILL_TOKENS = 32, 64, 512
@@ -126,7 +126,7 @@ async def concurrent(client: SwarmClient, local: LocalProcess, repeats: int) -> 
     return {f"aggregate_{SESSIONS}_ratio": round(statistics.median(ratios), 3), "ratios": [round(r, 3) for r in ratios]}
 
 
-async def bytes_per_token(client: SwarmClient, members: list[Member]) -> dict[str, Any]:
+async def bytes_per_token(client: SwarmClient, members: list[NodeProcess]) -> dict[str, Any]:
     """What all p2pds send per decoded token: their payloads, and the same with TCP and IP headers."""
     pids = {pid for member in members for pid in children(member.pid)} | set(children(os.getpid()))
     tokens = 400

@@ -21,12 +21,12 @@ import numpy as np
 
 from swarmnode.client import SwarmClient
 from swarmnode.localswarm import LocalSwarm
-from swarmnode.plan.scenario import Scenario
+from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.plan.view import Span
-from swarmnode.simulate.model import Model
+from swarmnode.simulate.environment.model import Model
 from swarmnode.simulate.settings import ServeSettings, Settings
 from swarmnode.simulate.simulation import Simulation
-from swarmnode.swarm.swarmfile import load_swarm
+from swarmnode.swarm.storage.swarmfile import load_swarm
 
 UNITS = 12
 PROMPT = [5, 17, 3, 99, 42, 7, 256, 11, 23, 1, 0, 77, 31, 8, 400, 12]

@@ -17,11 +17,11 @@ import typing
 from collections.abc import Callable
 from pathlib import Path
 
-from swarmnode.localswarm import LocalSwarm, Member
+from swarmnode.localswarm import LocalSwarm, NodeProcess
 
 SEQUENCE = 128
 TIMEOUT_S = 3600.0
-Meanwhile = Callable[[list[Member], Member], None]
+Meanwhile = Callable[[list[NodeProcess], NodeProcess], None]
 """(nodes, trainer): what happens to a swarm while it trains"""
 
 

@@ -59,10 +59,10 @@ def train_stage(
     """Some steps with `in_flight` microbatches under way at any time. Returns the learner and seconds per step."""
     import torch
 
-    from swarmnode.compute.checkpoint import Checkpoint
+    from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.compute.training.learner import Learner
     from swarmnode.compute.training.lm import load_segment
-    from swarmnode.swarm.run import Run
+    from swarmnode.swarm.records.run import Run
 
     batch = MICROBATCHES * microbatch
     run = Run(data=bytes(32), steps=STEPS, batch=batch, microbatch=microbatch, sequence=SEQUENCE)

@@ -31,11 +31,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import psutil
 import uvloop
 
-from swarmnode.localswarm import LocalSwarm, Member
-from swarmnode.net.engine import Engine, EngineConfig
+from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import Stream
-from swarmnode.swarm.content import checkpoint_files, describe_files
+from swarmnode.net.libp2p.engine import Engine, EngineConfig
+from swarmnode.swarm.storage.content import checkpoint_files, describe_files
 
 PROTOCOL = "/swarmnode/benchmark/1"
 PIECE_BYTES = 1 << 20
@@ -176,7 +176,7 @@ def figures(seconds: float, spent: dict[str, float], size_bytes: int) -> dict[st
 
 
 def fetched(
-    swarm: LocalSwarm, invite: str, units: int, number: int, sources: list[Member], size_bytes: int
+    swarm: LocalSwarm, invite: str, units: int, number: int, sources: list[NodeProcess], size_bytes: int
 ) -> dict[str, Any]:
     """One node from its first question for weights to ready."""
     node = swarm.node(f"node{number}", "--span", f"0:{units}", swarm=invite)

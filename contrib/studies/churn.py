@@ -17,11 +17,11 @@ from typing import Any
 
 from shapes import transformer
 
-from swarmnode.plan.scenario import Scenario
-from swarmnode.simulate.measures import percentile
-from swarmnode.simulate.model import Model
+from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.simulate.environment.model import Model
+from swarmnode.simulate.results.measures import percentile
 from swarmnode.simulate.settings import ServeSettings, Settings, TrainSettings
-from swarmnode.simulate.simulation import Result, Simulation
+from swarmnode.simulate.simulation import Simulation, SimulationResult
 
 RATES = (0.0, 0.1, 1.0)  # of the peers, an hour
 LLAMA_7B = transformer("llama-7b-like", 32, 4096, vocabulary=32000)
@@ -29,7 +29,7 @@ GPT2_XL = transformer("gpt2-xl", 48, 1600, vocabulary=50257)
 KEPT = ("peers lost", "sessions begun", "sessions done", "sessions failed", "steps", "moves")
 
 
-def figures(result: Result, name: str) -> dict[str, Any]:
+def figures(result: SimulationResult, name: str) -> dict[str, Any]:
     totals, values = result.measures.totals, result.measures.values
     told: dict[str, Any] = {"tokens/s": totals[name] / result.settings.seconds}
     told |= {key: totals[key] for key in KEPT if key in totals}

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 from shapes import transformer
 
-from swarmnode.plan.gpus import find_gpu
-from swarmnode.plan.grid import Grid, Problem, Traffic
-from swarmnode.plan.grid_search import Search
-from swarmnode.plan.scenario import Scenario
+from swarmnode.plan.offline.gpus import find_gpu
+from swarmnode.plan.offline.grid import Grid, MicrobatchTraffic, Problem
+from swarmnode.plan.offline.grid_search import Search
+from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.plan.view import Span
 from swarmnode.simulate.settings import Settings, TrainSettings
 from swarmnode.simulate.simulation import Simulation
@@ -57,7 +57,7 @@ def step_s(scenario: Scenario, grid: Grid, minutes: float) -> float:
 
 def study(scenario: Scenario, randoms: int, minutes: float) -> dict[str, object]:
     """The planned grid against random ones."""
-    problem = Problem.on(scenario, stages=STAGES, replicas=REPLICAS, traffic=Traffic(0.471249e9, 0.65e9))
+    problem = Problem.on(scenario, stages=STAGES, replicas=REPLICAS, traffic=MicrobatchTraffic(0.471249e9, 0.65e9))
     planned = Search(problem).run()
     others = [np.array(random.Random(seed).sample(range(64), 64)).reshape(8, 8) for seed in range(randoms)]
     planned_s = step_s(scenario, planned, minutes)

@@ -5,7 +5,8 @@
 They replay 32 hours of preemptible T4s and report 95.8 % of the optimal throughput with rebalancing every 300 s and 82.7 % without.
 Their trace is not published; here a seeded one has its features: the number of cards that the cloud has to give drifts (a random
 walk between a half and all), cards are taken in bursts, and given back one by one. Every card holds 4 of 16 units, and its state
-is small enough to move in 30 s. `share` is the time's mean of the throughput of those that serve (`plan/flow.py`), relative to the
+is small enough to move in 30 s. `share` is the time's mean of the throughput of those that serve
+(`plan/spans/flow.py`), relative to the
 most that any placement of all cards that are there, loading ones included, could do.
 """
 
@@ -21,14 +22,14 @@ from collections.abc import Callable
 from shapes import even_network, transformer
 
 from swarmnode.compute.memory import limit_bytes_for
-from swarmnode.plan.flow import bound
-from swarmnode.plan.placement import Joiner, choose_span
+from swarmnode.plan.spans.flow import bound
+from swarmnode.plan.spans.placement import Joiner, choose_span
 from swarmnode.plan.view import Span, View
-from swarmnode.simulate.churn import Change
-from swarmnode.simulate.peers import Peer
+from swarmnode.simulate.environment.churn import Change
+from swarmnode.simulate.environment.peers import Peer
+from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import ServeSettings, Settings, SwarmSettings
 from swarmnode.simulate.simulation import Simulation
-from swarmnode.simulate.world import World
 
 LAYERS, UNITS_EACH = 16, 4
 LOOK_S = 60.0

@@ -6,9 +6,9 @@ import itertools
 
 import numpy as np
 
-from swarmnode.plan.scenario import Scenario
+from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.plan.view import Span
-from swarmnode.simulate.model import Model
+from swarmnode.simulate.environment.model import Model
 
 
 def transformer(name: str, layers: int, hidden: int, vocabulary: int = 0) -> Model:

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from shapes import cut, transformer
 
-from swarmnode.plan.scenario import Scenario
+from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.plan.view import Span
-from swarmnode.simulate.devices import device_of
-from swarmnode.simulate.model import Model
+from swarmnode.simulate.environment.devices import device_of
+from swarmnode.simulate.environment.model import Model
 from swarmnode.simulate.settings import Settings, TrainSettings
 from swarmnode.simulate.simulation import Simulation
 

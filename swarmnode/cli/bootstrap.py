@@ -7,7 +7,8 @@ from pathlib import Path
 
 import typer
 
-from swarmnode.cli.console import (
+from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
+from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
     LOG_FORMAT,
@@ -19,7 +20,6 @@ from swarmnode.cli.console import (
     run_async,
     set_up_logging,
 )
-from swarmnode.cli.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
 
 
 @reports_errors
@@ -50,10 +50,10 @@ def bootstrap(
     """
     set_up_logging(verbose, log_format)
     from swarmnode.bootstrap import Bootstrap
-    from swarmnode.presence import PresenceConfig
-    from swarmnode.swarm.swarmfile import load_swarm
+    from swarmnode.roles.host import HostConfig
+    from swarmnode.swarm.storage.swarmfile import load_swarm
 
-    config = PresenceConfig(
+    config = HostConfig(
         home=default_home(home),
         name=name,
         host_maddrs=tuple(host_maddr),

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnode.cli.bars import bytes_bar
-from swarmnode.cli.console import JSON, fail, print_json, reports_errors
-from swarmnode.cli.owner import KEY_VARIABLE, OWNER_KEY, PASSWORD_FILE, new_password, owner_key_of
+from swarmnode.cli.options.owner import KEY_VARIABLE, OWNER_KEY, PASSWORD_FILE, new_password, owner_key_of
+from swarmnode.cli.terminal.bars import bytes_bar
+from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors
 
 if TYPE_CHECKING:
-    from swarmnode.roles.material import Material
-    from swarmnode.swarm.signing_key import SigningKey
-    from swarmnode.swarm.swarmfile import Swarm
+    from swarmnode.roles.creation.model_source import ModelSource
+    from swarmnode.swarm.records.signing_key import SigningKey
+    from swarmnode.swarm.storage.swarmfile import Swarm
 
 SUFFIX = ".swarm"
 MODES = ("serve", "train")
@@ -94,24 +94,24 @@ def create(
     _check_options(mode, model, config, module, units=units, byte_level=byte_level)
     if private and public:
         fail("a swarm is --private or --public, not both", 2)
-    from swarmnode.roles.founder import Bootstraps, check_name, found_swarm
-    from swarmnode.roles.material import from_checkpoint, from_config, from_module
-    from swarmnode.swarm.manifest import OPEN, PRIVATE
-    from swarmnode.swarm.swarmfile import save_swarm
+    from swarmnode.roles.creation.model_source import from_checkpoint, from_config, from_module
+    from swarmnode.roles.creation.swarm_creation import Bootstraps, check_name, create_swarm
+    from swarmnode.swarm.records.manifest import OPEN, PRIVATE
+    from swarmnode.swarm.storage.swarmfile import save_swarm
 
     check_name(path.stem)
     owner = _owner(path, owner_key, password_file, force=force) if private or public else None
     weights = path.with_name(f"{path.stem}-weights").absolute()
     if config is not None:
-        material = from_config(config, weights, seed=seed, byte_level=byte_level, force=force)
+        model_source = from_config(config, weights, seed=seed, byte_level=byte_level, force=force)
     elif module:
-        material = from_module(module, weights, units=units or None, force=force)
+        model_source = from_module(module, weights, units=units or None, force=force)
     else:
-        material = from_checkpoint(model, byte_level=byte_level)
+        model_source = from_checkpoint(model, byte_level=byte_level)
     with bytes_bar("Hashing the weights", quiet=quiet or as_json) as progress:
-        swarm = found_swarm(
+        swarm = create_swarm(
             path.stem,
-            material,
+            model_source,
             Bootstraps(bootstrap, listen, announce),
             mode=mode,
             membership=PRIVATE if private else OPEN,
@@ -122,18 +122,18 @@ def create(
         swarm = _with_host_grant(swarm, owner, path)
     save_swarm(swarm, path)
     if as_json:
-        _print_json(swarm, path, material)
+        _print_json(swarm, path, model_source)
     elif quiet:
         typer.echo("" if private else swarm.invite, nl=not private)
     else:
-        _tell(swarm, path, material, mode)
+        _tell(swarm, path, model_source, mode)
 
 
 def _owner(path: Path, given: Path | None, password_file: Path | None, *, force: bool) -> SigningKey:
     """The owner's key: the one that is given, or a new one beside the .swarm file."""
-    from swarmnode.swarm.owner_key import SUFFIX as OWNER_SUFFIX
-    from swarmnode.swarm.owner_key import save_owner_key
-    from swarmnode.swarm.signing_key import SigningKey
+    from swarmnode.swarm.records.signing_key import SigningKey
+    from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
+    from swarmnode.swarm.storage.owner_key import save_owner_key
 
     if given is not None or os.environ.get(KEY_VARIABLE):
         return owner_key_of(path, given, password_file)
@@ -146,10 +146,10 @@ def _owner(path: Path, given: Path | None, password_file: Path | None, *, force:
 
 
 def _with_host_grant(swarm: Swarm, owner: SigningKey, path: Path) -> Swarm:
-    from swarmnode.roles.owner import with_host_grant
-    from swarmnode.swarm.guestbook import Guestbook, guestbook_path
+    from swarmnode.roles.membership.owner import with_host_grant
+    from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path
 
-    book = Guestbook(guestbook_path(path))
+    book = IssuedInvites(issued_invites_path(path))
     swarm = with_host_grant(swarm, owner, book)
     book.save()
     return swarm
@@ -169,9 +169,9 @@ def _check_options(mode: str, model: str, config: Path | None, module: str, *, u
         fail("--byte-level goes with a language model and --mode train", 2)
 
 
-def _tell(swarm: Swarm, path: Path, material: Material, mode: str) -> None:
+def _tell(swarm: Swarm, path: Path, model_source: ModelSource, mode: str) -> None:
     """What was written, what to keep, and what to do next."""
-    for remark in material.remarks:
+    for remark in model_source.remarks:
         typer.echo(f"Note: {remark}")
     typer.echo(f"Wrote {path}. Next: swarmnode bootstrap {path}, then on each machine: swarmnode run INVITE")
     if swarm.owner:
@@ -187,7 +187,7 @@ def _tell(swarm: Swarm, path: Path, material: Material, mode: str) -> None:
         typer.echo(f"Invite:\n{swarm.invite}")
 
 
-def _print_json(swarm: Swarm, path: Path, material: Material) -> None:
+def _print_json(swarm: Swarm, path: Path, model_source: ModelSource) -> None:
     assert swarm.manifest is not None
     print_json(
         {
@@ -197,11 +197,11 @@ def _print_json(swarm: Swarm, path: Path, material: Material) -> None:
             "membership": swarm.manifest.membership,
             "owner": swarm.owner.hex(),
             "invite": None if swarm.private else swarm.invite,
-            "kind": material.kind,
+            "kind": model_source.kind,
             "mode": swarm.manifest.mode,
-            "units": material.model.units,
+            "units": model_source.model.units,
             "bytes": swarm.manifest.total_bytes,
-            "weights": str(material.folder),
-            "remarks": list(material.remarks),
+            "weights": str(model_source.folder),
+            "remarks": list(model_source.remarks),
         }
     )

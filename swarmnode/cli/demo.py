@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.console import (
+from swarmnode.cli.status import status_table
+from swarmnode.cli.terminal.console import (
     JSON,
     VERBOSE,
     fail,
@@ -17,7 +18,6 @@ from swarmnode.cli.console import (
     set_up_logging,
     unless_stopped,
 )
-from swarmnode.cli.status import status_table
 
 if TYPE_CHECKING:
     from swarmnode.demo.story import DemoReport
@@ -40,10 +40,10 @@ def demo(
     set_up_logging(verbose)
     if 0 < steps < MIN_STEPS or steps < 0:
         fail(f"--steps {steps}: at least {MIN_STEPS}, for a node is to be killed half-way", 2)
-    from swarmnode.demo.story import STEPS, Audience, Story
+    from swarmnode.demo.story import STEPS, Spectators, Story
 
     async def play(stop: asyncio.Event) -> DemoReport | None:
-        story = Story(Audience() if as_json else _stage(), steps=steps or STEPS)
+        story = Story(Spectators() if as_json else _stage(), steps=steps or STEPS)
         return await unless_stopped(story.tell(), stop)
 
     report = run_async(play)
@@ -62,12 +62,12 @@ def _stage() -> Any:
     from rich.console import Console
     from rich.live import Live
 
-    from swarmnode.cli.curve import curve_with_notes
-    from swarmnode.demo.story import Audience
+    from swarmnode.cli.terminal.curve import curve_with_notes
+    from swarmnode.demo.story import Spectators
 
     console = Console(highlight=False)
 
-    class Terminal(Audience):
+    class Terminal(Spectators):
         def __init__(self) -> None:
             self._live: Live | None = None
             self._points: list[tuple[int, float]] = []

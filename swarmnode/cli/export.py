@@ -7,8 +7,8 @@ from pathlib import Path
 
 import typer
 
-from swarmnode.cli.bars import bytes_bar
-from swarmnode.cli.console import (
+from swarmnode.cli.terminal.bars import bytes_bar
+from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
     SWARM,
@@ -40,8 +40,8 @@ def export(
     Example: swarmnode export school.swarm ./trained
     """
     set_up_logging(verbose)
-    from swarmnode.swarm.new_folder import check_free
-    from swarmnode.swarm.swarmfile import load_swarm
+    from swarmnode.swarm.storage.new_folder import check_free
+    from swarmnode.swarm.storage.swarmfile import load_swarm
 
     target = out.absolute()
     check_free(target, force=force)

@@ -9,7 +9,8 @@ from typing import Any
 
 import typer
 
-from swarmnode.cli.console import (
+from swarmnode.cli.options.metrics import METRICS_HOST, METRICS_PORT, Watch
+from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
     LOG_FORMAT,
@@ -23,7 +24,6 @@ from swarmnode.cli.console import (
     set_up_logging,
     unless_stopped,
 )
-from swarmnode.cli.metrics import METRICS_HOST, METRICS_PORT, Watch
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +66,9 @@ def generate(
     if bool(prompt) == bool(ids):
         fail("give either a PROMPT or --ids", 2)
     from swarmnode.client import SwarmClient
-    from swarmnode.roles.generation import GenerateOptions
-    from swarmnode.swarm.swarmfile import load_swarm
-    from swarmnode.swarm.trust import parse_trust
+    from swarmnode.roles.serving.generation import GenerateOptions
+    from swarmnode.swarm.peers.trust import parse_trust
+    from swarmnode.swarm.storage.swarmfile import load_swarm
 
     options = GenerateOptions(max_new_tokens, temperature, top_p, top_k, seed if seed >= 0 else None)
     trusted = parse_trust(trust)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from swarmnode.cli.console import HOME, default_home, reports_errors
+from swarmnode.cli.terminal.console import HOME, default_home, reports_errors
 
 
 @reports_errors

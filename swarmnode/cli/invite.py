@@ -6,8 +6,8 @@ from pathlib import Path
 
 import typer
 
-from swarmnode.cli.console import JSON, fail, print_json, reports_errors
-from swarmnode.cli.owner import OWNER_KEY, PASSWORD_FILE, owner_key_of
+from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE, owner_key_of
+from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors
 
 DEFAULT_LIFE = "365d"
 ROLES = ("volunteer", "client", "trainer", "bootstrap")
@@ -42,16 +42,16 @@ def invite(
     """
     if role not in ROLES:
         fail(f"--role {role}: it is one of {', '.join(ROLES)}", 2)
-    from swarmnode.cli.durations import parse_duration
-    from swarmnode.roles.owner import InviteTerms, make_invite
-    from swarmnode.swarm.grant import Role
-    from swarmnode.swarm.guestbook import guestbook_path, open_guestbook
-    from swarmnode.swarm.swarmfile import load_swarm
+    from swarmnode.cli.terminal.durations import parse_duration
+    from swarmnode.roles.membership.owner import InviteTerms, make_invite
+    from swarmnode.swarm.records.grant import Role
+    from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
+    from swarmnode.swarm.storage.swarmfile import load_swarm
 
     life_s = None if expires == "never" else parse_duration(expires)
     terms = InviteTerms(Role[role.upper()], life_s, uses, peer, group, note)
     loaded = load_swarm(swarm)
-    book = open_guestbook(guestbook_path(swarm))
+    book = open_issued_invites(issued_invites_path(swarm))
     line = make_invite(loaded, owner_key_of(swarm, owner_key, password_file), terms, book)
     book.save()
     if as_json:

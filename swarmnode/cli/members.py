@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.console import (
+from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
     SWARM,
@@ -25,7 +25,7 @@ from swarmnode.cli.console import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from swarmnode.swarm.guestbook import Guest
+    from swarmnode.swarm.storage.issued_invites import IssuedInvite
 
 SHOWN_CHARS = 8  # of an invite's id
 SOON_S = 48 * 3600.0  # an end that is nearer is told to the minute
@@ -45,32 +45,32 @@ def members(
     Example: swarmnode members friends.swarm
     """
     set_up_logging(verbose)
-    from swarmnode.steward import Steward
-    from swarmnode.swarm.guestbook import guestbook_path, open_guestbook
-    from swarmnode.swarm.invite import looks_like_invite
-    from swarmnode.swarm.swarmfile import load_swarm
+    from swarmnode.owner_client import OwnerClient
+    from swarmnode.swarm.records.invite import looks_like_invite
+    from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
+    from swarmnode.swarm.storage.swarmfile import load_swarm
 
     loaded = load_swarm(swarm, default_home(home))
-    guests = [] if looks_like_invite(swarm) else open_guestbook(guestbook_path(Path(swarm))).guests
+    guests = [] if looks_like_invite(swarm) else open_issued_invites(issued_invites_path(Path(swarm))).guests
 
     async def look(_stop: asyncio.Event) -> dict[str, Any]:
-        steward = await Steward.join(loaded, default_home(home))
+        owner_client = await OwnerClient.join(loaded, default_home(home))
         try:
-            return steward.picture()
+            return owner_client.picture()
         finally:
-            await steward.close()
+            await owner_client.close()
 
     picture = run_async(look)
     picture["invites"] = invites_given_out(guests, picture)
     if as_json:
         print_json(picture)
         return
-    from swarmnode.cli.tables import show
+    from swarmnode.cli.terminal.tables import show
 
     show(members_table(picture), *([invites_table(picture["invites"])] if picture["invites"] else []))
 
 
-def invites_given_out(guests: Sequence[Guest], picture: dict[str, Any]) -> list[dict[str, Any]]:
+def invites_given_out(guests: Sequence[IssuedInvite], picture: dict[str, Any]) -> list[dict[str, Any]]:
     """The owner's book beside what the swarm knows: whether an invite was revoked, and how many used it: all who ever did
     where its uses are counted, else the members by it that were seen."""
     seen = Counter(member.get("invite") for member in picture["members"])
@@ -93,7 +93,7 @@ def invites_given_out(guests: Sequence[Guest], picture: dict[str, Any]) -> list[
 
 def members_table(picture: dict[str, Any]) -> Table:
     """One row per member."""
-    from swarmnode.cli.tables import new_table
+    from swarmnode.cli.terminal.tables import new_table
 
     count = picture["revocations"]["peers"] + len(picture["revocations"]["invites"])
     title = (
@@ -109,7 +109,7 @@ def members_table(picture: dict[str, Any]) -> Table:
 
 def invites_table(invites: list[dict[str, Any]]) -> Table:
     """One row per invite that was given out."""
-    from swarmnode.cli.tables import new_table
+    from swarmnode.cli.terminal.tables import new_table
 
     table = new_table("invites given out", ("id", "role", "used", "for", "group", "until", "note"))
     for invite in invites:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnode.cli.console import JSON, fail, print_json, reports_errors
-from swarmnode.cli.effort import Effort
+from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors
+from swarmnode.cli.terminal.effort import Effort
 
 if TYPE_CHECKING:
-    from swarmnode.plan.scenario import Scenario
+    from swarmnode.plan.offline.scenario import Scenario
 
 
 @reports_errors
@@ -63,8 +63,8 @@ def plan(
 
     Example: swarmnode plan network.json --model ./llama
     """
-    from swarmnode.cli.plan_model import ModelOptions, plan_model
-    from swarmnode.plan.scenario import Scenario
+    from swarmnode.cli.options.plan_model import ModelOptions, plan_model
+    from swarmnode.plan.offline.scenario import Scenario
 
     effort = Effort(seconds, seed, quiet=as_json)
     network = Scenario.load(scenario)
@@ -90,12 +90,12 @@ def _plan_grid(
     as_json: bool,
 ) -> None:
     """DT-FM's problem: everything is given but who stands where."""
-    from swarmnode.cli.plan_view import grid_summary, grid_table
-    from swarmnode.cli.tables import show
-    from swarmnode.plan.grid import Problem, Traffic
-    from swarmnode.plan.grid_search import Search
+    from swarmnode.cli.terminal.plan_view import grid_summary, grid_table
+    from swarmnode.cli.terminal.tables import show
+    from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
+    from swarmnode.plan.offline.grid_search import Search
 
-    traffic = Traffic(activation_gb * 1e9, gradient_gb * 1e9)
+    traffic = MicrobatchTraffic(activation_gb * 1e9, gradient_gb * 1e9)
     problem = Problem.on(network, stages=stages, replicas=replicas, traffic=traffic)
     with effort.progress() as progress:
         search = Search(problem, seed=effort.seed, effort=effort.share, expired=effort.expired, progress=progress)

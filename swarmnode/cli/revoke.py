@@ -7,7 +7,8 @@ from pathlib import Path
 
 import typer
 
-from swarmnode.cli.console import (
+from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE, owner_key_of
+from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
     VERBOSE,
@@ -18,7 +19,6 @@ from swarmnode.cli.console import (
     run_async,
     set_up_logging,
 )
-from swarmnode.cli.owner import OWNER_KEY, PASSWORD_FILE, owner_key_of
 
 
 @reports_errors
@@ -42,35 +42,37 @@ def revoke(
     set_up_logging(verbose)
     from swarmnode.errors import NetworkDown
     from swarmnode.net.identity import is_peer_id
-    from swarmnode.roles.owner import find_invite, newest_list
-    from swarmnode.roles.owner import revoke as next_list
-    from swarmnode.steward import Steward
-    from swarmnode.swarm.guestbook import guestbook_path, open_guestbook
-    from swarmnode.swarm.swarmfile import load_swarm
+    from swarmnode.owner_client import OwnerClient
+    from swarmnode.roles.membership.owner import find_invite, newest_list
+    from swarmnode.roles.membership.owner import revoke as next_list
+    from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
+    from swarmnode.swarm.storage.swarmfile import load_swarm
 
     loaded = load_swarm(swarm)
-    book = open_guestbook(guestbook_path(swarm))
+    book = open_issued_invites(issued_invites_path(swarm))
     owner = owner_key_of(swarm, owner_key, password_file)
     invite = find_invite(who, loaded, book)
 
     async def carry_out(_stop: asyncio.Event) -> tuple[str | None, int]:
         try:
-            steward = await Steward.join(loaded, default_home(home))
+            owner_client = await OwnerClient.join(loaded, default_home(home))
         except NetworkDown:
-            steward = None
+            owner_client = None
         try:
-            peer = None if invite else (steward and steward.find_peer(who)) or (who if is_peer_id(who) else None)
+            peer = (
+                None if invite else (owner_client and owner_client.find_peer(who)) or (who if is_peer_id(who) else None)
+            )
             if invite is None and peer is None:
                 fail(f"{who} is neither a member of {loaded.name} nor an invite in {book.path}", 2)
-            current = newest_list(loaded, [book.revocations, steward.revocations if steward else b""])
+            current = newest_list(loaded, [book.revocations, owner_client.revocations if owner_client else b""])
             book.revocations = next_list(
                 loaded, owner, current, peers=[peer] if peer else [], invites=[invite] if invite else []
             )
             book.save()
-            return peer, await steward.publish(book.revocations) if steward else 0
+            return peer, await owner_client.publish(book.revocations) if owner_client else 0
         finally:
-            if steward is not None:
-                await steward.close()
+            if owner_client is not None:
+                await owner_client.close()
 
     peer, told = run_async(carry_out)
     if as_json:

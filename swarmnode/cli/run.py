@@ -8,7 +8,8 @@ from typing import Any
 
 import typer
 
-from swarmnode.cli.console import (
+from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
+from swarmnode.cli.terminal.console import (
     HOME,
     LOG_FORMAT,
     SWARM,
@@ -19,7 +20,6 @@ from swarmnode.cli.console import (
     run_async,
     set_up_logging,
 )
-from swarmnode.cli.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
 
 
 @reports_errors
@@ -76,13 +76,13 @@ def run(
     """
     set_up_logging(verbose, log_format)
     from swarmnode.config import StageConfig
-    from swarmnode.net.addresses import check
+    from swarmnode.net.addressing.addresses import check
     from swarmnode.node import Node, NodeConfig, parse_bytes, parse_rate, parse_span
-    from swarmnode.presence import PresenceConfig
-    from swarmnode.swarm.swarmfile import load_swarm
+    from swarmnode.roles.host import HostConfig
+    from swarmnode.swarm.storage.swarmfile import load_swarm
 
     config = NodeConfig(
-        presence=PresenceConfig(
+        host=HostConfig(
             home=default_home(home),
             name=name,
             host_maddrs=tuple(host_maddr),
@@ -105,7 +105,7 @@ def run(
         span=parse_span(span) if span else None,
     )
 
-    watch = Watch(metrics_host, metrics_port, config.presence.home, as_json)
+    watch = Watch(metrics_host, metrics_port, config.host.home, as_json)
 
     def tell(event: str, text: str, **details: Any) -> None:
         if as_json:
@@ -114,7 +114,7 @@ def run(
             typer.echo(text)
 
     async def serve(stop: asyncio.Event) -> None:
-        loaded = load_swarm(swarm, config.presence.home)
+        loaded = load_swarm(swarm, config.host.home)
         node = Node(loaded, config, tell)
         async with watch.over(loaded.name, node.readings):
             await node.run(stop)

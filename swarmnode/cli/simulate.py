@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.bars import share_bar
-from swarmnode.cli.console import JSON, fail, print_json, reports_errors
+from swarmnode.cli.terminal.bars import share_bar
+from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from swarmnode.plan.scenario import Scenario
-    from swarmnode.simulate.churn import Change
-    from swarmnode.swarm.run import Averaging
+    from swarmnode.plan.offline.scenario import Scenario
+    from swarmnode.simulate.environment.churn import Change
+    from swarmnode.swarm.records.run import Averaging
 
 WORKLOADS = ("serve", "train")
 
@@ -70,12 +70,12 @@ def simulate(
         fail(f"--workload {workload}: it is serve or train", 2)
     if report is not None and not report.absolute().parent.is_dir():
         fail(f"--report {report}: no such folder", 2)
-    from swarmnode.plan.scenario import Scenario
-    from swarmnode.simulate.model import Model
-    from swarmnode.simulate.report import report as make_report
+    from swarmnode.plan.offline.scenario import Scenario
+    from swarmnode.simulate.environment.model import Model
+    from swarmnode.simulate.results.report import report as make_report
+    from swarmnode.simulate.results.summary import summary
     from swarmnode.simulate.settings import ServeSettings, Settings, SwarmSettings, TrainSettings
     from swarmnode.simulate.simulation import Simulation
-    from swarmnode.simulate.summary import summary
 
     network = _with_gpu(Scenario.load(scenario), gpu)
     rate, trace = _churn(churn, peers or network.devices)
@@ -100,7 +100,7 @@ def simulate(
     if as_json:
         print_json(figures)
         return
-    from swarmnode.cli.tables import show
+    from swarmnode.cli.terminal.tables import show
 
     show(_table(figures))
     if report is not None:
@@ -111,7 +111,7 @@ def _with_gpu(network: Scenario, gpu: str) -> Scenario:
     """The scenario, with a card for devices of which nothing is known."""
     if not gpu:
         return network
-    from swarmnode.plan.gpus import find_gpu, known_gpus
+    from swarmnode.plan.offline.gpus import find_gpu, known_gpus
 
     if find_gpu(gpu) is None:
         fail(f"--gpu {gpu}: known are {', '.join(known_gpus())}", 2)
@@ -120,7 +120,7 @@ def _with_gpu(network: Scenario, gpu: str) -> Scenario:
 
 def _averaging(every: int, codec: str) -> Averaging:
     from swarmnode.codec.tensors import Codec
-    from swarmnode.swarm.run import Averaging
+    from swarmnode.swarm.records.run import Averaging
 
     names = [known.name.lower() for known in Codec]
     if codec not in names:
@@ -132,7 +132,7 @@ def _churn(text: str, devices: int) -> tuple[float, list[Change] | None]:
     """A rate per hour, or the changes of a trace."""
     if text == "none":
         return 0.0, None
-    from swarmnode.simulate.churn import read_trace
+    from swarmnode.simulate.environment.churn import read_trace
 
     with contextlib.suppress(ValueError):
         rate = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
@@ -153,7 +153,7 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[float, float], None]]:
 
 def _table(figures: dict[str, Any]) -> Table:
     """The summary, a line for each figure."""
-    from swarmnode.cli.tables import new_table
+    from swarmnode.cli.terminal.tables import new_table
 
     numbers = ("total or count", "mean", "p50", "p90", "p99")
     table = new_table(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.console import (
+from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
     SWARM,
@@ -40,7 +40,7 @@ def status(
     """
     set_up_logging(verbose)
     from swarmnode.client import SwarmClient
-    from swarmnode.swarm.swarmfile import load_swarm
+    from swarmnode.swarm.storage.swarmfile import load_swarm
 
     async def look(stop: asyncio.Event) -> None:
         client = await SwarmClient.join(load_swarm(swarm, default_home(home)), home=default_home(home))
@@ -50,7 +50,7 @@ def status(
             elif as_json:
                 print_json(client.status())
             else:
-                from swarmnode.cli.tables import show
+                from swarmnode.cli.terminal.tables import show
 
                 show(status_table(client.status()))
         finally:
@@ -76,7 +76,7 @@ def status_table(status: dict[str, Any]) -> Table:
     """The status as a table: one row per peer, its span drawn over the model's units."""
     from rich.text import Text
 
-    from swarmnode.cli.tables import new_table
+    from swarmnode.cli.terminal.tables import new_table
 
     units = status["units"]
     step = f"training step {status['training_step']}, " if status["mode"] == "train" else ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.console import (
+from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
     LOG_FORMAT,
@@ -26,7 +26,7 @@ from swarmnode.codec.trace_messages import TRACE_ID_BYTES
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from swarmnode.roles.journey import Journey, Stop, Token, Typical
+    from swarmnode.roles.measuring.timeline import Stop, Timeline, Token, Typical
 
 WORDS = {"wait": "waited at", "compute": "computed at", "leave": "kept back at", "way": "on the way"}
 
@@ -52,25 +52,25 @@ def trace(
     set_up_logging(verbose, log_format)
     trace_id = parse_trace_id(session)
     from swarmnode.client import SwarmClient
-    from swarmnode.roles.journey import Journey
-    from swarmnode.swarm.swarmfile import load_swarm
+    from swarmnode.roles.measuring.timeline import Timeline
+    from swarmnode.swarm.storage.swarmfile import load_swarm
 
-    async def ask(_stop: asyncio.Event) -> Journey:
+    async def ask(_stop: asyncio.Event) -> Timeline:
         client = await SwarmClient.join(load_swarm(swarm, default_home(home)), home=default_home(home))
         try:
-            return Journey(await client.traces(trace_id))
+            return Timeline(await client.traces(trace_id))
         finally:
             await client.close()
 
-    journey = run_async(ask)
-    if not journey.stops:
+    timeline = run_async(ask)
+    if not timeline.stops:
         fail(f"no peer that is here now remembers the session {session}")
     if as_json:
-        print_json(journey_json(session, journey, slowest))
+        print_json(timeline_json(session, timeline, slowest))
         return
-    from swarmnode.cli.tables import show
+    from swarmnode.cli.terminal.tables import show
 
-    show(hops_table(journey), tokens_table(journey.slowest(slowest)))
+    show(hops_table(timeline), tokens_table(timeline.slowest(slowest)))
 
 
 def parse_trace_id(text: str) -> bytes:
@@ -84,13 +84,13 @@ def parse_trace_id(text: str) -> bytes:
     return trace
 
 
-def hops_table(journey: Journey) -> Table:
+def hops_table(timeline: Timeline) -> Table:
     """One row per hop: median and worst of its tokens, in milliseconds."""
-    from swarmnode.cli.tables import new_table
+    from swarmnode.cli.terminal.tables import new_table
 
     numbers = ("tokens", "wait ms", "compute ms", "batch")
     table = new_table("hops: median / worst of their tokens", ("peer", "units", *numbers), numbers=numbers)
-    for stop in journey.stops:
+    for stop in timeline.stops:
         start, end = stop.span
         wait, compute, batch = typical_of(stop)
         table.add_row(
@@ -106,7 +106,7 @@ def hops_table(journey: Journey) -> Table:
 
 def tokens_table(tokens: list[Token]) -> Table:
     """One row per token: all its milliseconds, and where most of them went."""
-    from swarmnode.cli.tables import new_table
+    from swarmnode.cli.terminal.tables import new_table
 
     numbers = ("position", "ms", "waiting", "computing", "kept back", "on the way")
     table = new_table("slowest tokens", (*numbers, "most of it"), numbers=numbers)
@@ -144,12 +144,12 @@ def typical_of(stop: Stop) -> tuple[Typical, Typical, Typical]:
     )
 
 
-def journey_json(session: str, journey: Journey, slowest: int) -> dict[str, Any]:
-    """A journey as scripts read it; times in seconds."""
+def timeline_json(session: str, timeline: Timeline, slowest: int) -> dict[str, Any]:
+    """A timeline as scripts read it; times in seconds."""
     return {
         "trace": session,
-        "hops": [hop_json(stop) for stop in journey.stops],
-        "slowest": [token_json(token) for token in journey.slowest(slowest)],
+        "hops": [hop_json(stop) for stop in timeline.stops],
+        "slowest": [token_json(token) for token in timeline.slowest(slowest)],
     }
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnode.cli.console import (
+from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
+from swarmnode.cli.terminal.console import (
     HOME,
     LOG_FORMAT,
     SWARM,
@@ -19,10 +20,9 @@ from swarmnode.cli.console import (
     run_async,
     set_up_logging,
 )
-from swarmnode.cli.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
 
 if TYPE_CHECKING:
-    from swarmnode.swarm.run import Run
+    from swarmnode.swarm.records.run import Run
 
 CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk")
 
@@ -90,8 +90,8 @@ def train(
     if average_codec not in CODECS:
         fail(f"--average-codec {average_codec}: it is one of {', '.join(CODECS)}", 2)
     from swarmnode.codec.tensors import Codec
-    from swarmnode.swarm.run import Averaging, Run
-    from swarmnode.swarm.swarmfile import load_swarm
+    from swarmnode.swarm.records.run import Averaging, Run
+    from swarmnode.swarm.storage.swarmfile import load_swarm
     from swarmnode.training.preparation import NO_DATA, check_early
 
     settings = Run(
@@ -114,9 +114,9 @@ def train(
     )
     check_early(data, settings)
     known, target = load_swarm(swarm, default_home(home)), out.absolute() if out is not None else None
-    from swarmnode.cli.training_view import training_view
+    from swarmnode.cli.terminal.training_view import training_view
     from swarmnode.training.client import TrainingClient
-    from swarmnode.training.local import Output, Place, train_here
+    from swarmnode.training.local import LocalDevice, OutputFolder, train_here
     from swarmnode.training.meter import TrainerMeter
 
     watch = Watch(metrics_host, metrics_port, default_home(home), as_json)
@@ -130,7 +130,7 @@ def train(
             await client.close()
 
     async def train_alone(meter: TrainerMeter, stop: asyncio.Event) -> int:
-        place, output = Place(device, threads or None), None if target is None else Output(target, force)
+        place, output = LocalDevice(device, threads or None), None if target is None else OutputFolder(target, force)
         what = (known, watch.home, data, settings, meter, stop)
         async with watch.over(known.name, meter.readings):
             return await train_here(*what, place=place, output=output, patience_s=patience)

@@ -31,7 +31,7 @@ RECEIVE_BYTES = 96 * 1024  # holds the header, the longest body and the longest 
 ALLOCATE_BYTES = 4 * 1024 * 1024  # at most this much is allocated on a header's word alone
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """Frame kinds of version 1. Even when unknown, a frame can be skipped: its header tells its length."""
 
     HELLO = 1
@@ -56,7 +56,7 @@ class Kind(IntEnum):
     PROBE = 40
     FORWARD = 48
     BACKWARD = 49
-    CONDUCT = 50
+    LEAD = 50
     STATUS = 51
     BEGIN = 52
     RELEASE = 53
@@ -89,7 +89,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     payload: bytes | bytearray = b""
 
     def __repr__(self) -> str:
-        name = Kind(self.kind).name if self.kind in Kind._value2member_map_ else str(self.kind)
+        name = FrameKind(self.kind).name if self.kind in FrameKind._value2member_map_ else str(self.kind)
         sizes = f"body={len(self.body)}B payload={len(self.payload)}B"
         return f"<Frame {name} channel={self.channel} seq={self.seq} {sizes}>"
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from swarmnode.codec.body import MAX_ROUTE_HOPS, Body
-from swarmnode.codec.frames import Kind
+from swarmnode.codec.frames import FrameKind
 
 MAX_UNIT_US = (1 << 32) - 1
 MAX_PROBE_BYTES = 512 * 1024
@@ -32,4 +32,4 @@ class Probe(Body, frozen=True):
     answer_bytes: Annotated[int, Meta(ge=0, le=MAX_PROBE_BYTES)] = 0
 
 
-MEASURING_BODIES: dict[Kind, type[Body]] = {Kind.RAN: Ran, Kind.PROBE: Probe}
+MEASURING_BODIES: dict[FrameKind, type[Body]] = {FrameKind.RAN: Ran, FrameKind.PROBE: Probe}

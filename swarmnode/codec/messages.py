@@ -44,7 +44,7 @@ from swarmnode.codec.body import VERSION as VERSION
 from swarmnode.codec.body import Body as Body
 from swarmnode.codec.body import HopSpec as HopSpec
 from swarmnode.codec.decoding import DECODE_ERRORS
-from swarmnode.codec.frames import MAX_SEQ, Kind
+from swarmnode.codec.frames import MAX_SEQ, FrameKind
 from swarmnode.codec.measuring_messages import MEASURING_BODIES
 from swarmnode.codec.measuring_messages import Ran as Ran
 from swarmnode.codec.state_messages import STATE_BODIES
@@ -230,7 +230,7 @@ class GetManifest(Body, frozen=True):
     """Asks for the manifest of the swarm named in HELLO."""
 
 
-class Manifest(Body, frozen=True):
+class ManifestReply(Body, frozen=True):
     """The payload is the manifest; its SHA-256 is the swarm id."""
 
 
@@ -248,33 +248,35 @@ class Chunk(Body, frozen=True):
     hashes: bool = False
 
 
-BODIES: dict[Kind, type[Body]] = {
-    Kind.HELLO: Hello,
-    Kind.PING: Ping,
-    Kind.PONG: Pong,
-    Kind.ERROR: Error,
-    Kind.END: End,
-    Kind.REVOCATIONS: Revocations,
-    Kind.OPEN: Open,
-    Kind.READY: Ready,
-    Kind.ATTACH: Attach,
-    Kind.INPUT: Input,
-    Kind.OUTPUT: Output,
-    Kind.FAULT: Fault,
-    Kind.GET_MANIFEST: GetManifest,
-    Kind.MANIFEST: Manifest,
-    Kind.GET_CHUNKS: GetChunks,
-    Kind.CHUNK: Chunk,
+BODIES: dict[FrameKind, type[Body]] = {
+    FrameKind.HELLO: Hello,
+    FrameKind.PING: Ping,
+    FrameKind.PONG: Pong,
+    FrameKind.ERROR: Error,
+    FrameKind.END: End,
+    FrameKind.REVOCATIONS: Revocations,
+    FrameKind.OPEN: Open,
+    FrameKind.READY: Ready,
+    FrameKind.ATTACH: Attach,
+    FrameKind.INPUT: Input,
+    FrameKind.OUTPUT: Output,
+    FrameKind.FAULT: Fault,
+    FrameKind.GET_MANIFEST: GetManifest,
+    FrameKind.MANIFEST: ManifestReply,
+    FrameKind.GET_CHUNKS: GetChunks,
+    FrameKind.CHUNK: Chunk,
     **MEASURING_BODIES,
     **TRACE_BODIES,
     **TRAINING_BODIES,
     **STATE_BODIES,
 }
-KIND_OF: dict[type[Body], Kind] = {body: kind for kind, body in BODIES.items()}
+KIND_OF: dict[type[Body], FrameKind] = {body: kind for kind, body in BODIES.items()}
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {int(kind): msgspec.msgpack.Decoder(body) for kind, body in BODIES.items()}
-_EMPTY: dict[int, Body] = {int(KIND_OF[body]): body() for body in (Ping, Pong, End, GetManifest, Manifest, Discard)}
+_EMPTY: dict[int, Body] = {
+    int(KIND_OF[body]): body() for body in (Ping, Pong, End, GetManifest, ManifestReply, Discard)
+}
 
 
 def encode_body(body: Body) -> bytes:
@@ -292,6 +294,6 @@ def decode_body(kind: int, data: bytes | bytearray | memoryview) -> Body:
     try:
         body: Body = decoder.decode(data)
     except DECODE_ERRORS as error:
-        raise ProtocolError(f"bad {Kind(kind).name} body: {error}") from None
+        raise ProtocolError(f"bad {FrameKind(kind).name} body: {error}") from None
     body.check()
     return body

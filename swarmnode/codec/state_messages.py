@@ -12,7 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from swarmnode.codec.body import Block, Body, Root, RunBytes, Step
-from swarmnode.codec.frames import Kind
+from swarmnode.codec.frames import FrameKind
 
 MAX_STATE_BLOCKS = 4097
 MAX_STATE_BYTES = 1 << 37
@@ -44,4 +44,4 @@ class States(Body, frozen=True):
     entries: Annotated[tuple[StateEntry, ...], Meta(max_length=MAX_ENTRIES)] = ()
 
 
-STATE_BODIES: dict[Kind, type[Body]] = {Kind.LIST_STATES: ListStates, Kind.STATES: States}
+STATE_BODIES: dict[FrameKind, type[Body]] = {FrameKind.LIST_STATES: ListStates, FrameKind.STATES: States}

@@ -11,7 +11,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from swarmnode.codec.body import MAX_POSITIONS, Body, Position, Unit
-from swarmnode.codec.frames import Kind
+from swarmnode.codec.frames import FrameKind
 from swarmnode.errors import ProtocolError
 
 TRACE_ID_BYTES = 16
@@ -67,4 +67,4 @@ class Trace(Body, frozen=True):
             raise ProtocolError("a TRACE has a step that begins before position 0")
 
 
-TRACE_BODIES: dict[Kind, type[Body]] = {Kind.GET_TRACE: GetTrace, Kind.TRACE: Trace}
+TRACE_BODIES: dict[FrameKind, type[Body]] = {FrameKind.GET_TRACE: GetTrace, FrameKind.TRACE: Trace}

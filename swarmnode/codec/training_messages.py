@@ -1,9 +1,9 @@
 """Bodies of the training conversations (`protocol/training.md`).
 
-    trainer  -> conductor   WORK ... DONE | FAILED         conductor -> trainer   LEASE, STEP, STOPPED
+    trainer  -> coordinator   WORK ... DONE | FAILED         coordinator -> trainer   LEASE, STEP, STOPPED
     trainer  -> first hop   FORWARD                         hop -> who sent it     BACKWARD | FAULT
-    conductor -> stage      CONDUCT, BEGIN, RELEASE, DISCARD, REDUCE, COMMIT, SYNC, RESTORE
-    stage -> conductor      STATUS, REDUCED, FAILED
+    coordinator -> stage      LEAD, BEGIN, RELEASE, DISCARD, REDUCE, COMMIT, SYNC, RESTORE
+    stage -> coordinator      STATUS, REDUCED, FAILED
     replica -> replica      PULL, WAITING           PART, WAITING, FAILED back
 
 One conversation carries one microbatch: FORWARD opens it and says the whole route, BACKWARD ends it.
@@ -32,7 +32,7 @@ from swarmnode.codec.body import (
     Step,
     Unit,
 )
-from swarmnode.codec.frames import Kind
+from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.tensors import TensorInfo, check_tensor, element_count
 from swarmnode.errors import ErrorCode, ProtocolError
 
@@ -125,8 +125,8 @@ class Backward(Body, frozen=True):
         _check_values(self.values)
 
 
-class Conduct(Body, frozen=True):
-    """The sender conducts from now on. A stage follows the highest term that it has heard, and answers STATUS."""
+class Lead(Body, frozen=True):
+    """The sender leads from now on. A stage follows the highest term that it has heard, and answers STATUS."""
 
     term: Term
 
@@ -193,7 +193,7 @@ class Discard(Body, frozen=True):
 
 
 class MemberSpec(Body, frozen=True):
-    """A replica in a reduction. `count` is how many microbatches it has counted; 0: it only listens."""
+    """A replica in an all-reduce. `count` is how many microbatches it has counted; 0: it only listens."""
 
     peer: Peer
     count: Annotated[int, Meta(ge=0, le=8 * MAX_MASK_BYTES)]
@@ -361,26 +361,26 @@ class Stopped(Body, frozen=True):
     unit: Block = -1
 
 
-TRAINING_BODIES: dict[Kind, type[Body]] = {
-    Kind.FORWARD: Forward,
-    Kind.BACKWARD: Backward,
-    Kind.CONDUCT: Conduct,
-    Kind.STATUS: Status,
-    Kind.BEGIN: Begin,
-    Kind.RELEASE: Release,
-    Kind.DISCARD: Discard,
-    Kind.REDUCE: Reduce,
-    Kind.REDUCED: Reduced,
-    Kind.PULL: Pull,
-    Kind.PART: Part,
-    Kind.WAITING: Waiting,
-    Kind.COMMIT: Commit,
-    Kind.SYNC: Sync,
-    Kind.RESTORE: Restore,
-    Kind.WORK: Work,
-    Kind.LEASE: Lease,
-    Kind.DONE: Done,
-    Kind.FAILED: Failed,
-    Kind.STEP: StepReport,
-    Kind.STOPPED: Stopped,
+TRAINING_BODIES: dict[FrameKind, type[Body]] = {
+    FrameKind.FORWARD: Forward,
+    FrameKind.BACKWARD: Backward,
+    FrameKind.LEAD: Lead,
+    FrameKind.STATUS: Status,
+    FrameKind.BEGIN: Begin,
+    FrameKind.RELEASE: Release,
+    FrameKind.DISCARD: Discard,
+    FrameKind.REDUCE: Reduce,
+    FrameKind.REDUCED: Reduced,
+    FrameKind.PULL: Pull,
+    FrameKind.PART: Part,
+    FrameKind.WAITING: Waiting,
+    FrameKind.COMMIT: Commit,
+    FrameKind.SYNC: Sync,
+    FrameKind.RESTORE: Restore,
+    FrameKind.WORK: Work,
+    FrameKind.LEASE: Lease,
+    FrameKind.DONE: Done,
+    FrameKind.FAILED: Failed,
+    FrameKind.STEP: StepReport,
+    FrameKind.STOPPED: Stopped,
 }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from swarmnode.compute.checkpoint import Checkpoint
+    from swarmnode.compute.model.checkpoint import Checkpoint
 
 # Bytes per weight of a quantised matrix, block scales included (bitsandbytes: int8 by rows; NF4 by blocks of 64 with
 # double quantisation, arXiv 2305.14314 section 3). Other tensors keep their dtype.

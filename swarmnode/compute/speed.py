@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swarmnode.compute.runner import WANT_LAST, WANT_NOTHING, StageRunner, Work
-from swarmnode.compute.span import Span
+from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.serving.runner import WANT_LAST, WANT_NOTHING, StageRunner, StepInput
 from swarmnode.compute.training.lm import SpanSegment
 
 PROBE_SESSION = -1
@@ -37,7 +37,7 @@ def measure_serving(runner: StageRunner, *, clock: Clock = time.perf_counter) ->
     positions = min(PREFILL_POSITIONS, _context(runner.span))
 
     def run(x: Tensor, want: int) -> None:
-        runner.run([Work(PROBE_SESSION, x, want=want)])
+        runner.run([StepInput(PROBE_SESSION, x, want=want)])
         runner.truncate(PROBE_SESSION, 0)  # some models have few positions
 
     runner.open(PROBE_SESSION, rows=1, max_length=positions)
@@ -67,7 +67,7 @@ def measure_training(segment: SpanSegment, *, clock: Clock = time.perf_counter) 
     return Speeds(training_units_per_s=(segment.end - segment.start) * positions / pass_s)
 
 
-def _context(span: Span) -> int:
+def _context(span: ModelSpan) -> int:
     """Positions that the model was made for."""
     return getattr(span.model.config, "max_position_embeddings", None) or PREFILL_POSITIONS
 

@@ -47,7 +47,7 @@ def write_config(folder: Path) -> None:
 
 def write_untaught(folder: Path) -> None:
     """Write a whole checkpoint of the model as it is before it has learnt anything."""
-    from swarmnode.compute.fresh import write_fresh_model
+    from swarmnode.compute.model.fresh import write_fresh_model
 
     write_config(folder)
     write_fresh_model(folder, folder, 0)

@@ -17,8 +17,8 @@ from typing import Any
 from swarmnode.client import SwarmClient
 from swarmnode.demo.lesson import SEQUENCE, generate_alone, write_config, write_text
 from swarmnode.errors import LocalError
-from swarmnode.localswarm import LocalSwarm, Member
-from swarmnode.swarm.swarmfile import load_swarm
+from swarmnode.localswarm import LocalSwarm, NodeProcess
+from swarmnode.swarm.storage.swarmfile import load_swarm
 
 NODES = 4
 PROMPT = "    def __init__(self"
@@ -75,7 +75,7 @@ class Lesson:
         return sum(line["loss"] for line in lines) / len(lines)
 
 
-class Audience:
+class Spectators:
     """Who watches the demo. This one sees nothing; the command line's draws."""
 
     def scene(self, text: str) -> None:
@@ -97,8 +97,10 @@ class Audience:
 class Story:
     """One run of the demo in a folder of its own, with processes that end with it. `steps` is how long it trains."""
 
-    def __init__(self, audience: Audience, *, steps: int = STEPS, clock: Callable[[], float] = time.monotonic) -> None:
-        self._audience = audience
+    def __init__(
+        self, spectators: Spectators, *, steps: int = STEPS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._spectators = spectators
         self._steps = steps
         self._clock = clock
 
@@ -117,7 +119,7 @@ class Story:
                 finally:
                     await client.close()
                 identical = await self._compare(local, folder / "taught", ids)
-                self._audience.scene("Stopping everything")
+                self._spectators.scene("Stopping everything")
                 await asyncio.to_thread(local.stop)
             left = sum(member.process.poll() is None for member in local.members)
         return DemoReport(
@@ -138,11 +140,11 @@ class Story:
             seconds=round(self._clock() - started_s, 1),
         )
 
-    async def _start(self, local: LocalSwarm, folder: Path) -> list[Member]:
+    async def _start(self, local: LocalSwarm, folder: Path) -> list[NodeProcess]:
         """A swarm file, a bootstrap peer, and nodes that each lend memory for half of the model."""
         size = await asyncio.to_thread(write_text, folder / "text")
         write_config(folder / "config")
-        self._audience.scene(
+        self._spectators.scene(
             f"Founding a swarm that learns {size / 1e6:.1f} MB of the standard library's source, byte by byte, from random "
             f"weights; starting its bootstrap peer and {NODES} nodes on loopback"
         )
@@ -152,13 +154,13 @@ class Story:
         memory = await asyncio.to_thread(memory_for_half, local.file)
         return [local.node(f"node-{number}", "--memory", str(memory)) for number in range(1, NODES + 1)]
 
-    async def _watch_them_choose(self, client: SwarmClient, nodes: list[Member]) -> dict[str, list[int]]:
-        self._audience.scene("The nodes look around and choose their spans")
+    async def _watch_them_choose(self, client: SwarmClient, nodes: list[NodeProcess]) -> dict[str, list[int]]:
+        self._spectators.scene("The nodes look around and choose their spans")
 
         async def until_ready() -> None:
             while True:
                 status = client.status()
-                self._audience.swarm(status)
+                self._spectators.swarm(status)
                 ready = [peer for peer in status["peers"] if peer["state"] == "ready" and peer["span"][1]]
                 if status["covered"] and len(ready) == NODES:
                     return
@@ -171,9 +173,11 @@ class Story:
             raise LocalError(f"the nodes did not cover the model within {COVER_TIMEOUT_S:.0f} s. {logs}") from None
         return {peer["name"]: peer["span"] for peer in client.status()["peers"] if peer["span"][1]}
 
-    async def _teach(self, local: LocalSwarm, nodes: list[Member], text: Path, spans: dict[str, list[int]]) -> Lesson:
+    async def _teach(
+        self, local: LocalSwarm, nodes: list[NodeProcess], text: Path, spans: dict[str, list[int]]
+    ) -> Lesson:
         """Train, and kill -9 a node that has a replica in the middle of it."""
-        self._audience.scene(f"Training for {self._steps} steps; a node dies half-way")
+        self._spectators.scene(f"Training for {self._steps} steps; a node dies half-way")
         settings = {
             "data": text, "steps": self._steps, "batch": BATCH, "microbatch": 4, "sequence": SEQUENCE, "lr": 3e-3,
             "warmup": WARMUP_STEPS, "checkpoint-steps": max(10, self._steps // 4),
@@ -189,37 +193,37 @@ class Story:
             number = len(lines)
             line = await asyncio.to_thread(_wait_for_step, trainer, number)
             lines.append(line)
-            self._audience.step(line, self._steps)
+            self._spectators.step(line, self._steps)
             if number == self._steps // 2:
                 victim.kill()
-                self._audience.killed(victim.name, spans[victim.name])
+                self._spectators.killed(victim.name, spans[victim.name])
         return Lesson(lines, victim.name, self._steps // 2, self._clock() - began_s)
 
     async def _complete(self, client: SwarmClient) -> tuple[str, float, list[int]]:
         """The swarm serves what it has learnt."""
-        self._audience.scene("The same swarm completes a line of Python")
-        self._audience.text(PROMPT)
+        self._spectators.scene("The same swarm completes a line of Python")
+        self._spectators.text(PROMPT)
         stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
         async for piece in stream:
-            self._audience.text(piece.text or "")
+            self._spectators.text(piece.text or "")
         return PROMPT + (stream.result.text or ""), stream.result.tokens_per_s, stream.result.ids
 
     async def _compare(self, local: LocalSwarm, out: Path, ids: list[int]) -> bool:
         """Whether a single process with the exported model writes the same."""
-        self._audience.scene("Exporting the model, and comparing with a single process that holds the whole of it")
+        self._spectators.scene("Exporting the model, and comparing with a single process that holds the whole of it")
         await asyncio.to_thread(local.command, "export", str(local.file), str(out))
         alone = await asyncio.to_thread(generate_alone, out, list(PROMPT.encode()), TOKENS)
         return alone == ids
 
 
-def _wait_for_step(trainer: Member, number: int) -> dict[str, Any]:
+def _wait_for_step(trainer: NodeProcess, number: int) -> dict[str, Any]:
     return trainer.wait_until(lambda line: line.get("step") == number, f"step {number}", STEP_TIMEOUT_S)
 
 
 def memory_for_half(swarm: Path) -> int:
     """Bytes to lend for about half of the model's units: two stages with two replicas come about."""
-    from swarmnode.compute.checkpoint import Checkpoint
     from swarmnode.compute.memory import limit_bytes_for, training_sizes
+    from swarmnode.compute.model.checkpoint import Checkpoint
 
     folder = load_swarm(swarm).checkpoint
     assert folder is not None

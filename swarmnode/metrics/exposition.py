@@ -18,13 +18,13 @@ from prometheus_client.registry import Collector
 from swarmnode.errors import LocalError
 from swarmnode.metrics import table
 from swarmnode.metrics.histogram import Histogram
-from swarmnode.metrics.metric import Kind, Metric, Reading, Source
+from swarmnode.metrics.metric import Metric, MetricKind, Reading, Source
 
 SCRAPE_TIMEOUT_S = 5.0
-FAMILIES: dict[Kind, Callable[..., Family]] = {
-    Kind.COUNTER: CounterMetricFamily,
-    Kind.GAUGE: GaugeMetricFamily,
-    Kind.HISTOGRAM: HistogramMetricFamily,
+FAMILIES: dict[MetricKind, Callable[..., Family]] = {
+    MetricKind.COUNTER: CounterMetricFamily,
+    MetricKind.GAUGE: GaugeMetricFamily,
+    MetricKind.HISTOGRAM: HistogramMetricFamily,
 }
 
 

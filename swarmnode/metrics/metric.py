@@ -10,7 +10,7 @@ from typing import NamedTuple, Union
 from swarmnode.metrics.histogram import Histogram
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     """The kinds of Prometheus' exposition format."""
 
     COUNTER = "counter"
@@ -27,7 +27,7 @@ class Metric:
     """
 
     name: str
-    kind: Kind
+    kind: MetricKind
     help: str
     labels: tuple[str, ...] = ()
 

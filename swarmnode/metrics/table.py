@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from swarmnode.metrics.metric import Kind, Metric
+from swarmnode.metrics.metric import Metric, MetricKind
 
 PREFIX = "swarmnode_"
 
 
 def _counter(name: str, help: str, *labels: str) -> Metric:
-    return Metric(f"{PREFIX}{name}_total", Kind.COUNTER, help, labels)
+    return Metric(f"{PREFIX}{name}_total", MetricKind.COUNTER, help, labels)
 
 
 def _gauge(name: str, help: str, *labels: str) -> Metric:
-    return Metric(PREFIX + name, Kind.GAUGE, help, labels)
+    return Metric(PREFIX + name, MetricKind.GAUGE, help, labels)
 
 
 def _histogram(name: str, help: str, *labels: str) -> Metric:
-    return Metric(PREFIX + name, Kind.HISTOGRAM, help, labels)
+    return Metric(PREFIX + name, MetricKind.HISTOGRAM, help, labels)
 
 
 # The process and its machine

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from swarmnode.net.addresses import is_public
-from swarmnode.net.engine import Engine, EngineConfig
+from swarmnode.net.addressing.addresses import is_public
+from swarmnode.net.addressing.probe import answering
+from swarmnode.net.addressing.reachability import is_hidden, own_interfaces
+from swarmnode.net.libp2p.engine import Engine, EngineConfig
 from swarmnode.net.network_config import NetworkConfig
-from swarmnode.net.probe import answering
-from swarmnode.net.reachability import is_hidden, own_interfaces
 
 RELAY_TIMEOUT_S = 2.0  # one that has not answered by then is no relay for us
 

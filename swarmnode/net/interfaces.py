@@ -1,4 +1,5 @@
-"""What the rest of swarmnode knows of a network. Two things stand behind it: the engine (`engine.py`) and the fake (`fake.py`)."""
+"""What the rest of swarmnode knows of a network. Two things stand behind it: the engine (`engine.py`) and the fake
+(`network.py`)."""
 
 from __future__ import annotations
 

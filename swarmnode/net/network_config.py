@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarmnode.net.gate import OPEN_GATE, Gate
 from swarmnode.net.interfaces import Network, RecordValidator
+from swarmnode.net.links.gate import OPEN_GATE, Gate
 
 LOOPBACK_ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 

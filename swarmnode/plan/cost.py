@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from swarmnode.plan.flow import Floats
+from swarmnode.plan.spans.flow import Floats
 
 BYTES_PER_HIDDEN = 2  # of a position between stages: bfloat16 or float16; float32 nodes send twice that
 

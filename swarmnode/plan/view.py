@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from swarmnode.net.coordinate import MAX_ERROR, Coordinate
 from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.announcement import Announcement, State, peer_digest
+from swarmnode.net.measuring.coordinate import MAX_ERROR, Coordinate
+from swarmnode.swarm.records.announcement import Announcement, State, peer_digest
 
 DEFAULT_RTT_S = 0.05  # between home machines of one continent, where nothing was measured
 UNMEASURED_UNITS_PER_S = 100.0  # a home machine with a small model, as a first guess
@@ -60,7 +60,7 @@ class PeerView:
 @dataclass(frozen=True)
 class View:
     """All peers and the round trips measured between them, in seconds, by pairs in either order. For all other links there
-    are network coordinates, of whoever has one (`plan/delays.py`)."""
+    are network coordinates, of whoever has one (`plan/routes/delays.py`)."""
 
     units: int
     peers: tuple[PeerView, ...]

@@ -7,15 +7,15 @@ from typing import Any
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.placement import gaps
+from swarmnode.plan.spans.placement import gaps
 from swarmnode.plan.view import view_of
-from swarmnode.presence import state_name
-from swarmnode.swarm.announcement import Announcement, State, peer_digest
-from swarmnode.swarm.swarmfile import Swarm
+from swarmnode.roles.host import state_name
+from swarmnode.swarm.records.announcement import Announcement, State, peer_digest
+from swarmnode.swarm.storage.swarmfile import Swarm
 
 
 def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement]) -> dict[str, Any]:
-    """As `swarmnode status --json` prints it. `doors` are the bootstrap peers."""
+    """As `swarmnode status --json` prints it. `bootstraps` are the bootstrap peers."""
     assert swarm.manifest is not None
     units = swarm.manifest.model.units
     ready = [peer for peer in view_of(units, peers.values()).peers if peer.state is State.READY]
@@ -33,7 +33,7 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement]) -> dict[str, 
             for peer in sorted(peers.values(), key=lambda peer: (peer.span, peer.name, peer.peer))
             if peer.span[1] > 0
         ],
-        "doors": sorted(peer.peer for peer in peers.values() if peer.span[1] == 0),
+        "bootstraps": sorted(peer.peer for peer in peers.values() if peer.span[1] == 0),
         "addresses": {peer.peer: list(peer.addresses) for peer in peers.values()},
     }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 Action = Callable[[], None]
 
 
-class Clock:
+class SimulatedClock:
     """Runs actions in the order of their times; those of the same moment in the order in which they were planned."""
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Clock:
         self._numbers = itertools.count()
 
     def __repr__(self) -> str:
-        return f"<Clock at {self.now_s:.3f} s, {self.events} events done, {len(self._heap)} planned>"
+        return f"<SimulatedClock at {self.now_s:.3f} s, {self.events} events done, {len(self._heap)} planned>"
 
     def at(self, time_s: float, action: Action) -> None:
         """Do something at a moment, or now if that has passed."""

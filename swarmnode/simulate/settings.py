@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from swarmnode.config import ClientConfig, StageConfig
-from swarmnode.plan.lattice import RoutingConfig
-from swarmnode.swarm.directory import DirectoryConfig
-from swarmnode.swarm.run import FINGERPRINT_BYTES, Averaging, Run, check_run
+from swarmnode.plan.routes.lattice import RoutingConfig
+from swarmnode.swarm.peers.directory import DirectoryConfig
+from swarmnode.swarm.records.run import FINGERPRINT_BYTES, Averaging, Run, check_run
 
 EXACT_PEERS = 200  # up to so many peers every token and microbatch is followed; beyond, a session is one thing
 

@@ -7,38 +7,38 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarmnode.errors import UsageError
-from swarmnode.plan.scenario import Scenario
+from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.plan.view import Span
-from swarmnode.simulate.churn import Change, steady_churn
-from swarmnode.simulate.clock import Clock
-from swarmnode.simulate.devices import Device, device_of
-from swarmnode.simulate.links import Links
-from swarmnode.simulate.measures import Measures
-from swarmnode.simulate.model import Model
-from swarmnode.simulate.peers import Peer
-from swarmnode.simulate.serving import Serving
+from swarmnode.simulate.clock import SimulatedClock
+from swarmnode.simulate.environment.churn import Change, steady_churn
+from swarmnode.simulate.environment.devices import SimulatedDevice, device_of
+from swarmnode.simulate.environment.links import Links
+from swarmnode.simulate.environment.model import Model
+from swarmnode.simulate.environment.peers import Peer
+from swarmnode.simulate.environment.world import SimulatedWorkload, World
+from swarmnode.simulate.results.measures import Measures
+from swarmnode.simulate.sessions.serving import Serving
 from swarmnode.simulate.settings import Settings
-from swarmnode.simulate.training import Training
-from swarmnode.simulate.world import Workload, World
+from swarmnode.simulate.steps.training import Training
 
 Progress = Callable[[float, float], None]
 """(seconds simulated, of how many)"""
 
 
 @dataclass(frozen=True)
-class Result:
+class SimulationResult:
     """What came out: everything that was measured, and the state in which the world is left."""
 
     scenario: Scenario
     model: Model
     settings: Settings
     world: World
-    workload: Workload
+    workload: SimulatedWorkload
     measures: Measures
     events: int
 
     def __repr__(self) -> str:
-        return f"<Result of {self.settings.seconds:.0f} s: {self.events} events, {self.world!r}>"
+        return f"<SimulationResult of {self.settings.seconds:.0f} s: {self.events} events, {self.world!r}>"
 
 
 class Simulation:
@@ -57,7 +57,7 @@ class Simulation:
         pipelines: Sequence[Sequence[int]] = (),
     ) -> None:
         self.scenario, self.model, self.settings = scenario, model, settings
-        self.clock = Clock()
+        self.clock = SimulatedClock()
         self.measures = Measures(settings.sample_s)
         count = peers or scenario.devices
         links = Links(scenario, [*(index % scenario.devices for index in range(count)), *range(scenario.devices)])
@@ -79,7 +79,9 @@ class Simulation:
     def __repr__(self) -> str:
         return f"<Simulation {self.settings.workload} on {self.scenario!r}, {self.world!r}>"
 
-    def run(self, progress: Progress = lambda _done, _of: None, workload: Workload | None = None) -> Result:
+    def run(
+        self, progress: Progress = lambda _done, _of: None, workload: SimulatedWorkload | None = None
+    ) -> SimulationResult:
         """Let it happen. `workload`: another one than the settings name."""
         workload = workload or self._make_workload()
         self.world.begin(workload, self._spans)
@@ -91,9 +93,11 @@ class Simulation:
             self.clock.run(min(seconds, self.clock.now_s + self.settings.sample_s))
             self._sample(workload)
             progress(self.clock.now_s, seconds)
-        return Result(self.scenario, self.model, self.settings, self.world, workload, self.measures, self.clock.events)
+        return SimulationResult(
+            self.scenario, self.model, self.settings, self.world, workload, self.measures, self.clock.events
+        )
 
-    def _make_workload(self) -> Workload:
+    def _make_workload(self) -> SimulatedWorkload:
         if self.settings.workload == "train":
             return Training(self.world, self.settings.train, self._pipelines)
         return Serving(self.world, self.settings.serve, self._chance("sessions"))
@@ -108,7 +112,7 @@ class Simulation:
         else:
             self.world.vanish(peer)
 
-    def _sample(self, workload: Workload) -> None:
+    def _sample(self, workload: SimulatedWorkload) -> None:
         alive = [peer for peer in self.world.peers if peer.alive]
         busy_s = sum(peer.busy_s for peer in self.world.peers)
         share = (busy_s - self._sampled_busy_s) / (self.settings.sample_s * max(1, len(alive)))
@@ -130,7 +134,7 @@ def _peers(scenario: Scenario, model: Model, settings: Settings, links: Links, c
     ]
     if not any(capacities):
         raise UsageError(f"no device of {scenario.name} has the memory for one unit of {model.name}")
-    kinds: list[tuple[Device, int]] = list(zip(devices, capacities, strict=True))
+    kinds: list[tuple[SimulatedDevice, int]] = list(zip(devices, capacities, strict=True))
     return [
         Peer(index, "", *kinds[index % len(kinds)], links.uplink_bps(index), links.best_bps(index))
         for index in range(count)

@@ -8,24 +8,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 from swarmnode.codec.training_messages import StepReport as SwarmReport
-from swarmnode.compute.training.local import StepReport
+from swarmnode.compute.training.local import StepSummary
 from swarmnode.errors import PeerError, ProtocolError, UsageError
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.switchboard import Switchboard
+from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.platform import MACHINE, Platform
-from swarmnode.presence import Presence, PresenceConfig
-from swarmnode.roles.training.crew import ready_peers
-from swarmnode.roles.training.export import export
-from swarmnode.roles.training.stage import TRAIN_PROTOCOL
-from swarmnode.roles.training.states import state_board, survey
+from swarmnode.roles.fetching.weights import Weights
+from swarmnode.roles.host import Host, HostConfig
+from swarmnode.roles.training.checkpoints.export import export
+from swarmnode.roles.training.checkpoints.states import state_board, survey
+from swarmnode.roles.training.coordinator.election import ready_peers
 from swarmnode.roles.training.trainer import Trainer
-from swarmnode.roles.weights import Weights
-from swarmnode.swarm.content import Progress
-from swarmnode.swarm.grant import Role
-from swarmnode.swarm.manifest import Manifest
-from swarmnode.swarm.run import Run, decode_run, differences
-from swarmnode.swarm.swarmfile import Swarm
+from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL
+from swarmnode.swarm.records.grant import Role
+from swarmnode.swarm.records.manifest import Manifest
+from swarmnode.swarm.records.run import Run, decode_run, differences
+from swarmnode.swarm.storage.content import Progress
+from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.training.listener import Listener
 from swarmnode.training.preparation import check_trains, prepare
 
@@ -37,34 +37,34 @@ JOIN_S = 15.0
 class TrainingClient:
     """Made by `join`, ended by `close`."""
 
-    def __init__(self, presence: Presence) -> None:
-        self._presence = presence
-        self._weights = Weights(presence)
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._weights = Weights(host)
 
     def __repr__(self) -> str:
-        return f"<TrainingClient {self._presence!r}>"
+        return f"<TrainingClient {self._host!r}>"
 
     @classmethod
     async def join(
         cls, swarm: Swarm, home: Path, *, patience_s: float = 60.0, platform: Platform = MACHINE
     ) -> TrainingClient:
         """Find the swarm. Raises NetworkDown where nobody answers, UsageError where it does not train."""
-        presence = await Presence.join(swarm, PresenceConfig(home, looks_on=True), role="client", platform=platform)
+        host = await Host.join(swarm, HostConfig(home, looks_on=True), role="client", platform=platform)
         try:
-            await presence.wait_joined(min(patience_s, JOIN_S))
-            await presence.manifest(patience_s=patience_s)
-            self = cls(presence)
+            await host.wait_joined(min(patience_s, JOIN_S))
+            await host.manifest(patience_s=patience_s)
+            self = cls(host)
             check_trains(self.manifest)
         except BaseException:
-            await presence.close()
+            await host.close()
             raise
         return self
 
     @property
     def manifest(self) -> Manifest:
         """What the swarm works on."""
-        assert self._presence.swarm.manifest is not None
-        return self._presence.swarm.manifest
+        assert self._host.swarm.manifest is not None
+        return self._host.swarm.manifest
 
     async def founded(self) -> Path:
         """The folder with all files that the swarm was founded with."""
@@ -75,23 +75,21 @@ class TrainingClient:
 
         Raises UsageError where data and settings do not fit the model or the run that the swarm is in, NotFinite, NotAdmitted.
         """
-        self._presence.check_welcome(Role.TRAINER)
+        self._host.check_welcome(Role.TRAINER)
         folder = await self._weights.small_files()
         run, batches = await asyncio.to_thread(prepare, self.manifest, folder, data, settings)
         listener.begun(run)
-        presence = self._presence
-        board = Switchboard(
-            presence.network, TRAIN_PROTOCOL, presence.hello, presence.link_config, on_peer_lost=self._suspect
-        )
+        host = self._host
+        board = Switchboard(host.network, TRAIN_PROTOCOL, host.hello, host.link_config, on_peer_lost=self._suspect)
 
-        def conductors() -> list[PeerId]:
-            ready = ready_peers(presence.directory)
+        def coordinators() -> list[PeerId]:
+            ready = ready_peers(host.directory)
             if not ready:
                 listener.waiting(())
             return ready
 
         try:
-            return await Trainer(board, conductors, run, batches, _telling(listener, run)).train(stop)
+            return await Trainer(board, coordinators, run, batches, _telling(listener, run)).train(stop)
         except UsageError as error:
             told = await self._differences(run)
             raise UsageError(f"{error}. {' '.join(told)}" if told else str(error)) from None
@@ -99,28 +97,28 @@ class TrainingClient:
             await board.close()
 
     async def export(self, out: Path, *, force: bool, patience_s: float, progress: Progress | None = None) -> int:
-        """Write the trained model as a checkpoint; see `roles/training/export.py`."""
-        return await export(self._presence, out, progress, force=force, patience_s=patience_s)
+        """Write the trained model as a checkpoint; see `roles/training/checkpoints/export.py`."""
+        return await export(self._host, out, progress, force=force, patience_s=patience_s)
 
     def readings(self) -> Readings:
         """What Prometheus may know of the swarm as it is seen from here."""
-        return self._presence.readings()
+        return self._host.readings()
 
     async def close(self) -> None:
         """Leave the swarm."""
         await self._weights.close()
-        await self._presence.close()
+        await self._host.close()
 
     def _suspect(self, error: PeerError) -> None:
         if error.peer is not None:
-            self._presence.directory.suspect(error.peer, error.code.name)
+            self._host.directory.suspect(error.peer, error.code.name)
 
     async def _differences(self, own: Run) -> list[str]:
         """How the run that the peers keep states of differs from ours; nothing where none of them tells."""
-        presence = self._presence
-        board = state_board(presence.network, presence.hello, presence.link_config)
+        host = self._host
+        board = state_board(host.network, host.hello, host.link_config)
         try:
-            for listing in (await survey(board, presence.directory.peers())).values():
+            for listing in (await survey(board, host.directory.peers())).values():
                 try:
                     found = differences(own, decode_run(listing.run))
                 except ProtocolError:
@@ -133,14 +131,14 @@ class TrainingClient:
 
 
 def _telling(listener: Listener, run: Run) -> Callable[[SwarmReport], None]:
-    """What the conductor reports, in the listener's words."""
+    """What the coordinator reports, in the listener's words."""
     tokens = run.batch * max(1, run.sequence)
 
     def tell(report: SwarmReport) -> None:
         if report.missing:
             listener.waiting(report.missing)
         else:
-            tokens_per_s = tokens / report.step_s if report.step_s else 0.0  # unknown: its conductor was lost
-            listener.step(StepReport(report.step, report.loss, report.step_s, tokens_per_s, report.peers, report.norm))
+            tokens_per_s = tokens / report.step_s if report.step_s else 0.0  # unknown: its coordinator was lost
+            listener.step(StepSummary(report.step, report.loss, report.step_s, tokens_per_s, report.peers, report.norm))
 
     return tell

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from swarmnode.compute.training.local import StepReport
-from swarmnode.swarm.run import Run
+from swarmnode.compute.training.local import StepSummary
+from swarmnode.swarm.records.run import Run
 
 
 class Listener(Protocol):
@@ -14,7 +14,7 @@ class Listener(Protocol):
     def begun(self, run: Run) -> None:
         """The data is read; these are all settings."""
 
-    def step(self, report: StepReport) -> None:
+    def step(self, report: StepSummary) -> None:
         """A step is over."""
 
     def waiting(self, missing: tuple[int, ...]) -> None:

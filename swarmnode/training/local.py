@@ -10,26 +10,26 @@ from pathlib import Path
 
 from torch import Tensor
 
-from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.device import probe_device, set_threads
 from swarmnode.compute.graph import segment as graphs
+from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training import lm
-from swarmnode.compute.training.local import StepReport, train_locally
+from swarmnode.compute.training.local import StepSummary, train_locally
 from swarmnode.compute.training.segment import Segment
 from swarmnode.errors import CheckpointError, NotFinite
-from swarmnode.roles.training.export import write_checkpoint
-from swarmnode.swarm.content import verify_file
-from swarmnode.swarm.manifest import CAUSAL_LM, Manifest
-from swarmnode.swarm.new_folder import check_free
-from swarmnode.swarm.run import Run
-from swarmnode.swarm.swarmfile import Swarm
+from swarmnode.roles.training.checkpoints.export import write_checkpoint
+from swarmnode.swarm.records.manifest import CAUSAL_LM, Manifest
+from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.storage.content import verify_file
+from swarmnode.swarm.storage.new_folder import check_free
+from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.training.client import TrainingClient
 from swarmnode.training.listener import Listener
 from swarmnode.training.preparation import check_trains, prepare
 
 
 @dataclass(frozen=True)
-class Place:
+class LocalDevice:
     """Where to train. `threads` None: as many as there are cores."""
 
     device: str = "auto"
@@ -37,7 +37,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputFolder:
     """Where the trained model goes."""
 
     folder: Path
@@ -52,8 +52,8 @@ async def train_here(
     listener: Listener,
     stop: asyncio.Event,
     *,
-    place: Place,
-    output: Output | None = None,
+    place: LocalDevice,
+    output: OutputFolder | None = None,
     patience_s: float = 60.0,
 ) -> int:
     """Train the whole model until the run is over or `stop` is set: how many steps are done.
@@ -84,7 +84,7 @@ async def train_here(
     return done
 
 
-async def _listen(steps: Iterator[StepReport], listener: Listener, stop: asyncio.Event) -> int:
+async def _listen(steps: Iterator[StepSummary], listener: Listener, stop: asyncio.Event) -> int:
     """Compute in one thread of its own, a step at a time."""
     loop = asyncio.get_running_loop()
     done = 0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from swarmnode.compute.training.local import StepReport
+from swarmnode.compute.training.local import StepSummary
 from swarmnode.metrics import table
 from swarmnode.metrics.histogram import Histogram
 from swarmnode.metrics.metric import Reading, Readings
-from swarmnode.swarm.run import Run
+from swarmnode.swarm.records.run import Run
 from swarmnode.training.listener import Listener
 
 
@@ -16,7 +16,7 @@ class TrainerMeter:
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._run: Run | None = None
-        self._last: StepReport | None = None
+        self._last: StepSummary | None = None
         self._waiting = False
         self._step_s = Histogram()
         self._tokens = 0
@@ -29,12 +29,12 @@ class TrainerMeter:
         self._run = run
         self._listener.begun(run)
 
-    def step(self, report: StepReport) -> None:
+    def step(self, report: StepSummary) -> None:
         """See `Listener`."""
         assert self._run is not None
         self._last, self._waiting = report, False
         self._tokens += self._run.batch * max(1, self._run.sequence)
-        if report.step_s:  # else its conductor was lost before it could tell
+        if report.step_s:  # else its coordinator was lost before it could tell
             self._step_s.observe(report.step_s)
         self._listener.step(report)
 

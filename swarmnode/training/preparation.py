@@ -6,14 +6,14 @@ from pathlib import Path
 
 import msgspec
 
-from swarmnode.compute.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.graph.serialise import read_graph
-from swarmnode.compute.training.batches import Batches
-from swarmnode.compute.training.data import array_batches, token_batches
+from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
+from swarmnode.compute.training.datasets.batches import Batches
+from swarmnode.compute.training.datasets.data import array_batches, token_batches
 from swarmnode.errors import UsageError
-from swarmnode.swarm.content import has_tokenizer
-from swarmnode.swarm.manifest import CAUSAL_LM, TRAIN, Manifest
-from swarmnode.swarm.run import Run, check_run
+from swarmnode.swarm.records.manifest import CAUSAL_LM, TRAIN, Manifest
+from swarmnode.swarm.records.run import Run, check_run
+from swarmnode.swarm.storage.content import has_tokenizer
 from swarmnode.tokenizer import Tokenizer
 
 NO_DATA = bytes(32)

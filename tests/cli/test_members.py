@@ -8,14 +8,14 @@ import time
 import pytest
 
 from swarmnode.cli.members import end, invites_given_out, invites_table
-from swarmnode.swarm.guestbook import Guest
+from swarmnode.swarm.storage.issued_invites import IssuedInvite
 
 HOUR_S = 3600
 
 
-def guest(invite: str, *, expires_in_s: int = 0, uses: int = 0) -> Guest:
+def guest(invite: str, *, expires_in_s: int = 0, uses: int = 0) -> IssuedInvite:
     now = int(time.time())
-    return Guest(invite, "volunteer", now - HOUR_S, now + expires_in_s if expires_in_s else 0, uses, "", "")
+    return IssuedInvite(invite, "volunteer", now - HOUR_S, now + expires_in_s if expires_in_s else 0, uses, "", "")
 
 
 def test_invites_beside_what_the_swarm_knows() -> None:

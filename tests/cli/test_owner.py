@@ -9,19 +9,19 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from swarmnode.cli.durations import parse_duration
+from swarmnode.cli.terminal.durations import parse_duration
 from swarmnode.errors import UsageError
 from swarmnode.net.identity import Identity
-from swarmnode.roles.owner import with_host_grant
-from swarmnode.swarm.grant import Role
-from swarmnode.swarm.guestbook import Guestbook, guestbook_path, open_guestbook
-from swarmnode.swarm.invite import OwnedInvite, decode_invite, sign_swarm
-from swarmnode.swarm.manifest import OPEN, PRIVATE, encode_manifest, swarm_id
-from swarmnode.swarm.owner_key import save_owner_key
-from swarmnode.swarm.swarmfile import new_swarm, save_swarm
+from swarmnode.roles.membership.owner import with_host_grant
+from swarmnode.swarm.records.grant import Role
+from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, sign_swarm
+from swarmnode.swarm.records.manifest import OPEN, PRIVATE, encode_manifest, swarm_id
+from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path, open_issued_invites
+from swarmnode.swarm.storage.owner_key import save_owner_key
+from swarmnode.swarm.storage.swarmfile import new_swarm, save_swarm
 from tests.cli.command import assert_clear, invoke
+from tests.swarm.records.test_manifest import make_manifest
 from tests.swarm.society import ALICE, OWNER, STRANGER
-from tests.swarm.test_manifest import make_manifest
 
 PASSWORD = "correct horse"
 
@@ -31,7 +31,7 @@ def founded(folder: Path, membership: str = PRIVATE) -> Path:
     path = folder / "friends.swarm"
     raw = encode_manifest(make_manifest(owner=OWNER.public, membership=membership))
     swarm = new_swarm(raw, sign_swarm(swarm_id(raw), OWNER))
-    book = Guestbook(guestbook_path(path))
+    book = IssuedInvites(issued_invites_path(path))
     save_swarm(with_host_grant(swarm, OWNER, book), path)
     book.save()
     save_owner_key(OWNER, path.with_suffix(".owner"), PASSWORD)
@@ -71,7 +71,7 @@ def test_an_invite_is_one_line_and_is_entered_into_the_book(file: Path) -> None:
     grant = invite_in(done.stdout).opened_grant()
     assert (grant.allows, grant.uses, grant.peer, grant.group) == (Role.CLIENT, 2, ALICE, "berlin")
     assert grant.expires_at - grant.issued_at == 7 * 86_400
-    guest = open_guestbook(guestbook_path(file)).guests[-1]
+    guest = open_issued_invites(issued_invites_path(file)).guests[-1]
     assert (guest.invite, guest.note) == (grant.invite_id.hex(), "Alice")
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swarmnode.plan.grid import Problem, Traffic
-from swarmnode.plan.scenario import Scenario
+from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
+from swarmnode.plan.offline.scenario import Scenario
 from tests.cli.command import assert_clear, invoke, swarmnode
 
 SIZES = ("--activation-gb", "0.2", "--gradient-gb", "0.5")
@@ -58,7 +58,7 @@ def test_the_plan_as_json(network: Path) -> None:
     assert list(value) == ["scenario", "cost_s", "data_parallel_s", "pipeline_s", "pipelines", "seconds"]
     assert value["scenario"] == "home" and value["seconds"] > 0
     grid = np.array(value["pipelines"]).T
-    problem = Problem.on(Scenario.load(network), stages=2, replicas=4, traffic=Traffic(0.2e9, 0.5e9))
+    problem = Problem.on(Scenario.load(network), stages=2, replicas=4, traffic=MicrobatchTraffic(0.2e9, 0.5e9))
     cost = problem.cost(grid)
     assert (value["data_parallel_s"], value["pipeline_s"]) == (cost.data_parallel_s, cost.pipeline_s)
     assert value["cost_s"] == cost.total_s == pytest.approx(6 * 0.1 + 2 * (0.02 + 16), rel=1e-9)
@@ -73,7 +73,7 @@ def test_the_same_seed_gives_the_same_plan(network: Path) -> None:
 
 def test_the_clock_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told on a machine a third as fast. The processor's time counts, so that others on a busy machine do not matter."""
-    monkeypatch.setattr("swarmnode.cli.effort.time.monotonic", lambda: 3 * time.process_time())
+    monkeypatch.setattr("swarmnode.cli.terminal.effort.time.monotonic", lambda: 3 * time.process_time())
     random = np.random.default_rng(0)
     matrix = random.uniform(0.1, 1.0, (200, 200)).tolist()
     large = write(tmp_path / "large.json", devices=200, delay_ms=matrix, bandwidth_gbps=matrix)

@@ -1,4 +1,4 @@
-"""`swarmnode trace`: what is refused, and how a journey looks to people and to scripts."""
+"""`swarmnode trace`: what is refused, and how a timeline looks to people and to scripts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from swarmnode.cli.trace import hops_table, journey_json, tokens_table
+from swarmnode.cli.trace import hops_table, timeline_json, tokens_table
 from swarmnode.codec.trace_messages import Trace, TraceStep
-from swarmnode.roles.journey import Journey
+from swarmnode.roles.measuring.timeline import Timeline
 from tests.cli.command import assert_clear, invoke
 
 ALICE, BOB = "12D3KooWaliceALICE", "12D3KooWbobbbBOB"
 ID = "5f2a61c09be34d17a8f0c2d94be17763"
 
 
-def journey(late_us: int = 0, slow_us: int = 0) -> Journey:
+def timeline(late_us: int = 0, slow_us: int = 0) -> Timeline:
     """Two hops of 10 and 20 ms with 5 ms between them either way; token 8 is slow at Bob's, or late on its way there."""
     alice, bob = [TraceStep(5, 5, 0, 0, 9_000, 9_000, 1)], [TraceStep(5, 5, 0, 0, 9_000, 9_000, 1)]
     for number in range(6):
@@ -28,7 +28,7 @@ def journey(late_us: int = 0, slow_us: int = 0) -> Journey:
         bob.append(
             TraceStep(6 + number, 1, came_us + was_late_us, 1_000, 19_000 + was_slow_us, 20_000 + was_slow_us, 2)
         )
-    return Journey({BOB: Trace(3, 6, tuple(bob)), ALICE: Trace(0, 3, tuple(alice))})
+    return Timeline({BOB: Trace(3, 6, tuple(bob)), ALICE: Trace(0, 3, tuple(alice))})
 
 
 def rows(table: Table) -> list[list[str]]:
@@ -45,7 +45,7 @@ def test_an_id_that_is_none(session: str) -> None:
 
 
 def test_a_slow_hop_is_read_off() -> None:
-    slow = journey(slow_us=100_000)
+    slow = timeline(slow_us=100_000)
     assert rows(hops_table(slow)) == [
         ["iceALICE", "0:3", "6", "0.0 / 0.0", "10.0 / 10.0", "1 / 1"],
         ["bobbbBOB", "3:6", "6", "1.0 / 1.0", "19.0 / 119.0", "2 / 2"],
@@ -56,13 +56,13 @@ def test_a_slow_hop_is_read_off() -> None:
 
 
 def test_a_slow_link_is_read_off() -> None:
-    ((*figures, where),) = rows(tokens_table(journey(late_us=100_000).slowest(1)))
+    ((*figures, where),) = rows(tokens_table(timeline(late_us=100_000).slowest(1)))
     assert figures == ["8", "140.0", "1.0", "29.0", "0.0", "110.0"]
     assert where == "on the way, 100.0 ms more than usual from iceALICE to bobbbBOB"
 
 
 def test_for_scripts() -> None:
-    told = json.loads(json.dumps(journey_json(ID, journey(slow_us=100_000), 1)))
+    told = json.loads(json.dumps(timeline_json(ID, timeline(slow_us=100_000), 1)))
     assert told["trace"] == ID
     assert [(hop["peer"], hop["span"], hop["tokens"]) for hop in told["hops"]] == [(ALICE, [0, 3], 6), (BOB, [3, 6], 6)]
     assert told["hops"][1]["compute_s"] == {"median": 0.019, "worst": 0.119}

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from swarmnode.cli.console import ranges
-from swarmnode.cli.durations import format_duration
-from swarmnode.cli.training_view import Curve, Lines, training_view, waiting_text
-from swarmnode.compute.training.local import StepReport
+from swarmnode.cli.terminal.console import ranges
+from swarmnode.cli.terminal.durations import format_duration
+from swarmnode.cli.terminal.training_view import Curve, Lines, training_view, waiting_text
+from swarmnode.compute.training.local import StepSummary
 from swarmnode.errors import LocalError
-from swarmnode.swarm.run import Run
+from swarmnode.swarm.records.run import Run
 
 RUN = Run(data=bytes(32), steps=100, batch=8, microbatch=4, sequence=16)
 
 
-def report(step: int, loss: float = 2.5) -> StepReport:
-    return StepReport(step, loss, step_s=0.5, tokens_per_s=256.0, peers=3, norm=1.0)
+def report(step: int, loss: float = 2.5) -> StepSummary:
+    return StepSummary(step, loss, step_s=0.5, tokens_per_s=256.0, peers=3, norm=1.0)
 
 
 def test_each_step_is_one_line_of_the_log_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,14 +19,14 @@ from swarmnode.codec.state_messages import StateEntry
 from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.trace_messages import TraceStep
 from swarmnode.codec.training_messages import Counted, Group, MemberSpec
-from swarmnode.swarm.announcement import Announcement
-from swarmnode.swarm.certificate import Certificate
-from swarmnode.swarm.content import FileContent
-from swarmnode.swarm.grant import Grant
-from swarmnode.swarm.invite import Invite, OwnedInvite
-from swarmnode.swarm.manifest import Manifest, ModelInfo
-from swarmnode.swarm.revocation import RevocationList
-from swarmnode.swarm.run import Averaging, Run
+from swarmnode.swarm.records.announcement import Announcement
+from swarmnode.swarm.records.certificate import Certificate
+from swarmnode.swarm.records.grant import Grant
+from swarmnode.swarm.records.invite import Invite, OwnedInvite
+from swarmnode.swarm.records.manifest import Manifest, ModelInfo
+from swarmnode.swarm.records.revocation import RevocationList
+from swarmnode.swarm.records.run import Averaging, Run
+from swarmnode.swarm.storage.content import FileContent
 
 FOLDER = Path(__file__).parents[2] / "protocol" / "schema"
 NAMES: dict[type[msgspec.Struct], str] = {

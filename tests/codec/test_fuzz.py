@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnode.codec.frames import ALLOCATE_BYTES, HEADER, HEADER_BYTES, FrameReader, Kind, pack_header
+from swarmnode.codec.frames import ALLOCATE_BYTES, HEADER, HEADER_BYTES, FrameKind, FrameReader, pack_header
 from swarmnode.codec.messages import BODIES, Body, decode_body, encode_body
 from swarmnode.errors import ErrorCode, ProtocolError
 
@@ -43,8 +43,8 @@ def test_random_bytes_as_bodies(kind: int, data: bytes) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(kind=st.sampled_from(Kind), fields=st.lists(plain_values, max_size=12))
-def test_random_fields_as_bodies(kind: Kind, fields: list[object]) -> None:
+@given(kind=st.sampled_from(FrameKind), fields=st.lists(plain_values, max_size=12))
+def test_random_fields_as_bodies(kind: FrameKind, fields: list[object]) -> None:
     body = decode_or_refuse(kind, msgspec.msgpack.encode(fields))
     if body is not None:
         assert decode_body(kind, encode_body(body)) == body
@@ -67,13 +67,13 @@ def test_random_bytes_as_a_stream(data: bytes, cuts: list[int]) -> None:
 
 
 frame_parts = st.tuples(
-    st.sampled_from(Kind), st.binary(max_size=30), st.binary(max_size=90), st.integers(0, 9), st.integers(0, 9)
+    st.sampled_from(FrameKind), st.binary(max_size=30), st.binary(max_size=90), st.integers(0, 9), st.integers(0, 9)
 )
 
 
 @settings(max_examples=100, deadline=None)
 @given(parts=st.lists(frame_parts, max_size=8), cuts=st.lists(st.integers(1, 50), max_size=30))
-def test_frames_survive_any_cutting(parts: list[tuple[Kind, bytes, bytes, int, int]], cuts: list[int]) -> None:
+def test_frames_survive_any_cutting(parts: list[tuple[FrameKind, bytes, bytes, int, int]], cuts: list[int]) -> None:
     data = b"".join(
         pack_header(k, len(body), len(load), channel, seq) + body + load for k, body, load, channel, seq in parts
     )
@@ -88,14 +88,14 @@ def test_frames_survive_any_cutting(parts: list[tuple[Kind, bytes, bytes, int, i
 def test_a_header_alone_takes_no_memory() -> None:
     reader = FrameReader()
     tracemalloc.start()
-    assert list(reader.feed(HEADER.pack(Kind.INPUT, 0, 0, reader.max_payload_bytes, 1, 0))) == []
+    assert list(reader.feed(HEADER.pack(FrameKind.INPUT, 0, 0, reader.max_payload_bytes, 1, 0))) == []
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes <= ALLOCATE_BYTES + 100_000
 
 
 @pytest.mark.parametrize("kind", [kind for kind, body in BODIES.items() if body.__struct_fields__])
-def test_a_length_inside_a_body_takes_no_memory(kind: Kind) -> None:
+def test_a_length_inside_a_body_takes_no_memory(kind: FrameKind) -> None:
     lies = (b"\xdd" + struct.pack(">I", 0xFFFFFFFF), b"\x92\x01\xc6" + struct.pack(">I", 0xFFFFFFFF))
     tracemalloc.start()
     for lie in lies:
@@ -112,5 +112,5 @@ def test_a_length_inside_a_body_takes_no_memory(kind: Kind) -> None:
 def test_a_writer_refuses_what_does_not_fit_the_header(field: str, value: int) -> None:
     numbers = {"body": 0, "payload": 0, "channel": 0, "seq": 0, field: value}
     with pytest.raises(ValueError, match="frame"):
-        pack_header(Kind.INPUT, numbers["body"], numbers["payload"], numbers["channel"], numbers["seq"])
-    assert len(pack_header(Kind.INPUT, 0, 0)) == HEADER_BYTES
+        pack_header(FrameKind.INPUT, numbers["body"], numbers["payload"], numbers["channel"], numbers["seq"])
+    assert len(pack_header(FrameKind.INPUT, 0, 0)) == HEADER_BYTES

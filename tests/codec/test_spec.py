@@ -26,8 +26,10 @@ from swarmnode.codec import (
     training_messages,
 )
 from swarmnode.errors import ERROR_TEXT, ErrorCode
-from swarmnode.net import reachability
-from swarmnode.swarm import announcement, certificate, content, grant, invite, manifest, revocation, run, shards
+from swarmnode.net.addressing import reachability
+from swarmnode.swarm.peers import shards
+from swarmnode.swarm.records import announcement, certificate, grant, invite, manifest, revocation, run
+from swarmnode.swarm.storage import content
 from tests.codec.schemas import NAMES, plain
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
@@ -71,7 +73,7 @@ def table(file: str, heading: str) -> list[Row]:
 @pytest.mark.parametrize(
     ("file", "heading", "enum"),
     [
-        ("frames", "Kinds", frames.Kind),
+        ("frames", "Kinds", frames.FrameKind),
         ("frames", "Modes", messages.Mode),
         ("frames", "Wants", messages.Want),
         ("training", "Conditions", training_messages.Condition),

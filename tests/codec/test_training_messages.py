@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarmnode.codec.body import MAX_RUN_BYTES, MAX_STEP, MAX_UNITS
-from swarmnode.codec.frames import MAX_BODY_BYTES, Kind
+from swarmnode.codec.frames import MAX_BODY_BYTES, FrameKind
 from swarmnode.codec.messages import decode_body, encode_body
 from swarmnode.codec.training_messages import (
     MAX_KEPT_STEPS,
@@ -36,7 +36,7 @@ def test_the_largest_status_fits() -> None:
     )
     data = encode_body(status)
     assert len(data) <= MAX_BODY_BYTES
-    assert decode_body(Kind.STATUS, data) == status
+    assert decode_body(FrameKind.STATUS, data) == status
 
 
 def test_the_longest_release_fits() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.device import probe_device, set_threads
 from swarmnode.compute.memory import (
     UnitSizes,
@@ -16,7 +15,8 @@ from swarmnode.compute.memory import (
     units_that_fit,
     usable_bytes,
 )
-from swarmnode.compute.span import load_span
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import load_span
 from swarmnode.errors import LocalError
 
 MB = 1_000_000

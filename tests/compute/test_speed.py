@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from swarmnode.compute.checkpoint import Checkpoint
-from swarmnode.compute.runner import RunnerConfig, StageRunner
-from swarmnode.compute.span import load_span
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.compute.speed import (
     BUDGET_S,
     MOST_PASSES,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarmnode.compute.checkpoint import Checkpoint
-from swarmnode.compute.runner import RunnerConfig, StageRunner, Work
-from swarmnode.compute.span import load_span
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.throttle import Throttle
 
 
@@ -63,8 +63,8 @@ def test_sessions_decoded_together_cost_one_pass_of_the_units_they_use(checkpoin
     runner.open("a", rows=1, max_length=64)
     runner.open("b", rows=1, max_length=64)
     runner.open("half", rows=1, max_length=64, start=0, end=2)
-    runner.run([Work("a", torch.ones((1, 32), dtype=torch.int64))])
+    runner.run([StepInput("a", torch.ones((1, 32), dtype=torch.int64))])
     assert watch.slept_s.pop() == pytest.approx(2 * span.end)
     one = torch.ones((1, 1), dtype=torch.int64)
-    runner.run([Work("a", one), Work("b", one), Work("half", one)])
+    runner.run([StepInput("a", one), StepInput("b", one), StepInput("half", one)])
     assert sorted(watch.slept_s) == [pytest.approx(2), pytest.approx(span.end)]

@@ -48,7 +48,7 @@ async def serve(network: Network) -> None:
 
 
 async def main(identity: str) -> None:
-    from swarmnode.net.engine import Engine, EngineConfig
+    from swarmnode.net.libp2p.engine import Engine, EngineConfig
 
     engine = await Engine.start(EngineConfig(Path(identity), record_validator=believes))
     await serve(engine)

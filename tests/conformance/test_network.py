@@ -20,12 +20,12 @@ import pytest_asyncio
 import uvloop
 
 from swarmnode.errors import NetworkDown, PeerLost
-from swarmnode.net.addresses import free_port
-from swarmnode.net.engine import Engine, EngineConfig
-from swarmnode.net.fake import FakeNetwork, FakeWorld
-from swarmnode.net.gate import OPEN_GATE, Gate
+from swarmnode.net.addressing.addresses import free_port
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import MAX_RECORD_BYTES, Network, PeerId, RecordValidator, Stream
+from swarmnode.net.libp2p.engine import Engine, EngineConfig
+from swarmnode.net.links.gate import OPEN_GATE, Gate
+from swarmnode.net.memory.network import FakeNetwork, FakeWorld
 from tests.conformance import puppet
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -115,7 +115,7 @@ def test_create_founds_once(tmp_path: Path) -> None:
     }
     for _ in range(2):  # as when the containers start again
         subprocess.run([*SERVICES["create"]["entrypoint"], script], cwd=tmp_path, env=environment, check=True)
-    from swarmnode.swarm.swarmfile import load_swarm
+    from swarmnode.swarm.storage.swarmfile import load_swarm
 
     founded, invited = load_swarm(tmp_path / "friends.swarm"), load_swarm(tmp_path / "friends.invite")
     assert invited.id == founded.id and invited.bootstraps == founded.bootstraps

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from swarmnode.errors import LocalError
-from swarmnode.net.from_hivemind import P2PD
 from swarmnode.net.identity import Identity, verify
+from swarmnode.net.libp2p.from_hivemind import P2PD
 
 
 def test_a_new_identity_is_kept_in_a_private_file(tmp_path: Path) -> None:

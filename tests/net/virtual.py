@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from swarmnode.net.virtual_time import run_virtual
+from swarmnode.net.memory.virtual_time import run_virtual
 
 
 def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

@@ -12,7 +12,7 @@ import pytest
 from swarmnode.bootstrap import Bootstrap
 from swarmnode.client import SwarmClient
 from swarmnode.codec.messages import HopSpec
-from swarmnode.roles.generation import Generation
+from swarmnode.roles.serving.generation import Generation
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import PROMPT, Founded, TinyModel
 from tests.node.virtual_swarm import VirtualSwarm

@@ -21,16 +21,16 @@ from swarmnode.compute.executor import WorkItem
 from swarmnode.compute.inline_executor import InlineExecutor
 from swarmnode.config import StageConfig
 from swarmnode.net.clock import Clock
-from swarmnode.net.fake import FakeWorld
-from swarmnode.net.fake import Path as NetworkPath
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.memory.network import FakeWorld
+from swarmnode.net.memory.network import Path as NetworkPath
 from swarmnode.node import Node, NodeConfig, parse_span
 from swarmnode.platform import Platform
-from swarmnode.presence import PresenceConfig
-from swarmnode.roles.founder import Bootstraps, found_swarm
-from swarmnode.roles.material import from_checkpoint
-from swarmnode.swarm.manifest import SERVE
-from swarmnode.swarm.swarmfile import Swarm, load_swarm, save_swarm
+from swarmnode.roles.creation.model_source import from_checkpoint
+from swarmnode.roles.creation.swarm_creation import Bootstraps, create_swarm
+from swarmnode.roles.host import HostConfig
+from swarmnode.swarm.records.manifest import SERVE
+from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, save_swarm
 
 LATENCY_S = 0.001
 PASS_S = 0.002  # that the device takes for whatever it does
@@ -165,7 +165,7 @@ class VirtualSwarm:
 
     def create(self, model: Path, *, mode: str = SERVE, **options: Any) -> Swarm:
         """Found the swarm on a checkpoint and write its file."""
-        swarm = found_swarm("virtual", from_checkpoint(str(model)), Bootstraps(), mode=mode, **options)
+        swarm = create_swarm("virtual", from_checkpoint(str(model)), Bootstraps(), mode=mode, **options)
         save_swarm(swarm, self.file)
         return swarm
 
@@ -178,7 +178,7 @@ class VirtualSwarm:
     async def bootstrap(self) -> Bootstrap:
         """Open the door."""
         home = self.folder / "homes" / "bootstrap"
-        door = await Bootstrap.start(self.load(), PresenceConfig(home), file=self.file, platform=self.platform())
+        door = await Bootstrap.start(self.load(), HostConfig(home), file=self.file, platform=self.platform())
         self._ends.push_async_callback(door.close)
         return door
 
@@ -194,7 +194,7 @@ class VirtualSwarm:
     ) -> VirtualMember:
         """Start a volunteer's node; does not wait. `stage` are StageConfig's fields, `swarm` an invite where not the file."""
         home = self.folder / "homes" / name
-        config = config or NodeConfig(PresenceConfig(home, name=name), StageConfig(**stage))
+        config = config or NodeConfig(HostConfig(home, name=name), StageConfig(**stage))
         config = replace(config, span=parse_span(span) if span else None)
         told: list[VirtualMember] = []
         node = Node(

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from swarmnode.compute.checkpoint import Checkpoint
-from swarmnode.compute.family import family_of
-from swarmnode.compute.runner import WANT_ALL, RunnerConfig, StageRunner, Work
-from swarmnode.compute.selfcheck import check_family
-from swarmnode.compute.span import load_span
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.family import family_of
+from swarmnode.compute.model.selfcheck import check_family
+from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.window import Window, sliding_layers
 from swarmnode.errors import CheckpointError
 from tests.numerics.families import FAMILIES, REFUSED, tiny_config
@@ -41,11 +41,12 @@ class Pipeline:
         for runner in self.runners:
             runner.open(session_id, max_length=64, **options)
 
-    def run(self, works: list[Work]) -> list[torch.Tensor]:
+    def run(self, works: list[StepInput]) -> list[torch.Tensor]:
         for runner in self.runners:
             results = runner.run(works)
             works = [
-                Work(work.session_id, result.output, work.want) for work, result in zip(works, results, strict=True)
+                StepInput(work.session_id, result.output, work.want)
+                for work, result in zip(works, results, strict=True)
             ]
         return [result.output for result in results]
 
@@ -54,7 +55,7 @@ class Pipeline:
         ids: dict[Any, list[torch.Tensor]] = {name: [] for name in inputs}
         logits: dict[Any, list[torch.Tensor]] = {name: [] for name in inputs}
         for _ in range(NEW_TOKENS):
-            outputs = self.run([Work(name, x) for name, x in inputs.items()])
+            outputs = self.run([StepInput(name, x) for name, x in inputs.items()])
             for name, output in zip(ids, outputs, strict=True):
                 logits[name].append(output)
                 ids[name].append(output.argmax(-1))
@@ -109,7 +110,7 @@ def test_split_equals_whole(family: tuple[Any, Path]) -> None:
     prompts = {length: ids[:1, :length] for length in (3, 11, 7)}
 
     pipeline.open("all", rows=1)
-    (logits,) = pipeline.run([Work("all", ids[:1], WANT_ALL)])
+    (logits,) = pipeline.run([StepInput("all", ids[:1], WANT_ALL)])
     assert difference(logits, model(ids[:1]).logits) < TOLERANCE
 
     pipeline.open("padded", rows=2, padding=PADDING)
@@ -141,7 +142,7 @@ def test_the_comparison_notices_a_wrong_weight(model_type: str, tmp_path: Path) 
     matrix = max(layer.parameters(), key=lambda parameter: parameter.numel())
     matrix.mul_(1.02)
     pipeline.open(0, rows=1)
-    (logits,) = pipeline.run([Work(0, ids, WANT_ALL)])
+    (logits,) = pipeline.run([StepInput(0, ids, WANT_ALL)])
     assert difference(logits, model(ids).logits) > 3 * TOLERANCE
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarmnode.compute.checkpoint import Checkpoint
-from swarmnode.compute.runner import WANT_ALL, RunnerConfig, StageRunner, Work
-from swarmnode.compute.span import Span, load_span
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import ModelSpan, load_span
+from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.window import ROLLBACK, Window, sliding_layers
 from swarmnode.errors import ErrorCode, ProtocolError
 from tests.numerics.families import COMMON
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Span]]:
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[ModelSpan]]:
     """The whole model, and two spans of it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -48,7 +48,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 class Spans:
     """The two spans as hops of a route, with what the whole model says to compare."""
 
-    def __init__(self, trained: tuple[Any, list[Span]], **window: int) -> None:
+    def __init__(self, trained: tuple[Any, list[ModelSpan]], **window: int) -> None:
         self.model, spans = trained
         windows = {layer: Window(size, **window) for layer, size in sliding_layers(self.model.config).items()}
         self.runners = [StageRunner(span, RunnerConfig(1 << 26, windows=windows)) for span in spans]
@@ -62,7 +62,7 @@ class Spans:
         """Logits of all positions of these inputs, together."""
         x = inputs
         for runner in self.runners:
-            results = runner.run([Work(name, tensor, WANT_ALL) for name, tensor in x.items()])
+            results = runner.run([StepInput(name, tensor, WANT_ALL) for name, tensor in x.items()])
             x = {str(result.session_id): result.output for result in results}
         return x
 
@@ -75,7 +75,7 @@ class Spans:
 
 
 @torch.inference_mode()
-def test_a_long_text_is_the_whole_models_and_windows_stay_small(trained: tuple[Any, list[Span]]) -> None:
+def test_a_long_text_is_the_whole_models_and_windows_stay_small(trained: tuple[Any, list[ModelSpan]]) -> None:
     spans = Spans(trained)
     spans.open("a")
     logits = [spans.step({"a": spans.ids[:, :300]})["a"]]
@@ -91,7 +91,7 @@ def test_a_long_text_is_the_whole_models_and_windows_stay_small(trained: tuple[A
 
 
 @torch.inference_mode()
-def test_sessions_of_many_lengths_come_and_go(trained: tuple[Any, list[Span]]) -> None:
+def test_sessions_of_many_lengths_come_and_go(trained: tuple[Any, list[ModelSpan]]) -> None:
     """Together, absent for a while, back again; each must say what it would alone."""
     spans = Spans(trained, room=8)
     lengths = {"a": 170, "b": 90, "c": 7, "d": 140}
@@ -114,7 +114,7 @@ def test_sessions_of_many_lengths_come_and_go(trained: tuple[Any, list[Span]]) -
 
 
 @torch.inference_mode()
-def test_positions_are_cut_off_and_said_anew(trained: tuple[Any, list[Span]]) -> None:
+def test_positions_are_cut_off_and_said_anew(trained: tuple[Any, list[ModelSpan]]) -> None:
     spans = Spans(trained, room=8)
     for name in ("a", "b"):
         spans.open(name)
@@ -134,7 +134,7 @@ def test_positions_are_cut_off_and_said_anew(trained: tuple[Any, list[Span]]) ->
     assert difference(again, spans.expected(spans.ids[:, :270])[:, 260:]) < TOLERANCE
 
 
-def test_a_reservation_counts_the_window_alone(trained: tuple[Any, list[Span]]) -> None:
+def test_a_reservation_counts_the_window_alone(trained: tuple[Any, list[ModelSpan]]) -> None:
     spans = Spans(trained)
     for runner in spans.runners:
         start, end = runner.span.start, runner.span.end

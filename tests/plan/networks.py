@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from swarmnode.plan.grid import Problem, Traffic
-from swarmnode.plan.scenario import FloatArray, Scenario
+from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
+from swarmnode.plan.offline.scenario import FloatArray, Scenario
 
-GPT3_XL = Traffic(activation_bytes=0.471249e9, gradient_bytes=0.65e9)  # as in arXiv 2206.01288
+GPT3_XL = MicrobatchTraffic(activation_bytes=0.471249e9, gradient_bytes=0.65e9)  # as in arXiv 2206.01288
 
 
 def network(delay_s: FloatArray, bandwidth_bps: FloatArray, regions: list[str] | None = None) -> Scenario:

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from swarmnode.plan.cost import step_s, sustained_units_per_s, transfer_s
-from swarmnode.plan.placement import Joiner, reconsider
-from swarmnode.plan.routing import find_route
+from swarmnode.plan.routes.routing import find_route
+from swarmnode.plan.spans.placement import Joiner, reconsider
 from swarmnode.plan.view import PeerView, Span, View
 
 

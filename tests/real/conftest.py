@@ -11,8 +11,8 @@ from typing import ClassVar
 import pytest
 
 from swarmnode.client import SwarmClient
-from swarmnode.localswarm import LocalSwarm, Member
-from swarmnode.swarm.swarmfile import load_swarm
+from swarmnode.localswarm import LocalSwarm, NodeProcess
+from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.llama import save_llama
 
 PROMPT = [5, 17, 3, 99, 42, 7, 256, 11]
@@ -53,7 +53,7 @@ class Stages:
     def __init__(self, local: LocalSwarm) -> None:
         self.local = local
         self.door = local.bootstrap()
-        self.nodes: dict[str, Member] = {}
+        self.nodes: dict[str, NodeProcess] = {}
         self.heal()
 
     def heal(self) -> None:
@@ -66,7 +66,7 @@ class Stages:
         for member in self.nodes.values():
             member.wait_for("ready")
 
-    def member(self, peer: str) -> Member:
+    def member(self, peer: str) -> NodeProcess:
         """The node with this peer id."""
         return next(member for member in self.nodes.values() if member.peer == peer)
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
-from swarmnode.net.parent import die_with_parent
+from swarmnode.net.libp2p.parent import die_with_parent
 
 PUBLIC = "5.5.5"
 DOORS = tuple(f"{PUBLIC}.{number}" for number in range(1, 5))

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from swarmnode.net.engine import Engine, EngineConfig
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.interfaces import Dht
-from swarmnode.swarm.announcement import State, record_validator
-from swarmnode.swarm.directory import Directory
+from swarmnode.net.libp2p.engine import Engine, EngineConfig
+from swarmnode.swarm.peers.directory import Directory
+from swarmnode.swarm.records.announcement import State, record_validator
 
 SWARM = bytes(range(32))
 ANNOUNCERS = 100

@@ -21,11 +21,11 @@ import pytest
 import pytest_asyncio
 
 from swarmnode.errors import LocalError, NetworkDown, PeerLost, UsageError
-from swarmnode.net import daemon, engine_dht
-from swarmnode.net.addresses import free_port
-from swarmnode.net.engine import Engine, EngineConfig
+from swarmnode.net.addressing.addresses import free_port
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import Stream
+from swarmnode.net.libp2p import daemon, dht
+from swarmnode.net.libp2p.engine import Engine, EngineConfig
 from tests.conformance import puppet
 
 OPTIONS = {"timeout_s": 5.0}
@@ -155,7 +155,7 @@ def parent_of_p2pd(identity: Path, body: str) -> subprocess.Popen[str]:
     script = f"""
 import asyncio, json
 from pathlib import Path
-from swarmnode.net.engine import Engine, EngineConfig
+from swarmnode.net.libp2p.engine import Engine, EngineConfig
 {body}
 async def main():
     engine = await Engine.start(EngineConfig(Path({str(identity)!r})))
@@ -188,7 +188,7 @@ def orphan(tmp_path: Path) -> Iterator[Callable[[str], tuple[psutil.Process, Pat
 
 
 OTHER_SYSTEMS = (
-    "import swarmnode.net.daemon as d; d.die_with_parent = lambda: None"  # no signal at a parent's death there
+    "import swarmnode.net.libp2p.daemon as d; d.die_with_parent = lambda: None"  # no signal at a parent's death there
 )
 
 
@@ -285,7 +285,7 @@ async def test_a_wrong_clock_is_told_and_not_fatal(
     class Fast:
         time = staticmethod(lambda: time.time() + 60)
 
-    monkeypatch.setattr(engine_dht, "time", Fast)
+    monkeypatch.setattr(dht, "time", Fast)
     first, second = await start(), await start()
     with caplog.at_level(logging.WARNING):
         assert await first.connect(await second.addresses(), **OPTIONS)
@@ -298,7 +298,7 @@ async def test_a_wrong_clock_is_told_and_not_fatal(
 
 def test_hivemind_is_taken_without_its_weight_and_left_as_if_untouched() -> None:
     script = (
-        "import sys, swarmnode.net.engine; light = {'torch', 'hivemind', 'scipy'} & set(sys.modules);"
+        "import sys, swarmnode.net.libp2p.engine; light = {'torch', 'hivemind', 'scipy'} & set(sys.modules);"
         "import hivemind, hivemind.p2p; print(light, hivemind.p2p.P2P.__name__, hivemind.DHT.__name__)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import psutil
 
 from swarmnode.client import SwarmClient
-from swarmnode.roles.generation import Generation
+from swarmnode.roles.serving.generation import Generation
 from tests.real.conftest import PROMPT, Stages, TinyModel
 
 TOKENS = 48

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swarmnode.client import SwarmClient
-from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.memory import limit_bytes_for, unit_sizes
+from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.errors import Busy, PeerRefused
 from swarmnode.localswarm import LocalSwarm
-from swarmnode.swarm.swarmfile import load_swarm
+from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.real.conftest import PROMPT, TinyModel
 
 CACHE_TOKENS = 4096

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.codec.messages import VERSION, GetManifest, Hello, Manifest
+from swarmnode.codec.messages import VERSION, GetManifest, Hello, ManifestReply
 from swarmnode.errors import ErrorCode, LocalError, NotAdmitted, PeerError
-from swarmnode.localswarm import LocalSwarm, Member
-from swarmnode.net.engine import Engine, EngineConfig
+from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.net.identity import Identity
-from swarmnode.net.link import LinkConfig
-from swarmnode.net.switchboard import Switchboard
-from swarmnode.presence import Presence, PresenceConfig
-from swarmnode.roles.sources import ask
-from swarmnode.swarm.swarmfile import Swarm, load_swarm
+from swarmnode.net.libp2p.engine import Engine, EngineConfig
+from swarmnode.net.links.link import LinkConfig
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.roles.fetching.sources import ask
+from swarmnode.roles.host import Host, HostConfig
+from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 from tests.real.conftest import PROMPT, TinyModel
 
 PASSWORD = "correct horse"
@@ -42,7 +42,7 @@ class Club:
     def invite(self, *options: str) -> str:
         return self.local.command("invite", str(self.local.file), *options).strip()
 
-    def node(self, name: str, span: str, invite: str) -> Member:
+    def node(self, name: str, span: str, invite: str) -> NodeProcess:
         return self.local.node(name, "--span", span, swarm=invite)
 
     def generate(self, invite: str, *options: str, patience_s: float = 60) -> list[int]:
@@ -99,7 +99,7 @@ async def test_a_stranger_who_knows_everything_but_has_no_invite_gets_nothing(cl
         assert not await stranger.connect(club.swarm.bootstraps, timeout_s=5), "the table let a stranger in"
         with pytest.raises(PeerError) as caught:
             async for _frame, body in ask(board, club.door.peer, GetManifest()):
-                assert not isinstance(body, Manifest)
+                assert not isinstance(body, ManifestReply)
         assert caught.value.code is ErrorCode.REFUSED
     finally:
         await board.close()
@@ -127,14 +127,14 @@ async def test_a_revoked_peer_is_out_within_a_minute_with_the_owner_offline(club
     assert time.monotonic() - started_s < MINUTE_S
     again = club.node("c", "0:3", club.invite())  # another invite, the same peer
     assert await asyncio.to_thread(again.finish, MINUTE_S) == 1 and "not admit" in again.tail()
-    newcomer = await Presence.join(
-        load_swarm(club.client_invite), PresenceConfig(club.local.folder / "n", looks_on=True), role="client"
+    newcomer = await Host.join(
+        load_swarm(club.client_invite), HostConfig(club.local.folder / "n", looks_on=True), role="client"
     )
     try:
-        assert newcomer.gatekeeper is not None
+        assert newcomer.access_control is not None
         await newcomer.wait_joined(20)
-        await newcomer.gatekeeper.exchange()
-        assert newcomer.gatekeeper.membership.revocations.covers(leaving.peer)
+        await newcomer.access_control.exchange()
+        assert newcomer.access_control.membership.revocations.covers(leaving.peer)
         assert leaving.peer not in newcomer.directory.peers()
         assert {node.peer for node in club.nodes} <= newcomer.directory.peers().keys(), "the others are there"
     finally:
@@ -156,4 +156,4 @@ async def test_the_password_and_the_key_are_needed(club: Club, tmp_path: Path) -
     with pytest.raises(LocalError, match="password is wrong"):
         club.local.command("invite", str(club.local.file), "--password-file", str(wrong))
     with pytest.raises(NotAdmitted, match="ask its owner"):
-        await Presence.join(replace(club.swarm, grant=b""), PresenceConfig(tmp_path), role="client")
+        await Host.join(replace(club.swarm, grant=b""), HostConfig(tmp_path), role="client")

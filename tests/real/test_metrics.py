@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.localswarm import LocalSwarm, Member
+from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.metrics.machine import machine
 from tests.real.prometheus import CONTRIB, Prometheus, free_port, needs_prometheus, promtool
 
@@ -96,11 +96,11 @@ class Watched:
         (self.server.targets / f"{name}.json").write_text(json.dumps(entry))
 
 
-def url_of(member: Member) -> str:
+def url_of(member: NodeProcess) -> str:
     return str(member.wait_for("metrics")["url"])
 
 
-def page(member: Member) -> str:
+def page(member: NodeProcess) -> str:
     """What a member shows Prometheus."""
     with urllib.request.urlopen(url_of(member)) as answer:
         return str(answer.read().decode())

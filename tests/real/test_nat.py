@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.localswarm import LocalSwarm, Member
+from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.net.identity import Identity
 from tests.real.conftest import PROMPT, TinyModel
 from tests.real.nat_lab import ABSENT_DOOR, DOORS, VISITOR, NatLab, lacking, reaches
@@ -48,15 +48,15 @@ def generate(local: LocalSwarm, lab: NatLab, invite: str) -> list[int]:
     return list(json.loads(local.command("generate", invite, *options, inside=lab.inside("visitor")))["ids"])
 
 
-def watch(local: LocalSwarm, lab: NatLab, home: Path) -> Member:
+def watch(local: LocalSwarm, lab: NatLab, home: Path) -> NodeProcess:
     """What `swarmnode status --watch` shows to somebody on the internet."""
     arguments = ["status", str(local.file), "--json", "--watch", "--home", str(home)]
-    member = Member("watch", arguments, home, local.environment, lab.inside("visitor"))
+    member = NodeProcess("watch", arguments, home, local.environment, lab.inside("visitor"))
     local.members.append(member)
     return member
 
 
-def shown(how: str, seen: Member) -> None:
+def shown(how: str, seen: NodeProcess) -> None:
     """Wait until the status shows that both homes are reached that way."""
     seen.wait_until(
         lambda picture: [peer["reached"] for peer in picture["peers"]] == [how] * len(SPANS), f"{how} peers", PATIENCE_S

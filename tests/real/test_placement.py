@@ -12,8 +12,8 @@ from swarmnode.client import SwarmClient
 from swarmnode.compute.memory import limit_bytes_for
 from swarmnode.demo.lesson import generate_alone
 from swarmnode.localswarm import LocalSwarm
-from swarmnode.plan.flow import bound, supply_of, throughput
-from swarmnode.swarm.swarmfile import load_swarm
+from swarmnode.plan.spans.flow import bound, supply_of, throughput
+from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.llama import save_llama
 from tests.real.conftest import PROMPT
 

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from swarmnode.cli.trace import parse_trace_id
-from swarmnode.roles.journey import Journey
+from swarmnode.roles.measuring.timeline import Timeline
 from tests.cli.command import assert_clear, swarmnode
 from tests.real.conftest import PROMPT, Stages
 
@@ -23,7 +23,9 @@ def test_trace_of_a_generation(stages: Stages, tmp_path: Path) -> None:
     done = swarmnode(*asked, home=tmp_path)
     generation = json.loads(done.stdout)
     lines = map(json.loads, done.stderr.splitlines())
-    assert generation["trace"] in [line.get("trace") for line in lines if line["logger"] == "swarmnode.roles.client"]
+    assert generation["trace"] in [
+        line.get("trace") for line in lines if line["logger"] == "swarmnode.roles.serving.client"
+    ]
     told = json.loads(swarmnode("trace", swarm, generation["trace"], "--json", home=tmp_path).stdout)
     assert [(hop["peer"], hop["span"]) for hop in told["hops"]] == [
         (hop["peer"], hop["span"]) for hop in generation["route"]
@@ -45,8 +47,8 @@ async def test_a_node_that_was_held_back_is_seen_in_the_slowest_token(stages: St
                 held.kill(signal.SIGSTOP)
                 threading.Timer(HELD_S, held.kill, [signal.SIGCONT]).start()
         assert stream.result.reroutes == 0
-        journey = Journey(await client.traces(parse_trace_id(stream.result.trace)))
-    (slowest,) = journey.slowest(1)
+        timeline = Timeline(await client.traces(parse_trace_id(stream.result.trace)))
+    (slowest,) = timeline.slowest(1)
     assert slowest.us / 1e6 > HELD_S / 2
     assert 20 <= slowest.position - len(PROMPT) < 200
     late = slowest.late

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.localswarm import LocalSwarm, Member
+from swarmnode.localswarm import LocalSwarm, NodeProcess
 
 DATA = Path(typing.__file__)
 SPANS = ("0:2", "2:4", "4:6")
@@ -73,13 +73,13 @@ class School:
     """A swarm that trains, and its nodes by name."""
 
     local: LocalSwarm
-    nodes: dict[str, Member]
+    nodes: dict[str, NodeProcess]
 
-    def start(self, name: str, span: str, *extra: str) -> Member:
+    def start(self, name: str, span: str, *extra: str) -> NodeProcess:
         self.nodes[name] = self.local.node(name, "--span", span, *(extra or ("--compress", "none")))
         return self.nodes[name]
 
-    def train(self, name: str, *extra: str) -> Member:
+    def train(self, name: str, *extra: str) -> NodeProcess:
         return self.local.trainer(name, "--log", str(self.log(name)), *SETTINGS, *extra)
 
     def log(self, name: str) -> Path:
@@ -113,7 +113,7 @@ def school(founded: Path, tmp_path: Path) -> Iterator[School]:
         yield School(local, {})
 
 
-def wait_for_step(trainer: Member, step: int) -> None:
+def wait_for_step(trainer: NodeProcess, step: int) -> None:
     trainer.wait_until(lambda line: line.get("step", -1) >= step, f"step {step}", TIMEOUT_S)
 
 

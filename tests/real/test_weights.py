@@ -10,8 +10,8 @@ import pytest
 
 from swarmnode.client import SwarmClient
 from swarmnode.localswarm import LocalSwarm
-from swarmnode.swarm.chunk_folder import used_bytes
-from swarmnode.swarm.swarmfile import load_swarm
+from swarmnode.swarm.storage.chunk_folder import used_bytes
+from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.real.conftest import PROMPT, TinyModel
 
 

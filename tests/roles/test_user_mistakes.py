@@ -14,20 +14,20 @@ import torch
 from transformers import GPT2Config
 
 from swarmnode.codec.messages import Mode, Sampling, Want
-from swarmnode.compute.assemble import assemble
 from swarmnode.compute.executor import Executor
-from swarmnode.compute.family import Family, family_of
-from swarmnode.compute.runner import RunnerConfig, StageRunner
-from swarmnode.compute.span import Span
+from swarmnode.compute.model.assemble import assemble
+from swarmnode.compute.model.family import Family, family_of
+from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.config import ClientConfig, ServerConfig
 from swarmnode.errors import ErrorCode, PeerRefused
-from swarmnode.net.fake import FakeWorld
-from swarmnode.net.link import LinkConfig
-from swarmnode.net.switchboard import Switchboard
-from swarmnode.roles.client import SESSION_PROTOCOL, ClientSession, SessionSpec, ids_entry
-from swarmnode.roles.generation import GenerateOptions, RingStream
-from swarmnode.roles.server import StageServer
-from swarmnode.roles.worker import Worker
+from swarmnode.net.links.link import LinkConfig
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.memory.network import FakeWorld
+from swarmnode.roles.serving.client import SESSION_PROTOCOL, ClientSession, SessionSpec, ids_entry
+from swarmnode.roles.serving.generation import GenerateOptions, RingStream
+from swarmnode.roles.serving.server import StageServer
+from swarmnode.roles.serving.worker import Worker
 from tests.roles.toy_swarm import HELLO, ToyRouter
 
 POSITIONS = 32
@@ -47,7 +47,7 @@ class Volunteer:
         self.network = world.join()
         self.peer = self.network.peer_id
         mine = {n: t for n, t in weights.items() if any(span[0] <= u < span[1] for u in family.units_of_tensor(n))}
-        stage = Span(family, assemble(family, mine, *span, dtype=torch.float32), *span)
+        stage = ModelSpan(family, assemble(family, mine, *span, dtype=torch.float32), *span)
         self.executor = Executor()
         self.worker = Worker(StageRunner(stage, RunnerConfig(cache_bytes=1 << 22)), self.executor)
         self.server = StageServer(self.network, HELLO, self.worker, ServerConfig(), LinkConfig())

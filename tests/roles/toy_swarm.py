@@ -20,17 +20,17 @@ from swarmnode.compute.cache_budget import CacheBudget
 from swarmnode.config import ClientConfig, ServerConfig
 from swarmnode.errors import NoRoute
 from swarmnode.ledger import MemoryLedger
-from swarmnode.net.fake import FakeWorld, Path
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.link import LinkConfig
-from swarmnode.net.switchboard import Switchboard
+from swarmnode.net.links.link import LinkConfig
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.memory.network import FakeWorld, Path
 from swarmnode.plan.view import Span
-from swarmnode.roles.client import SESSION_PROTOCOL, Route, Router
-from swarmnode.roles.experience import Experience
-from swarmnode.roles.generation import GenerateOptions, RingStream
-from swarmnode.roles.meters import SERVE, ClientMeter, StageMeter
-from swarmnode.roles.server import StageServer
-from swarmnode.roles.worker import Forward, Job, Pass, Result, Sample
+from swarmnode.roles.measuring.meters import SERVE, ClientMeter, StageMeter
+from swarmnode.roles.measuring.observed_latency import ObservedLatency
+from swarmnode.roles.serving.client import SESSION_PROTOCOL, Route, Router
+from swarmnode.roles.serving.generation import GenerateOptions, RingStream
+from swarmnode.roles.serving.server import StageServer
+from swarmnode.roles.serving.worker import ForwardHidden, Job, JobResult, Pass, Sample
 
 MODULUS = 997
 HELLO = Hello(VERSION, bytes(32), "toy")
@@ -105,19 +105,21 @@ class ToyWorker:
         if job.session in self.caches:
             job.done(job, self._result(job), Pass(ended_s - took_s, ended_s, 1))
 
-    def _result(self, job: Job) -> Result:
+    def _result(self, job: Job) -> JobResult:
         assert job.start == self.lengths[job.session], "a gap or an overlap reached the worker"
         self.lengths[job.session] = job.end
         values = [value for info, payload in job.parts for value in unpack(info, payload)][job.skip :]
         self.positions += len(values)
         first_unit, sums = self.caches[job.session]
         outputs = [step(sums, first_unit, value) for value in values]
-        if isinstance(job.then, Forward):
-            return Result(tensor=pack(outputs))
+        if isinstance(job.then, ForwardHidden):
+            return JobResult(tensor=pack(outputs))
         if isinstance(job.then, Sample):
             drawn = enumerate(outputs, job.start + 1)
-            return Result(tokens=tuple((position, (token,)) for position, token in drawn if position >= job.then.first))
-        return Result(tensor=pack(outputs[-1:])) if job.want == Want.LAST else Result()
+            return JobResult(
+                tokens=tuple((position, (token,)) for position, token in drawn if position >= job.then.first)
+            )
+        return JobResult(tensor=pack(outputs[-1:])) if job.want == Want.LAST else JobResult()
 
 
 class Volunteer:
@@ -139,7 +141,7 @@ class ToyRouter(Router):
     def __init__(self, volunteers: list[Volunteer]) -> None:
         self._volunteers = volunteers
         self.suspected: list[PeerId] = []
-        self.experience = Experience(clock=asyncio.get_running_loop().time)
+        self.observed_latency = ObservedLatency(clock=asyncio.get_running_loop().time)
 
     def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec]) -> Route:
         kept = {hop.peer for hop in keep}

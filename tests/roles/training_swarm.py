@@ -1,4 +1,4 @@
-"""A training swarm of the toy segment on the fake network: real stages, conductors and trainers, each with its crew."""
+"""A training swarm of the toy segment on the fake network: real stages, coordinators and trainers, each with its crew."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from torch import Tensor
 from swarmnode.codec.messages import VERSION, Hello
 from swarmnode.codec.training_messages import Condition, StepReport
 from swarmnode.compute.executor import Executor, Urgency
-from swarmnode.compute.graph.estimate import UnitEstimate
-from swarmnode.compute.graph.work import Work
-from swarmnode.compute.training.batches import ArrayBatches, Batches
+from swarmnode.compute.graph.costs.estimate import UnitEstimate
+from swarmnode.compute.graph.costs.work import ComputeWork
+from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches
 from swarmnode.compute.training.local import train_locally
 from swarmnode.ledger import MemoryLedger
-from swarmnode.net.fake import FakeNetwork, FakeWorld
-from swarmnode.net.gate import OPEN_GATE, Gate
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.link import LinkConfig
-from swarmnode.net.switchboard import Switchboard
-from swarmnode.roles.training.crew import Crew, ready_peers
-from swarmnode.roles.training.keeper import Keeper
+from swarmnode.net.links.gate import OPEN_GATE, Gate
+from swarmnode.net.links.link import LinkConfig
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.memory.network import FakeNetwork, FakeWorld
+from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
+from swarmnode.roles.training.coordinator.election import CoordinatorElection, ready_peers
 from swarmnode.roles.training.memory import TrainingMemory
-from swarmnode.roles.training.stage import TRAIN_PROTOCOL, TrainingStage
 from swarmnode.roles.training.trainer import Trainer
-from swarmnode.swarm.announcement import State
-from swarmnode.swarm.directory import Directory
-from swarmnode.swarm.run import Run
+from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
+from swarmnode.swarm.peers.directory import Directory
+from swarmnode.swarm.records.announcement import State
+from swarmnode.swarm.records.run import Run
 from tests.compute.training.toy import CLASSES, FEATURES, ToySegment
 
 HELLO = Hello(VERSION, bytes(32), "toy")
@@ -121,11 +121,11 @@ class ToyDirectory:
 
 def toy_estimates(_run: Run) -> list[UnitEstimate]:
     """Every unit keeps ACTIVATION_BYTES of a microbatch."""
-    return [UnitEstimate(Work(), Work(), ACTIVATION_BYTES, 0, BOUNDARY_BYTES)] * ToySegment.units
+    return [UnitEstimate(ComputeWork(), ComputeWork(), ACTIVATION_BYTES, 0, BOUNDARY_BYTES)] * ToySegment.units
 
 
 class Volunteer:
-    """A node that trains some units, and conducts when it is its turn."""
+    """A node that trains some units, and leads when it is its turn."""
 
     def __init__(
         self, network: FakeNetwork, directory: ToyDirectory, segment: ToySegment, folder: Path, gate: Gate
@@ -133,13 +133,15 @@ class Volunteer:
         self.network = network
         self.segment = segment
         self.folder = folder
-        self.keeper = Keeper(network, HELLO, LinkConfig(), folder)
+        self.checkpoint_manager = CheckpointManager(network, HELLO, LinkConfig(), folder)
         self.executor = Executor()
         self.ledger = MemoryLedger()
         memory = TrainingMemory(self.ledger, segment, toy_estimates)
         link_config = LinkConfig(gate=gate, ledger=self.ledger)
-        self.stage = TrainingStage(network, HELLO, link_config, segment, self.keeper, self.executor, memory=memory)
-        self.crew = Crew(cast("Directory", directory), self.stage, ToySegment.units)
+        self.stage = TrainingStage(
+            network, HELLO, link_config, segment, self.checkpoint_manager, self.executor, memory=memory
+        )
+        self.election = CoordinatorElection(cast("Directory", directory), self.stage, ToySegment.units)
         self.alive = True
 
     def __repr__(self) -> str:
@@ -154,14 +156,14 @@ class Volunteer:
         return self.stage.condition == Condition.READY
 
     @property
-    def conducts(self) -> bool:
-        return self.alive and self.stage.conductor == self.peer
+    def leads(self) -> bool:
+        return self.alive and self.stage.coordinator == self.peer
 
     async def close(self) -> None:
-        await self.crew.close()
+        await self.election.close()
         await self.stage.close()
         await self.executor.close()
-        await self.keeper.close()
+        await self.checkpoint_manager.close()
         await self.network.close()
 
 
@@ -192,12 +194,12 @@ class TrainingSwarm:
         segment = ToySegment(start, end, breaks=breaks)
         folder = self._folder / f"{len(self.volunteers)}"
         if disk_of is not None:
-            await disk_of.keeper.close()
+            await disk_of.checkpoint_manager.close()
             folder = disk_of.folder
         volunteer = Volunteer(network, ToyDirectory(network, self.announced), segment, folder, self._gate)
         self.volunteers.append(volunteer)
         await volunteer.stage.start()
-        volunteer.crew.start()
+        volunteer.election.start()
         self.announced.add(volunteer.peer, (start, end))
         return volunteer
 
@@ -222,8 +224,8 @@ class TrainingSwarm:
         return [volunteer for volunteer in self.volunteers if volunteer.alive]
 
     @property
-    def conductor(self) -> Volunteer | None:
-        return next((volunteer for volunteer in self.live if volunteer.conducts), None)
+    def coordinator(self) -> Volunteer | None:
+        return next((volunteer for volunteer in self.live if volunteer.leads), None)
 
     async def settled(self, steps: int) -> None:
         """Everybody has made the update of the last step."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from swarmnode.plan.scenario import Scenario
-from swarmnode.simulate.measures import Measures
-from swarmnode.simulate.model import Model
+from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.simulate.environment.model import Model
+from swarmnode.simulate.results.measures import Measures
+from swarmnode.simulate.results.summary import summary
 from swarmnode.simulate.settings import Settings
-from swarmnode.simulate.simulation import Result, Simulation
-from swarmnode.simulate.summary import summary
+from swarmnode.simulate.simulation import Simulation, SimulationResult
 
 MB = 10**6
 
@@ -42,11 +42,11 @@ def model(units: int = 8, *, parameters: int = 10 * MB, hidden: int = 1000, shar
     return Model("even", (parameters,) * units, (parameters,) * units, (2 * hidden,) * units, hidden, shared)
 
 
-def run(network: Scenario, shape: Model, settings: Settings, **more: object) -> Result:
+def run(network: Scenario, shape: Model, settings: Settings, **more: object) -> SimulationResult:
     return Simulation(network, shape, settings, **more).run()  # type: ignore[arg-type]
 
 
-def figures(result: Result) -> dict[str, object]:
+def figures(result: SimulationResult) -> dict[str, object]:
     """The summary without what this machine's clock measured."""
     return {name: value for name, value in summary(result).items() if name != "decisions"}
 

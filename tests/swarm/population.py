@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm import shards
-from swarmnode.swarm.shards import ALL, DOOR, LARGE, Shard
+from swarmnode.swarm.peers import shards
+from swarmnode.swarm.peers.shards import ALL, LARGE, SAMPLE, Shard
 
 Span = tuple[int, int]
 
@@ -39,7 +39,7 @@ class Population:
     def stands(self, peer: PeerId, span: Span) -> list[Shard]:
         """Where a peer that knows the true numbers writes."""
         peers = len(self.spans)
-        own = [DOOR] if shards.stands_at_door(peer, peers) else []
+        own = [SAMPLE] if shards.is_in_sample(peer, peers) else []
         if peers < LARGE:
             own.append(shards.own_shard(ALL, peer, peers))
         else:

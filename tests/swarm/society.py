@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from swarmnode.net.identity import Identity
-from swarmnode.swarm.certificate import admit_peer
-from swarmnode.swarm.grant import VERSION, Grant, Role, sign_grant
-from swarmnode.swarm.membership import Membership
-from swarmnode.swarm.revocation import RevocationList, nobody, sign_list
-from swarmnode.swarm.signing_key import SigningKey
+from swarmnode.swarm.records.certificate import admit_peer
+from swarmnode.swarm.records.grant import VERSION, Grant, Role, sign_grant
+from swarmnode.swarm.records.membership import Membership
+from swarmnode.swarm.records.revocation import RevocationList, nobody, sign_list
+from swarmnode.swarm.records.signing_key import SigningKey
 
 SWARM = bytes(range(32))
 OWNER = SigningKey(b"o" * 32)

@@ -13,12 +13,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from swarmnode.compute.graph.export import export_module
+from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.serialise import write_graph
 from swarmnode.errors import UsageError
-from swarmnode.swarm.content import FileContent
-from swarmnode.swarm.manifest import CAUSAL_LM, GRAPH, SERVE, TRAIN, Manifest, ModelInfo
-from swarmnode.swarm.run import Run
+from swarmnode.swarm.records.manifest import CAUSAL_LM, GRAPH, SERVE, TRAIN, Manifest, ModelInfo
+from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.storage.content import FileContent
 from swarmnode.training.preparation import NO_DATA, check_early, prepare
 
 SETTINGS = Run(data=NO_DATA, steps=3, batch=8, microbatch=0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from swarmnode.compute.checkpoint import Checkpoint
 from swarmnode.compute.graph.graph import Graph
 from swarmnode.compute.graph.layout import Layout
 from swarmnode.compute.graph.serialise import read_graph
+from swarmnode.compute.model.checkpoint import Checkpoint
 
 
 class GraphCheckpoint(Checkpoint):

@@ -81,7 +81,7 @@ class TensorType(msgspec.Struct, frozen=True):
         )
 
 
-class Input(msgspec.Struct, frozen=True):
+class GraphInput(msgspec.Struct, frozen=True):
     """An input of the module, in the order in which the data has them."""
 
     name: str
@@ -103,7 +103,7 @@ class Weight(msgspec.Struct, frozen=True):
     type: TensorType
 
 
-class Node(msgspec.Struct, frozen=True):
+class OperatorCall(msgspec.Struct, frozen=True):
     """One call of an operator. `types`: of what it returns; None where that is no tensor."""
 
     name: str
@@ -120,7 +120,7 @@ class Node(msgspec.Struct, frozen=True):
                     yield atom
 
 
-class Move(msgspec.Struct, frozen=True):
+class BufferUpdate(msgspec.Struct, frozen=True):
     """At the end of the pass, the buffer of that value name takes over a value."""
 
     buffer: str
@@ -133,10 +133,10 @@ class Graph(msgspec.Struct, frozen=True):
     `batch` is the example's; where `any_batch` is false, no other one works.
     """
 
-    inputs: tuple[Input, ...]
+    inputs: tuple[GraphInput, ...]
     weights: tuple[Weight, ...]
-    nodes: tuple[Node, ...]
-    moves: tuple[Move, ...]
+    nodes: tuple[OperatorCall, ...]
+    moves: tuple[BufferUpdate, ...]
     loss: Ref
     batch: int
     any_batch: bool

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from swarmnode.codec.body import SHARED
-from swarmnode.compute.graph.graph import BUFFER, CONSTANT, Graph, Move, Node, Ref, TensorType
+from swarmnode.compute.graph.graph import BUFFER, CONSTANT, BufferUpdate, Graph, OperatorCall, Ref, TensorType
 from swarmnode.compute.graph.operators import is_random
 from swarmnode.errors import CheckpointError
 
@@ -26,9 +26,9 @@ class Value:
 class Unit:
     """What one unit computes, and the names of the weights that it reads."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[OperatorCall, ...]
     weights: tuple[str, ...]
-    moves: tuple[Move, ...]
+    moves: tuple[BufferUpdate, ...]
 
 
 class Layout:
@@ -55,7 +55,7 @@ class Layout:
     def _collect(self, constants: set[str]) -> Iterable[Unit]:
         """The units, each with the constant nodes that it needs."""
         weights = {weight.name for weight in self.graph.weights}
-        own: list[list[Node]] = [[] for _ in range(self.graph.units)]
+        own: list[list[OperatorCall]] = [[] for _ in range(self.graph.units)]
         for node in self.graph.nodes:
             if node.name not in constants:
                 own[self._unit_of[node.name]].append(node)
@@ -119,7 +119,7 @@ class Layout:
                 refs.insert(0, teller)
 
 
-def value_types(nodes: Iterable[Node]) -> dict[Ref, TensorType]:
+def value_types(nodes: Iterable[OperatorCall]) -> dict[Ref, TensorType]:
     """Of every tensor that nodes compute."""
     types: dict[Ref, TensorType] = {}
     for node in nodes:
@@ -149,7 +149,7 @@ def constant_values(graph: Graph) -> set[str]:
     return nodes
 
 
-def _units_of(graph: Graph) -> Iterable[tuple[Node, int]]:
+def _units_of(graph: Graph) -> Iterable[tuple[OperatorCall, int]]:
     cuts = iter((*graph.cuts, len(graph.nodes)))
     cut, unit = next(cuts), 0
     for number, node in enumerate(graph.nodes):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from swarmnode.compute.graph.graph import Node, Ref
+from swarmnode.compute.graph.graph import OperatorCall, Ref
 from swarmnode.errors import CheckpointError
 
 BATCH_NORM = "aten.batch_norm.default"
@@ -111,7 +111,7 @@ def is_random(operator: str, args: tuple[Any, ...]) -> bool:
     return base in _RANDOM
 
 
-def moved_by_batch_norm(node: Node) -> tuple[str, ...]:
+def moved_by_batch_norm(node: OperatorCall) -> tuple[str, ...]:
     """Names of the buffers that the node moves while it computes."""
     if node.operator != BATCH_NORM or not node.args[5]:  # not in training mode: it only reads them
         return ()

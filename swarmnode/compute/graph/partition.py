@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
-from swarmnode.compute.graph.estimate import estimate_nodes, reference_seconds, type_bytes
+from swarmnode.compute.graph.costs.estimate import estimate_nodes, reference_seconds, type_bytes
 from swarmnode.compute.graph.graph import BUFFER, Graph, Ref
 from swarmnode.compute.graph.layout import constant_values, value_types
 

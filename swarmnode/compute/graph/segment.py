@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from swarmnode.compute.graph.arguments import argument_value, torch_constant
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
-from swarmnode.compute.graph.graph import Argument, Graph, Node, Poly, Ref, TensorType
+from swarmnode.compute.graph.graph import Argument, Graph, OperatorCall, Poly, Ref, TensorType
 from swarmnode.compute.graph.layout import Layout, Unit
 from swarmnode.compute.graph.operators import is_random, resolve
 from swarmnode.compute.training.randomness import reseed
@@ -157,7 +157,7 @@ class GraphSegment(Segment):
             is_random=any(is_random(node.operator, node.args) for node in unit.nodes),
         )
 
-    def _compile_call(self, node: Node, done: tuple[int, ...]) -> _Call:
+    def _compile_call(self, node: OperatorCall, done: tuple[int, ...]) -> _Call:
         if len(node.types) == 1:
             results: list[tuple[int | None, int]] = [(None, self._slot(Ref(node.name)))]
         else:

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from swarmnode.compute.checkpoint import SINGLE_FILE
 from swarmnode.compute.graph.arguments import torch_constant
+from swarmnode.compute.graph.exporting.reader import Exported
 from swarmnode.compute.graph.graph import (
     BUFFER,
     CONSTANT,
@@ -23,7 +23,7 @@ from swarmnode.compute.graph.graph import (
     Argument,
     Constant,
     Graph,
-    Node,
+    OperatorCall,
     Poly,
     Real,
     Ref,
@@ -31,7 +31,7 @@ from swarmnode.compute.graph.graph import (
     TensorType,
 )
 from swarmnode.compute.graph.operators import resolve
-from swarmnode.compute.graph.reader import Exported
+from swarmnode.compute.model.checkpoint import SINGLE_FILE
 from swarmnode.errors import CheckpointError
 
 GRAPH_FILE = "graph.json"
@@ -144,7 +144,7 @@ def _check_names(graph: Graph) -> dict[str, int]:
     return known
 
 
-def _check_node(node: Node, known: dict[str, int]) -> None:
+def _check_node(node: OperatorCall, known: dict[str, int]) -> None:
     _check_name(node.name, known)
     resolve(node.operator)
     if len(node.args) + len(node.kwargs) > MAX_ARGUMENTS or not 0 < len(node.types) <= MAX_RESULTS:

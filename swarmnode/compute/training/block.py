@@ -14,10 +14,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.training.diloco import OuterOptimizer
+from swarmnode.compute.training.averaging.diloco import OuterOptimizer
 from swarmnode.compute.training.optimizer import Optimizer
 from swarmnode.errors import CheckpointError, NotFinite, UsageError
-from swarmnode.swarm.run import Run
+from swarmnode.swarm.records.run import Run
 
 Changes = dict[str, Tensor]
 """What one pass changed of running statistics, by name."""

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmnode.compute.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Checkpoint, load_config
-from swarmnode.compute.lean import lean
+from swarmnode.compute.model.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Checkpoint, load_config
+from swarmnode.compute.model.lean import lean
 from swarmnode.compute.training.snapshot import write_tensors
 from swarmnode.errors import CheckpointError
-from swarmnode.swarm.content import SMALL_NAMES
+from swarmnode.swarm.storage.content import SMALL_NAMES
 
 SHARD_BYTES = 5_000_000_000
 PARTS = ("parameter/", "buffer/")  # of a block's state; the rest is the optimiser's

@@ -18,12 +18,20 @@ from torch import Tensor
 from swarmnode.codec.body import SHARED
 from swarmnode.compute.training.block import Block, Changes
 from swarmnode.compute.training.flat import FlatVector
-from swarmnode.compute.training.flight import Flight, Gradients, Piece, accumulate, flow_through, is_finite, leaves
 from swarmnode.compute.training.optimizer import clip_factor
 from swarmnode.compute.training.randomness import microbatch_seed
+from swarmnode.compute.training.saved_activations import (
+    Gradients,
+    SavedActivations,
+    SavedPiece,
+    accumulate,
+    flow_through,
+    is_finite,
+    leaves,
+)
 from swarmnode.compute.training.segment import Segment, Values
 from swarmnode.errors import NotFinite, ProtocolError
-from swarmnode.swarm.run import Run
+from swarmnode.swarm.records.run import Run
 
 
 class Learner:
@@ -44,7 +52,7 @@ class Learner:
             number: Block(number, parameters.get(number, {}), buffers.get(number, {}), run, segment.device)
             for number in sorted({*parameters, *self.counted})
         }
-        self._flights: dict[int, Flight] = {}
+        self._saved: dict[int, SavedActivations] = {}
 
     def __repr__(self) -> str:
         counts = [bin(mask).count("1") for mask in self.counted.values()]
@@ -61,7 +69,7 @@ class Learner:
     @property
     def in_flight(self) -> int:
         """Forward passes that wait for their gradients."""
-        return len(self._flights)
+        return len(self._saved)
 
     @property
     def gradient_bytes(self) -> int:
@@ -80,21 +88,21 @@ class Learner:
 
         Raises ValueError for a lease that is in flight, an index or units that do not exist, NotFinite for NaN or infinity.
         """
-        if lease in self._flights:
+        if lease in self._saved:
             raise ValueError(f"lease {lease} is in flight already")
         if not 0 <= index < self.run.microbatches:
             raise ValueError(f"no microbatch {index}: a step has {self.run.microbatches}")
         if not self.segment.start <= start < end <= self.segment.end:
             raise ValueError(f"units [{start}:{end}) are not among [{self.segment.start}:{self.segment.end})")
-        flight = Flight(index, start, end, [], (), {})
+        saved = SavedActivations(index, start, end, [], (), {})
         cuts = range(start, end + 1) if self.recompute else self._cuts(index, start, end)
         outputs = values
         for piece_start, piece_end in pairwise(cuts):
-            outputs = self._fly(flight, piece_start, piece_end, outputs)
+            outputs = self._fly(saved, piece_start, piece_end, outputs)
         if not is_finite(outputs):
             self._blame(index, start, end, values)
-        flight.shapes = tuple(output.shape for output in outputs)
-        self._flights[lease] = flight
+        saved.shapes = tuple(output.shape for output in outputs)
+        self._saved[lease] = saved
         return outputs
 
     def backward(self, lease: int, grads: Sequence[Tensor | None]) -> Gradients:
@@ -104,35 +112,34 @@ class Learner:
         is not in flight or another one was counted meanwhile by some of its units, ProtocolError for gradients that do not
         fit, NotFinite for NaN or infinity. The lease is over in any case.
         """
-        flight = self._flights.pop(lease, None)
-        if flight is None:
+        saved = self._saved.pop(lease, None)
+        if saved is None:
             raise ValueError(f"lease {lease} is not in flight")
-        units = [unit for unit in range(flight.start, flight.end) if not self._has(unit, flight.index)]
+        units = [unit for unit in range(saved.start, saved.end) if not self._has(unit, saved.index)]
         if any(
-            len({self._has(unit, flight.index) for unit in range(piece.start, piece.end)}) > 1
-            for piece in flight.pieces
+            len({self._has(unit, saved.index) for unit in range(piece.start, piece.end)}) > 1 for piece in saved.pieces
         ):
-            raise ValueError(f"microbatch {flight.index} was counted meanwhile for some of the units")
-        if flight.end == self.segment.units:
-            grads = (*grads, torch.full(flight.shapes[0], 1 / self.run.microbatches))
-        _check_gradients(flight, grads)
+            raise ValueError(f"microbatch {saved.index} was counted meanwhile for some of the units")
+        if saved.end == self.segment.units:
+            grads = (*grads, torch.full(saved.shapes[0], 1 / self.run.microbatches))
+        _check_gradients(saved, grads)
         try:
-            inputs = self._fly_back(flight, grads)
+            inputs = self._fly_back(saved, grads)
         except RuntimeError:  # out of memory: nobody knows what the accumulators hold now, so nothing counts
             self.discard()
             raise
         for unit in units:
-            self._blocks[unit].count(flight.changes[unit])
-            self.counted[unit] |= 1 << flight.index
+            self._blocks[unit].count(saved.changes[unit])
+            self.counted[unit] |= 1 << saved.index
         return inputs
 
     def drop(self, lease: int) -> None:
         """Forget a forward pass that will not come back; an unknown lease is no error."""
-        self._flights.pop(lease, None)
+        self._saved.pop(lease, None)
 
     def discard(self) -> None:
         """Forget everything of this step: accumulators, masks, passes in flight."""
-        self._flights.clear()
+        self._saved.clear()
         self.counted = dict.fromkeys(self.counted, 0)
         for block in self._blocks.values():
             block.sums_N.zero_()
@@ -145,25 +152,25 @@ class Learner:
         inside = range(start + 1, end)
         return [start, *(unit for unit in inside if self._has(unit - 1, index) != self._has(unit, index)), end]
 
-    def _fly(self, flight: Flight, start: int, end: int, values: Values) -> Values:
+    def _fly(self, saved: SavedActivations, start: int, end: int, values: Values) -> Values:
         """The pass through one more piece, units [start, end)."""
         inputs = leaves(values, start)
         keep = not self.recompute or end == self.segment.units
         with torch.set_grad_enabled(keep):
-            outputs, changes = self._compute(flight.index, start, end, inputs)
-        flight.pieces.append(Piece(start, end, inputs, outputs if keep else None))
-        flight.changes.update(changes)
+            outputs, changes = self._compute(saved.index, start, end, inputs)
+        saved.pieces.append(SavedPiece(start, end, inputs, outputs if keep else None))
+        saved.changes.update(changes)
         return tuple(output.detach() for output in outputs)
 
-    def _fly_back(self, flight: Flight, grads: Sequence[Tensor | None]) -> Gradients:
+    def _fly_back(self, saved: SavedActivations, grads: Sequence[Tensor | None]) -> Gradients:
         """Through the pieces in reverse order, each forgotten when it is done."""
-        while flight.pieces:
-            piece = flight.pieces.pop()
+        while saved.pieces:
+            piece = saved.pieces.pop()
             outputs = piece.outputs
             if outputs is None:
                 with torch.enable_grad():
-                    outputs, _ = self._compute(flight.index, piece.start, piece.end, piece.inputs)
-            go_back = flow_through if self._has(piece.start, flight.index) else accumulate
+                    outputs, _ = self._compute(saved.index, piece.start, piece.end, piece.inputs)
+            go_back = flow_through if self._has(piece.start, saved.index) else accumulate
             grads = go_back(outputs, grads, piece.inputs)
             del piece, outputs
         return tuple(grads)
@@ -221,12 +228,12 @@ class Learner:
         count = self.count_of(block)
         return self.run.microbatches / count if count else 0.0
 
-    def ways(self, blocks: Sequence[int]) -> Tensor:
+    def pseudo_gradients(self, blocks: Sequence[int]) -> Tensor:
         """How far the values of these blocks came since the replicas last averaged: a flat vector_N, shaped as `gradient`."""
-        way_N = torch.empty(len(self.gradient(blocks)), device=self.segment.device)
-        for block, part in zip(blocks, self._split(blocks, way_N), strict=True):
+        pseudo_gradient_N = torch.empty(len(self.gradient(blocks)), device=self.segment.device)
+        for block, part in zip(blocks, self._split(blocks, pseudo_gradient_N), strict=True):
             self._blocks[block].way(out_N=part)
-        return way_N
+        return pseudo_gradient_N
 
     def commit(
         self,
@@ -235,19 +242,20 @@ class Learner:
         *,
         summed: Collection[int] | None = None,
         apart: Collection[int] = (),
-        ways: Mapping[tuple[int, ...], Tensor] = MappingProxyType({}),
+        pseudo_gradients: Mapping[tuple[int, ...], Tensor] = MappingProxyType({}),
     ) -> None:
         """Update parameters and go on to the next step.
 
         `summed`: blocks whose gradient all replicas agree on (None: all): `sums` has the flat sums by groups of blocks, others
-        take their own accumulators. `apart`: blocks that take the mean of what was counted here. `ways`: the mean of the
+        take their own accumulators. `apart`: blocks that take the mean of what was counted here. `pseudo_gradients`:
+        the mean of the
         replicas' ways, where they average. Blocks that are named nowhere stay as they are. `norm`: the gradient's, over
         all units of the model. What is in flight is dropped.
         Raises ValueError, changing nothing, where a vector has the wrong length, and NotFinite.
         """
         if not math.isfinite(norm):
             raise NotFinite(f"step {self.step}: the norm of the gradient is {norm}", unit=self.segment.start)
-        agreed, averaged = self._by_block(sums), self._by_block(ways)
+        agreed, averaged = self._by_block(sums), self._by_block(pseudo_gradients)
         factor = clip_factor(self.run.clip, norm)
         for number, block in self._blocks.items():
             if number in averaged:
@@ -297,12 +305,12 @@ class Learner:
         self._blocks[block].load(tensors)
 
 
-def _check_gradients(flight: Flight, grads: Sequence[Tensor | None]) -> None:
+def _check_gradients(saved: SavedActivations, grads: Sequence[Tensor | None]) -> None:
     """Raises ProtocolError where they do not fit what left, NotFinite for NaN or infinity."""
-    if len(grads) != len(flight.shapes):
-        raise ProtocolError(f"{len(grads)} gradients for {len(flight.shapes)} values at boundary {flight.end}")
-    for gradient, shape in zip(grads, flight.shapes, strict=True):
+    if len(grads) != len(saved.shapes):
+        raise ProtocolError(f"{len(grads)} gradients for {len(saved.shapes)} values at boundary {saved.end}")
+    for gradient, shape in zip(grads, saved.shapes, strict=True):
         if gradient is not None and gradient.shape != shape:
             raise ProtocolError(f"a gradient of shape {tuple(gradient.shape)} for a value of shape {tuple(shape)}")
     if not is_finite(grads):
-        raise NotFinite(f"the gradient that came back from unit {flight.end} is NaN or infinite", unit=flight.end)
+        raise NotFinite(f"the gradient that came back from unit {saved.end} is NaN or infinite", unit=saved.end)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmnode.codec.body import SHARED
-from swarmnode.compute.checkpoint import Checkpoint
-from swarmnode.compute.linear import speed_up_linears
-from swarmnode.compute.span import Span, load_model
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.linear import speed_up_linears
+from swarmnode.compute.model.span import ModelSpan, load_model
 from swarmnode.compute.training.randomness import reseed
 from swarmnode.compute.training.segment import Segment, Values
 from swarmnode.errors import ProtocolError
@@ -26,7 +26,7 @@ NO_LABEL = -100
 class SpanSegment(Segment):
     """Units of a causal language model. Takes over the span's model: training mode, gradients, seeded dropout."""
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: ModelSpan) -> None:
         self.span = span
         self.start, self.end = span.start, span.end
         self.units = span.family.units
@@ -106,10 +106,10 @@ def load_segment(checkpoint: Checkpoint, start: int, end: int, *, device: torch.
     model.to(device)
     for parameter in model.parameters():  # a mapped file would be copied page by page in the midst of training
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
-    return SpanSegment(Span(checkpoint.family, model, start, end))
+    return SpanSegment(ModelSpan(checkpoint.family, model, start, end))
 
 
-def load_twin(checkpoint: Checkpoint, segment: SpanSegment) -> Span:
+def load_twin(checkpoint: Checkpoint, segment: SpanSegment) -> ModelSpan:
     """A span for serving that shares a segment's memory, and so answers with whatever the training has made of it by then.
 
     It has no dropout and no gradients.
@@ -122,4 +122,4 @@ def load_twin(checkpoint: Checkpoint, segment: SpanSegment) -> Span:
     for name, buffer in model.named_buffers():
         buffer.data = held[name].data
     speed_up_linears(model)
-    return Span(checkpoint.family, model, segment.start, segment.end)
+    return ModelSpan(checkpoint.family, model, segment.start, segment.end)

@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from swarmnode.compute.training.batches import Batches
+from swarmnode.compute.training.datasets.batches import Batches
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Segment, Values
 from swarmnode.errors import UsageError
-from swarmnode.swarm.run import Run, check_run
+from swarmnode.swarm.records.run import Run, check_run
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepSummary:
     """One step that is over: its mean loss and gradient norm before clipping, and how fast it went. `peers` computed it."""
 
     step: int
@@ -28,7 +28,7 @@ class StepReport:
 
 def train_locally(
     segment: Segment, run: Run, batches: Batches, *, clock: Callable[[], float] = time.perf_counter
-) -> Iterator[StepReport]:
+) -> Iterator[StepSummary]:
     """Train the whole model, a report for each step. Raises UsageError where run, data and model do not fit, NotFinite.
 
     A step whose loss or gradient is not finite is not committed: the parameters stay as the last good step left them.
@@ -46,7 +46,7 @@ def train_locally(
         learner.commit({}, norm)
         step_s = clock() - began_s
         tokens = run.batch * max(1, run.sequence)
-        yield StepReport(step, math.fsum(losses) / len(losses), step_s, tokens / max(step_s, 1e-9), 1, norm)
+        yield StepSummary(step, math.fsum(losses) / len(losses), step_s, tokens / max(step_s, 1e-9), 1, norm)
 
 
 def _pass(learner: Learner, values: Values, number: int) -> float:

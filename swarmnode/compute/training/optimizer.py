@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from swarmnode.swarm.run import Run
+from swarmnode.swarm.records.run import Run
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 FUSED_DEVICES = ("cpu", "cuda")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.errors import CheckpointError
-from swarmnode.swarm.states import StateStore
+from swarmnode.swarm.storage.states import StateStore
 
 HEADER_ALIGNMENT = 8
 DTYPE_NAMES = {

@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from swarmnode.codec.training_messages import MAX_PULLED, Part
-from swarmnode.compute.training.parts import Contribution, Encoded, cut, longest_part
-from swarmnode.compute.training.round import Round
+from swarmnode.compute.training.averaging.parts import Contribution, Encoded, cut, longest_part
+from swarmnode.compute.training.averaging.round import Round
 from swarmnode.errors import ProtocolError
 from swarmnode.net.deadlines import Deadline
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.switchboard import Switchboard
+from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.roles.training.partner import AttemptId, Chunk, Partner
 from swarmnode.roles.training.progress import Patience

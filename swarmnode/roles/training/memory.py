@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from swarmnode.compute.graph.estimate import UnitEstimate
+from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.training.heap import give_back_large_tensors
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Segment
 from swarmnode.errors import CheckpointError
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 from swarmnode.plan.view import Span
-from swarmnode.swarm.run import Run
+from swarmnode.swarm.records.run import Run
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ import msgspec
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error
 from swarmnode.codec.training_messages import MAX_PULLED, Failed, Part, Pull, Waiting
-from swarmnode.compute.training.parts import LARGEST_PART, Encoded
+from swarmnode.compute.training.averaging.parts import LARGEST_PART, Encoded
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.switchboard import Channel, Switchboard
+from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.roles.training.progress import Patience, Progress
 
 MAX_CHUNK_BYTES = 4 * LARGEST_PART + 4096  # no codec makes more of a part
@@ -63,12 +63,12 @@ class Partner:
             True: deque(),
         }  # by `agreed`, in the order in which they came
         self._outgoing: Channel | None = None  # on which it pulls
-        self._grants = 0  # chunks that we may still send
+        self._outstanding_leases = 0  # chunks that we may still send
         self._sending = asyncio.Lock()
 
     def __repr__(self) -> str:
         waiting = sum(map(len, self._chunks.values()))
-        return f"<Partner {self.peer}: {waiting} chunks here, {self._granted} granted, {self._grants} to be sent>"
+        return f"<Partner {self.peer}: {waiting} chunks here, {self._granted} granted, {self._outstanding_leases} to be sent>"
 
     # -- what comes
 
@@ -115,17 +115,17 @@ class Partner:
         """It asks for chunks. Who asks a second time gives up the first conversation."""
         if self._outgoing is not None:
             self._outgoing.close(Error(ErrorCode.STALE))
-        self._outgoing, self._grants = channel, 0
+        self._outgoing, self._outstanding_leases = channel, 0
         channel.on_frame = lambda _frame, body: self._hear_outgoing(channel, body)
         channel.on_lost = self.progress.fail
         self._grant(chunks)
 
     async def push(self, head: Part, encoded: Encoded) -> None:
         """Send a chunk as soon as it is asked for, and wait until the link has taken it."""
-        await self.progress.until(lambda: self._grants > 0, "it takes nothing")
+        await self.progress.until(lambda: self._outstanding_leases > 0, "it takes nothing")
         channel = self._outgoing
         assert channel is not None
-        self._grants -= 1
+        self._outstanding_leases -= 1
         async with self._sending:  # one after another: what waits to be sent waits here, and not in the link's queue
             channel.send(msgspec.structs.replace(head, values=(encoded[0],)), payload=[encoded[1]])
             await channel.drain()
@@ -136,14 +136,14 @@ class Partner:
         if isinstance(body, Pull) and AttemptId(body.term, body.step, body.attempt) == self._attempt:
             self._grant(body.chunks)
         elif isinstance(body, End):  # it has all that it needs; what we wait for may still be on its way
-            self._outgoing, self._grants = None, 0
+            self._outgoing, self._outstanding_leases = None, 0
         else:
             self._hear_other(body, channel)
 
     def _grant(self, chunks: int) -> None:
-        self._grants += chunks
-        if self._grants > MAX_PULLED:
-            self._break_rules(f"{self._grants} parts pulled at once", self._outgoing)
+        self._outstanding_leases += chunks
+        if self._outstanding_leases > MAX_PULLED:
+            self._break_rules(f"{self._outstanding_leases} parts pulled at once", self._outgoing)
         self.progress.acted()
 
     # -- both

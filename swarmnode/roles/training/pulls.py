@@ -6,7 +6,7 @@ from swarmnode.codec.messages import Body, End, Error
 from swarmnode.codec.training_messages import MAX_MEMBERS, MAX_PULLED, Pull
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.switchboard import Channel
+from swarmnode.net.links.switchboard import Channel
 from swarmnode.roles.training.partner import AttemptId
 
 MAX_EARLY = 2 * MAX_MEMBERS  # of strangers, too: nobody knows yet who the members are

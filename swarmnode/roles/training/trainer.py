@@ -9,13 +9,13 @@ from collections.abc import Callable
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Fault
 from swarmnode.codec.training_messages import Backward, Done, Failed, Forward, Lease, StepReport, Stopped, Work
-from swarmnode.compute.training.batches import Batches
+from swarmnode.compute.training.datasets.batches import Batches
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerRefused, SwarmnodeError, UsageError, refusal
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.switchboard import Channel, Switchboard
+from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
-from swarmnode.roles.training.values import encode_values
-from swarmnode.swarm.run import Run, encode_run
+from swarmnode.roles.training.worker.values import encode_values
+from swarmnode.swarm.records.run import Run, encode_run
 
 log = logging.getLogger(__name__)
 
@@ -24,18 +24,18 @@ RETRY_S = 0.3
 
 
 class Trainer:
-    """`conductors` yields the peers that may conduct, the likeliest first. `train` returns when all steps are done."""
+    """`coordinators` yields the peers that may lead, the likeliest first. `train` returns when all steps are done."""
 
     def __init__(
         self,
         switchboard: Switchboard,
-        conductors: Callable[[], list[PeerId]],
+        coordinators: Callable[[], list[PeerId]],
         run: Run,
         batches: Batches,
         on_step: Callable[[StepReport], None],
     ) -> None:
         self._switchboard = switchboard
-        self._conductors = conductors
+        self._coordinators = coordinators
         self._run = run
         self._batches = batches
         self._on_step = on_step
@@ -49,10 +49,10 @@ class Trainer:
         NotFinite where the loss is."""
         named: PeerId | None = None
         while not stop.is_set():
-            for peer in [named] if named is not None else self._conductors():
-                shift = _Shift(self._switchboard, peer, self._run, self._batches, self._report)
-                stopped = await shift.work(self._next_step, stop)
-                named = shift.redirected
+            for peer in [named] if named is not None else self._coordinators():
+                session = _FeedingSession(self._switchboard, peer, self._run, self._batches, self._report)
+                stopped = await session.work(self._next_step, stop)
+                named = session.redirected
                 if stopped is not None:
                     return self._finish(stopped)
                 if named is not None or stop.is_set():
@@ -72,7 +72,7 @@ class Trainer:
         return stopped.step
 
     def _report(self, report: StepReport) -> None:
-        """Each step is reported once, whichever conductor tells of it."""
+        """Each step is reported once, whichever coordinator tells of it."""
         if not report.missing:
             if report.step < self._next_step:
                 return
@@ -80,20 +80,20 @@ class Trainer:
         self._on_step(report)
 
 
-class _Shift:
-    """Working for one conductor. `redirected`: who conducts instead, if that is what it said."""
+class _FeedingSession:
+    """Working for one coordinator. `redirected`: who leads instead, if that is what it said."""
 
     def __init__(
         self,
         switchboard: Switchboard,
-        conductor: PeerId,
+        coordinator: PeerId,
         run: Run,
         batches: Batches,
         on_report: Callable[[StepReport], None],
     ) -> None:
         self.redirected: PeerId | None = None
         self._switchboard = switchboard
-        self._conductor = conductor
+        self._coordinator = coordinator
         self._run = run
         self._batches = batches
         self._on_report = on_report
@@ -102,14 +102,14 @@ class _Shift:
         self._feeding = Tasks("trainer")
 
     def __repr__(self) -> str:
-        return f"<Shift for {self._conductor}>"
+        return f"<Shift for {self._coordinator}>"
 
     async def work(self, since: int, stop: asyncio.Event) -> Stopped | None:
-        """Until the conductor says that the run is over; None where it is lost or does not conduct. Raises UsageError."""
+        """Until the coordinator says that the run is over; None where it is lost or does not lead. Raises UsageError."""
         stopping = asyncio.ensure_future(stop.wait())
         stopping.add_done_callback(lambda _: self._end(None))
         try:
-            self._channel = await self._switchboard.call(self._conductor, self._hear, lambda _error: self._end(None))
+            self._channel = await self._switchboard.call(self._coordinator, self._hear, lambda _error: self._end(None))
             self._channel.send(Work(encode_run(self._run), WANT, since))
             return await self._over
         except PeerRefused as error:
@@ -120,7 +120,7 @@ class _Shift:
                 ) from None
             return None
         except SwarmnodeError as error:
-            log.info("conductor %s: %s", self._conductor, error)
+            log.info("coordinator %s: %s", self._coordinator, error)
             return None
         finally:
             stopping.cancel()
@@ -145,12 +145,12 @@ class _Shift:
             self._end(None)
         elif isinstance(body, Error):
             if not self._over.done():
-                self._over.set_exception(refusal(body.code, peer=self._conductor))
+                self._over.set_exception(refusal(body.code, peer=self._coordinator))
         elif isinstance(body, End):
             self._end(None)
 
     async def _feed(self, lease: Lease) -> None:
-        """One microbatch there and back, and word of it to the conductor."""
+        """One microbatch there and back, and word of it to the coordinator."""
         try:
             done = await self._send(lease)
             self._tell(Done(lease.lease, done.loss))

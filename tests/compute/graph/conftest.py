@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.compute.graph.export import export_module
+from swarmnode.compute.graph.exporting.export import export_module
+from swarmnode.compute.graph.exporting.reader import Exported
 from swarmnode.compute.graph.partition import partition
-from swarmnode.compute.graph.reader import Exported
 from swarmnode.compute.graph.serialise import write_graph
 from tests.compute.graph.models import batch_of, build
 

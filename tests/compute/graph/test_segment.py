@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.body import SHARED
-from swarmnode.compute.graph.estimate import estimate_units
-from swarmnode.compute.graph.export import export_module
+from swarmnode.compute.graph.costs.estimate import estimate_units
+from swarmnode.compute.graph.costs.rates import REFERENCE
+from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.partition import balance, partition
-from swarmnode.compute.graph.rates import REFERENCE
 from swarmnode.compute.graph.segment import GraphSegment, load_segment
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import CheckpointError, ProtocolError
-from swarmnode.swarm.run import Run
+from swarmnode.swarm.records.run import Run
 from tests.compute.graph.models import Awkward, batch_of, build, loss_of
 
 KINDS = ("awkward", "unet", "gpt2", "resnet")

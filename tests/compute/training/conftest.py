@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from swarmnode.compute.checkpoint import Checkpoint
+from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
-from swarmnode.swarm.run import Run
+from swarmnode.swarm.records.run import Run
 
 VOCABULARY = 99
 SAMPLES, LENGTH = 2, 12

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarmnode.compute.checkpoint import Checkpoint
+from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import CheckpointError, NotFinite, ProtocolError, UsageError
 from tests.compute.training.conftest import (

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from swarmnode.codec.body import SHARED
-from swarmnode.compute.checkpoint import Checkpoint
+from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.errors import ProtocolError
-from swarmnode.swarm.run import Run
+from swarmnode.swarm.records.run import Run
 from tests.compute.training.conftest import (
     MICROBATCHES,
     VOCABULARY,

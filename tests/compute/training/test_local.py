@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from swarmnode.compute.checkpoint import Checkpoint
-from swarmnode.compute.training.batches import ArrayBatches, TokenBatches
-from swarmnode.compute.training.corpus import read_corpus
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.training.datasets.batches import ArrayBatches, TokenBatches
+from swarmnode.compute.training.datasets.corpus import read_corpus
 from swarmnode.compute.training.lm import load_segment
-from swarmnode.compute.training.local import StepReport, train_locally
+from swarmnode.compute.training.local import StepSummary, train_locally
 from swarmnode.errors import NotFinite, UsageError
 from tests.compute.training.conftest import VOCABULARY, make_run
 from tests.compute.training.toy import CLASSES, FEATURES, ToySegment
@@ -30,7 +30,7 @@ def text() -> TokenBatches:
     return TokenBatches(tokens, VOCABULARY)
 
 
-def learn(checkpoint: Checkpoint, text: TokenBatches) -> list[StepReport]:
+def learn(checkpoint: Checkpoint, text: TokenBatches) -> list[StepSummary]:
     run = make_run(data=text.fingerprint, steps=STEPS, learning_rate=1e-2, sequence=16, batch=12, microbatch=4)
     segment = load_segment(checkpoint, 0, checkpoint.units)
     return list(train_locally(segment, run, text))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from swarmnode.compute.training.optimizer import Optimizer, clip_factor
-from swarmnode.swarm.run import Run
+from swarmnode.swarm.records.run import Run
 from tests.compute.training.conftest import make_run
 
 

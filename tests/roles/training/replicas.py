@@ -16,11 +16,11 @@ from swarmnode.compute.executor import Urgency
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Segment, Values
 from swarmnode.errors import ErrorCode
-from swarmnode.net.fake import FakeWorld, Path
-from swarmnode.net.link import LinkConfig
-from swarmnode.net.switchboard import Channel, Switchboard
-from swarmnode.roles.training.reducer import Agreed, Reducer
-from swarmnode.swarm.run import Averaging, Run
+from swarmnode.net.links.link import LinkConfig
+from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.net.memory.network import FakeWorld, Path
+from swarmnode.roles.training.averaging.all_reduce import Agreed, AllReducer
+from swarmnode.swarm.records.run import Averaging, Run
 
 HELLO = Hello(VERSION, bytes(32), "test")
 PROTOCOL = "/test/train/1"
@@ -74,7 +74,7 @@ class Replica:
         config = LinkConfig(clock=asyncio.get_running_loop().time)
         self.board = Switchboard(self.network, PROTOCOL, HELLO, config, accept=self._accept)
         self.executor: Any = AtOnce()
-        self.reducer = Reducer(self.peer, self.board, self.executor)
+        self.all_reducer = AllReducer(self.peer, self.board, self.executor)
         run = Run(data=bytes(32), steps=9, batch=8, microbatch=1, averaging=averaging)
         self.learner = Learner(VectorSegment(elements, units), run)
         generator = torch.Generator().manual_seed(sum(self.peer.encode()))
@@ -82,17 +82,17 @@ class Replica:
             self.learner.gradient([unit]).split([elements])[0].normal_(generator=generator)
 
     def __repr__(self) -> str:
-        return f"<Replica {self.peer} {self.reducer!r}>"
+        return f"<Replica {self.peer} {self.all_reducer!r}>"
 
     def _accept(self, channel: Channel, _frame: Frame, body: Body) -> None:
         if isinstance(body, Pull):
-            self.reducer.hear(channel, body)
+            self.all_reducer.hear(channel, body)
         else:
             channel.close(Error(ErrorCode.MALFORMED))
 
     def reduce(self, groups: Sequence[Group], attempt: int = 0, *, listening: bool = False) -> asyncio.Task[Agreed]:
         own = tuple(group for group in groups if any(member.peer == self.peer for member in group.members))
-        work = self.reducer.reduce(1, Reduce(0, attempt, own), self.learner, listening=listening)
+        work = self.all_reducer.reduce(1, Reduce(0, attempt, own), self.learner, listening=listening)
         return asyncio.ensure_future(work)
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, HopSpec
-from swarmnode.codec.training_messages import Begin, Condition, Conduct, Forward, Status
+from swarmnode.codec.training_messages import Begin, Condition, Forward, Lead, Status
 from swarmnode.compute.executor import Executor
 from swarmnode.errors import PeerError
-from swarmnode.net.fake import FakeWorld
-from swarmnode.net.link import LinkConfig
-from swarmnode.net.switchboard import Channel, Switchboard
-from swarmnode.roles.training.keeper import Keeper
-from swarmnode.roles.training.stage import TRAIN_PROTOCOL, TrainingStage
-from swarmnode.roles.training.values import encode_values
-from swarmnode.swarm.run import encode_run
+from swarmnode.net.links.link import LinkConfig
+from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.net.memory.network import FakeWorld
+from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
+from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
+from swarmnode.roles.training.worker.values import encode_values
+from swarmnode.swarm.records.run import encode_run
 from tests.compute.training.toy import ToySegment, toy_values
 from tests.roles.training_swarm import HELLO, toy_batches, toy_run
 
@@ -58,10 +58,12 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         world = FakeWorld(seed=1)
         self.networks = [world.join() for _ in range(3)]
-        keeper = Keeper(self.networks[0], HELLO, LinkConfig(), folder)
-        self.keeper = keeper
+        checkpoint_manager = CheckpointManager(self.networks[0], HELLO, LinkConfig(), folder)
+        self.checkpoint_manager = checkpoint_manager
         self.executor = Executor()
-        self.stage = TrainingStage(self.networks[0], HELLO, LinkConfig(), ToySegment(), keeper, self.executor)
+        self.stage = TrainingStage(
+            self.networks[0], HELLO, LinkConfig(), ToySegment(), checkpoint_manager, self.executor
+        )
         self.boards = [Switchboard(network, TRAIN_PROTOCOL, HELLO, LinkConfig()) for network in self.networks[1:]]
         self.peer = self.networks[0].peer_id
 
@@ -73,10 +75,10 @@ class Scene:
     async def talk(self, board: int = 0) -> Talk:
         return await Talk.begin(self.boards[board], self.peer)
 
-    async def conduct(self) -> Talk:
-        """A conductor whose run has begun."""
+    async def lead(self) -> Talk:
+        """A coordinator whose run has begun."""
         line = await self.talk()
-        assert isinstance(await line.ask(Conduct(TERM)), Status)
+        assert isinstance(await line.ask(Lead(TERM)), Status)
         status = await line.ask(Begin(encode_run(RUN)))
         assert isinstance(status, Status) and status.condition == Condition.READY
         return line
@@ -95,6 +97,6 @@ class Scene:
             await board.close()
         await self.stage.close()
         await self.executor.close()
-        await self.keeper.close()
+        await self.checkpoint_manager.close()
         for network in self.networks:
             await network.close()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.compute.graph.estimate import UnitEstimate
-from swarmnode.compute.graph.work import Work
+from swarmnode.compute.graph.costs.estimate import UnitEstimate
+from swarmnode.compute.graph.costs.work import ComputeWork
 from swarmnode.compute.training.learner import Learner
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.roles.training.memory import TrainingMemory, segment_bytes
-from swarmnode.swarm.run import Run
+from swarmnode.swarm.records.run import Run
 from tests.compute.training.toy import ToySegment
 from tests.roles.training_swarm import toy_batches, toy_run
 
@@ -18,7 +18,7 @@ KEPT, ENTERS = 1000, 10  # bytes by unit and microbatch
 
 
 def estimates(_run: Run) -> list[UnitEstimate]:
-    return [UnitEstimate(Work(), Work(), KEPT, 0, ENTERS)] * ToySegment.units
+    return [UnitEstimate(ComputeWork(), ComputeWork(), KEPT, 0, ENTERS)] * ToySegment.units
 
 
 def test_everything_is_counted_and_comes_back() -> None:

@@ -1,0 +1,73 @@
+"""What all roles share that can be watched: the options of metrics and logs, and how metrics are served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from swarmnode.cli.terminal.console import print_json
+from swarmnode.metrics.metric import Source
+
+
+def _port_option(envvar: str | None = None) -> Any:
+    return typer.Option(
+        None,
+        "--metrics-port",
+        envvar=envvar,
+        metavar="PORT",
+        min=0,
+        max=65535,
+        help="Serve metrics for Prometheus at this port; 0 takes a free one; default: none.",
+        show_default=False,
+    )
+
+
+METRICS_PORT = _port_option()
+# Of commands that stay. The others may be called beside one of these, in its container, where its port is taken.
+SERVICE_METRICS_PORT = _port_option("SWARMNODE_METRICS_PORT")
+METRICS_HOST = typer.Option(
+    "127.0.0.1",
+    "--metrics-host",
+    envvar="SWARMNODE_METRICS_HOST",
+    metavar="ADDRESS",
+    help="Where to serve metrics; 0.0.0.0 shows them to everybody.",
+)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Where the metrics of a command are to be served. `port` None: nowhere. `home` is where it keeps its state."""
+
+    host: str
+    port: int | None
+    home: Path
+    as_json: bool = False  # tell the address as an event, for scripts that read events
+
+    @contextlib.asynccontextmanager
+    async def over(self, swarm: str, live: Source) -> AsyncIterator[None]:
+        """Serve while the context lasts what `live` reads. Raises LocalError where the port is taken."""
+        if self.port is None:
+            yield
+            return
+        from swarmnode.metrics.exposition import Sources, serving
+        from swarmnode.metrics.machine import machine
+
+        sources = Sources(swarm, live, await asyncio.to_thread(machine, self.home))
+        async with serving(sources, self.host, self.port) as port:
+            self._tell(f"http://{self._address(port)}/metrics")
+            yield
+
+    def _address(self, port: int) -> str:
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+    def _tell(self, url: str) -> None:
+        if self.as_json:
+            print_json({"event": "metrics", "url": url})
+        else:
+            typer.echo(f"Metrics: {url}", err=True)  # standard output may be a text, or a curve

@@ -1,0 +1,68 @@
+"""The owner's key at the command line: where it comes from, and who is asked for its password.
+
+SWARMNODE_OWNER_KEY        the key itself, as PEM text: for an agent or a secret store that hands it out
+--password-file FILE       its first line is the password
+SWARMNODE_OWNER_PASSWORD   the password
+otherwise                  a question at the terminal
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import typer
+
+from swarmnode.cli.terminal.console import fail
+from swarmnode.swarm.records.signing_key import SigningKey
+from swarmnode.swarm.storage.owner_key import SUFFIX, load_owner_key, parse_owner_key
+
+KEY_VARIABLE = "SWARMNODE_OWNER_KEY"
+PASSWORD_VARIABLE = "SWARMNODE_OWNER_PASSWORD"
+
+PASSWORD_FILE = typer.Option(
+    None, "--password-file", metavar="FILE", help="The owner's password is its first line.", show_default=False
+)
+OWNER_KEY = typer.Option(
+    None,
+    "--owner-key",
+    metavar="FILE",
+    help="The owner's key; default: NAME.owner beside NAME.swarm.",
+    show_default=False,
+)
+
+
+def owner_key_of(swarm_file: Path, given: Path | None, password_file: Path | None) -> SigningKey:
+    """The owner's key, unlocked. Raises UsageError with what is wrong."""
+    if pem := os.environ.get(KEY_VARIABLE):
+        return parse_owner_key(pem.encode(), None, source=KEY_VARIABLE)
+    path = given or swarm_file.with_suffix(SUFFIX)
+    if not path.exists():
+        fail(f"{path}: no such file; only the owner, who has the key, can do this", 2)
+    return load_owner_key(path, known_password(password_file) or _ask(f"Password of {path}", again=False))
+
+
+def new_password(password_file: Path | None) -> str:
+    """The password for a new key."""
+    return known_password(password_file) or _ask("A password for the owner's key", again=True)
+
+
+def known_password(password_file: Path | None) -> str:
+    """The password that needs no question; empty where there is none."""
+    if password_file is None:
+        return os.environ.get(PASSWORD_VARIABLE, "")
+    try:
+        lines = password_file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"cannot read {password_file}: {getattr(error, 'strerror', None) or error}", 2)
+    if not lines or not lines[0]:
+        fail(f"{password_file} has no password in its first line", 2)
+    return lines[0]
+
+
+def _ask(question: str, *, again: bool) -> str:
+    if not sys.stdin.isatty():
+        fail(f"no terminal to ask for a password at: give --password-file or set {PASSWORD_VARIABLE}", 2)
+    password: str = typer.prompt(question, hide_input=True, confirmation_prompt=again, err=True)
+    return password

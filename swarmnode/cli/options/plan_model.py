@@ -1,0 +1,100 @@
+"""`swarmnode plan --model`: the units of a real model on real cards."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarmnode.cli.terminal.console import fail, print_json
+from swarmnode.cli.terminal.effort import Effort
+
+if TYPE_CHECKING:
+    from swarmnode.plan.offline.hosting import DeviceRates, Workload
+    from swarmnode.plan.offline.scenario import Scenario
+    from swarmnode.simulate.environment.model import Model
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What the user says of the model's training: `config` file or folder, `dtype` on the wire, `gpu` where none is known."""
+
+    config: Path
+    batch: int
+    sequence: int
+    microbatches: int
+    dtype: str
+    gpu: str
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch."""
+        return self.batch * self.sequence
+
+
+def plan_model(
+    network: Scenario, options: ModelOptions, stages: int | None, replicas: int | None, effort: Effort, *, as_json: bool
+) -> None:
+    """Plan and print which device holds which layers."""
+    from swarmnode.cli.terminal.plan_view import hosting_summary, hosting_table
+    from swarmnode.cli.terminal.tables import show
+    from swarmnode.plan.offline.hosting import Planner
+    from swarmnode.simulate.environment.model import Model
+
+    if options.dtype not in DTYPE_BYTES:
+        fail(f"--dtype {options.dtype}: choose {', '.join(DTYPE_BYTES)}", 2)
+    network = _with_cards(network, options.gpu)
+    model = Model.load(options.config)
+    workload, hardware = _workload(model, options), _hardware(network, model, options)
+    effort.begin()
+    planner = Planner(network, hardware, workload, seed=effort.seed, expired=effort.expired)
+    with effort.progress() as progress:
+        hosting = planner.plan(stages=stages, replicas=replicas, effort=effort.share, progress=progress)
+    if as_json:
+        print_json(hosting_summary(network, model, workload, hosting, effort.taken_s))
+    else:
+        show(hosting_table(network, model, workload, hosting))
+        effort.tell_if_cut()
+
+
+def _with_cards(network: Scenario, gpu: str) -> Scenario:
+    """The scenario with a card for each device of which it says neither card nor speed."""
+    from swarmnode.plan.offline.gpus import find_gpu, known_gpus
+
+    if find_gpu(gpu) is None:
+        fail(f"--gpu {gpu}: known are {', '.join(known_gpus())}", 2)
+    speeds = network.decode_units_per_s or (None,) * network.devices
+    told = zip(network.gpus, network.peak_flops, speeds, strict=True)
+    return dataclasses.replace(
+        network, gpus=tuple(card or (None if peak or speed else gpu) for card, peak, speed in told)
+    )
+
+
+def _workload(model: Model, options: ModelOptions) -> Workload:
+    from swarmnode.plan.offline.hosting import Workload
+    from swarmnode.plan.view import Span
+
+    width = DTYPE_BYTES[options.dtype]
+    return Workload(
+        unit_bytes=model.training_sizes.weight_bytes,
+        gradient_bytes=tuple(count * width for count in model.parameters),
+        work=tuple(model.layers(Span(unit, unit + 1)) for unit in range(model.units)),
+        activation_bytes=options.tokens * model.hidden * width,
+        microbatches=options.microbatches,
+    )
+
+
+def _hardware(network: Scenario, model: Model, options: ModelOptions) -> DeviceRates:
+    """Layers per second, forward and back, and the bytes that units may take of each device's memory."""
+    from swarmnode.compute.memory import usable_bytes
+    from swarmnode.plan.offline.hosting import DeviceRates
+    from swarmnode.simulate.environment.devices import BACKWARD, device_of
+
+    devices = [device_of(network, index, model) for index in range(network.devices)]
+    return DeviceRates(
+        work_per_s=tuple(1 / ((1 + BACKWARD) * device.prompt_layer_s(options.tokens)) for device in devices),
+        room_bytes=tuple(usable_bytes(device.memory_bytes) for device in devices),
+    )

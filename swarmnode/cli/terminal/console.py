@@ -1,0 +1,152 @@
+"""What all commands share: how they start an event loop, answer Ctrl-C, print results and report errors."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import typer
+
+from swarmnode.cli.terminal.log_lines import JsonLines, TextLines
+from swarmnode.errors import SwarmnodeError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+SWARM = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm.")
+HOME = typer.Option(
+    None,
+    envvar="SWARMNODE_HOME",
+    help="Where this node keeps its identity, caches and known peers.",
+    show_default=False,
+)
+JSON = typer.Option(False, "--json", help="Print the result as JSON on standard output.")
+VERBOSE = typer.Option(False, "--verbose", "-v", help="Log what happens.")
+LOG_FORMAT = typer.Option(
+    "text", "--log-format", metavar="text|json", help="How log lines look on standard error; one line per event."
+)
+LOG_FORMATS = {"text": TextLines(), "json": JsonLines()}
+
+
+class Interrupted(Exception):
+    """The user asked a second time to leave now."""
+
+
+def default_home(home: Path | None) -> Path:
+    """The folder for state: the given one, or the platform's place for user data."""
+    if home is not None:
+        return home.expanduser().absolute()
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("swarmnode"))
+
+
+def fail(message: str, exit_code: int = 1) -> NoReturn:
+    """One clear line on standard error, and the exit code."""
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(exit_code)
+
+
+def reports_errors(command: Callable[P, T]) -> Callable[P, T]:
+    """A command whose SwarmnodeErrors become one line and an exit code, never a stack trace."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return command(*args, **kwargs)
+        except SwarmnodeError as error:
+            fail(str(error), error.exit_code)
+        except (Interrupted, KeyboardInterrupt):
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(1) from None
+        except BrokenPipeError:
+            # The reader of our output has gone (`| head`): nothing more to say, and nobody to say it to.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+
+    return wrapped
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on one line of standard output."""
+    typer.echo(json.dumps(value, ensure_ascii=False))
+
+
+def ranges(units: Iterable[int]) -> list[str]:
+    """`1, 3-5` for 1, 3, 4, 5."""
+    found: list[list[int]] = []
+    for unit in sorted(units):
+        if found and found[-1][-1] == unit - 1:
+            found[-1].append(unit)
+        else:
+            found.append([unit])
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found]
+
+
+def set_up_logging(verbose: bool, log_format: str = "text") -> None:
+    """Log lines go to standard error: warnings, or with --verbose everything of ours."""
+    if log_format not in LOG_FORMATS:
+        fail(f"--log-format {log_format}: it is {' or '.join(LOG_FORMATS)}", 2)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LOG_FORMATS[log_format])
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of optional kernels that it fetches from a hub
+    logging.getLogger("swarmnode").setLevel(logging.DEBUG if verbose else logging.WARNING)
+
+
+def run_async(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
+    """Run `main(stop)` on a uvloop. The first Ctrl-C or SIGTERM sets `stop`; the second one cancels main at once."""
+    import uvloop
+
+    async def supervised() -> T:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(main(stop))
+
+        def on_signal() -> None:
+            if stop.is_set():
+                task.cancel()
+            stop.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            raise Interrupted from None
+
+    loop = uvloop.new_event_loop()
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(supervised())
+    finally:
+        rest = asyncio.all_tasks(loop)  # searches of the DHT that nobody waits for any more
+        for task in rest:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+async def unless_stopped(work: Awaitable[T], stop: asyncio.Event) -> T | None:
+    """The result of `work`; None where the user asked to stop first, after `work` was cancelled."""
+    task = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        for each in (task, stopped):
+            each.cancel()
+        await asyncio.gather(task, stopped, return_exceptions=True)

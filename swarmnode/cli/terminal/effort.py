@@ -1,0 +1,57 @@
+"""How long a command may search, and what a person sees meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+
+import typer
+
+from swarmnode.cli.terminal.bars import share_bar
+
+NOMINAL_S = 10.0  # what a search of effort 1 takes at most on a slow core
+RESERVE_S, RESERVE_SHARE = 0.1, 0.02  # of a limit, kept to start and to print what was found
+
+
+class Effort:
+    """Measured from its creation. Without a limit work counts, not the clock: what is found does not depend on the machine."""
+
+    def __init__(self, limit_s: float | None, seed: int, *, quiet: bool) -> None:
+        self.seed = seed
+        self.share = 1.0 if limit_s is None else limit_s / NOMINAL_S  # of the work that is done without a limit
+        self._limit_s = limit_s
+        self._quiet = quiet
+        self._begun_s = time.monotonic()
+        self._cut = False
+
+    def __repr__(self) -> str:
+        return f"Effort({self.taken_s:.1f} s of {self._limit_s or math.inf:g} s)"
+
+    def begin(self) -> None:
+        """Start the clock anew: what was done so far was not searching, and could not be cut short."""
+        self._begun_s = time.monotonic()
+
+    @property
+    def taken_s(self) -> float:
+        """Seconds so far."""
+        return time.monotonic() - self._begun_s
+
+    def expired(self) -> bool:
+        """Whether the limit is reached; then it has cut the search short."""
+        self._cut = self._cut or (
+            self._limit_s is not None and self.taken_s >= (1 - RESERVE_SHARE) * self._limit_s - RESERVE_S
+        )
+        return self._cut
+
+    def tell_if_cut(self) -> None:
+        """Tell that the clock has ended the search, which makes its result depend on the machine."""
+        if self._cut:
+            typer.echo(f"The search was cut short after {self._limit_s:g} s; a faster machine may find another plan.")
+
+    @contextlib.contextmanager
+    def progress(self) -> Iterator[Callable[[float, float], None]]:
+        """A bar on standard error with the best cost so far, as `progress(done, cost_s)`, where somebody watches."""
+        with share_bar("Planning", quiet=self._quiet) as tell:
+            yield lambda done, cost_s: tell(done, f"{cost_s:.3f} s")

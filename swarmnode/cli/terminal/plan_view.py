@@ -1,0 +1,142 @@
+"""How plans are shown: as JSON values and as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from swarmnode.cli.terminal.console import ranges
+from swarmnode.cli.terminal.tables import new_table
+from swarmnode.compute.memory import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from swarmnode.plan.offline.grid import Grid, Problem
+    from swarmnode.plan.offline.hosting import Hosting, Workload
+    from swarmnode.plan.offline.scenario import Scenario
+    from swarmnode.plan.view import Span
+    from swarmnode.simulate.environment.model import Model
+
+
+def grid_summary(network: Scenario, problem: Problem, grid: Grid, seconds: float) -> dict[str, Any]:
+    """The plan as a JSON value: costs, and the devices of every pipeline from the first stage to the last."""
+    cost = problem.cost(grid)
+    return {
+        "scenario": network.name,
+        "cost_s": cost.total_s,
+        "data_parallel_s": cost.data_parallel_s,
+        "pipeline_s": cost.pipeline_s,
+        "pipelines": grid.T.tolist(),
+        "seconds": round(seconds, 3),
+    }
+
+
+def grid_table(network: Scenario, problem: Problem, grid: Grid) -> Table:
+    """A row per stage: its device in each pipeline, its averaging, and the slowest link of the hop that follows."""
+    cost = problem.cost(grid)
+    pipelines = (f"pipeline\n{number}" for number in range(problem.replicas))
+    table = new_table(
+        f"{network.name}: {cost.total_s:.3f} s of traffic in a step: {cost.data_parallel_s:.3f} s averaging, "
+        f"{cost.pipeline_s:.3f} s along pipelines",
+        ("stage", *pipelines, "averaging", "to the next stage and back"),
+        numbers=("stage", "averaging"),
+        caption=_unused(problem.devices - grid.size, problem.devices),
+    )
+    for stage, members in enumerate(grid):
+        devices = (device_name(network, device) for device in members)
+        averaging_s = problem.stage_averaging_s(members)
+        table.add_row(str(stage), *devices, f"{averaging_s:.3f} s", _hop(problem, grid, stage))
+    return table
+
+
+def device_name(network: Scenario, device: int) -> str:
+    """A device's number and its region."""
+    region = network.regions[device]
+    return f"{device} {region}" if region else str(device)
+
+
+def _hop(problem: Problem, grid: Grid, stage: int) -> str:
+    """How long the hop behind a stage takes in a step, and which link holds it up."""
+    if stage + 1 == problem.stages:
+        return ""
+    here, there = grid[stage], grid[stage + 1]
+    links_s = problem.hop_s[here, there]
+    slowest = int(links_s.argmax())
+    return f"{2 * links_s[slowest]:.3f} s ({here[slowest]} to {there[slowest]})"
+
+
+def hosting_summary(
+    network: Scenario, model: Model, workload: Workload, hosting: Hosting, seconds: float
+) -> dict[str, Any]:
+    """As `grid_summary`, with what each stage holds. Pipelines are the full ones; further devices are in their stages alone."""
+    return {
+        **grid_summary(network, hosting.problem, hosting.grid, seconds),
+        "model": model.name,
+        "step_s": hosting.step_s,
+        "activation_gb": workload.activation_bytes / 1e9,
+        "stages": [
+            {
+                "units": list(stage.span),
+                "layers": [layer - 1 for layer in layers_of(model, stage.span)],
+                "devices": list(stage.devices),
+                "memory_gb": sum(workload.unit_bytes[stage.span.start : stage.span.end]) / 1e9,
+                "gradient_gb": sum(workload.gradient_bytes[stage.span.start : stage.span.end]) / 1e9,
+                "compute_s": stage.compute_s,
+                "averaging_s": stage.averaging_s,
+            }
+            for stage in hosting.stages
+        ],
+        "unused": sorted(set(range(network.devices)) - hosting.used),
+    }
+
+
+def hosting_table(network: Scenario, model: Model, workload: Workload, hosting: Hosting) -> Table:
+    """A row per stage: what it holds, how much memory and time that takes, and its devices."""
+    table = new_table(
+        f"{model.name} on {network.name}: {hosting.step_s:.2f} s for a step of {workload.microbatches} microbatches, "
+        f"{len(hosting.grid)} stages x {len(hosting.grid[0])} pipelines",
+        ("stage", "holds", "memory", "computes", "averages", "to the next and back", "devices"),
+        numbers=("stage", "memory", "computes", "averages"),
+        caption=_unused(network.devices - len(hosting.used), network.devices),
+    )
+    for number, stage in enumerate(hosting.stages):
+        table.add_row(
+            str(number),
+            describe_span(model, stage.span),
+            format_bytes(sum(workload.unit_bytes[stage.span.start : stage.span.end])),
+            f"{stage.compute_s:.3f} s",
+            f"{stage.averaging_s:.3f} s",
+            _hop(hosting.problem, hosting.grid, number),
+            _cards(network, stage.devices),
+        )
+    return table
+
+
+def _unused(count: int, devices: int) -> str | None:
+    return f"{count} of {devices} devices are not used." if count else None
+
+
+def layers_of(model: Model, span: Span) -> range:
+    """The units of a span that are layers: neither embedding (0) nor head (the last)."""
+    return range(max(span.start, 1), min(span.end, model.units - 1))
+
+
+def describe_span(model: Model, span: Span) -> str:
+    """As in "embedding, layers 0-4"."""
+    layers = layers_of(model, span)
+    parts = ["embedding"] if span.start == 0 else []
+    if layers:
+        parts.append(f"layers {layers[0] - 1}-{layers[-1] - 1}" if len(layers) > 1 else f"layer {layers[0] - 1}")
+    if span.end == model.units:
+        parts.append("head")
+    return ", ".join(parts)
+
+
+def _cards(network: Scenario, devices: Iterable[int]) -> str:
+    """Devices by place and card, as in "0-3 Ohio RTX 3090; 7 Tokyo RTX 3080"."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for device in devices:
+        told = tuple(filter(None, (network.regions[device], network.gpus[device])))
+        alike.setdefault(told, []).append(device)
+    return "; ".join(" ".join((",".join(ranges(members)), *told)) for told, members in alike.items())

@@ -1,0 +1,1 @@
+"""What computing a graph or a span costs, before anything is computed."""

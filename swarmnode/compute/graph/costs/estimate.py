@@ -1,0 +1,172 @@
+"""Estimates of what units cost: work of the forward and backward pass, memory, bytes across boundaries. Nothing is computed.
+
+Every node is called once on fake tensors, forward and backward, and the operators that it dispatches are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from swarmnode.compute.graph.arguments import argument_value, torch_constant
+from swarmnode.compute.graph.costs.rates import REFERENCE, Rates
+from swarmnode.compute.graph.costs.work import PLAIN, ComputeWork, WorkCounter, bytes_of, total
+from swarmnode.compute.graph.graph import Graph, OperatorCall, Poly, Ref, TensorType
+from swarmnode.compute.graph.layout import Layout, trained_values, value_types
+from swarmnode.compute.graph.operators import resolve
+
+
+@dataclass(frozen=True)
+class NodeEstimate:
+    """What one node costs. `kept`: the values that its backward pass needs, in bytes; values are named by the storage."""
+
+    forward: ComputeWork
+    backward: ComputeWork
+    kept: dict[Any, int]
+
+
+@dataclass(frozen=True)
+class UnitEstimate:
+    """What one unit costs for a batch. Bytes: of activations kept for the backward pass, of trained parameters, of the values
+    that enter it.
+    """
+
+    forward: ComputeWork
+    backward: ComputeWork
+    activation_bytes: int
+    parameter_bytes: int
+    boundary_bytes: int
+
+    def seconds(self, rates: Rates) -> float:
+        """Forward and backward."""
+        return rates.seconds(self.forward) + rates.seconds(self.backward)
+
+
+def estimate_units(graph: Graph, batch: int | None = None) -> list[UnitEstimate]:
+    """Of every unit, for a batch of so many samples (the example's, if not told)."""
+    batch = batch or graph.batch
+    layout = Layout(graph)
+    nodes = estimate_nodes(graph, batch)
+    weights = {weight.name: weight for weight in graph.weights}
+    estimates = []
+    for unit, boundary in zip(layout.units, layout.boundaries, strict=False):
+        own = [nodes[node.name] for node in unit.nodes]
+        kept: dict[Any, int] = {}
+        for node in own:
+            kept.update(node.kept)
+        estimates.append(
+            UnitEstimate(
+                forward=total(node.forward for node in own),
+                backward=total(node.backward for node in own),
+                activation_bytes=sum(kept.values()),
+                parameter_bytes=sum(
+                    type_bytes(weights[name].type, batch) for name in unit.weights if weights[name].trained
+                ),
+                boundary_bytes=sum(type_bytes(value.type, batch) for value in boundary),
+            )
+        )
+    return estimates
+
+
+def estimate_nodes(graph: Graph, batch: int) -> dict[str, NodeEstimate]:
+    """Of every node, by name."""
+    return _Estimator(graph, batch).run()
+
+
+def type_bytes(kind: TensorType, batch: int) -> int:
+    """Size of a value."""
+    size: int = torch_constant(kind.dtype).itemsize
+    for length in kind.sizes(batch):
+        size *= length
+    return size
+
+
+class _Estimator:
+    def __init__(self, graph: Graph, batch: int) -> None:
+        self.graph = graph
+        self.batch = batch
+        self.trained = trained_values(graph)
+        self.weights = {Ref(weight.name) for weight in graph.weights}
+        self.types = {Ref(name): kind for name, kind in graph.sources} | value_types(graph.nodes)
+        self.storages: dict[Ref, Any] = {}  # value -> the value whose memory it is a view of
+        self.seen: set[Ref] = set()
+
+    def run(self) -> dict[str, NodeEstimate]:
+        with FakeTensorMode():
+            return {node.name: self._estimate(node) for node in self.graph.nodes}
+
+    def _estimate(self, node: OperatorCall) -> NodeEstimate:
+        inputs = {ref: self._fake(ref) for ref in dict.fromkeys(node.refs())}
+        wanted = [tensor for tensor in inputs.values() if tensor.requires_grad]
+        named = {storage_of(tensor): ref for ref, tensor in inputs.items()}
+        saved: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        def argument(value: Any) -> Any:
+            if isinstance(value, list):
+                return [argument(atom) for atom in value]
+            if isinstance(value, Poly):
+                return value.at(self.batch)
+            return inputs[value] if isinstance(value, Ref) else argument_value(value, torch.device("cpu"))
+
+        with WorkCounter() as forward, saved_tensors_hooks(keep, lambda tensor: tensor):
+            function = resolve(node.operator)
+            output = function(*map(argument, node.args), **{key: argument(value) for key, value in node.kwargs.items()})
+        outputs = list(output) if isinstance(output, list | tuple) else [output]
+        for item, tensor in enumerate(outputs):
+            if isinstance(tensor, Tensor):
+                self._name_output(Ref(node.name, item if len(outputs) > 1 else None), tensor, named)
+        kept = {self._key(node, tensor, named): bytes_of(tensor) for tensor in saved}
+        kept = {key: size for key, size in kept.items() if key not in self.weights}
+        return NodeEstimate(forward.work, self._backward(outputs, wanted) + self._sums(node), kept)
+
+    def _name_output(self, ref: Ref, tensor: Tensor, named: dict[Any, Ref]) -> None:
+        """A view goes by the name of what it is a view of."""
+        source = named.setdefault(storage_of(tensor), ref)
+        self.storages[ref] = self.storages.get(source, source)
+
+    def _key(self, node: OperatorCall, tensor: Tensor, named: dict[Any, Ref]) -> Any:
+        """One for each memory: the value that it belongs to, or something of the node's own."""
+        ref = named.get(storage_of(tensor))
+        return (node.name, storage_of(tensor)) if ref is None else self.storages.get(ref, ref)
+
+    def _fake(self, ref: Ref) -> Tensor:
+        kind = self.types[ref]
+        tensor = torch.empty(kind.sizes(self.batch), dtype=torch_constant(kind.dtype))
+        return tensor.requires_grad_(ref.name in self.trained and tensor.is_floating_point())
+
+    def _backward(self, outputs: list[Any], wanted: list[Tensor]) -> ComputeWork:
+        roots = [tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.requires_grad]
+        if not roots or not wanted:
+            return ComputeWork()
+        gradients = [torch.empty_like(root) for root in roots]
+        with WorkCounter() as counter:
+            torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+        return counter.work
+
+    def _sums(self, node: OperatorCall) -> ComputeWork:
+        """Adding a gradient to what is there already: a weight's accumulator, or another user's of the value."""
+        again = [
+            ref for ref in dict.fromkeys(node.refs()) if ref.name in self.trained and ref in self.seen | self.weights
+        ]
+        self.seen |= set(node.refs())
+        return ComputeWork({PLAIN: 3.0 * sum(type_bytes(self.types[ref], self.batch) for ref in again)})
+
+
+def storage_of(tensor: Tensor) -> Any:
+    """What tells the memory of one tensor from another's; views have their source's."""
+    return tensor.untyped_storage()._cdata
+
+
+def reference_seconds(estimates: Iterable[NodeEstimate]) -> list[float]:
+    """Forward and backward on a middling machine, for decisions that must not depend on this one."""
+    return [REFERENCE.seconds(estimate.forward) + REFERENCE.seconds(estimate.backward) for estimate in estimates]

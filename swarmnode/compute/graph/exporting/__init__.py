@@ -1,0 +1,1 @@
+"""From a torch module to a graph: only at the founder's."""

@@ -1,0 +1,259 @@
+"""Reads the functional program that torch.export made into a graph."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swarmnode.compute.graph.exporting.complaint import source_of_node
+from swarmnode.compute.graph.graph import (
+    BUFFER,
+    CONSTANT,
+    PARAMETER,
+    Argument,
+    BufferUpdate,
+    Constant,
+    Graph,
+    GraphInput,
+    Here,
+    OperatorCall,
+    Poly,
+    Real,
+    Ref,
+    Size,
+    TensorType,
+    Weight,
+)
+from swarmnode.compute.graph.operators import FUNCTIONAL_BATCH_NORM, INSTEAD, moved_by_batch_norm, resolve
+from swarmnode.errors import CheckpointError, UsageError
+
+WRAPPER_PREFIX = "module."
+_WEIGHT_KINDS = ("PARAMETER", "BUFFER", "CONSTANT_TENSOR")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A graph, and the weights that it starts from, by their names in the state dict."""
+
+    graph: Graph
+    weights: dict[str, Tensor]
+
+    def __repr__(self) -> str:
+        return f"Exported({self.graph})"
+
+
+def read_program(module: nn.Module, program: Any) -> Exported:
+    """The graph of a program. Raises UsageError for what a graph may not hold, with its source line, and CheckpointError
+    for a size that depends on the batch in other ways than as a polynomial.
+    """
+    return _Reader(module, program).read()
+
+
+class _Reader:
+    def __init__(self, module: nn.Module, program: Any) -> None:
+        self.program = program
+        self.signature = program.graph_signature
+        self.module = type(module).__name__
+        self.batch = _batch_symbol(program)
+        self.state_names = {
+            id(tensor): name for named in (module.named_parameters(), module.named_buffers()) for name, tensor in named
+        }
+        self.inputs: list[GraphInput] = []
+        self.weights: dict[str, Weight] = {}  # by name in the state dict
+        self.tensors: dict[str, Tensor] = {}
+        self.nodes: list[OperatorCall] = []
+        self.batch_norms: set[str] = set()
+        self.refs: dict[Any, Ref | Size] = {}  # by torch's node
+
+    def read(self) -> Exported:
+        placeholders = {node.name: node for node in self.program.graph.nodes if node.op == "placeholder"}
+        for spec in self.signature.input_specs:
+            self._read_placeholder(spec, placeholders[spec.arg.name])
+        for node in self.program.graph.nodes:
+            if node.op == "call_function":
+                self._read_call(node)
+        moves, loss = self._read_outputs(
+            {spec.target: placeholders[spec.arg.name] for spec in self.signature.input_specs}
+        )
+        moved = {move.buffer for move in moves} | {name for node in self.nodes for name in moved_by_batch_norm(node)}
+        graph = Graph(
+            inputs=tuple(self.inputs),
+            weights=tuple(_as_buffer(weight) if weight.name in moved else weight for weight in self.weights.values()),
+            nodes=tuple(self.nodes),
+            moves=tuple(moves),
+            loss=loss,
+            batch=_example_batch(self.signature, placeholders),
+            any_batch=self.batch is not None,
+        )
+        return Exported(graph, self.tensors)
+
+    # -- inputs and weights
+
+    def _read_placeholder(self, spec: Any, node: Any) -> None:
+        kind = spec.kind.name
+        self.refs[node] = Ref(node.name)
+        if kind == "USER_INPUT" and isinstance(node.meta.get("val"), Tensor):
+            self.inputs.append(GraphInput(node.name, self._type(node.meta["val"])))
+        elif kind in _WEIGHT_KINDS:
+            self._read_weight(spec, node)
+        else:
+            raise UsageError(f"{self.module} takes or holds {spec.target or node.name}, which is no tensor")
+
+    def _read_weight(self, spec: Any, node: Any) -> None:
+        state = self.program.state_dict
+        tensor = state[spec.target] if spec.target in state else self.program.constants[spec.target]
+        name = self.state_names.get(id(tensor), spec.target.removeprefix(WRAPPER_PREFIX))
+        if name not in self.weights:  # else it is tied: one tensor under two names
+            is_parameter = spec.kind.name == "PARAMETER"
+            trained = is_parameter and tensor.requires_grad
+            kind = PARAMETER if is_parameter else CONSTANT
+            self.weights[name] = Weight(node.name, name, kind, trained, self._type(node.meta["val"]))
+            self.tensors[name] = tensor.detach()
+        self.refs[node] = Ref(self.weights[name].name)
+
+    # -- calls
+
+    def _read_call(self, node: Any) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            self.refs[node] = self._size(value)
+        elif node.target is operator.getitem:
+            source = self._argument(node.args[0], node)
+            if not isinstance(source, Ref):
+                raise self._refusal(node, "a part of a number")
+            self.refs[node] = source if source.name in self.batch_norms else Ref(source.name, node.args[1])
+        elif node.users:
+            self._read_operator(node, value)
+
+    def _read_operator(self, node: Any, value: Any) -> None:
+        name, args, kwargs = str(node.target), node.args, dict(node.kwargs)
+        if name == FUNCTIONAL_BATCH_NORM:
+            self._check_batch_norm(node)
+            args, value = (*args, True), value[:1]
+            self.batch_norms.add(node.name)
+        if name in INSTEAD:
+            name = INSTEAD[name]
+            kwargs.pop("memory_format", None)
+        try:
+            resolve(name)
+        except CheckpointError:
+            raise self._refusal(node, name) from None
+        values = value if isinstance(value, list | tuple) else (value,)
+        self.nodes.append(
+            OperatorCall(
+                name=node.name,
+                operator=name,
+                args=tuple(self._argument(argument, node) for argument in args),
+                kwargs={key: self._argument(argument, node) for key, argument in kwargs.items()},
+                types=tuple(self._type(item) if isinstance(item, Tensor) else None for item in values),
+            )
+        )
+        self.refs[node] = Ref(node.name)
+
+    def _check_batch_norm(self, node: Any) -> None:
+        """Our batch norm moves its statistics itself and returns one tensor: nothing else may be asked of it."""
+        for part in node.users:
+            if part.args[1] != 0 and any(user.op != "output" for user in part.users):
+                raise self._refusal(node, "batch_norm, of which more than the output is used,")
+
+    def _refusal(self, node: Any, name: str) -> UsageError:
+        return UsageError(
+            f"the module cannot be exported: {name} in {source_of_node(node)} is not among the operators that a graph may use"
+        )
+
+    # -- arguments and types
+
+    def _argument(self, argument: Any, node: Any) -> Argument:
+        if isinstance(argument, list | tuple):
+            return [self._atom(item, node) for item in argument]
+        return self._atom(argument, node)
+
+    def _atom(self, value: Any, node: Any) -> Any:
+        if isinstance(value, torch.fx.Node) and value in self.refs:
+            return self.refs[value]
+        if value is None or isinstance(value, bool | int | str):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else Real(str(value))
+        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+            return Constant(str(value).removeprefix("torch."))
+        if isinstance(value, torch.device):
+            return Here()
+        raise self._refusal(node, f"{node.target} with {value} (a {type(value).__name__})")
+
+    def _type(self, tensor: Tensor) -> TensorType:
+        return TensorType(str(tensor.dtype).removeprefix("torch."), tuple(map(self._size, tensor.shape)))
+
+    def _size(self, size: Any) -> Size:
+        """Ours for one of torch's."""
+        import sympy
+
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr
+        if isinstance(size, torch.SymInt) and expression.is_Integer:
+            return int(expression)
+        try:
+            coefficients = sympy.Poly(expression, self.batch).all_coeffs()[::-1]
+        except (sympy.PolynomialError, sympy.GeneratorsError) as error:
+            raise CheckpointError(f"{expression} is no polynomial of the batch") from error
+        if not isinstance(size, torch.SymInt) or not all(coefficient.is_Integer for coefficient in coefficients):
+            raise CheckpointError(f"{expression} is no whole number for every batch")
+        return Poly(tuple(map(int, coefficients)))
+
+    # -- outputs
+
+    def _read_outputs(self, placeholders: dict[str, Any]) -> tuple[list[BufferUpdate], Ref]:
+        """The buffers' moves, without those that batch norms make themselves, and the loss."""
+        (outputs,) = self.program.graph.find_nodes(op="output")[0].args
+        moves: list[BufferUpdate] = []
+        loss: Any = None
+        for spec, node in zip(self.signature.output_specs, outputs, strict=True):
+            value = self._argument(node, node)
+            if spec.kind.name == "USER_OUTPUT":
+                loss = value
+            elif spec.kind.name != "BUFFER_MUTATION":
+                raise UsageError(f"{self.module} changes {spec.target or node.name}, which is no buffer of its own")
+            elif isinstance(value, Ref) and value.name not in self.batch_norms:
+                buffer = self.refs[placeholders[spec.target]]
+                assert isinstance(buffer, Ref)
+                moves.append(BufferUpdate(buffer.name, value))
+        if not isinstance(loss, Ref):
+            raise UsageError(f"the loss of {self.module} depends on nothing")
+        return moves, loss
+
+
+def _as_buffer(weight: Weight) -> Weight:
+    return Weight(weight.name, weight.tensor, BUFFER, False, weight.type)
+
+
+def _batch_symbol(program: Any) -> Any:
+    """The one symbol of all inputs' sizes; None where they are fixed. Raises CheckpointError where there are several."""
+    symbols = {symbol for size in _input_sizes(program) for symbol in size.node.expr.free_symbols}
+    if len(symbols) > 1:
+        raise CheckpointError("the inputs have batches of different sizes")
+    symbol = next(iter(symbols), None)
+    if symbol is not None and all(size.node.expr != symbol for size in _input_sizes(program)):
+        raise CheckpointError("the batch must be a multiple of a number")
+    return symbol
+
+
+def _input_sizes(program: Any) -> Iterator[torch.SymInt]:
+    for node in program.graph.find_nodes(op="placeholder"):
+        for size in getattr(node.meta.get("val"), "shape", ()):
+            if isinstance(size, torch.SymInt):
+                yield size
+
+
+def _example_batch(signature: Any, placeholders: dict[str, Any]) -> int:
+    for spec in signature.input_specs:
+        shape = placeholders[spec.arg.name].meta["val"].shape
+        if spec.kind.name == "USER_INPUT" and shape:
+            return shape[0] if isinstance(shape[0], int) else int(shape[0].node.hint)
+    return 1

@@ -1,0 +1,59 @@
+"""Where a founder's module comes from: a Python factory "package.module:function", or an exported program "file.pt2"."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from swarmnode.compute.graph.archive import load_program
+from swarmnode.compute.graph.exporting.complaint import source_of
+from swarmnode.compute.graph.exporting.export import Example, export_module
+from swarmnode.compute.graph.exporting.reader import Exported
+from swarmnode.errors import UsageError
+
+PROGRAM_SUFFIX = ".pt2"
+
+
+def export_source(spec: str) -> Exported:
+    """Export what `spec` names. Runs the factory's code, but nothing of an exported program. Raises UsageError."""
+    if spec.endswith(PROGRAM_SUFFIX):
+        program, batch = load_program(Path(spec))
+        return export_module(program, dict(zip(program.inputs, batch, strict=True)), any_batch=program.any_batch)
+    return export_module(*load_factory(spec))
+
+
+def load_factory(spec: str) -> tuple[nn.Module, Example]:
+    """Call the function that `spec` names; modules are found as Python finds them, and in the working folder."""
+    module_name, _, function_name = spec.partition(":")
+    if not module_name or not function_name.isidentifier():
+        raise UsageError(
+            f"{spec!r} is no factory: write package.module:function, or the name of a {PROGRAM_SUFFIX} file"
+        )
+    try:
+        if str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        factory = getattr(importlib.import_module(module_name), function_name, None)
+        if not callable(factory):
+            raise UsageError(f"the module {module_name} has no function {function_name}")
+        made = factory()
+    except UsageError:
+        raise
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"{spec}: there is no module {error.name} here; is it installed, or in this folder?"
+        ) from error
+    except Exception as error:  # the user's own code
+        raise UsageError(f"{spec} failed in {source_of(error)}: {type(error).__name__}: {error}") from error
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise UsageError(f"{spec} must return a pair: a torch.nn.Module, and an example batch")
+    module, example = made
+    values = example.values() if isinstance(example, Mapping) else example
+    if not isinstance(example, Mapping | tuple) or not all(isinstance(value, Tensor) for value in values):
+        raise UsageError(
+            f"{spec} must return an example batch that is a tuple of tensors, or a dict of them by argument name"
+        )
+    return module, example

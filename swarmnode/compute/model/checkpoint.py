@@ -1,0 +1,215 @@
+"""A model's files in a local folder: config.json and safetensors, whole or sharded, checked before anything is believed.
+
+The folder may be a sparse copy in which only the wanted tensors' bytes are present: headers and sizes are checked, contents
+are not read until asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from swarmnode.compute.model.family import Family, family_of
+from swarmnode.compute.model.lean import lean
+from swarmnode.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100 << 20  # as the safetensors library
+DTYPE_BITS = {
+    "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
+    "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: byte range [begin, end) of `file`, counted from the start of the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the file."""
+        return self.end - self.begin
+
+
+class Checkpoint:
+    """The tensors of a model, by name and by unit. Raises CheckpointError, naming the file, where anything does not fit."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path}: no such folder")
+        self.entries = read_entries(self.path)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.path}, {len(self.entries)} tensors)"
+
+    @cached_property
+    def config(self) -> Any:
+        """The transformers config. No code of the checkpoint is ever run."""
+        return load_config(self.path / CONFIG_FILE)
+
+    @cached_property
+    def family(self) -> Family:
+        """How the model is cut into units. Raises CheckpointError with the reason where it cannot be."""
+        return family_of(self.config)
+
+    @property
+    def units(self) -> int:
+        """Number of units: embedding, layers, head."""
+        return self.family.units
+
+    @cached_property
+    def dtype(self) -> Any:
+        """The torch dtype that most of the weights are stored in."""
+        import torch
+
+        sizes: dict[str, int] = {}
+        for entry in self.entries.values():
+            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.elements
+        return {"F32": torch.float32, "F16": torch.float16}.get(max(sizes, key=sizes.__getitem__), torch.bfloat16)
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """All names, in the order of the files."""
+        return tuple(self.entries)
+
+    def tensors_of(self, start: int, end: int) -> list[str]:
+        """Names of the tensors that a span [start, end) of units needs."""
+        return [name for name in self.entries if any(start <= unit < end for unit in self.family.units_of_tensor(name))]
+
+    def read(self, names: Iterable[str]) -> dict[str, Any]:
+        """The named tensors, on the CPU, as memory mapped from the files: pages are read when touched."""
+        return {name: entry[...] for name, entry in self.open_slices(names).items()}
+
+    def open_slices(self, names: Iterable[str]) -> dict[str, Any]:
+        """The named tensors as safetensors slices, nothing read yet; `slice[...]` makes a tensor of one."""
+        from safetensors import SafetensorError, safe_open
+
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.entries[name].file, []).append(name)
+        slices: dict[str, Any] = {}
+        for file, wanted in by_file.items():
+            try:
+                handle: Any = safe_open(file, framework="pt")
+                slices.update({name: handle.get_slice(name) for name in wanted})
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        return slices
+
+
+@lean()
+def load_config(file: Path) -> Any:
+    """The transformers config in `file`. Raises CheckpointError where it is missing, not one, or needs code of its own."""
+    if not file.is_file():
+        raise CheckpointError(f"{file}: missing; a checkpoint needs its config")
+    values = _read_json(file)
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = str(values.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        if "auto_map" in values:
+            raise CheckpointError(f"{file}: model type {model_type!r} needs its own code, which is never run here")
+        raise CheckpointError(f"{file}: model type {model_type!r} is unknown to this version of transformers")
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{file}: not a config of {model_type}: {error}") from error
+
+
+def read_entries(path: Path) -> dict[str, TensorEntry]:
+    """Every tensor of the checkpoint in folder `path`, by name, from the headers alone."""
+    index_file = path / INDEX_FILE
+    if not index_file.is_file():
+        if not (path / SINGLE_FILE).is_file():
+            raise CheckpointError(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is here")
+        return read_header(path / SINGLE_FILE)
+    weight_map = read_weight_map(index_file)
+    entries: dict[str, TensorEntry] = {}
+    for shard in sorted(set(weight_map.values())):
+        header = read_header(path / shard)
+        entries.update({name: entry for name, entry in header.items() if weight_map.get(name) == shard})
+    missing = sorted(set(weight_map) - set(entries))
+    if missing:
+        raise CheckpointError(
+            f"{path / weight_map[missing[0]]}: lacks the tensor {missing[0]}, which {INDEX_FILE} promises"
+        )
+    return entries
+
+
+def read_weight_map(index_file: Path) -> dict[str, str]:
+    """Tensor name -> shard file name."""
+    weight_map = _read_json(index_file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index_file}: has no weight_map")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(f"{index_file}: tensor {name} is in {shard!r}, which is not a plain file name")
+    return weight_map
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of one safetensors file: 8 bytes of header length, a JSON header, then the tensors' bytes."""
+    if not file.is_file():
+        raise CheckpointError(f"{file}: missing shard")
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        if size < 8 or header_bytes > min(MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(f"{file}: not a safetensors file, or cut short in its header")
+        raw = stream.read(header_bytes)
+    try:
+        header = json.loads(raw)
+    except ValueError:
+        raise CheckpointError(f"{file}: its header is damaged (not JSON)") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: its header is damaged (not a table of tensors)")
+    header.pop("__metadata__", None)
+    data_begin = 8 + header_bytes
+    return {name: _check_entry(file, name, value, data_begin, size) for name, value in header.items()}
+
+
+def _check_entry(file: Path, name: str, value: Any, data_begin: int, size: int) -> TensorEntry:
+    try:
+        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        entry = TensorEntry(file, dtype, shape, data_begin + begin, data_begin + end)
+        wanted_bytes = (entry.elements * DTYPE_BITS[dtype] + 7) // 8
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{file}: the header's entry for {name} is damaged") from None
+    if begin < 0 or entry.nbytes != wanted_bytes:
+        raise CheckpointError(
+            f"{file}: the header's entry for {name} contradicts itself: {entry.nbytes} bytes, {shape}"
+        )
+    if entry.end > size:
+        raise CheckpointError(f"{file}: truncated: {name} ends at byte {entry.end}, the file at {size}")
+    return entry
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: not readable as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file}: not a JSON object")
+    return values

@@ -1,0 +1,133 @@
+"""Can this model be split, and how: decided from its config and its class alone, before anything is loaded.
+
+Units of a causal language model with N layers: unit 0 is the embedding, units 1..N are layers 0..N-1, unit N+1 is the head
+(final norm and language model head). Nothing here knows a family by name: what a family looks like is learnt from its own
+code (`trace.py`), and whether a split gives the whole model's result is tried (`selfcheck.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.trace import trace_model
+from swarmnode.errors import CheckpointError
+
+SPLITTABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one model (class and config) is cut into units. Names are those of modules in `model_class`."""
+
+    model_class: type[Any]
+    config: Any
+    stack_name: str  # the list of layers, as in "model.layers"
+    layer_count: int
+    input_embedding: str  # the module that looks token ids up
+    front: frozenset[str]  # modules with weights that run before the layers: embeddings, position tables
+    back: frozenset[str]  # ... and after them: final norm, head
+    tied: bool  # the head's matrix is the embedding's
+    returns_tuple: bool  # the layers return a tuple
+    narrows: bool  # what follows the layers works on fewer positions than went in
+    cache_shapes: tuple[tuple[tuple[int, int], ...], ...]  # per layer, (heads, dim) of each tensor cached per token
+
+    @property
+    def units(self) -> int:
+        """Number of units: embedding, layers, head."""
+        return self.layer_count + 2
+
+    def __repr__(self) -> str:
+        return f"Family({self.model_class.__name__}, {self.units} units, layers in {self.stack_name})"
+
+    def cache_elements_per_token(self, unit: int) -> int:
+        """Elements that the KV cache of one unit keeps per token and row."""
+        if not 1 <= unit <= self.layer_count:
+            return 0
+        return sum(heads * dim for heads, dim in self.cache_shapes[unit - 1])
+
+    def units_of_tensor(self, name: str) -> tuple[int, ...]:
+        """The units that need the tensor of this name in a checkpoint; none for what the model does not have.
+
+        Checkpoints may carry other prefixes than today's classes and keep experts apart, so a layer's tensor is known by
+        the first number in its name, and the others by their module's own name; both ends take what neither knows.
+        """
+        numbered = re.search(r"(?:^|\.)(\d+)\.", name)
+        if numbered:
+            layer = int(numbered.group(1))
+            return (layer + 1,) if layer < self.layer_count else ()
+        module = name.rpartition(".")[0]
+        head = self.layer_count + 1
+        if _is_one_of(module, [self.input_embedding]):
+            return (0, head) if self.tied else (0,)
+        if _is_one_of(module, self.front):
+            return (0,)
+        if _is_one_of(module, self.back):
+            return (head,)
+        return (0, head)
+
+
+def _is_one_of(module: str, names: Iterable[str]) -> bool:
+    return any(module == name or name.endswith("." + module) or module.endswith("." + name) for name in names)
+
+
+@lean()
+def family_of(config: Any) -> Family:
+    """How the model of this transformers config is cut. Raises CheckpointError with the reason where it cannot be."""
+    model_class = _causal_class(config)
+    _refuse_by_config(config, model_class)
+    trace = trace_model(model_class, copy.deepcopy(config))
+    return Family(
+        model_class=model_class,
+        config=config,
+        stack_name=trace.stack_name,
+        layer_count=len(trace.cache_shapes),
+        input_embedding=trace.input_embedding,
+        front=trace.front,
+        back=trace.back,
+        tied=trace.tied,
+        returns_tuple=trace.returns_tuple,
+        narrows=trace.narrows,
+        cache_shapes=trace.cache_shapes,
+    )
+
+
+def _causal_class(config: Any) -> type[Any]:
+    """The family's causal language model. Raises CheckpointError for models of another kind."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = f"model type {config.model_type!r}"
+    if config.is_encoder_decoder:
+        raise CheckpointError(f"{kind} is an encoder-decoder: only decoder-only language models can be split")
+    if config.get_text_config() is not config:
+        raise CheckpointError(f"{kind} takes images or sound besides text: only text models can be split")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CheckpointError(f"{kind} is not a causal language model of transformers: it cannot be split")
+    if getattr(config, "num_hidden_layers", None) is None:
+        raise CheckpointError(f"{kind} does not say how many layers it has: it cannot be split")
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    chosen: type[Any] = model_class[0] if isinstance(model_class, tuple) else model_class
+    return chosen
+
+
+def _refuse_by_config(config: Any, model_class: type[Any]) -> None:
+    kind = f"model type {config.model_type!r}"
+    if getattr(config, "quantization_config", None) is not None:
+        method = _quantization_method(config.quantization_config)
+        raise CheckpointError(
+            f"the checkpoint is already quantised ({method}): take the original one and quantise at load (int8 or nf4)"
+        )
+    if getattr(model_class, "_is_stateful", False):
+        raise CheckpointError(f"{kind} keeps a recurrent state (linear attention or Mamba) that cannot be batched yet")
+    other = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - SPLITTABLE_LAYER_TYPES)
+    if other:
+        raise CheckpointError(f"{kind} has layers of type {', '.join(other)}: only attention layers can be split")
+
+
+def _quantization_method(quantization: Any) -> str:
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return str(method or getattr(quantization, "quant_method", "unknown"))

@@ -1,0 +1,128 @@
+"""Checkpoints by their name on the Hugging Face hub: small files first, then only the shards that a span needs.
+
+Sizes of all units are known before any weights are fetched: the headers of remote safetensors files are read by range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint, TensorEntry, read_header
+from swarmnode.errors import CheckpointError
+
+SMALL_FILES = (CONFIG_FILE, "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+def open_checkpoint(
+    name: str | Path, *, revision: str | None = None, cache_dir: str | Path | None = None
+) -> Checkpoint:
+    """A checkpoint in a local folder, or by its hub name as in "organisation/model". Raises CheckpointError."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return Checkpoint(path)
+    if path.is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1:
+        raise CheckpointError(f"{name}: no such folder")
+    return HubCheckpoint(str(name), revision=revision, cache_dir=cache_dir)
+
+
+class HubCheckpoint(Checkpoint):
+    """A checkpoint whose shards are fetched from the hub (with a progress bar) when their tensors are first opened."""
+
+    def __init__(
+        self,
+        repository: str,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        endpoint: str | None = None,
+    ) -> None:
+        from huggingface_hub import HfApi
+
+        self.repository = repository
+        self._api = HfApi(endpoint=endpoint)
+        self._cache_dir = cache_dir
+        with _hub_errors(repository):
+            info = self._api.model_info(repository, revision=revision)
+        self.revision = info.sha or revision
+        self._files = {sibling.rfilename for sibling in info.siblings or ()}
+        for file in (*SMALL_FILES, *TOKENIZER_FILES):
+            if file in self._files:
+                self.path = self._fetch(file).parent
+        if CONFIG_FILE not in self._files:
+            raise CheckpointError(f"{repository}: has no {CONFIG_FILE}, so it is not a model of transformers")
+        self.entries = self._remote_entries()
+
+    def __repr__(self) -> str:
+        return f"HubCheckpoint({self.repository}, {len(self.entries)} tensors)"
+
+    def open_slices(self, names: Iterable[str]) -> dict[str, Any]:
+        """Fetch the shards that hold the named tensors, check them, and open the tensors as slices."""
+        names = list(names)
+        for shard in sorted({self.entries[name].file.name for name in names}):
+            local = read_header(self._fetch(shard))
+            for name in names:
+                if self.entries[name].file.name == shard and not _same_tensor(local.get(name), self.entries[name]):
+                    raise CheckpointError(f"{self.repository}: {name} in {shard} is not what the hub's header promised")
+        return super().open_slices(names)
+
+    def _remote_entries(self) -> dict[str, TensorEntry]:
+        with _hub_errors(self.repository):
+            metadata = self._api.get_safetensors_metadata(self.repository, revision=self.revision)
+        entries: dict[str, TensorEntry] = {}
+        for file, header in metadata.files_metadata.items():
+            for name, tensor in header.tensors.items():
+                begin, end = tensor.data_offsets
+                entries[name] = TensorEntry(self.path / file, tensor.dtype, tuple(tensor.shape), begin, end)
+        return entries
+
+    def _fetch(self, file: str) -> Path:
+        with _hub_errors(self.repository):
+            return Path(
+                self._api.hf_hub_download(self.repository, file, revision=self.revision, cache_dir=self._cache_dir)
+            )
+
+
+def fetch_file(repository: str, file: str, *, revision: str | None = None) -> Path:
+    """One file of a model on the hub, downloaded where it is not here yet. Raises CheckpointError."""
+    from huggingface_hub import hf_hub_download
+
+    with _hub_errors(repository):
+        return Path(hf_hub_download(repository, file, revision=revision))
+
+
+def _same_tensor(one: TensorEntry | None, other: TensorEntry) -> bool:
+    return one is not None and (one.dtype, one.shape, one.nbytes) == (other.dtype, other.shape, other.nbytes)
+
+
+@contextmanager
+def _hub_errors(repository: str) -> Iterator[None]:
+    """Turns what huggingface_hub raises into a line for people."""
+    from huggingface_hub import errors
+
+    transport_error: Any = errors.HfHubHTTPError.__mro__[1]  # httpx's base class, whichever httpx the library came with
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise CheckpointError(f"{repository}: its owner asks for consent: give it on the hub, then log in") from None
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError):
+        message = "neither a folder here nor a model on the hub (private ones need a login)"
+        raise CheckpointError(f"{repository}: {message}") from None
+    except errors.NotASafetensorsRepoError:
+        raise CheckpointError(f"{repository}: has no safetensors files; pickled weights are never loaded") from None
+    except (errors.HfHubHTTPError, errors.SafetensorsParsingError, errors.EntryNotFoundError) as error:
+        raise CheckpointError(f"{repository}: the hub's answer cannot be used: {error}") from error
+    except (errors.OfflineModeIsEnabled, transport_error, OSError) as error:
+        raise CheckpointError(f"{repository}: no such folder, and the hub cannot be reached ({error})") from error

@@ -1,0 +1,211 @@
+"""A span of units of a model on one device: loading it, and its forward pass.
+
+`family.py` tells the units, `assemble.py` builds the model of the span, `stack.py` leads hidden states through its layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.model.assemble import assemble
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.family import Family
+from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.linear import speed_up_linears
+from swarmnode.compute.model.quantize import Quantization, quantize_layers
+from swarmnode.compute.model.stack import Stack
+from swarmnode.compute.packed import packed_bytes
+from swarmnode.errors import LocalError
+
+Progress = Callable[[str, int, int], None]
+"""(what, done, total): called while something long goes on."""
+
+
+class ModelSpan:
+    """Units [start, end) of a model, ready to run.
+
+    `model` is the family's causal language model, cut down. Not safe for use from two threads at once.
+    """
+
+    def __init__(
+        self, family: Family, model: Any, start: int, end: int, quantization: Quantization | None = None
+    ) -> None:
+        self.family = family
+        self.model = model
+        self.start = start
+        self.end = end
+        self.quantization = quantization
+        self.stack: Stack = model.get_submodule(family.stack_name)
+        parameter = next(p for p in model.parameters() if p.is_floating_point())
+        self._device: torch.device = parameter.device
+        self._dtype: torch.dtype = parameter.dtype
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    def __repr__(self) -> str:
+        return f"Span([{self.start}:{self.end}) of {self.family.units} units, {self.weight_bytes / 1e6:.1f} MB)"
+
+    @property
+    def config(self) -> Any:
+        """The whole model's transformers config."""
+        return self.model.config
+
+    @property
+    def hidden_size(self) -> int:
+        """Size H of the hidden states."""
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Size V of the vocabulary."""
+        return int(self.config.vocab_size)
+
+    @cached_property
+    def position_limit(self) -> int | None:
+        """How many positions a sequence may have; None where the family knows no end."""
+        from swarmnode.compute.model.selfcheck import position_limit  # which itself runs spans
+
+        return position_limit(self.family)
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether token ids may enter here."""
+        return self.start == 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether logits come out here."""
+        return self.end == self.family.units
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states and caches."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._device
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of weights and buffers, scales of quantised ones included; tied ones count once."""
+        tensors = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
+        quantized = self.quantization
+        if quantized is None:
+            return packed_bytes(self.model) + sum(int(tensor.nbytes) for tensor in tensors.values())
+        return quantized.bytes_after + sum(int(t.nbytes) for t in tensors.values() if t.is_floating_point())
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """KV cache of one token of one row, over all layers of the span."""
+        elements = sum(self.family.cache_elements_per_token(unit) for unit in range(self.start, self.end))
+        return elements * self.dtype.itemsize
+
+    def layers_of(self, start: int, end: int) -> range:
+        """Numbers of the layers among units [start, end)."""
+        first = min(max(start - 1, 0), self.family.layer_count)
+        return range(first, max(first, min(end - 1, self.family.layer_count)))
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cache: Any,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        keep_last: int = -1,
+        start: int | None = None,
+        end: int | None = None,
+    ) -> Tensor:
+        """Run units [start, end) of the span (default: all) on the next positions of a batch.
+
+        `x` is ids_BT (int64) where the range starts with the embedding, else hidden_BTH. Without a `cache` (training)
+        they are the first ones, and nothing is kept. `attention_mask` (B, past + T) is None where nothing is padding.
+        Returns logits_BKV of the `keep_last` last positions (-1: all) where the range ends with the head, else hidden_BTH.
+        """
+        start = self.start if start is None else start
+        end = self.end if end is None else end
+        layers = self.layers_of(start, end)
+        self.stack.select(layers.start, layers.stop)
+        inputs = {
+            "input_ids" if start == 0 else "inputs_embeds": x,
+            "attention_mask": attention_mask,
+            "past_key_values": cache,
+            "use_cache": cache is not None,
+        }
+        if self._takes_positions:
+            inputs["position_ids"] = position_ids
+        entering_BTH = x if start > 0 else None
+        if end < self.family.units or keep_last == 0:
+            hidden_BTH = self._forward_hidden(inputs, entering_BTH)
+            return hidden_BTH if end < self.family.units else hidden_BTH.new_empty(len(x), 0, self.vocab_size)
+        return self._forward_logits(inputs, entering_BTH, keep_last)
+
+    def _forward_hidden(self, inputs: Mapping[str, Any], entering_BTH: Tensor | None) -> Tensor:
+        """hidden_BTH as they leave the last layer; whatever the family does behind it sees no position, where it can."""
+        keep_last = 0 if self.family.narrows else -1
+        _, hidden_BTH = self.stack.pass_through(lambda: self.model.base_model(**inputs), entering_BTH, keep_last)
+        return hidden_BTH
+
+    def _forward_logits(self, inputs: Mapping[str, Any], entering_BTH: Tensor | None, keep_last: int) -> Tensor:
+        """logits_BKV by the family's own final norm, head, scale and caps."""
+        options: dict[str, Any] = {}
+        if not self.family.narrows and keep_last > 0:
+            options["logits_to_keep"] = keep_last
+        output, _ = self.stack.pass_through(
+            lambda: self.model(**inputs, **options), entering_BTH, -1 if options else keep_last
+        )
+        logits_BKV: Tensor = output.logits
+        return logits_BKV
+
+
+@lean()
+def load_span(
+    checkpoint: Checkpoint,
+    start: int,
+    end: int,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = "auto",
+    quantize: str = "none",
+    progress: Progress | None = None,
+    check: bool = True,
+) -> ModelSpan:
+    """Load units [start, end). `dtype` "auto" is the checkpoint's own. Raises CheckpointError, LocalError.
+
+    Reads only the tensors of the span, each once, from mapped files; nothing is copied where the dtype stays and the
+    device is the CPU. `check` tries the family on a tiny model first (some 0.3 s, once per process).
+    """
+    family = checkpoint.family
+    model = load_model(checkpoint, start, end, dtype=dtype, check=check)
+    if progress is not None:
+        tensors = len(checkpoint.tensors_of(start, end))
+        progress("weights", tensors, tensors)
+    device = torch.device(device)
+    stack = model.get_submodule(family.stack_name)
+    quantization = (
+        quantize_layers(stack, quantize, device) if quantize != "none" and len(list(stack.children())) else None
+    )
+    model.to(device)
+    speed_up_linears(model)
+    return ModelSpan(family, model, start, end, quantization)
+
+
+@lean()
+def load_model(checkpoint: Checkpoint, start: int, end: int, *, dtype: torch.dtype | str, check: bool = True) -> Any:
+    """The family's class with units [start, end), on the CPU; weights are mapped from the files where their dtype stays."""
+    family = checkpoint.family
+    if not 0 <= start < end <= family.units:
+        raise LocalError(f"no units [{start}:{end}): the model has {family.units}")
+    if check:
+        from swarmnode.compute.model.selfcheck import check_family  # which itself runs spans
+
+        check_family(family)
+    slices = checkpoint.open_slices(checkpoint.tensors_of(start, end))
+    return assemble(family, slices, start, end, dtype=checkpoint.dtype if dtype == "auto" else dtype)

@@ -1,0 +1,191 @@
+"""Learns a family's anatomy by running its own code once on the meta device: shapes only, no weights, milliseconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+
+from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.stack import Stack
+from swarmnode.errors import CheckpointError
+
+with lean():
+    from transformers.cache_utils import Cache
+    from transformers.initialization import no_init_weights
+
+# What a family's own code may raise when it meets a config or a use that it was not made for.
+FOREIGN_ERRORS = (
+    *(RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError),
+    StrictDataclassError,
+)
+
+# (with padding token, with mask): tried in turn. Some families look for padding among ids or in masks, which are not there.
+_WAYS = ((True, False), (False, False), (False, True))
+
+
+@dataclass(frozen=True)
+class ModelTrace:
+    """What one pass over the model showed; the fields are those of `Family`."""
+
+    stack_name: str
+    input_embedding: str
+    front: frozenset[str]
+    back: frozenset[str]
+    tied: bool
+    returns_tuple: bool
+    narrows: bool
+    cache_shapes: tuple[tuple[tuple[int, int], ...], ...]
+
+
+def build_on_meta(model_class: type[Any], config: Any) -> Any:
+    """The model without weights. Raises CheckpointError where its class refuses the config."""
+    try:
+        with torch.device("meta"), no_init_weights():
+            return model_class(config).eval()
+    except FOREIGN_ERRORS as error:
+        raise CheckpointError(f"{model_class.__name__} cannot be built from this config: {error}") from error
+
+
+def trace_model(model_class: type[Any], config: Any) -> ModelTrace:
+    """Raises CheckpointError where the model has no list of layers that hand hidden states to each other with a KV cache."""
+    first_error: Exception | None = None
+    for way in _WAYS:
+        try:
+            return _trace_model(model_class, config, *way)
+        except (CheckpointError, StrictDataclassError) as error:
+            first_error = first_error or error
+    raise CheckpointError(str(first_error)) from first_error
+
+
+def _trace_model(model_class: type[Any], config: Any, has_padding_token: bool, has_mask: bool) -> ModelTrace:
+    if not has_padding_token:
+        config.pad_token_id = None
+    model = build_on_meta(model_class, config)
+    stack_name = _find_stack(model, config.num_hidden_layers)
+    layers = list(model.get_submodule(stack_name))
+    recorder = _Recorder(has_mask)
+    probes = {number: _Probe(layer, number, recorder) for number, layer in enumerate(layers)}
+    stack = Stack(probes, total=len(layers), returns_tuple=False)
+    stack.select(0, len(layers))
+    model.set_submodule(stack_name, stack)
+    front, back = _run(model, stack, stack_name, recorder)
+    names = {id(module): name for name, module in model.named_modules()}
+    shapes = tuple(recorder.shapes.get(number, ()) for number in range(len(layers)))
+    if not all(shapes):
+        raise CheckpointError(
+            f"{model_class.__name__}: layer {shapes.index(())} keeps no KV cache of its own, so the model cannot be split"
+        )
+    return ModelTrace(
+        stack_name=stack_name,
+        input_embedding=names[id(model.get_input_embeddings())],
+        front=frozenset(front),
+        back=frozenset(back),
+        tied=bool(config.tie_word_embeddings and model.all_tied_weights_keys),
+        returns_tuple=recorder.returns_tuple,
+        narrows=_narrows(model, stack, recorder),
+        cache_shapes=shapes,
+    )
+
+
+def _find_stack(model: nn.Module, layer_count: int) -> str:
+    """The name of the list of all layers: the longest of its length by parameters."""
+    found = [
+        (sum(parameter.numel() for parameter in module.parameters()), name)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == layer_count
+    ]
+    if not found:
+        raise CheckpointError(f"{type(model).__name__} has no list of its {layer_count} layers: it cannot be split")
+    name: str = max(found)[1]
+    return name
+
+
+def _run(model: Any, stack: Stack, stack_name: str, recorder: _Recorder) -> tuple[list[str], list[str]]:
+    """A pass through the model on meta. Returns the modules with weights called before and after the layers."""
+    front: list[str] = []
+    back: list[str] = []
+
+    def watch(name: str, module: nn.Module) -> Any:
+        return module.register_forward_hook(lambda *_: (back if stack.leaving_BTH is not None else front).append(name))
+
+    outside = (item for item in model.named_modules() if not item[0].startswith(stack_name))
+    handles = [watch(name, module) for name, module in outside if any(True for _ in module.parameters(recurse=False))]
+    try:
+        _pass(model, stack, recorder)
+    except FOREIGN_ERRORS as error:
+        raise CheckpointError(f"{type(model).__name__} cannot be looked into without weights: {error}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return front, back
+
+
+def _narrows(model: Any, stack: Stack, recorder: _Recorder) -> bool:
+    """Whether the family takes fewer positions behind its layers than before; some restore the shape of the input."""
+    try:
+        _pass(model, stack, recorder, keep_last=1)
+        _pass(model, stack, recorder, keep_last=0)
+    except FOREIGN_ERRORS:
+        return False
+    return True
+
+
+def _pass(model: Any, stack: Stack, recorder: _Recorder, keep_last: int = -1) -> None:
+    inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 2, dtype=torch.int64, device="meta")}
+    if recorder.has_mask:  # with all four dimensions families take it as it is
+        inputs["attention_mask"] = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="meta")
+        inputs["position_ids"] = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    with torch.inference_mode():
+        stack.pass_through(lambda: model(**inputs, past_key_values=recorder, use_cache=True), None, keep_last=keep_last)
+
+
+class _Recorder(Cache):
+    """A KV cache that keeps shapes only, and what else the passes share."""
+
+    def __init__(self, has_mask: bool) -> None:
+        super().__init__(layers=[])
+        self.has_mask = has_mask
+        self.shapes: dict[int, tuple[tuple[int, int], ...]] = {}
+        self.returns_tuple = False
+        self.seen: dict[tuple[Any, ...], tuple[tuple[int, int], ...]] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """Note (heads, dim) of keys and values."""
+        self.shapes[layer_idx] = tuple((states.shape[1], states.shape[3]) for states in (key_states, value_states))
+        return key_states, value_states
+
+
+class _Probe(nn.Module):
+    """Runs a layer for its shapes, once for layers that are alike; what follows attention may not work on meta (experts)."""
+
+    def __init__(self, layer: nn.Module, number: int, recorder: _Recorder) -> None:
+        super().__init__()
+        self.layer = layer
+        self.number = number
+        self.recorder = recorder
+        self.signature = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output, or a stand-in for it."""
+        recorder = self.recorder
+        if self.signature in recorder.seen:
+            recorder.shapes[self.number] = recorder.seen[self.signature]
+            return (hidden_states,) if recorder.returns_tuple else hidden_states
+        try:
+            output = self.layer(hidden_states, *args, **kwargs)
+            recorder.returns_tuple = isinstance(output, tuple)
+        except RuntimeError:
+            output = (hidden_states,) if recorder.returns_tuple else hidden_states
+        if self.number in recorder.shapes:
+            recorder.seen[self.signature] = recorder.shapes[self.number]
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)

@@ -1,0 +1,1 @@
+"""Many sessions in one forward pass: caches, schedule, run, sampling."""

@@ -1,0 +1,225 @@
+"""The KV caches of all sessions within a budget of bytes: who shares a cohort, when buffers grow, and what is refused.
+
+A session reserves rows x max_length positions when it opens, so that it can never fail half-way for want of memory: of layers
+with a sliding window (`window.py`) what their buffers have at most, and the largest layer twice, for regrouping. Buffers grow
+with it. A cohort may hold padding beyond its members' reservations while there is room; where there is not, it is dissolved
+into its sessions, which always fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+
+from swarmnode.compute.cache_budget import CacheBudget, Claim, OutOfCache
+from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.serving.cohort import CachedSession, Cohort, regroup
+from swarmnode.compute.window import MAX_LAG, Window, Windows, sliding_layers
+from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.ledger import MemoryLedger
+
+GROW_COLUMNS = 64  # buffers grow by at least this and by a quarter
+SMALL_COLUMNS = 128  # below it, padding costs less than another pass
+MAX_PADDING_RATIO = 2.0
+
+SessionId = TypeVar("SessionId", bound=Hashable)
+
+
+class CachePool:
+    """Caches of the sessions of one span. Used from the compute thread only."""
+
+    def __init__(
+        self, span: ModelSpan, limit_bytes: int, ledger: MemoryLedger | None = None, *, windows: Windows | None = None
+    ) -> None:
+        self.span = span
+        self.windows = windows_of(span) if windows is None else windows
+        self.sessions: dict[Hashable, CachedSession] = {}
+        self.budget = CacheBudget(limit_bytes, ledger)
+
+    def __repr__(self) -> str:
+        return (
+            f"CachePool({len(self.sessions)} sessions, {self.reserved_bytes / 1e6:.1f} of "
+            f"{self.budget.limit_bytes / 1e6:.1f} MB reserved, {self.allocated_bytes / 1e6:.1f} MB allocated)"
+        )
+
+    @property
+    def cohorts(self) -> list[Cohort]:
+        """Every cohort once."""
+        return list({id(s.cohort): s.cohort for s in self.sessions.values() if s.cohort is not None}.values())
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the open sessions may come to need."""
+        return sum(self.bytes_of(s.layers, s.rows, s.max_length) for s in self.sessions.values())
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What buffers take, and regrouping them would."""
+        return sum(self._bytes(cohort.members, cohort.capacity) for cohort in self.cohorts)
+
+    def open(
+        self, session_id: Hashable, *, rows: int, max_length: int, padding: Sequence[int] = (), layers: range
+    ) -> CachedSession:
+        """Reserve room for a session. Raises OutOfCache where the budget has none."""
+        session = CachedSession(rows, max_length, padding, layers)
+        self.budget.claim(Claim.RESERVED, self.reserved_bytes + self.bytes_of(layers, rows, max_length))
+        self.sessions[session_id] = session
+        return session
+
+    def close(self, session_id: Hashable) -> None:
+        """Free a session. An unknown one is no error."""
+        session = self.sessions.pop(session_id, None)
+        if session is None:
+            return
+        cohort, session.cohort = session.cohort, None
+        rest = [] if cohort is None else [member for member in cohort.members if member is not session]
+        if cohort is not None and rest:
+            regroup([(rest, min(cohort.capacity, capacity_for(rest, 1)))], self.span.device, self.windows)
+        self.budget.claim(Claim.RESERVED, self.reserved_bytes)
+        self.budget.claim(Claim.ALLOCATED, self.allocated_bytes)
+
+    def truncate(self, session_id: Hashable, length: int) -> None:
+        """Forget the positions from `length` on. Raises ProtocolError where a window has moved past what would be seen again."""
+        session = self.sessions[session_id]
+        if not 0 <= length <= session.length:
+            raise ValueError(f"cannot truncate {session.length} positions to {length}")
+        if length == session.length:
+            return
+        if length < session.floor:
+            text = f"{session.length} positions can be cut down to {session.floor}, and not to {length}: windows have moved on"
+            raise ProtocolError(text, code=ErrorCode.NO_SESSION)
+        cohort = session.cohort
+        if cohort is not None and len(cohort.members) > 1:
+            cohort = self._regroup([session], min(cohort.capacity, capacity_for([session], 1)))
+        if cohort is not None:
+            cohort.end = length
+        session.length = length
+
+    def reorder(self, session_id: Hashable, indices: Sequence[int]) -> None:
+        """Row r of the session becomes what row `indices[r]` was (beam search)."""
+        session = self.sessions[session_id]
+        if len(indices) != session.rows or not all(0 <= index < session.rows for index in indices):
+            raise ValueError(f"{list(indices)} does not reorder {session.rows} rows")
+        session.padding = [session.padding[index] for index in indices]
+        cohort = session.cohort
+        if cohort is None:
+            return
+        order = torch.tensor(indices, device=cohort.device)
+        for layer, buffers in cohort.buffers.items():
+            for buffer in buffers:
+                rows = buffer[session.row_slice, :, : cohort.end - cohort.first_kept(layer)]
+                rows.copy_(rows.index_select(0, order))
+        cohort.refresh_rows()
+
+    def prepare(self, sessions: Sequence[CachedSession], count: int) -> Iterator[Cohort]:
+        """Cohorts whose next pass is for these sessions, with room for `count` more columns; run one, then take the next.
+
+        The sessions must use the same layers. More than one cohort comes where lengths differ so much that padding would
+        cost more than another pass, or where the budget has no room for padding.
+        """
+        for part in partition_by_length(sessions):
+            for cohort in self._prepare_part(part, count):
+                cohort.make_room(count)
+                yield cohort
+
+    def _prepare_part(self, members: Sequence[CachedSession], count: int) -> list[Cohort]:
+        cohort = members[0].cohort
+        if cohort is not None and _may_share_a_pass(cohort, members, count):
+            if cohort.end + count > cohort.capacity:
+                grown = capacity_for(cohort.members, count)
+                if not self._fits(cohort.members, grown):
+                    return self._prepare_apart(members, count)
+                cohort = self._regroup(cohort.members, grown)
+            cohort.call(members)
+            return [cohort]
+        capacity = capacity_for(members, count)
+        if self._fits(members, capacity):
+            return [self._regroup(members, capacity)]
+        return self._prepare_apart(members, count)
+
+    def _prepare_apart(self, members: Sequence[CachedSession], count: int) -> list[Cohort]:
+        """Each member in a cohort of its own: without padding all reservations fit."""
+        for cohort in self.cohorts:
+            if len(cohort.members) > 1:
+                regroup([([member], member.length) for member in cohort.members], self.span.device, self.windows)
+        cohorts = [self._regroup([member], capacity_for([member], count)) for member in members]
+        self.budget.claim(Claim.ALLOCATED, self.allocated_bytes)
+        return cohorts
+
+    def _fits(self, members: Sequence[CachedSession], capacity: int) -> bool:
+        """Whether there is room for a cohort of these members, beside what it leaves behind; the room is then claimed."""
+        touched = {id(member.cohort): member.cohort for member in members if member.cohort is not None}
+        before = sum(self._bytes(old.members, old.capacity) for old in touched.values())
+        after = self._bytes(members, capacity)
+        for rest in self._left_behind(members):
+            after += self._bytes(rest, capacity_for(rest, 1))
+        try:
+            self.budget.claim(Claim.ALLOCATED, self.allocated_bytes - before + after)
+        except OutOfCache:
+            return False
+        return True
+
+    def _left_behind(self, members: Sequence[CachedSession]) -> list[list[CachedSession]]:
+        """The other members of the cohorts that these members leave, per cohort."""
+        chosen = set(members)
+        touched = {id(member.cohort): member.cohort for member in members if member.cohort is not None}
+        rests = ([other for other in cohort.members if other not in chosen] for cohort in touched.values())
+        return [rest for rest in rests if rest]
+
+    def _regroup(self, group: Sequence[CachedSession], capacity: int) -> Cohort:
+        """A new cohort for this group; whom it leaves behind stays together in others."""
+        rests = self._left_behind(group)
+        sized = [(group, capacity), *((rest, capacity_for(rest, 1)) for rest in rests)]
+        return regroup(sized, self.span.device, self.windows)[0]
+
+    def _bytes(self, members: Sequence[CachedSession], columns: int) -> int:
+        return self.bytes_of(members[0].layers, sum(member.rows for member in members), columns)
+
+    def bytes_of(self, layers: range, rows: int, columns: int) -> int:
+        """What buffers of so many columns take over these layers, and the largest layer once more: regrouping holds it twice."""
+        by_layer = [self._layer_bytes(layer, columns) for layer in layers]
+        return rows * (sum(by_layer) + max(by_layer, default=0))
+
+    def _layer_bytes(self, layer: int, columns: int) -> int:
+        """Of one row."""
+        window = self.windows.get(layer)
+        held = columns if window is None else min(columns, window.columns)
+        return held * self.span.family.cache_elements_per_token(layer + 1) * self.span.dtype.itemsize
+
+
+def windows_of(span: ModelSpan) -> dict[int, Window]:
+    """By layer of the whole model, for those that look back over a window."""
+    return {layer: Window(size) for layer, size in sliding_layers(span.config).items()}
+
+
+def _may_share_a_pass(cohort: Cohort, members: Sequence[CachedSession], count: int) -> bool:
+    """Whether a pass over these members may go over the whole cohort: all, or for a single step at least half of it.
+
+    Who has been absent for long is left behind.
+    """
+    if not all(member.cohort is cohort for member in members):
+        return False
+    if len(members) == len(cohort.members):
+        return True
+    is_most = 2 * sum(member.rows for member in members) >= cohort.rows
+    return count == 1 and is_most and max(member.lag for member in cohort.members) < MAX_LAG
+
+
+def partition_by_length(sessions: Sequence[CachedSession]) -> list[list[CachedSession]]:
+    """Groups of sessions in which padding makes no row more than MAX_PADDING_RATIO times as long as it is."""
+    parts: list[list[CachedSession]] = []
+    for session in sorted(sessions, key=lambda session: -session.length):
+        if parts and parts[-1][0].length <= MAX_PADDING_RATIO * max(session.length, SMALL_COLUMNS):
+            parts[-1].append(session)
+        else:
+            parts.append([session])
+    return parts
+
+
+def capacity_for(members: Sequence[CachedSession], count: int) -> int:
+    """Columns for a cohort that is about to write `count` more: with slack, but none that nobody can come to use."""
+    end = max(member.length for member in members) + count
+    most = max(member.length for member in members) + max(member.max_length - member.length for member in members)
+    return max(end, min(most, end + max(GROW_COLUMNS, end // 4)))

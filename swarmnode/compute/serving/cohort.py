@@ -1,0 +1,291 @@
+"""KV caches of several sessions side by side, written one column at a time.
+
+A cohort keeps, per layer, keys and values as [rows, heads, capacity, dim]. All rows end at the same column, so a decode step
+of the whole cohort writes one column in place and copies nothing; shorter rows have masked columns on their left. To the
+family this is left-padded batched generation, a contract that every family keeps: with sliding windows, alibi or anything
+else that goes by distance from the newest position.
+
+Steps of sessions do not always arrive together. A pass over most members takes the absent ones along with stand-in inputs:
+their rows then lag behind the cohort's end, and are moved up to it when they come back, a copy of those rows alone.
+
+Layers with a sliding window (`window.py`) keep the newest columns only: their buffers begin at a later column than 0, and the
+family's masks are told which. Columns are counted alike for all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.model.lean import lean
+from swarmnode.compute.window import Window, Windows
+
+with lean():
+    from transformers.cache_utils import Cache
+
+
+class CachedSession:
+    """One session's place in the caches: `rows` rows that hold `length` positions, and room for `max_length`.
+
+    `padding[r]` of the first positions of row r are left padding. `layers` are the numbers of the layers that it uses here.
+    In its cohort its rows begin at `first_row` and end `lag` columns before the cohort's end. It may be cut down to `floor`
+    positions: for fewer, sliding windows do not keep what would come into sight again.
+    """
+
+    def __init__(self, rows: int, max_length: int, padding: Sequence[int], layers: range) -> None:
+        self.rows = rows
+        self.max_length = max_length
+        self.padding = list(padding) or [0] * rows
+        self.layers = layers
+        self.length = 0
+        self.floor = 0
+        self.cohort: Cohort | None = None
+        self.first_row = 0
+        self.lag = 0
+
+    def __repr__(self) -> str:
+        return f"CachedSession({self.rows} rows, {self.length} of {self.max_length} positions)"
+
+    @property
+    def row_slice(self) -> slice:
+        """Its rows in its cohort."""
+        return slice(self.first_row, self.first_row + self.rows)
+
+
+class Cohort(Cache):
+    """The cache that one forward pass over its members reads and writes.
+
+    A pass writes at column `end` and `advance` makes that good, so a pass that failed leaves no trace. `present` are the
+    members that the next pass is for.
+    """
+
+    def __init__(self, members: Sequence[CachedSession], capacity: int, device: torch.device, windows: Windows) -> None:
+        super().__init__(layers=[])  # the buffers are here, not in layer objects
+        self.members = list(members)
+        self.present = set(members)
+        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.capacity = capacity
+        self.device = device
+        self.rows = sum(member.rows for member in members)
+        self.end = max(member.length for member in members)
+        self.windows = windows
+        self._first_kept = {
+            window: max(0, self.end - window.kept) if capacity > window.columns else 0 for window in windows.values()
+        }
+        self._first_columns: list[int] = []
+        self._mask_RC: Tensor | None = None
+        self._first_R1: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"Cohort({len(self.members)} sessions, {self.rows} rows, columns {self.end} of {self.capacity})"
+
+    def columns_of(self, member: CachedSession) -> slice:
+        """Where the member's positions are."""
+        end = self.end - member.lag
+        return slice(end - member.length, end)
+
+    def first_kept(self, layer: int) -> int:
+        """The column at which the buffers of a layer begin."""
+        window = self.windows.get(layer)
+        return 0 if window is None else self._first_kept[window]
+
+    def columns_in(self, layer: int) -> int:
+        """How many columns the buffers of a layer have."""
+        window = self.windows.get(layer)
+        return self.capacity if window is None else min(self.capacity, window.columns)
+
+    def make_room(self, count: int) -> None:
+        """Let windows move on where `count` more columns do not fit behind what their buffers hold."""
+        for window, first in self._first_kept.items():
+            if self.end + count - first > min(self.capacity, window.columns):
+                self._move_window(window, max(first, self.end - window.kept))
+
+    def _move_window(self, window: Window, first: int) -> None:
+        by, held = first - self._first_kept[window], self.end - first
+        for layer in [layer for layer in self.buffers if self.windows.get(layer) == window]:
+            for buffer in self.buffers[layer]:
+                buffer[:, :, :held] = buffer[:, :, by : by + held].clone()
+        self._first_kept[window] = first
+        self.note_floors()
+
+    def note_floors(self) -> None:
+        """How far back members may go now that the windows stand where they do."""
+        for window, first in self._first_kept.items():
+            for member in self.members:
+                columns = self.columns_of(member)
+                if columns.start < first:
+                    member.floor = max(member.floor, first + window.size - 1 - columns.start)
+
+    def call(self, members: Sequence[CachedSession]) -> None:
+        """The next pass is for these members: move up those that lag."""
+        is_changed = len(members) < len(self.members) or len(self.present) < len(self.members)
+        self.present = set(members)
+        for member in self.members:
+            if member.lag and member in self.present:
+                self._move_up(member)
+        if is_changed:
+            self.refresh_rows()
+
+    def _move_up(self, member: CachedSession) -> None:
+        for layer, buffers in self.buffers.items():
+            old = self.held(member, layer)
+            new = slice(old.start + member.lag, old.stop + member.lag)
+            for buffer in buffers:
+                rows = buffer[member.row_slice]
+                rows[:, :, new] = rows[:, :, old].clone()
+        member.lag = 0
+
+    def held(self, member: CachedSession, layer: int) -> slice:
+        """Where the member's positions are in the buffers of a layer, as far as they are kept."""
+        first, columns = self.first_kept(layer), self.columns_of(member)
+        return slice(max(columns.start - first, 0), columns.stop - first)
+
+    def refresh_rows(self) -> None:
+        """Find, per row, the first column that counts, which stays as columns are added; for stand-ins only the newest does."""
+        self._first_columns = [
+            self.columns_of(member).start + padding if member in self.present else self.end
+            for member in self.members
+            for padding in member.padding
+        ]
+        self._mask_RC = self._first_R1 = None
+
+    def attention_mask(self, count: int) -> Tensor | None:
+        """mask (rows, end + count) for a pass over `count` new columns: 1 where a column counts. None where all do."""
+        if not any(self._first_columns):
+            return None
+        if self._mask_RC is None or self._mask_RC.shape[1] < self.end + count:
+            columns_C = torch.arange(max(self.capacity, self.end + count), device=self.device)
+            self._mask_RC = (columns_C >= self._first_columns_R1()).to(torch.int64)
+        return self._mask_RC[:, : self.end + count]
+
+    def position_ids(self, count: int) -> Tensor:
+        """Positions (rows, count) of the next `count` columns, counted from each row's first token."""
+        columns_T = torch.arange(self.end, self.end + count, device=self.device)
+        if not any(self._first_columns):
+            return columns_T.expand(self.rows, count)
+        return (columns_T - self._first_columns_R1()).clamp_(min=0)
+
+    def _first_columns_R1(self) -> Tensor:
+        if self._first_R1 is None:
+            self._first_R1 = torch.tensor(self._first_columns, device=self.device)[:, None]
+        return self._first_R1
+
+    def advance(self, count: int) -> None:
+        """The last pass wrote `count` columns: they are the present members' from now on."""
+        self.end += count
+        for member in self.members:
+            if member in self.present:
+                member.length += count
+            else:
+                member.lag += count
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Called by attention: write keys and values (rows, heads, T, dim), return all of the layer so far."""
+        count = key_states.shape[2]
+        if layer_idx not in self.buffers:
+            self.buffers[layer_idx] = (
+                self._allocate(key_states, layer_idx),
+                self._allocate(value_states, layer_idx),
+            )
+        keys, values = self.buffers[layer_idx]
+        held = self.end - self.first_kept(layer_idx)
+        keys.narrow(2, held, count).copy_(key_states)
+        values.narrow(2, held, count).copy_(value_states)
+        return keys.narrow(2, 0, held + count), values.narrow(2, 0, held + count)
+
+    def _allocate(self, states: Tensor, layer: int) -> Tensor:
+        _, heads, _, dim = states.shape
+        return states.new_empty(self.rows, heads, self.columns_in(layer), dim)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns in use, for the family's masks and positions."""
+        return self.end
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(columns in the buffers, the first of them). What a sliding layer keeps beyond its window the family masks."""
+        first = self.first_kept(layer_idx)
+        return self.end + query_length - first, first
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Per layer of the whole model up to the last that slides, whether it keeps a window: the family's masks ask."""
+        return [layer in self.windows for layer in range(max(self.windows, default=-1) + 2)]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """None has a recurrent state."""
+        return [False] * len(self.is_sliding)
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """All keep something."""
+        return self.is_linear
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """No fixed one."""
+        return -1
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether positions are held."""
+        return self.end > 0
+
+
+def regroup(
+    groups: Sequence[tuple[Sequence[CachedSession], int]], device: torch.device, windows: Windows
+) -> list[Cohort]:
+    """Copy sessions into new cohorts, given as (members, capacity). Who was beside them and is not among them is lost.
+
+    Goes layer by layer and frees the old layer before the next, so that at most one layer exists twice.
+    """
+    cohorts = [Cohort(members, capacity, device, windows) for members, capacity in groups]
+    olds = {id(old): old for cohort in cohorts for old in _cohorts_of(cohort.members)}
+    for layer in sorted({layer for old in olds.values() for layer in old.buffers}):
+        for cohort in cohorts:
+            _copy_layer(cohort, layer)
+        for old in olds.values():
+            old.buffers.pop(layer, None)
+    for cohort in cohorts:
+        row = 0
+        for member in cohort.members:
+            member.cohort, member.first_row, member.lag = cohort, row, 0
+            row += member.rows
+        cohort.note_floors()
+        cohort.refresh_rows()  # not before: the members' lags were those of their old cohorts
+    return cohorts
+
+
+def _cohorts_of(members: Sequence[CachedSession]) -> Iterator[Cohort]:
+    return (member.cohort for member in members if member.cohort is not None)
+
+
+def _copy_layer(cohort: Cohort, layer: int) -> None:
+    """Fill one layer of a new cohort from where its members are now, each ending at the cohort's last column.
+
+    Columns left of a member are zeroed: masked, they still meet a weight of zero, which garbage that is not finite survives.
+    """
+    source = next((old.buffers[layer] for old in _cohorts_of(cohort.members) if layer in old.buffers), None)
+    if source is None:
+        return
+    targets = []
+    end = cohort.end - cohort.first_kept(layer)
+    for index, like in enumerate(source):
+        target = like.new_empty(cohort.rows, like.shape[1], cohort.columns_in(layer), like.shape[3])
+        row = 0
+        for member in cohort.members:
+            rows = target[row : row + member.rows]
+            begin = end
+            if member.cohort is not None and member.length:
+                old = member.cohort.held(member, layer)
+                begin = max(0, end - (old.stop - old.start))
+                kept = slice(old.stop - (end - begin), old.stop)
+                rows[:, :, begin:end] = member.cohort.buffers[layer][index][member.row_slice, :, kept]
+            rows[:, :, :begin] = 0
+            row += member.rows
+        targets.append(target)
+    cohort.buffers[layer] = (targets[0], targets[1])

@@ -1,0 +1,103 @@
+"""Parts of a flat vector: who adds up which, how they are encoded, and the sum that counts.
+
+The members of a group, in a fixed order, each own an equal share, in parts small enough to travel one by one. Everybody
+encodes its values of a part for the part's owner, who adds them up in the order of the members and encodes the sum once; all
+decode the same bytes, the owner too. So replicas hold identical numbers whatever the codec loses.
+
+Shape letters: N elements of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.compress.codecs import Buffer, decode, encode
+from swarmnode.errors import ProtocolError
+
+ALIGNMENT = 64  # elements: no group of a block-wise codec crosses from one part into the next
+LARGEST_PART = 1 << 18  # elements: 1 MiB as they are, so that what is on the way between two replicas stays small
+PARTS_AT_ONCE = 1 << 22  # elements that an owner holds at least of all contributors together, to add up one part
+SMALLEST_WEIGHT = 1e-12  # where nobody sent, zero is divided by this
+
+Encoded = tuple[TensorInfo, Buffer]
+
+
+class Contribution(NamedTuple):
+    """What one member sent of a part. `weight`: its share of the step's samples; all members' add up to 1."""
+
+    weight: float
+    values_N: Tensor  # float32, scaled so that a plain sum over the members is the result
+    sent_N: Tensor | None = None  # bool; None: all of it was sent
+
+
+class VectorPart(NamedTuple):
+    """Elements `place` of the vector, which the member of number `owner` adds up."""
+
+    owner: int
+    place: slice
+
+    @property
+    def length(self) -> int:
+        """How many elements."""
+        return int(self.place.stop - self.place.start)
+
+
+def cut(length: int, members: int) -> list[VectorPart]:
+    """[0, length) in shares of nearly equal length, a member each, and those in parts; bounds are aligned."""
+    share = -(-length // members)
+    share += -share % ALIGNMENT
+    longest = longest_part(members)
+    return [
+        VectorPart(start // share, slice(start, min(start + longest, begin + share, length)))
+        for begin in range(0, length, max(1, share))
+        for start in range(begin, min(begin + share, length), longest)
+    ]
+
+
+def longest_part(members: int) -> int:
+    """Elements of a part: a power of two, smaller where many contribute."""
+    return min(LARGEST_PART, 1 << ((PARTS_AT_ONCE // members).bit_length() - 1))
+
+
+def encode_part(part_N: Tensor, codec: Codec, keep: float) -> Encoded:
+    """Descriptor and payload; top-k sends about the share `keep` of the elements. Reduces on the tensor's device."""
+    return encode(part_N, codec, param=round(keep * len(part_N)) if codec == Codec.TOPK else 0)
+
+
+def decode_part(info: TensorInfo, payload: Buffer, codec: Codec, length: int, device: torch.device) -> Tensor:
+    """values_N in float32 on `device`. Raises ProtocolError for anything but a part of this codec and length."""
+    if (info.codec, info.dtype, info.shape) != (codec, DType.FLOAT32, (length,)):
+        raise ProtocolError(f"a part is {info}; agreed are {length} elements of float32 in codec {codec.name}")
+    return decode(info, payload, device=device, max_elements=length)
+
+
+def share_of_nonzeros(part_N: Tensor) -> float:
+    """The share that top-k has to keep so that nothing is lost."""
+    return int(torch.count_nonzero(part_N)) / max(1, len(part_N))
+
+
+def contribution(weight: float, values_N: Tensor, codec: Codec) -> Contribution:
+    """What was decoded, as a contribution. Top-k: a zero is taken for an element that was not sent."""
+    return Contribution(weight, values_N, values_N != 0 if codec == Codec.TOPK else None)
+
+
+def reduce_part(received: Sequence[Contribution]) -> Tensor:
+    """The sum_N of the contributions, in their order.
+
+    Where only some sent an element, the sum is divided by their share of the weight: the mean of those that sent it
+    stands for all. Where nobody did, it is 0.
+    """
+    total_N = received[0].values_N.clone()
+    for member in received[1:]:
+        total_N += member.values_N
+    if all(member.sent_N is None for member in received):
+        return total_N
+    weights_N = torch.zeros_like(total_N)
+    for member in received:
+        weights_N += member.weight if member.sent_N is None else member.weight * member.sent_N
+    return total_N.div_(weights_N.clamp_min_(SMALLEST_WEIGHT))

@@ -1,0 +1,111 @@
+"""Round: one vector that the members of a group sum up, chunk by chunk, and what of their own each could not say.
+
+What a codec loses must not be lost for good (error feedback: Stich et al., arXiv 1809.07599). So each member keeps account of
+what it *said*: what it sent, as decoded, and for the parts that it owns also what encoding the sum lost. So what all said
+adds up to what everybody decoded. What a member wanted to say and did not is its residual, which it adds to its next vector.
+
+By top-k, the mean of those that sent an element stands for all, and the sum's elements are all sent. An element is on
+nobody's account but the senders': to charge the others with the mean, so that accounts add up, was tried and diverges, for
+two members that disagree then answer each other with ever larger corrections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.compress.codecs import Buffer
+from swarmnode.compute.training.averaging.parts import (
+    Contribution,
+    Encoded,
+    contribution,
+    decode_part,
+    encode_part,
+    reduce_part,
+    share_of_nonzeros,
+)
+from swarmnode.compute.training.flat import FlatVector
+from swarmnode.compute.training.saved_activations import is_finite
+from swarmnode.errors import NotFinite, ProtocolError
+
+UNKNOWN_UNIT = -1
+
+
+class Round:
+    """One member's view of a sum. A contributor (weight above 0) offers every part to the part's owner, itself included; the
+    owner settles its parts; everybody takes all settled parts into `total`, which may share its memory with `local`.
+
+    `keep`: share of the elements that top-k sends. `residual`: added to what is said. `left_over`, of zeros: where to note what
+    this member did not say; None: nowhere. No part is copied whole but to encode it.
+    """
+
+    def __init__(
+        self,
+        local: FlatVector,
+        total: FlatVector,
+        weight: float,
+        codec: Codec,
+        *,
+        keep: float = 1.0,
+        residual: FlatVector | None = None,
+        left_over: FlatVector | None = None,
+    ) -> None:
+        self.weight = weight
+        self.codec = codec
+        self.keep = keep
+        self._local = local
+        self._total = total
+        self._residual = residual
+        self._left_over = left_over
+
+    def __repr__(self) -> str:
+        return f"Round({len(self)} elements, {self.codec.name}, weight {self.weight:.3f})"
+
+    def __len__(self) -> int:
+        """Elements of the vector."""
+        return len(self._total)
+
+    def offer(self, part: slice) -> Encoded:
+        """This member's values of a part, for the part's owner. Raises NotFinite where the codec cannot hold them."""
+        wanted_M = self._local.read(part)
+        if self._residual is not None:
+            wanted_M = wanted_M + self._residual.read(part)
+        encoded, said_M = self._encode(wanted_M, self.keep)
+        if self._left_over is not None:
+            self._left_over.write(part, wanted_M - said_M)
+        return encoded
+
+    def hear(self, part: slice, weight: float, info: TensorInfo, payload: Buffer) -> Contribution:
+        """What a contributor of this weight offered. Raises ProtocolError where it is not what was agreed, NaN or infinite."""
+        return contribution(weight, self._decode(part, info, payload), self.codec)
+
+    def settle(self, part: slice, contributions: Sequence[Contribution]) -> Encoded:
+        """The owner's work: the sum of all, which are in the order of the members. Raises NotFinite."""
+        total_M = reduce_part(contributions)
+        encoded, said_M = self._encode(total_M, share_of_nonzeros(total_M) if self.codec == Codec.TOPK else 1.0)
+        if self._left_over is not None and self.codec != Codec.TOPK:
+            self._left_over.write(part, self._left_over.read(part) + (total_M - said_M))
+        return encoded
+
+    def take(self, part: slice, info: TensorInfo, payload: Buffer) -> None:
+        """Write a settled part down. Raises ProtocolError where it is not what was agreed, NaN or infinite."""
+        self._total.write(part, self._decode(part, info, payload))
+
+    def _encode(self, values_M: Tensor, keep: float) -> tuple[Encoded, Tensor]:
+        """Also as it will be decoded. What is not finite is never sent: others take it for a breach of the protocol."""
+        encoded = encode_part(values_M, self.codec, keep)
+        said_M = values_M if self.codec == Codec.NONE else self._read(len(values_M), *encoded)
+        if not is_finite([said_M]):
+            raise NotFinite(f"a sum holds values that {self.codec.name} makes NaN or infinite", unit=UNKNOWN_UNIT)
+        return encoded, said_M
+
+    def _decode(self, part: slice, info: TensorInfo, payload: Buffer) -> Tensor:
+        values_M = self._read(part.stop - part.start, info, payload)
+        if not is_finite([values_M]):
+            raise ProtocolError("a part holds NaN or infinity")
+        return values_M
+
+    def _read(self, length: int, info: TensorInfo, payload: Buffer) -> Tensor:
+        return decode_part(info, payload, self.codec, length, self._total.device)

@@ -1,0 +1,53 @@
+"""Replicas that agree within one process: what reducers do over links, told without them. For tests and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from swarmnode.compress.codecs import Buffer
+from swarmnode.compute.training.averaging.gradient_compressor import GradientCompressor
+from swarmnode.compute.training.averaging.parts import cut
+from swarmnode.compute.training.averaging.round import Round
+from swarmnode.compute.training.flat import FlatVector
+
+
+def agree(
+    gradient_compressors: Sequence[GradientCompressor], locals_N: Sequence[Tensor], weights: Sequence[float]
+) -> tuple[list[Tensor], int]:
+    """Run one attempt of the members' exchanges; what each of them ends with, and the bytes that crossed between them.
+
+    A member of weight 0 only listens.
+    """
+    totals = [torch.empty_like(local_N) for local_N in locals_N]
+    runs = [
+        gradient_compressor.run(FlatVector([local_N]), FlatVector([total_N]), weight)
+        for gradient_compressor, local_N, total_N, weight in zip(
+            gradient_compressors, locals_N, totals, weights, strict=True
+        )
+    ]
+    return totals, sum(_sum(rounds) for rounds in zip(*runs, strict=True))
+
+
+def _sum(rounds: Sequence[Round]) -> int:
+    """Settle all parts of one round; the bytes that crossed."""
+    contributors = [round_ for round_ in rounds if round_.weight]
+    crossed_bytes = 0
+    for number, part in cut(len(rounds[0]), len(contributors)):
+        owner = contributors[number]
+        offers = [round_.offer(part) for round_ in contributors]
+        heard = [owner.hear(part, of.weight, *offer) for of, offer in zip(contributors, offers, strict=True)]
+        agreed = owner.settle(part, heard)
+        crossed_bytes += sum(
+            _length(offer[1]) for offer, sender in zip(offers, contributors, strict=True) if sender is not owner
+        )
+        crossed_bytes += _length(agreed[1]) * (len(rounds) - 1)
+        for round_ in rounds:
+            round_.take(part, *agreed)
+    return crossed_bytes
+
+
+def _length(payload: Buffer) -> int:
+    return memoryview(payload).nbytes

@@ -1,0 +1,108 @@
+"""Batches: what a microbatch holds, as a pure function of (data, run, step, number), whoever asks.
+
+Samples are drawn without replacement: each epoch is a shuffle of its own of all samples. Two trainers with the same data
+and the same run feed the same microbatches, and so does one that comes later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from swarmnode.compute.training.datasets.permutation import Permutation
+from swarmnode.compute.training.segment import Values
+from swarmnode.errors import UsageError
+from swarmnode.swarm.records.run import Run
+
+
+class Batches(ABC):
+    """`fingerprint` is 32 bytes that name the data: equal data, equal fingerprint."""
+
+    fingerprint: bytes
+
+    @abstractmethod
+    def samples(self, run: Run) -> int:
+        """How many different samples there are."""
+
+    @abstractmethod
+    def rows(self, numbers: list[int], run: Run) -> Values:
+        """These samples, stacked."""
+
+    def microbatch(self, step: int, number: int, run: Run) -> Values:
+        """The values at the model's first boundary for one microbatch of a step."""
+        samples = self.samples(run)
+        first = step * run.batch + number * run.microbatch
+        return self.rows([_drawn(first + row, samples, run.seed) for row in range(run.microbatch)], run)
+
+
+def _drawn(place: int, samples: int, seed: int) -> int:
+    """The sample at a place of the endless sequence of shuffled epochs."""
+    epoch, position = divmod(place, samples)
+    return Permutation(samples, f"{seed} {epoch}".encode())(position)
+
+
+class TokenBatches(Batches):
+    """Windows of `run.sequence` tokens out of one long row of them. Values: (ids_BT int64,)."""
+
+    def __init__(self, tokens_N: np.ndarray, vocabulary: int) -> None:
+        """`vocabulary` is the model's. Raises UsageError where a token is outside of it."""
+        if len(tokens_N) and (highest := int(tokens_N.max())) >= vocabulary:
+            raise UsageError(
+                f"vocabulary mismatch: the data has token {highest}, the model knows {vocabulary} (0 to {vocabulary - 1}); "
+                "use the tokenizer that belongs to the model"
+            )
+        self._tokens_N = tokens_N
+        digest = hashlib.sha256(f"tokens {len(tokens_N)}\n".encode())
+        digest.update(np.ascontiguousarray(tokens_N, dtype="<u4").data)
+        self.fingerprint = digest.digest()
+
+    def __repr__(self) -> str:
+        return f"<TokenBatches of {len(self._tokens_N)} tokens, {self.fingerprint.hex()[:12]}>"
+
+    def samples(self, run: Run) -> int:
+        """Windows that do not overlap. Raises UsageError where the data is shorter than one."""
+        windows = len(self._tokens_N) // max(1, run.sequence)
+        if run.sequence < 2 or windows == 0:
+            raise UsageError(
+                f"the data has {len(self._tokens_N)} tokens, which is less than one sample of {run.sequence}; "
+                "give more data or a shorter --sequence of at least 2"
+            )
+        return windows
+
+    def rows(self, numbers: list[int], run: Run) -> Values:
+        """See `Batches.rows`: (ids_BT int64,)."""
+        length = run.sequence
+        ids_BT = np.stack([self._tokens_N[number * length : (number + 1) * length] for number in numbers])
+        return (torch.from_numpy(ids_BT.astype(np.int64)),)
+
+
+class ArrayBatches(Batches):
+    """Rows of named arrays of equal length, in the order in which the model takes them."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Raises UsageError where there is none, or where their lengths differ."""
+        lengths = {name: len(array) for name, array in arrays.items()}
+        if not lengths or not all(lengths.values()):
+            raise UsageError("the data is empty: there is no sample in it")
+        if len(set(lengths.values())) > 1:
+            told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise UsageError(f"the arrays of the data differ in length: {told}; each row must be one sample")
+        self._arrays = dict(arrays)
+        digest = hashlib.sha256()
+        for name, array in self._arrays.items():
+            digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        self.fingerprint = digest.digest()
+
+    def __repr__(self) -> str:
+        return f"<ArrayBatches of {', '.join(self._arrays)}, {self.fingerprint.hex()[:12]}>"
+
+    def samples(self, run: Run) -> int:
+        return len(next(iter(self._arrays.values())))
+
+    def rows(self, numbers: list[int], run: Run) -> Values:
+        return tuple(torch.from_numpy(array[numbers]) for array in self._arrays.values())

@@ -1,0 +1,76 @@
+"""A forward pass that waits for its gradients, in pieces of one graph each, and how gradients go back through a piece."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.training.block import Changes
+from swarmnode.compute.training.segment import Values
+
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass
+class SavedPiece:
+    """Units [start, end) of one pass. `outputs` have their graph; None: they are computed again when gradients come."""
+
+    start: int
+    end: int
+    inputs: Values
+    outputs: Values | None
+
+
+@dataclass
+class SavedActivations:
+    """The pass of microbatch `index` through neighbouring pieces. `shapes` are those of the values that left it."""
+
+    index: int
+    start: int
+    end: int
+    pieces: list[SavedPiece]
+    shapes: tuple[torch.Size, ...]
+    changes: dict[int, Changes]  # by unit
+
+
+def leaves(values: Values, boundary: int) -> Values:
+    """The values as the start of a new graph. Behind the first boundary every float takes a gradient."""
+    return tuple(value.detach().requires_grad_(boundary > 0 and value.is_floating_point()) for value in values)
+
+
+def accumulate(outputs: Values, grads: Sequence[Tensor | None], inputs: Values) -> Gradients:
+    """Gradients of the inputs; those of the parameters are added to their `grad`."""
+    roots, seeds = _pairs(outputs, grads)
+    if roots:
+        torch.autograd.backward(roots, seeds)
+    return tuple(value.grad for value in inputs)
+
+
+def flow_through(outputs: Values, grads: Sequence[Tensor | None], inputs: Values) -> Gradients:
+    """Gradients of the inputs; parameters are left alone."""
+    roots, seeds = _pairs(outputs, grads)
+    wanted = [value for value in inputs if value.requires_grad]
+    if not roots or not wanted:
+        return tuple(None for _ in inputs)
+    gradients = iter(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
+    return tuple(next(gradients) if value.requires_grad else None for value in inputs)
+
+
+def is_finite(values: Sequence[Tensor | None]) -> bool:
+    """Whether no float among them is NaN or infinite. By sums: one pass over memory, no copies."""
+    floats = [value for value in values if value is not None and value.is_floating_point()]
+    return all(math.isfinite(value.detach().sum(dtype=torch.float32).item()) for value in floats)
+
+
+def _pairs(outputs: Values, grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs that depend on something trained, and their gradients."""
+    pairs = [
+        (output, gradient.to(output))
+        for output, gradient in zip(outputs, grads, strict=True)
+        if gradient is not None and output.requires_grad
+    ]
+    return [output for output, _ in pairs], [gradient for _, gradient in pairs]

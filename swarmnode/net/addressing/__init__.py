@@ -1,0 +1,1 @@
+"""Where peers are reached: multiaddrs, the local network, NAT."""

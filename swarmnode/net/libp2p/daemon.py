@@ -1,0 +1,157 @@
+"""p2pd as a child process: started, watched, ended; never left behind.
+
+Sockets live in a private folder of the temp directory that carries our process id, so that folders of processes that
+were killed can be told and removed at the next start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from swarmnode.errors import LocalError
+from swarmnode.net.libp2p.parent import die_with_parent
+
+log = logging.getLogger(__name__)
+
+FOLDER_PREFIX = "swarmnode-"  # short: a socket's path may have 103 bytes (macOS), of which hivemind's names take 26
+MAX_FOLDER_CHARS = 76
+START_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 3.0
+
+
+class SocketFolder:
+    """A private folder for the control sockets between us and p2pd."""
+
+    def __init__(self) -> None:
+        remove_stale_folders()
+        prefix = f"{FOLDER_PREFIX}{os.getpid()}-"
+        self.path = Path(tempfile.mkdtemp(prefix=prefix))  # mode 0700
+        if len(str(self.path)) > MAX_FOLDER_CHARS:
+            self.path.rmdir()
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
+        self._sockets = itertools.count(1)
+
+    def __repr__(self) -> str:
+        return f"<SocketFolder {self.path}>"
+
+    def new_socket(self, name: str) -> Path:
+        """A path that no other process has listened on: the file of one that was killed is still there."""
+        return self.path / f"{name}-{next(self._sockets)}.sock"
+
+    def remove(self) -> None:
+        """Delete the folder with all that is in it; no error where it is gone."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def remove_stale_folders() -> None:
+    """Remove what processes of ours left that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        pid = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdigit() and not _is_alive(int(pid)) and folder.stat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+class Daemon:
+    """One run of p2pd. Made by `start`; `exited` resolves with its exit code however it ends."""
+
+    def __init__(self, process: asyncio.subprocess.Process, socket: Path) -> None:
+        self.socket = socket
+        self._process = process
+        self.exited: asyncio.Future[int] = asyncio.ensure_future(process.wait())
+        self._output = asyncio.ensure_future(self._read())
+        self._ready = asyncio.Event()
+        self._started_s = time.monotonic()
+        self.last_line = ""
+
+    def __repr__(self) -> str:
+        state = f"exited {self._process.returncode}" if self.exited.done() else "running"
+        return f"<Daemon p2pd pid {self.pid} {state}>"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since its start."""
+        return time.monotonic() - self._started_s
+
+    @classmethod
+    async def start(cls, binary: Path, flags: Sequence[str], socket: Path) -> Daemon:
+        """Start p2pd and wait until it answers. Raises LocalError with its last words where it does not come up."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                str(binary),
+                f"-listen=/unix{socket}",
+                *flags,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, "GOLOG_LOG_LEVEL": os.environ.get("GOLOG_LOG_LEVEL", "error")},
+                preexec_fn=die_with_parent,
+                start_new_session=True,  # a Ctrl-C at the terminal is for us: p2pd is needed while we drain
+            )
+        except OSError as error:
+            raise LocalError(f"cannot start p2pd ({binary}): {error.strerror or error}; reinstall hivemind") from error
+        daemon = cls(process, socket)
+        try:
+            await asyncio.wait_for(daemon._until_ready(), START_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            await daemon.stop()
+            raise LocalError(f"p2pd did not start within {START_TIMEOUT_S:.0f} s: {daemon.last_line}") from None
+        except BaseException:
+            await daemon.stop()
+            raise
+        return daemon
+
+    async def _until_ready(self) -> None:
+        ready = asyncio.ensure_future(self._ready.wait())
+        either: set[asyncio.Future[Any]] = {ready, self.exited}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            ready.cancel()
+            await self._output
+            raise LocalError(f"p2pd failed to start: {self.last_line}")
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        async for raw in self._process.stdout:
+            line = raw.decode(errors="replace").strip()
+            self.last_line = line or self.last_line
+            log.debug("p2pd: %s", line)
+            if line.startswith("Peer ID:"):
+                self._ready.set()
+
+    async def stop(self) -> None:
+        """End it: politely, then not. Safe to call twice."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            await asyncio.wait_for(asyncio.shield(self.exited), STOP_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self.exited
+        self._output.cancel()
+        await asyncio.gather(self._output, return_exceptions=True)

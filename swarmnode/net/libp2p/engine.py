@@ -1,0 +1,303 @@
+"""The real network: libp2p by hivemind's p2pd, and hivemind's Kademlia table. Everything of theirs stays behind `interfaces.py`.
+
+p2pd runs as a child process with one identity and one set of ports from start to close. One that dies is started again:
+streams break at once, protocols are registered anew, and the table is entered again through the peers that led to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from swarmnode.errors import NetworkDown, PeerLost
+from swarmnode.net.addressing.addresses import check, check_port_free, peer_of, with_peer, with_ports
+from swarmnode.net.interfaces import Dht, Network, PeerId, RecordValidator, Stream, StreamHandler
+from swarmnode.net.libp2p import hole_punching
+from swarmnode.net.libp2p.daemon import Daemon, SocketFolder
+from swarmnode.net.libp2p.dht import EngineDht
+from swarmnode.net.libp2p.from_hivemind import P2P, P2PD, HivemindMultiaddr
+from swarmnode.net.libp2p.p2pd_control import Inbox, P2pdControl
+from swarmnode.net.libp2p.socket_stream import SocketStream
+from swarmnode.net.links.gate import OPEN_GATE, Gate
+from swarmnode.net.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+MAX_KNOWN_PEERS = 32
+MAX_DIALLED = 4096
+DIAL_TIMEOUT_S = 5.0
+REJOIN_TIMEOUT_S = 5.0
+SHORT_LIFE_S = 30.0  # a p2pd that died younger is started again more slowly each time
+MAX_RESTART_DELAY_S = 5.0
+NOT_ADMITTED = "not admitted"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How this peer is on the network. Addresses are multiaddrs without /p2p/; the identity file must exist."""
+
+    identity_path: Path
+    host_maddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
+    announce_maddrs: tuple[str, ...] = ()
+    relays: tuple[str, ...] = ()  # static relays (with /p2p/) to be reached through, for a peer behind NAT
+    public: bool = False  # a door: others reach it, whatever libp2p's own tests say; it relays and tests others
+    hidden: bool = False  # nobody gets in directly: libp2p need not find that out (`net/addressing/reachability.py`)
+    client_mode: bool = False  # uses the DHT without being a part of it
+    nat_port_map: bool = False
+    record_validator: RecordValidator | None = None
+    dht_timeout_s: float = 2.0
+    gate: Gate = OPEN_GATE
+
+    def flags(self) -> list[str]:
+        """p2pd's command line."""
+        flags = [
+            f"-id={self.identity_path}",
+            f"-hostAddrs={','.join(self.host_maddrs)}",
+            f"-natPortMap={int(self.nat_port_map)}",
+            f"-autoRelay={int(bool(self.relays))}",
+            "-relayDiscovery=0",
+            "-autonat=1",
+            "-connManager=1",
+            "-relay=1",
+            "-tls=1",
+            "-dhtClient=1" if self.client_mode else "-dhtServer=1",
+            "-b=0",
+            "-idleTimeout=30s",  # ends by itself where we die before the first lasting connection, on every system
+        ]
+        if self.public or self.hidden:
+            flags.append(f"-forceReachability{'Public' if self.public else 'Private'}=1")
+        if self.announce_maddrs:
+            flags.append(f"-announceAddrs={','.join(self.announce_maddrs)}")
+        if self.relays:
+            flags.append(f"-trustedRelays={','.join(self.relays)}")
+        return flags
+
+
+class Engine(Network):
+    """A peer on the real network. Its p2pd is watched: one that dies is started again with the same identity and port."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.peer_id: PeerId = ""
+        self.restarts = 0
+        self._dht = EngineDht(config.record_validator, client_mode=config.client_mode, timeout_s=config.dht_timeout_s)
+        self._folder = SocketFolder()
+        self._inbox = Inbox(self._folder.path / "in.sock", self._incoming)
+        self._daemon: Daemon | None = None
+        self._control: P2pdControl | None = None
+        self._p2p: Any = None  # hivemind's client of the same p2pd, for the DHT
+        self._handlers: dict[str, StreamHandler] = {}
+        self._known: dict[PeerId, str] = {}  # addresses that led into the DHT, to come back by after a restart
+        self._dialled: dict[PeerId, None] = {}  # by us: whoever else is connected came by itself
+        self._tasks = Tasks("engine")
+        self._streams = Tasks("streams")
+        self._closing = False
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.peer_id} {self._daemon!r} restarts={self.restarts}>"
+
+    @property
+    def dht(self) -> Dht:
+        return self._dht
+
+    @classmethod
+    async def start(cls, config: EngineConfig) -> Engine:
+        """Come up. Raises LocalError where a port is in use or p2pd does not start; nobody else need be reachable."""
+        for address in (*config.host_maddrs, *config.announce_maddrs, *config.relays):
+            check(address)
+        for address in config.host_maddrs:
+            check_port_free(address)
+        engine = cls(config)
+        try:
+            await engine._inbox.open()
+            await engine._start_daemon()
+            _, listening = await engine._running().identify()
+            engine.config = replace(config, host_maddrs=with_ports(config.host_maddrs, listening))
+            engine._tasks.spawn(engine._watch(), "watch p2pd")
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    # -- p2pd
+
+    async def _start_daemon(self) -> None:
+        self._daemon = await Daemon.start(P2PD, self.config.flags(), self._folder.new_socket("p2pd"))
+        control = P2pdControl(self._daemon.socket)
+        self.peer_id, _ = await control.identify()
+        for protocol in self._handlers:
+            await control.serve(protocol, self._inbox.path)
+        self._p2p = await _Client.connect(self._daemon.socket, self._folder.path, self.config.gate)
+        if self.config.hidden:
+            await hole_punching.prepare(control)
+        self._control = control  # before the table: its calls may have to be introduced
+        await self._dht.start(self._p2p)
+
+    async def _stop_daemon(self) -> None:
+        self._control = None
+        self._dht.stop()
+        if self._p2p is not None:
+            await self._p2p.shutdown()
+            self._p2p = None
+        if self._daemon is not None:
+            await self._daemon.stop()
+
+    async def _watch(self) -> None:
+        """Start p2pd again whenever it ends."""
+        delay_s = 0.0
+        while True:
+            assert self._daemon is not None
+            code = await asyncio.shield(self._daemon.exited)
+            delay_s = 0.0 if self._daemon.age_s > SHORT_LIFE_S else min(MAX_RESTART_DELAY_S, 2 * delay_s + 0.1)
+            log.warning("p2pd ended with code %s; starting it again", code)
+            await self._stop_daemon()
+            await asyncio.sleep(delay_s)
+            self.restarts += 1
+            try:
+                await self._start_daemon()
+            except Exception as error:  # whatever went wrong with a young p2pd, the next one may do better
+                log.warning("p2pd did not come up: %s", error)
+                await self._stop_daemon()
+                continue
+            if self._known:
+                self._tasks.spawn(self.connect(list(self._known.values()), timeout_s=REJOIN_TIMEOUT_S), "rejoin")
+
+    def _running(self) -> P2pdControl:
+        if self._control is None:
+            raise NetworkDown("p2pd is not running")
+        return self._control
+
+    # -- streams
+
+    async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:
+        self._note_dialled(peer)
+        return await self._running().open(peer, protocol, timeout_s=timeout_s)
+
+    async def serve(self, protocol: str, handler: StreamHandler) -> None:
+        known = protocol in self._handlers
+        self._handlers[protocol] = handler
+        if not known and self._control is not None:  # else it is registered as soon as p2pd runs again
+            await self._control.serve(protocol, self._inbox.path)
+
+    def _incoming(self, stream: SocketStream) -> None:
+        self._streams.spawn(self._handle(stream), "incoming")
+
+    async def _handle(self, stream: SocketStream) -> None:
+        try:
+            await self._handlers[stream.protocol](stream)
+        except PeerLost as error:
+            log.debug("incoming stream ended: %s", error)
+        finally:
+            stream.abort()
+
+    # -- where we are, and who else is there
+
+    async def addresses(self) -> list[str]:
+        _, addresses = await self._running().identify()
+        return [with_peer(address, self.peer_id) for address in addresses]
+
+    async def connected(self) -> set[PeerId]:
+        return set(await self._running().connected())
+
+    async def visitors(self) -> list[str]:
+        connected = await self._running().connected()
+        dialled = self._dialled.keys() | self._dht.neighbours()
+        return [address for peer, addresses in connected.items() if peer not in dialled for address in addresses]
+
+    def _note_dialled(self, peer: PeerId) -> None:
+        self._dialled.pop(peer, None)
+        self._dialled[peer] = None
+        if len(self._dialled) > MAX_DIALLED:
+            self._dialled.pop(next(iter(self._dialled)))
+
+    async def connect(self, addresses: Sequence[str], *, timeout_s: float) -> bool:
+        self._running()
+        # Each attempt goes on in the background after the first success: the more peers we know, the better.
+        attempts = [
+            self._tasks.spawn(self._meet(peer, address), f"connect to {address}")
+            for address in dict.fromkeys(addresses)
+            if (peer := peer_of(address)) is not None and peer != self.peer_id
+        ]
+        with contextlib.suppress(asyncio.TimeoutError):
+            for attempt in asyncio.as_completed(attempts, timeout=timeout_s):
+                if await attempt:
+                    return True
+        return False
+
+    async def _meet(self, peer: PeerId, address: str) -> bool:
+        """Dial one address and, where a peer of the DHT answers, enter the DHT by it."""
+        self._note_dialled(peer)
+        try:
+            await self._running().connect(peer, address, timeout_s=DIAL_TIMEOUT_S)
+            if not await self._dht.meet(peer):
+                return False
+        except (NetworkDown, PeerLost) as error:
+            log.debug("%s", error)
+            return False
+        self._known.pop(peer, None)
+        self._known[peer] = address
+        while len(self._known) > MAX_KNOWN_PEERS:
+            self._known.pop(next(iter(self._known)))
+        self._tasks.spawn(self._dht.explore(), "explore the DHT")
+        return True
+
+    async def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        await self._tasks.close()
+        await self._streams.close()
+        self._inbox.close()
+        await self._stop_daemon()
+        self._folder.remove()
+
+
+class _Client(P2P):
+    """hivemind's client of a p2pd that we started ourselves; the DHT speaks through it.
+
+    p2pd ends itself when the lasting connection that this client holds is closed, by us or by our death.
+    """
+
+    _gate: Gate = OPEN_GATE
+
+    @classmethod
+    async def connect(cls, socket: Path, folder: Path, gate: Gate) -> Any:
+        # Each client listens on a socket of its own; hivemind wants a prefix that it completes with a random name.
+        client: Any = type("Client", (cls,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/", "_gate": gate})
+        return await client.replicate(HivemindMultiaddr(f"/unix{socket}"))
+
+    async def add_protobuf_handler(self, name: str, handler: Any, input_protobuf_type: Any, **options: Any) -> None:
+        """Calls of the table are answered to those whom the gate admits; others read one word."""
+
+        async def guarded(request: Any, context: Any) -> Any:
+            if not self._gate.admits(context.remote_id.to_base58()):
+                raise PermissionError(NOT_ADMITTED)
+            return await handler(request, context)
+
+        served = guarded if self._gate.guards_table else handler
+        await super().add_protobuf_handler(name, served, input_protobuf_type, **options)
+
+    async def call_protobuf_handler(self, peer_id: Any, name: str, input: Any, output_protobuf_type: Any) -> Any:
+        """Peers that guard their tables are called upon first; one that was restarted has forgotten that we were there."""
+        if not self._gate.guards_table:
+            return await super().call_protobuf_handler(peer_id, name, input, output_protobuf_type)
+        peer = peer_id.to_base58()
+        await self._gate.introduce(peer)
+        try:
+            return await super().call_protobuf_handler(peer_id, name, input, output_protobuf_type)
+        except Exception as error:  # p2pd's answer carries the words of the other side, in an error of hivemind's
+            if NOT_ADMITTED not in str(error):
+                raise
+        await self._gate.introduce(peer, anew=True)
+        return await super().call_protobuf_handler(peer_id, name, input, output_protobuf_type)
+
+    async def shutdown(self) -> None:
+        """Also after p2pd's death, without a word about the connection that it took along."""
+        await super().shutdown()
+        tasks = [self._client.control._read_task, self._client.control._write_task]
+        await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)

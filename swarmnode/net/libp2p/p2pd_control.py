@@ -1,0 +1,151 @@
+"""Asking a running p2pd: each question on a unix connection of its own, which may become a stream.
+
+A message is a protobuf behind its length as a varint (go-libp2p-daemon, specs/CONTROL.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from multiaddr import Multiaddr
+
+from swarmnode.errors import LocalError, NetworkDown, PeerLost
+from swarmnode.net.addressing.addresses import without_peer
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.libp2p.from_hivemind import HivemindMultiaddr, PeerID, p2pd_pb2
+from swarmnode.net.libp2p.socket_stream import SocketStream, write_varint
+
+Request = p2pd_pb2.Request
+
+
+class P2pdControl:
+    """What p2pd can be asked. Every question raises NetworkDown where p2pd does not answer."""
+
+    def __init__(self, socket: Path) -> None:
+        self.socket = socket
+
+    def __repr__(self) -> str:
+        return f"<P2pdControl {self.socket}>"
+
+    async def identify(self) -> tuple[PeerId, list[str]]:
+        """(our peer id, the multiaddrs at which we may be reached now)."""
+        answer = await self._ask(Request(type=Request.IDENTIFY))
+        addresses = [str(Multiaddr(raw)) for raw in answer.identify.addrs]
+        return PeerID(answer.identify.id).to_base58(), addresses
+
+    async def connect(self, peer: PeerId, address: str, *, timeout_s: float) -> None:
+        """Dial an address and check that this peer answers there. Raises PeerLost."""
+        target = _peer_bytes(peer)
+        place = Multiaddr(without_peer(address)).to_bytes()
+        connect = p2pd_pb2.ConnectRequest(peer=target, addrs=[place], timeout=math.ceil(timeout_s))
+        answer = await self._ask(Request(type=Request.CONNECT, connect=connect))
+        if answer.type != p2pd_pb2.Response.OK:
+            raise PeerLost(f"peer {peer} cannot be reached at {address}: {_reason(answer)}", peer=peer)
+
+    async def connected(self) -> dict[PeerId, list[str]]:
+        """The peers that are connected now, and the multiaddrs at which they are."""
+        answer = await self._ask(Request(type=Request.LIST_PEERS))
+        connected: dict[PeerId, list[str]] = {}
+        for connection in answer.peers:
+            connected.setdefault(PeerID(connection.id).to_base58(), []).extend(
+                str(Multiaddr(raw)) for raw in connection.addrs
+            )
+        return connected
+
+    async def disconnect(self, peer: PeerId) -> None:
+        """Close every connection with a peer, if there is one."""
+        disconnect = p2pd_pb2.DisconnectRequest(peer=_peer_bytes(peer))
+        await self._ask(Request(type=Request.DISCONNECT, disconnect=disconnect))
+
+    async def serve(self, protocol: str, inbox: Path) -> None:
+        """Have p2pd connect to the unix socket `inbox` for each incoming stream. Raises LocalError where it refuses."""
+        # py-multiaddr drops the leading slash of a unix path, hivemind's own keeps it
+        place = HivemindMultiaddr(f"/unix{inbox}").to_bytes()
+        handler = p2pd_pb2.StreamHandlerRequest(addr=place, proto=[protocol], balanced=False)
+        answer = await self._ask(Request(type=Request.STREAM_HANDLER, streamHandler=handler))
+        if answer.type != p2pd_pb2.Response.OK:
+            raise LocalError(f"p2pd refused the protocol {protocol}: {_reason(answer)}")
+
+    async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> SocketStream:
+        """A stream to a peer. Raises PeerLost."""
+        opening = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer), proto=[protocol], timeout=math.ceil(timeout_s))
+        question = self._exchange(Request(type=Request.STREAM_OPEN, streamOpen=opening))
+        try:
+            stream, answer = await asyncio.wait_for(question, timeout_s)
+        except asyncio.TimeoutError:
+            raise PeerLost(f"peer {peer} cannot be reached within {timeout_s:.0f} s", peer=peer) from None
+        if answer.type != p2pd_pb2.Response.OK:
+            stream.abort()
+            raise PeerLost(f"peer {peer} cannot be reached: {_reason(answer)}", peer=peer)
+        stream.peer, stream.protocol = peer, protocol
+        return stream
+
+    async def _ask(self, request: Any) -> Any:
+        stream, answer = await self._exchange(request)
+        stream.abort()
+        return answer
+
+    async def _exchange(self, request: Any) -> tuple[SocketStream, Any]:
+        """Ask on a new connection; (the connection, the answer)."""
+        data = request.SerializeToString()
+        loop = asyncio.get_running_loop()
+        try:
+            _, stream = await loop.create_unix_connection(SocketStream, str(self.socket))
+        except OSError as error:
+            raise NetworkDown(f"p2pd does not answer: {error.strerror or error}") from error
+        try:
+            stream.write([write_varint(len(data)) + data])
+            answer = p2pd_pb2.Response()
+            answer.ParseFromString(await stream.preamble())
+        except PeerLost as error:
+            raise NetworkDown("p2pd ended while it was asked something") from error
+        except BaseException:
+            stream.abort()
+            raise
+        return stream, answer
+
+
+class Inbox:
+    """The unix socket to which p2pd connects for each incoming stream."""
+
+    def __init__(self, path: Path, on_stream: Callable[[SocketStream], None]) -> None:
+        self.path = path
+        self._on_stream = on_stream
+        self._server: asyncio.AbstractServer | None = None
+
+    def __repr__(self) -> str:
+        return f"<Inbox {self.path} {'open' if self._server else 'closed'}>"
+
+    async def open(self) -> None:
+        """Listen; from now on p2pd can hand streams over."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: SocketStream(self._arrived), str(self.path))
+
+    def _arrived(self, stream: SocketStream, preamble: bytes) -> None:
+        info = p2pd_pb2.StreamInfo()
+        info.ParseFromString(preamble)
+        stream.peer, stream.protocol = PeerID(info.peer).to_base58(), info.proto
+        self._on_stream(stream)
+
+    def close(self) -> None:
+        """Listen no longer; streams that are open stay so. Safe to call twice."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def _peer_bytes(peer: PeerId) -> bytes:
+    try:
+        raw: bytes = PeerID.from_base58(peer).to_bytes()
+    except ValueError as error:
+        raise PeerLost(f"{peer!r} is not a peer id", peer=peer) from error
+    return raw
+
+
+def _reason(answer: Any) -> str:
+    text: str = answer.error.msg
+    return text.partition("\n")[0]

@@ -1,0 +1,199 @@
+"""Hop: the live edge from one stage of a session to the next, with everything that is needed to move it to another peer.
+
+The client's edge to the first stage and a stage's edge to the next are both Hops, so there is one mechanism of recovery:
+the sender keeps a journal of the encoded inputs that it sent; when the session moves to a newer epoch, the (new) peer says
+how many positions it holds, and the sender sends the rest again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import Body, End, Error, Input, Open, Ready
+from swarmnode.errors import PeerError, PeerLost, refusal
+from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.links.switchboard import Channel, Switchboard
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Encoded positions [start, start + count) of a session, as they were or will be sent."""
+
+    start: int
+    count: int
+    body: Input
+    payload: Sequence[Buffer]
+
+    @property
+    def end(self) -> int:
+        """The position after the last."""
+        return self.start + self.count
+
+
+class Hop:
+    """One session's edge to its next stage: a journal, and for each epoch a channel.
+
+    `on_frame` hears all frames of the current channel but READY, ERROR and END. `on_fault(error)` is called once per epoch,
+    when the peer is lost or refuses after `open` had succeeded.
+    """
+
+    def __init__(
+        self,
+        switchboard: Switchboard,
+        on_frame: Callable[[Frame, Body], None],
+        on_fault: Callable[[PeerError], None],
+    ) -> None:
+        self._switchboard = switchboard
+        self._on_frame = on_frame
+        self._on_fault = on_fault
+        self._journal: list[Entry] = []
+        self._channel: Channel | None = None
+        self._ready: asyncio.Future[int] | None = None
+        self._error: PeerError | None = None
+        self._live = False
+        self._attempt = 0  # counts bindings: what an earlier one still hears or awaits is void
+
+    def __repr__(self) -> str:
+        where = f"to {self._channel.peer}" if self._channel else "unbound"
+        return f"<Hop {where} {'live' if self._live else 'waiting'} journal of {self.end} positions, {self.journal_bytes} bytes>"
+
+    @property
+    def end(self) -> int:
+        """Number of positions journalled."""
+        return self._journal[-1].end if self._journal else 0
+
+    @property
+    def journal_bytes(self) -> int:
+        """Memory that the journal holds."""
+        return sum(len(part) for entry in self._journal for part in entry.payload)
+
+    @property
+    def peer(self) -> PeerId | None:
+        """The next hop, or None while there is none."""
+        return self._channel.peer if self._channel else None
+
+    @property
+    def rtt_s(self) -> float | None:
+        """Round trip to the current peer in seconds, as far as it is known."""
+        return self._channel.rtt_s if self._channel else None
+
+    async def open(self, peer: PeerId, body: Open, *, timeout_s: float) -> None:
+        """Bind to `peer` for the epoch of `body`, wait for READY, send what the peer lacks, and go live.
+
+        Raises PeerLost, PeerRefused or NetworkDown; the hop is then unbound and keeps its journal.
+        """
+        former = self._release()
+        try:
+            await self._bind(self._attempt, peer, body, timeout_s)
+        finally:
+            if former is not None:
+                former.close()  # only now: before the OPEN, END would free the cache of a peer that stays
+
+    async def _bind(self, attempt: int, peer: PeerId, body: Open, timeout_s: float) -> None:
+        channel = await self._switchboard.call(
+            peer, lambda frame, body: self._hear(attempt, frame, body), lambda error: self._lost(attempt, error)
+        )
+        if attempt != self._attempt:
+            channel.close()
+            raise _superseded(peer)
+        ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._ready, self._channel, self._error = ready, channel, None
+        try:
+            channel.send(body)
+            have = await asyncio.wait_for(ready, timeout_s)
+            await self._replay(attempt, channel, have)
+        except asyncio.TimeoutError:
+            self._leave(attempt)
+            raise PeerLost(f"peer {peer} did not get ready within {timeout_s:.1f} s", peer=peer) from None
+        except (PeerError, asyncio.CancelledError):
+            self._leave(attempt)
+            raise
+
+    async def _replay(self, attempt: int, channel: Channel, have: int) -> None:
+        sent = 0
+        self._check_bound(attempt, channel)  # an error may have come together with READY
+        while sent < len(self._journal):  # the journal may grow while we wait for the link to drain
+            entry = self._journal[sent]
+            sent += 1
+            if entry.end > have:
+                channel.send(entry.body, seq=entry.start, payload=entry.payload)
+                await channel.drain()
+                self._check_bound(attempt, channel)
+        self._live = True
+
+    def _check_bound(self, attempt: int, channel: Channel) -> None:
+        if attempt != self._attempt:
+            raise _superseded(channel.peer)
+        if self._error is not None:
+            raise self._error
+
+    def send(self, entry: Entry) -> None:
+        """Journal an entry and, while the hop is live, send it. Entries already journalled are ignored."""
+        if self.record(entry) and self._live and self._channel is not None:
+            try:
+                self._channel.send(entry.body, seq=entry.start, payload=entry.payload)
+            except PeerLost as error:
+                self._lost(self._attempt, error)
+
+    def record(self, entry: Entry) -> bool:
+        """Journal an entry without sending it (the peer got it in another way). False where it was there already."""
+        if entry.end <= self.end:
+            return False
+        self._journal.append(entry)
+        return True
+
+    def tell(self, body: Body, *, seq: int = 0) -> None:
+        """Send a frame that needs no journal, if the hop is bound."""
+        if self._channel is not None and self._channel.open:
+            self._channel.send(body, seq=seq)
+
+    def unbind(self) -> None:
+        """Leave the current peer in order, and give up an `open` that is under way; the journal stays for the next one."""
+        channel = self._release()
+        if channel is not None:
+            channel.close()
+
+    def _release(self) -> Channel | None:
+        """Forget the binding, or the `open` that is under way; its channel is still to be closed."""
+        channel, self._channel = self._channel, None
+        self._attempt += 1
+        self._live = False
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(_superseded(channel.peer if channel else None))
+            self._ready.exception()  # nobody may be waiting any more
+        return channel
+
+    def _leave(self, attempt: int) -> None:
+        """Unbind, unless a newer epoch has bound the hop meanwhile."""
+        if attempt == self._attempt:
+            self.unbind()
+
+    def _hear(self, attempt: int, frame: Frame, body: Body) -> None:
+        if attempt != self._attempt or self._channel is None:
+            return
+        if isinstance(body, Ready):
+            if self._ready is not None and not self._ready.done():
+                self._ready.set_result(body.have)
+        elif isinstance(body, Error):
+            self._lost(attempt, refusal(body.code, retry_s=body.retry_s, peer=self._channel.peer))
+        elif isinstance(body, End):
+            self._lost(attempt, PeerLost(f"peer {self._channel.peer} ended the session", peer=self._channel.peer))
+        else:
+            self._on_frame(frame, body)
+
+    def _lost(self, attempt: int, error: PeerError) -> None:
+        if attempt != self._attempt:
+            return
+        was_live, self._live = self._live, False
+        self._error = error
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(error)
+        elif was_live:
+            self._on_fault(error)
+
+
+def _superseded(peer: PeerId | None) -> PeerLost:
+    return PeerLost(f"the session has moved on from peer {peer}", peer=peer)

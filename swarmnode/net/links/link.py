@@ -1,0 +1,388 @@
+"""Link: frames over a stream to one peer, with a handshake, a heartbeat, and an end that is told from a cut."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from swarmnode.codec.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, Frame, FrameKind, FrameReader, pack_header
+from swarmnode.codec.messages import (
+    KIND_OF,
+    VERSION,
+    Body,
+    End,
+    Error,
+    Hello,
+    Ping,
+    Pong,
+    Revocations,
+    decode_body,
+    encode_body,
+)
+from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError, refusal
+from swarmnode.ledger import MemoryLedger
+from swarmnode.net.heartbeat import Heartbeat, HeartbeatConfig
+from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
+from swarmnode.net.links.gate import OPEN_GATE, Gate
+from swarmnode.net.links.rate_limiter import RateLimitedStream, RateLimiter
+from swarmnode.net.measuring.link_statistics import LinkStatistics
+from swarmnode.net.measuring.round_trips import RoundTrips
+from swarmnode.net.measuring.throughput_meter import MEASURED_BYTES, ThroughputMeter
+from swarmnode.net.measuring.traffic import Traffic, protocol_name
+
+OnFrame = Callable[[Frame, Body], None]
+
+KNOWN_KINDS = frozenset(int(kind) for kind in FrameKind)
+
+
+@dataclass(frozen=True)
+class LinkConfig:
+    """How patient a link is, how large its frames are, and what it shares with the node's other links."""
+
+    connect_timeout_s: float = 5.0
+    handshake_timeout_s: float = 5.0
+    heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
+    rate_limiter: RateLimiter | None = None  # of all the node's links together; None: as fast as it goes
+    link_statistics: LinkStatistics = field(
+        default_factory=LinkStatistics
+    )  # what the node's links measure, all together
+    traffic: Traffic = field(default_factory=Traffic)  # of all the node's links together
+    gate: Gate = OPEN_GATE  # of all the node's links together
+    ledger: MemoryLedger = field(default_factory=MemoryLedger)  # of the host: payloads that came in, journals
+    clock: Callable[[], float] = time.perf_counter  # for round trips: uvloop's own has milliseconds only
+
+
+class Link:
+    """A framed stream to a peer. Made by `connect` or `accept`, read by `run`; `busy` says that answers are expected."""
+
+    def __init__(self, stream: Stream, config: LinkConfig) -> None:
+        self.peer: PeerId = stream.peer
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.bandwidth_bps: float | None = None  # of what we send, as the peer has measured it
+        self._config = config
+        self._protocol = protocol_name(stream.protocol)
+        self._loop = asyncio.get_running_loop()
+        self._heartbeat = Heartbeat(config.heartbeat, self._loop.time(), paced=config.rate_limiter is not None)
+        self._stream = (
+            stream
+            if config.rate_limiter is None
+            else RateLimitedStream(stream, config.rate_limiter, on_left=self._left)
+        )
+        self._reader = FrameReader(config.max_payload_bytes)
+        self._throughput_meter = ThroughputMeter(config.clock)
+        self._round_trips = RoundTrips(config.clock)
+        self._unasked_bytes = 0  # sent in large frames since the peer was asked how fast they came
+        self._early: list[Frame] = []  # frames that came in one read with HELLO
+        self._out: list[Buffer] = []
+        self._out_bytes = 0
+        self._closed = False
+        self._ended_here = False
+        self._lost: PeerError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "busy" if self.busy else "idle"
+        rtt = "?" if self.rtt_s is None else f"{self.rtt_s * 1e3:.1f} ms"
+        return f"<Link to {self.peer} {state} rtt {rtt} sent {self.sent_bytes} received {self.received_bytes} bytes>"
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self._closed
+
+    @property
+    def rtt_s(self) -> float | None:
+        """The round trip, once one was measured."""
+        return self._round_trips.rtt_s
+
+    @property
+    def moving(self) -> bool:
+        """Whether a large payload is on its way, there or here: who is slow to take or to send it does not stand still."""
+        return self._unasked_bytes > 0 or self._round_trips.payload_ahead or self._reader.pending_bytes > 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether answers are expected, so that silence counts."""
+        return self._heartbeat.busy
+
+    @busy.setter
+    def busy(self, busy: bool) -> None:
+        if busy and not self.busy:
+            self._heartbeat.heard(self._loop.time())  # silence before anything was expected does not count
+        self._heartbeat.busy = busy
+        self._tick_soon()
+
+    # -- making one
+
+    @classmethod
+    async def connect(cls, network: Network, peer: PeerId, protocol: str, hello: Hello, *, config: LinkConfig) -> Link:
+        """Open a stream to a peer and greet. Raises PeerLost, PeerRefused, ProtocolError or NetworkDown."""
+        stream = await network.open(peer, protocol, timeout_s=config.connect_timeout_s)
+        link = cls(stream, config)
+        try:
+            link.send(config.gate.greeting(hello))
+            theirs = await link._handshake()
+            link._check_hello(theirs, hello)
+            config.gate.admit(peer, protocol, theirs, answers=True)
+            config.gate.opened(link)
+        except BaseException:
+            link.abort()
+            raise
+        return link
+
+    @classmethod
+    async def accept(cls, stream: Stream, hello: Hello, *, config: LinkConfig) -> Link:
+        """Answer a peer's greeting. One of another swarm or version gets a refusal and nothing more."""
+        link = cls(stream, config)
+        try:
+            theirs = await link._handshake()
+            link._check_hello(theirs, hello)
+            config.gate.admit(stream.peer, stream.protocol, theirs, answers=False)
+        except ProtocolError as error:
+            await link._refuse(error.code)
+            raise
+        except BaseException:
+            link.abort()
+            raise
+        link.send(config.gate.greeting(hello))
+        config.gate.opened(link)
+        return link
+
+    async def _handshake(self) -> Hello:
+        try:
+            frame = await asyncio.wait_for(self._first_frame(), self._config.handshake_timeout_s)
+        except asyncio.TimeoutError:
+            raise PeerLost(f"peer {self.peer} did not greet in time", peer=self.peer) from None
+        body = decode_body(frame.kind, frame.body) if frame.kind in (FrameKind.HELLO, FrameKind.ERROR) else None
+        if isinstance(body, Error):
+            raise refusal(body.code, retry_s=body.retry_s, peer=self.peer)
+        if not isinstance(body, Hello):
+            raise ProtocolError("the first frame of a link must be HELLO", peer=self.peer)
+        return body
+
+    async def _first_frame(self) -> Frame:
+        while True:
+            frames = list(self._advance(await self._read()))
+            if frames:
+                self._early = frames[1:]
+                return frames[0]
+
+    def _check_hello(self, theirs: Hello, ours: Hello) -> None:
+        if theirs.version != VERSION:
+            text = f"peer {self.peer} speaks version {theirs.version} of the protocol, we speak {VERSION}; one must upgrade"
+            raise ProtocolError(text, code=ErrorCode.VERSION, peer=self.peer)
+        if theirs.swarm != ours.swarm:
+            text = f"peer {self.peer} belongs to another swarm"
+            raise ProtocolError(text, code=ErrorCode.WRONG_SWARM, peer=self.peer)
+
+    async def _refuse(self, code: ErrorCode) -> None:
+        try:
+            self.send(Error(code))
+            self._flush()
+            await self._stream.close()
+        except PeerLost:
+            pass
+        self._end()
+
+    # -- sending
+
+    def send(self, body: Body, *, channel: int = 0, seq: int = 0, payload: Sequence[Buffer] = ()) -> None:
+        """Queue a frame; all frames of one turn of the loop leave in one write. Raises PeerLost on a closed link.
+
+        The payload's parts are byte buffers that nobody changes until they are sent.
+        """
+        if self._closed:
+            raise self._lost or PeerLost(f"the link to peer {self.peer} is closed", peer=self.peer)
+        data = encode_body(body)
+        payload_bytes = 0
+        for part in payload:
+            payload_bytes += len(part)
+        if not self._out:
+            self._loop.call_soon(self._flush)
+        self._out.append(pack_header(KIND_OF[type(body)], len(data), payload_bytes, channel, seq) + data)
+        self._out += payload
+        self._out_bytes += HEADER_BYTES + len(data) + payload_bytes
+        if payload_bytes >= MEASURED_BYTES:
+            self._unasked_bytes += payload_bytes
+            self._tick_soon()
+
+    def _flush(self) -> None:
+        if not self._out or self._closed:
+            return
+        out, self._out = self._out, []
+        self.sent_bytes += self._out_bytes
+        self._config.traffic.sent_bytes[self._protocol] += self._out_bytes
+        self._out_bytes = 0
+        try:
+            self._stream.write(out)
+        except PeerLost as error:
+            self._fail(error)
+
+    async def drain(self) -> None:
+        """Wait until the send queue is short. Raises PeerLost where the link died meanwhile."""
+        self._flush()
+        await self._stream.drain()
+
+    # -- receiving
+
+    async def run(self, on_frame: OnFrame) -> None:
+        """Read until the peer ends the link. Raises PeerLost where it is cut or silent, ProtocolError on what breaks the rules.
+
+        `on_frame(frame, body)` is called for each frame but those of the link itself; a ProtocolError that it raises
+        is told to the peer and ends the link.
+        """
+        try:
+            self._tick()
+            ended = self._dispatch(self._early, on_frame)
+            while not ended:
+                ended = self._dispatch(self._advance(await self._read()), on_frame)
+            await self._stream.close()
+        except ProtocolError as error:
+            error.peer = self.peer
+            await self._refuse(error.code)
+            raise
+        except PeerError as error:
+            if not self._ended_here:
+                raise self._lost or error from None
+        finally:
+            self._end()
+            self._stream.abort()
+
+    async def _read(self) -> int:
+        count = await self._stream.read_into(self._reader.room())
+        if self._lost is not None:
+            raise self._lost
+        if not count:
+            raise PeerLost(f"peer {self.peer} cut the link", peer=self.peer)
+        self._heartbeat.heard(self._loop.time())
+        self._config.link_statistics.heard(self.peer, self._loop.time())
+        self.received_bytes += count
+        self._config.traffic.received_bytes[self._protocol] += count
+        return count
+
+    def _advance(self, count: int) -> Iterator[Frame]:
+        """The frames that `count` bytes complete."""
+        yield from self._reader.advance(count)
+        self._throughput_meter.note(count, self._reader.pending_bytes)
+        if self._reader.pending_bytes:
+            self._came()
+
+    def _dispatch(self, frames: Iterable[Frame], on_frame: OnFrame) -> bool:
+        """Handle frames; True where one of them ended the link."""
+        for frame in frames:
+            if frame.kind not in KNOWN_KINDS:
+                continue  # of a newer version: ignore what you do not know
+            body = decode_body(frame.kind, frame.body)
+            if frame.channel:
+                self._came()
+                on_frame(frame, body)
+            elif isinstance(body, Ping):
+                if not self._closed:  # what was sent before the end may still be on its way out
+                    self.send(Pong(self._throughput_meter.rate_bps or 0.0), seq=frame.seq)
+                if self._throughput_meter.rate_bps:
+                    self._config.link_statistics.received(self.peer, self._throughput_meter.rate_bps)
+            elif isinstance(body, Pong):
+                self._hear_pong(frame.seq, body)
+            elif isinstance(body, End):
+                return True
+            elif isinstance(body, Revocations):
+                self._config.gate.heard(self, body.number, body.signed)
+            elif isinstance(body, Error):
+                raise refusal(body.code, retry_s=body.retry_s, peer=self.peer)
+            else:
+                raise ProtocolError(f"a {FrameKind(frame.kind).name} has no place on channel 0")
+        return False
+
+    # -- heartbeat
+
+    @property
+    def silence_limit_s(self) -> float:
+        """How long the peer may be silent while something is expected of it."""
+        return self._heartbeat.limit_s(self.rtt_s, payload=self._round_trips.payload_ahead)
+
+    def _left(self) -> None:
+        self._heartbeat.left(self._loop.time())
+
+    def _tick(self, expected_at: float | None = None) -> None:
+        if self._closed:
+            return
+        heartbeat, now_s = self._heartbeat, self._loop.time()
+        if expected_at is not None and heartbeat.slept(now_s - expected_at):
+            heartbeat.heard(now_s)
+        heartbeat.heard_elsewhere(self._config.link_statistics.heard_at_s(self.peer))
+        silence_s = heartbeat.too_long_s(now_s, self.silence_limit_s)
+        if silence_s is not None:
+            self._fail(PeerLost(f"peer {self.peer} hangs: silent for {silence_s:.1f} s", peer=self.peer))
+            return
+        if heartbeat.wants_sign(self.sent_bytes + self._out_bytes):
+            self.send(Pong(self._throughput_meter.rate_bps or 0.0))  # to no PING in particular
+        if not self._round_trips.begun or self._unasked_bytes or heartbeat.wants_ping(now_s):
+            self._send_ping(now_s)
+        self._tick_at(now_s + (self._config.heartbeat.busy_s if self._reader.pending_bytes else heartbeat.beat_s))
+
+    def _tick_at(self, at_s: float) -> None:
+        self._timer = self._loop.call_at(at_s, self._tick, at_s)
+
+    def _tick_soon(self) -> None:
+        """The link was idle, and is not any more: its next beat was to be far away."""
+        soon_s = self._loop.time() + self._config.heartbeat.busy_s
+        if self._timer is not None and not self._closed and self._timer.when() > soon_s:
+            self._timer.cancel()
+            self._tick_at(soon_s)
+
+    def _came(self) -> None:
+        self._heartbeat.came(self.sent_bytes + self._out_bytes)
+        self._tick_soon()
+
+    def _send_ping(self, now_s: float) -> None:
+        self._heartbeat.pinged(now_s)
+        self.send(Ping(), seq=self._round_trips.ping(queued_bytes=self._unasked_bytes))
+        self._unasked_bytes = 0
+
+    def _hear_pong(self, seq: int, pong: Pong) -> None:
+        if pong.received_bps:
+            self.bandwidth_bps = pong.received_bps
+            self._config.link_statistics.sent(self.peer, pong.received_bps)
+        sample_s = self._round_trips.pong(seq)
+        if sample_s is not None:
+            self._config.traffic.note_round_trip(self._protocol, sample_s)
+            self._config.link_statistics.round_trip(self.peer, sample_s)
+
+    # -- the end
+
+    def _fail(self, error: PeerError) -> None:
+        self._lost = error
+        self._end()
+        self._stream.abort()  # wakes whoever reads
+
+    def cut(self, code: ErrorCode) -> None:
+        """End the link at once, letting the peer know why: it is not welcome any more."""
+        if not self._closed:
+            self.send(Error(code))
+            self._flush()
+            self._fail(PeerRefused(f"this peer does not admit {self.peer} any more", code=code, peer=self.peer))
+
+    def _end(self) -> None:
+        self._closed = True
+        self._config.gate.closed(self)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def close(self) -> None:
+        """End the link in order: the peer reads END. Safe to call twice."""
+        if self._closed:
+            return
+        self.send(End())
+        self._flush()
+        self._ended_here = True
+        self._end()
+        await self._stream.close()
+
+    def abort(self) -> None:
+        """Drop the link at once."""
+        self._end()
+        self._stream.abort()

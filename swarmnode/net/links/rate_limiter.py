@@ -1,0 +1,101 @@
+"""Rate limiter: how fast a node may send, over all its links together. And the queue of a link that has to keep to it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from swarmnode.errors import PeerLost
+from swarmnode.net.interfaces import Buffer, Stream
+
+PIECE_BYTES = 16 * 1024  # links take turns by pieces: small frames of one do not wait for a payload of another
+BURST_S = 0.02
+
+
+class RateLimiter:
+    """A token bucket that is asked before bytes leave: `reserve` takes the tokens and says how long to wait for them."""
+
+    def __init__(self, rate_bps: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rate_bps = rate_bps
+        self._clock = clock
+        self._free_at_s = -1e18  # when all that was reserved has left
+
+    def __repr__(self) -> str:
+        return f"<RateLimiter of {self.rate_bps / 1e6:.3g} Mbit/s>"
+
+    def reserve(self, size_bytes: int) -> float:
+        """Seconds until these bytes may leave."""
+        now_s = self._clock()
+        begin_s = max(self._free_at_s, now_s - BURST_S)  # what was not used a moment ago is not lost
+        self._free_at_s = begin_s + size_bytes * 8 / self.rate_bps
+        return max(0.0, self._free_at_s - now_s)
+
+
+class RateLimitedStream(Stream):
+    """Takes buffers as a stream does, and writes them at the node's pace, in their order. `close` lets all of them out."""
+
+    def __init__(
+        self, stream: Stream, rate_limiter: RateLimiter, *, on_left: Callable[[], None] = lambda: None
+    ) -> None:
+        self.peer = stream.peer
+        self._stream = stream
+        self._rate_limiter = rate_limiter
+        self._on_left = on_left  # called when bytes have left
+        self._waiting: deque[memoryview] = deque()
+        self._pump: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<RateLimitedStream to {self.peer} with {sum(map(len, self._waiting))} bytes waiting, {self._rate_limiter!r}>"
+
+    def write(self, buffers: Sequence[Buffer]) -> None:
+        """See `Stream`."""
+        self._waiting.extend(memoryview(buffer) for buffer in buffers if len(buffer))
+        if self._waiting and (self._pump is None or self._pump.done()):
+            self._pump = asyncio.get_running_loop().create_task(self._run(), name=f"pace to {self.peer}")
+
+    async def _run(self) -> None:
+        with suppress(PeerLost):  # whoever reads hears of it
+            while self._waiting:
+                piece = self._next_piece()
+                await asyncio.sleep(self._rate_limiter.reserve(sum(map(len, piece))))
+                self._stream.write(piece)
+                self._on_left()
+                await self._stream.drain()
+
+    def _next_piece(self) -> list[Buffer]:
+        """The next buffers, up to a piece together."""
+        piece: list[Buffer] = []
+        room_bytes = PIECE_BYTES
+        while self._waiting and room_bytes > 0:
+            view = self._waiting.popleft()
+            piece.append(view[:room_bytes])
+            if len(view) > room_bytes:
+                self._waiting.appendleft(view[room_bytes:])
+            room_bytes -= len(view)
+        return piece
+
+    async def drain(self) -> None:
+        """Wait until everything has left. Raises PeerLost."""
+        if self._pump is not None:
+            await asyncio.wait([self._pump])  # an abort cancels it
+        await self._stream.drain()
+
+    async def read_into(self, buffer: memoryview) -> int:
+        """See `Stream`."""
+        return await self._stream.read_into(buffer)
+
+    async def close(self) -> None:
+        """Let everything out, then end the stream."""
+        if self._pump is not None:
+            await asyncio.wait([self._pump])  # an abort cancels it
+        await self._stream.close()
+
+    def abort(self) -> None:
+        """Drop what waits, and the stream."""
+        self._waiting.clear()
+        if self._pump is not None:
+            self._pump.cancel()
+        self._stream.abort()

@@ -1,0 +1,220 @@
+"""Conversations over few long-lived links: a switchboard keeps one outgoing link per peer and tells frames apart by channel.
+
+The opener of a link numbers its channels upwards. So a frame on a number that was seen before but is not registered any
+more belongs to a conversation that is over (an older epoch, say), and is dropped; a higher number is a new conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import Body, End, Hello
+from swarmnode.errors import NetworkDown, PeerError, PeerLost
+from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
+from swarmnode.net.links.link import Link, LinkConfig
+from swarmnode.net.tasks import Tasks
+
+OnFrame = Callable[[Frame, Body], None]
+OnLost = Callable[[PeerError], None]
+
+
+class Channel:
+    """One conversation on a link. The two callbacks may be exchanged while it lives; both are called from the loop."""
+
+    __slots__ = ("_line", "number", "on_frame", "on_lost")
+
+    def __init__(self, line: _Line, number: int, on_frame: OnFrame, on_lost: OnLost) -> None:
+        self._line = line
+        self.number = number
+        self.on_frame = on_frame
+        self.on_lost = on_lost
+
+    def __repr__(self) -> str:
+        return f"<Channel {self.number} to {self.peer} {'open' if self.open else 'closed'}>"
+
+    @property
+    def peer(self) -> PeerId:
+        """Who is at the other end."""
+        return self._line.link.peer
+
+    @property
+    def rtt_s(self) -> float | None:
+        """Round trip of the link below, in seconds, as far as it is known."""
+        return self._line.link.rtt_s
+
+    @property
+    def bandwidth_bps(self) -> float | None:
+        """How fast the peer has seen our large frames come in, in bits/s, as far as it is known."""
+        return self._line.link.bandwidth_bps
+
+    @property
+    def moving(self) -> bool:
+        """Whether a large payload is on its way on the link below, there or here."""
+        return self._line.link.moving
+
+    @property
+    def open(self) -> bool:
+        """Whether frames may still be sent."""
+        return self._line.channels.get(self.number) is self and not self._line.link.closed
+
+    def send(self, body: Body, *, seq: int = 0, payload: Sequence[Buffer] = ()) -> None:
+        """Queue a frame. Raises PeerLost where the link is gone."""
+        self._line.link.send(body, channel=self.number, seq=seq, payload=payload)
+
+    async def drain(self) -> None:
+        """Wait until the link's send queue is short again. Raises PeerLost where it died meanwhile."""
+        await self._line.link.drain()
+
+    def close(self, last: Body | None = None) -> None:
+        """Finish the conversation with `last` (END by default). Frames that still come are dropped."""
+        if self._line.channels.pop(self.number, None) is not self:
+            return
+        self._line.update_busy()
+        if not self._line.link.closed:
+            self.send(last or End())
+
+
+class _Line:
+    """A link and the channels on it."""
+
+    def __init__(self, link: Link, accept: Callable[[Channel, Frame, Body], None] | None) -> None:
+        self.link = link
+        self.channels: dict[int, Channel] = {}
+        self._accept = accept
+        self._highest = 0
+
+    def new_channel(self, on_frame: OnFrame, on_lost: OnLost) -> Channel:
+        self._highest += 1
+        return self._register(Channel(self, self._highest, on_frame, on_lost))
+
+    def _register(self, channel: Channel) -> Channel:
+        self.channels[channel.number] = channel
+        self.update_busy()
+        return channel
+
+    def update_busy(self) -> None:
+        # Conversations expect answers: with one open, a silent peer must be noticed soon.
+        self.link.busy = bool(self.channels)
+
+    def on_frame(self, frame: Frame, body: Body) -> None:
+        channel = self.channels.get(frame.channel)
+        if channel is not None:
+            if isinstance(body, End):
+                self.channels.pop(frame.channel)
+                self.update_busy()
+            channel.on_frame(frame, body)
+        elif self._accept is not None and frame.channel > self._highest:
+            self._highest = frame.channel
+            channel = self._register(Channel(self, frame.channel, lambda _frame, _body: None, lambda _error: None))
+            self._accept(channel, frame, body)
+
+    def lost(self, error: PeerError) -> None:
+        channels, self.channels = self.channels, {}
+        for channel in channels.values():
+            channel.on_lost(error)
+
+
+class Switchboard:
+    """All links of one protocol: outgoing ones, one per peer, opened when first called; incoming ones, served.
+
+    `accept(channel, frame, body)` is called for the first frame of every conversation that a peer begins; it sets the
+    channel's callbacks. `on_peer_lost(error)` hears of every link that ended other than in order.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        protocol: str,
+        hello: Hello,
+        config: LinkConfig,
+        *,
+        accept: Callable[[Channel, Frame, Body], None] | None = None,
+        on_peer_lost: Callable[[PeerError], None] = lambda _error: None,
+    ) -> None:
+        self._network = network
+        self._protocol = protocol
+        self._hello = hello
+        self._config = config
+        self._accept = accept
+        self._on_peer_lost = on_peer_lost
+        self._outgoing: dict[PeerId, _Line] = {}
+        self._incoming: set[_Line] = set()
+        self._dialing: dict[PeerId, asyncio.Task[_Line]] = {}
+        self._tasks = Tasks(f"links of {protocol}")
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Switchboard {self._protocol} outgoing={len(self._outgoing)} incoming={len(self._incoming)}>"
+
+    async def start(self) -> None:
+        """Serve incoming links."""
+        await self._network.serve(self._protocol, self._serve)
+
+    async def call(self, peer: PeerId, on_frame: OnFrame, on_lost: OnLost) -> Channel:
+        """Begin a conversation with a peer over the one link to it. Raises PeerLost, PeerRefused or NetworkDown.
+
+        Its first frame is to be sent at once, before anything else is awaited: numbers must arrive in their order.
+        """
+        line = self._outgoing.get(peer)
+        if line is None or line.link.closed:
+            line = await self._dial(peer)
+        return line.new_channel(on_frame, on_lost)
+
+    def rtt_s(self, peer: PeerId) -> float | None:
+        """Measured round trip to a peer in seconds; None where there is no link."""
+        line = self._outgoing.get(peer)
+        return None if line is None else line.link.rtt_s
+
+    def bandwidth_bps(self, peer: PeerId) -> float | None:
+        """How fast a peer has seen our large frames come in, in bits/s; None where that is not known."""
+        line = self._outgoing.get(peer)
+        return None if line is None else line.link.bandwidth_bps
+
+    async def _dial(self, peer: PeerId) -> _Line:
+        # Shielded: one caller giving up must not end the dialling that another waits for.
+        if self._closed:
+            raise NetworkDown("this node is closing its links")
+        task = self._dialing.get(peer)
+        if task is None:
+            task = self._dialing[peer] = self._tasks.spawn(self._connect(peer), f"dial {peer}", awaited=True)
+            task.add_done_callback(lambda _task: self._dialing.pop(peer, None))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise NetworkDown("this node is closing its links") from None
+            raise
+
+    async def _connect(self, peer: PeerId) -> _Line:
+        link = await Link.connect(self._network, peer, self._protocol, self._hello, config=self._config)
+        line = self._outgoing[peer] = _Line(link, None)
+        self._tasks.spawn(self._run(line), f"link to {peer}")
+        return line
+
+    async def _serve(self, stream: Stream) -> None:
+        link = await Link.accept(stream, self._hello, config=self._config)
+        line = _Line(link, self._accept)
+        self._incoming.add(line)
+        await self._run(line)
+
+    async def _run(self, line: _Line) -> None:
+        error: PeerError = PeerLost(f"peer {line.link.peer} closed the link", peer=line.link.peer)
+        try:
+            await line.link.run(line.on_frame)
+        except PeerError as failure:
+            error = failure
+            self._on_peer_lost(failure)
+        finally:
+            if self._outgoing.get(line.link.peer) is line:
+                del self._outgoing[line.link.peer]
+            self._incoming.discard(line)
+            line.lost(error)
+
+    async def close(self) -> None:
+        """End every link in order; none is opened any more."""
+        self._closed = True
+        for line in [*self._outgoing.values(), *self._incoming]:
+            await line.link.close()
+        await self._tasks.close()

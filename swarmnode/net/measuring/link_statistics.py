@@ -1,0 +1,111 @@
+"""Link statistics: what this peer's links have measured of the paths to others, in ordinary traffic."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from swarmnode.net.interfaces import PeerId
+
+SAMPLES_KEPT = 5  # of round trips: their median counts, for a single one may have queued behind a payload
+PEERS_KEPT = 256
+FRESH_S = 3600.0  # older bandwidths say little of now
+
+OnRtt = Callable[[PeerId, float], None]
+
+
+@dataclass(slots=True)
+class PathMeasurement:
+    """The path to one peer. Bandwidths in bits/s; times as of the clock."""
+
+    rtts_s: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES_KEPT))
+    up_bps: float = 0.0
+    up_at_s: float = float("-inf")
+    down_bps: float = 0.0
+    down_at_s: float = float("-inf")
+    heard_at_s: float = float("-inf")  # on the loop's clock
+
+    @property
+    def rtt_s(self) -> float | None:
+        """The median of the last round trips."""
+        return statistics.median_low(self.rtts_s) if self.rtts_s else None
+
+
+class LinkStatistics:
+    """Shared by all links of a node. Who has not been heard of for longest is forgotten first."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, on_rtt: OnRtt | None = None) -> None:
+        self.on_rtt = on_rtt
+        self._clock = clock
+        self._peers: dict[PeerId, PathMeasurement] = {}
+
+    def __repr__(self) -> str:
+        up, down = (f"{rate / 1e6:.3g}" if rate else "?" for rate in (self.up_bps, self.down_bps))
+        return f"<LinkStatistics of {len(self._peers)} peers, {up} Mbit/s up, {down} down>"
+
+    def round_trip(self, peer: PeerId, rtt_s: float) -> None:
+        """A PING was answered after so long."""
+        path_measurement = self._of(peer)
+        path_measurement.rtts_s.append(rtt_s)
+        if self.on_rtt is not None and path_measurement.rtt_s is not None:
+            self.on_rtt(peer, path_measurement.rtt_s)
+
+    def heard(self, peer: PeerId, now_s: float) -> None:
+        """Something came of the peer on any of our links to it; `now_s` is the loop's time."""
+        path_measurement = self._peers.get(peer)
+        (self._of(peer) if path_measurement is None else path_measurement).heard_at_s = now_s
+
+    def heard_at_s(self, peer: PeerId) -> float:
+        """When something came of it last."""
+        path_measurement = self._peers.get(peer)
+        return float("-inf") if path_measurement is None else path_measurement.heard_at_s
+
+    def sent(self, peer: PeerId, rate_bps: float) -> None:
+        """The peer has seen our large frames come in at this rate."""
+        path_measurement = self._of(peer)
+        path_measurement.up_bps, path_measurement.up_at_s = rate_bps, self._clock()
+
+    def received(self, peer: PeerId, rate_bps: float) -> None:
+        """Large frames of the peer have come in at this rate."""
+        path_measurement = self._of(peer)
+        path_measurement.down_bps, path_measurement.down_at_s = rate_bps, self._clock()
+
+    def rtts_s(self, most: int | None = None) -> dict[PeerId, float]:
+        """Round trips by peer, of those heard of last, at most so many."""
+        known = {peer: rtt_s for peer, one in reversed(self._peers.items()) if (rtt_s := one.rtt_s) is not None}
+        return dict(list(known.items())[:most])
+
+    @property
+    def up_bps(self) -> float:
+        """What this node can send, in bits/s; 0 where no large frame has left lately."""
+        fresh_s = self._clock() - FRESH_S
+        return _capacity(one.up_bps for one in self._peers.values() if one.up_at_s >= fresh_s)
+
+    @property
+    def down_bps(self) -> float:
+        """What this node can receive, in bits/s; 0 where no large frame has come lately."""
+        fresh_s = self._clock() - FRESH_S
+        return _capacity(one.down_bps for one in self._peers.values() if one.down_at_s >= fresh_s)
+
+    @property
+    def rated_peers(self) -> int:
+        """Peers whose paths were measured lately, both ways."""
+        fresh_s = self._clock() - FRESH_S
+        return sum(one.up_at_s >= fresh_s and one.down_at_s >= fresh_s for one in self._peers.values())
+
+    def _of(self, peer: PeerId) -> PathMeasurement:
+        path_measurement = self._peers.pop(peer, None) or PathMeasurement()
+        self._peers[peer] = path_measurement
+        if len(self._peers) > PEERS_KEPT:
+            del self._peers[next(iter(self._peers))]
+        return path_measurement
+
+
+def _capacity(rates_bps: Iterable[float]) -> float:
+    """What the own access link carries: a path can be narrower than it, so the fast ones count; the upper quartile, so that
+    a quarter of the peers may claim what they like."""
+    ranked = sorted(rates_bps, reverse=True)
+    return ranked[len(ranked) // 4] if ranked else 0.0

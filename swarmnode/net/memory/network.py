@@ -1,0 +1,402 @@
+"""A network in one process, for tests and experiments: peers with latency, rate and loss between them, that can die and hang.
+
+It keeps every promise of `interfaces.py` that the real one keeps, and passes the same conformance suite. Together with
+`virtual_time` a run depends on its seed alone.
+
+    world = FakeWorld(seed=1)
+    alice, bob = world.join(), world.join()
+    world.set_path(alice.peer_id, bob.peer_id, Path(latency_s=0.05, bytes_per_s=1e6))
+    await alice.connect(await bob.addresses(), timeout_s=1)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from swarmnode.errors import NetworkDown, PeerError, PeerLost
+from swarmnode.net.addressing.addresses import peer_of, without_peer
+from swarmnode.net.identity import Identity
+from swarmnode.net.interfaces import (
+    MAX_RECORD_BYTES,
+    Dht,
+    Network,
+    PeerId,
+    Record,
+    RecordValidator,
+    Stream,
+    StreamHandler,
+)
+from swarmnode.net.links.gate import OPEN_GATE, Gate
+from swarmnode.net.memory.stream import FakeStream, Pipe, connect
+from swarmnode.net.network_config import NetworkConfig
+from swarmnode.net.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+RETRANSMISSION_S = 0.2  # TCP's minimum (Linux)
+
+
+@dataclass(frozen=True)
+class Path:
+    """One direction between two peers. `loss` is the share of writes that are lost once and come by retransmission."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
+    loss: float = 0.0
+
+
+class FakeWorld:
+    """All peers and what lies between them. `clock` gives unix time in seconds, for the expiry of records."""
+
+    def __init__(self, seed: int = 0, clock: Callable[[], float] = time.time) -> None:
+        self.clock = clock
+        self.default_path = Path()
+        self._random = random.Random(seed)
+        self._hosts = (str(host) for host in ipaddress.ip_network("10.0.0.0/8").hosts())
+        self._homes: dict[PeerId, str] = {}  # where each peer that there ever was listens
+        self._connections: set[frozenset[PeerId]] = set()
+        self._networks: dict[PeerId, FakeNetwork] = {}
+        self._paths: dict[tuple[PeerId, PeerId], Path] = {}
+        self._free_at: dict[tuple[PeerId, PeerId], float] = {}  # when a direction has sent what it was given
+        self._hanging: dict[PeerId, asyncio.Event] = {}
+        self._held: list[Pipe] = []  # whose next bytes wait for a hanging peer
+
+    def __repr__(self) -> str:
+        return f"<FakeWorld of {len(self._networks)} peers, {len(self._hanging)} hanging>"
+
+    def join(
+        self,
+        *,
+        identity: Identity | None = None,
+        record_validator: RecordValidator | None = None,
+        client_mode: bool = False,
+        gate: Gate = OPEN_GATE,
+    ) -> FakeNetwork:
+        """A new peer, or one that comes back by its `identity`; alone until it connects to another one."""
+        identity = identity or Identity(self._random.randbytes(32))
+        address = self._homes.setdefault(identity.peer_id, f"/ip4/{next(self._hosts)}/tcp/4001")
+        network = FakeNetwork(self, identity, address, record_validator, client_mode=client_mode, gate=gate)
+        self._networks[network.peer_id] = network
+        return network
+
+    async def start(self, config: NetworkConfig) -> FakeNetwork:
+        """As `join`, for whoever takes any network. Where a peer listens is the world's business here."""
+        return self.join(
+            identity=Identity.load_or_create(config.identity_path),
+            record_validator=config.record_validator,
+            client_mode=config.client_mode,
+            gate=config.gate,
+        )
+
+    def path(self, source: PeerId, target: PeerId) -> Path:
+        """What lies between two peers in this direction."""
+        return self._paths.get((source, target), self.default_path)
+
+    def set_path(self, one: PeerId, other: PeerId, path: Path) -> None:
+        """Change what lies between two peers, in both directions."""
+        self._paths[one, other] = self._paths[other, one] = path
+
+    def kill(self, peer: PeerId) -> None:
+        """As by kill -9: its streams break, the others notice after the latency."""
+        network = self._networks[peer]
+        self.leave(peer)
+        self.wake(peer)
+        network.die()
+
+    def hang(self, peer: PeerId) -> None:
+        """As by SIGSTOP, seen from outside: what it was sent and what it sent stays on the way. (Its own timers go on.)"""
+        self._hanging.setdefault(peer, asyncio.Event())
+
+    def wake(self, peer: PeerId) -> None:
+        """End a `hang`: everything that was held arrives."""
+        awake = self._hanging.pop(peer, None)
+        if awake is not None:
+            awake.set()
+            held, self._held = self._held, []
+            for pipe in held:
+                self._arrive(pipe)
+
+    # -- what peers ask of the world
+
+    def find(self, peer: PeerId) -> FakeNetwork | None:
+        """A peer that lives."""
+        return self._networks.get(peer)
+
+    def leave(self, peer: PeerId) -> None:
+        self._networks.pop(peer, None)
+        self._connections = {pair for pair in self._connections if peer not in pair}
+
+    def note_connection(self, one: PeerId, other: PeerId) -> None:
+        """Two peers speak with one another, and stay connected for as long as both are there."""
+        self._connections.add(frozenset((one, other)))
+
+    def connected(self, peer: PeerId) -> set[PeerId]:
+        """Whom a peer is connected with."""
+        return {other for pair in self._connections if peer in pair for other in pair if other != peer}
+
+    async def travel(self, source: PeerId, target: PeerId) -> None:
+        """Wait as long as a message takes that is too small to count; for a hanging peer, until it wakes."""
+        await asyncio.sleep(self.path(source, target).latency_s)
+        for peer in (source, target):
+            while (hanging := self._hanging.get(peer)) is not None:
+                await hanging.wait()
+
+    def deliver(self, pipe: Pipe, size_bytes: int) -> None:
+        """Let what the pipe was given arrive in time."""
+        loop = asyncio.get_running_loop()
+        direction = (pipe.source, pipe.target)
+        path = self.path(*direction)
+        sent_at = max(loop.time(), self._free_at.get(direction, 0.0)) + size_bytes / path.bytes_per_s
+        self._free_at[direction] = sent_at
+        lost = path.loss > 0 and self._random.random() < path.loss
+        delay_s = path.latency_s + (max(RETRANSMISSION_S, 2 * path.latency_s) if lost else 0.0)
+        pipe.last_arrival_s = max(pipe.last_arrival_s, sent_at + delay_s)
+        loop.call_at(pipe.last_arrival_s, self._arrive, pipe)
+
+    def _arrive(self, pipe: Pipe) -> None:
+        if pipe.source in self._hanging or pipe.target in self._hanging:
+            self._held.append(pipe)
+        elif not pipe.broken:
+            pipe.arrive()
+
+
+class Island:
+    """Peers that have found one another, and the records that they share. Who only uses the table is none of its peers."""
+
+    def __init__(self, peers: Iterable[PeerId]) -> None:
+        self.peers = set(peers)
+        self.records: dict[bytes, dict[bytes, Record]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Island of {len(self.peers)} peers, {len(self.records)} keys>"
+
+    def keep(self, key: bytes, subkey: bytes, record: Record) -> bool:
+        """Keep a record unless one that expires later is there."""
+        known = self.records.setdefault(key, {}).get(subkey)
+        if known is not None and known.expires_at >= record.expires_at:
+            return False
+        self.records[key][subkey] = record
+        return True
+
+    def absorb(self, other: Island) -> None:
+        self.peers |= other.peers
+        for key, records in other.records.items():
+            for subkey, record in records.items():
+                self.keep(key, subkey, record)
+
+
+class FakeDht(Dht):
+    """One peer's view of its island's records."""
+
+    def __init__(self, network: FakeNetwork) -> None:
+        self._network = network
+
+    def __repr__(self) -> str:
+        return f"<FakeDht on {self._network.island!r}>"
+
+    async def store(self, key: bytes, subkey: bytes, value: bytes, *, expires_at: float) -> bool:
+        others = await self._network.table_neighbours()
+        if not self._network.believes(key, subkey, value, expires_at):
+            return False
+        takers = [other for other in others if other.believes(key, subkey, value, expires_at)]
+        return self._network.island.keep(key, subkey, Record(value, expires_at)) and bool(takers)
+
+    async def get(self, keys: Sequence[bytes], *, thrifty: bool = False) -> Mapping[bytes, Mapping[bytes, Record]]:
+        answering = await self._network.table_neighbours()
+        alone = not answering and self._network.has_neighbours
+        return {key: {} if alone else dict(self._believed(key)) for key in keys}
+
+    def _believed(self, key: bytes) -> list[tuple[bytes, Record]]:
+        records = self._network.island.records.get(key, {})
+        return [
+            (subkey, record)
+            for subkey, record in records.items()
+            if self._network.believes(key, subkey, record.value, record.expires_at)
+        ]
+
+
+class FakeNetwork(Network):
+    """One peer of a FakeWorld."""
+
+    def __init__(
+        self,
+        world: FakeWorld,
+        identity: Identity,
+        address: str,
+        valid: RecordValidator | None,
+        *,
+        client_mode: bool,
+        gate: Gate,
+    ) -> None:
+        self.identity = identity
+        self.client_mode = client_mode
+        self.gate = gate
+        self.peer_id = identity.peer_id
+        self.island = Island(() if client_mode else (self.peer_id,))
+        self._world = world
+        self.address = f"{address}/p2p/{self.peer_id}"
+        self._valid = valid
+        self._dht = FakeDht(self)
+        self._dialled: set[PeerId] = set()  # by us: whoever else is connected came by itself
+        self._handlers: dict[str, StreamHandler] = {}
+        self._streams: list[FakeStream] = []
+        self._tasks = Tasks("streams")
+        self._down = False
+
+    def __repr__(self) -> str:
+        return f"<FakeNetwork {self.peer_id} {'down' if self._down else 'up'}, {len(self._streams)} streams>"
+
+    @property
+    def dht(self) -> Dht:
+        return self._dht
+
+    async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:
+        self._check_up()
+        try:
+            await asyncio.wait_for(self._round_trip(peer), timeout_s)
+        except asyncio.TimeoutError:
+            raise PeerLost(f"peer {peer} cannot be reached within {timeout_s:.0f} s", peer=peer) from None
+        target = self._world.find(peer)
+        if target is None or peer not in self.island.peers | self._world.connected(self.peer_id):
+            raise PeerLost(f"peer {peer} cannot be reached", peer=peer)
+        self._note_dialled(peer)
+        near, far = connect(self.peer_id, peer, protocol, self._world.deliver)
+        target.accept(far)
+        self._keep(near)
+        return near
+
+    def _keep(self, stream: FakeStream) -> None:
+        self._streams = [stream, *(other for other in self._streams if not other.over)]
+
+    async def _round_trip(self, peer: PeerId) -> None:
+        await self._world.travel(self.peer_id, peer)
+        await self._world.travel(peer, self.peer_id)
+
+    def accept(self, stream: FakeStream) -> None:
+        """A stream that another peer opened. Raises PeerLost where nobody here serves its protocol."""
+        handler = self._handlers.get(stream.protocol)
+        if handler is None:
+            raise PeerLost(f"peer {self.peer_id} does not speak {stream.protocol}", peer=self.peer_id)
+        self._keep(stream)
+        self._tasks.spawn(self._handle(handler, stream), stream.protocol)
+
+    async def _handle(self, handler: StreamHandler, stream: FakeStream) -> None:
+        try:
+            await handler(stream)
+        except PeerLost as error:
+            log.debug("incoming stream ended: %s", error)
+        finally:
+            stream.abort()
+
+    async def serve(self, protocol: str, handler: StreamHandler) -> None:
+        self._handlers[protocol] = handler
+
+    async def addresses(self) -> list[str]:
+        self._check_up()
+        return [self.address]
+
+    async def connect(self, addresses: Sequence[str], *, timeout_s: float) -> bool:
+        self._check_up()
+        peers = [peer for address in addresses if (peer := peer_of(address)) not in (None, self.peer_id)]
+        attempts = [asyncio.ensure_future(self._meet(peer)) for peer in peers if peer is not None]
+        try:
+            for attempt in asyncio.as_completed(attempts, timeout=timeout_s):
+                if await attempt:
+                    return True
+        except asyncio.TimeoutError:
+            pass
+        finally:
+            for attempt in attempts:
+                attempt.cancel()
+            await asyncio.gather(*attempts, return_exceptions=True)
+        return False
+
+    async def _meet(self, peer: PeerId) -> bool:
+        """Dial a peer and, where it answers for the table, share its island."""
+        await self._round_trip(peer)
+        other = self._world.find(peer)
+        if other is None:
+            return False
+        self._note_dialled(peer)
+        if other.client_mode or not await self._is_answered_by(other):
+            return False
+        if self.client_mode:
+            self.island = other.island
+        elif other.island is not self.island:
+            other.island.absorb(self.island)
+            for member in self.island.peers:
+                if (network := self._world.find(member)) is not None:
+                    network.island = other.island
+        return True
+
+    def _note_dialled(self, peer: PeerId) -> None:
+        self._dialled.add(peer)
+        self._world.note_connection(self.peer_id, peer)
+
+    async def connected(self) -> set[PeerId]:
+        self._check_up()
+        return self._world.connected(self.peer_id)
+
+    async def visitors(self) -> list[str]:
+        self._check_up()
+        called = self._dialled | self.island.peers
+        came = (self._world.find(peer) for peer in sorted(self._world.connected(self.peer_id) - called))
+        return [without_peer(network.address) for network in came if network is not None]
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether there is another peer in the island, be it one that does not answer us."""
+        return any(self._world.find(peer) is not None for peer in self.island.peers - {self.peer_id})
+
+    async def table_neighbours(self) -> list[FakeNetwork]:
+        """The other living peers of the island that answer our calls, after the time that it takes to ask one of them."""
+        self._check_up()
+        await asyncio.sleep(2 * self._world.default_path.latency_s)
+        found = (self._world.find(peer) for peer in sorted(self.island.peers - {self.peer_id}))
+        return [other for other in list(found) if other is not None and await self._is_answered_by(other)]
+
+    async def _is_answered_by(self, other: FakeNetwork) -> bool:
+        """Whether a peer answers our calls of the table: one that guards it wants to know us first."""
+        for anew in (False, True):
+            if self.gate.guards_table:
+                try:
+                    await self.gate.introduce(other.peer_id, anew=anew)
+                except (PeerError, NetworkDown):
+                    return False
+            if not other.gate.guards_table or other.gate.admits(self.peer_id):
+                return True
+        return False
+
+    def believes(self, key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
+        """Whether this peer keeps a record, or believes one that it reads."""
+        if len(value) > MAX_RECORD_BYTES or expires_at <= self._world.clock():
+            return False
+        return self._valid is None or self._valid(key, subkey, value, expires_at)
+
+    def _check_up(self) -> None:
+        if self._down:
+            raise NetworkDown("this peer has left the network")
+
+    def die(self) -> None:
+        """Break everything at once; the others notice after the latency."""
+        self._down = True
+        loop = asyncio.get_running_loop()
+        for stream in self._streams:
+            stream.mute()
+            loop.call_later(self._world.path(self.peer_id, stream.peer).latency_s, stream.break_off)
+        self._streams.clear()
+
+    async def close(self) -> None:
+        if not self._down:
+            self._down = True
+            self._world.leave(self.peer_id)
+            for stream in self._streams:
+                stream.abort()
+        await self._tasks.close()

@@ -1,0 +1,243 @@
+"""Training a model on a network: how many stages and pipelines, which devices make a stage, and which units it holds.
+
+Devices differ in speed and memory, and their number need not be a multiple of anything. For each number of stages and pipelines
+that comes into question a grid is searched (`grid_search.py`), devices that are left over reinforce stages, the units are
+cut so that stages take equally long (`split.py`), and what a step would take is estimated; the best is searched for longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from swarmnode.errors import LocalError, UsageError
+from swarmnode.plan.cost import step_s
+from swarmnode.plan.offline.grid import Grid, MicrobatchTraffic, Problem, slower_way_s
+from swarmnode.plan.offline.grid_search import Search
+from swarmnode.plan.offline.layouts import dendrogram
+from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.split import StageRoom, split, units_that_fit
+from swarmnode.plan.view import Span
+
+QUICK = 0.002  # effort of the searches that compare numbers of stages and pipelines: layouts alone
+Progress = Callable[[float, float], None]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model in training. Per unit: bytes in memory, bytes of gradients, and work (in any measure)."""
+
+    unit_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...]
+    work: tuple[float, ...]
+    activation_bytes: int  # of one microbatch, between two stages
+    microbatches: int  # of one step, over all pipelines
+
+    @property
+    def units(self) -> int:
+        """How many units the model has."""
+        return len(self.work)
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """Per device: work on one microbatch per second (forward and back, in the workload's measure), and bytes for units."""
+
+    work_per_s: tuple[float, ...]
+    room_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """Devices that hold the same span."""
+
+    span: Span
+    devices: tuple[int, ...]
+    compute_s: float  # of one microbatch on one of its devices, on average
+    averaging_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Hosting:
+    """A plan: the grid of full pipelines, the stages with all their devices, and the time of a step."""
+
+    problem: Problem
+    grid: Grid
+    stages: tuple[PlannedStage, ...]
+    step_s: float
+
+    @property
+    def used(self) -> frozenset[int]:
+        """Devices that hold anything."""
+        return frozenset(device for stage in self.stages for device in stage.devices)
+
+
+class Planner:
+    """Plans one workload on one network."""
+
+    def __init__(
+        self,
+        network: Scenario,
+        hardware: DeviceRates,
+        workload: Workload,
+        *,
+        seed: int = 0,
+        expired: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.network, self.hardware, self.workload = network, hardware, workload
+        self._seed = seed
+        self._expired = expired
+        self._work_per_s = np.array(hardware.work_per_s)
+        self._room_bytes = np.array(hardware.room_bytes, dtype=float)
+
+    def __repr__(self) -> str:
+        return f"Planner({self.workload.units} units on {self.network!r})"
+
+    def plan(
+        self,
+        *,
+        stages: int | None = None,
+        replicas: int | None = None,
+        effort: float = 1.0,
+        progress: Progress = lambda done, step_s: None,
+    ) -> Hosting:
+        """The plan with the shortest step found, for so many stages and pipelines where they are given.
+
+        Raises UsageError where the grid is larger than network or model, LocalError where the model does not fit.
+        """
+        shapes = list(self._shapes(stages, replicas))
+        best: Hosting | None = None
+        for number, shape in enumerate(shapes):
+            best = self._better(best, self._host(*shape, effort=QUICK))
+            progress(number / len(shapes) / 2, best.step_s if best else np.inf)
+            if best and self._expired():
+                break
+        if best is None:
+            raise LocalError(self._shortage(shapes))
+        longer = self._host(len(best.grid), len(best.grid[0]), effort=effort)
+        return self._better(best, longer) or best
+
+    def _shapes(self, stages: int | None, replicas: int | None) -> Iterator[tuple[int, int]]:
+        """Numbers of stages and pipelines to compare: all stages up to a dozen, then ever fewer; pipelines by halving."""
+        devices = self.network.devices
+        most = min(devices, self.workload.units)
+        if stages is not None and stages > most:
+            raise UsageError(f"--stages {stages}: there are {self.workload.units} units and {devices} devices")
+        if replicas is not None and replicas * (stages or 1) > devices:
+            raise UsageError(f"--replicas {replicas}: there are {devices} devices, and {stages or 1} stages at least")
+        counts = [stages] if stages else sorted({min(most, max(power + 1, round(1.25**power))) for power in range(40)})
+        for count in counts:
+            halves = sorted({max(1, devices // count >> power) for power in range(devices.bit_length())})
+            yield from ((count, half) for half in ([replicas] if replicas else halves) if count * half <= devices)
+
+    def _host(self, stages: int, replicas: int, *, effort: float) -> Hosting | None:
+        """The plan for one grid; None where the units do not fit however devices are grouped."""
+        gradient_bytes = sum(self.workload.gradient_bytes) / stages
+        traffic = MicrobatchTraffic(self.workload.activation_bytes, gradient_bytes)
+        problem = Problem.on(self.network, stages=stages, replicas=replicas, traffic=traffic)
+        roomiest = self._by_room(problem)
+        if self._staged(problem, roomiest) is None:
+            return None
+        hosting = self._staged(problem, self._search(problem, effort).run())
+        if hosting is None:  # devices with little memory spoil stages: keep like with like
+            alike = replace(problem, kinds=self._room_bytes)
+            hosting = self._staged(problem, self._search(alike, effort).run(roomiest))
+        return self._reinforced(hosting) if hosting else None
+
+    def _search(self, problem: Problem, effort: float) -> Search:
+        return Search(problem, seed=self._seed, effort=effort, expired=self._expired)
+
+    def _by_room(self, problem: Problem) -> Grid:
+        """Groups of the roomiest devices, among equals in the order of their clusters: the most memory that stages can offer."""
+        near = dendrogram(problem.hop_s).order
+        roomiest = sorted(near, key=lambda device: -self._room_bytes[device])
+        return np.array(roomiest[: problem.stages * problem.replicas]).reshape(problem.stages, problem.replicas)
+
+    def _staged(self, problem: Problem, grid: Grid) -> Hosting | None:
+        """The units cut over a grid, in the better of the two directions in which it can be walked."""
+        walks = (self._cut(problem, walk, [tuple(group.tolist()) for group in walk]) for walk in (grid, grid[::-1]))
+        fitting = [hosting for hosting in walks if hosting]
+        return min(fitting, key=lambda hosting: hosting.step_s, default=None)
+
+    def _reinforced(self, hosting: Hosting) -> Hosting:
+        """Devices that are too few for one more pipeline join a stage each, the fastest first, where steps become shorter."""
+        left = sorted(set(range(self.network.devices)) - hosting.used, key=lambda device: -self._work_per_s[device])
+        if len(left) >= len(hosting.stages):
+            return hosting
+        for device in left:
+            groups = [stage.devices for stage in hosting.stages]
+            joined = (
+                self._cut(hosting.problem, hosting.grid, [*groups[:at], (*groups[at], device), *groups[at + 1 :]])
+                for at in range(len(groups))
+            )
+            hosting = min((hosting, *filter(None, joined)), key=lambda one: one.step_s)
+        return hosting
+
+    def _cut(self, problem: Problem, grid: Grid, groups: Sequence[tuple[int, ...]]) -> Hosting | None:
+        """The units cut over groups of devices, and what a step takes then."""
+        rooms = [
+            StageRoom(self._work_per_s[list(group)].sum(), self._room_bytes[list(group)].min()) for group in groups
+        ]
+        spans = split(self.workload.work, self.workload.unit_bytes, rooms)
+        if spans is None:
+            return None
+        stages = tuple(
+            PlannedStage(
+                span,
+                group,
+                compute_s=len(group) * sum(self.workload.work[span.start : span.end]) / room.work_per_s,
+                averaging_s=self._averaging_s(group, span),
+            )
+            for span, group, room in zip(spans, groups, rooms, strict=True)
+        )
+        return Hosting(problem, grid, stages, self._step_s(problem, grid, stages))
+
+    def _averaging_s(self, group: tuple[int, ...], span: Span) -> float:
+        """DT-FM's averaging for the gradients that this stage really has."""
+        gradient_bytes = sum(self.workload.gradient_bytes[span.start : span.end])
+        mates_s = 2 * slower_way_s(self.network, np.array(group), gradient_bytes / len(group))
+        return float(mates_s.sum(axis=1).max())
+
+    def _step_s(self, problem: Problem, grid: Grid, stages: Sequence[PlannedStage]) -> float:
+        """What a step takes: the slowest pipeline's hops, and stages whose devices share the microbatches."""
+        hops_s = problem.hop_s[grid[:-1], grid[1:]].max(axis=1).tolist()
+        turns_s = [stage.compute_s * problem.replicas / len(stage.devices) for stage in stages]
+        return step_s(
+            [stage.compute_s for stage in stages],
+            hops_s,
+            beat_s=max([*turns_s, *hops_s]),
+            microbatches=self.workload.microbatches / problem.replicas,
+            averaging_s=max(stage.averaging_s for stage in stages),
+        )
+
+    def _better(self, one: Hosting | None, other: Hosting | None) -> Hosting | None:
+        return min(filter(None, (one, other)), key=lambda hosting: hosting.step_s, default=None)
+
+    def _shortage(self, shapes: Sequence[tuple[int, int]]) -> str:
+        """By how much the model does not fit, with so many stages and pipelines as offer most."""
+        offers = [self._offer(*shape) for shape in shapes]
+        rooms = max(offers, key=sum)
+        unit_bytes = self.workload.unit_bytes
+        stages, replicas = shapes[offers.index(rooms)]
+        at_most = f"{stages} stages of {replicas} devices offer it {_gb(sum(rooms))} (the smallest of a stage counts)"
+        if max(unit_bytes) > max(rooms):
+            what, missing = f"unit {unit_bytes.index(max(unit_bytes))} alone", max(unit_bytes) - max(rooms)
+            return f"{what} needs {_gb(max(unit_bytes))} in training; {at_most}: {_gb(missing)} are missing in each"
+        held = units_that_fit(unit_bytes, rooms)
+        missing = max(sum(unit_bytes) - sum(rooms), sum(unit_bytes[held:]))
+        return (
+            f"the model needs {_gb(sum(unit_bytes))} in training; {at_most}: {held} of its {self.workload.units} units fit, "
+            f"{_gb(missing)} are missing"
+        )
+
+    def _offer(self, stages: int, replicas: int) -> list[float]:
+        """What each of so many groups of the roomiest devices has room for."""
+        roomiest = np.sort(self._room_bytes)[::-1][: stages * replicas]
+        rooms: list[float] = roomiest.reshape(stages, replicas).min(axis=1).tolist()
+        return rooms
+
+
+def _gb(size_bytes: float) -> str:
+    return f"{size_bytes / 1e9:,.1f} GB"

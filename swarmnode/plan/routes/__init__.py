@@ -1,0 +1,1 @@
+"""Routing: which peers a session goes through."""

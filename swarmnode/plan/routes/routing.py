@@ -1,0 +1,169 @@
+"""The route of least latency for a session: which peers it goes through, and which units each computes.
+
+`Lattice` finds the optimum; here it is decided who may take part, what a running session's caches are worth, and that a
+peer has one place in a route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from swarmnode.codec.messages import HopSpec
+from swarmnode.errors import NoRoute
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.routes.lattice import Candidate, Lattice, Request, Route, RoutingConfig
+from swarmnode.plan.view import PeerView, Span, View, draw
+from swarmnode.swarm.records.announcement import State
+
+MAX_SPLITS = 4  # how often a peer that came up twice is resolved by trying all that it may be
+
+
+def find_route(
+    view: View,
+    *,
+    units: Span | None = None,
+    client: PeerId | None = None,
+    ring: bool = True,
+    avoid: Collection[PeerId] = (),
+    keep: Sequence[HopSpec] = (),
+    config: RoutingConfig = RoutingConfig(),
+) -> Route:
+    """The route of least estimated latency over READY peers that are not in `avoid`; the same view gives the same one.
+
+    `units` is the whole model by default. `keep` are the hops of a running session: leaving a peer that holds its cache
+    counts as the time of a replay. Raises NoRoute, naming the units that nobody holds.
+    """
+    request = Request(units or Span(0, view.units), client, ring)
+    candidates = _candidates(view, request, avoid, keep, config)
+    _check_covered(candidates, request.span, view.units, avoid)
+    route = _without_repeats(view, candidates, request, config, MAX_SPLITS)
+    assert route is not None, "covered units always have a route"
+    return route
+
+
+def _candidates(
+    view: View, request: Request, avoid: Collection[PeerId], keep: Sequence[HopSpec], config: RoutingConfig
+) -> list[Candidate]:
+    """Everybody who may take part, in an order drawn by the client: ties do not send all clients to the same peer."""
+    ready = {peer.peer: peer for peer in view.peers if peer.state is State.READY and peer.peer not in avoid}
+    kept = [
+        Candidate(hop.peer, Span(hop.start, hop.end), _unit_s(ready[hop.peer], config), exact=True)
+        for hop in keep
+        if hop.peer in ready and _within(Span(hop.start, hop.end), ready[hop.peer].span)
+    ]
+    replay_s = config.replay_s if kept else 0.0
+    fresh = [Candidate(peer.peer, peer.span, _unit_s(peer, config) + replay_s) for peer in ready.values()]
+    clipped = [clip for candidate in [*kept, *fresh] if (clip := _clip(candidate, request.span))]
+    return sorted(clipped, key=lambda candidate: (not candidate.exact, draw(request.client, candidate.peer)))
+
+
+def _unit_s(peer: PeerView, config: RoutingConfig) -> float:
+    return (1 + config.load_weight * peer.sessions) / peer.assumed_units_per_s
+
+
+def _within(inner: Span, outer: Span) -> bool:
+    return outer.start <= inner.start < inner.end <= outer.end
+
+
+def _clip(candidate: Candidate, span: Span) -> Candidate | None:
+    """The candidate inside `span`; None where nothing is left, or where an exact one would not be whole any more."""
+    start, end = max(candidate.span.start, span.start), min(candidate.span.end, span.end)
+    if start >= end or (candidate.exact and Span(start, end) != candidate.span):
+        return None
+    return Candidate(candidate.peer, Span(start, end), candidate.unit_s, candidate.exact)
+
+
+def _check_covered(candidates: Sequence[Candidate], span: Span, units: int, avoid: Collection[PeerId]) -> None:
+    held = {unit for candidate in candidates for unit in range(*candidate.span)}
+    missing = [unit for unit in range(*span) if unit not in held]
+    if missing:
+        but = f" ({len(avoid)} peers failed or are busy and are left out)" if avoid else ""
+        raise NoRoute(f"no live peer holds {_ranges(missing)} of the model's {units} units{but}; more nodes must join")
+
+
+def _ranges(units: Sequence[int]) -> str:
+    """Runs of units in words: `unit 3`, `units 3-5, 8`."""
+    runs: list[list[int]] = []
+    for unit in units:
+        if runs and runs[-1][1] == unit - 1:
+            runs[-1][1] = unit
+        else:
+            runs.append([unit, unit])
+    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"unit{'s' if len(units) > 1 else ''} {words}"
+
+
+def _without_repeats(
+    view: View, candidates: Sequence[Candidate], request: Request, config: RoutingConfig, splits: int
+) -> Route | None:
+    """The best route in which each peer has one place.
+
+    Where the plain optimum uses a peer twice, before and after a faster one, its one place does not reach the second, or does not
+    reach the first, or holds all in between: the three are tried. After so many `splits` it gets everything in between.
+    """
+    route = Lattice(view, candidates, request, config).best()
+    repeated = None if route is None else _repeated(route.hops)
+    if route is None or repeated is None:
+        return route
+    if splits == 0:
+        return _merge_repeats(view, candidates, request, config, route.hops)
+    one, other = repeated
+    before, between = Span(request.span.start, other.start), Span(one.end, other.start)
+    after = Span(one.end, request.span.end)
+    choices = [_restricted(candidates, one.peer, before), _restricted(candidates, one.peer, after)]
+    choices.append(_reserved(candidates, one.peer, between))
+    routes = [_without_repeats(view, choice, request, config, splits - 1) for choice in choices]
+    return min((found for found in routes if found is not None), key=lambda found: found.cost_s)
+
+
+def _restricted(candidates: Sequence[Candidate], peer: PeerId, place: Span) -> list[Candidate]:
+    """The same candidates, but `peer` only within `place`."""
+    clipped = [candidate if candidate.peer != peer else _clip(candidate, place) for candidate in candidates]
+    return [candidate for candidate in clipped if candidate is not None]
+
+
+def _reserved(candidates: Sequence[Candidate], peer: PeerId, place: Span) -> list[Candidate]:
+    """The same candidates, but nobody except `peer` within `place`."""
+    rest: list[Candidate] = []
+    for candidate in candidates:
+        if candidate.peer == peer:
+            rest.append(candidate)
+            continue
+        sides = (
+            Span(candidate.span.start, min(candidate.span.end, place.start)),
+            Span(max(candidate.span.start, place.end), candidate.span.end),
+        )
+        pieces = (_clip(candidate, side) for side in sides if side.start < side.end)
+        rest.extend(piece for piece in pieces if piece is not None)
+    return rest
+
+
+def _repeated(hops: Sequence[HopSpec]) -> tuple[HopSpec, HopSpec] | None:
+    """The first two places of a peer that has several."""
+    for index, hop in enumerate(hops):
+        again = next((other for other in hops[index + 1 :] if other.peer == hop.peer), None)
+        if again is not None:
+            return hop, again
+    return None
+
+
+def _merge_repeats(
+    view: View, candidates: Sequence[Candidate], request: Request, config: RoutingConfig, hops: Sequence[HopSpec]
+) -> Route:
+    """The same route with everything between a peer's places given to that peer (its span is contiguous: it can)."""
+    while repeated := _repeated(hops):
+        first, last = repeated
+        before = [hop for hop in hops if hop.end <= first.start]
+        after = [hop for hop in hops if hop.start >= last.end]
+        hops = [*before, HopSpec(first.peer, first.start, last.end), *after]
+    exact = [_exact(hop, candidates) for hop in hops]
+    route = Lattice(view, exact, request, config).best()
+    assert route is not None, "these hops join"
+    return route
+
+
+def _exact(hop: HopSpec, candidates: Sequence[Candidate]) -> Candidate:
+    """The cheapest candidate that can be this hop, as one that can be nothing else."""
+    span = Span(hop.start, hop.end)
+    able = [c.unit_s for c in candidates if c.peer == hop.peer and _clip(c, span) is not None]
+    return Candidate(hop.peer, span, min(able), exact=True)

@@ -1,0 +1,267 @@
+"""Which units a peer should hold: where the swarm's throughput gains most.
+
+Every peer decides for itself from the same view, one peer at a time (best response). The rule, in order: leave the fewest
+units without a holder; leave gaps that the fewest further peers can fill; the same for units with a single holder; then
+the throughput of the whole swarm as a maximum flow (`flow`), units that hang on one peer counting less; then short
+routes and aligned spans, so that replicas can stand in for one another; then a draw by peer id, so that peers that decide
+together differ.
+
+Peers that join at the same time see one another's claims late. A claim of an earlier joiner stands; where one was made
+before its maker knew better, we work out what it will choose, since the rule is the same for everybody. So all agree
+as soon as they have seen one another.
+
+Who serves already moves only if that fills a gap or pays: more throughput, beyond a hysteresis, for as long as a place is
+worth something, against the throughput lost while it drains, downloads and warms up. Moves take turns: the wish must
+outlast a delay that differs from peer to peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.spans.capacity_index import CapacityIndex
+from swarmnode.plan.spans.flow import Floats, fair_levels, worth
+from swarmnode.plan.view import PeerView, Span, View, draw
+from swarmnode.swarm.records.announcement import State
+
+ROUNDS = 2  # levels of the flow that are told apart: the bottleneck and what comes next
+FRAGILE = 0.1  # of the throughput, where every unit hangs on one peer
+ALIKE = 0.003  # relative: placements closer than this are equal, and habit or the draw decides
+MAX_CLAIMS = 16  # of earlier joiners that are worked out; further ones stand as they are
+HOLDING = (State.JOINING, State.LOADING, State.READY)
+
+
+@dataclass(frozen=True, slots=True)
+class Joiner:
+    """The peer that decides: how many units fit into its memory, and how fast it computes them."""
+
+    peer: PeerId
+    capacity_units: int
+    decode_units_per_s: float
+    started_at: float
+
+    def seen_in(self, view: View) -> PeerView:
+        """What the view has of this peer; at the speed that it knows of itself where the view has nothing of it."""
+        known = next((peer for peer in view.peers if peer.peer == self.peer), None)
+        return known or PeerView(
+            self.peer, Span(0, 0), State.JOINING, self.decode_units_per_s, started_at=self.started_at
+        )
+
+
+@dataclass(frozen=True)
+class MovePolicy:
+    """What a move must bring. `move_s` is measured: draining, downloading, warming up."""
+
+    move_s: float = 30.0
+    stay_s: float = 1800.0  # how long a place is worth something before the swarm has changed again
+    hysteresis: float = 0.01  # relative gain below which nobody moves
+    turn_s: float = 3.0  # how long a peer needs to make itself seen on the move, so that the next one knows
+    for_gain: bool = True  # without, nobody moves but to fill gaps
+
+
+@dataclass(frozen=True)
+class Move:
+    """Where to go, why, and how long the wish must have stood: it may be somebody else's turn."""
+
+    span: Span
+    gain: float  # relative throughput; infinite where a gap is filled
+    delay_s: float
+
+    @property
+    def fills(self) -> bool:
+        """Whether it gives units a holder that have none."""
+        return self.gain == float("inf")
+
+    def is_same_wish(self, other: Move) -> bool:
+        """Whether wanting one is still wanting the other: the same span, or both fill gaps, whichever these are."""
+        return self.span == other.span or (self.fills and other.fills)
+
+
+def choose_span(view: View, joiner: Joiner) -> Span:
+    """The span that `joiner` should take. It has as many units as fit, at most the whole model.
+
+    Peers that drain are leaving and do not count; claims (JOINING) count where they were there before ours.
+    """
+    others = [peer for peer in view.peers if peer.peer != joiner.peer]
+    settled = (peer for peer in others if peer.state in (State.LOADING, State.READY))
+    capacity_index = CapacityIndex(view.units, settled, view.position_bytes)
+    claims = sorted((peer for peer in others if peer.state is State.JOINING), key=_priority)
+    earlier = [claim for claim in claims if _priority(claim) < (joiner.started_at, joiner.peer)]
+    for claim in earlier[:-MAX_CLAIMS]:
+        capacity_index.change(claim, 1)
+    for claim in earlier[-MAX_CLAIMS:]:
+        capacity_index.change(replace(claim, span=_best_span(capacity_index, claim, claim.span.units)), 1)
+    return _best_span(capacity_index, joiner.seen_in(view), joiner.capacity_units)
+
+
+def reconsider(view: View, joiner: Joiner, move_policy: MovePolicy = MovePolicy()) -> Move | None:
+    """Where a peer that holds a span should rather be, or None where it should stay."""
+    own = joiner.seen_in(view)
+    if own.state not in HOLDING or own.span.units <= 0:
+        return None
+    living = [peer for peer in view.peers if peer.state in HOLDING]
+    capacity_index = CapacityIndex(view.units, living, view.position_bytes)
+    if capacity_index.missing():
+        return _fill(capacity_index, living, own, joiner.capacity_units, move_policy)
+    if not move_policy.for_gain:
+        return None
+    return _gain(capacity_index, len(living), own, joiner.capacity_units, move_policy)
+
+
+def gaps(units: int, peers: Iterable[PeerView]) -> list[int]:
+    """The units that none of the peers holds."""
+    return CapacityIndex(units, peers).missing()
+
+
+# -- moves
+
+
+def _fill(
+    capacity_index: CapacityIndex, living: Sequence[PeerView], own: PeerView, capacity: int, move_policy: MovePolicy
+) -> Move | None:
+    """A move that fills gaps. Who fills most goes first, then the least loaded."""
+    windows, filled = _filling(capacity_index, own.span, _size(capacity_index.units, capacity))
+    if not windows:
+        return None
+    fills: dict[Span, int] = {}  # replicas would fill the same
+    ahead = 0
+    for peer in living:
+        if peer.peer != own.peer and peer.state is State.READY:
+            if peer.span not in fills:
+                fills[peer.span] = _filling(capacity_index, peer.span, peer.span.units)[1]
+            ahead += fills[peer.span] > 0 and _turn(peer, fills[peer.span]) < _turn(own, filled)
+    capacity_index.change(own, -1)
+    return Move(_best_window(capacity_index, windows, own), float("inf"), ahead * move_policy.turn_s)
+
+
+def _filling(capacity_index: CapacityIndex, span: Span, size: int) -> tuple[list[Span], int]:
+    """The windows that leave fewest gaps when a peer leaves `span` for them, and how many fewer than now.
+
+    As long as a unit is missing nobody is served, so that it may leave a smaller gap behind: another one's turn.
+    """
+    starts = np.arange(capacity_index.units - size + 1)
+    alone_U = capacity_index.holders_U == 1
+    alone_U[: span.start] = alone_U[span.end :] = False
+    needed = np.concatenate([[0], np.cumsum((capacity_index.holders_U == 0) | alone_U)])
+    filled = needed[starts + size] - needed[starts] - int(alone_U.sum())
+    most = int(filled.max())
+    return ([Span(int(start), int(start) + size) for start in starts[filled == most]] if most > 0 else []), max(0, most)
+
+
+def _turn(peer: PeerView, filled: int) -> tuple[int, int, int]:
+    """Whose turn it is to fill a gap: the least first."""
+    return -filled, peer.sessions, draw(peer.peer)
+
+
+def _gain(
+    capacity_index: CapacityIndex, peers: int, own: PeerView, capacity: int, move_policy: MovePolicy
+) -> Move | None:
+    """A move that pays for itself. The delay is drawn over a time in which about a third of all could take turns."""
+    capacity_index.change(own, -1)
+    if capacity_index.missing():
+        return None  # while it moves, nobody would hold them
+    windows = _windows(capacity_index.units, _size(capacity_index.units, capacity))
+    values = _values(capacity_index, windows, capacity_index.units_per_s(own, windows[0].units))
+    stays = float(_values(capacity_index, [own.span], capacity_index.units_per_s(own, own.span.units))[0])
+    gone = float(_values(capacity_index, [own.span], 0.0)[0])
+    best = float(values.max())
+    pays = (best - stays) * move_policy.stay_s > (stays - gone) * move_policy.move_s
+    if best <= stays * (1 + move_policy.hysteresis) or not pays:
+        return None
+    span = _aligned(
+        capacity_index, [window for window, value in zip(windows, values, strict=True) if value >= best], own.peer
+    )
+    share = draw(own.peer, *span, peers) / 2**64
+    return Move(span, best / stays - 1, share * move_policy.turn_s * (1 + peers / 3))
+
+
+# -- the rule
+
+
+def _priority(peer: PeerView) -> tuple[float, PeerId]:
+    return peer.started_at, peer.peer
+
+
+def _size(units: int, capacity: int) -> int:
+    return max(1, min(capacity, units))
+
+
+def _windows(units: int, size: int) -> list[Span]:
+    return [Span(start, start + size) for start in range(units - size + 1)]
+
+
+def _best_span(capacity_index: CapacityIndex, peer: PeerView, capacity: int) -> Span:
+    """The best window of min(capacity, units) units by the rule above."""
+    return _best_window(capacity_index, _windows(capacity_index.units, _size(capacity_index.units, capacity)), peer)
+
+
+def _best_window(capacity_index: CapacityIndex, windows: Sequence[Span], peer: PeerView) -> Span:
+    for holders in (1, 2):
+        held = [bool(count >= holders) for count in capacity_index.holders_U]
+        if not all(held):
+            windows = _least(windows, partial(_gap_cost, held))
+    values = _values(capacity_index, windows, capacity_index.units_per_s(peer, windows[0].units))
+    good = [window for window, value in zip(windows, values, strict=True) if value >= values.max() * (1 - ALIKE)]
+    return _aligned(capacity_index, good, peer.peer)
+
+
+def _aligned(capacity_index: CapacityIndex, windows: Sequence[Span], peer: PeerId) -> Span:
+    """Of windows that are equally good, the one with the shortest routes and the fewest boundaries, then by lot."""
+    reach, edges = capacity_index.reach(), capacity_index.edges()
+    windows = _least(windows, lambda window: (_hops(reach, window), len(edges.union(window))))
+    return min(windows, key=lambda window: draw(peer, window.start))
+
+
+def _least(windows: Sequence[Span], cost: Callable[[Span], Any]) -> list[Span]:
+    """All windows of the least cost."""
+    costs = [cost(window) for window in windows]
+    least = min(costs)
+    return [window for window, value in zip(windows, costs, strict=True) if value == least]
+
+
+def _gap_cost(held: Sequence[bool], window: Span) -> tuple[int, int]:
+    """Units still not held once `window` is taken, and how many more peers of this size they need."""
+    missing = peers = run = 0
+    for unit, is_held in enumerate([*held, True]):
+        if is_held or window.start <= unit < window.end:
+            peers += -(-run // window.units)
+            run = 0
+        else:
+            missing += 1
+            run += 1
+    return missing, peers
+
+
+def _values(capacity_index: CapacityIndex, windows: Sequence[Span], units_per_s: float) -> Floats:
+    """What the swarm is worth, in tokens/s, with one more peer of this speed on each of the windows: `value_W`.
+
+    Units that nobody holds are left aside: where there are any, it is known already how many remain.
+    """
+    starts, ends = np.array(windows).T
+    rows = np.arange(len(windows))
+    supply_WSE = np.repeat(capacity_index.supply_SE[None], len(windows), axis=0)
+    supply_WSE[rows, starts, ends] += units_per_s
+    units_U = np.arange(capacity_index.units)
+    inside_WU = (starts[:, None] <= units_U) & (units_U < ends[:, None])
+    holders_WU = capacity_index.holders_U + inside_WU
+    level_WU = np.where(holders_WU > 0, fair_levels(supply_WSE, ROUNDS), np.inf)
+    value_W: Floats = worth(level_WU) * (1 - FRAGILE * (holders_WU == 1).mean(axis=1))
+    return value_W
+
+
+def _hops(reach: Sequence[int], window: Span) -> int:
+    """Hops of the shortest route over all spans and `window`; more than there are units where they leave a gap."""
+    units = len(reach)
+    reached = hops = 0
+    while reached < units:
+        furthest = max(reach[reached], window.end if window.start <= reached else 0)
+        if furthest <= reached:
+            return units + 1
+        reached, hops = furthest, hops + 1
+    return hops

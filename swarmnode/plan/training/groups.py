@@ -1,0 +1,69 @@
+"""Which replicas agree on what at the end of a step.
+
+Every step (`Averaging.every` = 1): the gradients of each unit are summed over its replicas, and all update alike.
+
+Every H steps (DiLoCo, arXiv 2311.08105), after a warm-up in which every step's gradients are summed: in between each replica
+updates by itself. At every H-th step, and at the last one, replicas average how far their parameters came; see
+`compute/training/averaging/diloco.py`. What the first and the last unit share has to stay one thing, so its gradient is
+summed in every
+step unless all who hold it hold the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from swarmnode.codec.body import SHARED
+from swarmnode.codec.training_messages import Group, How, MemberSpec
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.view import Span
+from swarmnode.swarm.records.run import Run
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Somebody who takes part. `listens`: behind the others, it only hears what they agree on."""
+
+    peer: PeerId
+    span: Span
+    listens: bool = False
+
+
+Count = Callable[[PeerId, Sequence[int]], int]
+"""(peer, units) -> how many microbatches it has counted for the first of them that it holds"""
+
+
+def make_groups(units: int, run: Run, step: int, holders: Sequence[Holder], count: Count) -> list[Group]:
+    """Units that the same members hold, with the same counts, are one group; what the ends share is one of its own."""
+    how = _how(run, step)
+    ordered = sorted(holders, key=lambda holder: holder.peer)
+    by_members: dict[tuple[MemberSpec, ...], list[int]] = {}
+    for unit in range(units):
+        members = _members(
+            [holder for holder in ordered if holder.span.start <= unit < holder.span.end], (unit,), how, count
+        )
+        by_members.setdefault(members, []).append(unit)
+    ends = [holder for holder in ordered if holder.span.start == 0 or holder.span.end == units]
+    shared_how = how if all(holder.span == Span(0, units) for holder in ends) else How.SUM
+    groups = [(tuple(held), members, how) for members, held in by_members.items()]
+    groups.append(((SHARED,), _members(ends, (0, units - 1), shared_how, count), shared_how))
+    return [Group(number, *group) for number, group in enumerate(groups) if group[1]]
+
+
+def _how(run: Run, step: int) -> How:
+    """What blocks do that need not stay one thing. Replicas that part at random weights never meet again: so not in the warm-up."""
+    every = run.averaging.every
+    if every == 1 or step < run.warmup_steps:
+        return How.SUM
+    return How.AVERAGE if (step + 1) % every == 0 or step + 1 == run.steps else How.APART
+
+
+def _members(holders: Sequence[Holder], units: Sequence[int], how: How, count: Count) -> tuple[MemberSpec, ...]:
+    """A replica that counted nothing in this one step still says how far it came since the last averaging."""
+    least = 1 if how is How.AVERAGE else 0
+    return tuple(
+        MemberSpec(holder.peer, 0 if holder.listens else max(least, count(holder.peer, units)))
+        for holder in holders
+        if not (holder.listens and how is How.APART)
+    )

@@ -1,0 +1,130 @@
+"""What a swarm can be founded on: a checkpoint, the fresh weights of a config, or a module that was made a graph."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarmnode.compute.model.checkpoint import Checkpoint, load_config
+from swarmnode.compute.model.hub import HubCheckpoint, open_checkpoint
+from swarmnode.errors import UsageError
+from swarmnode.swarm.records.manifest import CAUSAL_LM, GRAPH, MAX_NAME_CHARS, MAX_UNITS, ModelInfo
+from swarmnode.swarm.storage.content import CONFIG_NAME, TOKENIZER_NAMES, checkpoint_files, has_tokenizer
+from swarmnode.swarm.storage.new_folder import new_folder
+
+BYTES = 256
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A folder with the weights, which of its files count, and the model in a few numbers.
+
+    `vocabulary`: of a language model, where its config tells. `remarks` are for the founder.
+    """
+
+    folder: Path
+    files: tuple[Path, ...]
+    kind: str
+    model: ModelInfo
+    vocabulary: int | None = None
+    remarks: tuple[str, ...] = ()
+
+
+def from_checkpoint(model: str, *, byte_level: bool = False) -> ModelSource:
+    """A local folder, or a hub id, which is downloaded. `byte_level` leaves its tokenizer out.
+
+    Raises CheckpointError where the checkpoint is damaged or its family cannot be split.
+    """
+    from swarmnode.compute.model.selfcheck import position_limit
+
+    checkpoint = _whole_checkpoint(model)
+    positions = position_limit(checkpoint.family)
+    folder = Path(checkpoint.path)
+    files = checkpoint_files(folder)
+    return ModelSource(
+        folder=folder,
+        files=tuple(file for file in files if not (byte_level and file.name in TOKENIZER_NAMES)),
+        kind=CAUSAL_LM,
+        model=ModelInfo(
+            family=checkpoint.config.model_type,
+            units=checkpoint.units,
+            hidden=checkpoint.config.hidden_size,
+            hub_id=model if isinstance(checkpoint, HubCheckpoint) else None,
+            revision=getattr(checkpoint, "revision", None),
+            positions=positions or 0,
+        ),
+        vocabulary=getattr(checkpoint.config, "vocab_size", None),
+    )
+
+
+def from_config(
+    config: Path, out: Path, *, seed: int = 0, byte_level: bool = False, force: bool = False
+) -> ModelSource:
+    """Fresh weights for a transformers config (a folder, or its config.json), written into the folder `out` beside it all.
+
+    Raises UsageError where there is no config, CheckpointError where its family cannot be split, LocalError.
+    """
+    from swarmnode.compute.model.fresh import write_fresh_model
+
+    folder = config.parent if config.name == CONFIG_NAME else config
+    if not (folder / CONFIG_NAME).is_file():
+        raise UsageError(f"{folder} has no {CONFIG_NAME}; give a folder with the config of a transformers model")
+    tokenizer = [name for name in TOKENIZER_NAMES if (folder / name).is_file() and not byte_level]
+    check_vocabulary(getattr(load_config(folder / CONFIG_NAME), "vocab_size", None), tokenizer)
+    with new_folder(out, force=force) as partial:
+        write_fresh_model(folder, partial, seed)
+        for name in tokenizer:
+            shutil.copyfile(folder / name, partial / name)
+    return from_checkpoint(str(out))
+
+
+def from_module(spec: str, out: Path, *, units: int | None = None, force: bool = False) -> ModelSource:
+    """A factory "package.module:function" or an exported program "file.pt2", written as a graph into the folder `out`.
+
+    `units` is about how many units to cut it into. Raises UsageError where it cannot be exported, with operator and line.
+    """
+    from swarmnode.compute.graph.exporting.reader import Exported
+    from swarmnode.compute.graph.exporting.source import export_source
+    from swarmnode.compute.graph.partition import UNITS, partition
+    from swarmnode.compute.graph.serialise import write_graph
+
+    if units is not None and not 1 <= units <= MAX_UNITS:
+        raise UsageError(f"--units {units}: a model can be cut into 1 to {MAX_UNITS} units")
+    exported = export_source(spec)
+    cut = partition(exported.graph, units or UNITS)
+    with new_folder(out, force=force) as partial:
+        write_graph(Exported(cut.graph, exported.weights), partial)
+    return ModelSource(
+        folder=out,
+        files=tuple(checkpoint_files(out)),
+        kind=GRAPH,
+        model=ModelInfo(family=_short_name(spec), units=cut.graph.units, hidden=0),
+        remarks=cut.remarks,
+    )
+
+
+def check_vocabulary(vocabulary: int | None, files: Iterable[str]) -> None:
+    """Raises UsageError where bytes are to be tokens, for want of a tokenizer, and the model knows fewer than there are."""
+    if vocabulary is not None and vocabulary < BYTES and not has_tokenizer(files):
+        raise UsageError(
+            f"without a tokenizer each byte of the text is a token, so the model needs a vocabulary of at least {BYTES}; "
+            f"this one has {vocabulary}: raise vocab_size, or put a tokenizer into the folder"
+        )
+
+
+def _short_name(spec: str) -> str:
+    """What to call a module: its factory's name, or its file's."""
+    name = spec.rpartition(":")[2] if ":" in spec else Path(spec).stem
+    return "".join(filter(str.isprintable, name))[:MAX_NAME_CHARS] or "graph"
+
+
+def _whole_checkpoint(model: str) -> Checkpoint:
+    """The checkpoint with all its files on this machine. Raises UsageError where `model` is neither a folder nor a hub id."""
+    if not Path(model).expanduser().is_dir() and (model.count("/") != 1 or model.startswith(("/", ".", "~"))):
+        raise UsageError(f"{model}: no such folder (and a hub id has the form organisation/model)")
+    checkpoint = open_checkpoint(model)
+    if isinstance(checkpoint, HubCheckpoint):
+        checkpoint.open_slices(checkpoint.tensor_names)  # fetches every shard, with a progress bar
+    return checkpoint

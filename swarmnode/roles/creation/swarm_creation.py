@@ -1,0 +1,92 @@
+"""Founding a swarm: from its model to a manifest, an invite and the promise of a first bootstrap peer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from swarmnode.errors import UsageError
+from swarmnode.net.addressing.addresses import free_port, with_peer
+from swarmnode.net.identity import Identity
+from swarmnode.roles.creation.model_source import ModelSource, check_vocabulary
+from swarmnode.swarm.records.invite import sign_swarm
+from swarmnode.swarm.records.manifest import (
+    MAX_NAME_CHARS,
+    OPEN,
+    SERVE,
+    SERVING_CODECS,
+    TRAIN,
+    TRAINING_CODECS,
+    Manifest,
+    encode_manifest,
+    swarm_id,
+)
+from swarmnode.swarm.records.signing_key import SigningKey
+from swarmnode.swarm.storage.content import Progress, describe_files
+from swarmnode.swarm.storage.swarmfile import Swarm, new_swarm
+
+
+@dataclass(frozen=True)
+class Bootstraps:
+    """Where newcomers shall find the swarm: peers that run already, or the one that `swarmnode bootstrap` will start.
+
+    `listen` and `announce` are multiaddrs without /p2p/; an empty `listen` means a free port on loopback.
+    """
+
+    running: Sequence[str] = ()
+    listen: Sequence[str] = ()
+    announce: Sequence[str] = ()
+
+
+def check_name(name: str) -> None:
+    """Raises UsageError for what cannot be a swarm's name."""
+    if not name or not name.isprintable() or "/" in name or len(name) > MAX_NAME_CHARS:
+        raise UsageError(f"{name!r} is not a name for a swarm; use up to {MAX_NAME_CHARS} letters, digits and dashes")
+
+
+def create_swarm(
+    name: str,
+    model_source: ModelSource,
+    bootstraps: Bootstraps,
+    *,
+    mode: str = SERVE,
+    membership: str = OPEN,
+    owner: SigningKey | None = None,
+    progress: Progress | None = None,
+) -> Swarm:
+    """The new swarm that serves or trains a model, signed by its owner where it has one; a private one needs one.
+
+    Raises UsageError on a bad name, or a vocabulary without all bytes.
+    """
+    check_name(name)
+    if mode == TRAIN:
+        check_vocabulary(model_source.vocabulary, [file.name for file in model_source.files])
+    manifest = Manifest(
+        name=name,
+        model=model_source.model,
+        files=describe_files(model_source.files, progress=progress),
+        created=int(time.time()),
+        kind=model_source.kind,
+        mode=mode,
+        codecs=TRAINING_CODECS if mode == TRAIN else SERVING_CODECS,
+        membership=membership,
+        owner=b"" if owner is None else owner.public,
+    )
+    raw = encode_manifest(manifest)
+    signature = b"" if owner is None else sign_swarm(swarm_id(raw), owner)
+    swarm = replace(new_swarm(raw, signature), checkpoint=model_source.folder, bootstraps=tuple(bootstraps.running))
+    return swarm if bootstraps.running else _promise_bootstrap(swarm, bootstraps)
+
+
+def _promise_bootstrap(swarm: Swarm, bootstraps: Bootstraps) -> Swarm:
+    """Fix identity and addresses of the first bootstrap peer now, so that the invite is complete before it runs."""
+    identity = Identity.generate()
+    listen = tuple(bootstraps.listen) or (f"/ip4/127.0.0.1/tcp/{free_port()}",)
+    announce = tuple(bootstraps.announce) or listen
+    return replace(
+        swarm,
+        bootstraps=tuple(with_peer(address, identity.peer_id) for address in announce),
+        bootstrap_key=identity.to_bytes(),
+        bootstrap_listen=listen,
+    )

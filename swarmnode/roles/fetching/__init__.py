@@ -1,0 +1,1 @@
+"""How weights and manifests travel: from whoever has them to whoever needs them."""

@@ -1,0 +1,174 @@
+"""Fetches chunks into the cache: from several sources at once, each chunk checked, liars and sleepers left out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from typing import Any
+
+from swarmnode.errors import CheckpointError, ErrorCode, NetworkDown, PeerError, PeerRefused, ProtocolError
+from swarmnode.net.interfaces import Buffer
+from swarmnode.roles.fetching.download import ChunkRange, Download
+from swarmnode.roles.fetching.sources import Source
+from swarmnode.swarm.storage.chunk_folder import ChunkFolder
+from swarmnode.swarm.storage.content import FileContent, Progress, verify_chunk, verify_hashes
+
+log = logging.getLogger(__name__)
+
+SOURCES_AT_ONCE = 4
+LOOK_AGAIN_S = 1.0  # whether a source that rested, or a run that is overdue, can be taken up
+MAX_REST_S = 60.0
+
+
+class Fetcher:
+    """Brings chunks into a cache. `sources()` names who may have them now, best first; `drop` hears of those that failed."""
+
+    def __init__(
+        self, cache: ChunkFolder, sources: Callable[[], Sequence[Source]], drop: Callable[[Source, str], None]
+    ) -> None:
+        self._cache = cache
+        self._sources = sources
+        self._drop = drop
+        self._bad: set[str] = set()  # gave something false: never asked again
+        self._rests: dict[str, float] = {}  # source -> loop time before which it is not asked
+        self._failures: dict[str, int] = {}  # in a row
+        self.fetched_bytes = 0
+
+    def __repr__(self) -> str:
+        dropped = f"{len(self._bad)} sources dropped"
+        return f"<Fetcher into {self._cache!r}, {self.fetched_bytes / 1e6:.1f} MB fetched, {dropped}>"
+
+    @property
+    def liars(self) -> Set[str]:
+        """Names of the sources that gave something false."""
+        return self._bad
+
+    async def fetch(
+        self,
+        wanted: Mapping[FileContent, Iterable[int]],
+        *,
+        news: Callable[[], Awaitable[None]],
+        progress: Progress | None = None,
+        patience_s: float | None = None,
+    ) -> None:
+        """Bring these chunks of these files. `news()` returns when there may be other sources than before.
+
+        While nobody has what is missing it waits, at most `patience_s`. Raises PeerRefused (NOT_FOUND) after that,
+        LocalError where the disk is full.
+        """
+        missing = await asyncio.to_thread(self._missing, wanted)
+        download = Download(missing)
+        if download.done:
+            return
+        await asyncio.to_thread(self._cache.make_room, download.total_bytes)
+        working: dict[str, asyncio.Task[None]] = {}
+        listening = asyncio.ensure_future(news())
+        try:
+            idle_since, brought_bytes, told = self._now(), download.done_bytes, False
+            while not download.done:
+                for source in self._free(download, working):
+                    working[source.name] = asyncio.ensure_future(self._drain(source, download, progress))
+                if download.done_bytes > brought_bytes:  # to be asked and have nothing is no progress
+                    idle_since, brought_bytes, told = self._now(), download.done_bytes, False
+                idle_s = 0.0 if working else self._now() - idle_since
+                if patience_s is not None and idle_s > patience_s:
+                    raise PeerRefused("no peer has the missing parts", code=ErrorCode.NOT_FOUND)
+                if not told and idle_s > LOOK_AGAIN_S:
+                    log.warning("no peer has the missing parts at the moment; waiting for one")
+                    told = True
+                ended, _ = await asyncio.wait(
+                    {listening, *working.values()}, timeout=LOOK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in ended:
+                    task.result()
+                working = {name: task for name, task in working.items() if task not in ended}
+                if listening in ended:
+                    listening = asyncio.ensure_future(news())
+        finally:
+            await _cancel([listening, *working.values()])
+
+    def _missing(self, wanted: Mapping[FileContent, Iterable[int]]) -> dict[FileContent, list[int]]:
+        return {file: self._cache.missing(file, numbers) for file, numbers in wanted.items()}
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    def _free(self, download: Download, working: Mapping[str, object]) -> list[Source]:
+        """Sources to set to work now, the last resort only where nobody else works."""
+        now_s = self._now()
+        able = [
+            source
+            for source in self._sources()
+            if source.name not in self._bad
+            and source.name not in working
+            and self._rests.get(source.name, now_s) <= now_s
+            and download.has_work_for(source.name, now_s)
+        ]
+        peers = [source for source in able if not source.last_resort]
+        chosen = peers or ([] if working else able)
+        return chosen[: max(0, SOURCES_AT_ONCE - len(working))]
+
+    async def _drain(self, source: Source, download: Download, progress: Progress | None) -> None:
+        """Fetch runs from one source until it has none of those left, or fails.
+
+        A source that died or hangs is asked again after a rest; one that gave something false never is.
+        """
+        while (run := download.take(source.name, self._now())) is not None:
+            lacking = False
+            try:
+                await self._bring(source, run, download, progress)
+                self._failures.pop(source.name, None)
+            except PeerRefused as error:
+                log.debug("%s", error)
+                lacking = error.code == ErrorCode.NOT_FOUND
+                if not lacking:
+                    self._rest(source, error.retry_s)
+                    return
+            except (PeerError, CheckpointError, NetworkDown) as error:
+                log.warning("a source failed: %s", error)
+                if isinstance(error, ProtocolError):
+                    self._bad.add(source.name)
+                self._rest(source)
+                self._drop(source, str(error))
+                return
+            finally:
+                download.give_back(source.name, self._now(), lacking=lacking)
+
+    def _rest(self, source: Source, at_least_s: float | None = None) -> None:
+        """Leave a source alone for a while, longer after every failure in a row."""
+        failures = self._failures[source.name] = self._failures.get(source.name, 0) + 1
+        self._rests[source.name] = self._now() + max(at_least_s or 0.0, min(MAX_REST_S, 2.0 ** (failures - 1)))
+
+    async def _bring(self, source: Source, run: ChunkRange, download: Download, progress: Progress | None) -> None:
+        """A run of chunks from one source into the cache. Raises ProtocolError on the first that is not the file's own."""
+        hashes = await self._hashes(source, run.file)
+        async for number, data in source.chunks(run.file, run.first, run.count):
+            if not await asyncio.to_thread(self._keep, hashes, run.file, number, data):
+                raise ProtocolError(f"{source.name} gave a chunk of {run.file.name} that was tampered with")
+            if download.came(run.file, number):
+                self.fetched_bytes += len(data)
+                if progress is not None:
+                    progress(download.done_bytes, download.total_bytes)
+
+    def _keep(self, hashes: bytes, file: FileContent, number: int, data: Buffer) -> bool:
+        if not verify_chunk(hashes, number, data):
+            return False
+        self._cache.write(file, number, data)
+        return True
+
+    async def _hashes(self, source: Source, file: FileContent) -> bytes:
+        known = self._cache.hashes(file)
+        if known is None:
+            known = bytes(await source.hashes(file))
+            if not await asyncio.to_thread(verify_hashes, file, known):
+                raise ProtocolError(f"{source.name} gave hashes of {file.name} that are not its own")
+            self._cache.keep_hashes(file, known)
+        return known
+
+
+async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

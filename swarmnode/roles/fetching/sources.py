@@ -1,0 +1,140 @@
+"""Where chunks of a checkpoint come from: other peers, or the hub that the manifest names."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import Body, Chunk, End, Error, GetChunks
+from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError, refusal
+from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.swarm.records import manifest as manifests
+from swarmnode.swarm.storage.content import HASH_BYTES, FileContent, chunk_hashes
+
+SILENCE_S = 30.0  # for one answer: a chunk at 35 KB/s (a peer that hangs altogether is found by the link's heartbeat)
+HASHING_S = 120.0  # for a hash list, which the peer may have to work out from a file of gigabytes first
+MAX_WAITING = 16  # answers that came and were not taken yet: more than a run of chunks has
+
+
+class Source(ABC):
+    """Somebody who may have chunks. What it gives is not believed before it is checked."""
+
+    name: str
+    last_resort = False  # dear to ask: only while no other source works
+
+    @abstractmethod
+    async def hashes(self, file: FileContent) -> Buffer:
+        """The file's list of chunk hashes. Raises PeerError or CheckpointError."""
+
+    @abstractmethod
+    def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, Buffer]]:
+        """Chunks with their numbers, in order. Raises PeerError or CheckpointError."""
+
+
+def largest_answer_bytes(manifest: manifests.Manifest) -> int:
+    """The largest payload that a source may send: a chunk, or the hash list of the largest file."""
+    longest = max(file.chunks(manifest.chunk_bytes) for file in manifest.files)
+    return max(manifest.chunk_bytes, longest * HASH_BYTES)
+
+
+async def ask(
+    board: Switchboard, peer: PeerId, question: Body, *, silence_s: float = SILENCE_S
+) -> AsyncIterator[tuple[Frame, Body]]:
+    """The answers to a question, until the peer ends the conversation; each may take `silence_s`.
+
+    Raises PeerLost, PeerRefused, NetworkDown.
+    """
+    answers: asyncio.Queue[tuple[Frame, Body] | PeerError | None] = asyncio.Queue()
+
+    def hear(frame: Frame, body: Body) -> None:
+        if answers.qsize() >= MAX_WAITING:
+            raise ProtocolError("a peer sends more than it was asked for", code=ErrorCode.TOO_LARGE, peer=peer)
+        if isinstance(body, Error):
+            answers.put_nowait(refusal(body.code, retry_s=body.retry_s, peer=peer))
+        else:
+            answers.put_nowait(None if isinstance(body, End) else (frame, body))
+
+    channel = await board.call(peer, hear, answers.put_nowait)
+    silent = PeerLost(f"peer {peer} did not answer for {silence_s:.0f} s", peer=peer)
+    try:
+        channel.send(question)
+        while True:
+            # Not wait_for: before Python 3.12 it loses a cancellation that comes together with an answer.
+            alarm = asyncio.get_running_loop().call_later(silence_s, answers.put_nowait, silent)
+            try:
+                item = await answers.get()
+            finally:
+                alarm.cancel()
+            if item is None:
+                return
+            if isinstance(item, PeerError):
+                raise item
+            yield item
+    finally:
+        channel.close()
+
+
+class PeerSource(Source):
+    """A peer of the swarm that says it has weights."""
+
+    def __init__(self, board: Switchboard, peer: PeerId) -> None:
+        self.name = peer
+        self._board = board
+
+    def __repr__(self) -> str:
+        return f"<PeerSource {self.name}>"
+
+    async def hashes(self, file: FileContent) -> Buffer:
+        question = GetChunks(file.root, 0, 0)
+        async for frame, body in ask(self._board, self.name, question, silence_s=HASHING_S):
+            if isinstance(body, Chunk) and body.hashes:
+                return frame.payload
+        raise ProtocolError("a peer ended a conversation without an answer", peer=self.name)
+
+    async def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, Buffer]]:
+        number = first
+        async for frame, body in ask(self._board, self.name, GetChunks(file.root, first, count)):
+            if not isinstance(body, Chunk) or frame.seq != number or number == first + count:
+                raise ProtocolError("a peer sent another chunk than the one asked for", peer=self.name)
+            yield number, frame.payload
+            number += 1
+        if number != first + count:
+            raise ProtocolError("a peer sent fewer chunks than asked for", peer=self.name)
+
+
+class HubSource(Source):
+    """The hub that the manifest names. Files come whole, into the hub's own cache, at the revision founded on."""
+
+    last_resort = True
+
+    def __init__(self, model: manifests.ModelInfo, chunk_bytes: int) -> None:
+        assert model.hub_id is not None
+        self.name = model.hub_id
+        self._revision = model.revision
+        self._chunk_bytes = chunk_bytes
+
+    def __repr__(self) -> str:
+        return f"<HubSource {self.name}>"
+
+    async def _fetch(self, file: FileContent) -> Path:
+        from swarmnode.compute.model.hub import fetch_file
+
+        return await asyncio.to_thread(fetch_file, self.name, file.name, revision=self._revision)
+
+    async def hashes(self, file: FileContent) -> Buffer:
+        return await asyncio.to_thread(chunk_hashes, await self._fetch(file), self._chunk_bytes)
+
+    async def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, Buffer]]:
+        path = await self._fetch(file)
+        for number in range(first, first + count):
+            yield number, await asyncio.to_thread(_read, path, number * self._chunk_bytes, self._chunk_bytes)
+
+
+def _read(path: Path, offset: int, size: int) -> bytes:
+    with path.open("rb") as stream:
+        stream.seek(offset)
+        return stream.read(size)

@@ -1,0 +1,213 @@
+"""The checkpoint of a swarm as this machine needs it: from the founder's own folder where it is at hand, else from peers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from swarmnode.compute.graph.checkpoint import GraphCheckpoint
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.errors import CheckpointError, PeerRefused
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.plan.view import Span
+from swarmnode.roles.fetching.chunk_server import weights_link
+from swarmnode.roles.fetching.fetcher import Fetcher
+from swarmnode.roles.fetching.seeder import WEIGHTS_PROTOCOL
+from swarmnode.roles.fetching.sources import HubSource, PeerSource, Source, largest_answer_bytes
+from swarmnode.roles.host import Host
+from swarmnode.swarm.records.announcement import Announcement, peer_digest
+from swarmnode.swarm.records.manifest import CAUSAL_LM
+from swarmnode.swarm.storage.content import FileContent, Progress, is_weights, verify_file
+from swarmnode.swarm.storage.weight_cache import WeightCache
+
+log = logging.getLogger(__name__)
+
+HEADER_LENGTH_BYTES = 8
+DAMAGED_PATIENCE_S = 5.0  # for peers to turn up where the founder's own folder cannot be used
+
+
+class Weights:
+    """Gets what is asked for, verified against the manifest. `close` when the files are not needed any more."""
+
+    def __init__(self, host: Host) -> None:
+        assert host.swarm.manifest is not None
+        self._host = host
+        self._manifest = host.swarm.manifest
+        self._hint = host.swarm.checkpoint
+        if self._hint is not None and not self._hint.is_dir():
+            log.info("%s is not on this machine; the weights come from peers", self._hint)
+            self._hint = None
+        self._damaged = False  # the founder's folder is here and cannot be used
+        bounded = weights_link(host.link_config, largest_answer_bytes(self._manifest))
+        self._board = Switchboard(host.network, WEIGHTS_PROTOCOL, host.hello, bounded)
+        self._cache: WeightCache | None = None
+        self._fetcher: Fetcher | None = None
+        self._verified: set[str] = set()
+        self._units: Sequence[Span] = ()  # whose tensors are being fetched
+
+    def __repr__(self) -> str:
+        return f"<Weights of {self._manifest.name} from {self._hint or self._fetcher or 'peers'}>"
+
+    @property
+    def cache(self) -> WeightCache | None:
+        """What was fetched; None while the founder's own folder serves."""
+        return self._cache
+
+    async def small_files(self) -> Path:
+        """The folder with config and tokenizer. Raises CheckpointError, LocalError, as all methods here do."""
+        return await self._bring(
+            {file: range(file.chunks()) for file in self._manifest.files if not is_weights(file.name)}
+        )
+
+    async def everything(self) -> Path:
+        """The folder with all files, whole."""
+        return await self._bring({file: range(file.chunks()) for file in self._manifest.files})
+
+    async def outline(self) -> Checkpoint:
+        """Config, index and headers: enough to know every tensor's place and size."""
+        hint = self._hint
+        await self.small_files()
+        weights = [file for file in self._manifest.files if is_weights(file.name)]
+        await self._bring({file: range(min(1, file.chunks())) for file in weights}, verify=False)
+        if self._hint is None and hint is not None:
+            return await self.outline()  # the folder was given up in the middle: what it gave before does not count
+        folder = await self._bring({file: range(self._header_chunks(file)) for file in weights}, verify=False)
+        try:
+            return await asyncio.to_thread(self._open, folder)
+        except CheckpointError as error:
+            if self._hint is None:
+                raise
+            self._give_up_hint(str(error))
+            return await self.outline()
+
+    async def span(self, units: Span, progress: Progress | None = None) -> Checkpoint:
+        """The checkpoint with the tensors of these units present and verified."""
+        return await self._with_units([units], progress)
+
+    async def ends(self) -> Checkpoint:
+        """The checkpoint with the tensors of embedding and head."""
+        units = self._manifest.model.units
+        return await self._with_units([Span(0, 1), Span(units - 1, units)], None)
+
+    async def close(self) -> None:
+        """End the links to the sources, and let the cache go."""
+        await self._board.close()
+        if self._cache is not None:
+            self._cache.close()
+
+    async def _with_units(self, spans: Sequence[Span], progress: Progress | None) -> Checkpoint:
+        checkpoint = await self.outline()
+        names = {name for span in spans for name in checkpoint.tensors_of(span.start, span.end)}
+        chunk_bytes = self._manifest.chunk_bytes
+        wanted: dict[FileContent, set[int]] = {}
+        for entry in map(checkpoint.entries.__getitem__, sorted(names)):
+            file = self._manifest.file(entry.file.name)
+            if file is not None and entry.end > entry.begin:
+                chunks = range(entry.begin // chunk_bytes, (entry.end - 1) // chunk_bytes + 1)
+                wanted.setdefault(file, set()).update(chunks)
+        self._units = spans
+        try:
+            folder = await self._bring(wanted, progress)
+        finally:
+            self._units = ()
+        return checkpoint if folder == checkpoint.path else await self._with_units(spans, progress)
+
+    def _header_chunks(self, file: FileContent) -> int:
+        """How many chunks a safetensors header takes; its first 8 bytes say so."""
+        with (self._folder() / file.name).open("rb") as stream:
+            length = int.from_bytes(stream.read(HEADER_LENGTH_BYTES), "little")
+        return min(file.chunks(), -(-(HEADER_LENGTH_BYTES + length) // self._manifest.chunk_bytes))
+
+    def _open(self, folder: Path) -> Checkpoint:
+        return (Checkpoint if self._manifest.kind == CAUSAL_LM else GraphCheckpoint)(folder)
+
+    def _folder(self) -> Path:
+        if self._hint is not None:
+            return self._hint
+        assert self._cache is not None
+        return self._cache.folder
+
+    # -- bringing chunks
+
+    async def _bring(
+        self, wanted: Mapping[FileContent, Iterable[int]], progress: Progress | None = None, *, verify: bool = True
+    ) -> Path:
+        """The folder in which these chunks are, after fetching those that were not there.
+
+        Chunks from peers are always verified; `verify` is for the founder's folder, whose headers are read as they are.
+        """
+        if self._hint is not None:
+            fault = await self._fault_of_hint(wanted, verify)
+            if fault is not None:
+                self._give_up_hint(fault)
+        if self._hint is None:
+            await self._fetch(wanted, progress)
+        return self._folder()
+
+    async def _fault_of_hint(self, wanted: Iterable[FileContent], verify: bool) -> str | None:
+        """What is wrong with these files in the founder's folder; with `verify` each is read whole, once."""
+        assert self._hint is not None
+        for file in wanted:
+            path = self._hint / file.name
+            try:
+                if path.stat().st_size != file.size:
+                    return f"{path} has another size than the swarm was founded on"
+                if verify and file.name not in self._verified:
+                    if not await asyncio.to_thread(verify_file, path, file):
+                        return f"{path} is not what the swarm was founded on"
+                    self._verified.add(file.name)
+            except OSError as error:
+                return f"{path} cannot be read: {error.strerror or error}"
+        return None
+
+    def _give_up_hint(self, fault: str) -> None:
+        log.warning("%s (changed or damaged); asking the peers instead", fault)
+        self._hint, self._damaged = None, True
+
+    async def _fetch(self, wanted: Mapping[FileContent, Iterable[int]], progress: Progress | None) -> None:
+        config, directory = self._host.config, self._host.directory
+        if self._fetcher is None:
+            root = config.home / "weights"
+            self._cache = WeightCache(root, self._host.swarm.id, config.max_cache_bytes)
+            self._fetcher = Fetcher(self._cache, self._sources, self._drop)
+
+        async def news() -> None:
+            await directory.changed(directory.revision)
+
+        patience_s = DAMAGED_PATIENCE_S if self._damaged else None  # who has an invite alone has time
+        try:
+            await self._fetcher.fetch(wanted, news=news, progress=progress, patience_s=patience_s)
+        except PeerRefused as error:
+            raise CheckpointError(
+                f"{self._host.swarm.checkpoint} is not what the swarm was founded on: it was changed or damaged, "
+                "and no peer has the weights; restore it"
+            ) from error
+
+    def _sources(self) -> list[Source]:
+        """Peers that say they have what is wanted, the least busy first; the hub last.
+
+        Among equals each asker has an order of its own, so that not all ask the same one.
+        """
+        own = self._host.peer_id
+        seeders = [
+            peer for peer in self._host.directory.peers().values() if peer.peer != own and self._covers(peer) > 0
+        ]
+        seeders.sort(key=lambda peer: (-self._covers(peer), peer.sessions, peer_digest(own + peer.peer)))
+        names = [peer.peer for peer in seeders] or self._host.bootstraps()
+        sources: list[Source] = [PeerSource(self._board, name) for name in names]
+        if self._manifest.model.hub_id is not None:
+            sources.append(HubSource(self._manifest.model, self._manifest.chunk_bytes))
+        return sources
+
+    def _covers(self, peer: Announcement) -> int:
+        """How many of the wanted units a peer can give. Config and headers are wherever any units are."""
+        start, end = peer.seeds
+        if not self._units:
+            return min(1, end - start)
+        return sum(max(0, min(end, span.end) - max(start, span.start)) for span in self._units)
+
+    def _drop(self, source: Source, reason: str) -> None:
+        if isinstance(source, PeerSource):
+            self._host.directory.suspect(source.name, reason)

@@ -1,0 +1,389 @@
+"""Being there: what every peer of a swarm has, whether it computes, opens the door or only asks.
+
+An identity, the network, the directory, and access to the weights. It keeps trying to reach the swarm until it can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swarmnode import __version__
+from swarmnode.codec.messages import VERSION, Hello
+from swarmnode.errors import NetworkDown, PeerError
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.addressing.addresses import is_loopback, is_public, is_relayed, peer_of, without_peer
+from swarmnode.net.clock import Clock
+from swarmnode.net.identity import Identity, verify
+from swarmnode.net.identity_slot import IdentitySlot
+from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.links.gate import OPEN_GATE
+from swarmnode.net.links.link import LinkConfig
+from swarmnode.net.links.rate_limiter import RateLimiter
+from swarmnode.net.network_config import LOOPBACK_ANY_PORT, NetworkConfig
+from swarmnode.net.tasks import Tasks
+from swarmnode.platform import MACHINE, Platform
+from swarmnode.roles.bootstrap_dialing import dial_bootstraps
+from swarmnode.roles.fetching.newcomer import fetch_manifest
+from swarmnode.roles.measuring.observed_latency import ObservedLatency
+from swarmnode.roles.measuring.paths import Paths
+from swarmnode.roles.membership.admission import access_control_of
+from swarmnode.swarm.peers.directory import Directory
+from swarmnode.swarm.peers.notices import notice_validator
+from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, State, record_validator
+from swarmnode.swarm.records.grant import Role
+from swarmnode.swarm.storage.known_peers import KnownPeers
+from swarmnode.swarm.storage.swarmfile import Swarm
+
+if TYPE_CHECKING:
+    from swarmnode.net.addressing.lan import LanDiscovery
+    from swarmnode.roles.membership.access_control import AccessControl
+
+log = logging.getLogger(__name__)
+
+EVERYWHERE_ANY_PORT = "/ip4/0.0.0.0/tcp/0"
+NEEDS = {"client": Role.CLIENT, "bootstrap": Role.BOOTSTRAP}  # of a private swarm's members; VOLUNTEER for other roles
+
+
+@dataclass(frozen=True)
+class HostConfig:
+    """How a peer is present. Empty `host_maddrs` mean: loopback in a swarm that is on this machine alone, else everywhere."""
+
+    home: Path
+    name: str = ""
+    host_maddrs: tuple[str, ...] = ()
+    announce_maddrs: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()  # further doors (multiaddrs with /p2p/), beside the invite's
+    nat_port_map: bool = False
+    lan: bool = False
+    join_timeout_s: float = 3.0
+    rejoin_s: float = 2.0
+    paths_s: float = 10.0  # how often what was measured of paths is announced
+    looks_on: bool = False  # a client: no place in the DHT, no announcement
+    max_upload_bps: float | None = None  # of all links together, bits/s
+    max_cache_bytes: int | None = None  # of fetched weights of all swarms; None: most of what the disk has free
+
+
+class Host:
+    """A peer of a swarm. Made by `join`; `swarm` has its manifest once `manifest()` returned."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        config: HostConfig,
+        network: Network,
+        slot: IdentitySlot,
+        identity: Identity,
+        access_control: AccessControl | None,
+        clock: Clock,
+    ) -> None:
+        self.swarm = swarm
+        self.config = config
+        self.network = network
+        self.access_control = access_control
+        self.identity = identity
+        self.clock = clock
+        self.hello = Hello(VERSION, swarm.id, f"swarmnode/{__version__}")
+        self.paths = Paths(network.peer_id, lambda peer: self.directory.peers().get(peer), clock=clock.monotonic)
+        self.observed_latency = ObservedLatency(clock=clock.monotonic)
+        rate_limiter = RateLimiter(config.max_upload_bps, clock=clock.monotonic) if config.max_upload_bps else None
+        self.link_config = LinkConfig(
+            rate_limiter=rate_limiter,
+            link_statistics=self.paths.link_statistics,
+            gate=access_control or OPEN_GATE,
+            clock=clock.stopwatch,
+        )
+        self._slot = slot
+        self._known = KnownPeers(config.home / "peers" / f"{swarm.id.hex()[:16]}.json")
+        self.directory = Directory(
+            network,
+            swarm.id,
+            verify=verify,
+            sign=None if config.looks_on else identity.sign,
+            known_peers=self._known,
+            vouch=None if access_control is None else access_control.vouch,
+            certificate=b"" if access_control is None else access_control.membership.certificate,
+            now=clock.unix,
+        )
+        self._lan: LanDiscovery | None = None
+        self._tasks = Tasks("host")
+        self.joined = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Host of {self.peer_id} in {self.swarm.name}, {'joined' if self.joined.is_set() else 'alone'}>"
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self.network.peer_id
+
+    @classmethod
+    async def join(
+        cls,
+        swarm: Swarm,
+        config: HostConfig,
+        *,
+        role: str = "node",
+        identity: Identity | None = None,
+        platform: Platform = MACHINE,
+    ) -> Host:
+        """Start the network and begin to look for the swarm. Raises LocalError where this machine cannot, NotAdmitted.
+
+        `identity` fixes who we are; else it is the one kept under `role` in the home folder. A client's is new each time,
+        but in a private swarm, where it is its identity that is a member.
+        """
+        slot = IdentitySlot(config.home, role)
+        try:
+            if identity is not None:
+                identity.save(slot.path)
+            elif config.looks_on and not swarm.private:
+                identity = Identity.generate()
+                identity.save(slot.path)
+            else:
+                identity = Identity.load_or_create(slot.path)
+            needs = NEEDS.get(role, Role.VOLUNTEER)
+            clock = platform.clock
+            access_control = access_control_of(swarm, identity.peer_id, config.home, needs=needs, clock=clock.unix)
+            network = await platform.start_network(
+                _network_config(swarm, config, slot.path, access_control, needs=needs, clock=clock)
+            )
+        except BaseException:
+            slot.release()
+            raise
+        self = cls(swarm, config, network, slot, identity, access_control, clock)
+        try:
+            await self._enter()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def _enter(self) -> None:
+        if self.access_control is not None:
+            self.access_control.on_look = self._expel
+            await self.access_control.start(self.network, self.hello, self.link_config)
+        if self.config.lan:
+            from swarmnode.net.addressing.lan import LanDiscovery
+
+            self._lan = await LanDiscovery.start(self.swarm.id, self.peer_id, await self.network.addresses())
+        if await self._try_to_join():
+            self.joined.set()
+        await self.directory.start()
+        self._tasks.spawn(self._keep_joined(), "keep joined")
+        if not self.config.looks_on:
+            self._tasks.spawn(self._dial_bootstraps(), "dial bootstraps")
+        self._tasks.spawn(self._tell_paths(), "tell paths")
+
+    def _expel(self) -> None:
+        """Let go of those who are not members any more."""
+        assert self.access_control is not None
+        others = [peer for peer in self._others() if not self.access_control.admits(peer)]
+        if others:
+            self.directory.expel(others)
+
+    def _bootstraps(self) -> list[str]:
+        """Every address at which the swarm may be found: the invite's, the last good ones, the LAN's."""
+        near = self._lan.addresses() if self._lan else []
+        return self._of_others([*self._named_bootstraps(), *self._known.addresses(), *near])
+
+    def _named_bootstraps(self) -> list[str]:
+        """Those that the user and the invite name."""
+        return self._of_others([*self.config.peers, *self.swarm.bootstraps])
+
+    def _of_others(self, addresses: Sequence[str]) -> list[str]:
+        return [address for address in dict.fromkeys(addresses) if not address.endswith(f"/p2p/{self.peer_id}")]
+
+    async def _try_to_join(self) -> bool:
+        bootstraps = self._bootstraps()
+        return bool(bootstraps) and await self._call(bootstraps)
+
+    async def _dial_bootstraps(self) -> None:
+        await dial_bootstraps(self._named_bootstraps(), self._connected, self._call, lambda: self.directory.crowd)
+
+    async def _connected(self) -> set[PeerId]:
+        with contextlib.suppress(NetworkDown):  # p2pd is being started again
+            return await self.network.connected()
+        return set()
+
+    async def _call(self, addresses: Sequence[str]) -> bool:
+        """Whether somebody in the swarm answers at one of the addresses."""
+        with contextlib.suppress(NetworkDown):
+            return await self.network.connect(addresses, timeout_s=self.config.join_timeout_s)
+        return False
+
+    async def _keep_joined(self) -> None:
+        """Look for the swarm while we are alone, at the start as well as after everybody we knew has gone."""
+        told = False
+        while True:
+            alone = not self.joined.is_set() or not self._others()
+            if alone and self._bootstraps():
+                if await self._try_to_join():
+                    self.joined.set()
+                    await self.directory.refresh()
+                    told = False
+                elif not told and not self._is_turned_away():  # which is told otherwise
+                    log.warning("the swarm %s cannot be reached at the moment; this node keeps trying", self.swarm.name)
+                    told = True
+            await asyncio.sleep(self.config.rejoin_s)
+
+    async def _tell_paths(self) -> None:
+        """Let our announcement say what was measured of the ways to us."""
+        while True:
+            await asyncio.sleep(self.config.paths_s)
+            if self.directory.own is not None:
+                with contextlib.suppress(NetworkDown):  # p2pd is being started again
+                    visitors, addresses = await self.network.visitors(), await self.network.addresses()
+                    self.paths.look(addresses, self.config.announce_maddrs, visitors)
+                    self.directory.announce(**self._introduction(addresses))  # a relay may have taken us in
+                self.directory.announce(**self.paths.figures(), unit_us=self.observed_latency.figures())
+
+    def _others(self) -> list[PeerId]:
+        return [peer for peer in self.directory.peers() if peer != self.peer_id]
+
+    async def introduction(self) -> dict[str, Any]:
+        """What every announcement of this peer says: its name, and where it is reached."""
+        return self._introduction(await self.network.addresses())
+
+    def _introduction(self, reached_at: Sequence[str]) -> dict[str, Any]:
+        addresses = [without_peer(address) for address in reached_at]
+        addresses.sort(key=lambda address: (is_loopback(address), address))  # of use to most first, in a steady order
+        return {"name": self.config.name[:MAX_NAME_CHARS], "addresses": tuple(addresses[:MAX_ADDRESSES])}
+
+    async def wait_joined(self, timeout_s: float) -> None:
+        """Wait until one peer of the swarm answered. Raises NetworkDown, NotAdmitted."""
+        try:
+            await asyncio.wait_for(self.joined.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            self.check_welcome()
+            bootstraps = ", ".join(self._bootstraps()[:3]) or "no address known"
+            raise NetworkDown(
+                f"the swarm {self.swarm.name} cannot be reached: nobody answers at {bootstraps}. "
+                "Is its bootstrap peer running, and is this machine online?"
+            ) from None
+
+    def _is_turned_away(self) -> bool:
+        return self.access_control is not None and self.access_control.turned_away is not None
+
+    def check_welcome(self, needs: Role = Role.CLIENT) -> None:
+        """Raises NotAdmitted where the swarm does not admit us, or not for what we need."""
+        if self.access_control is not None:
+            alone = not self.joined.is_set() or not self._others()
+            self.access_control.check_welcome(self.peer_id, self.swarm.name, needs, alone=alone)
+
+    async def wait_turned_away(self) -> None:
+        """Watch for as long as the swarm has us. Raises NotAdmitted once it does not."""
+        while True:
+            await asyncio.sleep(self.config.rejoin_s)
+            self.check_welcome()
+
+    async def manifest(self, *, patience_s: float) -> None:
+        """Make sure that the swarm's manifest is here, asking the peers for it. Raises NetworkDown where nobody has it."""
+        if self.swarm.manifest is not None:
+            return
+        deadline_s = self.clock.monotonic() + patience_s
+        while True:
+            try:
+                raw = await fetch_manifest(
+                    self.network,
+                    self._manifest_sources(),
+                    self.hello,
+                    self.link_config,
+                    drop=self.directory.suspect,
+                )
+                self.swarm = self.swarm.with_manifest(raw)
+                return
+            except PeerError as error:
+                if self.clock.monotonic() > deadline_s:
+                    raise NetworkDown(f"no peer of the swarm {self.swarm.name} gave its manifest: {error}") from error
+            await asyncio.sleep(0.2)
+
+    def bootstraps(self) -> list[PeerId]:
+        """The peers that the invite and the user name, whether or not they have announced themselves."""
+        named = map(peer_of, self._named_bootstraps())
+        return list(dict.fromkeys(peer for peer in named if peer is not None))
+
+    def _manifest_sources(self) -> Sequence[PeerId]:
+        return list(dict.fromkeys([*self._others(), *self.bootstraps()]))
+
+    def readings(self) -> Readings:
+        """What Prometheus may know of the swarm as this peer sees it."""
+        yield from self.link_config.ledger.readings()
+        peers = self.directory.peers().values()
+        own = self.directory.own
+        lives = Counter(peer.life for peer in peers)
+        for state in State:
+            yield Reading(table.PEERS, lives[state], (state_name(state),))
+            if own is not None:
+                yield Reading(table.STATE, own.life is state, (state_name(state),))
+        if self.swarm.manifest is not None:
+            units = self.swarm.manifest.model.units
+            holders = Counter(unit for peer in peers if peer.life is State.READY for unit in range(*peer.span))
+            yield Reading(table.UNITS, units)
+            yield Reading(table.UNITS_WITHOUT_HOLDER, sum(not holders[unit] for unit in range(units)))
+            yield Reading(table.LEAST_HOLDERS, min(holders[unit] for unit in range(units)))
+        yield from self.directory.dht_meter.readings()
+        yield from self.link_config.traffic.readings()
+
+    async def close(self) -> None:
+        """Say goodbye and leave. Safe to call twice."""
+        await self._tasks.close()
+        await self.directory.close()
+        if self._lan is not None:
+            await self._lan.close()
+        if self.access_control is not None:
+            await self.access_control.close()
+        await self.network.close()
+        self._slot.release()
+
+
+def _network_config(
+    swarm: Swarm, config: HostConfig, identity: Path, access_control: AccessControl | None, *, needs: Role, clock: Clock
+) -> NetworkConfig:
+    """How a peer of this swarm is on its network."""
+    vouch = None if access_control is None else access_control.vouch
+    keeps = record_validator(swarm.id, verify, clock.unix, vouch=vouch)
+    return NetworkConfig(
+        identity_path=identity,
+        host_maddrs=config.host_maddrs or (default_listen_address(swarm),),
+        announce_maddrs=config.announce_maddrs,
+        relays=relays_of(swarm, config.peers) if needs is Role.VOLUNTEER else (),
+        public=needs is Role.BOOTSTRAP,
+        client_mode=config.looks_on,
+        nat_port_map=config.nat_port_map,
+        record_validator=keeps
+        if access_control is None
+        else notice_validator(access_control.membership, keeps, clock.unix),
+        gate=access_control or OPEN_GATE,
+    )
+
+
+def relays_of(swarm: Swarm, peers: Sequence[str]) -> tuple[str, ...]:
+    """The doors, which relay for peers behind NAT: one address of each, of the internet where it has one.
+
+    libp2p takes each address for a relay of its own, and asks none of them for three minutes where one does not answer.
+    """
+    bootstraps = [
+        bootstrap
+        for bootstrap in [*peers, *swarm.bootstraps]
+        if not is_loopback(bootstrap) and not is_relayed(bootstrap)
+    ]
+    best: dict[PeerId | None, str] = {}
+    for bootstrap in sorted(bootstraps, key=is_public, reverse=True):
+        best.setdefault(peer_of(bootstrap), bootstrap)
+    return tuple(best.values())
+
+
+def default_listen_address(swarm: Swarm) -> str:
+    """A swarm that can only be found on this machine is no business of other machines."""
+    return EVERYWHERE_ANY_PORT if swarm.reaches_others else LOOPBACK_ANY_PORT
+
+
+def state_name(state: State) -> str:
+    """A state as people and scripts read it."""
+    return state.name.lower()

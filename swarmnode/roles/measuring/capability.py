@@ -1,0 +1,179 @@
+"""What a volunteer says of its own speed: what it measured when it first held such a span, until real work says otherwise.
+
+Measured speeds are kept in a file, so that a restart announces at once. They are only a peer's own word and open the
+door; what counts is what neighbours measure (`roles/measuring/observed_latency.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from swarmnode import __version__
+from swarmnode.compute.speed import Speeds
+from swarmnode.errors import LocalError
+from swarmnode.swarm.storage.kept_file import read_kept, write_kept
+
+log = logging.getLogger(__name__)
+
+MAX_ENTRIES = 64
+MAX_FILE_BYTES = 1 << 16
+OLD_S = 30 * 86400.0  # drivers, thermal paste and neighbours change: measure anew
+DEPARTURE = 1.25  # factor between what is announced and what real work shows
+DEPARTED_S = 30.0  # so long, and
+DEPARTED_PASSES = 20  # in so many passes
+NEWEST = 0.1  # weight of the newest pass
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a measured speed holds for. Any change of it is measured anew."""
+
+    model: str  # the swarm's id in hex
+    device: str
+    memory_bytes: int  # of the device
+    number_format: str  # dtype and quantisation
+    threads: int
+    units: int
+    throttle: float = 0.0
+
+    @property
+    def but_size(self) -> str:
+        """As text, with the versions of what computes, but without the span's size."""
+        versions = f"swarmnode {__version__}, torch {torch.__version__}, python {platform.python_version()}"
+        own = (self.model, self.device, self.memory_bytes, self.number_format, self.threads, self.throttle)
+        return "; ".join(map(str, (*own, versions, "")))
+
+    @property
+    def key(self) -> str:
+        """All of it in one line of text."""
+        return f"{self.but_size}{self.units}"
+
+    def distance(self, units: int) -> int:
+        """From a span of another size."""
+        return abs(units - self.units)
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    measured_at: float  # unix time, seconds
+    speeds: Speeds
+
+
+class SpeedCache:
+    """A bounded file of measured speeds by conditions. A missing or damaged one is empty: it is only a help."""
+
+    def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
+        self.path = path
+        self._now = now
+        self._entries = self._read()
+
+    def __repr__(self) -> str:
+        return f"<SpeedCache {len(self._entries)} in {self.path.name}>"
+
+    def find(self, conditions: Conditions) -> Speeds | None:
+        """What was measured under these conditions, if it is not too old."""
+        entry = self._entries.get(conditions.key)
+        return None if entry is None or self._now() - entry.measured_at > OLD_S else entry.speeds
+
+    def nearest(self, conditions: Conditions) -> Speeds:
+        """What was measured on a span of the most similar size, all else being equal; zeros where nothing was."""
+        sizes = [int(key.rpartition("; ")[2]) for key in self._entries if key.startswith(conditions.but_size)]
+        found = [self.find(replace(conditions, units=size)) for size in sorted(sizes, key=conditions.distance)]
+        return next((speeds for speeds in found if speeds is not None), Speeds())
+
+    def put(self, conditions: Conditions, speeds: Speeds) -> None:
+        """Keep a measurement; the oldest gives way. A file that cannot be written costs only this help."""
+        self._entries = {**self._entries, **self._read()}  # other nodes of this home write it too
+        self._entries[conditions.key] = _Entry(self._now(), speeds)
+        newest = sorted(self._entries.items(), key=lambda item: -item[1].measured_at)[:MAX_ENTRIES]
+        self._entries = dict(newest)
+        try:
+            write_kept(self.path, self._entries)
+        except LocalError as error:
+            log.warning("measured speeds are not kept: %s", error)
+
+    def _read(self) -> dict[str, _Entry]:
+        return read_kept(self.path, dict[str, _Entry], max_bytes=MAX_FILE_BYTES) or {}
+
+
+class Drift:
+    """Compares one announced speed with real work, and says what to announce instead once both differ for long."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._unit_s = 0.0  # a moving average
+        self._passes = 0  # and since when it differs from what is announced
+        self._since_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Drift at {self._unit_s * 1e6:.0f} µs a unit, {self._passes} passes off>"
+
+    def note(self, unit_s: float, announced_units_per_s: float) -> float | None:
+        """One pass of real work. The speed to announce from now on, or None where the old one holds. A pass that took no time
+        at all, as a clock may have it, tells nothing."""
+        if unit_s <= 0:
+            return None
+        if not announced_units_per_s:
+            return 1 / unit_s
+        self._unit_s = (1 - NEWEST) * self._unit_s + NEWEST * unit_s if self._unit_s else unit_s
+        ratio = announced_units_per_s * self._unit_s
+        if 1 / DEPARTURE <= ratio <= DEPARTURE:
+            self._passes = 0
+            return None
+        if self._passes == 0:
+            self._since_s = self._clock()
+        self._passes += 1
+        if self._passes < DEPARTED_PASSES or self._clock() - self._since_s < DEPARTED_S:
+            return None
+        self._passes = 0
+        return 1 / self._unit_s
+
+
+class Capability:
+    """The speeds that a stage announces. Passes are noted on its compute thread, read on the loop."""
+
+    def __init__(
+        self,
+        speeds: Speeds,
+        conditions: Conditions,
+        cache: SpeedCache,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.speeds = speeds
+        self._conditions = conditions
+        self._cache = cache
+        self._drift = {field: Drift(clock=clock) for field in Speeds.__dataclass_fields__}
+
+    def __repr__(self) -> str:
+        return f"<Capability {self.speeds} for {self._conditions.units} units>"
+
+    @classmethod
+    def of(cls, conditions: Conditions, cache: SpeedCache, measure: Callable[[], Speeds], **clock: Any) -> Capability:
+        """From the cache, or measured now (on the calling thread) and kept."""
+        speeds = cache.find(conditions)
+        if speeds is None:
+            speeds = measure()
+            cache.put(conditions, speeds)
+        return cls(speeds, conditions, cache, **clock)
+
+    def note(self, field: str, unit_s: float) -> None:
+        """A pass of real work took so many seconds for a position through a unit; `field` names the speed."""
+        speed = self._drift[field].note(unit_s, getattr(self.speeds, field))
+        if speed is not None:
+            log.info("real work shows %s of %.1f instead of %.1f", field, speed, getattr(self.speeds, field))
+            self.speeds = replace(self.speeds, **{field: speed})
+            self._cache.put(self._conditions, self.speeds)
+
+    def figures(self) -> dict[str, float]:
+        """What the announcement says; speeds that were not measured are left out."""
+        figures = {field: getattr(self.speeds, field) for field in Speeds.__dataclass_fields__}
+        return {field: speed for field, speed in figures.items() if speed}

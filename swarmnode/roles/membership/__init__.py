@@ -1,0 +1,1 @@
+"""Who belongs: admission, access control, and what the owner does with the key."""

@@ -1,0 +1,144 @@
+"""A node's place in the swarm: which units it takes when it joins, and when it should rather be elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from swarmnode.plan.cost import BYTES_PER_HIDDEN
+from swarmnode.plan.spans.hysteresis import Hysteresis
+from swarmnode.plan.spans.placement import Joiner, Move, MovePolicy, choose_span, gaps, reconsider
+from swarmnode.plan.view import Span, View, view_of
+from swarmnode.roles.host import Host
+from swarmnode.swarm.records.announcement import State
+
+SEARCHED_GAPS = 8  # units that are looked for before a move that would fill them
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """How a node looks for its place."""
+
+    settle_s: float = 1.0  # how long a claim must stand before it is taken, so that joiners see one another
+    max_settle_s: float = 6.0
+    claim_look_s: float = 0.2  # between two looks at the others' claims, in a swarm of up to
+    claim_crowd: int = 5  # peers: when hundreds come at once, their looks must not be all that they do
+    look_s: float = 1.0  # between two looks for a better place, at least
+    calm_look_s: float = 5.0  # and at most, where nothing changes
+    move_policy: MovePolicy = field(default_factory=MovePolicy)
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """To be elsewhere: since when, on the monotonic clock."""
+
+    move: Move
+    since_s: float
+
+
+class Placement:
+    """Decides for one node, from the directory alone. `capacity_units` is what fits into its memory."""
+
+    def __init__(self, host: Host, capacity_units: int, config: PlacementConfig) -> None:
+        self.config = config
+        self._host = host
+        self._capacity_units = capacity_units
+        self._clock = host.clock.monotonic
+        self._hysteresis = Hysteresis()
+        self._wish: _Wish | None = None
+        self._move_s = config.move_policy.move_s
+        self._leaving_s: float | None = None
+
+    def __repr__(self) -> str:
+        wish = "content" if self._wish is None else f"would rather be at {self._wish.move.span}"
+        return f"<Placement for {self._capacity_units} units, {wish}, a move takes {self._move_s:.1f} s>"
+
+    async def claim(self, **introduction: Any) -> Span:
+        """Claim a span, look around, and claim again until the claim stands for a while."""
+        directory = self._host.directory
+        claim = Span(0, self._capacity_units)
+        directory.announce(state=State.JOINING, span=tuple(claim), **introduction)
+        give_up_s = self._clock() + self.config.max_settle_s
+        settled_s = self._clock() + self.config.settle_s
+        while self._clock() < min(settled_s, give_up_s):
+            look_s = self.config.claim_look_s * max(1.0, directory.crowd / self.config.claim_crowd)
+            await asyncio.sleep(min(look_s, self.config.settle_s))
+            await directory.refresh()
+            choice = await asyncio.to_thread(choose_span, self._view(), self._joiner())
+            if choice != claim:
+                claim = choice
+                directory.announce(span=tuple(claim))
+                settled_s = self._clock() + self.config.settle_s
+        return claim
+
+    async def reason_to_move(self, *, bound: Callable[[], bool], news: Callable[[], Mapping[str, Any]]) -> Move:
+        """Wait until it pays to be elsewhere and it is this node's turn. While `bound` it stays whatever happens.
+
+        `news` is what the node's announcement says of its work; it is refreshed at each look.
+        """
+        self._wish = None
+        while True:
+            revision = self._host.directory.revision
+            self._host.directory.announce(**news())
+            move = None if bound() else await self._reconsider()
+            if move is None:
+                self._wish = None
+            elif self._stands(move):
+                self._leaving_s = self._clock()
+                return move
+            await self._pause(revision)
+
+    async def _pause(self, revision: int) -> None:
+        """Until the next look: a moment while a wish waits for its turn, else until something differs from `revision`."""
+        await asyncio.sleep(self.config.look_s)
+        if self._wish is None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                calm_s = self.config.calm_look_s - self.config.look_s
+                await asyncio.wait_for(self._host.directory.changed(revision), calm_s)
+
+    async def _reconsider(self) -> Move | None:
+        """As the directory has it. Of a large swarm that is a sample: units that seem to have nobody are looked for first."""
+        directory, view = self._host.directory, self._view()
+        move = await self._wish_in(view)
+        if move is None or not move.fills or directory.crowd <= len(directory.peers()):
+            return move
+        for unit in gaps(view.units, view.peers)[:SEARCHED_GAPS]:
+            await directory.look_for(unit)
+        return await self._wish_in(self._view())
+
+    async def _wish_in(self, view: View) -> Move | None:
+        return await asyncio.to_thread(reconsider, view, self._joiner(), self._move_policy())
+
+    def arrived(self) -> None:
+        """The node serves again after a move: what it cost is known now, and counts next time."""
+        if self._leaving_s is not None:
+            self._move_s, self._leaving_s = self._clock() - self._leaving_s, None
+
+    def _stands(self, move: Move) -> bool:
+        """Whether the wish has stood long enough."""
+        if self._wish is not None and move.is_same_wish(self._wish.move):
+            self._wish = replace(self._wish, move=move)
+        else:
+            self._wish = _Wish(move, self._clock())
+        return self._clock() - self._wish.since_s >= move.delay_s
+
+    def _view(self) -> View:
+        manifest = self._host.swarm.manifest
+        assert manifest is not None
+        model, announced = manifest.model, self._host.directory.peers().values()
+        return self._hysteresis.view(view_of(model.units, announced, position_bytes=model.hidden * BYTES_PER_HIDDEN))
+
+    def _joiner(self) -> Joiner:
+        own = self._host.directory.own
+        assert own is not None  # a claim or a span was announced before anybody decides
+        return Joiner(self._host.peer_id, self._capacity_units, own.decode_units_per_s, own.started_at)
+
+    def _move_policy(self) -> MovePolicy:
+        """Where only a sample is known, one peer's part in the whole is smaller than it seems by as much."""
+        directory = self._host.directory
+        share = min(1.0, len(directory.peers()) / max(1.0, directory.crowd))
+        move_policy = self.config.move_policy
+        return replace(move_policy, move_s=self._move_s, hysteresis=move_policy.hysteresis / max(share, 1e-6))

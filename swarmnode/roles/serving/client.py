@@ -1,0 +1,350 @@
+"""The client's side of a session: it names the route, feeds the first hop, hears the last one, and mends what breaks.
+
+The client alone names routes, so there is one order of epochs and a client's wishes about whom to trust hold after a
+fault as before it. Whoever notices a fault tells the client; the hops keep journals, so mending costs one pass over what
+the new peer lacks.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from swarmnode.codec.body import SESSION_ID_BYTES
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.measuring_messages import Ran
+from swarmnode.codec.messages import (
+    Attach,
+    Body,
+    End,
+    Error,
+    Fault,
+    HopSpec,
+    Input,
+    Mode,
+    Open,
+    Output,
+    Sampling,
+    Want,
+)
+from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.codec.trace_messages import trace_id
+from swarmnode.config import ClientConfig
+from swarmnode.errors import (
+    Busy,
+    ErrorCode,
+    NetworkDown,
+    NoRoute,
+    PeerError,
+    PeerLost,
+    PeerRefused,
+    SwarmnodeError,
+    refusal,
+)
+from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.links.hop import Entry, Hop
+from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.net.tasks import Tasks
+from swarmnode.roles.blame import Blame, Verdict
+from swarmnode.roles.measuring.meters import ClientMeter
+from swarmnode.roles.measuring.observed_latency import ObservedLatency
+from swarmnode.roles.measuring.timing import Cadence, Timing
+
+log = logging.getLogger(__name__)
+
+SESSION_PROTOCOL = "/swarmnode/session/1"
+
+FINAL = (ErrorCode.TOO_LARGE, ErrorCode.NOT_FINITE, ErrorCode.INVALID_REQUEST)  # waiting for other peers would not help
+
+Route = tuple[HopSpec, ...]
+
+
+class Router:
+    """What a session needs to know of the swarm. The live one reads the directory.
+
+    Into `observed_latency` goes how fast the peers of its routes turned out to be.
+    """
+
+    observed_latency: ObservedLatency
+
+    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec]) -> Route:
+        """The best route now, without the peers in `avoid`, preferring the hops in `keep`. Raises NoRoute."""
+        raise NotImplementedError
+
+    def suspect(self, peer: PeerId, reason: str) -> None:
+        """A peer failed us; the directory forgets it until it announces itself again."""
+        raise NotImplementedError
+
+    async def changed(self) -> None:
+        """Wait until the picture of the swarm changes."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SessionSpec:
+    """What a session is, over all its epochs."""
+
+    mode: Mode
+    max_length: int
+    rows: int = 1
+    sampling: Sampling | None = None
+    padding: tuple[int, ...] = ()
+    codec: Codec = Codec.NONE
+
+
+@dataclass
+class SessionStats:
+    """What a session went through, for whoever watches."""
+
+    reroutes: int = 0
+    longest_stall_s: float = 0.0
+    faults: list[tuple[PeerId, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Received:
+    """An output of the last hop: `position` is that of the token it is for (the one after the last input it covers)."""
+
+    position: int
+    output: Output
+    payload: Buffer
+
+
+def ids_entry(start: int, ids_BT: Sequence[Sequence[int]], want: Want, reorder: tuple[int, ...] = ()) -> Entry:
+    """Token ids as an entry of the journal: int64, little-endian, row-major."""
+    flat = array.array("q", [token for row in ids_BT for token in row])
+    if sys.byteorder == "big":
+        flat.byteswap()
+    info = TensorInfo(Codec.NONE, DType.INT64, (len(ids_BT), len(ids_BT[0])))
+    return Entry(start, len(ids_BT[0]), Input(info, want=want, reorder=reorder), (flat.tobytes(),))
+
+
+class ClientSession:
+    """One session of a client. Use: `await start()`, `send(...)`, `await receive()`, `await close()`."""
+
+    def __init__(
+        self,
+        switchboard: Switchboard,
+        router: Router,
+        spec: SessionSpec,
+        config: ClientConfig,
+        *,
+        meter: ClientMeter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.id = secrets.token_bytes(SESSION_ID_BYTES)
+        self.trace_id = trace_id(self.id)
+        self.spec = spec
+        self.stats = SessionStats()
+        self.route: Route = ()
+        self.epoch = 0
+        self._switchboard = switchboard
+        self._router = router
+        self._config = config
+        self._meter = meter or ClientMeter()
+        self._clock = clock
+        self._first = Hop(switchboard, self._from_first, lambda error: self._fault(self.epoch, 0, error))
+        self._timing: Timing | None = None
+        self._cadence: Cadence | None = None
+        self._last: Channel | None = None
+        self._expected = 0  # position of the next output
+        self._received: asyncio.Queue[Received | SwarmnodeError] = asyncio.Queue()
+        self._faults: asyncio.Queue[tuple[int, int, PeerError]] = asyncio.Queue()
+        self._blame = Blame(clock, avoid_s=config.avoid_s)
+        self._last_progress_s = clock()
+        self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}")
+        self._log = logging.LoggerAdapter(log, {"trace": self.trace_id.hex()})
+
+    def __repr__(self) -> str:
+        hops = " -> ".join(f"{hop.peer[-6:]}[{hop.start}:{hop.end})" for hop in self.route)
+        return f"<ClientSession {self.trace_id.hex()[:8]} epoch {self.epoch} at {self._first.end} positions via {hops or 'nobody'}>"
+
+    @property
+    def length(self) -> int:
+        """Positions sent, or drawn by the swarm and heard of."""
+        return self._first.end
+
+    async def start(self) -> None:
+        """Open along the best route. Raises NoRoute, Busy, NetworkDown after the configured patience."""
+        await self._bind()
+        self._tasks.spawn(self._mend(), "mend")
+
+    def send(self, entry: Entry, *, expect: int | None = None) -> None:
+        """Send an input. `expect` is the position of the output that it will bring, where it brings one."""
+        if expect is not None:
+            self._expected = expect
+        self._last_progress_s = self._clock()
+        if self._timing is not None and entry.count == 1:
+            self._timing.sent(entry.end)
+        self._first.send(entry)
+
+    async def receive(self) -> Received:
+        """The next output. Raises what ended the session where it cannot go on."""
+        item = await self._received.get()
+        if isinstance(item, SwarmnodeError):
+            self._received.put_nowait(item)
+            raise item
+        return item
+
+    async def close(self) -> None:
+        """End the session in order; the hops free its cache."""
+        await self._tasks.close()
+        self._first.unbind()
+        if self._last is not None:
+            self._last.close()
+
+    # -- frames
+
+    def _from_first(self, frame: Frame, body: Body) -> None:
+        if isinstance(body, Ran) and self._timing is not None:
+            self._timing.heard(frame.seq, body, self._first.rtt_s)
+            self._timing.learn(body)
+        elif isinstance(body, Fault) and body.index < len(self.route):
+            error = refusal(body.code, retry_s=body.retry_s, peer=self.route[body.index].peer)
+            self._fault(body.epoch, body.index, error)
+
+    def _from_last(self, frame: Frame, body: Body) -> None:
+        if isinstance(body, Output):
+            self._hear(frame.seq, body, frame.payload)
+        elif isinstance(body, Error | End):
+            code = body.code if isinstance(body, Error) else ErrorCode.PEER_LOST
+            error = refusal(code, retry_s=getattr(body, "retry_s", 0.0), peer=self.route[-1].peer)
+            self._fault(self.epoch, len(self.route) - 1, error)
+
+    def _hear(self, position: int, output: Output, payload: Buffer) -> None:
+        if position != self._expected:
+            return  # a replay brought again what we have
+        now_s = self._clock()
+        self.stats.longest_stall_s = max(self.stats.longest_stall_s, now_s - self._last_progress_s)
+        self._last_progress_s = now_s
+        for peer, code in self._blame.progress(self.route):
+            self._router.suspect(peer, code.name)
+        if self._cadence is not None:
+            self._cadence.heard(position)
+        if self.spec.mode == Mode.RING:
+            self._expected += 1
+            if not output.final:
+                # The ring feeds it to the first hop; we only keep it, for a first hop that comes later.
+                self._first.record(ids_entry(position, [output.ids], Want.NOTHING))
+        self._received.put_nowait(Received(position, output, payload))
+
+    # -- faults
+
+    def _fault(self, epoch: int, index: int, error: PeerError) -> None:
+        if epoch == self.epoch:
+            self._faults.put_nowait((epoch, index, error))
+
+    async def _mend(self) -> None:
+        while True:
+            try:
+                epoch, index, error = await asyncio.wait_for(self._faults.get(), self._config.progress_s)
+            except asyncio.TimeoutError:
+                if self._clock() - self._last_progress_s < self._config.progress_s or self._received.qsize():
+                    continue
+                epoch, index, error = self.epoch, -1, PeerLost("no output although all links are alive")
+            if epoch != self.epoch:
+                continue
+            self.stats.reroutes += 1
+            self._meter.reroutes[error.code] += 1
+            try:
+                if index >= 0:
+                    self._judge(self.route[index], error)
+                await self._bind(error)
+            except SwarmnodeError as failure:
+                if error.code == ErrorCode.DRAINING and isinstance(failure, NoRoute):
+                    continue  # nobody can take over, and the leaving hop still serves
+                self._received.put_nowait(failure)
+                return
+
+    def _judge(self, hop: HopSpec, error: PeerError) -> None:
+        """Leave out whose fault it is. Raises the error where it is the request's own."""
+        code = ErrorCode(error.code)
+        self.stats.faults.append((hop.peer, code.name))
+        self._log.info("session %s: peer %s: %s", self.trace_id.hex()[:8], hop.peer, error)
+        verdict = self._blame.judge(hop, code, retry_s=getattr(error, "retry_s", None) or 0.0)
+        if verdict is Verdict.PEER:
+            self._router.suspect(hop.peer, code.name)
+        elif verdict is Verdict.REQUEST:
+            text = f"the request fails wherever it is computed; lately {error}"
+            raise PeerRefused(text, code=code, peer=hop.peer)
+
+    async def _bind(self, error: SwarmnodeError | None = None) -> None:
+        """Open the next epoch along the best route, trying others while peers fail, as long as patience lasts.
+
+        `error` is why a new epoch is needed.
+        """
+        deadline_s = self._clock() + self._config.patience_s
+        while True:
+            now_s = self._clock()
+            try:
+                self.route = self._router.route(self._blame.avoided, self.route)
+            except NoRoute as failure:
+                reason = self._why(error, failure)
+                if now_s >= deadline_s or reason.code in FINAL:
+                    raise reason from None
+                pardon_s = self._blame.pardon_s
+                await self._news(min(deadline_s - now_s, 1.0 if pardon_s is None else pardon_s, 1.0))
+                continue
+            try:
+                await self._open()
+                return
+            except PeerError as failure:
+                error = failure
+                hop = next((hop for hop in self.route if hop.peer == failure.peer), self.route[0])
+                self._judge(hop, failure)
+            if self._clock() >= deadline_s:
+                raise error
+
+    @staticmethod
+    def _why(error: SwarmnodeError | None, no_route: NoRoute) -> SwarmnodeError:
+        """What to tell the user when no route is left: that peers are full says more than that none is there."""
+        if isinstance(error, PeerRefused) and error.code == ErrorCode.BUSY:
+            retry_s = error.retry_s or 1.0
+            return Busy(f"the swarm is full at the moment; try again in {retry_s:.0f} s", retry_s=retry_s)
+        told = isinstance(error, Busy) or (isinstance(error, PeerRefused) and error.code in FINAL)
+        return error if told and error is not None else no_route
+
+    async def _news(self, timeout_s: float) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._router.changed(), max(0.05, timeout_s))
+
+    async def _open(self) -> None:
+        self.epoch += 1
+        spec = self.spec
+        opened = Open(
+            session=self.id,
+            epoch=self.epoch,
+            route=self.route,
+            index=0,
+            mode=spec.mode,
+            rows=spec.rows,
+            max_length=spec.max_length,
+            codec=spec.codec,
+            sampling=spec.sampling,
+            padding=spec.padding,
+            known=self._expected,
+        )
+        if self._last is not None:
+            self._last.close()
+            self._last = None
+        ring, observed_latency = spec.mode == Mode.RING, self._router.observed_latency
+        self._timing = Timing(self.route, -1, observed_latency, self._clock, ring=ring)
+        self._cadence = Cadence(self.route[0], observed_latency, self._clock) if ring and len(self.route) == 1 else None
+        try:
+            await self._first.open(self.route[0].peer, opened, timeout_s=self._config.ready_timeout_s)
+            index = len(self.route) - 1
+            epoch = self.epoch
+            self._last = await self._switchboard.call(
+                self.route[index].peer, self._from_last, lambda error: self._fault(epoch, index, error)
+            )
+            self._last.send(Attach(self.id, self.epoch, start=self._expected))
+            self._log.info("opened %r", self)
+        except NetworkDown as error:
+            raise PeerLost(str(error), peer=self.route[0].peer) from error

@@ -1,0 +1,158 @@
+"""Generating with the ring: one prompt in, tokens out, the swarm turning by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from swarmnode.codec.body import MAX_POSITIONS, MAX_SEED, MAX_STOP_IDS, MAX_TEMPERATURE, MAX_TOKEN_ID
+from swarmnode.codec.messages import HopSpec, Mode, Sampling, Want
+from swarmnode.codec.tensors import Codec
+from swarmnode.config import ClientConfig
+from swarmnode.errors import UsageError
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.roles.measuring.meters import ClientMeter
+from swarmnode.roles.serving.client import ClientSession, Router, SessionSpec, ids_entry
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """How to draw tokens. `temperature` 0 is greedy; `seed` None draws one; generation stops at any of `stop_ids`."""
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_ids: tuple[int, ...] = ()
+    codec: Codec = Codec.NONE
+
+    def __post_init__(self) -> None:
+        rules = {
+            "max_new_tokens must be at least 1": 1 <= self.max_new_tokens <= MAX_POSITIONS,
+            f"temperature must not be negative, nor above {MAX_TEMPERATURE:g}": 0
+            <= self.temperature
+            <= MAX_TEMPERATURE,
+            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
+            "top_k must not be negative": 0 <= self.top_k <= MAX_TOKEN_ID,
+            f"at most {MAX_STOP_IDS} stop tokens": len(self.stop_ids) <= MAX_STOP_IDS,
+            "stop tokens must be token ids": all(0 <= token <= MAX_TOKEN_ID for token in self.stop_ids),
+            "seed must be a number of 63 bits": self.seed is None or 0 <= self.seed <= MAX_SEED,
+        }
+        for rule, kept in rules.items():
+            if not kept:
+                raise UsageError(rule)
+
+    def sampling(self, prompt_length: int) -> Sampling:
+        """The parameters as they travel."""
+        return Sampling(
+            prompt_length=prompt_length,
+            max_new_tokens=self.max_new_tokens,
+            temperature=float(self.temperature),
+            top_p=float(self.top_p),
+            top_k=self.top_k,
+            seed=secrets.randbelow(MAX_SEED) if self.seed is None else self.seed,
+            stop_ids=self.stop_ids,
+        )
+
+
+@dataclass
+class Generation:
+    """What came out, and what it took. Times in seconds from the call; `longest_stall_s` is the longest wait for a token.
+
+    `trace` is what `swarmnode trace` takes.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    text: str | None = None
+    first_token_s: float = 0.0
+    seconds: float = 0.0
+    reroutes: int = 0
+    longest_stall_s: float = 0.0
+    route: tuple[HopSpec, ...] = ()
+    faults: list[tuple[str, str]] = field(default_factory=list)
+    trace: str = ""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decode speed: tokens after the first one, over the time after it."""
+        if len(self.ids) < 2:
+            return 0.0 if not self.ids else 1.0 / max(self.seconds, 1e-9)
+        return (len(self.ids) - 1) / max(self.seconds - self.first_token_s, 1e-9)
+
+
+class RingStream:
+    """The tokens of one generation, as they come: `async for token in stream`. `stream.result` fills up meanwhile."""
+
+    def __init__(
+        self,
+        switchboard: Switchboard,
+        router: Router,
+        prompt: Sequence[int],
+        options: GenerateOptions,
+        config: ClientConfig,
+        *,
+        meter: ClientMeter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.prompt = list(prompt)
+        self._options = options
+        self._config = config
+        self._meter = meter or ClientMeter()
+        self._clock = clock
+        spec = SessionSpec(
+            Mode.RING,
+            max_length=len(self.prompt) + options.max_new_tokens - 1,  # the last one is told and not fed
+            sampling=options.sampling(len(self.prompt)),
+            codec=options.codec,
+        )
+        self._session = ClientSession(switchboard, router, spec, config, meter=self._meter, clock=clock)
+        self.result = Generation(trace=self._session.trace_id.hex())
+
+    def __repr__(self) -> str:
+        return f"<RingStream {len(self.result.ids)} tokens of {self._options.max_new_tokens}, {self._session!r}>"
+
+    async def __aiter__(self) -> AsyncGenerator[int, None]:
+        started_s = self._clock()
+        ending = "failed"
+        try:
+            await self._session.start()
+            self._send_prompt()
+            final = False
+            while not final:
+                received = await self._session.receive()
+                final = received.output.final
+                self._note(received.output.ids[0], self._clock() - started_s)
+                yield received.output.ids[0]
+            ending = "done"
+        except (GeneratorExit, asyncio.CancelledError):
+            ending = "left"
+            raise
+        finally:
+            self._meter.sessions[ending] += 1
+            await self._session.close()
+
+    def _send_prompt(self) -> None:
+        """In chunks, so that later hops work on the first one while earlier hops work on the next."""
+        size = self._config.prompt_chunk_tokens
+        for start in range(0, len(self.prompt), size):
+            entry = ids_entry(start, [self.prompt[start : start + size]], Want.NOTHING)
+            self._session.send(entry, expect=len(self.prompt))
+
+    def _note(self, token: int, elapsed_s: float) -> None:
+        result, stats, meter = self.result, self._session.stats, self._meter
+        meter.tokens += 1
+        if not result.ids:
+            result.first_token_s = elapsed_s
+            meter.first_token.observe(elapsed_s)
+        else:
+            meter.token.observe(elapsed_s - result.seconds)
+        result.ids.append(token)
+        result.seconds = elapsed_s
+        result.route = self._session.route
+        result.reroutes = stats.reroutes
+        result.longest_stall_s = stats.longest_stall_s
+        result.faults = stats.faults

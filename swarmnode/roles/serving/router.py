@@ -1,0 +1,64 @@
+"""The live router: routes found over the directory's view and the round trips that this peer measured."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from swarmnode.codec.messages import HopSpec
+from swarmnode.errors import NoRoute
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.cost import BYTES_PER_HIDDEN
+from swarmnode.plan.routes.routing import find_route
+from swarmnode.plan.view import Span, view_of
+from swarmnode.roles.host import Host
+from swarmnode.roles.serving.client import Route, Router
+from swarmnode.swarm.peers.trust import EVERYBODY, Trust
+from swarmnode.swarm.records.announcement import Announcement
+
+
+class DirectoryRouter(Router):
+    """Routes for the sessions of one client. `span` is the part of the model that the swarm computes, `trust` says by whom."""
+
+    def __init__(self, host: Host, units: int, span: Span, *, ring: bool, trust: Trust = EVERYBODY) -> None:
+        self.observed_latency = host.observed_latency
+        self._directory = host.directory
+        self._paths = host.paths
+        manifest = host.swarm.manifest
+        self._position_bytes = manifest.model.hidden * BYTES_PER_HIDDEN if manifest is not None else 0
+        self._units = units
+        self._span = span
+        self._ring = ring
+        self._trust = trust
+        self._group = (lambda _peer: "") if host.access_control is None else host.access_control.group
+
+    def __repr__(self) -> str:
+        return f"<DirectoryRouter over {self._span} {'ring' if self._ring else 'driven'}>"
+
+    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec]) -> Route:
+        view = view_of(
+            self._units,
+            self._trusted(),
+            observer=self._directory.network.peer_id,
+            rtt_s=self._paths.link_statistics.rtts_s(),
+            coordinate=self._paths.coordinate,
+            unit_s=self.observed_latency.units_s(),
+            position_bytes=self._position_bytes,
+        )
+        own = self._directory.network.peer_id
+        try:
+            route = find_route(view, units=self._span, client=own, ring=self._ring, avoid=avoid, keep=keep)
+        except NoRoute as error:
+            raise error if self._trust == EVERYBODY else NoRoute(f"among those you trust, {error}") from None
+        return tuple(route.hops)
+
+    def _trusted(self) -> list[Announcement]:
+        peers = self._directory.peers().values()
+        return [peer for peer in peers if self._trust.covers(peer, self._group(peer.peer))]
+
+    def suspect(self, peer: PeerId, reason: str) -> None:
+        self._directory.suspect(peer, reason)
+
+    async def changed(self) -> None:
+        await self._directory.changed(self._directory.revision)
+        await asyncio.sleep(0)

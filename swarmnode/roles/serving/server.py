@@ -1,0 +1,266 @@
+"""The serving role of a node: takes sessions in, refuses what it cannot hold, and lets them go when it drains."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import Attach, Body, Error, Hello, Mode, Open
+from swarmnode.codec.trace_messages import trace_id
+from swarmnode.compute.cache_budget import Claim, OutOfCache
+from swarmnode.config import ServerConfig
+from swarmnode.errors import ErrorCode, PeerError
+from swarmnode.ledger import Account, Full, Reservation
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.links.link import LinkConfig
+from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.roles.measuring.meters import SERVE, cause_of
+from swarmnode.roles.measuring.observed_latency import ObservedLatency
+from swarmnode.roles.measuring.trace_log import SessionTrace, TraceLog
+from swarmnode.roles.measuring.trace_server import TraceServer
+from swarmnode.roles.serving.client import SESSION_PROTOCOL
+from swarmnode.roles.serving.session import StageSession, journal_bytes, shape_of, units_of
+from swarmnode.roles.serving.worker import Job, Worker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SessionMemory:
+    """What a session was promised: bytes of KV cache, and room for what is kept to be sent again."""
+
+    cache_bytes: int
+    journal: Reservation
+
+
+class StageServer:
+    """Serves one span of units to the sessions of others.
+
+    Shared state changes without an await in between, so a frame is always handled against a whole picture.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        hello: Hello,
+        worker: Worker,
+        config: ServerConfig,
+        link_config: LinkConfig,
+        observed_latency: ObservedLatency | None = None,
+    ) -> None:
+        self.config = config
+        self._network = network
+        self._worker = worker
+        self._runner = worker.runner
+        self._sessions: dict[bytes, StageSession] = {}
+        self._memory: dict[int, SessionMemory] = {}  # by session key
+        self._ledger = link_config.ledger
+        self._early: OrderedDict[bytes, list[tuple[Channel, Attach]]] = OrderedDict()
+        self._keys = itertools.count()
+        self._refusals: Counter[ErrorCode] = Counter()
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.switchboard = Switchboard(network, SESSION_PROTOCOL, hello, link_config, accept=self._accept)
+        self.hidden_size = self._runner.span.hidden_size
+        self._position_limit = self._runner.span.position_limit  # of every session
+        self.ready_timeout_s = config.ready_timeout_s
+        self.orphan_grace_s = config.orphan_grace_s
+        self.observed_latency = observed_latency or ObservedLatency()
+        self.clock = link_config.clock
+        self._traces = TraceLog()  # of sessions that are over
+        self._trace_server = TraceServer(network, hello, link_config, self.trace)
+
+    def __repr__(self) -> str:
+        state = "draining" if self._draining else "serving"
+        return f"<StageServer {state} {self.load} sessions with {self._worker!r}>"
+
+    @property
+    def load(self) -> int:
+        """Number of sessions held."""
+        return len(self._sessions)
+
+    def readings(self) -> Readings:
+        """What the sessions do here and take, and what was refused."""
+        span = self._worker.meter.label
+        budget = self._runner.pool.budget
+        yield from self._worker.meter.readings()
+        yield Reading(table.QUEUE, self._worker.queued, (span, SERVE))
+        yield Reading(table.SESSIONS, self.load, (span,))
+        yield Reading(table.CACHE_SIZE, budget.limit_bytes, (span,))
+        yield Reading(table.CACHE_RESERVED, budget.claimed(Claim.PROMISED), (span,))
+        for code in ErrorCode:
+            yield Reading(table.REFUSALS, self._refusals[code], (span, cause_of(code)))
+
+    def trace(self, trace: bytes) -> SessionTrace | None:
+        """Where the time of the session with this trace id went here, while it runs and for a while after; None where nothing is
+        known of it."""
+        running = (session.trace for session in self._sessions.values() if session.trace_id == trace)
+        return next(running, None) or self._traces.get(trace)
+
+    async def start(self) -> None:
+        """Answer incoming links from now on."""
+        await self.switchboard.start()
+        await self._trace_server.start()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new, ask the clients to move, and wait for them, at most `timeout_s` seconds."""
+        self._draining = True
+        for session in list(self._sessions.values()):
+            session.drain()
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            log.warning("left with %d sessions that had not moved in time", self.load)
+
+    async def close(self) -> None:
+        """Free all sessions and end all links."""
+        await asyncio.gather(*(session.close() for session in list(self._sessions.values())))
+        await self._trace_server.close()
+        await self.switchboard.close()
+
+    # -- what sessions need
+
+    def submit(self, job: Job) -> None:
+        self._worker.submit(job)
+
+    def note_fault(self, code: ErrorCode) -> None:
+        """A session told its client that a hop fails."""
+        self._worker.meter.faults[code] += 1
+
+    def freed(self, session: StageSession) -> None:
+        """A session gives back its place."""
+        if self._sessions.get(session.id) is session:
+            del self._sessions[session.id]
+            self._memory.pop(session.key).journal.release()
+            self._promise()
+            self._traces.keep(session.trace_id, session.trace)
+            self._worker.forget(session.key)
+        if not self._sessions:
+            self._idle.set()
+
+    # -- incoming conversations
+
+    def _accept(self, channel: Channel, _frame: Frame, body: Body) -> None:
+        if isinstance(body, Open):
+            refusal = self._open(channel, body)
+            if refusal is not None:
+                code = ErrorCode(refusal.code)
+                trace = trace_id(body.session).hex()
+                log.info("session %s refused: %s", trace[:8], code.name, extra={"trace": trace})
+                self._refusals[code] += 1
+                channel.close(refusal)
+        elif isinstance(body, Attach):
+            self._attach(channel, body)
+        else:
+            channel.close(Error(ErrorCode.MALFORMED))
+
+    def _open(self, channel: Channel, body: Open) -> Error | None:
+        """Bind a session to this channel, or say why not."""
+        if not self._is_for_me(channel.peer, body):
+            return Error(ErrorCode.MALFORMED)
+        hop = body.route[body.index]
+        if not self._runner.span.start <= hop.start < hop.end <= self._runner.span.end:
+            return Error(ErrorCode.WRONG_SPAN)
+        session = self._sessions.get(body.session)
+        if session is not None and body.epoch <= session.epoch:
+            return Error(ErrorCode.STALE)
+        if session is not None and shape_of(body) != shape_of(session.opened):
+            session.free()
+            session = None
+        if session is None:
+            session = StageSession(self, body, next(self._keys))
+            refusal = self._admit(session.key, body)
+            if refusal is not None:
+                return refusal
+            self._sessions[body.session] = session
+            self._idle.clear()
+        session.rebind(channel, body)
+        for early, attach in self._early.pop(body.session, []):
+            self._attach(early, attach)
+        return None
+
+    def _is_for_me(self, sender: PeerId, body: Open) -> bool:
+        """The route names us at our place, its sender just before, and it hangs together."""
+        route = body.route
+        joined = all(left.end == right.start for left, right in itertools.pairwise(route))
+        return (
+            joined
+            and body.index < len(route)
+            and route[body.index].peer == self._network.peer_id
+            and (body.index == 0 or route[body.index - 1].peer == sender)
+            and (body.mode != Mode.RING or (body.sampling is not None and body.rows == 1))
+        )
+
+    def _admit(self, key: int, body: Open) -> Error | None:
+        """Reserve memory for a new session: it can then never fail half-way for want of it."""
+        if self._draining:
+            return Error(ErrorCode.DRAINING)
+        if self._position_limit is not None and body.max_length > self._position_limit:
+            return Error(ErrorCode.INVALID_REQUEST)
+        start, end = units_of(body)
+        cache_bytes = self._runner.reservation_bytes(body.rows, body.max_length, start, end)
+        if cache_bytes > self._runner.pool.budget.limit_bytes:
+            return Error(ErrorCode.TOO_LARGE)
+        while not self._reserve(key, cache_bytes, journal_bytes(body, self.hidden_size)):
+            orphan = next((session for session in self._sessions.values() if session.orphaned), None)
+            if orphan is None:
+                return Error(ErrorCode.BUSY, retry_s=self.config.retry_s)
+            orphan.free()
+        self._worker.open(key, rows=body.rows, max_length=body.max_length, padding=body.padding, start=start, end=end)
+        return None
+
+    def _reserve(self, key: int, cache_bytes: int, journal_bytes: int) -> bool:
+        """Whether there is room for a session; it is reserved then."""
+        try:
+            journal = self._ledger.reserve(Account.JOURNALS, journal_bytes)
+        except Full:
+            return False
+        self._memory[key] = SessionMemory(cache_bytes, journal)
+        try:
+            self._promise()
+        except OutOfCache:
+            self._memory.pop(key).journal.release()
+            return False
+        return True
+
+    def _promise(self) -> None:
+        """Tell the budget what all sessions were promised. Raises OutOfCache where that is too much."""
+        promised_bytes = sum(memory.cache_bytes for memory in self._memory.values())
+        self._runner.pool.budget.claim(Claim.PROMISED, promised_bytes)
+
+    @property
+    def free_cache_bytes(self) -> int:
+        """Cache that new sessions may reserve."""
+        return self._runner.pool.budget.free_bytes
+
+    def _attach(self, channel: Channel, body: Attach) -> None:
+        session = self._sessions.get(body.session)
+        if session is not None and session.epoch == body.epoch:
+            session.attach(channel, body.start)
+        elif session is not None and session.epoch > body.epoch:
+            channel.close(Error(ErrorCode.STALE))
+        else:
+            self._remember(channel, body)
+
+    def _remember(self, channel: Channel, body: Attach) -> None:
+        """The subscription was faster than the OPEN that travels hop to hop: keep it until that comes, within bounds."""
+        waiting = self._early.setdefault(body.session, [])
+        waiting.append((channel, body))
+
+        def forget(_error: PeerError | None = None) -> None:
+            if (channel, body) in waiting:
+                waiting.remove((channel, body))
+
+        channel.on_lost = forget
+        if len(waiting) > self.config.max_early_per_session:
+            waiting.pop(0)[0].close(Error(ErrorCode.NO_SESSION))
+        if len(self._early) > self.config.max_early_attaches:
+            for old, _attach in self._early.popitem(last=False)[1]:
+                old.close(Error(ErrorCode.NO_SESSION))

@@ -1,0 +1,393 @@
+"""A session as one hop of its route sees it: positions come in from upstream, are run, and go on to the next hop.
+
+States:
+
+    bound      an upstream channel of the epoch in force brings inputs
+    orphaned   upstream is gone; the cache is kept for a while, for a newer epoch to bind it again
+    freed      ended in order, given up, or orphaned for too long
+
+At the last hop results go to the subscribers; at the first hop in RING mode they come back as the next input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.measuring_messages import Ran
+from swarmnode.codec.messages import Attach, Body, End, Error, Fault, Input, Mode, Open, Output, Ready, Sampling, Want
+from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, DType, TensorInfo
+from swarmnode.codec.trace_messages import trace_id
+from swarmnode.errors import ErrorCode, NetworkDown, PeerError
+from swarmnode.net.interfaces import Buffer
+from swarmnode.net.links.hop import Entry, Hop
+from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.net.tasks import Tasks
+from swarmnode.roles.measuring.observed_latency import ObservedLatency
+from swarmnode.roles.measuring.timing import Timing
+from swarmnode.roles.measuring.trace_log import SessionTrace
+from swarmnode.roles.serving.output_stream import OutputStream
+from swarmnode.roles.serving.worker import ForwardHidden, Job, JobResult, Pass, Return, Sample
+
+log = logging.getLogger(__name__)
+
+WIDEST_BYTES = 4  # per element, whatever the codec
+ENTRY_BYTES = 768  # of Python's objects around one entry of a journal, and one output
+IDS_INFO = TensorInfo(Codec.NONE, DType.INT64, (1, 1))
+
+
+class SessionHost(Protocol):
+    """What a session needs of the node that it runs on."""
+
+    switchboard: Switchboard
+    hidden_size: int
+    ready_timeout_s: float
+    orphan_grace_s: float
+    observed_latency: ObservedLatency
+    clock: Callable[[], float]
+
+    def submit(self, job: Job) -> None:
+        """Run it as soon as the stage comes to it; its `done` is called on the loop."""
+
+    def note_fault(self, code: ErrorCode) -> None:
+        """The session told its client that a hop fails."""
+
+    def freed(self, session: StageSession) -> None:
+        """The session is over."""
+
+
+def id_payload(token: int) -> bytes:
+    """The payload of one token id, as IDS_INFO describes it."""
+    return struct.pack("<q", token)
+
+
+def units_of(opened: Open) -> tuple[int, int]:
+    """The units [start, end) that the receiver of an OPEN computes."""
+    hop = opened.route[opened.index]
+    return hop.start, hop.end
+
+
+def journal_bytes(opened: Open, hidden_size: int) -> int:
+    """The most that a session comes to keep here for sending it again: at its last hop outputs, else what the next hop got."""
+    last = opened.index + 1 == len(opened.route)
+    row_bytes = 0 if last and opened.mode == Mode.RING else WIDEST_BYTES * hidden_size
+    return opened.max_length * (ENTRY_BYTES + opened.rows * row_bytes)
+
+
+def shape_of(opened: Open) -> tuple[object, ...]:
+    """What must stay the same over a session's epochs for its cache to be of use."""
+    return (units_of(opened), opened.mode, opened.rows, opened.max_length, opened.padding)
+
+
+class StageSession:
+    """One session at one hop. Created on its first OPEN; `rebind` moves it to the epoch of a later one."""
+
+    def __init__(self, stage: SessionHost, opened: Open, key: int) -> None:
+        self._stage = stage
+        self._open = opened
+        self.trace_id = trace_id(opened.session)
+        self.key = key  # names the cache: a session that had to start over has another
+        self.accepted = 0  # positions that are run or wait to be run
+        self._upstream: Channel | None = None
+        self._downstream = Hop(stage.switchboard, self._from_downstream, self._downstream_failed)
+        self._ring: Channel | None = None
+        self._ahead: dict[int, int] = {}  # tokens by position that wait for the ones before them
+        self._output_stream = OutputStream()
+        self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}")
+        self._log = logging.LoggerAdapter(log, {"trace": self.trace_id.hex()})
+        self._orphaned: asyncio.TimerHandle | None = None
+        self._freed = False
+        self._timing = self._new_timing()
+        self.trace = SessionTrace(*units_of(opened))
+
+    def __repr__(self) -> str:
+        state = "freed" if self._freed else "orphaned" if self._orphaned else "bound"
+        return f"<StageSession {self.trace_id.hex()[:8]} epoch {self.epoch} hop {self.index} {state} at {self.accepted} positions>"
+
+    @property
+    def id(self) -> bytes:
+        """The 16 bytes by which all hops and the client know the session."""
+        return self._open.session
+
+    @property
+    def epoch(self) -> int:
+        """Which of the client's routes it is on; grows with each."""
+        return self._open.epoch
+
+    @property
+    def index(self) -> int:
+        """The place of this hop in the route, from 0."""
+        return self._open.index
+
+    @property
+    def opened(self) -> Open:
+        """The OPEN in force."""
+        return self._open
+
+    def _new_timing(self) -> Timing:
+        opened, stage = self._open, self._stage
+        return Timing(opened.route, opened.index, stage.observed_latency, stage.clock, ring=opened.mode == Mode.RING)
+
+    @property
+    def _is_last(self) -> bool:
+        return self.index == len(self._open.route) - 1
+
+    @property
+    def _feeds_itself(self) -> bool:
+        return self.index == 0 and self._open.mode == Mode.RING
+
+    # -- a new epoch
+
+    def rebind(self, channel: Channel, opened: Open) -> None:
+        """Take inputs from `channel` from now on, and bind the rest of the route for the new epoch."""
+        if self._upstream is not None:
+            self._upstream.close()
+        if self._orphaned is not None:
+            self._orphaned.cancel()
+            self._orphaned = None
+        self._open, self._upstream = opened, channel
+        self._timing = self._new_timing()
+        channel.on_frame, channel.on_lost = self._from_upstream, self._upstream_lost
+        channel.send(Ready(have=self.accepted))
+        self._log.info("session %s: epoch %d begins at position %d", self.trace_id.hex()[:8], self.epoch, self.accepted)
+        self._output_stream.close()
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+        if not self._is_last:
+            self._tasks.spawn(self._extend(opened), "extend the route")
+            if self._feeds_itself:
+                self._tasks.spawn(self._close_the_ring(opened), "close the ring")
+        elif self._feeds_itself and (held := self._output_stream.held(self.accepted)) is not None:
+            self._feed(self.accepted, held)  # it came while an older epoch led elsewhere
+
+    async def _extend(self, opened: Open) -> None:
+        peer = opened.route[opened.index + 1].peer
+        try:
+            forwarded = msgspec.structs.replace(opened, index=opened.index + 1)
+            await self._downstream.open(peer, forwarded, timeout_s=self._stage.ready_timeout_s)
+        except (PeerError, NetworkDown) as error:
+            if opened is self._open:
+                self._fault(opened.index + 1, error)
+
+    async def _close_the_ring(self, opened: Open) -> None:
+        last = len(opened.route) - 1
+        try:
+            channel = await self._stage.switchboard.call(
+                opened.route[last].peer, self._from_ring, lambda error: self._fault(last, error)
+            )
+            if opened is not self._open:
+                channel.close()
+                return
+            self._ring = channel
+            channel.send(Attach(opened.session, opened.epoch, start=self.accepted))
+        except (PeerError, NetworkDown) as error:
+            if opened is self._open:
+                self._fault(last, error)
+
+    # -- inputs
+
+    def _from_upstream(self, frame: Frame, body: Body) -> None:
+        if isinstance(body, Input):
+            code = self._check(frame.seq, body)
+            if code is None:
+                self._accept(frame.seq, body, frame.payload)
+            elif self._upstream is not None:
+                self._upstream.close(Error(code))
+                self.free()
+        elif isinstance(body, End):
+            self.free()
+        elif self._upstream is not None:
+            self._upstream.close(Error(ErrorCode.MALFORMED))
+            self.free()
+
+    def _check(self, start: int, body: Input) -> ErrorCode | None:
+        """Whether an input fits this session: the right rows and width, no gap, inside what was reserved."""
+        shape = body.tensor.shape
+        ids = units_of(self._open)[0] == 0
+        fits = (
+            len(shape) == (2 if ids else 3)
+            and shape[0] == self._open.rows
+            and shape[1] > 0
+            and (ids or shape[2] == self._stage.hidden_size)
+            and start <= self.accepted
+            and body.tensor.dtype in (ID_DTYPES if ids else FLOAT_DTYPES)
+            and (not body.reorder or (len(body.reorder) == self._open.rows > max(body.reorder)))
+        )
+        if not fits:
+            return ErrorCode.MALFORMED
+        return ErrorCode.TOO_LARGE if start + shape[1] > self._open.max_length else None
+
+    def _accept(self, start: int, body: Input, payload: Buffer) -> None:
+        end = start + body.tensor.shape[1]
+        if end <= self.accepted:
+            return
+        skip = self.accepted - start
+        want = Want(body.want) if end >= self._open.known else Want.NOTHING
+        self._submit(end, ((body.tensor, payload),), want=want, reorder=body.reorder if not skip else (), skip=skip)
+        self._feed_what_waits()
+
+    def _submit(
+        self, end: int, parts: tuple[tuple[TensorInfo, Buffer], ...], want: Want, reorder: tuple[int, ...], skip: int
+    ) -> None:
+        start, self.accepted = self.accepted, end
+        what = (self.key, start, end - start, parts, self._then(), self._done)
+        self._stage.submit(Job(*what, want=want, reorder=reorder, skip=skip, submitted_s=self._stage.clock()))
+
+    def _then(self) -> ForwardHidden | Sample | Return:
+        if not self._is_last:
+            return ForwardHidden(Codec(self._open.codec))
+        if self._open.mode == Mode.RING:
+            return Sample(self._sampling, first=max(self._sampling.prompt_length, self._open.known))
+        return Return()
+
+    @property
+    def _sampling(self) -> Sampling:
+        assert self._open.sampling is not None  # the server refuses a RING session without it
+        return self._open.sampling
+
+    def _from_ring(self, frame: Frame, body: Body) -> None:
+        if isinstance(body, Output):
+            self._feed(frame.seq, body)
+        elif isinstance(body, Error | End):
+            code = ErrorCode(body.code) if isinstance(body, Error) else ErrorCode.PEER_LOST
+            self._send_fault(len(self._open.route) - 1, code)
+
+    def _feed(self, position: int, output: Output) -> None:
+        """A token that the last hop drew is the next input, unless it is here already or nothing follows it.
+
+        After a fault it may come before the replay of what precedes it: then it waits.
+        """
+        if self.accepted <= position < self._open.max_length and not output.final:
+            self._ahead[position] = output.ids[0]
+        self._feed_what_waits()
+
+    def _feed_what_waits(self) -> None:
+        while (token := self._ahead.pop(self.accepted, None)) is not None:
+            self._submit(self.accepted + 1, ((IDS_INFO, id_payload(token)),), Want.NOTHING, (), 0)
+
+    # -- results
+
+    def _done(self, job: Job, result: JobResult, run: Pass) -> None:
+        if self._freed:
+            return
+        if result.error is not None:
+            # A bad input is the fault of the hop that sent it.
+            self._send_fault(max(0, self.index - 1) if result.bad_input else self.index, result.error)
+            self._output_stream.close(Error(result.error))
+            self.free()
+        elif isinstance(job.then, ForwardHidden):
+            assert result.tensor is not None
+            info, payload = result.tensor
+            body = Input(info, want=job.want, reorder=job.reorder)
+            self._downstream.send(Entry(job.start, job.count, body, (payload,)))
+            if job.count == 1:
+                self._timing.sent(job.end)
+        elif result.tensor is not None:
+            info, payload = result.tensor
+            self._output_stream.forget()  # the client drives: it has the earlier ones
+            self._publish(job.end, Output(tensor=info), (payload,))
+        for position, ids in result.tokens:
+            final = position + 1 >= self._sampling.prompt_length + self._sampling.max_new_tokens
+            self._publish(position, Output(ids, final or ids[0] in self._sampling.stop_ids), ())
+        if job.count == 1 and not self._freed:
+            self._tell_ran(job.end)
+        self._note(job, run)
+
+    def _note(self, job: Job, run: Pass) -> None:
+        began_s, ended_s, jobs = run
+        came_s, sent_s = job.submitted_s, self._stage.clock()
+        self.trace.note(job.end, job.count, came_s=came_s, began_s=began_s, ended_s=ended_s, sent_s=sent_s, batch=jobs)
+
+    def _tell_ran(self, end: int) -> None:
+        """Let those who sent us the step know that it has left."""
+        ran = self._timing.step()
+        for channel in (self._upstream, self._ring):
+            if ran is not None and channel is not None and channel.open:
+                channel.send(ran, seq=end)
+
+    def _publish(self, position: int, output: Output, payload: tuple[Buffer, ...]) -> None:
+        self._timing.sent(position + 1)  # in a ring this is the first hop's next step
+        self._output_stream.publish(position, output, payload)
+        if self._is_last and self._feeds_itself:
+            self._feed(position, output)
+
+    def attach(self, channel: Channel, start: int) -> None:
+        """Send the outputs from position `start` on to a channel, the ones that exist and the ones to come."""
+        channel.on_frame = lambda frame, body: self._from_subscriber(channel, frame, body)
+        channel.on_lost = lambda _error: self._output_stream.detach(channel)
+        self._output_stream.attach(channel, start)
+
+    def _from_subscriber(self, channel: Channel, frame: Frame, body: Body) -> None:
+        if isinstance(body, End):
+            self._output_stream.detach(channel)
+        elif isinstance(body, Ran) and channel.peer == self._open.route[0].peer:
+            self._timing.heard(frame.seq, body, channel.rtt_s)
+
+    # -- faults and the end
+
+    def _from_downstream(self, frame: Frame, body: Body) -> None:
+        if isinstance(body, Ran):
+            self._timing.heard(frame.seq, body, self._downstream.rtt_s)
+        elif (
+            isinstance(body, Fault) and body.epoch == self.epoch and self._upstream is not None and self._upstream.open
+        ):
+            self._upstream.send(body)
+
+    def _downstream_failed(self, error: PeerError) -> None:
+        self._fault(self.index + 1, error)
+
+    def _fault(self, index: int, error: PeerError | NetworkDown) -> None:
+        code = ErrorCode.PEER_LOST if isinstance(error, NetworkDown) else error.code
+        self._send_fault(index, code, getattr(error, "retry_s", None) or 0.0)
+
+    def _send_fault(self, index: int, code: ErrorCode, retry_s: float = 0.0) -> None:
+        self._log.info("session %s: hop %d of its route fails: %s", self.trace_id.hex()[:8], index, code.name)
+        self._stage.note_fault(code)
+        if self._upstream is not None and self._upstream.open:
+            self._upstream.send(Fault(self.epoch, index, code, retry_s))
+
+    def drain(self) -> None:
+        """Tell the client that this hop is leaving; the session goes on here until the client has moved it."""
+        self._send_fault(self.index, ErrorCode.DRAINING)
+
+    def _upstream_lost(self, error: PeerError) -> None:
+        self._log.info(
+            "session %s: upstream is gone (%s); kept for %.0f s",
+            self.trace_id.hex()[:8],
+            error,
+            self._stage.orphan_grace_s,
+        )
+        loop = asyncio.get_running_loop()
+        self._orphaned = loop.call_later(self._stage.orphan_grace_s, self.free)
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether its upstream is gone, so that it is freed soon."""
+        return self._orphaned is not None
+
+    def free(self) -> None:
+        """Give back everything, here and downstream. Safe to call twice."""
+        if self._freed:
+            return
+        self._freed = True
+        self._log.info("session %s: over after %d positions", self.trace_id.hex()[:8], self.accepted)
+        if self._orphaned is not None:
+            self._orphaned.cancel()
+        self._downstream.unbind()
+        for channel in (self._ring, self._upstream):
+            if channel is not None:
+                channel.close()
+        self._output_stream.close()
+        self._stage.freed(self)
+
+    async def close(self) -> None:
+        """Free, and wait for the tasks of this session."""
+        self.free()
+        await self._tasks.close()

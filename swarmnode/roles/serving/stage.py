@@ -1,0 +1,320 @@
+"""One span of a model, loaded and served: what a node does between choosing units and leaving them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swarmnode.compute.device import Device, probe_device, set_threads, usable_cores
+from swarmnode.compute.executor import Executor
+from swarmnode.compute.memory import (
+    QUANTIZED_BYTES,
+    UnitSizes,
+    cache_tokens_that_fit,
+    describe_fit,
+    format_bytes,
+    reserve_bytes,
+    training_sizes,
+    unit_sizes,
+    units_that_fit,
+)
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import ModelSpan, load_span
+from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
+from swarmnode.compute.speed import PREFILL_POSITIONS, measure_serving
+from swarmnode.compute.throttle import Throttle
+from swarmnode.config import StageConfig
+from swarmnode.errors import LocalError, UsageError
+from swarmnode.ledger import Account, MemoryLedger, Reservation
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.plan.view import Span as Units
+from swarmnode.roles.host import Host
+from swarmnode.roles.measuring.capability import Capability, Conditions, SpeedCache
+from swarmnode.roles.measuring.meters import DECODE
+from swarmnode.roles.serving.server import StageServer
+from swarmnode.roles.serving.worker import Worker
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MEMORY_SHARE = 0.8  # of what is free: a volunteer goes on using the machine
+SPEEDS_FILE = "speeds.json"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What this machine can hold of one model. Made by `probe`, before anything is loaded."""
+
+    device: Device
+    dtype: torch.dtype
+    quantize: str
+    memory_bytes: int
+    sizes: UnitSizes
+    config: StageConfig
+    trains: bool = False
+    ledger: MemoryLedger = field(default_factory=MemoryLedger, compare=False)  # of the device
+
+    def __repr__(self) -> str:
+        return (
+            f"<Hardware {self.device}, {self.capacity_units} of {len(self.sizes.weight_bytes)} units in {self.dtype}>"
+        )
+
+    @classmethod
+    def probe(
+        cls, checkpoint: Checkpoint, config: StageConfig, *, trains: bool = False, host: MemoryLedger | None = None
+    ) -> Hardware:
+        """Find out, and give the ledger of the `host`, which is the device's own where that is the CPU, its limit.
+
+        Raises LocalError where the device is not here, CheckpointError where the model cannot be split.
+        """
+        if trains and (config.quantize != "none" or config.dtype not in ("auto", "float32")):
+            raise UsageError("training keeps its weights in float32: leave --quantize and --dtype alone")
+        if config.quantize not in ("none", *QUANTIZED_BYTES):
+            raise UsageError(f"--quantize {config.quantize}: choose none, {', '.join(QUANTIZED_BYTES)}")
+        device = probe_device(config.device)
+        set_threads(config.threads)
+        dtype = torch.float32 if trains else choose_dtype(config.dtype, checkpoint, device)
+        sizes = training_sizes(checkpoint) if trains else unit_sizes(checkpoint, dtype=dtype, quantize=config.quantize)
+        memory_bytes = config.memory_bytes or int(device.free_bytes * MEMORY_SHARE)
+        ledger = _ledger_of(device, memory_bytes, host or MemoryLedger())
+        hardware = cls(device, dtype, config.quantize, memory_bytes, sizes, config, trains, ledger)
+        if hardware.capacity_units == 0:
+            raise LocalError(
+                f"{memory_bytes / 1e6:.0f} MB are not enough for one unit of this model "
+                + ("with its gradients and optimiser" if trains else f"with a cache of {config.cache_tokens} tokens")
+                + "; lend more with --memory"
+            )
+        return hardware
+
+    @property
+    def device_name(self) -> str:
+        """As others see it."""
+        return self.device.name[:48]
+
+    def machine(self, home: Path) -> dict[str, Any]:
+        """What was found, for scripts; `home` is the folder whose disk keeps the weights."""
+        return {
+            "device": self.device_name,
+            "memory_bytes": self.memory_bytes,
+            "cpu_cores": usable_cores(),
+            "disk_free_bytes": shutil.disk_usage(home).free,
+            "capacity_units": self.capacity_units,
+        }
+
+    @cached_property
+    def capacity_units(self) -> int:
+        """How many units fit wherever in the model the span lies: the least over all places."""
+        units = len(self.sizes.weight_bytes)
+        if self._fits(Units(0, units)):
+            return units
+        return next(
+            (count for count in range(units - 1, 0, -1) if all(self._fits(window) for window in windows(units, count))),
+            0,
+        )
+
+    def _fits(self, units: Units) -> bool:
+        fitting = units_that_fit(self.sizes, self.memory_bytes, self.config.cache_tokens, start=units.start)
+        return fitting >= units.units
+
+    def check(self, units: Units) -> Units:
+        """The span that the user fixed, if it can be held. Raises UsageError, LocalError."""
+        if units.end > len(self.sizes.weight_bytes):
+            raise UsageError(
+                f"--span {units.start}:{units.end}: the model has units 0 to {len(self.sizes.weight_bytes) - 1}"
+            )
+        if not self._fits(units):
+            need_bytes = self.sizes.need_bytes(units.start, units.end, self.config.cache_tokens)
+            raise LocalError(
+                f"units {units} need {need_bytes / 1e6:.0f} MB and some room; {self.memory_bytes / 1e6:.0f} MB are lent"
+            )
+        return units
+
+    def cache_tokens(self, units: Units) -> int:
+        """Positions that the cache beside these units may hold."""
+        if self.trains:
+            return self.config.cache_tokens
+        left = cache_tokens_that_fit(self.sizes, self.memory_bytes, units.start, units.end)
+        return min(left, self.config.max_cache_tokens) if left else self.config.max_cache_tokens
+
+    def conditions(self, swarm_id: bytes, units: int) -> Conditions:
+        """What speeds measured now on so many units hold for."""
+        return Conditions(
+            model=swarm_id.hex(),
+            device=self.device.name,
+            memory_bytes=self.device.total_bytes,
+            number_format=f"{self.dtype} {self.quantize}",
+            threads=torch.get_num_threads(),
+            units=units,
+            throttle=self.config.throttle_units_per_s or 0.0,
+        )
+
+    def figures(self, host: Host) -> dict[str, Any]:
+        """What the announcement says of this machine before a span is loaded: speeds are those of the last span held."""
+        conditions = self.conditions(host.swarm.id, self.capacity_units)
+        known = SpeedCache(host.config.home / SPEEDS_FILE, now=host.clock.unix).nearest(conditions)
+        return {
+            "device": self.device_name,
+            "memory_bytes": self.memory_bytes,
+            "decode_units_per_s": known.decode_units_per_s,
+            "prefill_units_per_s": known.prefill_units_per_s,
+        }
+
+    def describe(self, units: Units) -> str:
+        """As in "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens"."""
+        if self.trains:
+            size = format_bytes(self.sizes.need_bytes(units.start, units.end, 0))
+            return f"{units.units} of {len(self.sizes.weight_bytes)} units: {size} weights, gradients and optimiser"
+        return describe_fit(self.sizes, units.start, units.end, self.cache_tokens(units))
+
+
+def _ledger_of(device: Device, memory_bytes: int, host: MemoryLedger) -> MemoryLedger:
+    """The device's ledger; from now on both have their limits."""
+    if device.shared:
+        host.limit_bytes = memory_bytes
+        return host
+    host.limit_bytes = int(probe_device("cpu").free_bytes * MEMORY_SHARE)
+    return MemoryLedger(memory_bytes, name="device")
+
+
+def windows(units: int, count: int) -> list[Units]:
+    """All spans of `count` units."""
+    return [Units(start, start + count) for start in range(units - count + 1)]
+
+
+def choose_dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> torch.dtype:
+    """The checkpoint's own, so that replicas agree, unless the device cannot compute in it or the user wants another."""
+    if wanted != "auto":
+        if wanted not in DTYPES:
+            raise UsageError(f"--dtype {wanted}: choose auto, {', '.join(DTYPES)}")
+        return DTYPES[wanted]
+    own: torch.dtype = checkpoint.dtype
+    slow = own is torch.float16 if device.kind == "cpu" else own is torch.bfloat16 and device.default_dtype is not own
+    return device.default_dtype if slow else own
+
+
+class ServingStage:
+    """A loaded span, what its sessions want computed, and its server. Made by `load`, ended by `close`."""
+
+    def __init__(
+        self,
+        runner: StageRunner,
+        worker: Worker,
+        server: StageServer,
+        capability: Capability,
+        memory: Sequence[Reservation],
+    ) -> None:
+        self._runner = runner
+        self._memory = memory
+        self._worker = worker
+        self._server = server
+        self._capability = capability
+        worker.on_lone_pass = self._note_pass
+
+    def __repr__(self) -> str:
+        return f"<ServingStage {self._server!r}>"
+
+    @classmethod
+    async def load(
+        cls, host: Host, checkpoint: Checkpoint, hardware: Hardware, units: Units, executor: Executor
+    ) -> ServingStage:
+        """Load a span whose weights are here, measure it, and serve. Raises CheckpointError, LocalError."""
+        weights = hardware.ledger.count(Account.WEIGHTS, hardware.sizes.need_bytes(units.start, units.end, 0))
+        try:
+            span = await asyncio.to_thread(
+                load_span,
+                checkpoint,
+                units.start,
+                units.end,
+                device=hardware.device.torch_device,
+                dtype=hardware.dtype,
+                quantize=hardware.quantize,
+            )
+            weights.count(span.weight_bytes)  # tied ones are here once
+            return await cls.serve(host, span, hardware, executor, weights)
+        except BaseException:
+            weights.release()
+            raise
+
+    @classmethod
+    async def serve(
+        cls,
+        host: Host,
+        span: ModelSpan,
+        hardware: Hardware,
+        executor: Executor,
+        weights: Reservation | None = None,
+    ) -> ServingStage:
+        """Serve a span that is loaded, and whose `weights` are in the ledger, if they are its own. Raises ExecutorDied."""
+        passes = hardware.ledger.count(Account.ACTIVATIONS, reserve_bytes(hardware.memory_bytes) // 2)
+        per_token = max(1, span.cache_bytes_per_token)
+        throttle = Throttle(hardware.config.throttle_units_per_s or math.inf)
+        cache_bytes = hardware.cache_tokens(Units(span.start, span.end)) * per_token
+        runner = StageRunner(span, RunnerConfig(cache_bytes=cache_bytes), throttle, hardware.ledger)
+        worker = Worker(runner, executor, chunk_tokens=hardware.config.server.prefill_chunk_tokens)
+        try:
+            await worker.start()
+            clock = host.clock
+            cache = SpeedCache(host.config.home / SPEEDS_FILE, now=clock.unix)
+            conditions = hardware.conditions(host.swarm.id, span.end - span.start)
+            measure = partial(measure_serving, runner, clock=clock.compute)
+            capability = await worker.call(lambda: Capability.of(conditions, cache, measure, clock=clock.monotonic))
+            server = StageServer(
+                host.network,
+                host.hello,
+                worker,
+                hardware.config.server,
+                host.link_config,
+                host.observed_latency,
+            )
+            await server.start()
+        except BaseException:
+            await worker.close()
+            passes.release()
+            raise
+        return cls(runner, worker, server, capability, [passes] if weights is None else [passes, weights])
+
+    @property
+    def bound(self) -> bool:
+        """Whether these units hold something that others do not have."""
+        return False
+
+    def figures(self) -> dict[str, Any]:
+        """What the announcement says of this stage."""
+        per_token = max(1, self._runner.span.cache_bytes_per_token)
+        return {
+            **self._capability.figures(),
+            "cache_tokens_free": self._server.free_cache_bytes // per_token,
+            "sessions": self._server.load,
+        }
+
+    def _note_pass(self, phase: str, positions: int, units: int, seconds: float) -> None:
+        """Real work of one session alone is what announced speeds are of. Short prompts tell little."""
+        if phase == DECODE:
+            self._capability.note("decode_units_per_s", seconds / units)
+        elif positions >= PREFILL_POSITIONS:
+            self._capability.note("prefill_units_per_s", seconds / (units * positions))
+
+    def readings(self) -> Readings:
+        """What Prometheus may know of this stage."""
+        span = self._runner.span
+        yield Reading(table.SPEED, self._capability.speeds.decode_units_per_s, (f"{span.start}:{span.end}",))
+        yield from self._server.readings()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new, and let the sessions move to other peers."""
+        await self._server.drain(timeout_s)
+
+    async def close(self) -> None:
+        """Free everything."""
+        await self._server.close()
+        await self._worker.close()
+        self._runner.pool.budget.close()
+        for reservation in self._memory:
+            reservation.release()

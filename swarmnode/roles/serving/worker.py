@@ -1,0 +1,319 @@
+"""What the sessions of a stage want computed: it takes what is waiting, runs it as one batch, and hands the encoded results on.
+
+    loop:    submit(job) ------.                             .----> job.done(result)
+    thread:                   put -> take -> decode -> run -> encode
+
+The thread is the device's executor (`compute/executor.py`). All tensors live on it: payloads are decoded, sampled and encoded
+there, never on the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import operator
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+
+from swarmnode.codec.messages import Sampling, Want
+from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.compress.codecs import decode, encode
+from swarmnode.compute.executor import Executor, Urgency, WorkItem, is_device_fault
+from swarmnode.compute.serving.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, StepInput, is_finite
+from swarmnode.compute.serving.runner import StepOutput as Output
+from swarmnode.compute.serving.sampling import sample
+from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.net.interfaces import Buffer
+from swarmnode.plan.view import Span
+from swarmnode.roles.measuring.meters import DECODE, FORWARD, PREFILL, SERVE, StageMeter
+
+if TYPE_CHECKING:
+    from swarmnode.compute.serving.runner import StageRunner
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ForwardHidden:
+    """What becomes of a job's output in the middle of a route: hidden states, encoded for the next hop."""
+
+    codec: Codec
+
+
+@dataclass(frozen=True)
+class Sample:
+    """At the last hop in RING mode: tokens for the positions from `first` on."""
+
+    sampling: Sampling
+    first: int
+
+
+@dataclass(frozen=True)
+class Return:
+    """At the last hop in DRIVEN mode: the wanted outputs go to the client as they are."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Encoded positions of a session to be run through the stage: [start, start + count), after dropping `skip` from the front."""
+
+    session: int
+    start: int
+    count: int
+    parts: tuple[tuple[TensorInfo, Buffer], ...]
+    then: ForwardHidden | Sample | Return
+    done: Callable[[Job, JobResult, Pass], None]
+    want: Want = Want.NOTHING
+    reorder: tuple[int, ...] = ()
+    skip: int = 0
+    submitted_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def phase(self) -> str:
+        """Under which name its time is counted: one position is a decode step, more are a part of a prompt."""
+        return DECODE if self.count == 1 else PREFILL
+
+    @property
+    def end(self) -> int:
+        """The position after the last."""
+        return self.start + self.count
+
+
+class Pass(NamedTuple):
+    """When the pass that a job was part of began and ended, on the clock of `Job.submitted_s`, and how many jobs it was of."""
+
+    began_s: float
+    ended_s: float
+    jobs: int
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What came of a job. `tokens` are (position, ids per row) for Sample; `tensor` for Forward and Return."""
+
+    tensor: tuple[TensorInfo, Buffer] | None = None
+    tokens: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    error: ErrorCode | None = None
+    bad_input: bool = False  # the error was in what came in, not in what was made of it
+
+
+def merge(first: Job, second: Job, max_tokens: int) -> Job | None:
+    """Both jobs as one forward pass where that gives the same: adjoining positions, no reorder or wanted output between.
+
+    This is what makes a replay of a thousand decode steps cost a few prefill passes.
+    """
+    adjoining = first.end == second.start and first.count + second.count <= max_tokens
+    if not adjoining or first.want != Want.NOTHING or second.want == Want.ALL or second.reorder or second.skip:
+        return None
+    return replace(first, count=first.count + second.count, parts=first.parts + second.parts, want=second.want)
+
+
+OnLonePass = Callable[[str, int, int, float], None]
+"""(phase, positions, units, seconds) of a pass of one session alone; called on the compute thread"""
+
+
+class _Batch(WorkItem):
+    """Jobs of several sessions that go through the model together."""
+
+    def __init__(self, jobs: Sequence[Job], run: Callable[[Sequence[Job]], None]) -> None:
+        owner = f"session {jobs[0].session}" if len(jobs) == 1 else f"{len(jobs)} sessions"
+        super().__init__(jobs[0].phase, urgency=Urgency.FORWARD, owner=owner, size=sum(job.count for job in jobs))
+        self._jobs = jobs
+        self._run = run
+
+    def run(self) -> None:
+        with torch.inference_mode():
+            self._run(self._jobs)
+
+    def abandon(self, error: Exception) -> None:
+        _give_up(self._jobs)
+
+
+class Worker:
+    """What sessions want computed on one span: a source of work for the device's executor.
+
+    A decode step is a job of one position; steps of all sessions that wait are run together. Prompt chunks (longer jobs)
+    are run one at a time, in turn with the decode steps, so that neither starves the other.
+    """
+
+    def __init__(self, runner: StageRunner, executor: Executor, *, chunk_tokens: int = 256) -> None:
+        self.runner = runner
+        self._executor = executor
+        self._chunk_tokens = chunk_tokens
+        self._waiting: dict[int, deque[Job]] = {}
+        self._prefill_next = False
+        self.steps = 0
+        self.positions = 0
+        self.on_lone_pass: OnLonePass = lambda _phase, _positions, _units, _seconds: None
+        self.meter = StageMeter(Span(runner.span.start, runner.span.end), SERVE)
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.runner!r} after {self.steps} passes, {len(self._waiting)} sessions waiting>"
+
+    @property
+    def queued(self) -> int:
+        """Jobs that wait."""
+        return sum(len(jobs) for jobs in list(self._waiting.values()))
+
+    async def start(self) -> None:
+        """Take part in the executor's turns. Raises ExecutorDied."""
+        await self._executor.add(self)
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; `job.done` is called on the loop, also where it comes to nothing."""
+        self._executor.submit(self, job)
+
+    def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Run a function on the compute thread, before the jobs that wait. Raises ExecutorDied."""
+        return self._executor.call(Urgency.CONTROL, torch.inference_mode()(function), kind="serving")
+
+    def open(self, session: int, **reservation: Any) -> None:
+        """Make room for a session (`StageRunner.open`) before any job of it is run; the caller has seen that it fits."""
+        self.call(partial(self.runner.open, session, **reservation))
+
+    def forget(self, session: int) -> None:
+        """Drop what waits for a session and free its cache."""
+
+        def drop() -> None:
+            self._waiting.pop(session, None)
+            self.runner.close(session)
+
+        self.call(drop)
+
+    async def close(self) -> None:
+        """Leave the executor after the pass that is running."""
+        await self._executor.remove(self)
+
+    # -- below: the compute thread
+
+    def put(self, item: Job) -> None:
+        self._waiting.setdefault(item.session, deque()).append(item)
+
+    def take(self) -> WorkItem | None:
+        """All waiting decode steps, or one prompt chunk."""
+        jobs = self._schedule()
+        return _Batch(jobs, self._run) if jobs else None
+
+    def abandon(self, items: Iterable[Job], error: Exception) -> None:
+        _give_up([*(job for jobs in self._waiting.values() for job in jobs), *items])
+        self._waiting.clear()
+
+    def _run(self, batch: Sequence[Job]) -> None:
+        results = self._compute(batch)
+        self._executor.post(_deliver, batch, results, Pass(self._executor.began_s, self._executor.clock(), len(batch)))
+
+    def _schedule(self) -> list[Job]:
+        """Either all waiting decode steps, or one prompt chunk; in turn where both wait."""
+        steps: list[int] = []
+        prompts: list[int] = []
+        for session, jobs in self._waiting.items():
+            (steps if jobs[0].count == 1 and len(jobs) == 1 else prompts).append(session)
+        if prompts and (self._prefill_next or not steps):
+            self._prefill_next = False
+            return [self._take(prompts[0])]
+        self._prefill_next = True
+        return [self._take(session) for session in steps]
+
+    def _take(self, session: int) -> Job:
+        jobs = self._waiting.pop(session)
+        job = jobs.popleft()
+        while jobs and (merged := merge(job, jobs[0], self._chunk_tokens)) is not None:
+            jobs.popleft()
+            job = merged
+        if jobs:
+            self._waiting[session] = jobs  # at the end: prompts take turns
+        return job
+
+    def _compute(self, batch: Sequence[Job]) -> list[JobResult]:
+        works: list[StepInput] = []
+        ready: list[Job] = []
+        failed: dict[int, JobResult] = {}
+        for job in batch:
+            try:
+                works.append(self._decode(job))
+                ready.append(job)
+            except ProtocolError as error:
+                failed[id(job)] = JobResult(error=error.code, bad_input=True)
+        try:
+            outputs = self._pass(batch[0].phase, works) if works else []
+            done = {id(job): self._encode(job, result.output) for job, result in zip(ready, outputs, strict=True)}
+        except Exception as error:
+            if is_device_fault(error):
+                raise
+            log.exception("a pass over %d jobs failed", len(works))
+            done = {id(job): JobResult(error=ErrorCode.INTERNAL) for job in ready}
+        self.steps += 1
+        self.positions += sum(job.count for job in ready)
+        for job in ready:
+            self.meter.note_hop(job.phase, job.submitted_s)
+        return [failed.get(id(job)) or done[id(job)] for job in batch]
+
+    def _pass(self, phase: str, works: Sequence[StepInput]) -> list[Output]:
+        tokens = [work.x.shape[0] * work.x.shape[1] for work in works]
+        units = [self.runner.units(work.session_id) for work in works]
+        unit_tokens = sum(map(operator.mul, tokens, units))
+        with self.meter.passing(phase, microbatches=len(works), tokens=sum(tokens), unit_tokens=unit_tokens):
+            began_s = self._executor.clock()
+            outputs = self.runner.run(works)
+            if len(works) == 1:
+                self.on_lone_pass(phase, works[0].x.shape[1], units[0], self._executor.clock() - began_s)
+        return outputs
+
+    def _decode(self, job: Job) -> StepInput:
+        # The session has checked the shapes: whatever the codec, no payload makes more than they say.
+        tensors = [decode(info, payload, device=self.runner.span.device) for info, payload in job.parts]
+        x = (tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1))[:, job.skip :]
+        if x.is_floating_point():
+            if not is_finite(x):
+                raise ProtocolError("the input is not finite", code=ErrorCode.NOT_FINITE)
+            x = x.to(self.runner.span.dtype)
+        elif int(x.min()) < 0 or int(x.max()) >= self.runner.span.vocab_size:
+            raise ProtocolError("a token id is not in the vocabulary", code=ErrorCode.INVALID_REQUEST)
+        wanted = _wanted(job)
+        want = WANT_NOTHING if wanted == 0 else WANT_LAST if wanted == 1 else WANT_ALL
+        return StepInput(job.session, x, want=want, reorder=job.reorder)
+
+    def _encode(self, job: Job, y: torch.Tensor) -> JobResult:
+        """`y` is hidden_BTH, or at the last hop logits_BKV (hidden_BTH where the client holds the head)."""
+        then = job.then
+        if isinstance(then, ForwardHidden):
+            info, payload = encode(y, then.codec)
+            self.meter.note_tensors(then.codec, FORWARD, raw_bytes=y.nbytes, encoded_bytes=len(payload))
+            return JobResult(tensor=(info, payload))
+        wanted = _wanted(job)
+        y = y[:, y.shape[1] - wanted :]
+        if not is_finite(y):
+            return JobResult(error=ErrorCode.NOT_FINITE)
+        if isinstance(then, Return):
+            return JobResult(tensor=encode(y, Codec.NONE)) if wanted else JobResult()
+        first = job.end - wanted + 1  # logits at p draw the token at p + 1
+        tokens = ((first + column, sample(y[:, column], then.sampling, first + column)) for column in range(wanted))
+        return JobResult(tokens=tuple((position, tuple(ids_B.tolist())) for position, ids_B in tokens))
+
+
+def _wanted(job: Job) -> int:
+    """How many of the job's last positions the head must compute."""
+    then = job.then
+    if isinstance(then, ForwardHidden):
+        return 0
+    if isinstance(then, Sample):
+        return max(0, min(job.count, job.end + 1 - then.first))
+    return {Want.NOTHING: 0, Want.LAST: 1, Want.ALL: job.count}[job.want]
+
+
+def _give_up(jobs: Sequence[Job]) -> None:
+    """Tell on the loop that these jobs come to nothing, for a reason of this node's own."""
+    now_s = time.perf_counter()
+    _deliver(jobs, [JobResult(error=ErrorCode.INTERNAL)] * len(jobs), Pass(now_s, now_s, len(jobs)))
+
+
+def _deliver(batch: Sequence[Job], results: Sequence[JobResult], run: Pass) -> None:
+    for job, result in zip(batch, results, strict=True):
+        job.done(job, result, run)

@@ -1,0 +1,213 @@
+"""All-reducer: replicas of the same blocks come to one gradient, or to one set of parameters.
+
+The arithmetic is that of `compute/training/averaging/gradient_compressor.py`: rounds, in each of which the
+contributors' vectors are summed in parts
+(`attempt.py`), so that everybody ends with identical numbers. Nothing that lasts is touched before the commit: an attempt that
+fails is made again with other members.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from swarmnode.codec.body import SHARED
+from swarmnode.codec.messages import Error
+from swarmnode.codec.tensors import Codec
+from swarmnode.codec.training_messages import Group, How, Pull, Reduce
+from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.training.averaging.gradient_compressor import (
+    GradientCompressor,
+    Rounds,
+    make_gradient_compressor,
+)
+from swarmnode.compute.training.averaging.round import Round
+from swarmnode.compute.training.flat import FlatVector
+from swarmnode.compute.training.learner import Learner
+from swarmnode.errors import ErrorCode
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.roles.training.attempt import Attempt, Circle
+from swarmnode.roles.training.partner import AttemptId
+from swarmnode.roles.training.pulls import EarlyPulls, attempt_of
+from swarmnode.swarm.records.run import Averaging
+
+Blocks = tuple[int, ...]
+T = TypeVar("T")
+
+
+@dataclass
+class Agreed:
+    """What an all-reduce came to, by blocks. Where there is no vector, blocks keep their own accumulators."""
+
+    sums: dict[Blocks, Tensor] = field(default_factory=dict)
+    pseudo_gradients: dict[Blocks, Tensor] = field(default_factory=dict)
+    summed: set[int] = field(default_factory=set)
+    apart: set[int] = field(default_factory=set)
+    squares: list[float] = field(default_factory=list)
+    gradient_compressors: list[GradientCompressor] = field(default_factory=list)
+
+    def commit(self, learner: Learner, norm: float) -> None:
+        """Update with it; on the bench."""
+        learner.commit(self.sums, norm, summed=self.summed, apart=self.apart, pseudo_gradients=self.pseudo_gradients)
+        for gradient_compressor in self.gradient_compressors:
+            gradient_compressor.accept()
+
+
+class AllReducer:
+    """One attempt at a time; `hear` takes what others pull, which may be before our own REDUCE."""
+
+    def __init__(self, peer: PeerId, switchboard: Switchboard, executor: Executor) -> None:
+        self._peer = peer
+        self._switchboard = switchboard
+        self._executor = executor
+        self._early = EarlyPulls()
+        self._attempt: Attempt | None = None
+        self._newest = AttemptId(-1, -1, -1)
+        self._learner: Learner | None = None
+        self._gradient_compressors: dict[tuple[Blocks, int], GradientCompressor] = {}
+
+    def __repr__(self) -> str:
+        return f"<AllReducer with {self._attempt!r}, {self._early!r}, {len(self._gradient_compressors)} exchanges>"
+
+    def hear(self, channel: Channel, body: Pull) -> None:
+        """A replica begins to pull parts."""
+        attempt = attempt_of(body)
+        if attempt > self._newest:
+            self._early.keep(channel, body)
+        elif self._attempt is None or attempt != self._attempt.id:
+            channel.close(Error(ErrorCode.STALE))
+        elif channel.peer in self._attempt.partners:
+            self._attempt.partners[channel.peer].pulled(channel, body.chunks)
+        else:
+            channel.close(Error(ErrorCode.REFUSED))
+
+    async def reduce(self, term: int, body: Reduce, learner: Learner, *, listening: bool) -> Agreed:
+        """Agree with the members of each group that we are in.
+
+        Raises PeerLost with the peer that stands still or is gone, ProtocolError with the one that broke the rules, NotFinite.
+        """
+        if learner is not self._learner:  # another run, or another state: what was left over before is not its own
+            self._learner = learner
+            self._gradient_compressors.clear()
+        circles = {group.number: _circle(group) for group in body.groups if len(group.members) > 1}
+        attempt = self._begin(AttemptId(term, body.step, body.attempt), list(circles.values()))
+        agreed = Agreed()
+        try:
+            async with attempt:
+                for group in body.groups:
+                    await self._agree_on(group, attempt, circles.get(group.number), agreed, listening=listening)
+        finally:
+            if self._attempt is attempt:
+                self._attempt = None
+        return agreed
+
+    def _begin(self, number: AttemptId, circles: list[Circle]) -> Attempt:
+        attempt = Attempt(self._peer, number, self._switchboard, self._call, circles, self._early)
+        self._attempt = attempt
+        self._newest = max(self._newest, number)
+        self._early.drop_until(self._newest)
+        return attempt
+
+    async def _agree_on(
+        self, group: Group, attempt: Attempt, circle: Circle | None, agreed: Agreed, *, listening: bool
+    ) -> None:
+        learner = self._learner
+        assert learner is not None
+        blocks = tuple(block for block in group.blocks if block in learner.blocks)
+        if not blocks:
+            agreed.squares.append(0.0)
+        elif group.how == How.SUM:
+            await self._sum_gradients(learner, blocks, attempt, circle, agreed)
+        else:
+            pseudo_gradient_N = (
+                await self._call(lambda: learner.pseudo_gradients(blocks)) if group.how == How.AVERAGE else None
+            )
+            if pseudo_gradient_N is not None:
+                await self._average(pseudo_gradient_N, blocks, attempt, circle, agreed)
+            agreed.apart.update(blocks)
+            agreed.squares.append(0.0 if listening else await self._call(lambda: learner.apart_squared_norm(blocks)))
+
+    async def _sum_gradients(
+        self, learner: Learner, blocks: Blocks, attempt: Attempt, circle: Circle | None, agreed: Agreed
+    ) -> None:
+        total_N = None
+        if circle is not None:
+            local = learner.gradient(blocks)
+            await self._call(lambda: learner.squared_norm(blocks))  # NaN of our own is told by us, with its unit
+            total_N = agreed.sums[blocks] = torch.empty(len(local), device=local.device)
+            await self._sum(
+                local, FlatVector([total_N]), self._gradient_compressor(blocks, How.SUM), attempt, circle, agreed
+            )
+        agreed.summed.update(blocks)
+        agreed.squares.append(await self._call(lambda: learner.squared_norm(blocks, total_N)))
+
+    async def _average(
+        self, pseudo_gradient_N: Tensor, blocks: Blocks, attempt: Attempt, circle: Circle | None, agreed: Agreed
+    ) -> None:
+        """The mean of the members' ways takes the place of our own: another attempt finds it anew."""
+        if circle is not None:
+            await self._call(lambda: pseudo_gradient_N.mul_(circle.weights.get(self._peer, 0.0)))
+            pseudo_gradients = FlatVector([pseudo_gradient_N])
+            await self._sum(
+                pseudo_gradients,
+                pseudo_gradients,
+                self._gradient_compressor(blocks, How.AVERAGE),
+                attempt,
+                circle,
+                agreed,
+            )
+        agreed.pseudo_gradients[blocks] = pseudo_gradient_N
+
+    async def _sum(
+        self,
+        local: FlatVector,
+        total: FlatVector,
+        gradient_compressor: GradientCompressor,
+        attempt: Attempt,
+        circle: Circle,
+        agreed: Agreed,
+    ) -> None:
+        """The rounds of an exchange."""
+        rounds = gradient_compressor.run(local, total, circle.weights.get(self._peer, 0.0))
+        number = 0
+        while (round_ := await self._call(lambda: _next(rounds))) is not None:
+            await attempt.sum(circle, number, round_)
+            number += 1
+        agreed.gradient_compressors.append(gradient_compressor)
+
+    def _gradient_compressor(self, blocks: Blocks, how: int) -> GradientCompressor:
+        """The one that has what these blocks' earlier exchanges left over."""
+        assert self._learner is not None
+        if (blocks, how) not in self._gradient_compressors:
+            averaging = self._learner.run.averaging
+            if SHARED in blocks and how == How.SUM:
+                averaging = _without_means(averaging)
+            self._gradient_compressors[blocks, how] = make_gradient_compressor(averaging, self._learner.shapes(blocks))
+        return self._gradient_compressors[blocks, how]
+
+    def _call(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        return self._executor.call(Urgency.CONTROL, function)
+
+
+def _next(rounds: Rounds) -> Round | None:
+    return next(rounds, None)
+
+
+def _circle(group: Group) -> Circle:
+    """Contributors, in their order, weigh as much as their share of the microbatches."""
+    total = sum(member.count for member in group.members)
+    weights = {member.peer: member.count / total for member in group.members if member.count > 0}
+    return Circle(group.number, tuple(member.peer for member in group.members), weights)
+
+
+def _without_means(averaging: Averaging) -> Averaging:
+    """For what the ends share: one end's gradient adds to the other's and does not stand for it."""
+    codec = Codec.FP16 if averaging.codec == Codec.TOPK else averaging.codec
+    return msgspec.structs.replace(averaging, codec=codec, rank=0)

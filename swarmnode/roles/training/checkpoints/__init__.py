@@ -1,0 +1,1 @@
+"""Training states on disk: written, given to replicas, fetched from them, exported."""

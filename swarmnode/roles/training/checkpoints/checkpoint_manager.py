@@ -1,0 +1,92 @@
+"""Checkpoint manager: a stage's states on its disk, given to the replicas that ask, and fetched from them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from pathlib import Path
+
+from swarmnode.codec.messages import Hello
+from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.snapshot import read_step, write_step
+from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.links.link import LinkConfig
+from swarmnode.roles.training.checkpoints.state_server import StateServer
+from swarmnode.roles.training.checkpoints.states import fetch_states, state_board
+from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.storage.states import StateStore, stored_runs
+
+MAX_TOLD = 16
+
+
+class CheckpointManager:
+    """One store at a time: that of the run in force, at the start of the latest run on this disk."""
+
+    def __init__(self, network: Network, hello: Hello, link_config: LinkConfig, root: Path) -> None:
+        self._network = network
+        self._hello = hello
+        self._link_config = link_config
+        self._root = root
+        self._board = state_board(network, hello, link_config)
+        self._server: StateServer | None = None
+        self._store: StateStore | None = None
+        self._served: StateStore | None = None
+        runs = stored_runs(root)
+        if runs:
+            self.open(runs[0])
+
+    def __repr__(self) -> str:
+        return f"<CheckpointManager of {self._store!r}>"
+
+    @property
+    def run(self) -> Run | None:
+        """The run whose states are kept."""
+        return None if self._store is None else self._store.run
+
+    def open(self, run: Run) -> None:
+        """Keep the states of this run from now on."""
+        if self._store is None or self._store.run != run:
+            if self._store is not None:
+                self._store.close()
+            self._store = StateStore(self._root, run)
+
+    def kept(self) -> tuple[int, ...]:
+        """Steps on the disk, newest first."""
+        return () if self._store is None else tuple(sorted(self._store.steps(), reverse=True)[:MAX_TOLD])
+
+    async def serve(self, fresh: Callable[[], Awaitable[int]]) -> None:
+        """Give states to peers; `fresh` writes down the step that the stage is at."""
+        assert self._store is not None
+        if self._served is self._store:
+            return
+        if self._server is not None:
+            await self._server.close()
+        self._served = self._store
+        self._server = await StateServer.start(self._network, self._hello, self._link_config, self._store, fresh)
+
+    def save(self, learner: Learner) -> int:
+        """Write the learner's step down, unless it is there; on the bench. Raises LocalError where the disk is full."""
+        assert self._store is not None
+        if learner.step not in self._store.steps():
+            write_step(self._store, learner.step, {block: learner.state(block) for block in learner.blocks})
+        return learner.step
+
+    def load(self, learner: Learner, step: int) -> None:
+        """Put the learner back to a step on the disk; on the bench. Raises CheckpointError."""
+        assert self._store is not None
+        for block, tensors in read_step(self._store, step, learner.blocks).items():
+            learner.load(block, tensors)
+        learner.discard()
+        learner.step = step
+
+    async def fetch(self, peers: Callable[[], Iterable[PeerId]], blocks: Collection[int], *, at_least: int) -> int:
+        """Bring a step of these blocks from the peers; which one it is."""
+        assert self._store is not None
+        return await fetch_states(self._board, peers, blocks, into=self._store, at_least=at_least)
+
+    async def close(self) -> None:
+        """Stop giving and fetching."""
+        if self._server is not None:
+            await self._server.close()
+        await self._board.close()
+        if self._store is not None:
+            self._store.close()

@@ -1,0 +1,1 @@
+"""The coordinator of a training: its election, rendezvous, leases, and the steps."""

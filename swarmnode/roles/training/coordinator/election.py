@@ -1,0 +1,146 @@
+"""Coordinator election: a training node among the others. It sees to it that somebody leads: the eldest ready one that
+may, whenever nobody
+does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import Body, Error
+from swarmnode.codec.training_messages import Failed, Work
+from swarmnode.errors import ErrorCode, PeerError, PeerLost
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.switchboard import Channel
+from swarmnode.net.tasks import Tasks
+from swarmnode.roles.training.coordinator.coordinator import TERM_BITS, Coordinator
+from swarmnode.roles.training.coordinator.loopback import Loopback
+from swarmnode.roles.training.coordinator.worker_handle import Line
+from swarmnode.roles.training.worker.stage import TrainingStage
+from swarmnode.swarm.peers.directory import Directory
+from swarmnode.swarm.records.announcement import State, peer_digest
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+SETTLE_S = 0.3  # a new coordinator's LEAD may be on its way
+
+
+class CoordinatorElection:
+    """Owns the coordinator, while it is this node's turn."""
+
+    def __init__(self, directory: Directory, stage: TrainingStage, units: int) -> None:
+        self._directory = directory
+        self._stage = stage
+        self._units = units
+        self._coordinator: Coordinator | None = None
+        self._tasks = Tasks("crew")
+        self._changed = asyncio.Event()
+        stage.may_lead = self._may_lead
+        stage.on_work = self._work
+        stage.on_coordinator_lost = self._lost
+
+    def __repr__(self) -> str:
+        return f"<CoordinatorElection of {self._stage!r}, {self._coordinator or 'not leading'}>"
+
+    def start(self) -> None:
+        self._tasks.spawn(self._watch(), "watch")
+        self._tasks.spawn(self._follow_directory(), "directory")
+
+    async def close(self) -> None:
+        await self._tasks.close()
+        if self._coordinator is not None:
+            await self._coordinator.close()
+
+    async def _follow_directory(self) -> None:
+        revision = -1
+        while True:
+            revision = await self._directory.changed(revision)
+            self._changed.set()
+
+    async def _watch(self) -> None:
+        """Whenever something changed, and now and then: lead if nobody does, or nobody who may, and we are the eldest; let a
+        coordinator of ours know who is there."""
+        while True:
+            try:
+                await asyncio.wait_for(self._changed.wait(), LOOK_S)
+            except asyncio.TimeoutError:
+                if self._coordinator is not None:
+                    await (
+                        self._directory.refresh()
+                    )  # directories slow down in calm times; who comes is to be useful soon
+            self._changed.clear()
+            if self._is_our_turn():
+                await asyncio.sleep(SETTLE_S)
+                await self._directory.refresh()  # of those that began together, one is the eldest
+                if self._is_our_turn():
+                    await self._take_over()
+            if self._coordinator is not None:
+                self._coordinator.enlist(ready_peers(self._directory))
+
+    def _is_our_turn(self) -> bool:
+        coordinator = self._stage.coordinator
+        if coordinator is not None and self._may_lead(coordinator):
+            return False
+        eldest = next(filter(self._may_lead, ready_peers(self._directory)), None)
+        return eldest == self._directory.network.peer_id
+
+    def _may_lead(self, peer: PeerId) -> bool:
+        return self._stage.gate.may_lead(peer, ready_peers(self._directory))
+
+    async def _take_over(self) -> None:
+        if self._coordinator is not None:
+            await self._coordinator.close()
+        term = term_after(self._stage.term, self._directory.network.peer_id)
+        self._coordinator = Coordinator(term, self._units, self._dial, resigned=self._resigned)
+        log.info("this node leads the training from now on")
+        self._coordinator.start()
+
+    def _resigned(self, term: int) -> None:
+        coordinator, self._coordinator = self._coordinator, None
+        if coordinator is not None:
+            log.info("a newer term is in force: this node does not lead any more")
+            self._stage.term = max(self._stage.term, term - 1)
+            self._tasks.spawn(coordinator.close(), "resign")
+            self._changed.set()
+
+    def _lost(self, peer: PeerId, error: PeerError | None) -> None:
+        if error is not None:
+            self._directory.suspect(peer, str(error))
+        self._changed.set()
+
+    async def _dial(
+        self, peer: PeerId, on_frame: Callable[[Frame, Body], None], on_lost: Callable[[PeerError], None]
+    ) -> Line:
+        if peer != self._directory.network.peer_id:
+            try:
+                return await self._stage.switchboard.call(peer, on_frame, on_lost)
+            except PeerLost as error:
+                self._directory.suspect(peer, str(error))
+                raise
+        here, there = Loopback.pair(peer)
+        here.on_frame, here.on_lost = on_frame, on_lost
+        self._stage.follow(there)
+        return here
+
+    def _work(self, channel: Channel, body: Work) -> None:
+        """A trainer asks: we lead, or say who does."""
+        if self._coordinator is not None:
+            self._coordinator.work(channel, body)
+        elif self._stage.coordinator is not None:
+            channel.close(Failed(0, self._stage.coordinator, ErrorCode.ELSEWHERE))
+        else:
+            channel.close(Error(ErrorCode.ELSEWHERE))
+
+
+def term_after(term: int, peer: PeerId) -> int:
+    """A higher term than any heard of. Two peers that take over at once have different ones, so that one of them resigns."""
+    return ((term >> TERM_BITS) + 1 << TERM_BITS) + int.from_bytes(peer_digest(peer)[: TERM_BITS // 8], "big")
+
+
+def ready_peers(directory: Directory) -> list[PeerId]:
+    """Who can lead, the eldest first: those who hold units (doors announce themselves too)."""
+    ready = [peer for peer in directory.peers().values() if peer.life is State.READY and peer.span[0] < peer.span[1]]
+    return [peer.peer for peer in sorted(ready, key=lambda peer: (peer.started_at, peer.peer))]

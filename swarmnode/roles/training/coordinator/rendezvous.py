@@ -1,0 +1,46 @@
+"""Roll call: from what all stages say that they hold, the step from which the training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from swarmnode.plan.training.recovery import RecoveryPlan, plan_recovery
+from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle
+from swarmnode.swarm.records.run import Run, decode_run, encode_run
+
+ROLL_BACK_AFTER_S = 3.0  # units are missing that long before steps on disk count: a peer may only have been slow
+
+
+class Rendezvous:
+    """Goes on until the stages together hold all `units`; `missing` are those that they lack."""
+
+    def __init__(self, units: int, clock: Callable[[], float]) -> None:
+        self.missing: tuple[int, ...] = ()
+        self._units = units
+        self._clock = clock
+        self._missing_since_s: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Rendezvous, {len(self.missing)} of {self._units} units missing>"
+
+    def find(self, members: Iterable[WorkerHandle], run: Run) -> RecoveryPlan | None:
+        """The step to go on from and everybody's way there; None as long as units are missing. All members have answered."""
+        members = list(members)
+        fresh = all(not member.has_begun for member in members)
+        reports = {member.peer: member.report(encode_run(run), fresh=fresh) for member in members}
+        now_s = self._clock()
+        waited_s = 0.0 if self._missing_since_s is None else now_s - self._missing_since_s
+        alone = not any(report.ready for report in reports.values())
+        found = plan_recovery(self._units, reports, roll_back=alone or waited_s >= ROLL_BACK_AFTER_S)
+        self.missing = found.missing
+        if not found.missing:
+            return found
+        self._missing_since_s = now_s - waited_s
+        return None
+
+
+def furthest_run(members: Iterable[WorkerHandle]) -> Run | None:
+    """The run that a stage has come furthest in, if any has begun one."""
+    begun = [member.status for member in members if member.has_begun and member.status is not None]
+    furthest = max(begun, key=lambda status: (status.condition, status.step, max(status.kept, default=0)), default=None)
+    return None if furthest is None else decode_run(furthest.run)

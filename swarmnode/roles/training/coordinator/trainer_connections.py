@@ -1,0 +1,76 @@
+"""Trainer connections: the trainers at work for a coordinator, what each offers, and the news that all of them hear."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from swarmnode.codec.messages import Body
+from swarmnode.codec.training_messages import StepReport, Stopped
+from swarmnode.net.links.switchboard import Channel
+from swarmnode.swarm.records.run import Run
+
+HISTORY_STEPS = 1024
+
+
+@dataclass(eq=False)
+class TrainerLine:
+    """A trainer at work: the run that it feeds, how many microbatches it takes at a time, and those that it has."""
+
+    channel: Channel
+    run: Run
+    want: int
+    leases: set[int] = field(default_factory=set)
+
+    def send(self, body: Body) -> None:
+        """Tell it something; where the link is cut, its loss is about to be heard of."""
+        if self.channel.open:
+            self.channel.send(body)
+
+
+class TrainerConnections:
+    """Who came, and what was told: a trainer that comes later hears the steps that it has not heard of."""
+
+    def __init__(self) -> None:
+        self.stopped: Stopped | None = None
+        self.history: deque[StepReport] = deque(maxlen=HISTORY_STEPS)
+        self._lines: dict[Channel, TrainerLine] = {}
+
+    def __repr__(self) -> str:
+        return f"<TrainerConnections of {len(self._lines)} trainers, {len(self.history)} steps told>"
+
+    def __iter__(self) -> Iterator[TrainerLine]:
+        return iter(list(self._lines.values()))
+
+    def add(self, line: TrainerLine, since: int) -> None:
+        """A trainer that has heard of all steps below `since`."""
+        self._lines[line.channel] = line
+        for report in self.history:
+            if report.step >= since:
+                line.send(report)
+        if self.stopped is not None:
+            line.send(self.stopped)
+
+    def remove(self, channel: Channel) -> bool:
+        """A trainer has gone; False where it had before."""
+        return self._lines.pop(channel, None) is not None
+
+    def free(self) -> TrainerLine | None:
+        """Who has most room for another microbatch, if anybody has."""
+        line = min(self, key=lambda line: len(line.leases) / line.want, default=None)
+        return line if line is not None and len(line.leases) < line.want else None
+
+    def tell(self, news: StepReport | Stopped) -> None:
+        """Let all hear it. What was committed and how it ended are told to later ones too; who is missing is not."""
+        if isinstance(news, Stopped):
+            self.stopped = news
+        elif not news.missing:
+            self.history.append(news)
+        for line in self:
+            line.send(news)
+
+    def begin_anew(self) -> None:
+        """Another run: what was told of the last one is past."""
+        self.history.clear()
+        self.stopped = None

@@ -1,0 +1,89 @@
+"""Admission queue: the microbatches that a stage has taken in, of the step that it is at and of the one to come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from swarmnode.codec.training_messages import Forward
+from swarmnode.net.links.switchboard import Channel
+from swarmnode.roles.training.memory import TrainingMemory
+from swarmnode.roles.training.worker.microbatch_in_flight import MicrobatchInFlight, place_of
+
+MAX_IN_FLIGHT = 64  # microbatches at once, those of the step to come included
+MAX_HELD_BYTES = 1 << 30  # of what they brought in
+
+
+class Arrival(NamedTuple):
+    """A FORWARD, and the conversation that brought it."""
+
+    channel: Channel
+    body: Forward
+    payload: bytes | bytearray
+
+
+class AdmissionQueue:
+    """Those of this step are passages; those of the next wait for the COMMIT that may still be on its way."""
+
+    def __init__(self, memory: TrainingMemory) -> None:
+        self._memory = memory
+        self._microbatches: dict[int, MicrobatchInFlight] = {}  # by `place_of`
+        self._waiting: list[Arrival] = []
+        self._released: set[int] = set()  # leases of this step whose FORWARD may still be on its way
+
+    def __repr__(self) -> str:
+        return f"<AdmissionQueue of {len(self._microbatches)} passages, {len(self._waiting)} waiting>"
+
+    def is_released(self, lease: int) -> bool:
+        """Whether the coordinator has called a lease of this step back."""
+        return lease in self._released
+
+    def takes(self, arrival: Arrival) -> bool:
+        """Whether it is new and there is room for it: senders are not trusted to keep within what fits."""
+        held_bytes = sum(microbatch.held_bytes for microbatch in self._microbatches.values())
+        held_bytes += sum(len(other.payload) for other in self._waiting) + len(arrival.payload)
+        has_room = len(self._microbatches) + len(self._waiting) < MAX_IN_FLIGHT and held_bytes <= MAX_HELD_BYTES
+        place = place_of(arrival.body)
+        return has_room and place not in self._microbatches and self._memory.admit(place)
+
+    def wait(self, arrival: Arrival) -> None:
+        """It is of the step to come."""
+        self._waiting.append(arrival)
+
+    def begin(self, microbatch: MicrobatchInFlight) -> None:
+        """It is under way."""
+        self._microbatches[place_of(microbatch.body)] = microbatch
+
+    def ended(self, microbatch: MicrobatchInFlight) -> None:
+        """It is over, in whatever way."""
+        place = place_of(microbatch.body)
+        if self._microbatches.get(place) is microbatch:
+            del self._microbatches[place]
+            self._memory.ended(place)
+
+    def release(self, leases: Iterable[int]) -> None:
+        """The coordinator calls leases back: what is here of them ends, and what comes of them is late."""
+        called = set(leases)
+        self._released |= called
+        for microbatch in [microbatch for microbatch in self._microbatches.values() if microbatch.body.lease in called]:
+            microbatch.end()
+
+    def give_up_all(self) -> None:
+        """End everything that is here."""
+        for microbatch in list(self._microbatches.values()):
+            microbatch.end()
+        for arrival in self._waiting:
+            arrival.channel.close()
+            self._memory.ended(place_of(arrival.body))
+        self._waiting.clear()
+
+    def new_term(self) -> None:
+        """Another coordinator, or the same one anew: all leases of before are void."""
+        self._released.clear()
+        self.give_up_all()
+
+    def next_step(self) -> list[Arrival]:
+        """The step is committed; those that have waited for that."""
+        self._released.clear()
+        waiting, self._waiting = self._waiting, []
+        return waiting

@@ -1,0 +1,230 @@
+"""Microbatch in flight: one microbatch at one hop. Values come in, are computed, and go on; gradients come back, and so do ours.
+
+One conversation with the sender and one with the next hop carry it; the end of either, in whatever way, is its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from torch import Tensor
+
+from swarmnode.codec.body import MAX_ROUTE_HOPS
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import Body, End, Error, Fault
+from swarmnode.codec.training_messages import Backward, Forward
+from swarmnode.compute.executor import Urgency
+from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.switchboard import Channel
+from swarmnode.roles.measuring.meters import BACKWARD, FORWARD
+from swarmnode.roles.training.worker.values import Encoded, decode_values
+
+if TYPE_CHECKING:
+    from swarmnode.roles.training.worker.stage import TrainingStage
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+URGENCY = {FORWARD: Urgency.FORWARD, BACKWARD: Urgency.BACKWARD}
+
+
+def place_of(body: Forward) -> int:
+    """A number for a lease at one hop: a peer may be in a route more than once."""
+    return body.lease * MAX_ROUTE_HOPS + body.hop
+
+
+class MicrobatchInFlight:
+    """`run` lives its whole life; `cancel` ends it early. `body` says what and where."""
+
+    def __init__(self, stage: TrainingStage, channel: Channel, body: Forward, payload: bytes | bytearray) -> None:
+        self.body = body
+        self._stage = stage
+        self._channel = channel
+        self._payload: bytes | bytearray = payload
+        self._next: Channel | None = None
+        self._answer: asyncio.Future[tuple[Backward, bytes | bytearray]] | None = None
+        self._ended = False
+        channel.on_frame = self._hear_sender
+        channel.on_lost = lambda _error: self.end()
+
+    def __repr__(self) -> str:
+        body = self.body
+        return (
+            f"<MicrobatchInFlight of microbatch {body.number} of step {body.step}, lease {body.lease}, hop {body.hop}>"
+        )
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    @property
+    def held_bytes(self) -> int:
+        """Of what came in and is not computed yet."""
+        return len(self._payload)
+
+    async def run(self) -> None:
+        """Forward, wait for the gradients, back. What goes wrong is told to the sender."""
+        body = self.body
+        try:
+            if body.hop + 1 == len(body.route):
+                loss, encoded, present = await self._compute(FORWARD, self._there_and_back)
+            else:
+                values = await self._compute(FORWARD, self._forward)
+                answer, payload = await self._ask_next(values)
+                loss = answer.loss
+                encoded, present = await self._compute(
+                    BACKWARD, lambda: self._backward(self._gradients(answer, payload))
+                )
+            if not self._ended:
+                self._finish(Backward(loss, present, encoded[0]), encoded[1])
+        except SwarmnodeError as error:
+            if isinstance(error, NotFinite):
+                self._stage.blame(error)
+            self._fail(error)
+        except asyncio.CancelledError:
+            self.end()
+            raise
+        except Exception:
+            log.exception("%r failed", self)
+            self._fail(ProtocolError("a microbatch failed here", code=ErrorCode.INTERNAL))
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Forget it all; whoever computes for it stops. Safe to call twice."""
+        if self._ended:
+            return
+        self._ended = True
+        self._channel.close()
+        if self._next is not None:
+            self._next.close()
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(PeerLost("the microbatch was given up"))
+        self._stage.ended(self)
+
+    async def _compute(self, phase: str, function: Callable[[], T]) -> T:
+        """Wait for the bench, and have it done there. At the last hop the way forward leads back as well."""
+        came_s = time.perf_counter()
+        result = await self._stage.bench.call(URGENCY[phase], function)
+        self._stage.meter.note_hop(phase, came_s)
+        return result
+
+    # -- compute, on the bench
+
+    def _forward(self) -> Encoded:
+        outputs = self._outputs()
+        peer = self.body.route[self.body.hop + 1].peer
+        bandwidth_bps = self._stage.switchboard.bandwidth_bps(peer)
+        return self._encode(outputs, peer, FORWARD, bandwidth_bps)
+
+    def _there_and_back(self) -> tuple[float, Encoded, tuple[bool, ...]]:
+        """At the last hop the loss's gradient is at hand."""
+        (loss,) = self._outputs()
+        encoded, present = self._backward(())
+        self._stage.note_loss(self.body.number, float(loss))
+        return float(loss), encoded, present
+
+    def _outputs(self) -> tuple[Tensor, ...]:
+        """What this hop's units make of what came in, which is let go."""
+        body, learner = self.body, self._stage.learner
+        self._check_alive()
+        values = decode_values(body.values, self._payload, learner.segment.device)
+        self._payload = b""
+        hop = body.route[body.hop]
+        with self._passing(FORWARD):
+            return learner.forward(place_of(body), body.number, hop.start, hop.end, values)
+
+    def _backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Encoded, tuple[bool, ...]]:
+        self._check_alive()
+        with self._passing(BACKWARD):
+            inputs = self._stage.learner.backward(place_of(self.body), gradients)
+        if self.body.hop == 0:
+            inputs = tuple(None for _ in inputs)  # the trainer has no use for them
+        present = tuple(gradient is not None for gradient in inputs)
+        flowing = [gradient for gradient in inputs if gradient is not None]
+        channel = self._channel
+        return self._encode(flowing, channel.peer, BACKWARD, channel.bandwidth_bps), present
+
+    @contextmanager
+    def _passing(self, phase: str) -> Iterator[None]:
+        """Around the pass itself."""
+        stage, hop = self._stage, self.body.route[self.body.hop]
+        assert stage.run is not None
+        units, tokens = hop.end - hop.start, stage.run.microbatch * max(1, stage.run.sequence)
+        counting = stage.meter.passing(phase, microbatches=1, tokens=tokens, unit_tokens=units * tokens)
+        with stage.unit_time.timing(units), counting:
+            yield
+
+    def _encode(self, values: Sequence[Tensor], peer: PeerId, direction: str, bandwidth_bps: float | None) -> Encoded:
+        compressor = self._stage.compressor
+        infos, payloads = compressor.encode(values, peer, direction, bandwidth_bps)
+        raw_bytes, encoded_bytes = sum(value.nbytes for value in values), sum(map(len, payloads))
+        codec = compressor.choices[peer, direction].codec
+        self._stage.meter.note_tensors(codec, direction, raw_bytes=raw_bytes, encoded_bytes=encoded_bytes)
+        return infos, payloads
+
+    def _gradients(self, answer: Backward, payload: bytes | bytearray) -> tuple[Tensor | None, ...]:
+        flowing = iter(decode_values(answer.values, payload, self._stage.learner.segment.device))
+        return tuple(next(flowing) if present else None for present in answer.present)
+
+    def _check_alive(self) -> None:
+        if self._ended:
+            raise PeerLost("the microbatch was given up")
+
+    # -- conversations
+
+    async def _ask_next(self, encoded: Encoded) -> tuple[Backward, bytes | bytearray]:
+        body = self.body
+        hop = body.route[body.hop + 1]
+        channel = await self._stage.switchboard.call(hop.peer, self._hear_next, self._lose_next)
+        if self._ended:
+            channel.close()
+            raise PeerLost("the microbatch was given up")
+        self._next = channel
+        self._answer = asyncio.get_running_loop().create_future()
+        onward = Forward(body.term, body.lease, body.step, body.number, body.route, body.hop + 1, encoded[0])
+        channel.send(onward, payload=encoded[1])
+        return await self._answer
+
+    def _hear_sender(self, _frame: Frame, body: Body) -> None:
+        if isinstance(body, End | Error):
+            self.end()
+
+    def _hear_next(self, frame: Frame, body: Body) -> None:
+        if self._answer is None or self._answer.done():
+            return
+        if isinstance(body, Backward):
+            self._answer.set_result((body, frame.payload))
+        elif isinstance(body, Fault):
+            peer = self.body.route[min(body.index, len(self.body.route) - 1)].peer
+            self._answer.set_exception(refusal(body.code, peer=peer))
+        elif isinstance(body, Error):
+            self._answer.set_exception(refusal(body.code, peer=self.body.route[self.body.hop + 1].peer))
+        elif isinstance(body, End):
+            self._lose_next(PeerLost("the next hop ended the microbatch", peer=self.body.route[self.body.hop + 1].peer))
+
+    def _lose_next(self, error: PeerError) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+
+    def _finish(self, answer: Backward, payload: list[bytes | bytearray | memoryview]) -> None:
+        if self._channel.open:
+            self._channel.send(answer, payload=payload)
+            self._channel.close()
+
+    def _fail(self, error: SwarmnodeError) -> None:
+        """Tell the sender which hop of the route could not, and why."""
+        log.info("%r: %s", self, error)
+        self._stage.meter.faults[error.code] += 1
+        route = self.body.route
+        index = next(
+            (place for place, hop in enumerate(route) if hop.peer == getattr(error, "peer", None)), self.body.hop
+        )
+        if self._channel.open:
+            self._channel.close(Fault(0, index, error.code))

@@ -1,0 +1,181 @@
+"""Training worker: a volunteer's place in a training swarm. It trains its units, leads when it is its turn, and serves
+what is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.graph.checkpoint import GraphCheckpoint
+from swarmnode.compute.graph.costs.estimate import UnitEstimate, estimate_units
+from swarmnode.compute.graph.costs.span_estimate import estimate_span
+from swarmnode.compute.graph.segment import load_segment as load_graph_segment
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.speed import Speeds, measure_training
+from swarmnode.compute.training.lm import SpanSegment, load_segment, load_twin
+from swarmnode.compute.training.segment import Segment
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.training.compression import Choice
+from swarmnode.plan.view import Span
+from swarmnode.roles.host import Host
+from swarmnode.roles.measuring.capability import Capability, SpeedCache
+from swarmnode.roles.measuring.meters import TRAIN
+from swarmnode.roles.serving.stage import SPEEDS_FILE, Hardware, ServingStage
+from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
+from swarmnode.roles.training.coordinator.election import CoordinatorElection
+from swarmnode.roles.training.memory import TrainingMemory
+from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
+from swarmnode.roles.training.worker.stage import TrainingStage
+from swarmnode.swarm.records.announcement import MAX_RTTS, peer_digest
+from swarmnode.swarm.records.run import Run
+
+log = logging.getLogger(__name__)
+
+
+class TrainingWorker:
+    """The training twin of `ServingStage`: made by `load`, ended by `close`. Modules that are no language models are not served."""
+
+    def __init__(
+        self,
+        training: TrainingStage,
+        election: CoordinatorElection,
+        checkpoint_manager: CheckpointManager,
+        serving: ServingStage | None,
+        capability: Capability,
+    ) -> None:
+        self._training = training
+        self._capability = capability
+        self._election = election
+        self._checkpoint_manager = checkpoint_manager
+        self._serving = serving
+
+    def __repr__(self) -> str:
+        return f"<TrainingWorker {self._training!r}, {self._election!r}>"
+
+    @classmethod
+    async def load(
+        cls, host: Host, checkpoint: Checkpoint, hardware: Hardware, units: Span, executor: Executor
+    ) -> TrainingWorker:
+        """Load units whose weights are here, and train them as the swarm asks. Raises CheckpointError, LocalError."""
+        segment = await asyncio.to_thread(load, checkpoint, units, hardware)
+        serving = None
+        if isinstance(segment, SpanSegment):
+            twin = await asyncio.to_thread(load_twin, checkpoint, segment)
+            serving = await ServingStage.serve(host, twin, hardware, executor)
+        folder = host.config.home / "training" / host.swarm.id.hex()[:16]
+        checkpoint_manager = CheckpointManager(host.network, host.hello, host.link_config, folder)
+        assert host.swarm.manifest is not None
+        training = TrainingStage(
+            host.network,
+            host.hello,
+            host.link_config,
+            segment,
+            checkpoint_manager,
+            executor,
+            compressor=ActivationCompressor(hardware.config.compress, host.swarm.manifest.codecs),
+            memory=TrainingMemory(hardware.ledger, segment, functools.partial(estimates, checkpoint)),
+        )
+        cache = SpeedCache(host.config.home / SPEEDS_FILE)
+        conditions = replace(hardware.conditions(host.swarm.id, units.units), number_format="training")
+        capability = await executor.call(
+            Urgency.CONTROL, lambda: Capability.of(conditions, cache, lambda: measure(segment))
+        )
+        election = CoordinatorElection(host.directory, training, checkpoint.units)
+        await training.start()
+        election.start()
+        return cls(training, election, checkpoint_manager, serving, capability)
+
+    @property
+    def bound(self) -> bool:
+        """Whether these units hold something that others may not have: a training has begun."""
+        return self._training.step > 0
+
+    def figures(self) -> Mapping[str, Any]:
+        """What the announcement says of this stage."""
+        self._compare_with_real_work()
+        own = {"training_step": self._training.step, "sends": self._sends(), **self._capability.figures()}
+        return own if self._serving is None else {**self._serving.figures(), **own}
+
+    def _compare_with_real_work(self) -> None:
+        unit_s, run = self._training.unit_time.unit_s, self._training.run
+        if unit_s and run is not None:
+            self._capability.note("training_units_per_s", unit_s / (run.microbatch * max(1, run.sequence)))
+
+    def readings(self) -> Readings:
+        """What Prometheus may know of this stage."""
+        training, span = self._training, self._training.meter.label
+        norm, loss = training.last
+        yield Reading(table.TRAINING_STEP, training.step, (span,))
+        if training.step:
+            yield Reading(table.TRAINING_LOSS, loss, (span,))
+            yield Reading(table.TRAINING_NORM, norm, (span,))
+        links = Counter((choice.codec, direction) for (_, direction), choice in training.compressor.choices.items())
+        for (codec, direction), count in links.items():
+            yield Reading(table.CODEC_LINKS, count, (span, codec.name.lower(), direction))
+        yield Reading(table.QUEUE, training.bench.queued, (span, TRAIN))
+        yield from training.meter.readings()
+        if self._serving is not None:
+            yield from self._serving.readings()
+
+    def _sends(self) -> dict[bytes, int]:
+        """The strongest codec to each peer."""
+        sends: dict[bytes, int] = {}
+        for (peer, _), choice in self._training.compressor.choices.items():
+            if choice.codec:
+                digest = peer_digest(peer)
+                sends[digest] = max(choice.codec, sends.get(digest, 0))
+        return dict(list(sends.items())[-MAX_RTTS:])
+
+    def listen(self, tell: Callable[..., None]) -> None:
+        """Let a node say what links travel as, whenever that changes."""
+        loop = asyncio.get_running_loop()
+
+        def on_choice(peer: PeerId, direction: str, choice: Choice) -> None:  # on the bench
+            codec = choice.codec.name.lower()
+            text = f"To {peer[-8:]}, {direction}: {codec} from now on ({choice.reason})"
+            details = {"peer": peer, "direction": direction, "codec": codec, "reason": choice.reason}
+            loop.call_soon_threadsafe(functools.partial(tell, "compressing", text, **details))
+
+        self._training.compressor.on_choice = on_choice
+
+    async def drain(self, timeout_s: float) -> None:
+        """Hand the coordinator's role on, and let the sessions move to other peers."""
+        await self._election.close()
+        if self._serving is not None:
+            await self._serving.drain(timeout_s)
+
+    async def close(self) -> None:
+        """Keep the step that is reached, and free everything."""
+        await self._election.close()
+        await self._training.close()
+        await self._checkpoint_manager.close()
+        if self._serving is not None:
+            await self._serving.close()
+
+
+def estimates(checkpoint: Checkpoint, run: Run) -> Sequence[UnitEstimate]:
+    """Of all units for a microbatch. Raises CheckpointError where the work cannot be estimated."""
+    if isinstance(checkpoint, GraphCheckpoint):
+        return estimate_units(checkpoint.graph, run.microbatch)
+    return estimate_span(checkpoint, run.microbatch, run.sequence)
+
+
+def measure(segment: Segment) -> Speeds:
+    """Before anything is trained. What a graph's inputs are is known to its data alone: its first real work tells."""
+    return measure_training(segment) if isinstance(segment, SpanSegment) else Speeds()
+
+
+def load(checkpoint: Checkpoint, units: Span, hardware: Hardware) -> Segment:
+    """The units, ready to be trained. Raises CheckpointError, LocalError."""
+    device = hardware.device.torch_device
+    if isinstance(checkpoint, GraphCheckpoint):
+        return load_graph_segment(checkpoint.path, units.start, units.end, device=device)
+    return load_segment(checkpoint, units.start, units.end, device=device)

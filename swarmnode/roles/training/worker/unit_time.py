@@ -1,0 +1,32 @@
+"""Unit time: how long a microbatch takes for one unit, as it is measured while the stage works."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+NEWEST = 0.1  # weight of the newest measurement
+
+
+class UnitTime:
+    """Seconds for one unit, forward and back: a moving average of what was timed."""
+
+    def __init__(self) -> None:
+        self._one_way_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<UnitTime {self.unit_s:.4f} s>"
+
+    @property
+    def unit_s(self) -> float:
+        """0 before anything was timed."""
+        return 2 * self._one_way_s
+
+    @contextmanager
+    def timing(self, units: int) -> Iterator[None]:
+        """Around a pass through so many units, there or back: there are as many of each."""
+        began_s = time.perf_counter()
+        yield
+        one_way_s = (time.perf_counter() - began_s) / units
+        self._one_way_s = (1 - NEWEST) * self._one_way_s + NEWEST * one_way_s if self._one_way_s else one_way_s

@@ -1,0 +1,1 @@
+"""The simulated world: peers, devices, links, and what is known of them."""

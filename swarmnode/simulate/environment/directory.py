@@ -1,0 +1,99 @@
+"""The directory as everybody reads it: announcements reach others late, and those of the dead stay until they expire.
+
+Live peers read at times of their own. Here all read at the same ticks, a read period apart, so that one picture is shared by
+all: what is announced is known at the next tick.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.spans.capacity_index import CapacityIndex
+from swarmnode.plan.spans.placement import HOLDING
+from swarmnode.plan.view import PeerView, Span, View
+from swarmnode.simulate.clock import SimulatedClock
+from swarmnode.swarm.peers.directory import DirectoryConfig
+from swarmnode.swarm.records.announcement import State
+
+
+class SimulatedDirectory:
+    """`revision` counts the pictures in which somebody came, went, or holds something else."""
+
+    def __init__(self, clock: SimulatedClock, units: int, config: DirectoryConfig, position_bytes: int = 0) -> None:
+        self.revision = 0
+        self._clock = clock
+        self._units = units
+        self._position_bytes = position_bytes
+        self._config = config
+        self._known: dict[PeerId, PeerView] = {}
+        self._announced: dict[PeerId, PeerView | None] = {}
+        self.capacity_index = CapacityIndex(
+            units, (), position_bytes
+        )  # of those that hold units or soon will, kept up to date
+        self.speeds: Counter[float] = Counter()  # of the same peers
+        self._view: View | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<SimulatedDirectory of {len(self._known)} peers, revision {self.revision}, {len(self._announced)} news>"
+        )
+
+    def start(self) -> None:
+        """Tick from now on."""
+        self._take_in()
+        self._clock.after(self._config.read_period_s(len(self._known)), self.start)
+
+    @property
+    def publish_period_s(self) -> float:
+        """Between two announcements of a peer that has nothing urgent to say."""
+        return self._config.publish_period_s(len(self._known))
+
+    def announce(self, peer: PeerView) -> None:
+        """To be known from the next tick on. OFFLINE is a goodbye."""
+        self._announced[peer.peer] = None if peer.state is State.OFFLINE else peer
+
+    def vanish(self, peer: PeerId) -> None:
+        """It will not announce itself again: its last word expires after `life_factor` periods, of which half a one is over."""
+        expires_s = self.publish_period_s * (self._config.life_factor - 0.5)
+
+        def expire() -> None:
+            self._announced[peer] = None
+
+        self._announced.pop(peer, None)
+        self._clock.after(expires_s, expire)
+
+    def view(self) -> View:
+        """The picture of the last tick, without round trips."""
+        if self._view is None:
+            self._view = View(self._units, tuple(self._known.values()), position_bytes=self._position_bytes)
+        return self._view
+
+    def know_now(self) -> None:
+        """Take in the news at once: at the start of a simulation, where peers came one after another."""
+        self._take_in()
+
+    def _take_in(self) -> None:
+        changed = False
+        for name, peer in self._announced.items():
+            before = self._known.pop(name, None) if peer is None else self._known.get(name)
+            if peer is not None:
+                self._known[name] = peer
+            if _place(before) != _place(peer):
+                changed = True
+                self._count(before, -1)
+                self._count(peer, 1)
+        if self._announced:
+            self._view = None
+        self._announced.clear()
+        self.revision += changed
+
+    def _count(self, peer: PeerView | None, change: int) -> None:
+        if peer is not None and peer.state in HOLDING:
+            self.capacity_index.change(peer, change)
+            self.speeds[peer.decode_units_per_s] += change
+            self.speeds += Counter()  # drops what nobody has
+
+
+def _place(peer: PeerView | None) -> tuple[State, Span] | None:
+    return None if peer is None else (peer.state, peer.span)

@@ -1,0 +1,250 @@
+"""The world: peers that come, choose units, load them, serve, move and vanish, as nodes do.
+
+A peer's life is that of `node.py`: join -> claim a span -> get the weights -> serve -> (move) -> leave, and every choice on
+the way is made by the functions that nodes call, on the picture that the directory gave.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from swarmnode.plan.cost import BYTES_PER_HIDDEN
+from swarmnode.plan.spans.flow import supply_of, throughput
+from swarmnode.plan.spans.placement import Move, MovePolicy, choose_span
+from swarmnode.plan.view import Span
+from swarmnode.simulate.clock import Action, SimulatedClock
+from swarmnode.simulate.environment.directory import SimulatedDirectory
+from swarmnode.simulate.environment.links import Links
+from swarmnode.simulate.environment.model import Model
+from swarmnode.simulate.environment.outlook import Outlook
+from swarmnode.simulate.environment.peers import Peer
+from swarmnode.simulate.results.measures import Measures
+from swarmnode.simulate.settings import SwarmSettings
+from swarmnode.swarm.records.announcement import State
+
+MAX_ASKED = 64  # peers among whom a newcomer looks for the nearest that has its weights
+FIRST_CHOOSERS = 200  # of a large swarm's peers, those that choose one after another before the simulation begins
+
+
+class SimulatedWorkload(Protocol):
+    """What the swarm is there for. Told of what happens to peers."""
+
+    def begin(self) -> None:
+        """All peers are in place."""
+
+    def gauges(self) -> dict[str, float]:
+        """What a curve shows of this moment."""
+
+    def ready(self, peer: Peer) -> None:
+        """It begins to serve its span."""
+
+    def leaving(self, peer: Peer) -> None:
+        """It drains: what it does is to move to others."""
+
+    def lost(self, peer: Peer) -> None:
+        """It is gone without a word. Others notice later; see `detect_s`."""
+
+
+class World:
+    """All peers, alive or not. `peers[i]` stands for device `i` of the links."""
+
+    def __init__(
+        self,
+        clock: SimulatedClock,
+        model: Model,
+        links: Links,
+        peers: Sequence[Peer],
+        settings: SwarmSettings,
+        measures: Measures,
+        chance: random.Random,
+        *,
+        trains: bool,
+    ) -> None:
+        self.clock = clock
+        self.model = model
+        self.links = links
+        self.peers = list(peers)
+        self.by_id: dict[str, Peer] = {}
+        self.settings = settings
+        self.measures = measures
+        self.directory = SimulatedDirectory(clock, model.units, settings.directory, model.hidden * BYTES_PER_HIDDEN)
+        self.choose = choose_span  # a study may put another rule here
+        self.workload: SimulatedWorkload
+        self._chance = chance
+        self._trains = trains
+        self._outlook = Outlook(self.directory, measures, MovePolicy(for_gain=settings.rebalance))
+
+    def __repr__(self) -> str:
+        alive = sum(peer.alive for peer in self.peers)
+        return f"<World of {alive} live peers of {len(self.peers)} at {self.clock.now_s:.0f} s, {self.directory!r}>"
+
+    def begin(self, workload: SimulatedWorkload, spans: Sequence[Span] | None = None) -> None:
+        """Everybody is here: in the given spans, or where each chose to go, one after another.
+
+        Of a large swarm only the first peers choose; the others, who are copies of them, take the same spans.
+        """
+        self.workload = workload
+        choosers = min(len(self.peers), max(FIRST_CHOOSERS // self.links.sites, 1) * self.links.sites)
+        for number, peer in enumerate(self.peers):
+            self._introduce(peer)
+            if peer.capacity_units == 0:
+                continue
+            if spans is not None:
+                peer.span = spans[number]
+            elif number < choosers:
+                peer.span = self.choose(self.directory.view(), peer.joiner())
+            else:
+                peer.span = self.peers[number % choosers].span
+            self._serve(peer)
+            self.directory.announce(peer.view())
+            self.directory.know_now()
+        self.directory.start()
+        if spans is None and not self._trains:  # trained units do not move, nor do those of a plan
+            self._look()
+
+    def throughput(self) -> float:
+        """Tokens/s that the placement as it is can do, if every session is computed alone: batching adds to it."""
+        holders = ((*peer.span, peer.device.decode_units_per_s) for peer in self.by_id.values() if peer.serves)
+        return throughput(supply_of(self.model.units, holders))
+
+    def utilisation(self) -> float:
+        """The share of the time so far that its peers computed, those that are away counted as idle."""
+        return sum(peer.busy_s for peer in self.peers) / (len(self.peers) * max(self.clock.now_s, 1e-9))
+
+    # -- coming and going
+
+    def join(self, peer: Peer) -> None:
+        """A device comes, as a new peer: it claims a span, and takes it once the claim has stood for a while."""
+        if peer.alive:
+            return
+        self._introduce(peer)
+        if peer.capacity_units == 0:
+            return
+        peer.state, peer.span = State.JOINING, self._choose(peer)
+        self.directory.announce(peer.view())
+        self._later(peer, self.settings.settle_s, lambda: self._settle(peer))
+
+    def vanish(self, peer: Peer) -> None:
+        """A peer is gone without a word."""
+        if not peer.alive:
+            return
+        peer.state = State.OFFLINE
+        peer.life += 1
+        self.by_id.pop(peer.peer)
+        self.links.reset(peer.index)
+        self.directory.vanish(peer.peer)
+        self.measures.count("peers lost", 1)
+        self.workload.lost(peer)
+
+    def _introduce(self, peer: Peer) -> None:
+        peer.life += 1
+        peer.peer = f"{peer.index:05d}.{peer.life}"
+        peer.started_at = self.clock.now_s + 1e-6 * peer.index
+        peer.sessions = 0
+        peer.load_is_news, peer.wish = False, None
+        if peer.capacity_units:
+            self.by_id[peer.peer] = peer
+
+    def _choose(self, peer: Peer) -> Span:
+        return self.measures.timed("choose", lambda: self.choose(self.directory.view(), peer.joiner()))
+
+    def _settle(self, peer: Peer) -> None:
+        """Look again, now that others' claims are known."""
+        span = self._choose(peer)
+        if span != peer.span:
+            peer.span = span
+        self._load(peer, lambda: self._loaded(peer))
+
+    def _load(self, peer: Peer, loaded: Action) -> None:
+        peer.state = State.LOADING
+        self.directory.announce(peer.view())
+        self._later(peer, self._loading_s(peer), loaded)
+
+    def _loaded(self, peer: Peer) -> None:
+        self._serve(peer)
+        self.directory.announce(peer.view())
+
+    def _serve(self, peer: Peer) -> None:
+        peer.state = State.READY
+        sizes = self.model.training_sizes if self._trains else self.model.serving_sizes
+        peer.cache_free_bytes = self.model.free_bytes(peer.device.memory_bytes, peer.span, sizes)
+        self.workload.ready(peer)
+
+    def _loading_s(self, peer: Peer) -> float:
+        """To get the weights from the nearest peer that holds some of them, and onto the device."""
+        size_bytes = self.model.loaded_bytes(peer.span, trains=self._trains)
+        asked = self._chance.sample(list(self.by_id.values()), min(MAX_ASKED, len(self.by_id)))
+        holders = [
+            other.index for other in asked if other.serves and other is not peer and other.span.overlaps(peer.span)
+        ]
+        fastest_bps = max((self.links.bandwidth_bps(other, peer.index) for other in holders), default=None)
+        download_s = size_bytes * 8 / (fastest_bps or self.links.best_bps(peer.index))
+        self.measures.count("weights downloaded, bytes", size_bytes)
+        return download_s + size_bytes / self.settings.load_bytes_per_s
+
+    # -- looking
+
+    def _look(self) -> None:
+        """All look at the same picture. Whoever would rather be elsewhere goes when its wish has stood for as long as it must."""
+        for peer in self._ready_peers():
+            move = self._outlook.move(peer)
+            if move is None:
+                peer.wish = None
+            elif peer.wish is None or not move.is_same_wish(peer.wish):
+                peer.wish = move
+                self._later(peer, move.delay_s, partial(self._act, peer, move))
+        self.clock.after(self.settings.look_s, self._look)
+
+    def _act(self, peer: Peer, wish: Move) -> None:
+        """Go, if that is still what the peer wants."""
+        move = self._outlook.move(peer) if peer.wish is wish and peer.state is State.READY else None
+        if move is not None and move.is_same_wish(wish):
+            self._move(peer, move.span)
+
+    def _ready_peers(self) -> list[Peer]:
+        if self._outlook.all_stay():
+            return []
+        return [peer for peer in self.by_id.values() if peer.state is State.READY]
+
+    def _move(self, peer: Peer, span: Span) -> None:
+        """Let the sessions go elsewhere, then load the other span."""
+        self.measures.count("moves", 1)
+        peer.state = State.DRAINING
+        self.directory.announce(peer.view())
+        self.workload.leaving(peer)
+
+        left_s = self.clock.now_s
+
+        def arrive() -> None:
+            self._loaded(peer)
+            peer.move_s = self.clock.now_s - left_s
+
+        def go() -> None:
+            peer.span = span
+            peer.life += 1
+            peer.load_is_news, peer.wish = False, None
+            self._load(peer, arrive)
+
+        self._later(peer, self.settings.detect_s, go)
+
+    def load_changed(self, peer: Peer) -> None:
+        """The number of its sessions is another: everybody hears of it with its next announcement."""
+        if peer.load_is_news:
+            return
+        peer.load_is_news = True
+        period_s = self.directory.publish_period_s
+        phase_s = period_s * peer.index / len(self.peers)
+
+        def announce() -> None:
+            peer.load_is_news = False
+            self.directory.announce(peer.view())
+
+        self._later(peer, period_s - (self.clock.now_s - phase_s) % period_s, announce)
+
+    def _later(self, peer: Peer, delay_s: float, action: Action) -> None:
+        """Unless the peer is gone by then."""
+        life = peer.life
+        self.clock.after(delay_s, lambda: action() if peer.life == life else None)

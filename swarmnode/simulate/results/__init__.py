@@ -1,0 +1,1 @@
+"""What comes out of a simulation: measures, a summary, a page to read."""

@@ -1,0 +1,1 @@
+"""Simulated serving: sessions, token by token or as a whole."""

@@ -1,0 +1,1 @@
+"""Simulated training: microbatches, and the end of a step."""

@@ -1,0 +1,68 @@
+"""The end of a step: replicas agree on gradients. Who with whom is decided as live (`plan/training/groups.py`).
+
+Every member owns a part of what a group agrees on: all send it their values of the part, and it sends the sum to all
+(`roles/training/averaging/all_reduce.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.codec.training_messages import Group, How
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.training.compression import encoded_bytes
+from swarmnode.simulate.environment.links import Links
+from swarmnode.simulate.environment.model import Model
+from swarmnode.swarm.records.run import Averaging
+
+
+def reduction_ends_s(
+    now_s: float, groups: Sequence[Group], indexes: Mapping[PeerId, int], links: Links, model: Model, how: Averaging
+) -> float:
+    """When the last member of the last group has everything. `indexes`: of the members in the links."""
+    exchanges = [
+        _Exchange(
+            members=[indexes[member.peer] for member in group.members],
+            givers=[indexes[member.peer] for member in group.members if member.count],
+            size_bytes=_size_bytes(sum(model.block_parameters(block) for block in group.blocks), how),
+        )
+        for group in groups
+        if len(group.members) > 1 and group.how != How.APART
+    ]
+    settled = [exchange.gather(now_s, links) for exchange in exchanges]  # all offers leave before the first sum
+    return max((exchange.spread(at_s, links) for exchange, at_s in zip(exchanges, settled, strict=True)), default=now_s)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """One group: everybody in `givers` has counted something, all `members` are to have the sum."""
+
+    members: Sequence[int]
+    givers: Sequence[int]
+    size_bytes: float
+
+    @property
+    def part_bytes(self) -> float:
+        return self.size_bytes / len(self.givers)
+
+    def gather(self, now_s: float, links: Links) -> list[float]:
+        """When each owner has all values of its part."""
+        return [max(links.send(now_s, giver, owner, self.part_bytes) for giver in self.givers) for owner in self.givers]
+
+    def spread(self, settled_s: Sequence[float], links: Links) -> float:
+        """When everybody has the sums of all parts."""
+        return max(
+            links.send(at_s, owner, member, self.part_bytes)
+            for owner, at_s in zip(self.givers, settled_s, strict=True)
+            for member in self.members
+        )
+
+
+def _size_bytes(parameters: int, how: Averaging) -> float:
+    """Of the gradients of so many parameters, as the run's codec sends them."""
+    kept = int(parameters * how.keep) if how.codec == Codec.TOPK else 0
+    if kept:
+        return kept * 4.0  # a 16-bit value and a 16-bit index
+    return encoded_bytes([TensorInfo(Codec.NONE, DType.FLOAT32, (parameters,))], Codec(how.codec))

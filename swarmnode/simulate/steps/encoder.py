@@ -1,0 +1,65 @@
+"""What values travel as, link by link and direction by direction: the live controllers' choices
+(`plan/training/compression.py`)."""
+
+from __future__ import annotations
+
+import math
+
+from swarmnode.codec.tensors import Codec, DType, TensorInfo, payload_bytes
+from swarmnode.errors import UsageError
+from swarmnode.plan.training.compression import LADDER, Controller, Look, adatopk_keep, encoded_bytes
+from swarmnode.simulate.environment.links import Links
+
+AUTO, ADATOPK = "auto", "adatopk"
+LARGEST_RATIO = 100.0  # of AdaTopK, on the slowest link of all
+FORWARD, BACKWARD = "forward", "backward"
+
+Direction = tuple[int, int, str]
+"""(sender, receiver, which way through the model)"""
+
+
+class Encoder:
+    """`mode`: auto, the name of a codec for all links, or adatopk (FusionLLM, arXiv 2410.12707). `beat_s`: as the coordinator
+    tells it. Values are float32, as stages compute."""
+
+    def __init__(self, links: Links, mode: str) -> None:
+        if mode not in (AUTO, ADATOPK, *(codec.name.lower() for codec in Codec if codec is not Codec.TOPK)):
+            raise UsageError(f"--compress {mode}: choose auto, none, bf16, fp16, int8, int4 or adatopk")
+        self.beat_s = 0.0
+        self._links = links
+        self._mode = mode
+        self._controllers: dict[Direction, Controller] = {}
+        self._slowest_s = 0.0  # of all links so far, uncompressed
+
+    def __repr__(self) -> str:
+        return f"<Encoder {self._mode}, {len(self._controllers)} directions, beat {self.beat_s:.3g} s>"
+
+    def size_bytes(self, link: Direction, shape: tuple[int, ...]) -> int:
+        """Of values of this shape, encoded for a direction of a link."""
+        plain = TensorInfo(Codec.NONE, DType.FLOAT32, shape)
+        if self._mode == AUTO:
+            return encoded_bytes([plain], self._choose(link, plain))
+        if self._mode == ADATOPK:
+            return self._topk_bytes(link, plain)
+        return encoded_bytes([plain], Codec[self._mode.upper()])
+
+    def choices(self) -> dict[Direction, Codec]:
+        """What each direction travels as now."""
+        return {link: controller.choice.codec for link, controller in self._controllers.items()}
+
+    def _choose(self, link: Direction, info: TensorInfo) -> Codec:
+        if link not in self._controllers:
+            self._controllers[link] = Controller(LADDER)
+        directions = 2  # a stage in the middle sends both ways
+        look = Look([info], self._links.bandwidth_bps(link[0], link[1]), self.beat_s, directions)
+        return self._controllers[link].look(look).codec
+
+    def _topk_bytes(self, link: Direction, info: TensorInfo) -> int:
+        """Against the slowest link of the whole swarm, as in the paper (a live stage knows only its own)."""
+        link_s = encoded_bytes([info], Codec.NONE) * 8 / self._links.bandwidth_bps(link[0], link[1])
+        self._slowest_s = max(self._slowest_s, link_s)
+        keep = adatopk_keep(link_s, self._slowest_s, LARGEST_RATIO)
+        if keep >= 1:
+            return encoded_bytes([info], Codec.NONE)
+        kept = max(1, int(keep * math.prod(info.shape)))
+        return payload_bytes(TensorInfo(Codec.TOPK, info.dtype, info.shape, kept))

@@ -1,0 +1,250 @@
+"""Training, microbatch by microbatch, as the coordinator leads it (`roles/training/coordinator/coordinator.py`).
+
+Microbatches are wired through the replicas that will be done first, a ledger knows which units have counted which of them,
+those of a lost peer are sent again, and when all are counted the replicas agree and the next step begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swarmnode.errors import UsageError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.training.groups import Holder, make_groups
+from swarmnode.plan.training.step_ledger import StepLedger
+from swarmnode.plan.training.wiring import Replica, wire
+from swarmnode.simulate.environment.peers import Peer
+from swarmnode.simulate.environment.world import World
+from swarmnode.simulate.settings import TrainSettings
+from swarmnode.simulate.steps.all_reduce import reduction_ends_s
+from swarmnode.simulate.steps.bench import SimulatedBench
+from swarmnode.simulate.steps.encoder import Encoder
+from swarmnode.simulate.steps.microbatch import SimulatedMicrobatch, SimulatedStage
+
+MAX_PEERS = 500  # every microbatch's route is chosen among all of them
+MISSING_RETRY_S = 1.0
+
+
+class Training:
+    """The workload of a swarm that trains. `pipelines`: peers by index, stage after stage, to which microbatches are fixed in
+    turn; else they are wired freely. The trainer stands at the first place of the scenario."""
+
+    def __init__(self, world: World, settings: TrainSettings, pipelines: Sequence[Sequence[int]] = ()) -> None:
+        if len(world.peers) > MAX_PEERS:
+            raise UsageError(f"training is simulated with at most {MAX_PEERS} peers, not {len(world.peers)}")
+        self.world = world
+        self.clock = world.clock
+        self.settings = settings
+        self.encoder = Encoder(world.links, settings.compress)
+        self.step = 0
+        self._run = settings.run
+        self._pipelines = pipelines
+        self._stages: dict[PeerId, SimulatedStage] = {}
+        self._workers: dict[PeerId, Replica] = {}
+        self._coming: list[Peer] = []
+        self._flights: dict[int, SimulatedMicrobatch] = {}
+        self._ledger = StepLedger(0, world.model.units, settings.microbatches)
+        self._attempt = 0  # of the all-reduce; one that is not in force any more is void
+        self._reducing = False
+        self._step_began_s = 0.0
+        self._last_step_s = 0.0
+        self._seen: dict[int, int] = {}  # unit -> microbatches that somebody has counted in this step
+
+    def __repr__(self) -> str:
+        return f"<Training step {self.step}, {len(self._stages)} stages, {self._ledger!r}>"
+
+    def begin(self) -> None:
+        """The first step."""
+        self._begin_step()
+
+    def gauges(self) -> dict[str, float]:
+        """What a curve shows of this moment."""
+        return {
+            "stages": len(self._stages),
+            "microbatches under way": len(self._flights),
+            "last step, s": self._last_step_s,
+        }
+
+    # -- peers
+
+    def ready(self, peer: Peer) -> None:
+        """It takes part from the next step on, or at once where its units were missing."""
+        self._coming.append(peer)
+
+    def leaving(self, peer: Peer) -> None:
+        """Trained units do not move (`node.py`)."""
+
+    def lost(self, peer: Peer) -> None:
+        """Its bench falls silent; the coordinator hears of it a little later."""
+        self._coming = [other for other in self._coming if other is not peer]
+        stage = self._stages.get(peer.peer)
+        if stage is not None:
+            stage.bench.stop()
+            self.clock.after(self.world.settings.detect_s, lambda: self._notice(stage.name))
+
+    def _notice(self, name: PeerId) -> None:
+        """Call back what went through a lost peer; what it had counted is missing again."""
+        del self._stages[name], self._workers[name]
+        for flight in [flight for flight in self._flights.values() if flight.passes(name)]:
+            self._call_back(flight)
+        mine = self._ledger.peers.get(name)
+        masks = {} if mine is None else mine.masks
+        self.world.measures.count("lost, unit microbatches", sum(mask.bit_count() for mask in masks.values()))
+        self._ledger.lose(name)
+        if self._reducing:  # nothing else is under way then
+            self.world.links.drop_waiting(self.clock.now_s)
+        self._reducing = False
+        self._attempt += 1
+        self._advance()
+
+    def _call_back(self, flight: SimulatedMicrobatch) -> None:
+        flight.called_back = True
+        self._book(flight, -1)
+        del self._flights[flight.number]
+        for index in flight.counted:
+            self._count(flight, index)
+
+    # -- a step
+
+    def _begin_step(self) -> None:
+        self._admit()
+        self._step_began_s = self.clock.now_s
+        self._reducing = False
+        self._seen = {}
+        self._ledger = StepLedger(self.step, self.world.model.units, self.settings.microbatches)
+        for name, stage in self._stages.items():
+            self._ledger.report(name, stage.peer.span, {})
+        self.encoder.beat_s = max((worker.span.units * worker.unit_s for worker in self._workers.values()), default=0.0)
+        self._advance()
+
+    def _admit(self) -> None:
+        model = self.world.model
+        for peer in self._coming:
+            device = peer.device
+            bench = SimulatedBench(self.clock, peer)
+            stage = SimulatedStage(peer, peer.peer, bench, peer.life, lambda s, d=device: d.layers(model, s))  # type: ignore[misc]
+            layers, tokens = stage.layers(peer.span), self.settings.tokens
+            there_and_back_s = device.prompt_s(layers, tokens) + device.backward_s(layers, tokens)
+            self._stages[stage.name] = stage
+            self._workers[stage.name] = Replica(peer.span, there_and_back_s / peer.span.units)
+        self._coming = []
+
+    def _advance(self) -> None:
+        """Decide what follows: wait for missing units, lease what is missing, or reduce."""
+        if self._missing_units():
+            self._wait_for_units()
+            return
+        self._dispatch()
+        if self._ledger.complete() and not self._flights and not self._reducing:
+            self._reduce()
+
+    def _missing_units(self) -> bool:
+        held = {unit for worker in self._workers.values() for unit in range(*worker.span)}
+        return len(held) < self.world.model.units
+
+    def _wait_for_units(self) -> None:
+        """Once others hold them again, they go on from what is on the disks: the last step that all have kept."""
+        for flight in list(self._flights.values()):
+            self._call_back(flight)
+        attempt = self._attempt = self._attempt + 1
+
+        def look() -> None:
+            if self._attempt != attempt:
+                return
+            self._admit()
+            if self._missing_units():
+                self.world.measures.count("waiting for units, s", MISSING_RETRY_S)
+                self.clock.after(MISSING_RETRY_S, look)
+                return
+            kept = self.step // self.settings.checkpoint_steps * self.settings.checkpoint_steps
+            self.world.measures.count("steps lost", self.step - kept)
+            self.step = kept
+            self._begin_step()
+
+        look()
+
+    def _dispatch(self) -> None:
+        """Lease every microbatch that is missing and free, as long as stages have room
+        (`roles/training/coordinator/dispatcher.py`)."""
+        units = self.world.model.units
+        missing = [number for number in self._ledger.missing() if number not in self._flights]
+        if not missing:
+            return
+        depth = len(wire(units, self._workers, [None] * units, in_flight=1 << 30) or ())
+        for number in missing:
+            route = wire(units, self._workers, self._fixed(number), in_flight=depth + 1)
+            if route is None:
+                if self._pipelines:
+                    continue  # its own pipeline is full, another's may not be
+                return
+            flight = SimulatedMicrobatch(self, number, [(self._stages[name], span) for name, span in route])
+            self._flights[number] = flight
+            self._book(flight, 1)
+            flight.start(len(self.world.peers))
+
+    def _fixed(self, number: int) -> list[PeerId | None]:
+        """Whom a microbatch must pass: who has counted it, and the stages of its pipeline while they live."""
+        fixed = self._ledger.counters(number)
+        if self._pipelines:
+            for index in self._pipelines[number % len(self._pipelines)]:
+                peer = self.world.peers[index]
+                if peer.peer in self._workers:
+                    fixed[peer.span.start : peer.span.end] = [
+                        counted or peer.peer for counted in fixed[peer.span.start : peer.span.end]
+                    ]
+        return fixed
+
+    def _book(self, flight: SimulatedMicrobatch, sign: int) -> None:
+        for stage, span in flight.route:
+            worker = self._workers.get(stage.name)
+            if worker is not None:
+                worker.booked_units += sign * span.units
+                worker.in_flight += sign
+
+    def _count(self, flight: SimulatedMicrobatch, index: int) -> None:
+        """A hop has counted a microbatch; what was counted before is work done again."""
+        stage, span = flight.route[index]
+        self._ledger.count(stage.name, span, flight.number)
+        again = 0
+        for unit in range(*span):
+            mask = self._seen.get(unit, 0)
+            again += mask >> flight.number & 1
+            self._seen[unit] = mask | 1 << flight.number
+        if again:
+            self.world.measures.count("replayed, unit microbatches", again)
+
+    def done(self, flight: SimulatedMicrobatch) -> None:
+        """Its gradient has come back to the first hop."""
+        del self._flights[flight.number]
+        self._book(flight, -1)
+        for index in range(len(flight.route)):
+            self._count(flight, index)
+        self._advance()
+
+    # -- its end
+
+    def _reduce(self) -> None:
+        self._reducing = True
+        self._attempt += 1
+        holders = [Holder(name, stage.peer.span) for name, stage in self._stages.items()]
+        groups = make_groups(self.world.model.units, self._run, self.step, holders, self._ledger.counts)
+        indexes = {name: stage.peer.index for name, stage in self._stages.items()}
+        began_s, attempt = self.clock.now_s, self._attempt
+        ends_s = reduction_ends_s(began_s, groups, indexes, self.world.links, self.world.model, self.settings.averaging)
+        self.clock.at(ends_s + self._told_s(), lambda: self._commit(began_s) if self._attempt == attempt else None)
+
+    def _told_s(self) -> float:
+        """All tell the coordinator, the eldest, that they agree, and it tells all to commit."""
+        eldest = min(self._stages.values(), key=lambda stage: (stage.peer.started_at, stage.name)).peer.index
+        others = [stage.peer.index for stage in self._stages.values() if stage.peer.index != eldest]
+        return 2 * max((self.world.links.delay_s(eldest, other) for other in others), default=0.0)
+
+    def _commit(self, reducing_since_s: float) -> None:
+        measures, now_s = self.world.measures, self.clock.now_s
+        self._last_step_s = now_s - self._step_began_s
+        measures.note("step, s", self._last_step_s)
+        measures.note("of it agreeing, s", now_s - reducing_since_s)
+        measures.count("steps", 1)
+        measures.count("tokens trained", self.settings.microbatches * self.settings.tokens)
+        self.step += 1
+        self._begin_step()

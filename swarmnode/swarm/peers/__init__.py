@@ -1,0 +1,1 @@
+"""The directory: who is in the swarm now, and how that is found out."""

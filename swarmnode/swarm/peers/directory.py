@@ -1,0 +1,309 @@
+"""A peer's live picture of its swarm: it publishes its own announcement and reads everybody's.
+
+The only async file of this room; what is decided here is decided by `PeerTable` and `ShardSampling`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from swarmnode.errors import LocalError, ProtocolError, SwarmnodeError
+from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.swarm.peers import shards
+from swarmnode.swarm.peers.dht_meter import GET, STORE, DhtMeter
+from swarmnode.swarm.peers.directory_config import DirectoryConfig as DirectoryConfig
+from swarmnode.swarm.peers.peer_table import PeerTable
+from swarmnode.swarm.peers.shard_sampling import ShardSampling
+from swarmnode.swarm.peers.shards import Shard
+from swarmnode.swarm.records.announcement import (
+    MAX_LIFE_S,
+    VERSION,
+    Announcement,
+    Sign,
+    State,
+    Verify,
+    Vouch,
+    announcement_reader,
+    fit,
+    sign_announcement,
+)
+from swarmnode.swarm.storage.known_peers import KnownPeers
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+URGENT_FIELDS = ("state", "span", "seeds", "addresses")
+
+
+class Directory:
+    """Who is in the swarm now. `start` before use, `close` at the end (which says goodbye).
+
+    A peer that only looks (a client) never calls `announce` and needs no `sign`. `vouch` says whose announcements count in
+    a private swarm. `now` is unix time in seconds.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        swarm_id: bytes,
+        *,
+        verify: Verify,
+        sign: Sign | None = None,
+        config: DirectoryConfig = DirectoryConfig(),
+        known_peers: KnownPeers | None = None,
+        vouch: Vouch | None = None,
+        certificate: bytes = b"",
+        now: Callable[[], float] = time.time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.network = network
+        self.swarm_id = swarm_id
+        self.config = config
+        self.known_peers = known_peers
+        self.revision = 0
+        self.dht_meter = DhtMeter()
+        self._read = announcement_reader(swarm_id, verify, vouch)
+        self._certificate = certificate  # that goes with our announcements
+        self._sign = sign
+        self._now = now
+        self._sleep = sleep
+        self._peer_table = PeerTable()
+        self._own: Announcement | None = None
+        self._started_at = now()
+        self._sequence = 0
+        self._expires_at = 0.0
+        self._sampling = ShardSampling(network.peer_id)
+        self._stored: frozenset[Shard] = frozenset()  # where our announcement was put last
+        self._rest_s = 0.0  # that the last read asks for
+        self._next_save_at = 0.0
+        self._speak = asyncio.Event()
+        self._look = asyncio.Event()
+        self._calm = 1.0  # factor on the time between reads
+        self._seen: frozenset[tuple[PeerId, int, tuple[int, int]]] = frozenset()
+        self._moved = asyncio.Event()  # set and exchanged at every change
+        self._closed = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def __repr__(self) -> str:
+        own = "looking on" if self._own is None else repr(self._own)
+        return f"<Directory {self.swarm_id.hex()[:12]} revision {self.revision}, {self._peer_table!r}, {own}>"
+
+    async def start(self) -> None:
+        """Read the swarm once, then keep reading and publishing until `close`."""
+        await self.refresh()
+        if self.crowd > shards.PEERS_PER_SHARD:  # the door alone was seen
+            await self.refresh()
+        self._tasks = [
+            asyncio.create_task(self._read_forever(), name="directory reads"),
+            asyncio.create_task(self._publish_forever(), name="directory publishes"),
+        ]
+
+    async def close(self) -> None:
+        """Stop, and say goodbye, so that nobody counts on us any longer. Safe to call twice."""
+        self._closed = True  # ends a loop whose wait_for lost the cancellation, as it may before Python 3.12
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        if self._own is not None and self._own.life is not State.OFFLINE:
+            self._own = msgspec.structs.replace(self._own, state=State.OFFLINE, sessions=0)
+            await self._publish()
+        await self._save()
+
+    def peers(self) -> Mapping[PeerId, Announcement]:
+        """The live peers by id, ourselves included once we announced; a snapshot."""
+        return self._peer_table.live
+
+    @property
+    def crowd(self) -> float:
+        """About how many peers the swarm has. In a large one `peers` is a sample of them."""
+        return max(self._sampling.peers, float(len(self._peer_table.live)))
+
+    @property
+    def own(self) -> Announcement | None:
+        """What this peer says of itself, whether or not it has gone out yet."""
+        return self._own
+
+    def announce(self, **changes: Any) -> None:
+        """Change fields of the own announcement. Raises ValueError where one is out of its bounds.
+
+        Entries for which a record has no room are left out.
+        A new state, span, seeds or addresses go out at once, anything else with the next refresh.
+        """
+        if self._sign is None:
+            raise ValueError("a directory without a key cannot announce")
+        before = self._own or Announcement(VERSION, self.swarm_id, self.network.peer_id, 0, 0.0, 0.0, self._started_at)
+        after = fit(msgspec.structs.replace(before, **changes))
+        if after == self._own:
+            return
+        sign_announcement(self._stamp(after), self._sign)  # a field out of bounds is the caller's bug: raise it here
+        self._own = after
+        urgent = any(getattr(after, field) != getattr(before, field) for field in URGENT_FIELDS)
+        if urgent or before.sequence == 0:
+            self._speak.set()
+
+    def suspect(self, peer: PeerId, reason: str) -> None:
+        """Drop a peer that failed from the view at once; it comes back by its own next announcement and a probation."""
+        if peer == self.network.peer_id:
+            return
+        logger.info("peer %s suspected: %s", peer, reason)
+        self._peer_table.suspect(peer, reason, self._now())
+        self._update()
+        self._look.set()
+
+    def expel(self, peers: Iterable[PeerId]) -> None:
+        """Drop peers that do not belong to the swarm any more, until they are vouched for again."""
+        for peer in peers:
+            self._peer_table.forget(peer)
+        self._update()
+
+    async def changed(self, since: int) -> int:
+        """Wait until `revision` is not `since` any more; returns it."""
+        while self.revision == since:
+            await self._moved.wait()
+        return self.revision
+
+    async def refresh(self) -> None:
+        """Read all announcements now. A network that is down leaves the view as it is, until the records expire."""
+        await self._look_at(self._sampling.next_look((0, 0) if self._own is None else self._own.span))
+
+    async def look_for(self, unit: int) -> None:
+        """Read the announcements of all that hold a unit, in a large swarm too, where they may be many."""
+        for place in (shards.WIDE, *shards.places_of((unit, unit + 1))):
+            await self._look_at(self._sampling.whole(place))
+
+    async def _look_at(self, look: Sequence[Shard]) -> None:
+        large = self._sampling.large
+        keys = {shard: shard.key(self.swarm_id) for shard in look}
+        try:
+            found = await self._on_dht(GET, self.network.dht.get(list(keys.values()), thrifty=large))
+        except (SwarmnodeError, asyncio.TimeoutError) as error:
+            logger.warning("cannot read the swarm's announcements: %s", error or "no answer")
+        else:
+            values = {shard: [record.value for record in found.get(key, {}).values()] for shard, key in keys.items()}
+            self._sampling.saw({shard: self._observe(records) for shard, records in values.items()})
+            sizes = [len(value) for records in values.values() for value in records]
+            self._rest_s = self.config.rest_s(len(keys), sizes, self.crowd)
+        self._update()
+        await self._remember()
+
+    def _observe(self, values: Sequence[bytes]) -> list[Announcement]:
+        """Take in records, passing over what is no announcement of this swarm. Returns those of peers that are there."""
+        there = []
+        for value in values:
+            try:
+                announcement = self._read(value)
+            except ProtocolError as error:
+                logger.debug("ignored a record: %s", error)
+                continue
+            if announcement.peer != self.network.peer_id:
+                self._peer_table.observe(announcement)
+            elif announcement.sequence > self._sequence:  # of an earlier run whose clock was ahead
+                self._sequence, self._expires_at = announcement.sequence, announcement.expires_at
+                self._speak.set()
+            if announcement.life is not State.OFFLINE and announcement.expires_at > self._now():
+                there.append(announcement)
+        return there
+
+    def _update(self) -> None:
+        """Let everybody who waits know where the view changed."""
+        if self._peer_table.update(self._now()):
+            self.revision += 1
+            self._moved.set()
+            self._moved = asyncio.Event()
+
+    async def _read_forever(self) -> None:
+        """Often while something moves, ever more slowly while nothing does, at once after a peer failed."""
+        while not self._closed:
+            await self._pause(self._look, self._look_again_s())
+            self._look.clear()
+            await self.refresh()
+            seen = frozenset((peer.peer, peer.state, peer.span) for peer in self._peer_table.live.values())
+            self._calm = self._calm * self.config.calm_growth if seen == self._seen else 1.0
+            self._seen = seen
+
+    def _look_again_s(self) -> float:
+        """Seconds to the next read; not longer than until somebody's announcement ends, so that nobody stays as a ghost. Of a
+        large swarm a sample is known, in which somebody's always ends."""
+        period_s = min(self.config.read_period_s(self.crowd) * self._calm, self.config.max_read_s)
+        if not self._sampling.large:
+            ends = [peer.expires_at - self._now() for peer in self._peer_table.live.values() if peer is not self._own]
+            period_s = min([period_s, *ends])
+        return max(0.05, period_s, self._rest_s)
+
+    async def _publish_forever(self) -> None:
+        while not self._closed:
+            self._speak.clear()
+            stored = self._own is None or await self._publish()
+            await self._pause(self._speak, self._publish_period_s() if stored else self.config.retry_s)
+
+    async def _pause(self, urgent: asyncio.Event, delay_s: float) -> None:
+        """Wait until something is urgent, at most `delay_s`."""
+        waits = [asyncio.ensure_future(self._sleep(delay_s)), asyncio.ensure_future(urgent.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def _publish_period_s(self) -> float:
+        return self.config.publish_period_s(self.crowd)
+
+    def _stamp(self, announcement: Announcement) -> Announcement:
+        """The announcement as of now. Its expiry always grows: a DHT keeps the value that expires last."""
+        now = self._now()
+        wanted = max(self._expires_at + 0.001, now + self._publish_period_s() * self.config.life_factor)
+        expires_at = min(wanted, now + MAX_LIFE_S)
+        sequence = max(self._sequence + 1, int(now * 1000))
+        return msgspec.structs.replace(announcement, sequence=sequence, issued_at=now, expires_at=expires_at)
+
+    async def _publish(self) -> bool:
+        """Sign and store the own announcement; whether another peer took it."""
+        assert self._own is not None and self._sign is not None
+        self._own = own = self._stamp(self._own)
+        self._sequence, self._expires_at = own.sequence, own.expires_at
+        self._peer_table.observe(own)
+        self._update()
+        if self._sampling.large:  # who reads this knows few of the peers that we measured, but all coordinates
+            own = msgspec.structs.replace(own, rtt_us={})
+        record = sign_announcement(own, self._sign, self._certificate)
+        belongs = frozenset(self._sampling.own_shards(own.peer, own.span))
+        stores = [self._store(shard, record, own) for shard in sorted(belongs | self._stored)]  # where it was: it moved
+        self._stored = belongs
+        return all(await asyncio.gather(*stores))
+
+    async def _store(self, shard: Shard, record: bytes, own: Announcement) -> bool:
+        key, subkey = shard.key(self.swarm_id), own.peer.encode()
+        try:
+            return await self._on_dht(STORE, self.network.dht.store(key, subkey, record, expires_at=own.expires_at))
+        except (SwarmnodeError, asyncio.TimeoutError) as error:
+            logger.warning("cannot publish the own announcement: %s", error or "no answer")
+            return False
+
+    async def _on_dht(self, operation: str, work: Awaitable[T]) -> T:
+        """Its result. Raises TimeoutError where it takes too long."""
+        with self.dht_meter.timing(operation):
+            return await asyncio.wait_for(work, self.config.dht_timeout_s)
+
+    async def _remember(self) -> None:
+        """Keep the addresses of live peers for the next run."""
+        if self.known_peers is None or self._now() < self._next_save_at:
+            return
+        self._next_save_at = self._now() + self.config.save_s
+        self.known_peers.remember(self.peers().values(), self._now(), own=self.network.peer_id)
+        await self._save()
+
+    async def _save(self) -> None:
+        """Write the known peers' file; a full disk costs only this help."""
+        if self.known_peers is None:
+            return
+        try:
+            await asyncio.to_thread(self.known_peers.save)
+        except LocalError as error:
+            logger.warning("%s", error)

@@ -1,0 +1,101 @@
+"""Who is here, decided purely: announcements and suspicions in, the live peers out.
+
+A peer is live while its newest announcement has not expired and is no goodbye. A suspected peer is gone at once, and
+comes back by what it says itself: at once when it was started anew, otherwise by an announcement issued after the
+suspicion, and after a probation that doubles with every further suspicion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from swarmnode.net.interfaces import PeerId
+from swarmnode.swarm.records.announcement import Announcement, State
+
+PROBATION_S = 2.0
+MAX_PROBATION_S = 60.0
+FORGIVEN_AFTER_S = 120.0
+MAX_PEERS = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """Why and when a peer was dropped; `sequence` and `started_at` are of the announcement that it had then."""
+
+    reason: str
+    at: float
+    sequence: int
+    started_at: float
+    strikes: int
+
+    @property
+    def until(self) -> float:
+        """The end of the probation."""
+        return self.at + min(MAX_PROBATION_S, PROBATION_S * 2.0 ** min(self.strikes - 1, 10))
+
+    def lifted_by(self, announcement: Announcement, now: float) -> bool:
+        """Whether the announcement brings the peer back."""
+        if announcement.started_at > self.started_at:
+            return True
+        issued_after = announcement.sequence > self.sequence and announcement.issued_at > self.at
+        return issued_after and now >= self.until
+
+
+class PeerTable:
+    """The newest announcement of every peer, and the suspicions. Times are unix seconds, given by the caller."""
+
+    def __init__(self) -> None:
+        self._newest: dict[PeerId, Announcement] = {}
+        self._suspicions: dict[PeerId, Suspicion] = {}
+        self._live: dict[PeerId, Announcement] = {}
+
+    def __repr__(self) -> str:
+        return f"<PeerTable {len(self._live)} live, {len(self._newest)} known, {len(self._suspicions)} suspected>"
+
+    @property
+    def live(self) -> Mapping[PeerId, Announcement]:
+        """The live peers as of the last `update`; a snapshot that later updates do not touch."""
+        return MappingProxyType(self._live)
+
+    def newest(self, peer: PeerId) -> Announcement | None:
+        """The newest announcement of a peer, live or not."""
+        return self._newest.get(peer)
+
+    def observe(self, announcement: Announcement) -> None:
+        """Take in an announcement; one that is not newer than the known one (a replay) is ignored."""
+        known = self._newest.get(announcement.peer)
+        if known is None and len(self._newest) >= MAX_PEERS:
+            return
+        if known is None or announcement.sequence > known.sequence:
+            self._newest[announcement.peer] = announcement
+
+    def forget(self, peer: PeerId) -> None:
+        """Drop what a peer said of itself."""
+        self._newest.pop(peer, None)
+
+    def suspect(self, peer: PeerId, reason: str, now: float) -> None:
+        """Drop a peer that failed. Suspicions of a peer that is not known do nothing."""
+        known = self._newest.get(peer)
+        if known is None:
+            return
+        earlier = self._suspicions.get(peer)
+        strikes = 1 if earlier is None else earlier.strikes + (now >= earlier.until)
+        self._suspicions[peer] = Suspicion(reason, now, known.sequence, known.started_at, strikes)
+
+    def update(self, now: float) -> bool:
+        """Work out who is live now. Returns whether anything differs from before."""
+        self._newest = {peer: known for peer, known in self._newest.items() if known.expires_at > now}
+        self._suspicions = {
+            peer: suspicion for peer, suspicion in self._suspicions.items() if now < suspicion.until + FORGIVEN_AFTER_S
+        }
+        live = {peer: known for peer, known in sorted(self._newest.items()) if self._is_live(known, now)}
+        changed = live != self._live
+        self._live = live
+        return changed
+
+    def _is_live(self, announcement: Announcement, now: float) -> bool:
+        suspicion = self._suspicions.get(announcement.peer)
+        trusted = suspicion is None or suspicion.lifted_by(announcement, now)
+        return trusted and announcement.life is not State.OFFLINE

@@ -1,0 +1,135 @@
+"""Shard sampling: which shards a peer reads and writes, decided from what it has read before. Pure but for its own dice.
+
+In a small swarm everything is read. In a large one each read takes one place: one of the peer's own ranges one time, another
+the next, the door now and then; a place of few peers whole, of a larger one a shard drawn at random. What is known is then
+a sample in which every range is present, and the own ones most.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from swarmnode.net.interfaces import PeerId
+from swarmnode.swarm.peers import shards
+from swarmnode.swarm.peers.shards import ALL, LARGE, SAMPLE, UNCERTAINTY, Place, Shard
+from swarmnode.swarm.records.announcement import Announcement
+
+WHOLE = 96  # peers up to which a place is read whole, at all levels that its peers may be at
+WHOLE_LEVELS = 3
+NEWEST = 0.5  # weight of a newer size
+SAMPLE_EVERY = 8  # reads
+
+
+class ShardSampling:
+    """What is known of the swarm's size and places. `units` is how many the model has, as far as that was seen."""
+
+    def __init__(self, peer: PeerId, units: int = 0) -> None:
+        self.units = units
+        self.peers = 0.0
+        self._sizes: dict[Place, float] = {}  # of places that were read
+        self._visits: Counter[Place] = Counter()
+        self._misses: Counter[Place] = Counter()  # reads in a row that found nobody
+        self._spans: list[tuple[int, int]] = []  # of the peers at the door: a fair sample
+        self._random = random.Random(peer)
+        self._reads = 0
+
+    def __repr__(self) -> str:
+        return f"<ShardSampling of about {self.peers:.0f} peers in a {'large' if self.large else 'small'} swarm>"
+
+    @property
+    def large(self) -> bool:
+        """Whether there are too many to read everything."""
+        return self.peers >= LARGE
+
+    # -- reading
+
+    def next_look(self, span: tuple[int, int]) -> list[Shard]:
+        """What to read now. `span` is our own."""
+        self._reads += 1
+        if not self.large:
+            return list(dict.fromkeys([SAMPLE, *shards.all_shards(ALL, self.peers)]))
+        if self._reads % SAMPLE_EVERY == 0:
+            return [SAMPLE]
+        own = shards.places_of(span)
+        others = [place for place in shards.places(self.units) if place not in own]
+        return self._some_of(self._next_of(others if others and self._reads % 2 else own))
+
+    def whole(self, place: Place) -> list[Shard]:
+        """Everything at a place, for whoever must know all holders of a unit; there may be many."""
+        if not self.large:
+            return self.next_look((0, 0))
+        size = self.size(place)
+        return _small(place) if size <= WHOLE else shards.all_shards(place, size)
+
+    def _next_of(self, places: Sequence[Place]) -> Place:
+        """In turn, drawn among those whose turn it is; where nobody was found, another visit can wait."""
+        turns = {place: self._visits[place] + 2 * self._misses[place] for place in places}
+        least = min(turns.values())
+        place = self._random.choice([place for place, visits in turns.items() if visits == least])
+        self._visits[place] += 1
+        return place
+
+    def _some_of(self, place: Place) -> list[Shard]:
+        """A small place whole; of another one shard, or where its level is only guessed, one of each level that it may have."""
+        size, misses = self.size(place), self._misses[place]
+        if size <= WHOLE and not misses:
+            return _small(place)
+        level, spread = shards.level_for(size), 0 if place in self._sizes else 1 + misses
+        levels = range(max(0, level - spread), min(shards.MAX_LEVEL, level + spread) + 1)
+        return [Shard(place, level, self._random.randrange(1 << level)) for level in levels]
+
+    def size(self, place: Place) -> float:
+        """Peers at a place: as it was read, else as the peers at the door are spread."""
+        if place in self._sizes:
+            return self._sizes[place]
+        here = sum(place in shards.places_of(span) for span in self._spans)
+        return self.peers * here / max(1, len(self._spans))
+
+    def saw(self, found: Mapping[Shard, Sequence[Announcement]]) -> None:
+        """Take in what a read brought."""
+        everybody = {peer.peer: peer for records in found.values() for peer in records}
+        self.units = max([self.units, *(peer.span[1] for peer in everybody.values())])
+        if SAMPLE in found:
+            self._look_at_sample(found)
+        for place in {shard.place for shard in found} - {ALL}:
+            self._count({shard: records for shard, records in found.items() if shard.place == place}, place)
+
+    def _look_at_sample(self, found: Mapping[Shard, Sequence[Announcement]]) -> None:
+        in_sample = [peer.peer for peer in found[SAMPLE]]
+        counted = len({peer.peer for shard, records in found.items() if shard.place == ALL for peer in records})
+        self.peers = max(float(counted), shards.peers_from_sample(in_sample))
+        self._spans = [peer.span for peer in found[SAMPLE]]
+        if not self.large:
+            self._sizes.clear()
+
+    def _count(self, found: Mapping[Shard, Sequence[Announcement]], place: Place) -> None:
+        """Peers that estimate differently stand at different levels: each level's count is of another part of the place."""
+        by_level: dict[int, list[int]] = {}
+        for shard, records in found.items():
+            by_level.setdefault(shard.level, []).append(len(records))
+        size = sum(sum(counts) / len(counts) * (1 << level) for level, counts in by_level.items())
+        if size:
+            before = self._sizes.get(place, size)
+            self._sizes[place] = before + NEWEST * (size - before)
+            self._misses[place] = 0
+        else:
+            self._sizes.pop(place, None)
+            self._misses[place] += 1
+
+    # -- writing
+
+    def own_shards(self, peer: PeerId, span: tuple[int, int]) -> list[Shard]:
+        """Where our announcement belongs; near the threshold in the small and in the large swarm's places."""
+        own = [SAMPLE] if shards.is_in_sample(peer, self.peers) else []
+        if self.peers < LARGE * UNCERTAINTY:
+            own.append(shards.own_shard(ALL, peer, self.peers))
+        if self.peers > LARGE / UNCERTAINTY:
+            own += [shards.own_shard(place, peer, self.size(place)) for place in shards.places_of(span)]
+        return list(dict.fromkeys(own))
+
+
+def _small(place: Place) -> list[Shard]:
+    """All shards of the levels at which the peers of a small place may be."""
+    return [Shard(place, level, number) for level in range(WHOLE_LEVELS) for number in range(1 << level)]

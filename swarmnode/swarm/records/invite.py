@@ -1,0 +1,164 @@
+"""The invite: one line of text that holds all a newcomer needs (`protocol/invites.md`).
+
+    swarm1 <base32, lower case, no padding, of: checksum (first 4 bytes of the SHA-256 of the rest) || msgpack array>
+
+Version 2 is of swarms that have an owner. It is another version, not only more fields, so that a reader that does not know
+of membership says so instead of being refused by everybody.
+
+Base32 rather than base58 or base64: it is in the standard library, survives a change of case and line breaks, and one
+double click selects it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+
+import msgspec
+
+from swarmnode.codec.decoding import DECODE_ERRORS
+from swarmnode.errors import ProtocolError, UsageError
+from swarmnode.swarm.records.grant import Grant, open_grant
+from swarmnode.swarm.records.signing_key import PUBLIC_BYTES, SEED_BYTES, SigningKey, is_signed
+
+VERSION = 1
+OWNED_VERSION = 2
+PREFIX = "swarm"
+CHECKSUM_BYTES = 4
+MAX_INVITE_CHARS = 8192
+MAX_BOOTSTRAPS = 16
+MAX_ADDRESS_CHARS = 256
+MAX_NAME_CHARS = 64
+ID_BYTES = 32
+
+
+class Invite(msgspec.Struct, array_like=True, frozen=True):
+    """Swarm id (32 bytes), name, and the multiaddrs (with /p2p/) of peers that are expected to be there."""
+
+    swarm_id: bytes
+    name: str
+    bootstraps: tuple[str, ...] = ()
+
+
+class OwnedInvite(Invite, frozen=True):
+    """An invite to a swarm that has an owner: its public key and its signature of the swarm (32 and 64 bytes).
+
+    Of a private swarm also the grant that it gives and the private key of the invite, which is a secret of who holds it;
+    without them it is an address and admits nobody.
+    """
+
+    owner: bytes = b""
+    signature: bytes = b""
+    private: bool = False
+    grant: bytes = b""
+    secret: bytes = b""
+
+    def __repr__(self) -> str:
+        return f"<OwnedInvite to {self.name} {self.swarm_id.hex()[:12]}{' with a grant' if self.grant else ''}>"
+
+    def opened_grant(self) -> Grant:
+        """What the invite grants. Raises ProtocolError where it grants nothing."""
+        return open_grant(self.grant, self.swarm_id, self.owner)
+
+
+SWARM_DOMAIN = b"swarmnode swarm 1\n"
+_decoders: dict[int, msgspec.msgpack.Decoder[Invite] | msgspec.msgpack.Decoder[OwnedInvite]] = {
+    VERSION: msgspec.msgpack.Decoder(Invite),
+    OWNED_VERSION: msgspec.msgpack.Decoder(OwnedInvite),
+}
+
+
+def sign_swarm(swarm_id: bytes, owner: SigningKey) -> bytes:
+    """The owner's signature of a swarm: of the SHA-256 of its manifest, which is its id."""
+    return owner.sign(SWARM_DOMAIN + swarm_id)
+
+
+def is_owners(swarm_id: bytes, owner: bytes, signature: bytes) -> bool:
+    """Whether the owner with this public key signed the swarm."""
+    return is_signed(owner, SWARM_DOMAIN + swarm_id, signature)
+
+
+def looks_like_invite(text: str) -> bool:
+    """Whether the user meant an invite (perhaps a damaged one) and not the path of a file."""
+    text = text.strip().lower()
+    return text.startswith(PREFIX) and text[len(PREFIX) : len(PREFIX) + 1].isdigit() and not set(text) & set("./\\")
+
+
+def encode_invite(invite: Invite) -> str:
+    """The line of text to hand out. Raises UsageError where it would be too long to be read back."""
+    body = msgspec.msgpack.encode(invite)
+    _check(invite)
+    data = hashlib.sha256(body).digest()[:CHECKSUM_BYTES] + body
+    version = OWNED_VERSION if isinstance(invite, OwnedInvite) else VERSION
+    return f"{PREFIX}{version}{base64.b32encode(data).decode().rstrip('=').lower()}"
+
+
+def decode_invite(text: str) -> Invite:
+    """The invite in a line of text; case and white space do not matter. Raises UsageError with what is wrong."""
+    line = "".join(text.split()).lower()
+    if len(line) > MAX_INVITE_CHARS:
+        raise UsageError(f"this is not an invite: it has {len(line)} characters, over the bound of {MAX_INVITE_CHARS}")
+    decoder = next((decoder for version, decoder in _decoders.items() if line.startswith(f"{PREFIX}{version}")), None)
+    if decoder is None:
+        raise UsageError(_foreign(line))
+    body = _checked_body(line[len(PREFIX) + 1 :])
+    try:
+        invite: Invite = decoder.decode(body)
+    except DECODE_ERRORS as error:
+        raise UsageError(f"this invite is damaged: {error}") from None
+    _check(invite)
+    return invite
+
+
+def _foreign(line: str) -> str:
+    version = re.match(rf"{PREFIX}([0-9])", line)
+    if version is None:
+        return f"this is not an invite: invites begin with {PREFIX}{VERSION}"
+    return f"this invite has version {version[1]}, this swarmnode knows {VERSION} and {OWNED_VERSION}: upgrade, or ask for another"
+
+
+def _checked_body(encoded: str) -> bytes:
+    try:
+        data = base64.b32decode(encoded.upper() + "=" * (-len(encoded) % 8))
+    except (binascii.Error, ValueError):
+        raise UsageError("this invite is damaged: a character is missing or wrong; copy it again") from None
+    checksum, body = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
+    if hashlib.sha256(body).digest()[:CHECKSUM_BYTES] != checksum:
+        raise UsageError("this invite is damaged: checksum does not match; copy it again")
+    return body
+
+
+def _check(invite: Invite) -> None:
+    rules = {
+        "a swarm id of 32 bytes": len(invite.swarm_id) == ID_BYTES,
+        "a printable name": 0 < len(invite.name) <= MAX_NAME_CHARS and invite.name.isprintable(),
+        f"at most {MAX_BOOTSTRAPS} bootstrap addresses": len(invite.bootstraps) <= MAX_BOOTSTRAPS,
+        "bootstrap addresses that are multiaddrs": all(
+            address.startswith("/") and len(address) <= MAX_ADDRESS_CHARS for address in invite.bootstraps
+        ),
+    }
+    if isinstance(invite, OwnedInvite):
+        rules |= _owners_rules(invite)
+    for rule, kept in rules.items():
+        if not kept:
+            raise UsageError(f"this invite is not valid: it needs {rule}")
+
+
+def _owners_rules(invite: OwnedInvite) -> dict[str, bool]:
+    """What makes it the owner's: checked here, before anything is fetched or loaded."""
+    return {
+        "an owner's key of 32 bytes": len(invite.owner) == PUBLIC_BYTES,
+        "the owner's signature of the swarm": is_owners(invite.swarm_id, invite.owner, invite.signature),
+        "a grant of the owner's with its key": not (invite.grant or invite.secret)
+        or (invite.private and _grants(invite)),
+    }
+
+
+def _grants(invite: OwnedInvite) -> bool:
+    try:
+        grant = invite.opened_grant()
+    except ProtocolError:
+        return False
+    return len(invite.secret) == SEED_BYTES and SigningKey(invite.secret).public == grant.key

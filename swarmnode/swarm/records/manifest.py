@@ -1,0 +1,150 @@
+"""The manifest: what a swarm works on. Its SHA-256 is the swarm's id (`protocol/records.md`).
+
+The id is over the exact bytes that the founder wrote. A reader keeps these bytes and passes them on; it never encodes
+a manifest again, since a newer one may hold fields that this version does not know and would lose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from swarmnode.codec.decoding import DECODE_ERRORS
+from swarmnode.codec.tensors import Codec
+from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.swarm.storage.content import CHUNK_BYTES, HASH_BYTES, MAX_FILE_BYTES, FileContent, is_allowed_name
+
+FORMAT = 1
+MAX_MANIFEST_BYTES = 1 << 20
+MAX_FILES = 4096
+MAX_NAME_CHARS = 64
+MAX_UNITS = 4096
+MAX_HIDDEN = 1 << 20
+MAX_POSITIONS = 1 << 31
+CAUSAL_LM = "causal_lm"
+GRAPH = "graph"
+SERVE = "serve"
+TRAIN = "train"
+SERVING_CODECS = (Codec.NONE, Codec.BF16, Codec.FP16, Codec.INT8)
+TRAINING_CODECS = (*SERVING_CODECS, Codec.INT4, Codec.TOPK)
+OPEN = "open"
+PRIVATE = "private"
+OWNER_BYTES = 32
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """The model in the few numbers that peers need before they hold its config.
+
+    Of a language model, `units` counts the embedding, every block and the head, and `hidden` is the width of what travels
+    between them; of a graph, `units` are its own and `hidden` is 0. `hub_id` names the checkpoint on the Hugging Face hub,
+    where it is there, at commit `revision`. `positions` bounds a sequence where the model has a table of them; 0 is no bound.
+    """
+
+    family: str  # transformers' model_type; for a graph what its founder calls it
+    units: int
+    hidden: int
+    hub_id: str | None = None
+    revision: str | None = None
+    positions: int = 0
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Everything that all peers of a swarm agree on. Unknown fields are ignored, missing ones take their defaults."""
+
+    name: str
+    model: ModelInfo
+    files: tuple[FileContent, ...]
+    created: int  # unix time, seconds
+    format: int = FORMAT
+    kind: str = CAUSAL_LM
+    mode: str = SERVE
+    chunk_bytes: int = CHUNK_BYTES
+    codecs: tuple[int, ...] = SERVING_CODECS  # what a link may use
+    membership: str = OPEN
+    owner: bytes = b""  # public key of who founded the swarm; of a private one it signs its members in
+
+    def file(self, name: str) -> FileContent | None:
+        """The file of that name, or None."""
+        return next((file for file in self.files if file.name == name), None)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole checkpoint."""
+        return sum(file.size for file in self.files)
+
+
+class _Format(msgspec.Struct):
+    format: int = FORMAT
+
+
+_encoder = msgspec.msgpack.Encoder(order="sorted")
+_decoder = msgspec.msgpack.Decoder(Manifest)
+_format_decoder = msgspec.msgpack.Decoder(_Format)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The canonical bytes of a new manifest: a msgpack map, keys sorted. Raises ProtocolError outside the bounds."""
+    _check(manifest)
+    raw = _encoder.encode(manifest)
+    _check_size(raw)
+    return raw
+
+
+def decode_manifest(raw: bytes | bytearray | memoryview) -> Manifest:
+    """The manifest in these bytes. Raises ProtocolError where they are not one, or one of a newer format (VERSION)."""
+    _check_size(raw)
+    try:
+        newest = _format_decoder.decode(raw).format
+        if newest > FORMAT:
+            raise ProtocolError(
+                f"the manifest has format {newest}, this swarmnode knows {FORMAT}: upgrade swarmnode",
+                code=ErrorCode.VERSION,
+            )
+        manifest = _decoder.decode(raw)
+    except DECODE_ERRORS as error:
+        raise ProtocolError(f"the manifest is damaged: {error}") from None
+    _check(manifest)
+    return manifest
+
+
+def swarm_id(raw: bytes | bytearray | memoryview) -> bytes:
+    """The 32-byte id of the swarm whose manifest has these bytes."""
+    return hashlib.sha256(raw).digest()
+
+
+def _check_size(raw: bytes | bytearray | memoryview) -> None:
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise ProtocolError(
+            f"a manifest of {len(raw)} bytes is over the bound of {MAX_MANIFEST_BYTES}", code=ErrorCode.TOO_LARGE
+        )
+
+
+def _check(manifest: Manifest) -> None:
+    """Bounds on everything that a reader will allocate by, open or print."""
+    model = manifest.model
+    names = [file.name for file in manifest.files]
+    is_graph = manifest.kind == GRAPH
+    rules = {
+        "a name": 0 < len(manifest.name) <= MAX_NAME_CHARS and manifest.name.isprintable(),
+        "a kind that this version knows (causal_lm, graph)": manifest.kind in (CAUSAL_LM, GRAPH),
+        "a mode that this version knows (serve, train)": manifest.mode in (SERVE, TRAIN),
+        "the mode train for a graph": not is_graph or manifest.mode == TRAIN,
+        "a model family": 0 < len(model.family) <= MAX_NAME_CHARS and model.family.isprintable(),
+        "a sane number of units": (1 if is_graph else 3) <= model.units <= MAX_UNITS,
+        "a sane width": (0 if is_graph else 1) <= model.hidden <= MAX_HIDDEN,
+        "a sane number of positions": 0 <= model.positions <= MAX_POSITIONS,
+        "chunks of 1 MiB": manifest.chunk_bytes == CHUNK_BYTES,
+        "a bounded list of files": 0 < len(names) <= MAX_FILES,
+        "each file once": len(set(names)) == len(names),
+        "plain file names": all(map(is_allowed_name, names)),
+        "sane file sizes": all(0 <= file.size <= MAX_FILE_BYTES for file in manifest.files),
+        "roots of 32 bytes": all(len(file.root) == HASH_BYTES for file in manifest.files),
+        "codecs": 0 < len(manifest.codecs) <= 32,
+        "a membership that this version knows (open, private)": manifest.membership in (OPEN, PRIVATE),
+        "an owner's key of 32 bytes, or none": len(manifest.owner) in (0, OWNER_BYTES),
+        "an owner where it is private": bool(manifest.owner) or manifest.membership == OPEN,
+    }
+    for rule, kept in rules.items():
+        if not kept:
+            raise ProtocolError(f"the manifest is not valid: it needs {rule}")

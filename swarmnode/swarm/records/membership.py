@@ -1,0 +1,145 @@
+"""Membership: who belongs to a swarm that has an owner, as far as this peer knows. Decided purely; the clock is an argument.
+
+A private swarm admits by certificates; a public one everybody whom its owner did not revoke. What was checked once is
+remembered by peer, since a link, a table's call and an announcement ask the same question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.swarm.records.announcement import Announcement
+from swarmnode.swarm.records.certificate import MAX_SKEW_S, Member, open_certificate
+from swarmnode.swarm.records.grant import Role
+from swarmnode.swarm.records.invite_uses import InviteUses
+from swarmnode.swarm.records.revocation import nobody, open_list
+
+MAX_MEMBERS = 16_384
+
+
+class Membership:
+    """`certificate` is this peer's own, empty in a public swarm."""
+
+    def __init__(self, swarm: bytes, owner: bytes, *, private: bool, certificate: bytes = b"") -> None:
+        self.swarm = swarm
+        self.owner = owner
+        self.private = private
+        self.certificate = certificate
+        self.revocations = nobody(swarm)
+        self.revocations_bytes = b""  # as the owner signed them; empty before the first
+        self.uses = InviteUses()
+        self._members: dict[PeerId, Member] = {}
+
+    def __repr__(self) -> str:
+        kind = "private" if self.private else "public"
+        return f"<Membership {kind}, {len(self._members)} members met, {self.revocations!r}>"
+
+    # -- who belongs
+
+    def admit(self, peer: PeerId, proof: bytes, now: float) -> None:
+        """Take in a peer whose id is authenticated, by its certificate. Raises ProtocolError (REFUSED)."""
+        if not self.private:
+            self._check(peer, None, now)
+            return
+        try:
+            member = open_certificate(proof, self.swarm, self.owner)
+        except ProtocolError as error:
+            raise ProtocolError(f"{peer}: {error}", code=ErrorCode.REFUSED, peer=peer) from None
+        if member.peer != peer:
+            raise ProtocolError("the certificate of another peer", code=ErrorCode.REFUSED, peer=peer)
+        self._check(peer, member, now)
+        if peer not in self._members and len(self._members) >= MAX_MEMBERS:
+            raise ProtocolError("more members than can be kept in mind", code=ErrorCode.BUSY, peer=peer)
+        self._members[peer] = member
+
+    def _check(self, peer: PeerId, member: Member | None, now: float) -> None:
+        reason = self._objection(peer, member, now)
+        if reason is not None:
+            raise ProtocolError(f"{peer}: {reason}", code=ErrorCode.REFUSED, peer=peer)
+
+    def _objection(self, peer: PeerId, member: Member | None, now: float) -> str | None:
+        """Why this peer is not admitted now, or None."""
+        if self.revocations.covers(peer, b"" if member is None else member.invite):
+            return "its membership was revoked"
+        return None if member is None else self._objection_to_use(member, now)
+
+    def _objection_to_use(self, member: Member, now: float) -> str | None:
+        """Why the certificate is worth nothing, whomever it is of, or None."""
+        if member.expired(now):
+            return "its membership has expired"
+        if member.admitted_at > now + MAX_SKEW_S:
+            return "its admission lies in the future; is a clock wrong?"
+        if not self.uses.admits(member, now):
+            return "its invite was used up by others"
+        return None
+
+    def stands(self, peer: PeerId, now: float) -> bool:
+        """Whether a peer belongs to the swarm now, by what was shown of it before."""
+        if not self.private:
+            return not self.revocations.covers(peer)
+        member = self._members.get(peer)
+        return member is not None and self._objection(peer, member, now) is None
+
+    def own(self) -> Member | None:
+        """What our own certificate says; None in a public swarm."""
+        return open_certificate(self.certificate, self.swarm, self.owner) if self.private else None
+
+    def own_role(self) -> Role:
+        """What we may do ourselves."""
+        own = self.own()
+        return Role.TRAINER if own is None else own.role
+
+    def objection_to_us(self, peer: PeerId, now: float) -> str | None:
+        """Why others will not admit this peer itself, as far as can be known here; None where nothing speaks against it."""
+        return self._objection(peer, self.own(), now)
+
+    def member(self, peer: PeerId) -> Member | None:
+        """What the peer's certificate says, where one was shown."""
+        return self._members.get(peer)
+
+    def role(self, peer: PeerId) -> Role:
+        """What the peer may do: all of it in a public swarm, and nothing but ask where no certificate was shown."""
+        if not self.private:
+            return Role.TRAINER
+        member = self._members.get(peer)
+        return Role.CLIENT if member is None else member.role
+
+    def members(self, now: float) -> Iterator[Member]:
+        """All that have been met and belong to the swarm now."""
+        return (member for peer, member in sorted(self._members.items()) if self.stands(peer, now))
+
+    # -- what the owner says
+
+    def take_list(self, raw: bytes) -> bool:
+        """Follow a newer revocation list; False where it is not newer. Raises ProtocolError where it is not the owner's."""
+        revocations = open_list(raw, self.swarm, self.owner)
+        if revocations.number <= self.revocations.number:
+            return False
+        self.revocations, self.revocations_bytes = revocations, raw
+        self.uses.forget(revocations.invites)
+        return True
+
+    def note_use(self, certificate: bytes, now: float) -> bool:
+        """Hear of a peer that used a limited invite; whether it has a place, which it keeps when it is revoked: under another
+        name it would come back by it. Raises ProtocolError."""
+        member = open_certificate(certificate, self.swarm, self.owner)
+        revoked = member.invite in self.revocations.invites
+        if not member.uses or revoked or self._objection_to_use(member, now) is not None:
+            return False
+        if len(self._members) < MAX_MEMBERS:
+            self._members.setdefault(member.peer, member)
+        return True
+
+    # -- announcements
+
+    def vouch(self, announcement: Announcement, certificate: bytes, now: float) -> None:
+        """Check that its author may announce what it says. Raises ProtocolError (REFUSED)."""
+        peer = announcement.peer
+        self.admit(peer, certificate, now)
+        role = self.role(peer)
+        if role < Role.BOOTSTRAP:
+            raise ProtocolError("a client that announces itself", code=ErrorCode.REFUSED, peer=peer)
+        if role < Role.VOLUNTEER and announcement.span[0] < announcement.span[1]:
+            raise ProtocolError("a bootstrap peer that claims units", code=ErrorCode.REFUSED, peer=peer)

@@ -1,0 +1,1 @@
+"""What is stored on this machine: keys, invites, checkpoints and training states."""

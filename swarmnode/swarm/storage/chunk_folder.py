@@ -1,0 +1,151 @@
+"""A folder that files are fetched into: sparse files of full size, and which of their chunks are there.
+
+A chunk is written first and marked afterwards (one byte per chunk), so one that a killed process tore is fetched again.
+After a power cut a mark may be on the disk without its chunk: each process therefore hashes what it finds, once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from swarmnode.errors import LocalError
+from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent, verify_chunk, verify_hashes
+
+HAVE = b"\x01"
+
+
+class ChunkFolder:
+    """Chunks of files, by the files' names. `write` and the reading methods may be called from any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._hashes: dict[str, bytes] = {}
+        self._checked: dict[str, set[int]] = {}  # chunks of each file that this process has hashed
+        self._beginning = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.folder.name} with {used_bytes(self.folder) / 1e6:.0f} MB>"
+
+    def path(self, file: FileContent) -> Path:
+        """The (sparse) file itself."""
+        return self.folder / file.name
+
+    def _marks(self, file: FileContent) -> Path:
+        return self.folder / f".{file.name}.have"
+
+    def _is_begun(self, file: FileContent) -> bool:
+        try:
+            return self.path(file).stat().st_size == file.size
+        except FileNotFoundError:
+            return False
+
+    def have(self, file: FileContent) -> bytes:
+        """One byte per chunk: whether it is marked as being there."""
+        try:
+            marks = self._marks(file).read_bytes() if self._is_begun(file) else b""
+        except FileNotFoundError:
+            marks = b""
+        return marks.ljust(file.chunks(), b"\x00")[: file.chunks()]
+
+    def missing(self, file: FileContent, numbers: Iterable[int]) -> list[int]:
+        """Which of these chunks are not there. What an earlier process left is hashed at the first look."""
+        have, hashes = self.have(file), self.hashes(file)
+        checked = self._checked.setdefault(file.name, set())
+        missing = []
+        for number in sorted(set(numbers)):
+            there = have[number : number + 1] == HAVE
+            if there and number not in checked:
+                there = hashes is not None and verify_chunk(hashes, number, self.read(file, number))
+            if there:
+                checked.add(number)
+            else:
+                missing.append(number)
+        return missing
+
+    def read(self, file: FileContent, number: int) -> bytes:
+        """The bytes where a chunk belongs, whether or not it is there."""
+        with self.path(file).open("rb") as stream:
+            stream.seek(number * CHUNK_BYTES)
+            return stream.read(CHUNK_BYTES)
+
+    def write(self, file: FileContent, number: int, data: bytes | bytearray | memoryview) -> None:
+        """Keep a verified chunk. Raises LocalError where the disk is full."""
+        try:
+            with self._beginning:
+                if not self._is_begun(file):
+                    self._begin(file)
+            _write_at(self.path(file), number * CHUNK_BYTES, data)
+            _write_at(self._marks(file), number, HAVE)
+        except OSError as error:
+            raise disk_error(self.folder, error) from error
+        self._checked.setdefault(file.name, set()).add(number)
+
+    def _begin(self, file: FileContent) -> None:
+        """A file of full size without content. Marks that outlived an earlier one go first."""
+        self._marks(file).unlink(missing_ok=True)
+        self._checked.pop(file.name, None)
+        with self.path(file).open("wb") as stream:
+            stream.truncate(file.size)
+
+    def hashes(self, file: FileContent) -> bytes | None:
+        """The verified list of the file's chunk hashes, if it is here."""
+        if file.name not in self._hashes:
+            try:
+                found = (self.folder / f".{file.name}.hashes").read_bytes()
+            except FileNotFoundError:
+                return None
+            if not verify_hashes(file, found):
+                return None
+            self._hashes[file.name] = found
+        return self._hashes[file.name]
+
+    def keep_hashes(self, file: FileContent, hashes: bytes) -> None:
+        """Keep a verified list of chunk hashes."""
+        self._hashes[file.name] = hashes
+        try:
+            (self.folder / f".{file.name}.hashes").write_bytes(hashes)
+        except OSError as error:
+            raise disk_error(self.folder, error) from error
+
+    def make_room(self, needed_bytes: int) -> None:
+        """See that so many bytes may be added. Raises LocalError where the disk has no room for them."""
+        lacking = needed_bytes - shutil.disk_usage(self.folder).free
+        if needed_bytes > 0 and lacking > 0:
+            raise LocalError(
+                f"{needed_bytes / 1e6:.0f} MB are to be kept in {self.folder}, {lacking / 1e6:.0f} MB more than the disk "
+                "has room for; free some disk space or choose another --home"
+            )
+
+
+def used_bytes(folder: Path) -> int:
+    """Disk space that the files of a folder really take (holes take none)."""
+    return sum(_size(path) for path in folder.rglob("*"))
+
+
+def disk_error(folder: Path, error: OSError) -> LocalError:
+    """The error for a folder that cannot be written into."""
+    return LocalError(
+        f"cannot keep files in {folder}: {error.strerror or error}; free disk space or choose another --home"
+    )
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_blocks * 512
+    except FileNotFoundError:
+        return 0  # another process has just evicted it
+
+
+def _write_at(path: Path, offset: int, data: bytes | bytearray | memoryview) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(descriptor, view, offset)
+            view, offset = view[written:], offset + written
+    finally:
+        os.close(descriptor)

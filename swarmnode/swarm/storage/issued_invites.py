@@ -1,0 +1,84 @@
+"""`NAME.guests`, the owner's book: the invites that were given out, without their secrets, and whom the owner revoked.
+
+It is a help: without it, invites that nobody has used yet cannot be listed, nor revoked by a part of their id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from swarmnode.codec.decoding import DECODE_ERRORS
+from swarmnode.errors import UsageError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.swarm.records.grant import Grant
+from swarmnode.swarm.storage.atomic import write_private
+from swarmnode.swarm.storage.user_file import read_user_file
+
+SUFFIX = ".guests"
+FORMAT = 1
+MAX_FILE_BYTES = 1 << 24
+
+
+class IssuedInvite(msgspec.Struct, frozen=True):
+    """One invite. Times are unix seconds; `expires_at` 0 is never, `uses` 0 any number."""
+
+    invite: str  # its id, in hex
+    role: str
+    issued_at: int
+    expires_at: int
+    uses: int
+    peer: PeerId
+    group: str
+    note: str = ""
+
+
+class _File(msgspec.Struct):
+    """JSON; bytes are base64."""
+
+    swarmnode: int
+    guests: list[IssuedInvite] = []
+    revocations: bytes = b""
+
+
+@dataclass
+class IssuedInvites:
+    """Read by `open_issued_invites`, written by `save`."""
+
+    path: Path
+    guests: list[IssuedInvite] = field(default_factory=list)
+    revocations: bytes = b""  # the newest list, as it was signed; empty before the first
+
+    def __repr__(self) -> str:
+        return f"<IssuedInvites {self.path.name} of {len(self.guests)} invites>"
+
+    def enter(self, grant: Grant, note: str = "") -> IssuedInvite:
+        """Note an invite that is given out."""
+        role = grant.allows.name.lower()
+        times = (grant.issued_at, grant.expires_at)
+        guest = IssuedInvite(grant.invite_id.hex(), role, *times, grant.uses, grant.peer, grant.group, note)
+        self.guests.append(guest)
+        return guest
+
+    def save(self) -> None:
+        """Write it, readable by the owner alone. Raises LocalError."""
+        write_private(self.path, msgspec.json.encode(_File(FORMAT, self.guests, self.revocations)))
+
+
+def issued_invites_path(swarm_file: Path) -> Path:
+    """Where the book of a .swarm file lies: beside it."""
+    return swarm_file.with_suffix(SUFFIX)
+
+
+def open_issued_invites(path: Path) -> IssuedInvites:
+    """The book in a file; an empty one where there is none. Raises UsageError where it is no book."""
+    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what="a guestbook")
+    if data is None:
+        return IssuedInvites(path)
+    try:
+        content = msgspec.json.decode(data, type=_File)
+    except DECODE_ERRORS as error:
+        raise UsageError(f"{path} is not a guestbook: {error}") from None
+    return IssuedInvites(path, content.guests, content.revocations)

@@ -1,0 +1,55 @@
+"""The owner's key on disk: PKCS #8 in PEM (RFC 5958), encrypted with the owner's password (PBES2, RFC 8018)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from swarmnode.errors import UsageError
+from swarmnode.swarm.records.signing_key import SigningKey
+from swarmnode.swarm.storage.atomic import write_private
+from swarmnode.swarm.storage.user_file import read_user_file
+
+SUFFIX = ".owner"
+MAX_FILE_BYTES = 1 << 14
+
+
+def save_owner_key(key: SigningKey, path: Path, password: str) -> None:
+    """Write the encrypted key, readable by its owner alone, all or nothing. Raises UsageError without a password, LocalError."""
+    if not password:
+        raise UsageError("the owner's key needs a password: whoever reads the file unlocked owns the swarm")
+    private = Ed25519PrivateKey.from_private_bytes(key.seed)
+    lock = BestAvailableEncryption(password.encode())
+    write_private(path, private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, lock))
+
+
+def load_owner_key(path: Path, password: str) -> SigningKey:
+    """The key in a file. Raises UsageError with what is wrong."""
+    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what="an owner's key")
+    if data is None:
+        raise UsageError(f"{path}: no such file; only the swarm's owner, who has it, can do this")
+    return parse_owner_key(data, password, source=str(path))
+
+
+def parse_owner_key(pem: bytes, password: str | None, *, source: str) -> SigningKey:
+    """The key in a PEM text; `password` None where it is not encrypted. Raises UsageError that names the source."""
+    try:
+        key = load_pem_private_key(pem, None if password is None else password.encode())
+    except TypeError:
+        needs = "needs a password" if password is None else "is not encrypted and takes none"
+        raise UsageError(f"the owner's key in {source} {needs}") from None
+    except (ValueError, UnsupportedAlgorithm):
+        raise UsageError(
+            f"the owner's key in {source} does not open: the password is wrong, or the text damaged"
+        ) from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise UsageError(f"the key in {source} is not an Ed25519 key")
+    return SigningKey(key.private_bytes_raw())

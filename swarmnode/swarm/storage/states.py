@@ -1,0 +1,307 @@
+"""The states of a training on this disk: one folder per step, one file per block; a step is there entirely or not at all.
+
+    <root>/<run>/run.msgpack                         the run
+    <root>/<run>/step-00000042/unit-0004.safetensors a block; shared.safetensors for what first and last unit share
+    <root>/<run>/step-00000042/files.msgpack         sizes and roots of the blocks
+    <root>/<run>/.incoming-00000043/                 chunks of a step that is being fetched
+
+Everything else that begins with a dot is a step half written, or half replaced, by a process that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from swarmnode.codec.body import SHARED
+from swarmnode.codec.decoding import DECODE_ERRORS
+from swarmnode.errors import CheckpointError, LocalError, ProtocolError
+from swarmnode.swarm.records.run import Run, decode_run, encode_run
+from swarmnode.swarm.storage.atomic import write_private
+from swarmnode.swarm.storage.chunk_folder import ChunkFolder, disk_error
+from swarmnode.swarm.storage.content import FileContent, describe_files, verify_file
+
+log = logging.getLogger(__name__)
+
+RUN_FILE = "run.msgpack"
+FILES = "files.msgpack"
+MAX_SLOTS = 64
+MAX_HELD = 4  # so that nobody can fill a disk by asking for ever newer steps
+_STEP = re.compile(r"step-(\d{8,})")
+_INCOMING = re.compile(r"\.incoming-(\d{8,})")
+_decoder = msgspec.msgpack.Decoder(dict[int, FileContent])
+
+WriteBlock = Callable[[int, Path], None]
+"""(block, path): writes the block's state into a new file."""
+
+
+class StateStore:
+    """The steps of one run. Nodes that share a home have a folder each, for each knows only its own units.
+
+    Kept are the newest `keep` steps of those that the run names (every `checkpoint_steps`, and the last one), for all peers
+    have them; the newest one of the others; and what is held (`hold`). Methods may be called from any thread.
+    """
+
+    def __init__(self, root: Path, run: Run, keep: int = 3, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.run = run
+        self.keep = keep
+        self._clock = clock
+        self._held_until: dict[int, float] = {}
+        self._holding = threading.Lock()
+        self._writing = threading.Lock()
+        self._damaged: frozenset[tuple[int, int]] = frozenset()
+        try:
+            self.folder, self._claim = _take_folder(root, run.id)
+            self._clean_up()
+            if not (self.folder / RUN_FILE).exists():
+                write_private(self.folder / RUN_FILE, encode_run(run))
+            # Never changed, only exchanged: other threads may be reading.
+            self._steps = {step: self._read_files(path) for step, path in self._step_folders().items()}
+        except OSError as error:
+            raise disk_error(root, error) from error
+
+    def __repr__(self) -> str:
+        return (
+            f"<StateStore of run {self.run.id.hex()[:8]}: steps {', '.join(map(str, sorted(self._steps))) or 'none'}>"
+        )
+
+    def close(self) -> None:
+        """Let another process take the folder."""
+        self._claim.close()
+
+    # -- what is there
+
+    def steps(self) -> dict[int, tuple[int, ...]]:
+        """The blocks of every step, oldest step first."""
+        found = {step: tuple(sorted(self.files(step))) for step in sorted(self._steps)}
+        return {step: blocks for step, blocks in found.items() if blocks}
+
+    def files(self, step: int) -> dict[int, FileContent]:
+        """The blocks of a step with their sizes and roots, but for those that are known to be damaged."""
+        return {block: file for block, file in self._steps.get(step, {}).items() if (step, block) not in self._damaged}
+
+    def newest(self) -> int | None:
+        """The newest step; None where there is none."""
+        return max(self.steps(), default=None)
+
+    def path(self, step: int, block: int, *, verify: bool = True) -> Path:
+        """The file of a block. Raises CheckpointError where it is not there; with `verify` also where its hash is not right."""
+        file = self.files(step).get(block)
+        if file is None:
+            raise CheckpointError(f"{self.folder} has no state of unit {block} at step {step}")
+        path = self._step_folder(step) / file.name
+        try:
+            if not verify or verify_file(path, file):
+                return path
+            fault = "it was changed or damaged"
+        except OSError as error:
+            fault = str(error.strerror or error)
+        self.set_aside(step, block)
+        raise CheckpointError(f"{path} cannot be used: {fault}")
+
+    def set_aside(self, step: int, block: int) -> None:
+        """The file of this block is damaged: go on as if it were not there."""
+        self._damaged |= {(step, block)}
+
+    def find(self, root: bytes) -> tuple[int, int, FileContent, Path] | None:
+        """Step, block, description and path of the file with this root."""
+        for step in self._steps:
+            for block, file in self.files(step).items():
+                if file.root == root:
+                    return step, block, file, self._step_folder(step) / file.name
+        return None
+
+    # -- writing
+
+    def write(self, step: int, blocks: Iterable[int], write_block: WriteBlock) -> None:
+        """Keep a step; what else it has stays, and older steps go.
+
+        Raises LocalError, with everything as it was, where the disk is full.
+        """
+        partial = self.folder / f".partial-{step:08d}"
+        with self._writing:
+            try:
+                self._write(partial, step, blocks, write_block)
+            except OSError as error:
+                raise LocalError(
+                    f"step {step} cannot be kept in {self.folder}: {error.strerror or error}; earlier steps are still "
+                    "there. Free disk space or choose another --home"
+                ) from error
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def _write(self, partial: Path, step: int, blocks: Iterable[int], write_block: WriteBlock) -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        paths = {block: partial / file_name(block) for block in blocks}
+        for block, path in paths.items():
+            write_block(block, path)
+            _sync(path)
+        self._publish(partial, step, dict(zip(paths, describe_files(list(paths.values())), strict=True)))
+
+    def hold(self, step: int, seconds: float) -> None:
+        """Somebody needs this step: do not remove it for so long."""
+        with self._holding:
+            self._held_until.pop(step, None)  # the latest to be needed come last
+            self._held_until[step] = self._clock() + seconds
+            for oldest in list(self._held_until)[:-MAX_HELD]:
+                del self._held_until[oldest]
+
+    def _held(self) -> set[int]:
+        now = self._clock()
+        with self._holding:
+            self._held_until = {step: until for step, until in self._held_until.items() if until > now}
+            return set(self._held_until)
+
+    # -- fetching
+
+    def incoming(self, step: int) -> ChunkFolder:
+        """Where the chunks of a step go that is being fetched; what an earlier process fetched is still there."""
+        folder = self.folder / f".incoming-{step:08d}"
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise disk_error(folder, error) from error
+        return ChunkFolder(folder)
+
+    def begun(self) -> list[int]:
+        """Steps whose fetch was begun and did not end, oldest first."""
+        return sorted(int(found[1]) for path in self.folder.iterdir() if (found := _INCOMING.fullmatch(path.name)))
+
+    def take_in(self, step: int, fetched: Mapping[int, FileContent]) -> None:
+        """All chunks of these blocks' files have come: they are a step of this store from now on."""
+        folder = self.incoming(step).folder
+        files = {block: FileContent(file_name(block), file.size, file.root) for block, file in fetched.items()}
+        try:
+            with self._writing:
+                for block, file in fetched.items():
+                    (folder / file.name).rename(folder / file_name(block))
+                    _sync(folder / file_name(block))
+                for path in set(folder.iterdir()) - {folder / file.name for file in files.values()}:
+                    path.unlink()  # marks, hash lists, and what came of other versions
+                self._publish(folder, step, files)
+        except OSError as error:
+            self.give_up(step)
+            raise disk_error(self.folder, error) from error
+        for older in self.begun():
+            if older <= step:
+                self.give_up(older)
+
+    def give_up(self, step: int) -> None:
+        """Remove what was fetched of a step."""
+        shutil.rmtree(self.folder / f".incoming-{step:08d}", ignore_errors=True)
+
+    # -- folders
+
+    def _publish(self, folder: Path, step: int, files: dict[int, FileContent]) -> None:
+        """Put a complete folder into the place of a step, then remove what is too old."""
+        target, old = self._step_folder(step), self.folder / f".old-{step:08d}"
+        for block, file in self.files(step).items():
+            if block not in files:
+                os.link(target / file.name, folder / file.name)
+                files[block] = file
+        (folder / FILES).write_bytes(msgspec.msgpack.encode(files))
+        _sync(folder / FILES)
+        _sync(folder)
+        if target.exists():
+            target.rename(old)
+        folder.rename(target)
+        self._steps = {**self._steps, step: files}
+        self._damaged -= {(step, block) for block in files}
+        _sync(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+        self._remove_old(step)
+
+    def _remove_old(self, newest: int) -> None:
+        named = [step for step in sorted(self._steps) if self._is_named(step)]
+        others = [step for step in sorted(self._steps) if not self._is_named(step)]
+        kept = {newest, *named[-self.keep :], *others[-1:], *self._held()}
+        gone = set(self._steps) - kept
+        self._steps = {step: files for step, files in self._steps.items() if step in kept}
+        for step in gone:
+            shutil.rmtree(self._step_folder(step), ignore_errors=True)
+
+    def _is_named(self, step: int) -> bool:
+        return step % self.run.checkpoint_steps == 0 or step == self.run.steps
+
+    def _step_folder(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def _step_folders(self) -> dict[int, Path]:
+        return {int(found[1]): path for path in self.folder.iterdir() if (found := _STEP.fullmatch(path.name))}
+
+    def _clean_up(self) -> None:
+        """What a killed process left: a step that was being replaced is put back, one half written goes."""
+        for old in self.folder.glob(".old-*"):
+            target = self._step_folder(int(old.name.removeprefix(".old-")))
+            if not target.exists():
+                old.rename(target)
+        for path in (*self.folder.glob(".old-*"), *self.folder.glob(".partial-*")):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _read_files(self, folder: Path) -> dict[int, FileContent]:
+        """What a step should have, without the files that are not there or have another size."""
+        try:
+            files = _decoder.decode((folder / FILES).read_bytes())
+        except (OSError, *DECODE_ERRORS) as error:
+            log.warning("%s is damaged and passed by: %s", folder, error)
+            return {}
+        sound = {}
+        for block, file in files.items():
+            path = folder / file_name(block)
+            if file.name == path.name and path.is_file() and path.stat().st_size == file.size:
+                sound[block] = file
+            else:
+                log.warning("%s is missing or was cut short; it is passed by", path)
+        return sound
+
+
+def file_name(block: int) -> str:
+    """Of a block's file."""
+    return "shared.safetensors" if block == SHARED else f"unit-{block:04d}.safetensors"
+
+
+def stored_runs(root: Path) -> list[Run]:
+    """The runs of which there is anything in the folder of a swarm, latest first."""
+    paths = sorted(root.glob(f"*/{RUN_FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    runs: dict[bytes, Run] = {}
+    for path in paths:
+        with contextlib.suppress(OSError, ProtocolError):
+            run = decode_run(path.read_bytes())
+            runs.setdefault(run.id, run)
+    return list(runs.values())
+
+
+def _take_folder(root: Path, run_id: bytes) -> tuple[Path, IO[bytes]]:
+    """The first folder of this run that no other process uses, locked."""
+    name = run_id.hex()[:16]
+    for slot in range(1, MAX_SLOTS + 1):
+        folder = root / (name if slot == 1 else f"{name}-{slot}")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("wb")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return folder, lock
+        except BlockingIOError:
+            lock.close()
+    raise LocalError(f"{MAX_SLOTS} nodes already keep states of this run in {root}; give this one another --home")
+
+
+def _sync(path: Path) -> None:
+    """Have a file or folder on the disk, whatever happens to the power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,202 @@
+"""`NAME.swarm`, the founder's own file, and `load_swarm`, which takes it or an invite.
+
+The file holds the manifest, where the founder's checkpoint lies, the identity of the bootstrap peer that invites promise,
+and of a private swarm a grant for the host's own machines. It is private to the host (mode 0600): what is handed out is
+the invite.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from swarmnode.codec.decoding import DECODE_ERRORS
+from swarmnode.errors import ProtocolError, UsageError
+from swarmnode.net.addressing.addresses import is_loopback
+from swarmnode.swarm.records.invite import (
+    Invite,
+    OwnedInvite,
+    decode_invite,
+    encode_invite,
+    is_owners,
+    looks_like_invite,
+)
+from swarmnode.swarm.records.manifest import PRIVATE, Manifest, decode_manifest, swarm_id
+from swarmnode.swarm.storage.atomic import write_private
+from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
+from swarmnode.swarm.storage.public_swarms import find_public_swarm
+from swarmnode.swarm.storage.user_file import read_user_file
+
+FORMAT = 1
+SUFFIX = ".swarm"
+MAX_FILE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Swarm:
+    """A swarm as this machine knows it: from an invite (no manifest yet), or from the founder's own file.
+
+    `bootstraps` are multiaddrs with /p2p/. `checkpoint` is a local folder with the whole checkpoint, a hint only.
+    `bootstrap_key` (private key bytes) and `bootstrap_listen` make this host the promised bootstrap peer. A swarm that has
+    an owner: its public key, its signature of the id; and of a private one the grant that we came by, with its private key.
+    `revocations` is the newest list that the owner's own book has.
+    """
+
+    id: bytes
+    name: str
+    bootstraps: tuple[str, ...] = ()
+    manifest_bytes: bytes | None = None
+    manifest: Manifest | None = None
+    checkpoint: Path | None = None
+    bootstrap_key: bytes | None = None
+    bootstrap_listen: tuple[str, ...] = ()
+    owner: bytes = b""
+    signature: bytes = b""
+    private: bool = False  # only those whom the owner invited belong to it
+    grant: bytes = b""
+    secret: bytes = b""
+    revocations: bytes = b""
+
+    def __repr__(self) -> str:
+        known = "manifest" if self.manifest is not None else "no manifest yet"
+        return f"<Swarm {self.name} {self.id.hex()[:12]} {known}, {len(self.bootstraps)} bootstraps>"
+
+    @property
+    def invite(self) -> str:
+        """The line of text to hand out. To a private swarm it grants nothing: `swarmnode invite` makes those that do."""
+        if self.owner:
+            return encode_invite(
+                OwnedInvite(self.id, self.name, self.bootstraps, self.owner, self.signature, self.private)
+            )
+        return encode_invite(Invite(self.id, self.name, self.bootstraps))
+
+    @property
+    def reaches_others(self) -> bool:
+        """Whether it can be found from other machines."""
+        return not all(is_loopback(address) for address in self.bootstraps)
+
+    def with_manifest(self, raw: bytes) -> Swarm:
+        """The same swarm with its manifest. Raises ProtocolError where the bytes are another swarm's, not valid, or not signed
+        by the owner whom they name."""
+        if swarm_id(raw) != self.id:
+            raise ProtocolError("the manifest's hash is not the swarm's id")
+        manifest = decode_manifest(raw)
+        if (manifest.membership == PRIVATE) != self.private:
+            raise ProtocolError("the manifest and the invite differ in who may join: the invite was tampered with")
+        if manifest.owner != self.owner or (self.owner and not is_owners(self.id, self.owner, self.signature)):
+            raise ProtocolError(
+                "the manifest is not signed by its owner: the invite is not the owner's; ask for another"
+            )
+        return replace(self, manifest_bytes=bytes(raw), manifest=manifest)
+
+
+class _SwarmFile(msgspec.Struct):
+    """The JSON of a .swarm file; bytes are base64."""
+
+    swarmnode: int  # the format
+    manifest: bytes
+    bootstraps: tuple[str, ...] = ()
+    checkpoint: str | None = None
+    bootstrap_key: bytes | None = None
+    bootstrap_listen: tuple[str, ...] = ()
+    signature: bytes = b""
+    grant: bytes = b""
+    secret: bytes = b""
+
+
+def new_swarm(manifest_bytes: bytes, signature: bytes = b"") -> Swarm:
+    """The swarm of a manifest, with its owner's signature where it has one. Raises ProtocolError where either is not valid."""
+    manifest = decode_manifest(manifest_bytes)
+    private = manifest.membership == PRIVATE
+    swarm = Swarm(swarm_id(manifest_bytes), manifest.name, owner=manifest.owner, signature=signature, private=private)
+    return swarm.with_manifest(manifest_bytes)
+
+
+def save_swarm(swarm: Swarm, path: Path) -> None:
+    """Write the .swarm file, readable by its owner alone, all or nothing. Raises LocalError where it cannot."""
+    if swarm.manifest_bytes is None:
+        raise ValueError("a swarm known from an invite alone has no file")
+    text = json.dumps(
+        {
+            "swarmnode": FORMAT,
+            "name": swarm.name,
+            "id": swarm.id.hex(),
+            "manifest": base64.b64encode(swarm.manifest_bytes).decode(),
+            "bootstraps": swarm.bootstraps,
+            "checkpoint": None if swarm.checkpoint is None else str(swarm.checkpoint.absolute()),
+            "bootstrap_key": None if swarm.bootstrap_key is None else base64.b64encode(swarm.bootstrap_key).decode(),
+            "bootstrap_listen": swarm.bootstrap_listen,
+            "signature": base64.b64encode(swarm.signature).decode(),
+            "grant": base64.b64encode(swarm.grant).decode(),
+            "secret": base64.b64encode(swarm.secret).decode(),
+        },
+        indent=1,
+    )
+    write_private(path, text.encode())
+
+
+def load_swarm(source: str | Path, home: Path | None = None) -> Swarm:
+    """The swarm that a .swarm file, an invite, a file with an invite in it, or the name of a public swarm describes.
+
+    A file keeps the invite out of the list of processes. Names are looked up in the package's list and in `swarms.json` of
+    the home folder. Raises UsageError with what is wrong.
+    """
+    if isinstance(source, str) and looks_like_invite(source):
+        return _invited(source)
+    path = Path(source)
+    if not path.exists() and (invite := find_public_swarm(str(source), home)) is not None:
+        return _invited(invite)
+    data = _read(path)
+    text = data.decode(errors="replace")
+    return _invited(text) if looks_like_invite(text) else _decode(data, path)
+
+
+def _invited(text: str) -> Swarm:
+    invite = decode_invite(text)
+    swarm = Swarm(invite.swarm_id, invite.name, invite.bootstraps)
+    if not isinstance(invite, OwnedInvite):
+        return swarm
+    return replace(
+        swarm,
+        owner=invite.owner,
+        signature=invite.signature,
+        private=invite.private,
+        grant=invite.grant,
+        secret=invite.secret,
+    )
+
+
+def _read(path: Path) -> bytes:
+    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=f"a {SUFFIX} file")
+    if data is None:
+        raise UsageError(
+            f"{path}: no such file; give the path of a {SUFFIX} file, an invite (swarm1…) or the name of a public swarm"
+        )
+    return data
+
+
+def _decode(data: bytes, path: Path) -> Swarm:
+    try:
+        content = msgspec.json.decode(data, type=_SwarmFile)
+    except DECODE_ERRORS as error:
+        raise UsageError(f"{path} is not a {SUFFIX} file: {error}") from None
+    if content.swarmnode > FORMAT:
+        raise UsageError(f"{path} has format {content.swarmnode}, this swarmnode knows {FORMAT}: upgrade swarmnode")
+    try:
+        swarm = new_swarm(content.manifest, content.signature)
+    except ProtocolError as error:
+        raise UsageError(f"{path} cannot be used: {error}") from None
+    return replace(
+        swarm,
+        bootstraps=content.bootstraps,
+        checkpoint=None if content.checkpoint is None else Path(content.checkpoint),
+        bootstrap_key=content.bootstrap_key,
+        bootstrap_listen=content.bootstrap_listen,
+        grant=content.grant,
+        secret=content.secret,
+        revocations=open_issued_invites(issued_invites_path(path)).revocations if swarm.owner else b"",
+    )

@@ -1,0 +1,92 @@
+"""The part of a checkpoint that this machine has fetched, in one folder per swarm, within a bound for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from typing import IO
+
+from swarmnode.errors import LocalError
+from swarmnode.swarm.storage.chunk_folder import ChunkFolder, disk_error, used_bytes
+
+DISK_SHARE = 0.8  # of what is free, where no bound is given
+
+
+class WeightCache(ChunkFolder):
+    """One swarm's folder under `root`. Opening it holds it against eviction by other processes until `close`.
+
+    `max_bytes` bounds all swarms' folders together.
+    """
+
+    def __init__(self, root: Path, swarm_id: bytes, max_bytes: int | None = None) -> None:
+        super().__init__(root / swarm_id.hex()[:16])
+        self.root = root
+        self._max_bytes = max_bytes
+        try:
+            self._lock = _share(self.folder)
+        except OSError as error:
+            raise disk_error(self.folder, error) from error
+
+    def make_room(self, needed_bytes: int) -> None:
+        """See that so many bytes may be added: other swarms' folders go, least recently used first, unless in use.
+
+        Raises LocalError where that is not enough.
+        """
+        used = used_bytes(self.root)
+        free = shutil.disk_usage(self.root).free
+        bound = self._max_bytes if self._max_bytes is not None else used + int(free * DISK_SHARE)
+        excess = used + needed_bytes - bound
+        for folder in sorted(self.root.iterdir(), key=_last_used):
+            if excess <= 0:
+                return
+            if folder != self.folder:
+                excess -= _evict(folder)
+        if excess > 0 and needed_bytes > 0:
+            raise LocalError(
+                f"the weights need {needed_bytes / 1e6:.0f} MB in {self.root}, {excess / 1e6:.0f} MB more than there is "
+                "room for; free some disk space, hold a smaller --span or choose another --home"
+            )
+
+    def close(self) -> None:
+        """Let others evict it."""
+        with contextlib.suppress(OSError):
+            os.utime(self.folder)
+        self._lock.close()
+
+
+def _last_used(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _share(folder: Path) -> IO[bytes]:
+    """Hold the folder. Where somebody evicted it while we waited for the lock, it is made anew."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / ".lock"
+        try:
+            lock = path.open("wb")
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if os.path.samestat(path.stat(), os.fstat(lock.fileno())):
+                os.utime(folder)
+                return lock
+            lock.close()
+        except FileNotFoundError:
+            continue
+
+
+def _evict(folder: Path) -> int:
+    """Remove a folder that no process uses; the bytes that this freed."""
+    size = used_bytes(folder)
+    try:
+        with (folder / ".lock").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+    except OSError:
+        return 0
+    return size

@@ -1,0 +1,111 @@
+"""Checkpoints by hub name, against a small hub on this machine: only the shards of the span are fetched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarmnode.compute.model.hub import HubCheckpoint, open_checkpoint
+from swarmnode.compute.model.span import load_span
+from swarmnode.errors import CheckpointError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(ThreadingHTTPServer):
+    """The folder as the repository "org/model"; `fetched` lists the files that were downloaded whole."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder = folder
+        self.fetched: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _answer(self, with_body: bool) -> None:
+        parts = self.path.split("?")[0].strip("/").split("/")
+        if parts[:4] == ["api", "models", "org", "model"]:
+            files = [{"rfilename": file.name} for file in self.server.folder.iterdir()]
+            self._send(json.dumps({"id": "org/model", "sha": COMMIT, "siblings": files}).encode(), with_body)
+            return
+        file = self.server.folder / parts[-1]
+        if parts[:3] != ["org", "model", "resolve"] or not file.is_file():
+            code = "EntryNotFound" if parts[:2] == ["org", "model"] else "RepoNotFound"
+            self._send(b"", with_body, status=404, headers={"X-Error-Code": code})
+            return
+        body = file.read_bytes()
+        headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        if "Range" in self.headers:
+            begin, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
+            body = body[int(begin) : int(last or len(body)) + 1]
+        elif with_body:
+            self.server.fetched.append(file.name)
+        self._send(body, with_body, headers=headers)
+
+    def _send(self, body: bytes, with_body: bool, *, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Silence."""
+
+
+@pytest.fixture
+def hub(checkpoint_path: Path) -> Iterator[Hub]:
+    server = Hub(checkpoint_path)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_span_fetches_its_shards_only(hub, model, tmp_path):
+    checkpoint = HubCheckpoint("org/model", cache_dir=tmp_path, endpoint=hub.url)
+    assert checkpoint.units == 6
+    assert not [file for file in hub.fetched if file.endswith(".safetensors")]
+    shards = {checkpoint.entries[name].file.name for name in checkpoint.tensors_of(2, 3)}
+    span = load_span(checkpoint, 2, 3, check=False)
+    assert {file for file in hub.fetched if file.endswith(".safetensors")} == shards
+    assert len(shards) < len(list(hub.folder.glob("*.safetensors")))
+    for name, parameter in span.model.named_parameters():
+        assert torch.equal(parameter, model.state_dict()[name])
+
+
+def test_names_that_are_nothing_are_told(hub, tmp_path, checkpoint_path):
+    with pytest.raises(CheckpointError, match="neither a folder here nor a model on the hub"):
+        HubCheckpoint("org/nothing", cache_dir=tmp_path, endpoint=hub.url)
+    with pytest.raises(CheckpointError, match=r"no such folder$"):
+        open_checkpoint(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="neither"):
+        HubCheckpoint("not a name!", endpoint=hub.url)
+    assert open_checkpoint(checkpoint_path).units == 6
+
+
+def test_without_a_network_it_says_so(tmp_path):
+    with pytest.raises(CheckpointError, match="hub cannot be reached"):
+        HubCheckpoint("org/model", cache_dir=tmp_path, endpoint="http://127.0.0.1:9")

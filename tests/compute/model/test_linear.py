@@ -1,0 +1,95 @@
+"""Ways to multiply: all come to the same, and the choice is by time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from swarmnode.compute.model import linear
+from swarmnode.compute.model.linear import TIMED_ROWS, TimedLinear, speed_up_linears
+from swarmnode.compute.packed import PackedLinear, can_pack, packed_bytes
+
+INPUTS, OUTPUTS = 300, 260
+WAYS = (linear.weight_first_linear, linear.onednn_linear, linear.plain_linear, linear.tiled_linear)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", [(1, 1, INPUTS), (1, INPUTS), (3, 2, INPUTS), (17, INPUTS)], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_all_ways_come_to_the_same(way: linear.Product, shape: tuple[int, ...], has_bias: bool) -> None:
+    x, weight = drawn(*shape), drawn(OUTPUTS, INPUTS, seed=1)
+    bias = drawn(OUTPUTS, seed=2) if has_bias else None
+    torch.testing.assert_close(way(x, weight, bias), functional.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
+    assert torch.backends.mkldnn.enabled
+
+
+@pytest.mark.skipif(not can_pack(), reason="this torch has no FBGEMM")
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_packed_weights_lose_nothing(scale: float, has_bias: bool) -> None:
+    weight = drawn(OUTPUTS, INPUTS, dtype=torch.bfloat16, seed=1) * scale
+    weight[0] = 0
+    bias = nn.Parameter(drawn(OUTPUTS, dtype=torch.bfloat16)) if has_bias else None
+    layer, x = PackedLinear(weight, bias), drawn(3, 5, INPUTS, dtype=torch.bfloat16)
+    expected = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    with torch.no_grad():
+        y = layer(x)
+    assert y.dtype is torch.bfloat16
+    torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=scale * 1e-4)
+
+
+class Two(nn.Module):
+    """An embedding, a head that shares its matrix, and a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(OUTPUTS, INPUTS)
+        self.head = nn.Linear(INPUTS, OUTPUTS, bias=False)
+        self.head.weight = self.embedding.weight
+        self.own = nn.Linear(INPUTS, OUTPUTS)
+        self.tiny = nn.Linear(2, 2)
+
+
+@pytest.mark.skipif(not can_pack(), reason="this torch has no FBGEMM")
+def test_what_is_packed_is_held_once_and_what_is_shared_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Two().to(torch.bfloat16)
+    size, x = model.own.weight.nbytes, drawn(2, INPUTS, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected, logits = model.own(x), model.head(x)
+    monkeypatch.setattr(linear, "_shapes_to_pack", lambda linears, _choices: {one.weight.shape for one in linears})
+    speed_up_linears(model)
+    assert isinstance(model.own, PackedLinear) and packed_bytes(model) == size
+    assert model.head.weight is model.embedding.weight
+    with torch.inference_mode():
+        torch.testing.assert_close(model.own(x), expected)
+        torch.testing.assert_close(model.head(x), logits)
+
+
+def test_the_faster_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "thread_time", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def slow(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        now[0] += 2.0
+        return functional.linear(x, weight, bias)
+
+    def fast_for_few(x: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None) -> torch.Tensor:
+        now[0] += 1.0 if len(x) <= 4 else 9.0
+        return x @ weight.t()
+
+    monkeypatch.setattr(linear, "USUAL", slow)
+    monkeypatch.setattr(linear, "OTHERS", {torch.float32: (fast_for_few,)})
+    model = Two()
+    speed_up_linears(model)
+    assert isinstance(model.own, TimedLinear)
+    assert [product is fast_for_few for product in model.own.products] == [rows <= 4 for rows in TIMED_ROWS]
+    assert type(model.tiny) is nn.Linear

@@ -1,0 +1,57 @@
+"""Quantised spans: small, near the original, and honest about what they leave alone."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from swarmnode.compute.memory import unit_sizes
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.quantize import quantize_layers
+from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
+from swarmnode.errors import LocalError
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("method", "max_error", "max_size"), [("int8", 0.03, 0.3), ("nf4", 0.3, 0.2)])
+def test_a_quantised_span(model, checkpoint_path, method, max_error, max_size):
+    checkpoint = Checkpoint(checkpoint_path)
+    span = load_span(checkpoint, 0, 6, quantize=method)
+    runner = StageRunner(span, RunnerConfig(1 << 22))
+    runner.open(0, rows=1, max_length=16)
+    ids = torch.arange(10)[None]
+    (result,) = runner.run([StepInput(0, ids, WANT_ALL)])
+    with torch.inference_mode():
+        expected = model(ids).logits
+    assert 0 < (result.output - expected).norm() / expected.norm() < max_error
+    assert span.quantization.matrices == 28
+    assert span.quantization.bytes_after < max_size * span.quantization.bytes_before
+    estimated = sum(unit_sizes(checkpoint, dtype=torch.float32, quantize=method).weight_bytes)
+    assert estimated == pytest.approx(span.weight_bytes, rel=0.1)
+
+
+def test_fused_experts_are_named_as_kept():
+    layers = nn.ModuleDict({"experts": nn.ParameterList([torch.zeros(4, 64, 64)]), "plain": nn.Linear(64, 64)})
+    done = quantize_layers(layers, "int8", CPU)
+    assert done.matrices == 1
+    assert "66 kB of layers stay as they are" in str(done)
+
+
+def test_what_cannot_be_is_told():
+    with pytest.raises(LocalError, match="no quantisation 'int3'"):
+        quantize_layers(nn.Sequential(nn.Linear(64, 64)), "int3", CPU)
+    with pytest.raises(LocalError, match="not available on mps"):
+        quantize_layers(nn.Sequential(nn.Linear(64, 64)), "nf4", torch.device("mps"))
+    with pytest.raises(LocalError, match="no plain matrices"):
+        quantize_layers(nn.Sequential(nn.LayerNorm(64)), "nf4", CPU)
+
+
+def test_without_bitsandbytes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(LocalError, match="does not work on this machine"):
+        quantize_layers(nn.Sequential(nn.Linear(64, 64)), "nf4", CPU)

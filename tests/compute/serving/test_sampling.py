@@ -1,0 +1,87 @@
+"""Draws depend on logits, parameters, row and position, and on nothing else; and they follow the distribution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from swarmnode.codec.messages import Sampling
+from swarmnode.compute.serving.sampling import sample, uniform
+
+
+@dataclass(frozen=True)
+class Parameters:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+
+LOGITS_BV = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 3.0, 0.0, 0.0]])
+
+
+def test_greedy():
+    assert sample(LOGITS_BV, Sampling(prompt_length=1, max_new_tokens=1), 5).tolist() == [0, 1]
+
+
+def test_the_same_draw_twice_whatever_came_between():
+    parameters = Parameters(seed=7)
+    drawn = [sample(LOGITS_BV, parameters, position).tolist() for position in range(50)]
+    torch.rand(100)
+    assert [sample(LOGITS_BV, parameters, position).tolist() for position in range(50)] == drawn
+    assert [sample(LOGITS_BV, Parameters(seed=8), position).tolist() for position in range(50)] != drawn
+    row_1 = [sample(LOGITS_BV[1:], parameters, position, rows=[1]).item() for position in range(50)]
+    assert row_1 == [ids[1] for ids in drawn]
+
+
+def test_other_dtypes_draw_the_same():
+    parameters = Parameters(seed=1)
+    drawn = [sample(LOGITS_BV, parameters, position).tolist() for position in range(30)]
+    assert [sample(LOGITS_BV.bfloat16(), parameters, position).tolist() for position in range(30)] == drawn
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kept"),
+    [
+        (Parameters(), {0, 1, 2, 3}),
+        (Parameters(top_k=2), {0, 1}),
+        (Parameters(top_p=0.5), {0}),
+        (Parameters(top_p=0.7), {0, 1}),
+        (Parameters(top_k=3, top_p=0.95), {0, 1, 2}),
+        (Parameters(temperature=0.01), {0}),
+        (Parameters(top_k=99), {0, 1, 2, 3}),
+    ],
+)
+def test_the_distribution(parameters, kept):
+    draws = torch.tensor([sample(LOGITS_BV[:1], parameters, position).item() for position in range(3000)])
+    frequencies = torch.bincount(draws, minlength=4) / len(draws)
+    assert {index for index in range(4) if frequencies[index] > 0} == kept
+    mask = torch.tensor([index in kept for index in range(4)])
+    wanted = torch.softmax((LOGITS_BV[0] / parameters.temperature).masked_fill(~mask, float("-inf")), 0)
+    assert (frequencies - wanted).abs().max() < 0.04
+
+
+def test_uniform_numbers_are_the_documented_ones():
+    """A stranger's implementation must draw these."""
+    assert uniform(0, 0, 0) == pytest.approx(0.868510408050094, abs=1e-15)
+    numbers = torch.tensor([uniform(3, row, position) for row in range(10) for position in range(300)])
+    assert abs(numbers.mean() - 0.5) < 0.02
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+
+
+@pytest.mark.parametrize("parameters", [Parameters(), Parameters(top_p=0.97), Parameters(top_k=700, temperature=3.0)])
+def test_a_large_vocabulary_is_drawn_from_as_defined(parameters):
+    """Only the head of the order is computed at first; the draws are those of the whole order, ties by id."""
+    logits_V = torch.randn(5000, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    ordered, ids = torch.sort(logits_V, descending=True, stable=True)
+    kept = parameters.top_k or len(ids)
+    cumulated = torch.softmax(ordered[:kept].double() / parameters.temperature, 0).cumsum(0)
+    if parameters.top_p < 1:
+        cumulated = cumulated[: int((cumulated < parameters.top_p).sum()) + 1]
+    for position in range(300):
+        number = uniform(0, 0, position) * cumulated[-1]
+        wanted = ids[(cumulated <= number).sum()]
+        assert sample(logits_V[None], parameters, position).item() == wanted

@@ -1,0 +1,108 @@
+"""Whole models on unequal devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from swarmnode.errors import LocalError, UsageError
+from swarmnode.plan.offline.hosting import DeviceRates, Hosting, Planner, Workload
+from swarmnode.plan.offline.scenario import Scenario
+from tests.plan.networks import instances
+
+GB = 10**9
+LAYERS = Workload(
+    unit_bytes=(GB,) * 12,
+    gradient_bytes=(GB // 8,) * 12,
+    work=(1.0,) * 12,
+    activation_bytes=10**7,
+    microbatches=32,
+)
+FAST_LAN = instances([7], 100, 100)
+
+
+def equal(devices: int, room_gb: float, work_per_s: float = 10.0) -> DeviceRates:
+    return DeviceRates((work_per_s,) * devices, (int(room_gb * GB),) * devices)
+
+
+def plan(
+    network: Scenario,
+    hardware: DeviceRates,
+    workload: Workload = LAYERS,
+    stages: int | None = None,
+    replicas: int | None = None,
+) -> Hosting:
+    hosting = Planner(network, hardware, workload).plan(stages=stages, replicas=replicas, effort=0.01)
+    check(hosting, hardware, workload)
+    return hosting
+
+
+def check(hosting: Hosting, hardware: DeviceRates, workload: Workload) -> None:
+    """Every unit once, no device twice, no memory overflows."""
+    spans = [stage.span for stage in hosting.stages]
+    assert spans[0].start == 0 and spans[-1].end == workload.units
+    assert all(one.end == other.start for one, other in pairwise(spans))
+    devices = [device for stage in hosting.stages for device in stage.devices]
+    assert len(set(devices)) == len(devices)
+    for stage in hosting.stages:
+        held = sum(workload.unit_bytes[stage.span.start : stage.span.end])
+        assert all(held <= hardware.room_bytes[device] for device in stage.devices)
+    for stage, row in zip(hosting.stages, hosting.grid.tolist(), strict=True):
+        assert set(row) <= set(stage.devices)
+
+
+def test_devices_that_do_not_divide_reinforce_stages() -> None:
+    hosting = plan(FAST_LAN, equal(7, room_gb=7), stages=2, replicas=3)
+    assert sorted(len(stage.devices) for stage in hosting.stages) == [3, 4]
+    most = max(hosting.stages, key=lambda stage: len(stage.devices))
+    assert most.span.units > 12 - most.span.units, "the stage of four devices holds more"
+
+
+def test_a_fast_device_holds_more_layers() -> None:
+    hardware = DeviceRates((30.0, 10.0), (12 * GB, 12 * GB))
+    hosting = plan(instances([2], 100, 100), hardware, stages=2)
+    units = {stage.devices[0]: stage.span.units for stage in hosting.stages}
+    assert units == {0: 9, 1: 3}
+
+
+def test_memory_groups_like_with_like() -> None:
+    """Four large and four small cards in two machines of two each: only stages of equals hold the model."""
+    hardware = DeviceRates((10.0,) * 8, tuple(gb * GB for gb in (9, 9, 3, 3, 9, 9, 3, 3)))
+    hosting = plan(instances([4, 4], 100, 1), hardware, stages=2, replicas=4)
+    assert {frozenset(stage.devices) for stage in hosting.stages} == {frozenset({0, 1, 4, 5}), frozenset({2, 3, 6, 7})}
+
+
+def test_slow_links_are_not_worth_their_devices() -> None:
+    """Averaging across the slow link would take longer than doing all microbatches on one side of it."""
+    network = instances([4, 4], 100, 0.01)
+    hosting = plan(network, equal(8, room_gb=12))
+    assert hosting.used in ({0, 1, 2, 3}, {4, 5, 6, 7})
+    apart = plan(network, equal(8, room_gb=12), replace(LAYERS, microbatches=10**6))
+    assert len(apart.used) == 8, "with so much to compute, they are"
+
+
+def test_a_step_worked_out_by_hand() -> None:
+    """Two stages of one device: 6 units at 10 per s; 10^7 bytes at 10^8 per s; 32 microbatches."""
+    hosting = plan(instances([2], 0.8, 0.8), equal(2, room_gb=6), stages=2)
+    assert hosting.step_s == pytest.approx(2 * 0.6 + 2 * 0.1 + 31 * 0.6)
+
+
+@pytest.mark.parametrize(
+    "hardware, message",
+    [
+        (equal(7, room_gb=1.5), r"needs 12\.0 GB .* 7 of its 12 units fit, 5\.0 GB are missing"),
+        (equal(7, room_gb=0.4), r"unit 0 alone needs 1\.0 GB .* 0\.6 GB are missing in each"),
+    ],
+)
+def test_a_model_that_does_not_fit_says_by_how_much(hardware: DeviceRates, message: str) -> None:
+    with pytest.raises(LocalError, match=message):
+        plan(FAST_LAN, hardware)
+
+
+def test_impossible_shapes() -> None:
+    with pytest.raises(UsageError, match="--stages 8: there are 12 units and 7 devices"):
+        plan(FAST_LAN, equal(7, 12), stages=8)
+    with pytest.raises(UsageError, match="--replicas 4: there are 7 devices, and 2 stages at least"):
+        plan(FAST_LAN, equal(7, 12), stages=2, replicas=4)

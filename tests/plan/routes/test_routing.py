@@ -1,0 +1,170 @@
+import random
+import time
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmnode.codec.messages import HopSpec
+from swarmnode.errors import NoRoute
+from swarmnode.plan.routes.lattice import RoutingConfig
+from swarmnode.plan.routes.routing import find_route
+from swarmnode.plan.view import PeerView, Span, View
+from swarmnode.swarm.records.announcement import State
+
+CONFIG = RoutingConfig()
+
+
+def peer(name, start, end, speed=100.0, state=State.READY, sessions=0):
+    return PeerView(name, Span(start, end), state, speed, sessions)
+
+
+def hops_of(route):
+    return [(hop.peer, hop.start, hop.end) for hop in route.hops]
+
+
+def cost_of(view, hops, *, ring, client):
+    """The cost of a route, written down anew from its definition."""
+    speeds = {p.peer: p.decode_units_per_s / (1 + CONFIG.load_weight * p.sessions) for p in view.peers}
+
+    def link(a, b):
+        if a == b:
+            return 0.0
+        return view.rtt_s.get((a, b), view.rtt_s.get((b, a), view.default_rtt_s)) / 2
+
+    first, last = hops[0][0], hops[-1][0]
+    total = sum((end - start) / speeds[name] for name, start, end in hops)
+    total += sum(link(a[0], b[0]) + CONFIG.hop_s for a, b in pairwise(hops))
+    if ring:
+        return total + link(last, first) + CONFIG.entry_weight * link(client, first)
+    return total + link(client, first) + link(client, last)
+
+
+def all_routes(view):
+    """Every way to cut the model among some peers in some order, each peer once."""
+
+    def extend(at, used, hops):
+        if at == view.units:
+            yield hops
+            return
+        for candidate in view.peers:
+            if candidate.peer not in used and candidate.span.start <= at < candidate.span.end:
+                for end in range(at + 1, candidate.span.end + 1):
+                    yield from extend(end, used | {candidate.peer}, [*hops, (candidate.peer, at, end)])
+
+    yield from extend(0, frozenset(), [])
+
+
+@st.composite
+def views(draw):
+    units = draw(st.integers(1, 6))
+    peers = []
+    for i in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, units - 1))
+        speed = draw(st.sampled_from([20.0, 100.0, 500.0]))
+        peers.append(peer(f"p{i}", start, draw(st.integers(start + 1, units)), speed, sessions=draw(st.integers(0, 3))))
+    places = {name: draw(st.sampled_from([0.0, 0.0001, 0.01, 0.1])) for name in [p.peer for p in peers] + ["client"]}
+    rtts = {(a, b): abs(places[a] - places[b]) + 0.0001 for a, b in combinations(places, 2)}
+    return View(units, tuple(peers), rtts)
+
+
+NEARLY = (
+    1.02  # a ring may gain by one unit on a peer that the client reaches sooner: peers change at ends of spans alone
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(views(), st.booleans())
+def test_as_good_as_brute_force(view, ring):
+    costs = [cost_of(view, hops, ring=ring, client="client") for hops in all_routes(view)]
+    if not costs:
+        with pytest.raises(NoRoute):
+            find_route(view, client="client", ring=ring)
+        return
+    route = find_route(view, client="client", ring=ring)
+    hops = hops_of(route)
+    assert len({hop.peer for hop in route.hops}) == len(hops)
+    assert route.cost_s == pytest.approx(cost_of(view, hops, ring=ring, client="client"))
+    assert min(costs) <= route.cost_s * (1 + 1e-9)
+    assert route.cost_s <= min(costs) * NEARLY
+
+
+def test_missing_units_are_named():
+    view = View(9, (peer("a", 0, 3), peer("b", 4, 6), peer("c", 3, 9, state=State.LOADING)))
+    with pytest.raises(NoRoute, match=r"units 3, 6-8 of the model's 9 units; more nodes"):
+        find_route(view)
+    with pytest.raises(NoRoute, match="left out"):
+        find_route(View(2, (peer("a", 0, 2),)), avoid={"a"})
+
+
+def test_avoid_and_states():
+    view = View(4, (peer("a", 0, 4, 1000), peer("b", 0, 4, 10), peer("c", 0, 4, 9000, State.DRAINING)))
+    assert hops_of(find_route(view)) == [("a", 0, 4)]
+    assert hops_of(find_route(view, avoid={"a"})) == [("b", 0, 4)]
+
+
+def test_enters_and_leaves_in_the_middle_of_a_span():
+    view = View(6, (peer("a", 0, 4), peer("b", 2, 6)), {("a", "b"): 0.0001})
+    assert hops_of(find_route(view)) in ([("a", 0, 4), ("b", 4, 6)], [("a", 0, 2), ("b", 2, 6)])
+    fast = View(6, (peer("a", 0, 6, 10), peer("b", 2, 4, 10_000), peer("c", 4, 6, 10)), {("a", "b"): 0.0001})
+    assert [hop.peer for hop in find_route(fast).hops][:2] == ["a", "b"]
+
+
+def test_only_the_middle_of_the_model():
+    view = View(6, (peer("a", 0, 3), peer("b", 3, 6)))
+    assert hops_of(find_route(view, units=Span(1, 5))) == [("a", 1, 3), ("b", 3, 5)]
+
+
+def test_near_peers_win():
+    view = View(2, (peer("near", 0, 2), peer("far", 0, 2)), {("client", "near"): 0.001, ("client", "far"): 0.2})
+    assert hops_of(find_route(view, client="client")) == [("near", 0, 2)]
+
+
+def test_loaded_peer_is_left_for_an_idle_one():
+    view = View(2, (peer("busy", 0, 2, sessions=8), peer("idle", 0, 2)))
+    assert hops_of(find_route(view)) == [("idle", 0, 2)]
+
+
+def test_running_session_stays_with_its_caches():
+    view = View(
+        6,
+        (peer("a", 0, 3, 100), peer("b", 3, 6, 100), peer("c", 0, 3, 200), peer("d", 3, 6, 200), peer("e", 0, 6, 150)),
+    )
+    keep = [HopSpec("a", 0, 3), HopSpec("b", 3, 6)]
+    assert hops_of(find_route(view, keep=keep)) == [("a", 0, 3), ("b", 3, 6)]
+    assert hops_of(find_route(view, keep=keep, avoid={"b"})) == [("a", 0, 3), ("d", 3, 6)]
+    assert hops_of(find_route(view, keep=keep, avoid={"a", "b"}))[0][0] in ("c", "e")
+
+
+def test_keeper_takes_over_where_nobody_else_can():
+    view = View(6, (peer("a", 0, 6),))
+    keep = [HopSpec("a", 0, 3), HopSpec("b", 3, 6)]
+    assert hops_of(find_route(view, keep=keep)) == [("a", 0, 6)]
+
+
+def test_clients_spread_over_equal_peers_and_each_is_constant():
+    view = View(2, tuple(peer(f"p{i}", 0, 2) for i in range(4)))
+    chosen = {client: find_route(view, client=client).hops[0].peer for client in map(str, range(40))}
+    assert len(set(chosen.values())) == 4
+    assert all(find_route(view, client=client).hops[0].peer == first for client, first in chosen.items())
+
+
+@pytest.mark.parametrize("measured", [0, 12])
+def test_two_hundred_peers_within_milliseconds(measured):
+    chance = random.Random(3)
+    peers = []
+    for i in range(200):
+        start = chance.randrange(0, 75, 5)
+        peers.append(peer(f"p{i}", start, min(82, start + 12), chance.uniform(50, 2000), sessions=chance.randrange(4)))
+    rtts = {
+        (f"p{i}", f"p{chance.randrange(200)}"): chance.uniform(0.001, 0.2) for i in range(200) for _ in range(measured)
+    }
+    view = View(82, tuple(peers), rtts)
+    times = []
+    for client in range(20):
+        started = time.perf_counter()
+        find_route(view, client=str(client))
+        times.append(time.perf_counter() - started)
+    print(f"{sorted(times)[10] * 1000:.2f} ms")
+    assert sorted(times)[10] < 0.05  # measured 3-5 ms; the bound leaves room for a busy machine

@@ -1,0 +1,66 @@
+"""Rules of placement on whole swarms: ours against the bound, and against Petals' and SWARM's."""
+
+import random
+import statistics
+
+import pytest
+
+from swarmnode.plan.spans.baselines import petals, swarm
+from swarmnode.plan.spans.placement import Joiner
+from swarmnode.plan.spans.settling import BEST_RESPONSE, Rule, Settling
+
+ROUNDS = 5
+
+
+def random_joiners(seed: int, units: int) -> list[Joiner]:
+    """8 to 40 peers of very unequal speed with memory for about four copies of the model."""
+    chance = random.Random(seed)
+    count = chance.randint(8, 40)
+    mean_capacity = max(1.0, 4 * units / count)
+    return [
+        Joiner(
+            f"peer {seed} {index}",
+            max(1, min(units, round(mean_capacity * chance.uniform(0.5, 1.5)))),
+            100 * chance.lognormvariate(0, 0.8),
+            float(index),
+        )
+        for index in range(count)
+    ]
+
+
+def settled(rule: Rule, seed: int, units: int = 16) -> tuple[float, float, bool]:
+    """Quality at rest, quality at rest after 30 % vanished, and whether they came to rest both times."""
+    settling = Settling(units, rule)
+    settling.join(random_joiners(seed, units))
+    chance = random.Random(seed)
+    first = settling.settle(ROUNDS, chance)
+    before = settling.quality()
+    settling.vanish(chance.sample(sorted(settling.peers), int(0.3 * len(settling.peers))))
+    again = settling.settle(ROUNDS, chance)
+    return before, settling.quality(), first and again
+
+
+def test_best_response_comes_close_to_the_bound_and_to_rest() -> None:
+    outcomes = [settled(BEST_RESPONSE, seed) for seed in range(20)]
+    for figures in ([before for before, _, _ in outcomes], [after for _, after, _ in outcomes]):
+        assert statistics.median(figures) >= 0.95
+        assert min(figures) >= 0.85
+    assert all(rests for _, _, rests in outcomes)
+
+
+@pytest.mark.parametrize("other", [petals(), swarm(16, 2)], ids=lambda rule: rule.name)
+def test_other_rules_recover_less(other: Rule) -> None:
+    ours = [settled(BEST_RESPONSE, seed)[1] for seed in range(20)]
+    theirs = [settled(other, seed)[1] for seed in range(20)]
+    assert statistics.median(ours) > statistics.median(theirs)
+    assert statistics.mean(ours) > statistics.mean(theirs) + 0.03
+
+
+def test_the_same_seed_gives_the_same_swarm() -> None:
+    def spans() -> dict[str, object]:
+        settling = Settling(16, BEST_RESPONSE)
+        settling.join(random_joiners(3, 16))
+        settling.settle(ROUNDS, random.Random(1))
+        return {peer: view.span for peer, (_, view) in settling.peers.items()}
+
+    assert spans() == spans()

@@ -1,0 +1,116 @@
+"""The ledger: after anything that may happen, each microbatch counts exactly once for every unit."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmnode.plan.training.step_ledger import StepLedger
+from swarmnode.plan.view import Span
+
+UNITS = 4
+MICROBATCHES = 6
+PEERS = {"a": Span(0, 2), "b": Span(2, 4), "c": Span(0, 4), "d": Span(1, 3)}
+
+
+def ledger() -> StepLedger:
+    return StepLedger(7, UNITS, MICROBATCHES)
+
+
+def test_a_new_ledger_misses_everything() -> None:
+    new = ledger()
+    assert new.missing() == list(range(MICROBATCHES)) and not new.complete()
+    assert new.counters(0) == [None] * UNITS
+    assert repr(new) == "<StepLedger of step 7: 0 of 6 counted everywhere>"
+
+
+def test_a_microbatch_that_went_the_whole_way_is_not_missing() -> None:
+    held = ledger()
+    for peer in "ab":
+        held.report(peer, PEERS[peer], {})
+        held.count(peer, PEERS[peer], 3)
+    assert held.missing() == [0, 1, 2, 4, 5]
+    assert held.counters(3) == ["a", "a", "b", "b"]
+    assert held.counts("a", (0, 1)) == 1 and held.counts("a", (2,)) == 0 and held.counts("nobody", (0,)) == 0
+
+
+def test_a_lost_replica_takes_its_counts_with_it() -> None:
+    held = ledger()
+    for peer in "abc":
+        held.report(peer, PEERS[peer], {})
+    for number in range(MICROBATCHES):
+        for peer in "ab" if number % 2 else "c":
+            held.count(peer, PEERS[peer], number)
+    assert held.complete()
+    held.lose("a")
+    assert held.missing() == [1, 3, 5]
+    assert held.counters(1) == [None, None, "b", "b"], "what the others counted stays"
+
+
+def test_counts_outside_of_a_span_and_of_strangers_are_nothing() -> None:
+    held = ledger()
+    held.report("a", PEERS["a"], {0: 1, 3: 1})
+    held.count("a", Span(0, 4), 2)
+    held.count("stranger", Span(0, 4), 2)
+    assert held.counters(2) == ["a", "a", None, None] and held.counters(0) == ["a", None, None, None]
+
+
+def test_of_two_that_counted_the_same_the_lesser_is_discarded() -> None:
+    held = ledger()
+    held.report("a", PEERS["a"], {0: 0b1, 1: 0b1})
+    held.report("c", PEERS["c"], {0: 0b111, 1: 0b110, 2: 0b1, 3: 0b1})
+    assert held.conflicts() == ["a"]
+    held.report("a", PEERS["a"], {0: 0b1000, 1: 0b1000})
+    assert held.conflicts() == []
+
+
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("report"), st.sampled_from(sorted(PEERS)), st.integers(0, (1 << MICROBATCHES) - 1)),
+        st.tuples(st.just("count"), st.sampled_from(sorted(PEERS)), st.integers(0, MICROBATCHES - 1)),
+        st.tuples(st.just("lose"), st.sampled_from(sorted(PEERS)), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+def play(sequence: list[tuple[str, str, int]]) -> StepLedger:
+    held = ledger()
+    for event, peer, number in sequence:
+        span = PEERS[peer]
+        if event == "report":
+            held.report(peer, span, dict.fromkeys(range(*span), number))
+        elif event == "count":
+            held.count(peer, span, number)
+        else:
+            held.lose(peer)
+    return held
+
+
+@settings(max_examples=200, deadline=None)
+@given(sequence=events)
+def test_without_conflicts_nothing_is_counted_twice(sequence: list[tuple[str, str, int]]) -> None:
+    held = play(sequence)
+    for peer in held.conflicts():
+        held.lose(peer)
+    assert held.conflicts() == []
+    for unit in range(UNITS):
+        masks = [holding.mask(unit) for holding in held.peers.values()]
+        assert sum(mask.bit_count() for mask in masks) == held._union(unit).bit_count()
+
+
+@settings(max_examples=200, deadline=None)
+@given(sequence=events)
+def test_missing_is_what_some_unit_has_not_counted(sequence: list[tuple[str, str, int]]) -> None:
+    held = play(sequence)
+    assert held.missing() == [number for number in range(MICROBATCHES) if None in held.counters(number)]
+    assert held.complete() == (held.missing() == [])
+
+
+@settings(max_examples=100, deadline=None)
+@given(sequence=events)
+def test_discarding_keeps_the_replica_with_most_counts(sequence: list[tuple[str, str, int]]) -> None:
+    held = play(sequence)
+    losers = set(held.conflicts())
+    weights = {peer: held._weight(peer) for peer in held.peers}
+    assert not losers or max(weights.values()) == max(weights[peer] for peer in weights if peer not in losers)

@@ -1,0 +1,124 @@
+"""Wiring: a route covers the model, keeps to what is fixed, and shares the work by speed."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmnode.plan.training.wiring import Replica, Wire, wire
+from swarmnode.plan.view import Span
+
+UNITS = 4
+ANYWHERE = [None] * UNITS
+
+
+def test_one_chain() -> None:
+    workers = {"a": Replica(Span(0, 2)), "b": Replica(Span(2, 4))}
+    assert wire(UNITS, workers, ANYWHERE, in_flight=3) == [("a", Span(0, 2)), ("b", Span(2, 4))]
+
+
+def test_nobody_holds_a_unit() -> None:
+    assert wire(UNITS, {"a": Replica(Span(0, 3))}, ANYWHERE, in_flight=3) is None
+    assert wire(UNITS, {}, ANYWHERE, in_flight=3) is None
+
+
+def test_who_has_enough_takes_no_more() -> None:
+    workers = {"a": Replica(Span(0, 4), in_flight=3), "b": Replica(Span(0, 4), unit_s=9.0)}
+    assert wire(UNITS, workers, ANYWHERE, in_flight=3) == [("b", Span(0, 4))]
+    workers["b"].in_flight = 3
+    assert wire(UNITS, workers, ANYWHERE, in_flight=3) is None
+
+
+def test_a_bound_of_its_own_counts_before_the_common_one() -> None:
+    workers = {"a": Replica(Span(0, 4), in_flight=1, room=1)}
+    assert wire(UNITS, workers, ANYWHERE, in_flight=3) is None
+    workers["a"].room = 2
+    assert wire(UNITS, workers, ANYWHERE, in_flight=1) is not None
+
+
+def test_a_route_may_enter_and_leave_in_the_middle_of_a_span() -> None:
+    workers = {"a": Replica(Span(0, 3)), "b": Replica(Span(2, 4), unit_s=0.001)}
+    assert wire(UNITS, workers, ANYWHERE, in_flight=3) == [("a", Span(0, 2)), ("b", Span(2, 4))]
+    workers = {"a": Replica(Span(0, 3), unit_s=0.001), "b": Replica(Span(2, 4))}
+    assert wire(UNITS, workers, ANYWHERE, in_flight=3) == [("a", Span(0, 3)), ("b", Span(3, 4))]
+
+
+def test_what_is_counted_goes_through_who_counted_it() -> None:
+    workers = {"a": Replica(Span(0, 4), unit_s=0.001), "b": Replica(Span(1, 3), unit_s=9.0)}
+    route = wire(UNITS, workers, [None, "b", "b", None], in_flight=3)
+    assert route == [("a", Span(0, 1)), ("b", Span(1, 3)), ("a", Span(3, 4))]
+
+
+def test_who_has_counted_some_of_its_units_may_take_the_others() -> None:
+    assert wire(UNITS, {"a": Replica(Span(0, 4))}, [None, "a", None, "a"], in_flight=3) == [("a", Span(0, 4))]
+
+
+def busy_schedule(speeds: dict[str, float], microbatches: int, in_flight: int) -> Counter[str]:
+    """How many microbatches each replica of a whole model did, when they are given out as they come back."""
+    workers = {peer: Replica(Span(0, UNITS), unit_s=unit_s) for peer, unit_s in speeds.items()}
+    back: list[tuple[float, str]] = []
+    free_at_s = dict.fromkeys(speeds, 0.0)
+    done: Counter[str] = Counter()
+    now_s, left = 0.0, microbatches
+    while left or back:
+        route = wire(UNITS, workers, ANYWHERE, in_flight=in_flight) if left else None
+        if route is None:
+            now_s, peer = heapq.heappop(back)
+            workers[peer].booked_units -= UNITS
+            workers[peer].in_flight -= 1
+            done[peer] += 1
+            continue
+        ((peer, _),) = route
+        left -= 1
+        workers[peer].booked_units += UNITS
+        workers[peer].in_flight += 1
+        free_at_s[peer] = max(now_s, free_at_s[peer]) + UNITS * speeds[peer]
+        heapq.heappush(back, (free_at_s[peer], peer))
+    return done
+
+
+@settings(max_examples=30, deadline=None)
+@given(unit_s=st.floats(0.001, 1.0), in_flight=st.integers(2, 4))
+def test_half_the_speed_gets_half_the_work(unit_s: float, in_flight: int) -> None:
+    done = busy_schedule({"fast": unit_s, "slow": 2 * unit_s}, 300, in_flight)
+    assert done["slow"] == pytest.approx(done["fast"] / 2, rel=0.15)
+
+
+spans = st.tuples(st.integers(0, UNITS - 1), st.integers(1, UNITS)).map(
+    lambda pair: Span(pair[0], min(UNITS, pair[0] + pair[1]))
+)
+crews = st.dictionaries(
+    st.sampled_from("abcde"),
+    st.builds(Replica, spans, st.floats(0.0, 1.0), st.integers(0, 8), st.integers(0, 3), st.integers(0, 3)),
+)
+
+
+def assert_fits(route: list[Wire], workers: dict[str, Replica], fixed: list[str | None], in_flight: int) -> None:
+    assert [unit for _, span in route for unit in range(*span)] == list(range(UNITS))
+    assert all(left[0] != right[0] for left, right in pairwise(route))
+    for peer, span in route:
+        worker = workers[peer]
+        assert worker.span.start <= span.start < span.end <= worker.span.end
+        assert worker.in_flight < (worker.room or in_flight)
+        assert all(fixed[unit] in (None, peer) for unit in range(*span))
+
+
+@settings(max_examples=300, deadline=None)
+@given(workers=crews, fixed=st.lists(st.sampled_from([None, None, "a", "b"]), min_size=UNITS, max_size=UNITS))
+def test_every_route_fits(workers: dict[str, Replica], fixed: list[str | None]) -> None:
+    route = wire(UNITS, workers, fixed, in_flight=2)
+    if route is not None:
+        assert_fits(route, workers, fixed, 2)
+
+
+@settings(max_examples=200, deadline=None)
+@given(workers=crews)
+def test_there_is_a_route_where_free_workers_hold_all_units(workers: dict[str, Replica]) -> None:
+    free = [worker for worker in workers.values() if worker.in_flight < (worker.room or 2)]
+    covered = {unit for worker in free for unit in range(*worker.span)}
+    assert (wire(UNITS, workers, ANYWHERE, in_flight=2) is not None) == (covered == set(range(UNITS)))

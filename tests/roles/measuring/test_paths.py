@@ -1,0 +1,71 @@
+"""What a node says of its place, from links that did nothing but live."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from swarmnode.codec.messages import VERSION, Hello, Ready
+from swarmnode.net.addressing.reachability import Reachability
+from swarmnode.net.links.link import LinkConfig
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.measuring.coordinate import Coordinate
+from swarmnode.net.memory.network import FakeWorld, Path
+from swarmnode.roles.measuring.paths import Paths
+from swarmnode.swarm.records.announcement import VERSION as RECORD_VERSION
+from swarmnode.swarm.records.announcement import Announcement, peer_digest
+from tests.net.virtual import in_virtual_time
+
+HELLO = Hello(VERSION, bytes(32), "test")
+
+
+def announced(peer: str, paths: Paths) -> Announcement:
+    return Announcement(RECORD_VERSION, bytes(32), peer, 1, 0.0, 1.0, 0.0, **paths.figures())
+
+
+@in_virtual_time
+async def test_links_that_live_place_three_peers() -> None:
+    world = FakeWorld(seed=3)
+    networks = [world.join() for _ in range(3)]
+    peers = [network.peer_id for network in networks]
+    legs_s = {(0, 1): 0.010, (0, 2): 0.050, (1, 2): 0.055}
+    for (one, other), latency_s in legs_s.items():
+        world.set_path(peers[one], peers[other], Path(latency_s=latency_s))
+    for network in networks[1:]:
+        assert await network.connect(await networks[0].addresses(), timeout_s=1)
+    known: dict[str, Announcement] = {}
+    paths = [Paths(peer, known.get) for peer in peers]
+    boards = []
+    for network, own in zip(networks, paths, strict=True):
+        config = LinkConfig(link_statistics=own.link_statistics, clock=asyncio.get_running_loop().time)
+        boards.append(
+            Switchboard(network, "/test/1", HELLO, config, accept=lambda channel, _frame, _body: channel.send(Ready(0)))
+        )
+        await boards[-1].start()
+    for one, board in enumerate(boards):
+        for other in peers[one + 1 :]:
+            channel = await board.call(other, lambda _frame, _body: None, lambda _error: None)
+            channel.send(Ready(0))
+    for _ in range(60):
+        known.update({peer: announced(peer, own) for peer, own in zip(peers, paths, strict=True)})
+        await asyncio.sleep(1)
+    for (one, other), latency_s in legs_s.items():
+        estimate_ms = paths[one].coordinate.rtt_ms(paths[other].coordinate)
+        assert estimate_ms == pytest.approx(2e3 * latency_s, rel=0.2)
+        assert known[peers[one]].rtt_us[peer_digest(peers[other])] == pytest.approx(2e6 * latency_s, rel=0.01)
+    for board in boards:
+        await board.close()
+
+
+def test_peers_that_announce_nothing_move_nobody() -> None:
+    paths = Paths("me", {}.get)
+    paths.link_statistics.round_trip("a client", 0.1)
+    assert paths.coordinate == Coordinate()
+    assert paths.figures()["rtt_us"] == {peer_digest("a client"): 100_000}
+
+
+def test_reachability_is_told_as_a_number() -> None:
+    paths = Paths("me", {}.get)
+    paths.look(["/ip4/10.0.0.2/tcp/1"], ["/ip4/9.9.9.9/tcp/1"], [])
+    assert paths.figures()["reachability"] == Reachability.MAPPED == 2

@@ -1,0 +1,213 @@
+"""Sessions over routes of peers that die, hang, leave or are full: the tokens must be those of the whole model."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import Body, Error, HopSpec, Mode, Open, Ready, Want
+from swarmnode.config import ServerConfig
+from swarmnode.errors import Busy, ErrorCode, NoRoute
+from swarmnode.roles.serving.client import ClientSession, SessionSpec, ids_entry
+from tests.net.virtual import in_virtual_time
+from tests.roles.toy_swarm import ToySwarm, expected, unpack
+
+PROMPT = [5, 17, 3, 99, 42]
+ROUTES = {"one hop": [(0, 4)], "two hops": [(0, 2), (2, 4)], "four hops": [(0, 1), (1, 2), (2, 3), (3, 4)]}
+THREE = [(0, 1), (1, 3), (3, 4)]  # a first, a middle and a last hop
+
+
+async def settle() -> None:
+    """Until everything that was sent has arrived and was answered."""
+    await asyncio.sleep(0.5)
+
+
+@pytest.mark.parametrize("spans", ROUTES.values(), ids=ROUTES)
+@in_virtual_time
+async def test_the_ring_draws_what_the_whole_model_draws(spans: list[tuple[int, int]]) -> None:
+    swarm = await ToySwarm.start(*spans)
+    stream = swarm.ring(PROMPT, 12)
+    assert [token async for token in stream] == expected(PROMPT, 12)
+    assert stream.result.reroutes == 0
+    await settle()
+    assert swarm.loads == [0] * len(spans)
+
+
+@in_virtual_time
+async def test_sessions_do_not_mix() -> None:
+    swarm = await ToySwarm.start((0, 2), (2, 4))
+
+    async def run(prompt: list[int]) -> list[int]:
+        return [token async for token in swarm.ring(prompt, 10)]
+
+    prompts = [[number, 2 * number, 7] for number in range(1, 6)]
+    assert await asyncio.gather(*map(run, prompts)) == [expected(prompt, 10) for prompt in prompts]
+
+
+@in_virtual_time
+async def test_a_stop_token_ends_the_generation() -> None:
+    swarm = await ToySwarm.start((0, 2), (2, 4))
+    whole = expected(PROMPT, 8)
+    stop = whole[3]
+    tokens = [token async for token in swarm.ring(PROMPT, 8, stop_ids=(stop,))]
+    assert tokens == whole[: whole.index(stop) + 1]
+
+
+@pytest.mark.parametrize("harm", ["kill", "hang"])
+@pytest.mark.parametrize("index", [0, 1, 2], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("after", [1, 7])
+@in_virtual_time
+async def test_a_hop_that_fails_is_replaced_and_the_tokens_stay_the_same(harm: str, index: int, after: int) -> None:
+    swarm = await ToySwarm.start(*THREE, *THREE)
+    victim = swarm.volunteers[index].peer
+    stream = swarm.ring(PROMPT, 15)
+    tokens = []
+    async for token in stream:
+        tokens.append(token)
+        if len(tokens) == after:
+            getattr(swarm.world, harm)(victim)
+    assert tokens == expected(PROMPT, 15)
+    assert stream.result.reroutes >= 1
+    assert stream.result.longest_stall_s < 4.0
+    assert victim in swarm.router.suspected
+    assert [hop.peer for hop in stream.result.route][index] == swarm.volunteers[index + 3].peer
+    await settle()
+    assert [load for one, load in zip(swarm.volunteers, swarm.loads, strict=True) if one.peer != victim] == [0] * 5
+
+
+@pytest.mark.parametrize("harm", ["kill", "hang"])
+@pytest.mark.parametrize("index", [0, 1, 2], ids=["first", "middle", "last"])
+@in_virtual_time
+async def test_hops_that_stay_compute_nothing_again(harm: str, index: int) -> None:
+    swarm = await ToySwarm.start(*THREE, *THREE)
+    victim = swarm.volunteers[index]
+    tokens = []
+    async for token in swarm.ring(PROMPT, 25):
+        tokens.append(token)
+        if len(tokens) == 7:
+            getattr(swarm.world, harm)(victim.peer)
+    assert tokens == expected(PROMPT, 25)
+    kept = [one.worker.positions for one in swarm.volunteers[:3] if one is not victim]
+    assert kept == [len(PROMPT) + 24] * 2
+
+
+@in_virtual_time
+async def test_one_failure_after_another() -> None:
+    swarm = await ToySwarm.start(*THREE, *THREE, *THREE)
+    victims = iter(swarm.volunteers[:6])
+    tokens = []
+    async for token in swarm.ring(PROMPT, 30):
+        tokens.append(token)
+        if len(tokens) % 4 == 0 and (victim := next(victims, None)) is not None:
+            swarm.world.kill(victim.peer)
+    assert tokens == expected(PROMPT, 30)
+
+
+@in_virtual_time
+async def test_a_leaving_hop_is_left_without_a_stall() -> None:
+    swarm = await ToySwarm.start(*THREE, *THREE)
+    leaving = swarm.volunteers[1]
+    draining: asyncio.Future[None] | None = None
+    stream = swarm.ring(PROMPT, 20)
+    tokens = []
+    async for token in stream:
+        tokens.append(token)
+        if len(tokens) == 5:
+            draining = asyncio.ensure_future(leaving.server.drain(5.0))
+    assert tokens == expected(PROMPT, 20)
+    assert draining is not None
+    await draining
+    assert leaving.server.load == 0
+    assert stream.result.longest_stall_s < 0.5
+    assert leaving.peer not in swarm.router.suspected  # it did no wrong
+    assert stream.result.faults == [(leaving.peer, "DRAINING")]
+
+
+@in_virtual_time
+async def test_a_driven_session_gives_the_output_of_each_input() -> None:
+    swarm = await ToySwarm.start((0, 2), (2, 4))
+    spec = SessionSpec(Mode.DRIVEN, max_length=20)
+    session = ClientSession(swarm.switchboard, swarm.router, spec, swarm.config, clock=asyncio.get_running_loop().time)
+    await session.start()
+    whole = expected(PROMPT, 6)
+    session.send(ids_entry(0, [PROMPT], Want.LAST), expect=len(PROMPT))
+    drawn = []
+    for position in range(len(PROMPT), len(PROMPT) + 6):
+        received = await session.receive()
+        assert received.position == position and received.output.tensor is not None
+        drawn += unpack(received.output.tensor, received.payload)
+        session.send(ids_entry(position, [drawn[-1:]], Want.LAST), expect=position + 1)
+    assert drawn == whole
+    await session.close()
+    await settle()
+    assert swarm.loads == [0, 0]
+
+
+@in_virtual_time
+async def test_a_full_peer_is_passed_over_and_a_full_swarm_says_so() -> None:
+    swarm = await ToySwarm.start((0, 4), (0, 4), cache_bytes=4 * 30)  # each holds one session of 25 positions
+    streams = [aiter(swarm.ring(PROMPT, 20)) for _ in range(2)]
+    first = [await anext(stream) for stream in streams]
+    assert first == expected(PROMPT, 1) * 2
+    assert swarm.loads == [1, 1]
+    with pytest.raises(Busy, match="the swarm is full"):
+        async for _ in swarm.ring(PROMPT, 20):
+            pass
+    for stream in streams:
+        await stream.aclose()
+    await settle()
+    assert swarm.loads == [0, 0]
+    assert [token async for token in swarm.ring(PROMPT, 20)] == expected(PROMPT, 20)
+
+
+@in_virtual_time
+async def test_patience_ends_where_nobody_serves_a_unit() -> None:
+    swarm = await ToySwarm.start((0, 2))
+    started_s = asyncio.get_running_loop().time()
+    with pytest.raises(NoRoute, match="nobody serves unit 2"):
+        async for _ in swarm.ring(PROMPT, 5):
+            pass
+    assert asyncio.get_running_loop().time() - started_s == pytest.approx(swarm.config.patience_s, abs=1.1)
+
+
+@in_virtual_time
+async def test_a_client_that_vanishes_is_forgotten_after_the_grace() -> None:
+    swarm = await ToySwarm.start((0, 2), (2, 4), config=ServerConfig(orphan_grace_s=3.0))
+    await anext(aiter(stream := swarm.ring(PROMPT, 2000)))
+    assert len(stream.result.ids) == 1
+    swarm.world.kill(swarm.client.peer_id)
+    await asyncio.sleep(2.0)
+    assert swarm.loads[0] == 1
+    await asyncio.sleep(2.0)
+    assert swarm.loads == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("start", "ids", "code"),
+    [
+        (1, [[1]], ErrorCode.MALFORMED),  # a gap
+        (0, [[1], [2]], ErrorCode.MALFORMED),  # two rows where one was opened
+        (0, [list(range(11))], ErrorCode.TOO_LARGE),  # more than was reserved
+    ],
+    ids=["gap", "rows", "length"],
+)
+@in_virtual_time
+async def test_an_input_that_breaks_the_rules_ends_its_session(
+    start: int, ids: list[list[int]], code: ErrorCode
+) -> None:
+    swarm = await ToySwarm.start((0, 4))
+    heard: list[Body] = []
+
+    def hear(_frame: Frame, body: Body) -> None:
+        heard.append(body)
+
+    peer = swarm.volunteers[0].peer
+    channel = await swarm.switchboard.call(peer, hear, lambda _error: None)
+    channel.send(Open(bytes(16), 0, (HopSpec(peer, 0, 4),), 0, Mode.DRIVEN, 1, 10))
+    entry = ids_entry(start, ids, Want.LAST)
+    channel.send(entry.body, seq=start, payload=entry.payload)
+    await settle()
+    assert heard == [Ready(0), Error(code)]
+    assert swarm.loads == [0]

@@ -1,0 +1,135 @@
+"""What sessions want computed, on the device's executor: nobody waits for what will never come."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.compute.executor import Executor
+from swarmnode.compute.serving.runner import StepInput
+from swarmnode.compute.serving.runner import StepOutput as Output
+from swarmnode.errors import ErrorCode
+from swarmnode.roles.serving.worker import ForwardHidden, Job, JobResult, Worker
+
+PATIENCE_S = 5.0
+
+
+class EchoRunner:
+    """Stands in for `StageRunner`: hidden states are the ids. `act` comes before each pass."""
+
+    def __init__(self) -> None:
+        self.span: Any = SimpleNamespace(
+            start=0, end=2, vocab_size=100, device=torch.device("cpu"), dtype=torch.float32
+        )
+        self.act: Callable[[Sequence[StepInput]], object] = lambda _works: None
+        self.opened: set[object] = set()
+
+    def open(self, session: object, **_reservation: object) -> None:
+        self.opened.add(session)
+
+    def close(self, session: object) -> None:
+        self.opened.discard(session)
+
+    def units(self, _session: object) -> int:
+        return 2
+
+    def run(self, works: Sequence[StepInput]) -> list[Output]:
+        self.act(works)
+        return [Output(work.session_id, 0, work.x[..., None].float()) for work in works]
+
+
+class Desk:
+    """A worker on an executor, and what came of its jobs."""
+
+    def __init__(self) -> None:
+        self.executor = Executor()
+        self.runner = EchoRunner()
+        self.worker = Worker(self.runner, self.executor)  # type: ignore[arg-type]
+        self.results: asyncio.Queue[tuple[int, JobResult]] = asyncio.Queue()
+
+    async def start(self) -> Desk:
+        await self.worker.start()
+        return self
+
+    def submit(self, session: int, *ids: int) -> None:
+        info = TensorInfo(Codec.NONE, DType.INT64, (1, len(ids)))
+        payload = struct.pack(f"<{len(ids)}q", *ids)
+        self.worker.submit(Job(session, 0, len(ids), ((info, payload),), ForwardHidden(Codec.NONE), self._done))
+
+    def _done(self, job: Job, result: JobResult, _run: object) -> None:
+        self.results.put_nowait((job.session, result))
+
+    async def next(self, count: int) -> dict[int, JobResult]:
+        return dict([await asyncio.wait_for(self.results.get(), PATIENCE_S) for _ in range(count)])
+
+
+@pytest.fixture
+async def desk() -> Any:
+    desk = await Desk().start()
+    yield desk
+    await desk.worker.close()
+    await desk.executor.close()
+
+
+async def test_steps_that_wait_go_together_and_prompts_alone(desk: Desk) -> None:
+    go, passes = threading.Event(), []
+    desk.runner.act = lambda works: passes.append([work.session_id for work in works])
+    held = desk.worker.call(go.wait)
+    for session in range(3):
+        desk.submit(session, session)
+    desk.submit(7, 1, 2, 3)
+    go.set()
+    await held
+    assert {session: result.error for session, result in (await desk.next(4)).items()} == dict.fromkeys((0, 1, 2, 7))
+    assert sorted(passes) == [[0, 1, 2], [7]]
+
+
+async def test_a_bad_id_fails_alone(desk: Desk) -> None:
+    go = threading.Event()
+    held = desk.worker.call(go.wait)
+    desk.submit(0, 5)
+    desk.submit(1, 100)
+    go.set()
+    await held
+    results = await desk.next(2)
+    assert results[0].error is None
+    assert results[1].error == ErrorCode.MALFORMED and results[1].bad_input
+
+
+def fault() -> None:
+    raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+def leave() -> None:
+    raise SystemExit(1)
+
+
+@pytest.mark.parametrize("how", [fault, leave])
+async def test_sessions_hear_at_once_of_a_device_that_is_lost(desk: Desk, how: Callable[[], None]) -> None:
+    go = threading.Event()
+    held = desk.worker.call(go.wait)
+    desk.runner.act = lambda _works: how()
+    for session in range(3):
+        desk.submit(session, session)
+    desk.submit(3, 1, 2)
+    go.set()
+    await held
+    assert {result.error for result in (await desk.next(4)).values()} == {ErrorCode.INTERNAL}
+    assert await asyncio.wait_for(desk.executor.died, PATIENCE_S)
+    desk.submit(9, 1)
+    assert (await desk.next(1))[9].error == ErrorCode.INTERNAL
+
+
+async def test_what_can_not_be_opened_costs_nobody_else(desk: Desk) -> None:
+    desk.runner.open = lambda *_, **__: 1 // 0  # type: ignore[method-assign, assignment]
+    desk.worker.open(1, rows=1)
+    desk.submit(0, 5)
+    assert (await desk.next(1))[0].error is None

@@ -1,0 +1,128 @@
+"""A node's place, decided on a directory that the test holds in its hands."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from swarmnode.net.clock import Clock
+from swarmnode.plan.spans.placement import MovePolicy
+from swarmnode.roles.placement import Placement, PlacementConfig
+from swarmnode.swarm.records.announcement import VERSION, Announcement, State
+
+ME = "me"
+QUICK = PlacementConfig(
+    settle_s=0.05, claim_look_s=0.01, look_s=0.01, calm_look_s=0.02, move_policy=MovePolicy(turn_s=0.01)
+)
+
+
+def announcement(peer: str, span: tuple[int, int], state: State = State.READY, speed: float = 100.0) -> Announcement:
+    return Announcement(VERSION, b"swarm", peer, 1, 0.0, 60.0, 0.0, state, span, decode_units_per_s=speed)
+
+
+class Directory:
+    """What a place asks of one. `hidden` is found only by looking for its units."""
+
+    def __init__(self, *known: Announcement, crowd: float = 0.0, hidden: tuple[Announcement, ...] = ()) -> None:
+        self.known = {one.peer: one for one in known}
+        self.hidden = hidden
+        self.own = self.known.get(ME)
+        self._crowd = crowd
+        self.searched: list[int] = []
+        self.revision = 0
+
+    async def changed(self, since: int) -> int:
+        await asyncio.Event().wait()  # nobody comes or goes
+        return since
+
+    def peers(self) -> dict[str, Announcement]:
+        return self.known
+
+    @property
+    def crowd(self) -> float:
+        return max(self._crowd, len(self.known))
+
+    async def refresh(self) -> None:
+        pass
+
+    async def look_for(self, unit: int) -> None:
+        self.searched.append(unit)
+        self.known.update({one.peer: one for one in self.hidden if one.holds(unit)})
+
+    def announce(self, **changes: Any) -> None:
+        own = self.own or announcement(ME, (0, 0), State.JOINING)
+        self.own = self.known[ME] = msgspec.structs.replace(own, **changes)
+
+
+def place(directory: Directory, capacity: int, config: PlacementConfig = QUICK) -> Placement:
+    manifest = SimpleNamespace(model=SimpleNamespace(units=6, hidden=0))
+    swarm = SimpleNamespace(manifest=manifest)
+    host = SimpleNamespace(peer_id=ME, directory=directory, swarm=swarm, clock=Clock())
+    return Placement(host, capacity, config)  # type: ignore[arg-type]
+
+
+async def reason(where: Placement) -> Any:
+    return await asyncio.wait_for(where.reason_to_move(bound=lambda: False, news=dict), 5.0)
+
+
+async def stays(where: Placement) -> bool:
+    try:
+        await asyncio.wait_for(where.reason_to_move(bound=lambda: False, news=dict), 0.3)
+    except asyncio.TimeoutError:
+        return True
+    return False
+
+
+async def test_claims_what_others_lack() -> None:
+    directory = Directory(announcement("a", (0, 3)))
+    assert await place(directory, 3).claim(device="test") == (3, 6)
+    assert directory.own is not None and directory.own.life is State.JOINING
+
+
+async def test_fills_a_gap_when_it_is_its_turn() -> None:
+    directory = Directory(announcement("a", (0, 3)), announcement(ME, (0, 3)))
+    move = await reason(place(directory, 3))
+    assert move.span == (3, 6) and move.fills
+
+
+async def test_a_bound_node_stays() -> None:
+    where = place(Directory(announcement("a", (0, 3)), announcement(ME, (0, 3))), 3)
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(where.reason_to_move(bound=lambda: True, news=dict), 0.3)
+
+
+async def test_where_units_are_trained_nobody_leaves_a_replica_for_speed() -> None:
+    pairs = [announcement(name, (0, 3)) for name in "ab"] + [announcement("d", (3, 6), speed=400.0)]
+    directory = Directory(*pairs, announcement("e", (3, 6)), announcement(ME, (3, 6)))
+    trained = replace(QUICK, move_policy=replace(QUICK.move_policy, for_gain=False))
+    assert not await stays(place(directory, 3))
+    assert await stays(place(directory, 3, trained))
+
+
+async def test_noise_in_speeds_is_no_reason() -> None:
+    pairs = [announcement(name, span) for name, span in (("a", (0, 3)), ("b", (3, 6)), ("c", (3, 6)))]
+    directory = Directory(*pairs, announcement(ME, (0, 3)))
+    where = place(directory, 3)
+    assert await stays(where)
+    directory.known["a"] = announcement("a", (0, 3), speed=118.0)
+    directory.known["b"] = announcement("b", (3, 6), speed=85.0)
+    assert await stays(where)
+
+
+async def test_in_a_sample_a_gap_is_looked_for_before_it_is_filled() -> None:
+    rare = announcement("rare", (3, 6))
+    directory = Directory(announcement("a", (0, 3)), announcement(ME, (0, 3)), crowd=1000.0, hidden=(rare,))
+    assert await stays(place(directory, 3))
+    assert directory.searched[:3] == [3, 4, 5]
+
+
+async def test_in_a_sample_a_peer_weighs_less() -> None:
+    """Among four a move gains a fifth; of four known among a thousand it is nothing."""
+    known = [announcement("a", (0, 3)), announcement("b", (0, 3)), announcement("d", (3, 6), speed=150.0)]
+    assert not await stays(place(Directory(*known, announcement(ME, (0, 3))), 3))
+    assert await stays(place(Directory(*known, announcement(ME, (0, 3)), crowd=1000.0), 3))

@@ -1,0 +1,86 @@
+"""Replicas that average in every way that a run may ask for, on the fake network; and one that dies or joins meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from swarmnode.codec.tensors import Codec
+from swarmnode.codec.training_messages import StepReport
+from swarmnode.swarm.records.run import Averaging
+from tests.roles.training_swarm import PATIENCE_S, TrainingSwarm, local_losses, toy_batches, toy_run
+
+STEPS = 40
+LOSSY = {
+    "bf16": Averaging(codec=Codec.BF16),
+    "fp16": Averaging(codec=Codec.FP16),
+    "int8": Averaging(codec=Codec.INT8),
+    "int4": Averaging(codec=Codec.INT4),
+    "top-k": Averaging(codec=Codec.TOPK, keep=0.25),
+    "PowerSGD": Averaging(rank=1),
+    "PowerSGD in fp16": Averaging(rank=1, codec=Codec.FP16),
+    "DiLoCo": Averaging(every=5),
+    "DiLoCo in int8": Averaging(every=5, codec=Codec.INT8),
+}
+
+
+@pytest_asyncio.fixture
+async def swarm(tmp_path: Path) -> AsyncIterator[TrainingSwarm]:
+    swarm = TrainingSwarm(tmp_path)
+    yield swarm
+    await swarm.close()
+
+
+async def losses_of(swarm: TrainingSwarm, averaging: Averaging, after: dict[int, object] | None = None) -> list[float]:
+    """The losses of a run; `after` a step something happens."""
+    batches = toy_batches()
+    losses: list[float] = []
+
+    def on_step(report: StepReport) -> None:
+        losses.append(report.loss)
+        event = (after or {}).get(report.step)
+        if event is not None:
+            event()  # type: ignore[operator]
+
+    run = toy_run(batches, STEPS, averaging=averaging)
+    _, trainer = await swarm.trainer(run, batches, on_step)
+    assert await asyncio.wait_for(trainer.train(asyncio.Event()), PATIENCE_S) == STEPS
+    await swarm.settled(STEPS)
+    return losses
+
+
+def assert_close(losses: list[float], averaging: Averaging) -> None:
+    """The loss falls as it does in one process that averages nothing."""
+    batches = toy_batches()
+    alone = local_losses(toy_run(batches, STEPS), batches)
+    fallen = alone[0] - alone[-1]
+    assert fallen > 0.15
+    assert losses[0] == pytest.approx(alone[0], rel=1e-5), "the first step is computed before anything is averaged"
+    slack = 0.5 if averaging.every > 1 else 0.25
+    assert abs(losses[-1] - alone[-1]) < slack * fallen
+
+
+@pytest.mark.parametrize("averaging", LOSSY.values(), ids=LOSSY)
+async def test_replicas_end_equal_and_have_learnt(swarm: TrainingSwarm, averaging: Averaging) -> None:
+    for start, end in ((0, 2), (0, 2), (2, 3), (2, 3)):
+        await swarm.join(start, end)
+    assert_close(await losses_of(swarm, averaging), averaging)
+    swarm.assert_replicas_are_equal()
+
+
+@pytest.mark.parametrize("name", ["int8", "PowerSGD", "DiLoCo"])
+async def test_a_replica_dies_and_another_joins(swarm: TrainingSwarm, name: str) -> None:
+    for start, end in ((0, 2), (0, 2), (2, 3), (2, 3)):
+        await swarm.join(start, end)
+    joining: list[asyncio.Task[object]] = []
+    after = {
+        7: lambda: swarm.kill(swarm.volunteers[1]),
+        12: lambda: joining.append(asyncio.ensure_future(swarm.join(0, 2))),
+    }
+    assert_close(await losses_of(swarm, LOSSY[name], after), LOSSY[name])  # type: ignore[arg-type]
+    await asyncio.gather(*joining)
+    swarm.assert_replicas_are_equal()

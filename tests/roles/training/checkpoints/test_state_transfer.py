@@ -1,0 +1,363 @@
+"""Training states between peers: from those that have them, whoever dies, lies or has other bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from swarmnode.codec.body import SHARED
+from swarmnode.codec.messages import VERSION, Hello
+from swarmnode.codec.state_messages import ListStates, StateEntry, States
+from swarmnode.errors import LocalError, PeerRefused, ProtocolError
+from swarmnode.net.links.link import LinkConfig
+from swarmnode.roles.training.checkpoints.state_server import StateServer
+from swarmnode.roles.training.checkpoints.states import choose, fetch_states, list_states, state_board, survey
+from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.storage.content import CHUNK_BYTES
+from swarmnode.swarm.storage.states import StateStore
+from tests.roles.memory_network import MemoryNetwork
+
+CHUNKS = 12
+RUN = Run(data=bytes(32), steps=95, batch=4, microbatch=2, checkpoint_steps=10)
+SWARM = b"s" * 32
+
+
+def content(step: int, block: int, version: int = 0) -> bytes:
+    """What a block is at a step; replicas on other devices have other versions."""
+    return random.Random(f"{step} {block} {version}").randbytes(CHUNKS * CHUNK_BYTES - 5)
+
+
+class Peer:
+    """A node that has some blocks of some steps, and is at `step`."""
+
+    def __init__(self, world: World, name: str, run: Run) -> None:
+        self.name = name
+        self.step = 0
+        self.snapshots: list[int] = []
+        self.blocks: tuple[int, ...] = ()
+        self.network = MemoryNetwork(world.peers, name)
+        self.store = StateStore(world.folder / name, run)
+        self.server = StateServer(self.network, world.hello, LinkConfig(), self.store, self._fresh)
+
+    async def _fresh(self) -> int:
+        self.snapshots.append(self.step)
+        self.has(self.step, *self.blocks)
+        return self.step
+
+    def has(self, step: int, *blocks: int, version: int = 0) -> None:
+        self.step, self.blocks = step, blocks
+        self.store.write(step, blocks, lambda block, path: _write(path, content(step, block, version)))
+
+    def lies(self) -> None:
+        """All chunks that it gives are false from now on."""
+        read = self.server._read
+        setattr(self.server, "_read", lambda *arguments: b"?" + read(*arguments)[1:])  # noqa: B010
+
+    async def die(self) -> None:
+        await self.server.close()
+        await self.network.close()
+        self.store.close()
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+class World:
+    """Peers, and a newcomer with a store of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.peers: dict[str, MemoryNetwork] = {}
+        self.hello = Hello(VERSION, SWARM)
+        self.network = MemoryNetwork(self.peers, "newcomer")
+        self.board = state_board(self.network, self.hello, LinkConfig())
+        self.store = StateStore(folder / "newcomer", RUN)
+        self.nodes: dict[str, Peer] = {}
+
+    async def peer(self, name: str, run: Run = RUN) -> Peer:
+        node = self.nodes[name] = Peer(self, name, run)
+        await node.server.serve()
+        return node
+
+    async def fetch(self, *blocks: int, **options: Any) -> int:
+        fetching = fetch_states(self.board, lambda: list(self.nodes), blocks, into=self.store, **options)
+        return await asyncio.wait_for(fetching, 20)
+
+    def assert_has(self, step: int, *blocks: int, version: int = 0) -> None:
+        for block in blocks:
+            assert self.store.path(step, block).read_bytes() == content(step, block, version)
+
+    def restart(self) -> None:
+        """As the next process does."""
+        self.store.close()
+        self.store = StateStore(self.folder / "newcomer", RUN)
+
+    async def close(self) -> None:
+        await self.board.close()
+        for node in self.nodes.values():
+            await node.die()
+        self.store.close()
+
+
+@pytest_asyncio.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr("swarmnode.roles.training.checkpoints.states.IDLE_S", 0.05)
+    monkeypatch.setattr("swarmnode.roles.training.checkpoints.states.AGAIN_S", 0.01)
+    monkeypatch.setattr("swarmnode.roles.training.checkpoints.state_server.FRESH_EVERY_S", 0.0)
+    monkeypatch.setattr("swarmnode.roles.fetching.fetcher.LOOK_AGAIN_S", 0.02)
+    world = World(tmp_path)
+    yield world
+    await world.close()
+
+
+async def test_the_newest_step_that_they_have_together_comes_from_whoever_has_it(world: World) -> None:
+    front, back = await world.peer("front"), await world.peer("back")
+    for step in (10, 20, 30):
+        front.has(step, SHARED, 0, 1)
+    for step in (10, 20):
+        back.has(step, SHARED, 2)
+    amounts: list[tuple[int, int]] = []
+    step = await world.fetch(SHARED, 0, 1, 2, progress=lambda done, total: amounts.append((done, total)))
+    assert step == 20
+    world.assert_has(20, SHARED, 0, 1, 2)
+    assert amounts[-1] == (4 * (CHUNKS * CHUNK_BYTES - 5),) * 2
+    assert world.store.begun() == [] and world.store.newest() == 20
+
+
+async def test_a_certain_step_can_be_asked_for(world: World) -> None:
+    node = await world.peer("a")
+    for step in (10, 20):
+        node.has(step, 0)
+    assert await world.fetch(0, step=10) == 10
+    with pytest.raises(PeerRefused, match="no state of step 15"):
+        await world.fetch(0, step=15, patience_s=0.1)
+
+
+async def test_a_snapshot_is_made_where_none_is_late_enough(world: World) -> None:
+    node = await world.peer("a")
+    node.has(10, 0)
+    node.step = 17
+    assert await world.fetch(0, at_least=9) == 10 and node.snapshots == []
+    assert await world.fetch(0, at_least=15) == 17 and node.snapshots == [17]
+    world.assert_has(17, 0)
+
+
+async def test_many_that_ask_at_once_get_one_snapshot(world: World) -> None:
+    node = await world.peer("a")
+    node.has(10, 0)
+    node.step = 17
+    asked = [list_states(world.board, "a", at_least=15) for _ in range(5)]
+    for listing in await asyncio.gather(*asked):
+        assert max(entry.step for entry in listing.entries) == 17
+    assert node.snapshots == [17]
+
+
+async def test_peers_at_different_steps_come_to_a_common_one(world: World) -> None:
+    """One has committed already: the other one is asked again, for a later step than before."""
+    ahead, behind = await world.peer("ahead"), await world.peer("behind")
+    ahead.has(10, 0)
+    behind.has(10, 1)
+    ahead.step, behind.step = 18, 17
+    make = behind._fresh
+
+    async def fresh() -> int:
+        step = await make()
+        behind.step = 18  # commits afterwards
+        return step
+
+    behind.server._fresh = fresh
+    assert await world.fetch(0, 1, at_least=15) == 18
+    assert (ahead.snapshots, behind.snapshots) == ([18], [17, 18])
+    world.assert_has(18, 0, 1)
+
+
+async def test_a_peer_that_cannot_make_a_snapshot_still_gives_what_it_has(world: World) -> None:
+    node = await world.peer("a")
+    node.has(10, 0)
+
+    async def full() -> int:
+        raise LocalError("disk full")
+
+    node.server._fresh = full
+    listing = await list_states(world.board, "a", at_least=15)
+    assert [entry.step for entry in listing.entries] == [10]
+
+
+def after(node: Peer, chunks: int, then: Callable[[], object]) -> None:
+    """Once the peer has given so many chunks, this happens before every other one."""
+    read, given = node.server._read, 0
+
+    def count(*arguments: Any) -> bytes:
+        nonlocal given
+        given += 1
+        if given > chunks:
+            then()
+        return read(*arguments)
+
+    setattr(node.server, "_read", count)  # noqa: B010
+
+
+def fail() -> None:
+    raise OSError(errno.EIO, "no more")
+
+
+async def test_another_peer_gives_the_rest_where_one_dies(world: World) -> None:
+    first, second = await world.peer("first"), await world.peer("second")
+    loop = asyncio.get_running_loop()
+    for node in (first, second):
+        node.has(10, 0)
+    dead: list[asyncio.Task[None]] = []
+
+    def die() -> None:
+        if not dead:
+            loop.call_soon_threadsafe(lambda: dead.append(loop.create_task(first.network.close())))
+
+    after(first, 4, die)
+    assert await world.fetch(0) == 10
+    world.assert_has(10, 0)
+    assert len(dead) == 1
+
+
+async def test_a_fetch_that_was_cut_goes_on_where_it_was(world: World) -> None:
+    """The only peer dies in the middle, then this process; both come back, and the peer has a newer step meanwhile."""
+    node = await world.peer("a")
+    node.has(10, 0)
+    after(node, 4, fail)
+    with pytest.raises(PeerRefused, match=r"no state of all units \[0\]"):
+        await world.fetch(0, patience_s=0.1)
+    await node.die()
+    world.restart()
+    assert world.store.begun() == [10] and world.store.steps() == {}
+    node = await world.peer("a")
+    node.has(20, 0)
+    amounts: list[tuple[int, int]] = []
+    assert await world.fetch(0, progress=lambda *amount: amounts.append(amount)) == 10
+    assert amounts[-1][1] == CHUNKS * CHUNK_BYTES - 5 - 4 * CHUNK_BYTES, "what had come is not fetched again"
+    world.assert_has(10, 0)
+
+
+async def test_replicas_with_other_bytes_take_the_place_of_one_that_is_lost(world: World) -> None:
+    """What came of the lost one's version is of no use; the block begins anew."""
+    first, second = await world.peer("first"), await world.peer("second")
+    first.has(10, 0)
+    second.has(10, 0, version=1)
+    mine = max(world.nodes.values(), key=lambda node: node.store.files(10)[0].root)
+    after(mine, 4, fail)
+    assert await world.fetch(0) == 10
+    world.assert_has(10, 0, version=1 if mine is first else 0)
+
+
+async def test_a_liar_is_found_out_and_left(world: World) -> None:
+    liar, honest = await world.peer("liar"), await world.peer("honest")
+    for node in (liar, honest):
+        node.has(10, 0)
+    liar.lies()
+    assert await world.fetch(0) == 10
+    world.assert_has(10, 0)
+
+
+async def test_a_liar_alone_is_not_believed(world: World) -> None:
+    liar = await world.peer("liar")
+    liar.has(10, 0)
+    liar.lies()
+    with pytest.raises(PeerRefused):
+        await world.fetch(0, patience_s=0.1)
+    assert world.store.steps() == {}
+
+
+async def test_one_that_promises_what_it_does_not_have_holds_nobody_up(world: World) -> None:
+    braggart, honest = await world.peer("braggart"), await world.peer("honest")
+    for node in (braggart, honest):
+        node.has(10, 0)
+
+    async def brag(channel: Any, _question: ListStates) -> None:
+        channel.send(States(listing.run, (StateEntry(1 << 30, 0, 5, b"?" * 32),)))
+
+    listing = await list_states(world.board, "honest")
+    setattr(braggart.server, "_list", brag)  # noqa: B010
+    assert await world.fetch(0) == 10
+
+
+async def test_peers_of_another_run_are_not_asked_for_anything(world: World) -> None:
+    other = await world.peer("other", Run(data=b"\1" * 32, steps=95, batch=4, microbatch=2))
+    other.has(50, 0)
+    with pytest.raises(PeerRefused):
+        await world.fetch(0, patience_s=0.05)
+    (listing,) = (await survey(world.board, ["other", "nobody"])).values()
+    assert listing.run_id == other.store.run.id
+
+
+async def test_a_damaged_file_is_not_given_and_not_listed_any_more(world: World) -> None:
+    node = await world.peer("a")
+    node.has(10, 0)
+    node.has(20, 0)
+    path = node.store.path(20, 0)
+    path.write_bytes(b"?" + path.read_bytes()[1:])
+    assert await world.fetch(0) == 10
+    assert node.store.steps() == {10: (0,)}
+
+
+async def test_a_full_disk_leaves_no_half_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = await world.peer("a")
+    node.has(10, 0)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(LocalError, match="No space left on device"):
+        await world.fetch(0)
+    assert world.store.steps() == {} and world.store.begun() == []
+
+
+async def test_a_step_that_is_being_fetched_is_not_removed(world: World) -> None:
+    node = await world.peer("a")
+    node.has(13, 0)
+    after(node, 4, lambda: 14 in node.store.steps() or node.has(14, 0))
+    assert await world.fetch(0) == 13
+    assert list(node.store.steps()) == [13, 14]
+
+
+async def test_more_answers_than_there_can_be_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = await world.peer("a")
+    node.has(10, 0, 1, 2)
+    monkeypatch.setattr("swarmnode.roles.training.checkpoints.states.MAX_LISTED", 2)
+    with pytest.raises(ProtocolError, match="more states"):
+        await list_states(world.board, "a")
+
+
+async def test_long_lists_come_in_several_frames(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmnode.roles.training.checkpoints.state_server.MAX_ENTRIES", 2)
+    node = await world.peer("a")
+    node.has(10, 0, 1, 2)
+    node.has(20, 0, 1)
+    listing = await list_states(world.board, "a")
+    assert [(entry.step, entry.block) for entry in listing.entries] == [(20, 0), (20, 1), (10, 0), (10, 1), (10, 2)]
+    only = await list_states(world.board, "a", [2])
+    assert [(entry.step, entry.block) for entry in only.entries] == [(10, 2)]
+
+
+def entry(step: int, block: int, root: bytes) -> StateEntry:
+    return StateEntry(step, block, 7, root * 32)
+
+
+def test_the_choice() -> None:
+    entries = [
+        *(entry(20, 0, root) for root in (b"b", b"a", b"a")),
+        *(entry(step, 1, b"c") for step in (10, 20)),
+        entry(10, 0, b"d"),
+        entry(30, 0, b"e"),
+    ]
+    assert choose(entries, (0, 1)) == (20, {0: (7, b"a" * 32), 1: (7, b"c" * 32)})
+    assert choose(entries, (0, 1), begun=(5, 10)) == (10, {0: (7, b"d" * 32), 1: (7, b"c" * 32)})
+    assert choose(entries, (0,)) == (30, {0: (7, b"e" * 32)})
+    assert choose(entries, (0, 2)) is None

@@ -1,0 +1,328 @@
+"""The swarm draws the loss curve of one process, whoever dies or joins: the whole conversation on the fake network."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from swarmnode.codec.training_messages import StepReport
+from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches
+from swarmnode.compute.training.segment import Values
+from swarmnode.errors import NotFinite, UsageError
+from swarmnode.ledger import Account
+from swarmnode.swarm.records.run import Run
+from tests.compute.training.toy import CLASSES, FEATURES
+from tests.roles.training_swarm import (
+    ACTIVATION_BYTES,
+    BOUNDARY_BYTES,
+    PATIENCE_S,
+    TrainingSwarm,
+    local_losses,
+    toy_batches,
+    toy_run,
+    until,
+)
+
+STEPS = 12
+Event = Callable[[], None]
+
+
+@pytest_asyncio.fixture
+async def swarm(tmp_path: Path) -> AsyncIterator[TrainingSwarm]:
+    swarm = TrainingSwarm(tmp_path)
+    yield swarm
+    await swarm.close()
+
+
+class Gated(Batches):
+    """Gives microbatches of a step from `gate` on only when it is opened."""
+
+    def __init__(self, batches: Batches, gate: int) -> None:
+        self.fingerprint = batches.fingerprint
+        self.opened = threading.Event()
+        self._batches = batches
+        self._gate = gate
+
+    def samples(self, run: Run) -> int:
+        return self._batches.samples(run)
+
+    def rows(self, numbers: list[int], run: Run) -> Values:
+        return self._batches.rows(numbers, run)
+
+    def microbatch(self, step: int, number: int, run: Run) -> Values:
+        if step >= self._gate:
+            assert self.opened.wait(PATIENCE_S)
+        return self._batches.microbatch(step, number, run)
+
+
+class Curve:
+    """The losses that a trainer hears; `events` happen when a step is over."""
+
+    def __init__(self, **events: Event) -> None:
+        self.losses: dict[int, float] = {}
+        self.reports: list[StepReport] = []
+        self.missing: list[tuple[int, ...]] = []
+        self._events = {int(name.removeprefix("after_")): event for name, event in events.items()}
+
+    def __call__(self, report: StepReport) -> None:
+        if report.missing:
+            self.missing.append(report.missing)
+            return
+        assert report.step not in self.losses, "each step is reported once"
+        self.losses[report.step] = report.loss
+        self.reports.append(report)
+        if report.step in self._events:
+            self._events[report.step]()
+
+    def assert_equals(self, expected: list[float]) -> None:
+        assert [self.losses[step] for step in sorted(self.losses)] == pytest.approx(expected, rel=1e-5)
+
+
+async def train(swarm: TrainingSwarm, run: Run, batches: Batches, curve: Curve) -> int:
+    """One trainer until the end; what it returns."""
+    _, trainer = await swarm.trainer(run, batches, curve)
+    done = await asyncio.wait_for(trainer.train(asyncio.Event()), PATIENCE_S)
+    await swarm.settled(done)
+    return done
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_losses_are_those_of_one_process(swarm: TrainingSwarm, replicas: int) -> None:
+    for unit in range(3):
+        for _ in range(replicas):
+            await swarm.join(unit, unit + 1)
+    batches = toy_batches()
+    run, curve = toy_run(batches, STEPS), Curve()
+    assert await train(swarm, run, batches, curve) == STEPS
+    curve.assert_equals(local_losses(run, batches))
+    swarm.assert_replicas_are_equal()
+    assert {report.peers for report in curve.reports} == {3 * replicas}
+
+
+@pytest.mark.parametrize("spans", [[(0, 2), (1, 3), (0, 1), (2, 3)], [(0, 3), (1, 2)]])
+async def test_spans_that_overlap(swarm: TrainingSwarm, spans: list[tuple[int, int]]) -> None:
+    for start, end in spans:
+        await swarm.join(start, end)
+    batches = toy_batches()
+    run, curve = toy_run(batches, STEPS), Curve()
+    assert await train(swarm, run, batches, curve) == STEPS
+    curve.assert_equals(local_losses(run, batches))
+    swarm.assert_replicas_are_equal()
+
+
+@pytest.mark.parametrize("victim", [1, 3, 5])
+async def test_a_replica_is_killed(swarm: TrainingSwarm, victim: int) -> None:
+    for unit in (0, 0, 1, 1, 2, 2):
+        await swarm.join(unit, unit + 1)
+    batches = toy_batches()
+    run = toy_run(batches, STEPS)
+    curve = Curve(after_4=lambda: swarm.kill(swarm.volunteers[victim]))
+    assert await train(swarm, run, batches, curve) == STEPS
+    curve.assert_equals(local_losses(run, batches))
+    swarm.assert_replicas_are_equal()
+    assert curve.reports[-1].peers == 5
+
+
+async def test_what_is_left_of_overlapping_spans_counts_the_rest(swarm: TrainingSwarm) -> None:
+    for start, end in ((0, 2), (0, 1), (1, 3), (2, 3)):
+        await swarm.join(start, end)
+    batches = toy_batches()
+    run = toy_run(batches, STEPS)
+    victims = iter((swarm.volunteers[1], swarm.volunteers[3]))
+    curve = Curve(after_4=lambda: swarm.kill(next(victims)), after_7=lambda: swarm.kill(next(victims)))
+    assert await train(swarm, run, batches, curve) == STEPS
+    curve.assert_equals(local_losses(run, batches))
+    swarm.assert_replicas_are_equal()
+
+
+async def test_a_replica_joins_by_listening(swarm: TrainingSwarm) -> None:
+    for unit in range(3):
+        await swarm.join(unit, unit + 1)
+    joining: list[asyncio.Task[object]] = []
+    data = toy_batches()
+    batches = Gated(data, 10)
+    run = toy_run(data, STEPS)
+    curve = Curve(after_3=lambda: joining.append(asyncio.ensure_future(swarm.join(1, 2))))
+    training = asyncio.ensure_future(train(swarm, run, batches, curve))
+    await until(lambda: len(swarm.volunteers) == 4 and swarm.volunteers[3].ready, "the newcomer is ready")
+    batches.opened.set()
+    assert await training == STEPS
+    curve.assert_equals(local_losses(run, data))
+    swarm.assert_replicas_are_equal()
+    assert curve.reports[-1].peers == 4, "the newcomer takes part"
+
+
+async def test_a_replica_joins_while_another_is_killed(swarm: TrainingSwarm) -> None:
+    for unit in (0, 1, 1, 2):
+        await swarm.join(unit, unit + 1)
+    joining: list[asyncio.Task[object]] = []
+    data = toy_batches()
+    batches = Gated(data, 10)
+    run = toy_run(data, STEPS)
+    curve = Curve(
+        after_3=lambda: joining.append(asyncio.ensure_future(swarm.join(1, 2))),
+        after_4=lambda: swarm.kill(swarm.volunteers[1]),
+    )
+    training = asyncio.ensure_future(train(swarm, run, batches, curve))
+    await until(lambda: len(swarm.volunteers) == 5 and swarm.volunteers[4].ready, "the newcomer is ready")
+    batches.opened.set()
+    assert await training == STEPS
+    curve.assert_equals(local_losses(run, data))
+    swarm.assert_replicas_are_equal()
+
+
+async def test_replicas_come_and_go_the_coordinator_too(swarm: TrainingSwarm) -> None:
+    for unit in (0, 1, 2, 0, 1, 2):
+        await swarm.join(unit, unit + 1)
+    batches = toy_batches()
+    run = toy_run(batches, 2 * STEPS)
+    joining: list[asyncio.Task[object]] = []
+
+    def replace(number: int) -> Event:
+        def event() -> None:
+            victim = swarm.volunteers[number]
+            swarm.kill(victim)
+            joining.append(asyncio.ensure_future(swarm.join(victim.segment.start, victim.segment.end)))
+
+        return event
+
+    curve = Curve(after_3=replace(4), after_7=replace(2), after_11=replace(0), after_15=replace(7))
+    assert await train(swarm, run, batches, curve) == 2 * STEPS
+    curve.assert_equals(local_losses(run, batches))
+    swarm.assert_replicas_are_equal()
+    assert len(joining) == 4
+
+
+async def test_a_trainer_is_killed_and_another_goes_on(swarm: TrainingSwarm) -> None:
+    for unit in (0, 1, 1, 2):
+        await swarm.join(unit, unit + 1)
+    batches = toy_batches()
+    run = toy_run(batches, STEPS)
+    first_curve = Curve(after_4=lambda: swarm.world.kill(network.peer_id))
+    network, first = await swarm.trainer(run, batches, first_curve)
+    training = asyncio.ensure_future(first.train(asyncio.Event()))
+    curve = Curve()
+    assert await train(swarm, run, batches, curve) == STEPS
+    training.cancel()
+    await asyncio.gather(training, return_exceptions=True)
+    assert len(first_curve.losses) < STEPS
+    curve.assert_equals(local_losses(run, batches))
+
+
+async def test_a_later_trainer_hears_the_whole_curve(swarm: TrainingSwarm) -> None:
+    await swarm.join(0, 3)
+    batches = toy_batches()
+    run, curve, later = toy_run(batches, STEPS), Curve(), Curve()
+    await train(swarm, run, batches, curve)
+    assert await train(swarm, run, batches, later) == STEPS
+    assert later.losses == curve.losses
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_the_coordinator_is_killed(swarm: TrainingSwarm, replicas: int) -> None:
+    for unit in [0, *[0, 1, 2] * replicas]:
+        await swarm.join(unit, unit + 1)
+    batches = toy_batches()
+    run = toy_run(batches, STEPS)
+    eldest = swarm.volunteers[0]
+    curve = Curve(after_4=lambda: swarm.kill(eldest))
+    training = asyncio.ensure_future(train(swarm, run, batches, curve))
+    await until(lambda: swarm.coordinator is eldest, "the eldest leads")
+    assert await training == STEPS
+    assert swarm.coordinator is swarm.volunteers[1]
+    curve.assert_equals(local_losses(run, batches))
+    swarm.assert_replicas_are_equal()
+
+
+async def test_a_replica_that_hangs_is_given_up(swarm: TrainingSwarm) -> None:
+    for unit in (0, 1, 1, 2):
+        await swarm.join(unit, unit + 1)
+    batches = toy_batches()
+    run = toy_run(batches, STEPS)
+    hanging = swarm.volunteers[2]
+
+    def hang() -> None:
+        hanging.alive = False
+        swarm.world.hang(hanging.peer)
+
+    curve = Curve(after_4=hang)
+    assert await train(swarm, run, batches, curve) == STEPS
+    curve.assert_equals(local_losses(run, batches))
+    swarm.assert_replicas_are_equal()
+    swarm.world.wake(hanging.peer)
+
+
+async def test_a_unit_without_peers_is_waited_for(swarm: TrainingSwarm) -> None:
+    for unit in range(3):
+        await swarm.join(unit, unit + 1)
+    batches = toy_batches()
+    run = toy_run(batches, STEPS, checkpoint_steps=4)
+    lost = swarm.volunteers[1]
+    curve = Curve(after_6=lambda: swarm.kill(lost))
+    training = asyncio.ensure_future(train(swarm, run, batches, curve))
+    await until(lambda: bool(curve.missing), "the trainer hears what is missing")
+    await swarm.join(1, 2, disk_of=lost)
+    assert await training == STEPS
+    assert set(curve.missing) == {(1,)}
+    curve.assert_equals(local_losses(run, batches))
+
+
+async def test_a_loss_that_is_not_finite_stops_the_run(swarm: TrainingSwarm) -> None:
+    await swarm.join(0, 1)
+    await swarm.join(1, 2, breaks=1)
+    await swarm.join(2, 3)
+    batches = toy_batches()
+    curve = Curve()
+    with pytest.raises(NotFinite):
+        await train(swarm, toy_run(batches, STEPS), batches, curve)
+    assert not curve.losses
+
+
+async def test_another_run_is_refused_until_the_first_is_over(swarm: TrainingSwarm) -> None:
+    await swarm.join(0, 3)
+    data = toy_batches()
+    batches = Gated(data, 2)
+    run, other = toy_run(data, STEPS), toy_run(data, STEPS, seed=1)
+    curve = Curve()
+    training = asyncio.ensure_future(train(swarm, run, batches, curve))
+    await until(lambda: len(curve.losses) == 2, "the first run is on its way")
+    with pytest.raises(UsageError, match="other settings"):
+        await train(swarm, other, data, Curve())
+    batches.opened.set()
+    assert await training == STEPS
+    curve.assert_equals(local_losses(run, data))
+
+
+async def test_other_data_is_refused(swarm: TrainingSwarm) -> None:
+    await swarm.join(0, 3)
+    data = toy_batches()
+    batches = Gated(data, 1)
+    training = asyncio.ensure_future(train(swarm, toy_run(data, STEPS), batches, curve := Curve()))
+    await until(lambda: len(curve.losses) == 1, "the first run is on its way")
+    zeros = {"x": np.zeros((8, FEATURES), np.float32), "labels": np.zeros(8, np.int64) % CLASSES}
+    with pytest.raises(UsageError):
+        await train(swarm, toy_run(others := ArrayBatches(zeros), STEPS), others, Curve())
+    batches.opened.set()
+    assert await training == STEPS
+
+
+async def test_where_memory_is_short_microbatches_wait_for_one_another(swarm: TrainingSwarm) -> None:
+    """Stages that have room for one at a time answer BUSY to others; the curve is the same, and nothing stays taken."""
+    volunteers = [await swarm.join(0, 2), await swarm.join(2, 3)]
+    for volunteer in volunteers:
+        volunteer.ledger.limit_bytes = 1
+    batches = toy_batches()
+    run, curve = toy_run(batches, STEPS), Curve()
+    assert await train(swarm, run, batches, curve) == STEPS
+    curve.assert_equals(local_losses(run, batches))
+    kept_bytes = [
+        2 * BOUNDARY_BYTES + ACTIVATION_BYTES,
+        BOUNDARY_BYTES + ACTIVATION_BYTES,
+    ]  # one, and the pass that runs
+    assert [one.ledger.accounts()[Account.ACTIVATIONS] for one in volunteers] == kept_bytes

@@ -1,0 +1,128 @@
+"""A stage alone: what it does for whom, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from swarmnode.codec.messages import Body, End, Error, Fault, HopSpec
+from swarmnode.codec.training_messages import (
+    Backward,
+    Commit,
+    Counted,
+    Discard,
+    Forward,
+    Group,
+    Lead,
+    MemberSpec,
+    Reduce,
+    Reduced,
+    Release,
+    Status,
+)
+from swarmnode.errors import ErrorCode, PeerError
+from swarmnode.roles.training.worker.values import encode_values
+from tests.compute.training.toy import toy_values
+from tests.roles.training.scene import RUN, TERM, Scene
+
+
+def masks(status: Body | PeerError) -> tuple[Counted, ...]:
+    assert isinstance(status, Status)
+    return status.counted
+
+
+async def test_a_microbatch_is_counted_and_told(scene: Scene) -> None:
+    line = await scene.lead()
+    answer = await scene.feed(2)
+    assert isinstance(answer, Backward) and answer.present == (False, False) and answer.loss > 0
+    assert masks(await line.ask(Release(()))) == (Counted(0, 3, b"\x04"),)
+    assert masks(await line.ask(Discard())) == ()
+
+
+async def test_the_same_microbatch_is_counted_once(scene: Scene) -> None:
+    line = await scene.lead()
+    first, second = await scene.feed(2), await scene.feed(2, lease=2)
+    assert isinstance(first, Backward) and isinstance(second, Backward) and first.loss == second.loss
+    assert masks(await line.ask(Release(()))) == (Counted(0, 3, b"\x04"),)
+
+
+async def test_a_released_lease_that_comes_late_is_not_counted(scene: Scene) -> None:
+    line = await scene.lead()
+    assert masks(await line.ask(Release((1,)))) == ()
+    assert await scene.feed(2, lease=1) == Fault(0, 0, ErrorCode.STALE)
+    assert isinstance(await scene.feed(2, lease=2), Backward)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"term": TERM - 1}, ErrorCode.STALE),
+        ({"term": TERM + 1}, ErrorCode.STALE),
+        ({"step": 2}, ErrorCode.STALE),
+        ({"end": 4}, ErrorCode.WRONG_SPAN),
+    ],
+)
+async def test_what_is_not_of_now_and_here_is_refused(scene: Scene, changes: dict[str, int], code: ErrorCode) -> None:
+    await scene.lead()
+    assert await scene.feed(0, **changes) == Fault(0, 0, code)
+
+
+async def test_nothing_is_computed_before_a_run_has_begun(scene: Scene) -> None:
+    assert await scene.feed(0, term=0) == Fault(0, 0, ErrorCode.STALE)
+
+
+async def test_values_that_do_not_fit_are_the_senders_fault(scene: Scene) -> None:
+    line = await scene.lead()
+    infos, payload = encode_values(toy_values(0))
+    body = Forward(TERM, 1, 0, 0, (HopSpec(scene.peer, 0, 3),), 0, infos)
+    answer = await (await scene.talk(1)).ask(body, payload[:1])
+    assert answer == Fault(0, 0, ErrorCode.MALFORMED)
+    assert masks(await line.ask(Release(()))) == ()
+
+
+async def test_a_lower_term_is_told_which_one_is_in_force(scene: Scene) -> None:
+    line = await scene.lead()
+    rival = await scene.talk(1)
+    status = await rival.ask(Lead(TERM - 1))
+    assert isinstance(status, Status) and status.term == TERM
+    assert await rival.ask(Discard()) == Error(ErrorCode.STALE)
+    assert isinstance(await line.ask(Release(())), Status), "the first coordinator's word still counts"
+
+
+async def test_a_higher_term_takes_over_and_finds_what_is_counted(scene: Scene) -> None:
+    line = await scene.lead()
+    await scene.feed(3)
+    rival = await scene.talk(1)
+    status = await rival.ask(Lead(TERM + 1))
+    assert masks(status) == (Counted(0, 3, b"\x08"),)
+    assert await line.ask(Discard()) == Error(ErrorCode.STALE)
+    assert await scene.feed(4, term=TERM) == Fault(0, 0, ErrorCode.STALE)
+    assert isinstance(await scene.feed(4, term=TERM + 1), Backward)
+
+
+async def test_a_commit_without_an_all_reduce_changes_nothing(scene: Scene) -> None:
+    line = await scene.lead()
+    await scene.feed(3)
+    status = await line.ask(Commit(0, 1.0))
+    assert masks(status) == (Counted(0, 3, b"\x08"),)
+    assert scene.stage.step == 0
+
+
+async def test_a_microbatch_of_the_next_step_waits_for_the_commit(scene: Scene) -> None:
+    line = await scene.lead()
+    for number in range(RUN.microbatches):
+        assert isinstance(await scene.feed(number, lease=number), Backward)
+    early = asyncio.ensure_future(scene.feed(0, lease=99, step=1))
+    group = Group(0, (0, 1, 2), (MemberSpec(scene.peer, RUN.microbatches),))
+    reduced = await line.ask(Reduce(0, 0, (group,)))
+    assert isinstance(reduced, Reduced) and len(reduced.squares) == 1
+    assert not early.done()
+    status = await line.ask(Commit(0, reduced.squares[0] ** 0.5))
+    assert isinstance(status, Status) and status.step == 1
+    assert isinstance(await early, Backward)
+
+
+async def test_a_first_frame_that_begins_nothing(scene: Scene) -> None:
+    assert await (await scene.talk()).ask(Release(())) == Error(ErrorCode.MALFORMED)
+    assert await (await scene.talk()).ask(End()) == Error(ErrorCode.MALFORMED)

@@ -1,0 +1,72 @@
+import json
+import re
+from html.parser import HTMLParser
+
+from swarmnode.simulate.results.plots import curves
+from swarmnode.simulate.results.report import report
+from swarmnode.simulate.results.summary import summary
+from swarmnode.simulate.settings import ServeSettings, Settings, TrainSettings
+from tests.simulate.worlds import model, run, scenario
+
+VOID = {"meta", "rect", "line", "polyline", "br"}
+
+
+class Balance(HTMLParser):
+    """Whether every element that opens closes."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen = [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.seen.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+def served():
+    return run(
+        scenario([40.0, 90.0], gpus=["<b>", "A&B"]), model(6), Settings(hours=0.05, serve=ServeSettings(0.5, 16, 8))
+    )
+
+
+def test_the_page_is_whole_and_needs_nothing_else():
+    page = report(served())
+    parser = Balance()
+    parser.feed(page)
+    assert parser.open == []
+    assert not re.search(r"<script|https?://|src=|@import", page)
+    assert sum(tag == "svg" for tag, _ in parser.seen) >= 4
+    assert "&lt;b&gt;" in page and "<b>" not in page
+
+
+def test_the_page_tells_the_figures():
+    result = served()
+    page, figures = report(result), summary(result)
+    assert f"{figures['tokens_per_s']:,.1f}" in page
+    for name in figures["totals"]:
+        assert name in page
+
+
+def test_training_has_its_own_plots():
+    settings = Settings("train", hours=0.05, train=TrainSettings(4, sequence=64))
+    page = report(run(scenario([80.0]), model(6, parameters=1000), settings))
+    assert "tokens trained" in page and "Seconds that the last training step took" in page
+
+
+def test_the_summary_is_plain_json():
+    figures = summary(served())
+    assert json.loads(json.dumps(figures, allow_nan=False)) == figures
+    assert len(figures["curves"]["tokens"]) == len(figures["curves"]["seconds"])
+
+
+def test_lines_stay_inside_their_frame():
+    svg = curves("c", [0.0, 50.0, 100.0], {"a": [0.0, 3.0, 9.7], "b": [1e-9, 0.0, 2.0]})
+    for points in re.findall(r'points="([^"]+)"', svg):
+        for point in points.split():
+            x, y = map(float, point.split(","))
+            assert 60 <= x <= 640 and 0 <= y <= 180

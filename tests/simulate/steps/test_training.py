@@ -1,0 +1,137 @@
+import json
+
+import pytest
+
+from swarmnode.codec.tensors import Codec
+from swarmnode.errors import UsageError
+from swarmnode.plan.view import Span
+from swarmnode.simulate.environment.churn import Change
+from swarmnode.simulate.settings import Settings, TrainSettings
+from swarmnode.swarm.records.run import Averaging
+from tests.simulate.worlds import MB, figures, model, run, scenario, total
+
+HALVES = [Span(0, 4), Span(4, 8)]
+
+
+def settings(seconds=300.0, *, seed=0, churn=0.0, **train):
+    wanted = {"microbatches": 8, "microbatch": 1, "sequence": 64, "compress": "none", **train}
+    return Settings("train", hours=seconds / 3600, seed=seed, churn=churn, train=TrainSettings(**wanted))
+
+
+def test_one_stage_computes_every_microbatch_forward_and_back():
+    """8 units at 80 units/s, 64 tokens as 4 passes: 0.4 s forward, 0.8 s back, 8 microbatches, nobody to agree with."""
+    result = run(scenario([80.0]), model(8, parameters=1000), settings())
+    assert result.measures.values["step, s"][0] == pytest.approx(8 * 1.2, rel=0.01)
+    assert result.measures.values["of it agreeing, s"][0] == 0.0
+    assert total(result.measures, "tokens trained") == 8 * 64 * total(result.measures, "steps")
+
+
+def test_a_pipeline_works_on_several_at_once():
+    """Two stages of half the model: a step costs little more than half, once the pipeline is full."""
+    network = scenario([80.0, 80.0], delay_s=0.001, bandwidth_bps=1e10)
+    result = run(network, model(8, parameters=1000), settings(), spans=HALVES)
+    assert 4 * 1.2 < result.measures.values["step, s"][0] < 5.5 * 1.2
+
+
+def test_half_the_speed_gets_half_the_work():
+    network = scenario([100.0, 50.0], delay_s=0.001)
+    result = run(network, model(8, parameters=1000), settings(microbatches=30), spans=[Span(0, 8)] * 2)
+    fast, slow = result.world.peers
+    assert fast.busy_s == pytest.approx(slow.busy_s, rel=0.15)
+
+
+def test_replicas_agree_on_gradients_by_parts():
+    """Two replicas send one another half of 8 x 1 M float32 gradients, twice."""
+    network = scenario([1e4, 1e4], delay_s=0.25, bandwidth_bps=8e6)
+    result = run(network, model(8, parameters=MB), settings(600.0), spans=[Span(0, 8)] * 2)
+    expected_s = 2 * (16e6 * 8 / 8e6 + 0.25) + 2 * 0.25  # both rounds, then the word to commit and its answer
+    assert result.measures.values["of it agreeing, s"][0] == pytest.approx(expected_s, rel=0.01)
+
+
+def test_averaging_seldom_or_with_a_codec_costs_less():
+    network = scenario([1e4, 1e4], bandwidth_bps=8e6)
+
+    def agreeing_s(**averaging):
+        wanted = settings(2000.0, averaging=Averaging(**averaging))
+        values = run(network, model(8, parameters=MB), wanted, spans=[Span(0, 8)] * 2).measures.values
+        return sum(values["of it agreeing, s"]) / len(values["of it agreeing, s"])
+
+    every = agreeing_s()
+    assert agreeing_s(codec=Codec.INT8) == pytest.approx(every / 4, rel=0.15)
+    assert agreeing_s(every=10) < every / 5
+
+
+def test_a_slow_link_is_compressed_and_a_fast_one_left_alone():
+    def choices(bandwidth_bps):
+        network = scenario([80.0, 80.0], delay_s=0.001, bandwidth_bps=bandwidth_bps)
+        result = run(network, model(8), settings(compress="auto"), spans=HALVES)
+        return set(result.workload.encoder.choices().values())
+
+    assert choices(1e10) == {Codec.NONE}
+    assert choices(1e6) == {Codec.INT4}
+
+
+def test_a_lost_peers_microbatches_are_replayed_by_its_replica():
+    spans = [Span(0, 4), Span(4, 8), Span(4, 8)]
+    network = scenario([80.0, 40.0, 40.0], delay_s=0.001)
+    result = run(network, model(8, parameters=1000), settings(), spans=spans, trace=[Change(4.0, 2, False)])
+    totals = result.measures.totals
+    assert totals["lost, unit microbatches"] > 0
+    assert (
+        totals["replayed, unit microbatches"] >= totals["lost, unit microbatches"]
+    )  # it passes the others again as well
+    assert totals["steps"] > 10
+    assert total(result.measures, "steps lost") == 0
+
+
+def test_an_agreement_that_a_death_interrupts_begins_anew_without_what_was_on_its_way():
+    """Three replicas need 2 x 2 x 8/3 MB through 8 Mbit/s; one dies in the middle, the two that are left need 2 x 4 MB."""
+    network = scenario([1e4] * 3, delay_s=0.0, bandwidth_bps=8e6)
+    trace = [Change(5.0, 2, False)]
+    shape = model(2, parameters=MB)
+    result = run(network, shape, settings(60.0, microbatches=3), spans=[Span(0, 2)] * 3, trace=trace)
+    noticed_s = 5.0 + result.settings.swarm.detect_s
+    assert result.measures.values["step, s"][0] == pytest.approx(noticed_s + 8.0, rel=0.02)
+
+
+def test_units_that_nobody_holds_stop_the_training_until_they_return():
+    trace = [Change(50.0, 1, False), Change(100.0, 1, True)]
+    network = scenario([80.0, 80.0], delay_s=0.001, memory_bytes=700 * MB)
+    result = run(network, model(8, parameters=5 * MB), settings(400.0), trace=trace)
+    assert 45 < total(result.measures, "waiting for units, s") < 120
+    assert total(result.measures, "steps lost") > 0  # since the last checkpoint
+    assert result.workload.step >= 5
+
+
+def test_churn_costs_but_does_not_stop_and_is_the_same_each_time():
+    network = scenario([80.0] * 6, memory_bytes=700 * MB, bandwidth_bps=1e9)
+    wanted = settings(600.0, churn=20.0, seed=4)
+    calm, first, again = (run(network, model(8, parameters=5 * MB), each) for each in (settings(600.0), wanted, wanted))
+    assert 0 < total(first.measures, "steps") < total(calm.measures, "steps")
+    assert json.dumps(figures(first)) == json.dumps(figures(again))
+
+
+def test_a_plans_pipelines_are_kept_to():
+    """Two pipelines, each on an island of its own: nothing crosses but gradients."""
+    network = scenario([80.0] * 4)
+    pipelines = [[0, 1], [2, 3]]
+    result = run(network, model(8), settings(averaging=Averaging(every=1000)), spans=HALVES * 2, pipelines=pipelines)
+    sent = {link for link, size_bytes in result.world.links.bytes_sent.items() if link[0] < 4 and size_bytes}
+    assert sent == {(0, 1), (1, 0), (2, 3), (3, 2)}
+
+
+def test_what_the_ends_share_is_agreed_on_by_both():
+    tied, free = model(8, shared=5 * MB), model(8)
+    assert [tied.block_parameters(block) for block in (0, 3, 7, -1)] == [5 * MB, 10 * MB, 5 * MB, 5 * MB]
+    assert free.block_parameters(-1) == 0
+
+
+@pytest.mark.parametrize("wrong", [{"compress": "zip"}, {"microbatches": 10**6}])
+def test_settings_that_cannot_be_are_refused(wrong):
+    with pytest.raises(UsageError):
+        run(scenario([80.0]), model(8), settings(**wrong))
+
+
+def test_a_swarm_too_large_to_follow_is_refused():
+    with pytest.raises(UsageError, match="at most 500"):
+        run(scenario([80.0]), model(8), settings(), peers=501)

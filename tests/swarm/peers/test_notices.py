@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from swarmnode.net.interfaces import Record
+from swarmnode.swarm.peers.notices import LIFE_S, RENEW_S, due, notice_validator, own_notices, take_in
+from swarmnode.swarm.records.revocation import open_list
+from tests.swarm.society import ALICE, BOB, NOW, OWNER, SWARM, Ticket, listed, private
+
+
+def filled():
+    membership = private()
+    membership.admit(ALICE, Ticket(uses=1).certificate(ALICE), NOW)
+    membership.take_list(listed(peers=(BOB,)))
+    return membership
+
+
+def table(membership, expires_at: float):
+    """What a table holds that keeps all of it."""
+    found: dict[bytes, dict[bytes, Record]] = {}
+    for notice in own_notices(membership):
+        found.setdefault(notice.key, {})[notice.subkey] = Record(notice.value, expires_at)
+    return found
+
+
+def test_what_one_peer_knows_another_learns_from_the_table():
+    learner = private()
+    assert take_in(learner, table(filled(), NOW + LIFE_S), NOW)
+    assert not learner.stands(BOB, NOW) and learner.revocations.number == 1
+    assert [use.member.peer for use in learner.uses] == [ALICE]
+    assert not take_in(learner, table(filled(), NOW + LIFE_S), NOW), "nothing new"
+
+
+def test_missing_old_and_ending_notices_are_due():
+    membership = filled()
+    everything = list(own_notices(membership))
+    assert due(membership, {}, NOW) == everything
+    assert due(membership, table(membership, NOW + LIFE_S), NOW) == []
+    assert due(membership, table(membership, NOW + RENEW_S - 1), NOW) == everything
+    newer = listed(peers=(ALICE,), after=open_list(membership.revocations_bytes, SWARM, OWNER.public))
+    older = table(membership, NOW + LIFE_S)
+    membership.take_list(newer)
+    assert [notice.value for notice in due(membership, older, NOW)] == [newer]
+
+
+def test_false_notices_are_neither_kept_nor_believed():
+    membership = private()
+    valid = notice_validator(membership, lambda *_: False, lambda: NOW)
+    good = {notice.subkey: notice for notice in own_notices(filled())}
+    for subkey, notice in good.items():
+        assert valid(b"hash", subkey, notice.value, NOW + LIFE_S)
+        assert not valid(b"hash", subkey, notice.value, NOW + 2 * LIFE_S), "lives too long"
+        assert not valid(b"hash", subkey, notice.value[:-1], NOW + LIFE_S), "damaged"
+        assert not valid(b"hash", subkey + b"x", notice.value, NOW + LIFE_S), "at another's place"
+    unlimited = Ticket(uses=0).certificate(ALICE)
+    assert not valid(b"hash", next(iter(good)), unlimited, NOW + LIFE_S)
+
+
+def test_an_older_list_is_not_kept_once_a_newer_one_is_known():
+    membership = private()
+    valid = notice_validator(membership, lambda *_: False, lambda: NOW)
+    first = listed(peers=(ALICE,))
+    second = listed(peers=(BOB,), after=open_list(first, SWARM, OWNER.public))
+    assert valid(b"hash", b"revocations", first, NOW + LIFE_S)
+    assert valid(b"hash", b"revocations", second, NOW + LIFE_S)
+    assert not valid(b"hash", b"revocations", first, NOW + LIFE_S)
+    assert membership.revocations.number == 2
+
+
+def test_announcements_are_judged_as_ever():
+    seen = []
+    valid = notice_validator(private(), lambda *arguments: bool(seen.append(arguments)) or True, lambda: NOW)
+    assert valid(b"key", ALICE.encode(), b"record", NOW + 5)
+    assert seen == [(b"key", ALICE.encode(), b"record", NOW + 5)]

@@ -1,0 +1,90 @@
+from swarmnode.swarm.peers.peer_table import MAX_PROBATION_S, PeerTable
+from swarmnode.swarm.records.announcement import State
+from tests.swarm.records.test_announcement import NOW, make
+
+
+def at(second, peer="a", life=16, **changes):
+    """The announcement that `peer` issued `second` seconds after NOW."""
+    times = {"sequence": int(second * 1000) + 1, "issued_at": NOW + second, "expires_at": NOW + second + life}
+    return make(peer, **{**times, **changes})
+
+
+def peer_table_with(*announcements, now=0.0):
+    peer_table = PeerTable()
+    for announcement in announcements:
+        peer_table.observe(announcement)
+    peer_table.update(NOW + now)
+    return peer_table
+
+
+def test_live_until_expiry():
+    peer_table = peer_table_with(at(0, "a"), at(0, "b", life=5))
+    assert list(peer_table.live) == ["a", "b"]
+    assert peer_table.update(NOW + 5.1)
+    assert list(peer_table.live) == ["a"]
+    assert not peer_table.update(NOW + 6)
+    assert repr(peer_table) == "<PeerTable 1 live, 1 known, 0 suspected>"
+
+
+def test_older_record_is_ignored():
+    peer_table = peer_table_with(at(5, span=(2, 4)), at(0, span=(0, 2)))
+    assert peer_table.live["a"].span == (2, 4)
+
+
+def test_goodbye_cannot_be_undone_by_a_replay():
+    old = at(0)
+    peer_table = peer_table_with(old, at(1, state=State.OFFLINE))
+    assert not peer_table.live
+    peer_table.observe(old)
+    peer_table.update(NOW + 2)
+    assert not peer_table.live
+
+
+def test_suspected_peer_needs_newer_word_and_probation():
+    peer_table = peer_table_with(at(0))
+    peer_table.suspect("a", "hung", NOW + 3)
+    assert peer_table.update(NOW + 3) and not peer_table.live
+    peer_table.observe(at(2.9))  # was on its way when the peer died
+    peer_table.update(NOW + 10)
+    assert not peer_table.live
+    peer_table.observe(at(4))
+    peer_table.update(NOW + 4)
+    assert not peer_table.live, "probation of 2 s"
+    assert peer_table.update(NOW + 5.1)
+    assert list(peer_table.live) == ["a"]
+
+
+def test_probation_doubles_and_is_bounded():
+    peer_table = peer_table_with(at(0))
+    now = 0.0
+    for probation in (2, 4, 8, 16, 32, MAX_PROBATION_S, MAX_PROBATION_S):
+        peer_table.suspect("a", "hung again", NOW + now)
+        peer_table.observe(at(now + 0.5, life=119))
+        peer_table.update(NOW + now + probation - 0.1)
+        assert not peer_table.live
+        now += probation + 0.1
+        peer_table.update(NOW + now)
+        assert list(peer_table.live) == ["a"]
+
+
+def test_several_failures_at_once_are_one_strike():
+    peer_table = peer_table_with(at(0))
+    for session in range(5):
+        peer_table.suspect("a", f"session {session}", NOW + 1)
+    peer_table.observe(at(1.5))
+    peer_table.update(NOW + 3.1)
+    assert list(peer_table.live) == ["a"]
+
+
+def test_restarted_peer_is_used_at_once():
+    peer_table = peer_table_with(at(0))
+    peer_table.suspect("a", "killed", NOW + 1)
+    peer_table.observe(at(1.2, started_at=NOW + 1.1))
+    assert peer_table.update(NOW + 1.3)
+    assert list(peer_table.live) == ["a"]
+
+
+def test_suspicion_of_a_stranger_does_nothing():
+    peer_table = peer_table_with(at(0))
+    peer_table.suspect("nobody", "?", NOW)
+    assert not peer_table.update(NOW)

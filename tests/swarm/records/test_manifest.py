@@ -1,0 +1,118 @@
+import hashlib
+import random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.swarm.records.manifest import (
+    GRAPH,
+    MAX_MANIFEST_BYTES,
+    TRAIN,
+    Manifest,
+    ModelInfo,
+    decode_manifest,
+    encode_manifest,
+    swarm_id,
+)
+from swarmnode.swarm.storage.content import FileContent
+
+
+def make_manifest(**changes):
+    fields = {
+        "name": "test",
+        "model": ModelInfo("llama", units=6, hidden=64),
+        "files": (FileContent("config.json", 20, bytes(32)), FileContent("model.safetensors", 9_000_000, b"r" * 32)),
+        "created": 1_790_000_000,
+    }
+    return Manifest(**{**fields, **changes})
+
+
+def test_round_trip_and_id():
+    raw = encode_manifest(make_manifest())
+    assert decode_manifest(raw) == make_manifest()
+    assert swarm_id(raw) == hashlib.sha256(raw).digest()
+    assert encode_manifest(decode_manifest(raw)) == raw
+    assert decode_manifest(raw).total_bytes == 9_000_020
+    assert decode_manifest(raw).file("config.json").size == 20
+    assert decode_manifest(raw).file("nope") is None
+
+
+def test_a_graph_has_units_of_its_own_and_no_width():
+    manifest = make_manifest(
+        model=ModelInfo("resnet", units=1, hidden=0),
+        files=(FileContent("graph.json", 20, bytes(32)), FileContent("model.safetensors", 9_000_000, b"r" * 32)),
+        kind=GRAPH,
+        mode=TRAIN,
+    )
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+
+
+def test_unknown_fields_are_ignored_and_missing_ones_take_defaults():
+    fields = msgspec.msgpack.decode(encode_manifest(make_manifest()))
+    del fields["mode"], fields["owner"]
+    fields["training"] = {"batch": 3}
+    fields["model"]["colour"] = "blue"
+    assert decode_manifest(msgspec.msgpack.encode(fields)) == make_manifest()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": ""},
+        {"name": "x" * 65},
+        {"name": "a\x1b[2J"},
+        {"kind": "diffusion"},
+        {"mode": "mine"},
+        {"kind": GRAPH},
+        {"kind": GRAPH, "mode": TRAIN, "model": ModelInfo("resnet", units=0, hidden=0)},
+        {"model": ModelInfo("llama", units=1, hidden=64)},
+        {"model": ModelInfo("llama", units=10**6, hidden=64)},
+        {"model": ModelInfo("llama", units=6, hidden=0)},
+        {"files": ()},
+        {"files": (FileContent("../x.safetensors", 1, bytes(32)),)},
+        {"files": (FileContent("config.json", -1, bytes(32)),)},
+        {"files": (FileContent("config.json", 1, bytes(31)),)},
+        {"files": (FileContent("config.json", 1, bytes(32)),) * 2},
+        {"chunk_bytes": 1},
+        {"codecs": ()},
+    ],
+)
+def test_outside_the_bounds_is_refused(changes):
+    manifest = make_manifest(**changes)
+    with pytest.raises(ProtocolError, match="not valid"):
+        encode_manifest(manifest)
+    with pytest.raises(ProtocolError, match="not valid"):
+        decode_manifest(msgspec.msgpack.encode(manifest))
+
+
+def test_newer_format_says_upgrade():
+    with pytest.raises(ProtocolError, match="upgrade swarmnode") as caught:
+        decode_manifest(msgspec.msgpack.encode({"format": 2, "everything": "else"}))
+    assert caught.value.code == ErrorCode.VERSION
+
+
+def test_too_large_is_refused_unread():
+    with pytest.raises(ProtocolError) as caught:
+        decode_manifest(bytes(MAX_MANIFEST_BYTES + 1))
+    assert caught.value.code == ErrorCode.TOO_LARGE
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_a_protocol_error(data):
+    with pytest.raises(ProtocolError):
+        decode_manifest(data)
+
+
+def test_flipped_bytes_never_crash():
+    raw = bytearray(encode_manifest(make_manifest()))
+    chance = random.Random(5)
+    for _ in range(500):
+        at = chance.randrange(len(raw))
+        damaged = raw[:at] + bytes([chance.randrange(256)]) + raw[at + 1 :]
+        try:
+            decode_manifest(damaged)
+        except ProtocolError:
+            continue

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import pytest
+
+from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.swarm.records.announcement import Announcement
+from swarmnode.swarm.records.certificate import MAX_SKEW_S
+from swarmnode.swarm.records.grant import Role
+from swarmnode.swarm.records.invite_uses import RACE_S
+from swarmnode.swarm.records.membership import Membership
+from swarmnode.swarm.records.revocation import open_list
+from tests.swarm.society import ALICE, BOB, CAROL, DAY_S, NOW, OWNER, STRANGER, SWARM, Ticket, listed, private
+
+
+def refused(membership: Membership, peer: str, certificate: bytes, now: float = NOW) -> str:
+    with pytest.raises(ProtocolError) as caught:
+        membership.admit(peer, certificate, now)
+    assert caught.value.code is ErrorCode.REFUSED
+    assert not membership.stands(peer, now)
+    return str(caught.value)
+
+
+def test_members_are_admitted_and_strangers_are_not():
+    membership = private()
+    membership.admit(ALICE, Ticket(role=Role.TRAINER).certificate(ALICE), NOW)
+    assert membership.stands(ALICE, NOW) and membership.role(ALICE) is Role.TRAINER
+    assert not membership.stands(BOB, NOW) and membership.role(BOB) is Role.CLIENT
+    refused(membership, BOB, b"")
+    refused(membership, BOB, Ticket().certificate(ALICE))
+    refused(membership, BOB, Ticket(owner=STRANGER).certificate(BOB))
+
+
+def test_a_membership_expires_by_the_clock_alone():
+    membership = private()
+    membership.admit(ALICE, Ticket().certificate(ALICE), NOW)
+    assert membership.stands(ALICE, NOW + DAY_S - 1)
+    assert not membership.stands(ALICE, NOW + DAY_S)
+    assert "expired" in refused(membership, ALICE, Ticket().certificate(ALICE), NOW + DAY_S)
+
+
+def test_an_admission_of_the_future_is_refused():
+    refused(private(), ALICE, Ticket().certificate(ALICE, NOW + MAX_SKEW_S + 2))
+    private().admit(ALICE, Ticket().certificate(ALICE, NOW + MAX_SKEW_S - 2), NOW)
+
+
+def test_revoked_peers_and_invites_lose_their_membership_and_older_lists_change_nothing():
+    membership, ticket = private(), Ticket()
+    for peer in (ALICE, BOB):
+        membership.admit(peer, ticket.certificate(peer), NOW)
+    first = listed(peers=(ALICE,))
+    assert membership.take_list(first)
+    assert not membership.stands(ALICE, NOW) and membership.stands(BOB, NOW)
+    assert "revoked" in refused(membership, ALICE, ticket.certificate(ALICE))
+    second = listed(invites=(ticket.id,), after=open_list(first, SWARM, OWNER.public))
+    assert membership.take_list(second)
+    assert not membership.stands(BOB, NOW) and not membership.stands(ALICE, NOW)
+    assert not membership.take_list(first) and membership.revocations_bytes == second
+
+
+def test_only_the_owner_revokes():
+    from swarmnode.swarm.records.revocation import nobody, sign_list
+
+    membership = private()
+    with pytest.raises(ProtocolError):
+        membership.take_list(sign_list(nobody(SWARM).extended(NOW, peers=[ALICE]), STRANGER))
+    with pytest.raises(ProtocolError):
+        membership.take_list(sign_list(nobody(bytes(32)).extended(NOW, peers=[ALICE]), OWNER))
+    assert membership.revocations.number == 0
+
+
+def test_in_a_public_swarm_everybody_belongs_but_whom_its_owner_revoked():
+    membership = Membership(SWARM, OWNER.public, private=False)
+    membership.admit(ALICE, b"", NOW)
+    assert membership.stands(ALICE, NOW) and membership.role(ALICE) is Role.TRAINER
+    membership.take_list(listed(peers=(ALICE,)))
+    assert "revoked" in refused(membership, ALICE, b"")
+    membership.admit(BOB, b"", NOW)
+
+
+def test_what_each_role_may_announce():
+    def announce(role: Role, span: tuple[int, int]) -> None:
+        said = Announcement(1, SWARM, ALICE, 1, NOW, NOW + 10, NOW, span=span)
+        private().vouch(said, Ticket(role=role).certificate(ALICE), NOW)
+
+    announce(Role.VOLUNTEER, (0, 3))
+    announce(Role.TRAINER, (0, 3))
+    announce(Role.BOOTSTRAP, (0, 0))
+    for role, span in ((Role.CLIENT, (0, 0)), (Role.CLIENT, (0, 3)), (Role.BOOTSTRAP, (0, 3))):
+        with pytest.raises(ProtocolError) as caught:
+            announce(role, span)
+        assert caught.value.code is ErrorCode.REFUSED
+
+
+# -- uses --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_so_many_users_are_admitted_and_may_come_again():
+    membership, ticket = private(), Ticket(uses=2)
+    for peer in (ALICE, BOB):
+        membership.admit(peer, ticket.certificate(peer), NOW)
+    assert "used up" in refused(membership, CAROL, ticket.certificate(CAROL, NOW + 1), NOW + 1)
+    membership.admit(ALICE, ticket.certificate(ALICE, NOW + 500), NOW + 500)
+
+
+def test_an_old_date_pushes_nobody_out():
+    membership, ticket = private(), Ticket(uses=1)
+    membership.admit(BOB, ticket.certificate(BOB, NOW), NOW)
+    refused(membership, ALICE, ticket.certificate(ALICE, NOW - 10), NOW + RACE_S + 1)
+    assert membership.stands(BOB, NOW + RACE_S + 1)
+    refused(membership, ALICE, ticket.certificate(ALICE, NOW - RACE_S - 1), NOW)
+
+
+def test_two_that_race_for_the_last_place_are_told_apart_alike_everywhere():
+    """Each was let in by another corner; when their certificates meet, the earlier one stays on both sides."""
+    here, there, ticket = private(), private(), Ticket(uses=1)
+    early, late = ticket.certificate(ALICE, NOW), ticket.certificate(BOB, NOW + 1)
+    here.admit(ALICE, early, NOW + 1)
+    there.admit(BOB, late, NOW + 1)
+    assert not here.note_use(late, NOW + 2)
+    assert there.note_use(early, NOW + 2)
+    for membership in (here, there):
+        assert membership.stands(ALICE, NOW + 3) and not membership.stands(BOB, NOW + 3)
+
+
+def test_a_revoked_peer_keeps_its_place_for_those_who_come_later_too():
+    """Else it came back by the same invite, under another name."""
+    membership, ticket = private(), Ticket(uses=1)
+    membership.take_list(listed(peers=(ALICE,)))
+    assert membership.note_use(ticket.certificate(ALICE), NOW)
+    assert membership.uses.count(ticket.id) == 1
+    assert not membership.stands(ALICE, NOW)
+    assert "used up" in refused(membership, BOB, ticket.certificate(BOB, NOW + 1), NOW + 1)
+
+
+def test_uses_of_a_revoked_invite_are_forgotten():
+    membership, ticket = private(), Ticket(uses=1)
+    membership.admit(ALICE, ticket.certificate(ALICE), NOW)
+    assert [use.member.peer for use in membership.uses] == [ALICE]
+    membership.take_list(listed(invites=(ticket.id,)))
+    assert not list(membership.uses)
