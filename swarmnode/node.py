@@ -216,7 +216,7 @@ class Node:
         if weights.cache is not None:
             seeder.add_cache(weights.cache, (span.start, span.end))
         elif host.swarm.checkpoint is not None:
-            seeder.add_folder(host.swarm.checkpoint)
+            seeder.add_folder(host.swarm.checkpoint, weights.verified)
         self._stage = await self._load(host, checkpoint, hardware, span)
         host.directory.announce(state=State.READY, seeds=seeder.units, **self._stage.figures())
         doing = "Training" if hardware.trains else "Serving"

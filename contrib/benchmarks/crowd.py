@@ -62,9 +62,8 @@ async def converge(client: SwarmClient, swarm: LocalSwarm, nodes: int) -> tuple[
     invite = load_swarm(swarm.file).invite
     began_s = time.perf_counter()
     members = [await asyncio.to_thread(swarm.node, f"n{number}", swarm=invite) for number in range(nodes)]
-    async with asyncio.timeout(PATIENCE_S):
-        while ready(client) < nodes:
-            await client.changed()
+    while ready(client) < nodes:
+        await asyncio.wait_for(client.changed(), PATIENCE_S)
     return members, time.perf_counter() - began_s
 
 

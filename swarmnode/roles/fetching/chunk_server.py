@@ -16,7 +16,7 @@ from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.swarm.storage.chunk_folder import HAVE, ChunkFolder
-from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent, chunk_hashes, verify_hashes
+from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent, matching_hashes
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class ChunkServer:
 
     def __init__(self, network: Network, protocols: Sequence[str], hello: Hello, link_config: LinkConfig) -> None:
         self._offers: dict[bytes, Offer] = {}  # by root
+        self._hashes: dict[bytes, bytes] = {}  # chunk hashes of whole files, by root
         self._hashing: dict[bytes, asyncio.Task[bytes | None]] = {}
         self._askers: dict[PeerId, _Asker] = {}
         self._tasks = Tasks(type(self).__name__)
@@ -139,28 +140,39 @@ class ChunkServer:
             raise OSError(f"{offer.path} was cut short")
         return data
 
+    async def _hash_all(self) -> None:
+        """Work out the hash lists of all whole files, one after the other."""
+        for offer in list(self._offers.values()):
+            if offer.cache is None:
+                await self._hash(offer)
+
     async def _hash(self, offer: Offer) -> bytes | None:
         """The hash list of a whole file, worked out once; None where the file is not the same any more."""
         root = offer.file.root
+        if root in self._hashes:
+            return self._hashes[root]
         if root not in self._hashing:
             self._hashing[root] = self._tasks.spawn(self._hash_file(offer), f"hash {offer.file.name}")
         return await asyncio.shield(self._hashing[root])
 
     async def _hash_file(self, offer: Offer) -> bytes | None:
         try:
-            hashes = await asyncio.to_thread(chunk_hashes, offer.path)
+            hashes = await asyncio.to_thread(matching_hashes, offer.path, offer.file)
         except OSError as error:
             self._withdraw(offer, str(error))
             return None
-        if not verify_hashes(offer.file, hashes):
+        finally:
+            self._hashing.pop(offer.file.root, None)
+        if hashes is None:
             self._withdraw(offer, f"{offer.path} was changed or damaged since its hashes were taken")
-            return None
+        else:
+            self._hashes[offer.file.root] = hashes
         return hashes
 
     def _withdraw(self, offer: Offer, reason: str) -> None:
         if self._offers.get(offer.file.root) is offer:
             del self._offers[offer.file.root]
-            self._hashing.pop(offer.file.root, None)
+            self._hashes.pop(offer.file.root, None)
             log.warning("%s is not given to others any more: %s", offer.file.name, reason)
 
 

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 SOURCES_AT_ONCE = 4
 LOOK_AGAIN_S = 1.0  # whether a source that rested, or a run that is overdue, can be taken up
 MAX_REST_S = 60.0
+RUNS_AT_ONCE = 2  # asked of a quick source: the next one is on its way while the last is still coming
+QUICK_S = 2.0  # for a run; a slower source would seem silent while it still sends the one before
 
 
 class Fetcher:
@@ -33,6 +35,7 @@ class Fetcher:
         self._bad: set[str] = set()  # gave something false: never asked again
         self._rests: dict[str, float] = {}  # source -> loop time before which it is not asked
         self._failures: dict[str, int] = {}  # in a row
+        self._quick: set[str] = set()  # brought their last run in little time
         self.fetched_bytes = 0
 
     def __repr__(self) -> str:
@@ -111,30 +114,50 @@ class Fetcher:
         return chosen[: max(0, SOURCES_AT_ONCE - len(working))]
 
     async def _drain(self, source: Source, download: Download, progress: Progress | None) -> None:
-        """Fetch runs from one source until it has none of those left, or fails.
+        """Fetch runs from one source until it has none of those left, or fails."""
+        asked: set[asyncio.Task[bool]] = set()
+        try:
+            while True:
+                while len(asked) < (RUNS_AT_ONCE if source.name in self._quick else 1):
+                    run = download.take(source.name, self._now())
+                    if run is None:
+                        break
+                    asked.add(asyncio.ensure_future(self._ask(source, run, download, progress)))
+                if not asked:
+                    return
+                came, asked = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                if False in [task.result() for task in came]:
+                    return
+        finally:
+            await _cancel([*asked])
+
+    async def _ask(self, source: Source, run: ChunkRange, download: Download, progress: Progress | None) -> bool:
+        """Fetch one run; whether the source may be asked for another.
 
         A source that died or hangs is asked again after a rest; one that gave something false never is.
         """
-        while (run := download.take(source.name, self._now())) is not None:
-            lacking = False
-            try:
-                await self._bring(source, run, download, progress)
-                self._failures.pop(source.name, None)
-            except PeerRefused as error:
-                log.debug("%s", error)
-                lacking = error.code == ErrorCode.NOT_FOUND
-                if not lacking:
-                    self._rest(source, error.retry_s)
-                    return
-            except (PeerError, CheckpointError, NetworkDown) as error:
-                log.warning("a source failed: %s", error)
-                if isinstance(error, ProtocolError):
-                    self._bad.add(source.name)
-                self._rest(source)
-                self._drop(source, str(error))
-                return
-            finally:
-                download.give_back(source.name, self._now(), lacking=lacking)
+        began_s, lacking = self._now(), False
+        try:
+            await self._bring(source, run, download, progress)
+            self._failures.pop(source.name, None)
+            (self._quick.add if self._now() - began_s < QUICK_S else self._quick.discard)(source.name)
+        except PeerRefused as error:
+            log.debug("%s", error)
+            lacking = error.code == ErrorCode.NOT_FOUND
+            if not lacking:
+                self._rest(source, error.retry_s)
+                return False
+        except (PeerError, CheckpointError, NetworkDown) as error:
+            log.warning("a source failed: %s", error)
+            if isinstance(error, ProtocolError):
+                self._bad.add(source.name)
+            self._quick.discard(source.name)
+            self._rest(source)
+            self._drop(source, str(error))
+            return False
+        finally:
+            download.give_back(source.name, run, self._now(), lacking=lacking)
+        return True
 
     def _rest(self, source: Source, at_least_s: float | None = None) -> None:
         """Leave a source alone for a while, longer after every failure in a row."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from swarmnode.codec.messages import Body, GetManifest, Hello, ManifestReply
 from swarmnode.errors import ErrorCode
@@ -48,12 +50,18 @@ class Seeder(ChunkServer):
             return (0, self._manifest.model.units)
         return self._cached_units
 
-    def add_folder(self, folder: Path) -> None:
-        """Offer a whole checkpoint. Files that are not of the size that the manifest says are left out."""
+    def add_folder(self, folder: Path, verified: Mapping[bytes, bytes] = MappingProxyType({})) -> None:
+        """Offer a whole checkpoint. Files that are not of the size that the manifest says are left out.
+
+        `verified` has the chunk hashes, by root, of files that were read already. Those of the others are worked out from now on,
+        so that who asks need not wait for it.
+        """
         for file in self._manifest.files:
             path = folder / file.name
             if path.is_file() and path.stat().st_size == file.size:
                 self._offers[file.root] = Offer(file, path)
+        self._hashes.update(verified)
+        self._tasks.spawn(self._hash_all(), "hash what is offered")
 
     def add_cache(self, cache: WeightCache, units: tuple[int, int]) -> None:
         """Offer what a cache holds, which is everything of these units; beside those added before, where they adjoin."""

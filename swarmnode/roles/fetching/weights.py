@@ -19,7 +19,7 @@ from swarmnode.roles.fetching.sources import HubSource, PeerSource, Source, larg
 from swarmnode.roles.host import Host
 from swarmnode.swarm.records.announcement import Announcement, peer_digest
 from swarmnode.swarm.records.manifest import CAUSAL_LM
-from swarmnode.swarm.storage.content import FileContent, Progress, is_weights, verify_file
+from swarmnode.swarm.storage.content import FileContent, Progress, is_weights, matching_hashes
 from swarmnode.swarm.storage.weight_cache import WeightCache
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Weights:
         self._board = Switchboard(host.network, WEIGHTS_PROTOCOL, host.hello, bounded)
         self._cache: WeightCache | None = None
         self._fetcher: Fetcher | None = None
-        self._verified: set[str] = set()
+        self.verified: dict[bytes, bytes] = {}  # by root: the chunk hashes of the founder's files that were read whole
         self._units: Sequence[Span] = ()  # whose tensors are being fetched
 
     def __repr__(self) -> str:
@@ -154,10 +154,11 @@ class Weights:
             try:
                 if path.stat().st_size != file.size:
                     return f"{path} has another size than the swarm was founded on"
-                if verify and file.name not in self._verified:
-                    if not await asyncio.to_thread(verify_file, path, file):
+                if verify and file.root not in self.verified:
+                    hashes = await asyncio.to_thread(matching_hashes, path, file)
+                    if hashes is None:
                         return f"{path} is not what the swarm was founded on"
-                    self._verified.add(file.name)
+                    self.verified[file.root] = hashes
             except OSError as error:
                 return f"{path} cannot be read: {error.strerror or error}"
         return None

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +21,7 @@ import msgspec
 from swarmnode.errors import CheckpointError
 
 CHUNK_BYTES = 1 << 20
+PIECE_CHUNKS = 64  # that one thread hashes in one go
 HASH_BYTES = 32
 MAX_NAME_CHARS = 128
 MAX_FILE_BYTES = 1 << 44  # 16 TiB
@@ -113,14 +116,14 @@ def _weight_names(folder: Path) -> set[str]:
     )
 
 
-def chunk_hashes(path: Path, chunk_bytes: int = CHUNK_BYTES, done: Callable[[int], None] = lambda _: None) -> bytes:
-    """The concatenated SHA-256 hashes of a file's chunks; `done` is called with each chunk's bytes."""
+def chunk_hashes(path: Path, chunk_bytes: int = CHUNK_BYTES, *, first: int = 0, count: int | None = None) -> bytes:
+    """The concatenated SHA-256 hashes of a file's chunks, or of at most `count` of them from number `first` on."""
     hashes = bytearray()
     buffer = memoryview(bytearray(chunk_bytes))
     with path.open("rb", buffering=0) as file:
-        while size := _read_full(file.readinto, buffer):
+        file.seek(first * chunk_bytes)
+        while (count is None or len(hashes) < count * HASH_BYTES) and (size := _read_full(file.readinto, buffer)):
             hashes += hashlib.sha256(buffer[:size]).digest()
-            done(size)
     return bytes(hashes)
 
 
@@ -138,24 +141,35 @@ def root_of(hashes: bytes) -> bytes:
 
 
 def describe_files(
-    paths: Sequence[Path], *, chunk_bytes: int = CHUNK_BYTES, threads: int = 4, progress: Progress | None = None
+    paths: Sequence[Path],
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    threads: int | None = None,
+    progress: Progress | None = None,
 ) -> tuple[FileContent, ...]:
-    """Name, size and root of each file, in the order given; files are hashed in parallel (hashlib releases the GIL)."""
+    """Name, size and root of each file, in the order given; pieces of them are hashed in parallel, by a thread for each core.
+
+    hashlib releases the GIL, and so does reading. Progress is told from one thread after the other.
+    """
     sizes = [path.stat().st_size for path in paths]
-    total = sum(sizes)
-    hashed = 0
+    total, hashed, counting = sum(sizes), 0, threading.Lock()
 
-    def done(size: int) -> None:
+    def hash_piece(path: Path, first: int) -> bytes:
         nonlocal hashed
-        hashed += size
-        if progress is not None:
-            progress(min(hashed, total), total)
+        hashes = chunk_hashes(path, chunk_bytes, first=first, count=PIECE_CHUNKS)
+        with counting:
+            hashed += len(hashes) // HASH_BYTES * chunk_bytes
+            if progress is not None:
+                progress(min(hashed, total), total)
+        return hashes
 
-    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="hash") as pool:
-        lists = list(pool.map(lambda path: chunk_hashes(path, chunk_bytes, done), paths))
-    return tuple(
-        FileContent(path.name, size, root_of(hashes)) for path, size, hashes in zip(paths, sizes, lists, strict=True)
-    )
+    with ThreadPoolExecutor(max_workers=threads or os.cpu_count(), thread_name_prefix="hash") as pool:
+        pieces = [
+            [pool.submit(hash_piece, path, first) for first in range(0, -(-size // chunk_bytes), PIECE_CHUNKS)]
+            for path, size in zip(paths, sizes, strict=True)
+        ]
+        roots = [root_of(b"".join(piece.result() for piece in of_file)) for of_file in pieces]
+    return tuple(FileContent(path.name, size, root) for path, size, root in zip(paths, sizes, roots, strict=True))
 
 
 def verify_hashes(file: FileContent, hashes: bytes | bytearray | memoryview, chunk_bytes: int = CHUNK_BYTES) -> bool:
@@ -171,4 +185,12 @@ def verify_chunk(hashes: bytes, number: int, data: bytes | bytearray | memoryvie
 
 def verify_file(path: Path, file: FileContent, chunk_bytes: int = CHUNK_BYTES) -> bool:
     """Whether a local file has exactly the content described. Reads the whole file."""
-    return path.stat().st_size == file.size and root_of(chunk_hashes(path, chunk_bytes)) == file.root
+    return matching_hashes(path, file, chunk_bytes) is not None
+
+
+def matching_hashes(path: Path, file: FileContent, chunk_bytes: int = CHUNK_BYTES) -> bytes | None:
+    """The chunk hashes of a local file that has exactly the content described, else None. Reads the whole file."""
+    if path.stat().st_size != file.size:
+        return None
+    hashes = chunk_hashes(path, chunk_bytes)
+    return hashes if verify_hashes(file, hashes, chunk_bytes) else None

@@ -12,7 +12,7 @@ import pytest
 
 from swarmnode.errors import ErrorCode, LocalError, PeerLost, PeerRefused
 from swarmnode.roles.fetching.download import RUN_CHUNKS
-from swarmnode.roles.fetching.fetcher import Fetcher
+from swarmnode.roles.fetching.fetcher import RUNS_AT_ONCE, Fetcher
 from swarmnode.roles.fetching.sources import Source
 from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent, chunk_hashes, describe_files
 from swarmnode.swarm.storage.weight_cache import WeightCache
@@ -90,6 +90,23 @@ class Liar(Good):
         return data[:-1] + bytes([data[-1] ^ 1])
 
 
+class Counted(Good):
+    """Notes how many runs are asked of it at once."""
+
+    def __init__(self, world: World, name: str = "counted") -> None:
+        super().__init__(world, name)
+        self.open = self.most = 0
+
+    async def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, bytes]]:
+        self.open += 1
+        self.most = max(self.most, self.open)
+        try:
+            async for chunk in super().chunks(file, first, count):
+                yield chunk
+        finally:
+            self.open -= 1
+
+
 class Mortal(Good):
     """Dies so many times, each time with its fourth chunk."""
 
@@ -153,6 +170,20 @@ async def test_two_sources_share_the_work(world: World) -> None:
     assert sorted(first.gave + second.gave) == list(range(CHUNKS))
     assert first.gave and second.gave
     assert world.fetched() == world.path.read_bytes()
+
+
+async def test_a_quick_source_is_asked_for_the_next_run_before_the_last_has_come(world: World) -> None:
+    source = Counted(world)
+    await world.fetch(source)
+    assert source.most == RUNS_AT_ONCE
+    assert sorted(source.gave) == list(range(CHUNKS)), "nothing twice"
+
+
+async def test_a_slow_source_is_asked_for_one_run_at_a_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmnode.roles.fetching.fetcher.QUICK_S", 0.0)
+    source = Counted(world)
+    await world.fetch(source)
+    assert source.most == 1
 
 
 async def test_a_liar_is_refused_and_dropped(world: World) -> None:

@@ -17,7 +17,7 @@ from swarmnode.roles.fetching.newcomer import fetch_manifest
 from swarmnode.roles.fetching.seeder import WEIGHTS_PROTOCOL, Seeder
 from swarmnode.roles.fetching.sources import PeerSource, ask, largest_answer_bytes
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo, encode_manifest
-from swarmnode.swarm.storage.content import CHUNK_BYTES, checkpoint_files, describe_files
+from swarmnode.swarm.storage.content import CHUNK_BYTES, checkpoint_files, chunk_hashes, describe_files, matching_hashes
 from swarmnode.swarm.storage.swarmfile import new_swarm
 from swarmnode.swarm.storage.weight_cache import WeightCache
 from tests.roles.memory_network import MemoryNetwork
@@ -284,3 +284,20 @@ async def test_a_cancelled_fetch_goes_on_where_it_was(world):
     assert world.complete()
     # What was being written when the fetch was cancelled is there a moment later.
     assert 0 < again.fetched_bytes <= sum(world.weights.chunk_size(number) for number in left)
+
+
+async def test_hashes_are_worked_out_before_anybody_asks_for_them(world, monkeypatch):
+    hashed, loop, done = [], asyncio.get_running_loop(), asyncio.Event()
+
+    def note(path, file):
+        hashed.append(file.name)
+        loop.call_soon_threadsafe(done.set)
+        return matching_hashes(path, file)
+
+    monkeypatch.setattr("swarmnode.roles.fetching.chunk_server.matching_hashes", note)
+    seeder = await world.seeder("seeder")
+    known = {world.weights.root: chunk_hashes(world.folder / "model.safetensors")}
+    seeder.add_folder(world.folder, known)
+    await done.wait()
+    await world.fetch("seeder")
+    assert world.complete() and hashed == ["config.json"], "what was verified elsewhere is not read again"

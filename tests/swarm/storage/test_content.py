@@ -1,6 +1,7 @@
 import hashlib
 import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -117,3 +118,18 @@ def test_empty_file_has_no_chunks(tmp_path):
 )
 def test_names(name, allowed):
     assert content.is_allowed_name(name) is allowed
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 256, 1000])
+def test_files_cut_into_pieces_for_many_threads_have_the_roots_of_whole_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(content, "PIECE_CHUNKS", 4)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(number % 251 for number in range(size)))
+    told: list[tuple[int, int]] = []
+    (described,) = content.describe_files(
+        [path], chunk_bytes=16, threads=3, progress=lambda done, total: told.append((done, total))
+    )
+    assert described.root == content.root_of(content.chunk_hashes(path, 16))
+    assert told == sorted(told) and (not size or told[-1] == (size, size))
