@@ -42,7 +42,7 @@ MAX_MASK_BYTES = 256  # 2048 microbatches in a step: their losses and MAX_RANGES
 MAX_RANGES = 96
 MAX_MEMBERS = 64  # replicas that average together
 MAX_PARTS = 1 << 20  # of a group's vector
-MAX_PULLED = 64  # parts that may be on the way on one conversation
+MAX_PULLED = 64  # parts of each kind that may be on the way on one conversation
 MAX_GROUPS = 64
 MAX_KEPT_STEPS = 16
 MAX_LEASES = 4096
@@ -247,12 +247,14 @@ class Reduced(Body, frozen=True):
 
 
 class Pull(Body, frozen=True):
-    """Send so many parts more of an attempt to reduce. Nothing is sent that was not pulled."""
+    """Send so many parts more of an attempt to reduce: contributions to what the receiver owns, and sums. Nothing is sent that was
+    not pulled, and neither kind takes the place of the other."""
 
     term: Term
     step: Step
     attempt: Attempt
-    chunks: Annotated[int, Meta(ge=1, le=MAX_PULLED)]
+    contributions: Annotated[int, Meta(ge=0, le=MAX_PULLED)]
+    sums: Annotated[int, Meta(ge=0, le=MAX_PULLED)]
 
 
 class Part(Body, frozen=True):

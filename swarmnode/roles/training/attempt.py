@@ -43,7 +43,7 @@ EXCUSES = 6  # times as long for one that says that it waits itself: whom it wai
 UNKNOWN_RTT_S = 0.5
 SLOWEST_BYTES_PER_S = 32 * 1024  # as for any payload (`net/heartbeat.py`)
 RECEIVED_BYTES = 24 << 20  # chunks that were pulled from all partners together
-WINDOW = 8  # chunks that one of them may have on the way: 1 Gbit/s at 60 ms
+WINDOW = 8  # chunks of each kind that one of them may have on the way: 1 Gbit/s at 60 ms
 SETTLED_AHEAD = 2  # parts that wait for the slowest member
 
 
@@ -95,8 +95,8 @@ class Attempt:
 
     @property
     def window(self) -> int:
-        """Chunks that each partner may have on the way to us."""
-        return max(1, min(WINDOW, MAX_PULLED, RECEIVED_BYTES // (self._chunk_bytes * max(1, len(self._sources)))))
+        """Chunks of each kind that each partner may have on the way to us."""
+        return max(1, min(WINDOW, MAX_PULLED, RECEIVED_BYTES // (2 * self._chunk_bytes * max(1, len(self._sources)))))
 
     def _patience(self, peer: PeerId) -> Patience:
         """With a partner, whose chunks share its link with those of all others."""
@@ -159,7 +159,7 @@ class Attempt:
             chunk = await partner.next(msgspec.structs.replace(head, part=part, agreed=True))
             with _blaming(owner):
                 await self._run(partial(round_.take, place, *chunk.encoded))
-            partner.taken()
+            partner.taken(agreed=True)
 
     def _settling(self, circle: Circle, round_: Round, head: Part, places: Places) -> list[Coroutine[Any, Any, None]]:
         """One job that adds up our own parts, and one for each other member that hears of them."""
@@ -178,7 +178,7 @@ class Attempt:
             chunks = {peer: await self.partners[peer].next(due) for peer in others}
             settled = await self._run(partial(self._add_up, circle, round_, place, chunks))
             for peer in others:
-                self.partners[peer].taken()
+                self.partners[peer].taken(agreed=False)
             for queue in queues:
                 await queue.put((msgspec.structs.replace(due, agreed=True), settled))
 

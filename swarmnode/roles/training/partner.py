@@ -2,7 +2,8 @@
 
 Chunks travel only when they were asked for. Who wants some opens a conversation with PULL, which grants so many; the other answers
 with PART, one for each; each that is used up is granted anew. So nothing comes early, and what lies here is bounded by what we
-granted: a PART beyond it is an error of its sender's.
+granted: a PART beyond it is an error of its sender's. Contributions and sums are granted apart: sums are always taken at once,
+while contributions wait until all have sent theirs and the sums before are gone: in one window they would hold those up for ever.
 """
 
 from __future__ import annotations
@@ -57,26 +58,27 @@ class Partner:
         self._own = own
         self._attempt = attempt
         self._incoming: Channel | None = None  # on which we pull
-        self._granted = 0  # chunks that it may still send
+        self._granted = {False: 0, True: 0}  # chunks that it may still send, by `agreed`
         self._chunks: dict[bool, deque[Chunk]] = {
             False: deque(),
             True: deque(),
         }  # by `agreed`, in the order in which they came
         self._outgoing: Channel | None = None  # on which it pulls
-        self._outstanding_leases = 0  # chunks that we may still send
+        self._outstanding_leases = {False: 0, True: 0}  # chunks that we may still send
         self._sending = asyncio.Lock()
 
     def __repr__(self) -> str:
         waiting = sum(map(len, self._chunks.values()))
-        return f"<Partner {self.peer}: {waiting} chunks here, {self._granted} granted, {self._outstanding_leases} to be sent>"
+        granted, outstanding_leases = (f"{of[False]} + {of[True]}" for of in (self._granted, self._outstanding_leases))
+        return f"<Partner {self.peer}: {waiting} chunks here, {granted} granted, {outstanding_leases} may be sent>"
 
     # -- what comes
 
     async def pull(self, switchboard: Switchboard, window: int) -> None:
-        """Ask it for chunks: so many may be on the way or wait here. Raises PeerLost, PeerRefused, NetworkDown."""
+        """Ask it for chunks: so many of each kind may be on the way or wait here. Raises PeerLost, PeerRefused, NetworkDown."""
         channel = await switchboard.call(self.peer, self._hear_incoming, self.progress.fail)
-        channel.send(Pull(*self._attempt, window))
-        self._incoming, self._granted = channel, window
+        channel.send(Pull(*self._attempt, window, window))
+        self._incoming, self._granted = channel, {False: window, True: window}
 
     async def next(self, head: Part) -> Chunk:
         """The next contribution, or agreed part. Raises ProtocolError where it is not the one of this head."""
@@ -89,11 +91,11 @@ class Partner:
             raise ProtocolError(f"a part of {len(chunk.head.values)} vectors", peer=self.peer)
         return chunk
 
-    def taken(self) -> None:
+    def taken(self, *, agreed: bool) -> None:
         """A chunk is used up: it may send another one."""
         if self._incoming is not None and self._incoming.open:
-            self._granted += 1
-            self._incoming.send(Pull(*self._attempt, 1))
+            self._granted[agreed] += 1
+            self._incoming.send(Pull(*self._attempt, int(not agreed), int(agreed)))
 
     def _hear_incoming(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Part):
@@ -102,30 +104,31 @@ class Partner:
             self._hear_other(body, self._incoming)
 
     def _hear_part(self, head: Part, payload: Buffer) -> None:
-        if not self._granted or len(payload) > MAX_CHUNK_BYTES:
-            self._break_rules(f"a part of {len(payload)} bytes where {self._granted} were granted", self._incoming)
+        granted = self._granted[head.agreed]
+        if not granted or len(payload) > MAX_CHUNK_BYTES:
+            self._break_rules(f"a part of {len(payload)} bytes where {granted} were granted", self._incoming)
             return
-        self._granted -= 1
+        self._granted[head.agreed] = granted - 1
         self._chunks[head.agreed].append(Chunk(head, payload))
         self.progress.acted()
 
     # -- what goes
 
-    def pulled(self, channel: Channel, chunks: int) -> None:
+    def pulled(self, channel: Channel, body: Pull) -> None:
         """It asks for chunks. Who asks a second time gives up the first conversation."""
         if self._outgoing is not None:
             self._outgoing.close(Error(ErrorCode.STALE))
-        self._outgoing, self._outstanding_leases = channel, 0
+        self._outgoing, self._outstanding_leases = channel, {False: 0, True: 0}
         channel.on_frame = lambda _frame, body: self._hear_outgoing(channel, body)
         channel.on_lost = self.progress.fail
-        self._grant(chunks)
+        self._grant(body)
 
     async def push(self, head: Part, encoded: Encoded) -> None:
         """Send a chunk as soon as it is asked for, and wait until the link has taken it."""
-        await self.progress.until(lambda: self._outstanding_leases > 0, "it takes nothing")
+        await self.progress.until(lambda: self._outstanding_leases[head.agreed] > 0, "it takes nothing")
         channel = self._outgoing
         assert channel is not None
-        self._outstanding_leases -= 1
+        self._outstanding_leases[head.agreed] -= 1
         async with self._sending:  # one after another: what waits to be sent waits here, and not in the link's queue
             channel.send(msgspec.structs.replace(head, values=(encoded[0],)), payload=[encoded[1]])
             await channel.drain()
@@ -134,16 +137,17 @@ class Partner:
         if channel is not self._outgoing:
             return
         if isinstance(body, Pull) and AttemptId(body.term, body.step, body.attempt) == self._attempt:
-            self._grant(body.chunks)
+            self._grant(body)
         elif isinstance(body, End):  # it has all that it needs; what we wait for may still be on its way
-            self._outgoing, self._outstanding_leases = None, 0
+            self._outgoing, self._outstanding_leases = None, {False: 0, True: 0}
         else:
             self._hear_other(body, channel)
 
-    def _grant(self, chunks: int) -> None:
-        self._outstanding_leases += chunks
-        if self._outstanding_leases > MAX_PULLED:
-            self._break_rules(f"{self._outstanding_leases} parts pulled at once", self._outgoing)
+    def _grant(self, body: Pull) -> None:
+        self._outstanding_leases[False] += body.contributions
+        self._outstanding_leases[True] += body.sums
+        if max(self._outstanding_leases.values()) > MAX_PULLED:
+            self._break_rules("it pulls more than it can have room for", self._outgoing)
         self.progress.acted()
 
     # -- both

@@ -33,7 +33,7 @@ class Progress:
         self._moving = moving
         self._clock = asyncio.get_running_loop().time
         self._acted_at_s = self._excused_at_s = self._clock()
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: list[asyncio.Future[None]] = []  # in the order in which they came
 
     def __repr__(self) -> str:
         state = "failed" if self.failure else "awaited" if self._waiters else "idle"
@@ -81,11 +81,11 @@ class Progress:
     async def _change(self, until_s: float) -> None:
         """Wait until something is heard of the peer, or a moment has come."""
         future = asyncio.get_running_loop().create_future()
-        self._waiters.add(future)
+        self._waiters.append(future)
         try:
             await asyncio.wait([future], timeout=max(0.0, until_s - self._clock()))
         finally:
-            self._waiters.discard(future)
+            self._waiters.remove(future)
 
     def _wake(self) -> None:
         for future in self._waiters:

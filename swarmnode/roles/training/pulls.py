@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from swarmnode.codec.messages import Body, End, Error
-from swarmnode.codec.training_messages import MAX_MEMBERS, MAX_PULLED, Pull
+from typing import NamedTuple
+
+from swarmnode.codec.messages import Body, Error
+from swarmnode.codec.training_messages import MAX_MEMBERS, Pull, Waiting
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.roles.training.partner import AttemptId
 
 MAX_EARLY = 2 * MAX_MEMBERS  # of strangers, too: nobody knows yet who the members are
+
+
+class _EarlyPull(NamedTuple):
+    channel: Channel
+    body: Pull
+    attempt: AttemptId
 
 
 class EarlyPulls:
@@ -31,17 +39,17 @@ class EarlyPulls:
             known.channel.close(Error(ErrorCode.STALE))
         if len(self._pulls) >= MAX_EARLY:
             self._pulls.pop(next(iter(self._pulls))).channel.close(Error(ErrorCode.BUSY))
-        self._pulls[channel.peer] = pull = _EarlyPull(channel, body)
+        self._pulls[channel.peer] = pull = _EarlyPull(channel, body, attempt_of(body))
         channel.on_frame = lambda _frame, body: self._hear(pull, body)
         channel.on_lost = lambda _error: self._forget(pull)
 
-    def take(self, peer: PeerId, attempt: AttemptId) -> tuple[Channel, int] | None:
-        """The conversation of a member of an attempt that begins, and how many chunks it asks for."""
+    def take(self, peer: PeerId, attempt: AttemptId) -> tuple[Channel, Pull] | None:
+        """The conversation of a member of an attempt that begins, and what it asks for."""
         pull = self._pulls.get(peer)
         if pull is None or pull.attempt != attempt:
             return None
         del self._pulls[peer]
-        return pull.channel, pull.chunks
+        return pull.channel, pull.body
 
     def drop_until(self, attempt: AttemptId) -> None:
         """Attempts up to this one are begun, or over: nothing of them is early."""
@@ -51,22 +59,14 @@ class EarlyPulls:
                 pull.channel.close(Error(ErrorCode.STALE))
 
     def _hear(self, pull: _EarlyPull, body: Body) -> None:
-        if isinstance(body, Pull) and attempt_of(body) == pull.attempt and pull.chunks + body.chunks <= MAX_PULLED:
-            pull.chunks += body.chunks
-        elif isinstance(body, End | Error | Pull):
+        """There is nothing to be said before the first parts have come, but that it waits."""
+        if not isinstance(body, Waiting):
             self._forget(pull)
             pull.channel.close(Error(ErrorCode.MALFORMED))
 
     def _forget(self, pull: _EarlyPull) -> None:
         if self._pulls.get(pull.channel.peer) is pull:
             del self._pulls[pull.channel.peer]
-
-
-class _EarlyPull:
-    def __init__(self, channel: Channel, body: Pull) -> None:
-        self.channel = channel
-        self.attempt = attempt_of(body)
-        self.chunks = body.chunks
 
 
 def attempt_of(body: Pull) -> AttemptId:

@@ -47,22 +47,32 @@ class VectorSegment(Segment):
         raise NotImplementedError
 
 
-class AtOnce:
-    """Computes on the loop, in no time. `stalls_after`: after so many calls it does nothing any more."""
+class VirtualExecutor:
+    """Computes one call after another, `call_s` seconds each. `stalls_after`: after so many calls it does nothing any more."""
 
     def __init__(self) -> None:
+        self.call_s = 0.0
         self.stalls_after: int | None = None
+        self._free_at_s = 0.0
 
     def call(self, _urgency: Urgency, function: Callable[[], T]) -> asyncio.Future[T]:
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
         if self.stalls_after is not None:
             self.stalls_after = max(0, self.stalls_after - 1)
         if self.stalls_after != 0:
-            try:
-                future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
+            self._free_at_s = max(self._free_at_s, loop.time()) + self.call_s
+            loop.call_at(self._free_at_s, _compute, function, future)
         return future
+
+
+def _compute(function: Callable[[], T], future: asyncio.Future[T]) -> None:
+    if future.cancelled():
+        return
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)
 
 
 class Replica:
@@ -73,7 +83,7 @@ class Replica:
         self.peer = self.network.peer_id
         config = LinkConfig(clock=asyncio.get_running_loop().time)
         self.board = Switchboard(self.network, PROTOCOL, HELLO, config, accept=self._accept)
-        self.executor: Any = AtOnce()
+        self.executor: Any = VirtualExecutor()
         self.all_reducer = AllReducer(self.peer, self.board, self.executor)
         run = Run(data=bytes(32), steps=9, batch=8, microbatch=1, averaging=averaging)
         self.learner = Learner(VectorSegment(elements, units), run)

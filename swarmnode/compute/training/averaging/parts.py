@@ -21,7 +21,7 @@ from swarmnode.errors import ProtocolError
 
 ALIGNMENT = 64  # elements: no group of a block-wise codec crosses from one part into the next
 LARGEST_PART = 1 << 18  # elements: 1 MiB as they are, so that what is on the way between two replicas stays small
-PARTS_AT_ONCE = 1 << 22  # elements that an owner holds at least of all contributors together, to add up one part
+PARTS_AT_ONCE = 1 << 21  # elements that an owner holds at least of all contributors together, to add up one part
 SMALLEST_WEIGHT = 1e-12  # where nobody sent, zero is divided by this
 
 Encoded = tuple[TensorInfo, Buffer]

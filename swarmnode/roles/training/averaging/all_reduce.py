@@ -84,7 +84,7 @@ class AllReducer:
         elif self._attempt is None or attempt != self._attempt.id:
             channel.close(Error(ErrorCode.STALE))
         elif channel.peer in self._attempt.partners:
-            self._attempt.partners[channel.peer].pulled(channel, body.chunks)
+            self._attempt.partners[channel.peer].pulled(channel, body)
         else:
             channel.close(Error(ErrorCode.REFUSED))
 

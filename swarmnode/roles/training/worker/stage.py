@@ -343,6 +343,7 @@ class TrainingStage:
                 self._agreed = await self._all_reducer.reduce(self.term, body, self.learner, listening=listening)
             answer = Reduced(body.step, body.attempt, tuple(self._agreed.squares))
         except SwarmnodeError as error:
+            log.warning("step %d, attempt %d to reduce: %s", body.step, body.attempt, error)
             unit, peer = getattr(error, "unit", None), getattr(error, "peer", None)
             answer = Failed(body.attempt, peer or "", error.code, -1 if unit is None else unit)
         if line.open:

@@ -41,6 +41,28 @@ async def test_a_vector_of_many_windows_is_summed() -> None:
 
 
 @in_virtual_time
+async def test_contributions_that_are_not_taken_hold_up_no_sums() -> None:
+    """In one window for both, either side's contributions could use up the other's, and then both waited for sums."""
+    _, (honest, other) = await replicas(2, LONG)
+    stranger = Stranger(other, lambda channel, _pull: channel.send(part(), payload=[PAYLOAD]))
+    reducing = honest.reduce([group_of([honest, other])])
+    channel = await other.board.call(honest.peer, lambda _frame, body: stranger.heard.append(body), lambda _error: None)
+    channel.send(Pull(1, 0, 0, 2, 2))
+    await asyncio.sleep(1)
+    parts = [(body.part, body.agreed) for body in stranger.heard if isinstance(body, Part)]
+    assert len(parts) == 3 and sorted(agreed for _, agreed in parts) == [False, False, True]
+    reducing.cancel()
+
+
+@in_virtual_time
+async def test_computing_may_be_slower_than_the_wire() -> None:
+    _, members = await replicas(3, LONG)
+    for member in members:
+        member.executor.call_s = 0.02
+    sums(await within(60, [member.reduce([group_of(members)]) for member in members]))
+
+
+@in_virtual_time
 async def test_three_contributors_and_a_listener_end_with_the_same_numbers() -> None:
     _, (listener, *members) = await replicas(4, LONG // 8)
     group = group_of(members, listening=[listener])
@@ -203,7 +225,7 @@ async def test_one_that_breaks_the_rules_is_named_and_nothing_else_of_its_link_i
     _, (honest, liar) = await replicas(2, LONG)
     Stranger(liar, wrong)
     other = await honest.board.call(liar.peer, lambda _frame, _body: None, lambda _error: None)
-    other.send(Pull(9, 9, 9, 1))
+    other.send(Pull(9, 9, 9, 1, 1))
     (result,) = await within(20, [honest.reduce([group_of([honest, liar])])])
     assert isinstance(result, ProtocolError) and result.peer == liar.peer
     assert other.open
@@ -214,7 +236,7 @@ async def test_who_sends_more_than_was_granted_is_stopped() -> None:
     _, (honest, *others) = await replicas(3, LONG)
 
     def flood(channel: Channel, pull: Pull) -> None:
-        for number in range(pull.chunks + 1):
+        for number in range(pull.contributions + 1):
             channel.send(part(number), payload=[PAYLOAD])
 
     liar = Stranger(others[1], flood)
@@ -232,7 +254,7 @@ async def test_what_is_pulled_is_answered_to_members_of_the_attempt_alone() -> N
 
     async def pull(*attempt: int) -> None:
         channel = await stranger.board.call(one.peer, lambda _frame, body: heard.append(body), lambda _error: None)
-        channel.send(Pull(*attempt, 4))
+        channel.send(Pull(*attempt, 4, 4))
 
     await pull(1, 0, 0)  # early: kept until it is known who the members are
     await asyncio.sleep(1)
@@ -254,7 +276,7 @@ async def test_early_pulls_are_few_and_the_oldest_go() -> None:
             channel = await stranger.board.call(
                 target.peer, lambda _frame, body: heard.append(body), lambda _error: None
             )
-            channel.send(Pull(1, 0, attempt, 1))
+            channel.send(Pull(1, 0, attempt, 1, 1))
     await asyncio.sleep(1)
     assert len(target.all_reducer._early) == len(strangers), "one of each"
     assert all(isinstance(body, Error) and body.code == ErrorCode.STALE for body in heard)
