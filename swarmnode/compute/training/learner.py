@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.body import SHARED
+from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.block import Block, Changes
-from swarmnode.compute.training.flat import FlatVector
 from swarmnode.compute.training.optimizer import clip_factor
 from swarmnode.compute.training.randomness import microbatch_seed
 from swarmnode.compute.training.saved_activations import (

@@ -19,8 +19,8 @@ import torch
 from torch import Size, Tensor
 
 from swarmnode.codec.tensors import Codec
+from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.round import Round
-from swarmnode.compute.training.flat import FlatVector
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.records.run import Averaging
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.compress.codecs import Buffer
+from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.parts import (
     Contribution,
     Encoded,
@@ -26,7 +27,6 @@ from swarmnode.compute.training.averaging.parts import (
     reduce_part,
     share_of_nonzeros,
 )
-from swarmnode.compute.training.flat import FlatVector
 from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.errors import NotFinite, ProtocolError
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from swarmnode.compress.codecs import Buffer
+from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.gradient_compressor import GradientCompressor
 from swarmnode.compute.training.averaging.parts import cut
 from swarmnode.compute.training.averaging.round import Round
-from swarmnode.compute.training.flat import FlatVector
 
 
 def agree(

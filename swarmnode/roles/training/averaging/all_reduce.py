@@ -1,9 +1,8 @@
-"""All-reducer: replicas of the same blocks come to one gradient, or to one set of parameters.
+"""AllReducer: replicas of the same blocks come to one gradient, or to one set of parameters.
 
-The arithmetic is that of `compute/training/averaging/gradient_compressor.py`: rounds, in each of which the
-contributors' vectors are summed in parts
-(`attempt.py`), so that everybody ends with identical numbers. Nothing that lasts is touched before the commit: an attempt that
-fails is made again with other members.
+The arithmetic is that of `compute/training/averaging/gradient_compressor.py`: rounds, in each of which the contributors' vectors
+are summed in parts (`attempt.py`), so that everybody ends with identical numbers. Nothing that lasts is touched before the
+commit: an attempt that fails is made again with other members.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from swarmnode.codec.messages import Error
 from swarmnode.codec.tensors import Codec
 from swarmnode.codec.training_messages import Group, How, Pull, Reduce
 from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.gradient_compressor import (
     GradientCompressor,
     Rounds,
     make_gradient_compressor,
 )
 from swarmnode.compute.training.averaging.round import Round
-from swarmnode.compute.training.flat import FlatVector
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
-from swarmnode.roles.training.attempt import Attempt, Circle
-from swarmnode.roles.training.partner import AttemptId
-from swarmnode.roles.training.pulls import EarlyPulls, attempt_of
+from swarmnode.roles.training.averaging.attempt import Attempt, Circle
+from swarmnode.roles.training.averaging.partner import AttemptId
+from swarmnode.roles.training.averaging.pulls import EarlyPulls, attempt_of
 from swarmnode.swarm.records.run import Averaging
 
 Blocks = tuple[int, ...]
@@ -174,7 +173,7 @@ class AllReducer:
         circle: Circle,
         agreed: Agreed,
     ) -> None:
-        """The rounds of an exchange."""
+        """The rounds of a compressor."""
         rounds = gradient_compressor.run(local, total, circle.weights.get(self._peer, 0.0))
         number = 0
         while (round_ := await self._call(lambda: _next(rounds))) is not None:

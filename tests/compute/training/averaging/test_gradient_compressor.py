@@ -8,10 +8,10 @@ from torch import Size, Tensor
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.training.averaging.diloco import OuterOptimizer
+from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.gradient_compressor import GradientCompressor, make_gradient_compressor
 from swarmnode.compute.training.averaging.parts import ALIGNMENT, LARGEST_PART, contribution, cut, reduce_part
 from swarmnode.compute.training.averaging.together import agree
-from swarmnode.compute.training.flat import FlatVector
 from swarmnode.swarm.records.run import Averaging
 
 SHAPES = [Size((40, 24)), Size((24,)), Size((24, 33)), Size((7,))]

@@ -16,12 +16,12 @@ from swarmnode.compute.training.averaging.parts import LARGEST_PART
 from swarmnode.errors import ErrorCode, PeerLost, ProtocolError
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.memory.network import Path
-from swarmnode.roles.training.attempt import STILL
 from swarmnode.roles.training.averaging.all_reduce import Agreed
-from swarmnode.roles.training.pulls import MAX_EARLY
+from swarmnode.roles.training.averaging.attempt import STILL
+from swarmnode.roles.training.averaging.pulls import MAX_EARLY
 from swarmnode.swarm.records.run import Averaging
 from tests.net.virtual import in_virtual_time
-from tests.roles.training.replicas import Replica, group_of, replicas, within
+from tests.roles.training.averaging.replicas import Replica, group_of, replicas, within
 
 LONG = 40 * LARGEST_PART + 77  # many windows
 

@@ -9,7 +9,7 @@ from swarmnode.codec.training_messages import MAX_MEMBERS, Pull, Waiting
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
-from swarmnode.roles.training.partner import AttemptId
+from swarmnode.roles.training.averaging.partner import AttemptId
 
 MAX_EARLY = 2 * MAX_MEMBERS  # of strangers, too: nobody knows yet who the members are
 

@@ -28,9 +28,9 @@ from swarmnode.net.deadlines import Deadline
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
-from swarmnode.roles.training.partner import AttemptId, Chunk, Partner
-from swarmnode.roles.training.progress import Patience
-from swarmnode.roles.training.pulls import EarlyPulls
+from swarmnode.roles.training.averaging.partner import AttemptId, Chunk, Partner
+from swarmnode.roles.training.averaging.progress import Patience
+from swarmnode.roles.training.averaging.pulls import EarlyPulls
 
 T = TypeVar("T")
 Places = Sequence[tuple[int, slice]]

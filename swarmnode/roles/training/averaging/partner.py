@@ -23,7 +23,7 @@ from swarmnode.compute.training.averaging.parts import LARGEST_PART, Encoded
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
-from swarmnode.roles.training.progress import Patience, Progress
+from swarmnode.roles.training.averaging.progress import Patience, Progress
 
 MAX_CHUNK_BYTES = 4 * LARGEST_PART + 4096  # no codec makes more of a part
 
