@@ -26,6 +26,7 @@ MILD = frozenset(
     }
 )
 ARGUABLE = frozenset({ErrorCode.INTERNAL, ErrorCode.MALFORMED, ErrorCode.NOT_FINITE, ErrorCode.INVALID_REQUEST})
+LEAVING_S = 30.0  # who leaves does not come back soon
 
 
 class Verdict(Enum):
@@ -48,7 +49,7 @@ class Blame:
 
     def judge(self, hop: HopSpec, code: ErrorCode, *, retry_s: float = 0.0) -> Verdict:
         """A hop failed with this code. `retry_s`: when it asked to be tried again."""
-        self._backoff.failed(hop.peer, at_least_s=retry_s)
+        self._backoff.failed(hop.peer, at_least_s=LEAVING_S if code == ErrorCode.DRAINING else retry_s)
         if code not in MILD | ARGUABLE:
             return Verdict.PEER
         if code in ARGUABLE:

@@ -23,6 +23,7 @@ from swarmnode.codec.messages import (
 )
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError, refusal
 from swarmnode.ledger import MemoryLedger
+from swarmnode.net.deadlines import Deadline
 from swarmnode.net.heartbeat import Heartbeat, HeartbeatConfig
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
 from swarmnode.net.links.gate import OPEN_GATE, Gate
@@ -36,13 +37,14 @@ OnFrame = Callable[[Frame, Body], None]
 
 KNOWN_KINDS = frozenset(int(kind) for kind in FrameKind)
 
+CONNECTING = Deadline(floor_s=2.0, ceiling_s=5.0, slack=8.0)  # a peer whose round trip is known was reached lately
+
 
 @dataclass(frozen=True)
 class LinkConfig:
     """How patient a link is, how large its frames are, and what it shares with the node's other links."""
 
-    connect_timeout_s: float = 5.0
-    handshake_timeout_s: float = 5.0
+    connecting: Deadline = CONNECTING  # to reach a peer, and again to be greeted by it
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
     rate_limiter: RateLimiter | None = None  # of all the node's links together; None: as fast as it goes
@@ -121,7 +123,8 @@ class Link:
     @classmethod
     async def connect(cls, network: Network, peer: PeerId, protocol: str, hello: Hello, *, config: LinkConfig) -> Link:
         """Open a stream to a peer and greet. Raises PeerLost, PeerRefused, ProtocolError or NetworkDown."""
-        stream = await network.open(peer, protocol, timeout_s=config.connect_timeout_s)
+        timeout_s = config.connecting.wait_s(rtt_s=config.link_statistics.rtt_s(peer))
+        stream = await network.open(peer, protocol, timeout_s=timeout_s)
         link = cls(stream, config)
         try:
             link.send(config.gate.greeting(hello))
@@ -154,7 +157,8 @@ class Link:
 
     async def _handshake(self) -> Hello:
         try:
-            frame = await asyncio.wait_for(self._first_frame(), self._config.handshake_timeout_s)
+            timeout_s = self._config.connecting.wait_s(rtt_s=self._config.link_statistics.rtt_s(self.peer))
+            frame = await asyncio.wait_for(self._first_frame(), timeout_s)
         except asyncio.TimeoutError:
             raise PeerLost(f"peer {self.peer} did not greet in time", peer=self.peer) from None
         body = decode_body(frame.kind, frame.body) if frame.kind in (FrameKind.HELLO, FrameKind.ERROR) else None

@@ -63,6 +63,11 @@ class LinkStatistics:
         path_measurement = self._peers.get(peer)
         return float("-inf") if path_measurement is None else path_measurement.heard_at_s
 
+    def rtt_s(self, peer: PeerId) -> float | None:
+        """The round trip to a peer, as far as it is known."""
+        path_measurement = self._peers.get(peer)
+        return None if path_measurement is None else path_measurement.rtt_s
+
     def sent(self, peer: PeerId, rate_bps: float) -> None:
         """The peer has seen our large frames come in at this rate."""
         path_measurement = self._of(peer)

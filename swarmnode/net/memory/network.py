@@ -145,8 +145,12 @@ class FakeWorld:
         """Wait as long as a message takes that is too small to count; for a hanging peer, until it wakes."""
         await asyncio.sleep(self.path(source, target).latency_s)
         for peer in (source, target):
-            while (hanging := self._hanging.get(peer)) is not None:
-                await hanging.wait()
+            await self.awake(peer)
+
+    async def awake(self, peer: PeerId) -> None:
+        """Wait until a peer does not hang."""
+        while (hanging := self._hanging.get(peer)) is not None:
+            await hanging.wait()
 
     def deliver(self, pipe: Pipe, size_bytes: int) -> None:
         """Let what the pipe was given arrive in time."""
@@ -359,6 +363,7 @@ class FakeNetwork(Network):
         """The other living peers of the island that answer our calls, after the time that it takes to ask one of them."""
         self._check_up()
         await asyncio.sleep(2 * self._world.default_path.latency_s)
+        await self._world.awake(self.peer_id)
         found = (self._world.find(peer) for peer in sorted(self.island.peers - {self.peer_id}))
         return [other for other in list(found) if other is not None and await self._is_answered_by(other)]
 

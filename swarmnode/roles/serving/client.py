@@ -293,14 +293,35 @@ class ClientSession:
                 await self._news(min(deadline_s - now_s, 1.0 if pardon_s is None else pardon_s, 1.0))
                 continue
             try:
-                await self._open()
+                await self._open_unless_faulty()
                 return
             except PeerError as failure:
                 error = failure
                 hop = next((hop for hop in self.route if hop.peer == failure.peer), self.route[0])
                 self._judge(hop, failure)
             if self._clock() >= deadline_s:
-                raise error
+                raise NoRoute(f"no route through the swarm for {self._config.patience_s:.0f} s; at last {error}")
+
+    async def _open_unless_faulty(self) -> None:
+        """Open an epoch. A hop may hear sooner than we that another one is gone: then there is nothing to wait for."""
+        opening = self._tasks.spawn(self._open(), "open", awaited=True)
+        faulty = self._tasks.spawn(self._next_fault(), "hear of faults", awaited=True)
+        try:
+            await asyncio.wait([opening, faulty], return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():
+                raise faulty.result()
+            opening.result()
+        finally:
+            for task in (opening, faulty):
+                task.cancel()
+            await asyncio.wait([opening, faulty])
+
+    async def _next_fault(self) -> PeerError:
+        """Of the epoch in force, by a hop of its route."""
+        while True:
+            epoch, _, error = await self._faults.get()
+            if epoch == self.epoch:
+                return error
 
     @staticmethod
     def _why(error: SwarmnodeError | None, no_route: NoRoute) -> SwarmnodeError:

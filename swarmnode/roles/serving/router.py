@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 
 from swarmnode.codec.messages import HopSpec
 from swarmnode.errors import NoRoute
@@ -36,9 +37,21 @@ class DirectoryRouter(Router):
         return f"<DirectoryRouter over {self._span} {'ring' if self._ring else 'driven'}>"
 
     def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec]) -> Route:
+        try:
+            return self._route(self._directory.peers(), avoid, keep)
+        except NoRoute as error:
+            # Better one who failed us a while ago than nobody: who was only asleep is back before it says so.
+            suspects = self._directory.suspects()
+            if not suspects:
+                raise
+            with contextlib.suppress(NoRoute):
+                return self._route({**suspects, **self._directory.peers()}, avoid, keep)
+            raise error
+
+    def _route(self, peers: Mapping[PeerId, Announcement], avoid: frozenset[PeerId], keep: Sequence[HopSpec]) -> Route:
         view = view_of(
             self._units,
-            self._trusted(),
+            self._trusted(peers.values()),
             observer=self._directory.network.peer_id,
             rtt_s=self._paths.link_statistics.rtts_s(),
             coordinate=self._paths.coordinate,
@@ -52,13 +65,13 @@ class DirectoryRouter(Router):
             raise error if self._trust == EVERYBODY else NoRoute(f"among those you trust, {error}") from None
         return tuple(route.hops)
 
-    def _trusted(self) -> list[Announcement]:
-        peers = self._directory.peers().values()
+    def _trusted(self, peers: Iterable[Announcement]) -> list[Announcement]:
         return [peer for peer in peers if self._trust.covers(peer, self._group(peer.peer))]
 
     def suspect(self, peer: PeerId, reason: str) -> None:
         self._directory.suspect(peer, reason)
 
     async def changed(self) -> None:
+        self._directory.hurry()
         await self._directory.changed(self._directory.revision)
         await asyncio.sleep(0)

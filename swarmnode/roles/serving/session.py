@@ -96,6 +96,7 @@ class StageSession:
         self.accepted = 0  # positions that are run or wait to be run
         self._upstream: Channel | None = None
         self._downstream = Hop(stage.switchboard, self._from_downstream, self._downstream_failed)
+        self._extended: Open | None = None  # for which the rest of the route is bound
         self._ring: Channel | None = None
         self._ahead: dict[int, int] = {}  # tokens by position that wait for the ones before them
         self._output_stream = OutputStream()
@@ -172,6 +173,7 @@ class StageSession:
         try:
             forwarded = msgspec.structs.replace(opened, index=opened.index + 1)
             await self._downstream.open(peer, forwarded, timeout_s=self._stage.ready_timeout_s)
+            self._extended = opened
         except (PeerError, NetworkDown) as error:
             if opened is self._open:
                 self._fault(opened.index + 1, error)
@@ -341,7 +343,8 @@ class StageSession:
             self._upstream.send(body)
 
     def _downstream_failed(self, error: PeerError) -> None:
-        self._fault(self.index + 1, error)
+        if self._extended is self._open:  # else it is of an older epoch, and its loss is why there is a newer one
+            self._fault(self.index + 1, error)
 
     def _fault(self, index: int, error: PeerError | NetworkDown) -> None:
         code = ErrorCode.PEER_LOST if isinstance(error, NetworkDown) else error.code
@@ -354,8 +357,12 @@ class StageSession:
             self._upstream.send(Fault(self.epoch, index, code, retry_s))
 
     def drain(self) -> None:
-        """Tell the client that this hop is leaving; the session goes on here until the client has moved it."""
-        self._send_fault(self.index, ErrorCode.DRAINING)
+        """Tell the client that this hop is leaving; the session goes on here until the client has moved it. One that was left
+        already has nobody to be told, and whose it was has gone elsewhere."""
+        if self.orphaned:
+            self.free()
+        else:
+            self._send_fault(self.index, ErrorCode.DRAINING)
 
     def _upstream_lost(self, error: PeerError) -> None:
         self._log.info(

@@ -120,6 +120,15 @@ class Directory:
         """The live peers by id, ourselves included once we announced; a snapshot."""
         return self._peer_table.live
 
+    def suspects(self) -> Mapping[PeerId, Announcement]:
+        """By id, what those announced whom `suspect` dropped and who have not come back: they may live or not."""
+        return self._peer_table.suspects(self._now())
+
+    def hurry(self) -> None:
+        """Somebody waits for a change: read now."""
+        self._calm = 1.0
+        self._look.set()
+
     @property
     def crowd(self) -> float:
         """About how many peers the swarm has. In a large one `peers` is a sample of them."""

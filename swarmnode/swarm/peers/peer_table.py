@@ -59,6 +59,17 @@ class PeerTable:
         """The live peers as of the last `update`; a snapshot that later updates do not touch."""
         return MappingProxyType(self._live)
 
+    def suspects(self, now: float) -> Mapping[PeerId, Announcement]:
+        """Who would be live but for a suspicion."""
+        return {
+            peer: known
+            for peer in self._suspicions
+            if (known := self._newest.get(peer)) is not None
+            and peer not in self._live
+            and known.expires_at > now
+            and known.life is not State.OFFLINE
+        }
+
     def newest(self, peer: PeerId) -> Announcement | None:
         """The newest announcement of a peer, live or not."""
         return self._newest.get(peer)
