@@ -22,12 +22,12 @@ from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.host import Host, HostConfig
-from swarmnode.roles.limits import ModelLimits
 from swarmnode.roles.measuring.meters import ClientMeter
 from swarmnode.roles.measuring.trace_server import fetch_traces
 from swarmnode.roles.picture import picture_of
 from swarmnode.roles.serving.client import SESSION_PROTOCOL, ClientSession, SessionSpec
 from swarmnode.roles.serving.generation import GenerateOptions, Generation, RingStream
+from swarmnode.roles.serving.limits import ModelLimits
 from swarmnode.roles.serving.router import DirectoryRouter
 from swarmnode.swarm.peers.trust import EVERYBODY, Trust, parse_trust
 from swarmnode.swarm.records.manifest import TRAIN

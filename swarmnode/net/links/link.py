@@ -24,9 +24,9 @@ from swarmnode.codec.messages import (
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError, refusal
 from swarmnode.ledger import MemoryLedger
 from swarmnode.net.deadlines import Deadline
-from swarmnode.net.heartbeat import Heartbeat, HeartbeatConfig
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
 from swarmnode.net.links.gate import OPEN_GATE, Gate
+from swarmnode.net.links.heartbeat import Heartbeat, HeartbeatConfig
 from swarmnode.net.links.rate_limiter import RateLimitedStream, RateLimiter
 from swarmnode.net.measuring.link_statistics import LinkStatistics
 from swarmnode.net.measuring.round_trips import RoundTrips

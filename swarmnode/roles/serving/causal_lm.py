@@ -18,8 +18,8 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.errors import UsageError
 from swarmnode.net.links.hop import Entry
-from swarmnode.roles.limits import ModelLimits
 from swarmnode.roles.serving.client import ClientSession, Received, SessionSpec, ids_entry
+from swarmnode.roles.serving.limits import ModelLimits
 
 if TYPE_CHECKING:
     from swarmnode.compute.model.checkpoint import Checkpoint

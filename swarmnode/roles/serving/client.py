@@ -52,10 +52,10 @@ from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.hop import Entry, Hop
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
-from swarmnode.roles.blame import Blame, Verdict
 from swarmnode.roles.measuring.meters import ClientMeter
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.measuring.timing import Cadence, Timing
+from swarmnode.roles.serving.blame import Blame, Verdict
 
 log = logging.getLogger(__name__)
 

@@ -101,7 +101,7 @@ async def test_a_bad_id_fails_alone(desk: Desk) -> None:
     await held
     results = await desk.next(2)
     assert results[0].error is None
-    assert results[1].error == ErrorCode.MALFORMED and results[1].bad_input
+    assert results[1].error == ErrorCode.INVALID_REQUEST and results[1].bad_input
 
 
 def fault() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from swarmnode.roles.serving.generation import Generation
 from tests.net.virtual import in_virtual_time
-from tests.roles.live_swarm import LiveClient, LiveSwarm, LiveVolunteer
+from tests.roles.serving.live_swarm import LiveClient, LiveSwarm, LiveVolunteer
 from tests.roles.toy_swarm import expected
 
 SPANS = [(0, 1), (1, 3), (3, 4)] * 2

@@ -10,10 +10,10 @@ import torch
 from transformers import GPT2Config
 
 from swarmnode.errors import UsageError
-from swarmnode.roles.limits import ModelLimits
 from swarmnode.roles.serving.causal_lm import RemoteCausalLM
 from swarmnode.roles.serving.client import ClientSession, SessionSpec
 from swarmnode.roles.serving.generation import GenerateOptions
+from swarmnode.roles.serving.limits import ModelLimits
 
 TABLE = ModelLimits(vocabulary=97, positions=32)
 ROTARY = ModelLimits(vocabulary=97)
