@@ -9,7 +9,6 @@ What each account holds is told in docs/decisions/memory-ledger.md.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from enum import Enum
 from types import TracebackType
 
@@ -56,7 +55,6 @@ class MemoryLedger:
         self._lock = (
             threading.RLock()
         )  # a reservation may be given back by the garbage collector, wherever that strikes
-        self._waiting: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         limit = "no limit" if self._limit_bytes is None else f"{self._limit_bytes / 1e6:.1f} MB"
@@ -72,7 +70,6 @@ class MemoryLedger:
     def limit_bytes(self, limit_bytes: int | None) -> None:
         with self._lock:
             self._limit_bytes = limit_bytes
-        self._wake()
 
     @property
     def used_bytes(self) -> int:
@@ -107,11 +104,6 @@ class MemoryLedger:
         reservation.count(size_bytes)
         return reservation
 
-    def when_freed(self, callback: Callable[[], None]) -> None:
-        """Call back once, as soon as anything is given back; on whatever thread gives it back."""
-        with self._lock:
-            self._waiting.append(callback)
-
     def _change(self, account: Account, by_bytes: int, *, refuse: bool) -> None:
         with self._lock:
             if refuse and by_bytes > self.free_bytes:
@@ -123,14 +115,6 @@ class MemoryLedger:
             self._accounts[account] += by_bytes
             self._used_bytes += by_bytes
             self.peak_bytes = max(self.peak_bytes, self._used_bytes)
-        if by_bytes < 0:
-            self._wake()
-
-    def _wake(self) -> None:
-        with self._lock:
-            waiting, self._waiting = self._waiting, []
-        for callback in waiting:
-            callback()
 
 
 class Reservation:

@@ -72,16 +72,6 @@ def test_a_negative_size_is_a_mistake() -> None:
         MemoryLedger().reserve(Account.WEIGHTS, -1)
 
 
-def test_who_waits_hears_once_of_room() -> None:
-    ledger = MemoryLedger(100)
-    held = ledger.reserve(Account.WEIGHTS, 100)
-    heard: list[float] = []
-    ledger.when_freed(lambda: heard.append(ledger.free_bytes))
-    held.resize(60)
-    held.release()
-    assert heard == [40]
-
-
 def test_threads_lose_no_byte() -> None:
     ledger = MemoryLedger(64)
 

@@ -20,6 +20,7 @@ from enum import IntEnum
 import msgspec
 
 from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.ledger import Account, MemoryLedger, Reservation
 
 HEADER = struct.Struct("<BBHIII")
 HEADER_BYTES = HEADER.size
@@ -104,15 +105,30 @@ def pack_header(kind: int, body_bytes: int, payload_bytes: int, channel: int = 0
         raise ValueError(f"frame field out of range: {error}") from error
 
 
+class LargePayload(bytearray):
+    """A payload that is in the ledger for as long as anybody keeps it."""
+
+    def __init__(self, size_bytes: int, reservation: Reservation) -> None:
+        self._reservation = reservation
+        super().__init__(size_bytes)
+
+    def __del__(self) -> None:
+        self._reservation.release()
+
+
 class FrameReader:
     """Bytes in, frames out, in order; checks every length against the bound before it keeps a byte of it.
+
+    Large payloads are in the ledger until nobody keeps them any more. The first ALLOCATE_BYTES of each are always taken, so
+    that what is under way goes on when memory is short; `room` raises Full where there is none for more.
 
     Bytes are best read straight into `room()` and announced by `advance`: a large payload is then never copied. After an
     error the reader is poisoned: every further call raises the same error, since the stream has lost its place.
     """
 
-    def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+    def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES, ledger: MemoryLedger | None = None) -> None:
         self.max_payload_bytes = min(max_payload_bytes, MAX_PAYLOAD_BYTES)
+        self._ledger = ledger or MemoryLedger()
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._held_bytes = 0  # at the start of the buffer, of a frame that is not complete
         self._large: _LargeFrame | None = None
@@ -127,7 +143,8 @@ class FrameReader:
         return self._held_bytes + (self._large.held_bytes if self._large else 0)
 
     def room(self) -> memoryview:
-        """Where the next bytes of the stream belong; never empty."""
+        """Where the next bytes of the stream belong; never empty. Raises Full where a payload grows and memory is short; it may be
+        asked again."""
         return self._buffer[self._held_bytes :] if self._large is None else self._large.room()
 
     def advance(self, count: int) -> Iterator[Frame]:
@@ -144,6 +161,10 @@ class FrameReader:
         if self._large.complete:
             frame, self._large = self._large.frame(), None
             yield frame
+
+    def give_up(self) -> None:
+        """Nothing comes any more: forget what is not complete."""
+        self._large, self._held_bytes = None, 0
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Frame]:
         """The same for bytes that are somewhere else already."""
@@ -173,7 +194,8 @@ class FrameReader:
                 position = frame_end
             elif payload_bytes > LARGE_BYTES and payload_at <= end:
                 body = bytes(buffer[body_at:payload_at])
-                self._large = _LargeFrame(kind, channel, seq, body, payload_bytes, buffer[payload_at:end])
+                beginning = buffer[payload_at:end]
+                self._large = _LargeFrame(kind, channel, seq, body, payload_bytes, beginning, self._ledger)
                 position = end
             else:
                 break
@@ -192,11 +214,20 @@ class _LargeFrame:
     """A frame whose payload is being read. Memory follows what has come, so that a lying header costs little."""
 
     def __init__(
-        self, kind: int, channel: int, seq: int, body: bytes, payload_bytes: int, beginning: memoryview
+        self,
+        kind: int,
+        channel: int,
+        seq: int,
+        body: bytes,
+        payload_bytes: int,
+        beginning: memoryview,
+        ledger: MemoryLedger,
     ) -> None:
         self._head = (kind, channel, seq, body)
         self._payload_bytes = payload_bytes
-        self._payload = bytearray(min(payload_bytes, ALLOCATE_BYTES))
+        self._ledger = ledger
+        first_bytes = min(payload_bytes, ALLOCATE_BYTES)
+        self._payload = LargePayload(first_bytes, ledger.count(Account.MESSAGES, first_bytes))
         self._payload[: len(beginning)] = beginning
         self.filled_bytes = len(beginning)
 
@@ -211,7 +242,8 @@ class _LargeFrame:
     def room(self) -> memoryview:
         if self.filled_bytes == len(self._payload):
             # Not resized in place: views of it may still be held by whoever filled it.
-            grown = bytearray(min(self._payload_bytes, 2 * len(self._payload)))
+            size_bytes = min(self._payload_bytes, 2 * len(self._payload))
+            grown = LargePayload(size_bytes, self._ledger.reserve(Account.MESSAGES, size_bytes))
             grown[: self.filled_bytes] = self._payload
             self._payload = grown
         return memoryview(self._payload)[self.filled_bytes :]

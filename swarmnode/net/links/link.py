@@ -22,7 +22,7 @@ from swarmnode.codec.messages import (
     encode_body,
 )
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError, refusal
-from swarmnode.ledger import MemoryLedger
+from swarmnode.ledger import Full, MemoryLedger
 from swarmnode.net.deadlines import Deadline
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
 from swarmnode.net.links.gate import OPEN_GATE, Gate
@@ -35,6 +35,8 @@ from swarmnode.net.measuring.traffic import Traffic, protocol_name
 
 OnFrame = Callable[[Frame, Body], None]
 
+ROOM_TIMEOUT_S = 1.0  # for a payload to find memory: less than the peer's patience with our silence
+ROOM_AGAIN_S = 0.05
 KNOWN_KINDS = frozenset(int(kind) for kind in FrameKind)
 
 CONNECTING = Deadline(floor_s=2.0, ceiling_s=5.0, slack=8.0)  # a peer whose round trip is known was reached lately
@@ -74,7 +76,7 @@ class Link:
             if config.rate_limiter is None
             else RateLimitedStream(stream, config.rate_limiter, on_left=self._left)
         )
-        self._reader = FrameReader(config.max_payload_bytes)
+        self._reader = FrameReader(config.max_payload_bytes, config.ledger)
         self._throughput_meter = ThroughputMeter(config.clock)
         self._round_trips = RoundTrips(config.clock)
         self._unasked_bytes = 0  # sent in large frames since the peer was asked how fast they came
@@ -255,9 +257,10 @@ class Link:
         finally:
             self._end()
             self._stream.abort()
+            self._reader.give_up()
 
     async def _read(self) -> int:
-        count = await self._stream.read_into(self._reader.room())
+        count = await self._stream.read_into(await self._room())
         if self._lost is not None:
             raise self._lost
         if not count:
@@ -267,6 +270,18 @@ class Link:
         self.received_bytes += count
         self._config.traffic.received_bytes[self._protocol] += count
         return count
+
+    async def _room(self) -> memoryview:
+        """Where the next bytes belong. Raises ProtocolError (BUSY) where a payload has waited for memory for too long."""
+        end_s = self._loop.time() + ROOM_TIMEOUT_S
+        while True:
+            try:
+                return self._reader.room()
+            except Full as error:
+                text = f"a payload of peer {self.peer}: {error}"
+            if self._loop.time() >= end_s:  # not from Full, whose traceback would keep the payload
+                raise ProtocolError(text, code=ErrorCode.BUSY, peer=self.peer)
+            await asyncio.sleep(ROOM_AGAIN_S)
 
     def _advance(self, count: int) -> Iterator[Frame]:
         """The frames that `count` bytes complete."""

@@ -74,10 +74,12 @@ def units_of(opened: Open) -> tuple[int, int]:
 
 
 def journal_bytes(opened: Open, hidden_size: int) -> int:
-    """The most that a session comes to keep here for sending it again: at its last hop outputs, else what the next hop got."""
+    """The most that a session comes to keep here for sending it again (at its last hop outputs, else what the next hop got), and
+    of inputs that came in and wait."""
     last = opened.index + 1 == len(opened.route)
-    row_bytes = 0 if last and opened.mode == Mode.RING else WIDEST_BYTES * hidden_size
-    return opened.max_length * (ENTRY_BYTES + opened.rows * row_bytes)
+    sends = not (last and opened.mode == Mode.RING)
+    takes = units_of(opened)[0] > 0
+    return opened.max_length * (ENTRY_BYTES + opened.rows * WIDEST_BYTES * hidden_size * (sends + takes))
 
 
 def shape_of(opened: Open) -> tuple[object, ...]:
