@@ -17,7 +17,7 @@ from swarmnode.compute.model.family import family_of
 from swarmnode.compute.model.selfcheck import check_family
 from swarmnode.compute.model.span import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.window import Window, sliding_layers
+from swarmnode.compute.serving.window import Window, sliding_layers
 from swarmnode.errors import CheckpointError
 from tests.numerics.families import FAMILIES, REFUSED, tiny_config
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan, load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.window import ROLLBACK, Window, sliding_layers
+from swarmnode.compute.serving.window import ROLLBACK, Window, sliding_layers
 from swarmnode.errors import ErrorCode, ProtocolError
 from tests.numerics.families import COMMON
 from tests.numerics.test_families import TOLERANCE, difference

@@ -16,7 +16,7 @@ from typing import Any
 
 from swarmnode.codec.messages import VERSION, Hello, HopSpec, Want
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from swarmnode.compute.cache_budget import CacheBudget
+from swarmnode.compute.serving.cache_budget import CacheBudget
 from swarmnode.config import ClientConfig, ServerConfig
 from swarmnode.errors import NoRoute
 from swarmnode.ledger import MemoryLedger

@@ -28,8 +28,8 @@ from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.roles.training.coordinator.election import CoordinatorElection, ready_peers
-from swarmnode.roles.training.memory import TrainingMemory
 from swarmnode.roles.training.trainer import Trainer
+from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import State

@@ -19,7 +19,7 @@ from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.model.trace import FOREIGN_ERRORS
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.window import Window, sliding_layers
+from swarmnode.compute.serving.window import Window, sliding_layers
 from swarmnode.errors import CheckpointError, SwarmnodeError
 
 TINY_SIZES = {

@@ -13,10 +13,10 @@ from typing import TypeVar
 
 import torch
 
-from swarmnode.compute.cache_budget import CacheBudget, Claim, OutOfCache
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.serving.cache_budget import CacheBudget, Claim, OutOfCache
 from swarmnode.compute.serving.cohort import CachedSession, Cohort, regroup
-from swarmnode.compute.window import MAX_LAG, Window, Windows, sliding_layers
+from swarmnode.compute.serving.window import MAX_LAG, Window, Windows, sliding_layers
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.ledger import MemoryLedger
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.window import Window, Windows
+from swarmnode.compute.serving.window import Window, Windows
 
 with lean():
     from transformers.cache_utils import Cache

@@ -15,8 +15,8 @@ from torch import Tensor
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cache import CachePool
 from swarmnode.compute.serving.cohort import CachedSession, Cohort
+from swarmnode.compute.serving.window import Windows
 from swarmnode.compute.throttle import Throttle
-from swarmnode.compute.window import Windows
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.ledger import MemoryLedger
 

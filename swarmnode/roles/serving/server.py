@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Attach, Body, Error, Hello, Mode, Open
 from swarmnode.codec.trace_messages import trace_id
-from swarmnode.compute.cache_budget import Claim, OutOfCache
+from swarmnode.compute.serving.cache_budget import Claim, OutOfCache
 from swarmnode.config import ServerConfig
 from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.ledger import Account, Full, Reservation

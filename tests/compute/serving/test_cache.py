@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarmnode.compute.cache_budget import OutOfCache
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import load_span
 from swarmnode.compute.serving.cache import CachePool, capacity_for, partition_by_length
+from swarmnode.compute.serving.cache_budget import OutOfCache
 from swarmnode.compute.serving.cohort import CachedSession, Cohort
 
 LAYERS = range(1, 3)

@@ -44,9 +44,9 @@ from swarmnode.plan.view import Span
 from swarmnode.roles.training.averaging.all_reduce import Agreed, AllReducer
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.roles.training.coordinator.worker_handle import Line
-from swarmnode.roles.training.memory import TrainingMemory
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.roles.training.worker.admission_queue import AdmissionQueue, Arrival
+from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.meter import TrainingMeter
 from swarmnode.roles.training.worker.microbatch_in_flight import MicrobatchInFlight, place_of
 from swarmnode.roles.training.worker.status import counted_of

@@ -31,8 +31,8 @@ from swarmnode.roles.measuring.meters import TRAIN
 from swarmnode.roles.serving.stage import SPEEDS_FILE, Hardware, ServingStage
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.roles.training.coordinator.election import CoordinatorElection
-from swarmnode.roles.training.memory import TrainingMemory
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
+from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.stage import TrainingStage
 from swarmnode.swarm.records.announcement import MAX_RTTS, peer_digest
 from swarmnode.swarm.records.run import Run

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from swarmnode.ledger import MemoryLedger
-from swarmnode.roles.training.memory import TrainingMemory
 from swarmnode.roles.training.worker import admission_queue as module
 from swarmnode.roles.training.worker.admission_queue import AdmissionQueue, Arrival
+from swarmnode.roles.training.worker.memory import TrainingMemory
 from tests.compute.training.toy import ToySegment
 
 

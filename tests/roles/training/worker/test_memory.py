@@ -8,7 +8,7 @@ from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.graph.costs.work import ComputeWork
 from swarmnode.compute.training.learner import Learner
 from swarmnode.ledger import Account, MemoryLedger
-from swarmnode.roles.training.memory import TrainingMemory, segment_bytes
+from swarmnode.roles.training.worker.memory import TrainingMemory, segment_bytes
 from swarmnode.swarm.records.run import Run
 from tests.compute.training.toy import ToySegment
 from tests.roles.training_swarm import toy_batches, toy_run
