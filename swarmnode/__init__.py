@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
 __all__ = ["__version__", "aconnect", "connect"]
 
 if TYPE_CHECKING:
     from swarmnode.client import aconnect
     from swarmnode.sync_client import connect
+    from swarmnode.version import __version__
 
 
 def __getattr__(name: str) -> Any:
@@ -26,4 +26,8 @@ def __getattr__(name: str) -> Any:
         from swarmnode.client import aconnect
 
         return aconnect
+    if name == "__version__":
+        from swarmnode.version import __version__
+
+        return __version__
     raise AttributeError(f"module 'swarmnode' has no attribute {name!r}")

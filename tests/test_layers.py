@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "swarmnode"
 ROOMS = (
-    {"errors", "config", "ledger", "metrics"},
+    {"errors", "config", "ledger", "metrics", "version"},
     {"codec"},
     {"compress"},
     {"net"},
     {"swarm"},
     {"plan"},
     {"compute"},
-    {"platform", "host", "roles"},  # a presence is the role that every node and client plays
+    {"platform", "roles"},
     {
         "bootstrap",
         "client",
@@ -32,7 +33,6 @@ ROOMS = (
         "tokenizer",
         "training",
     },  # what wires the rooms together
-    {"gateway"},
     {"simulate"},
     {"cli"},
 )
@@ -44,6 +44,10 @@ FORBIDDEN = {  # top-level package -> rooms that may not import it at all
     "transformers": {"codec", "compress", "net", "swarm", "plan"},
     "asyncio": {"codec", "compress", "plan"},
     "pickle": set(LEVEL),
+}
+
+TYPES_OF_A_WHOLE = {  # part -> the whole that it belongs to, whose type alone it imports
+    "swarmnode.roles.training.worker.microbatch_in_flight": {"swarmnode.roles.training.worker.stage"},
 }
 
 
@@ -76,10 +80,56 @@ def imports(path: Path, *, when_loaded: bool = False) -> Iterator[str]:
             pending += ast.iter_child_nodes(node)
 
 
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def modules_imported(path: Path, names: Mapping[str, Path]) -> set[str]:
+    """Modules of ours that a file imports outside its functions, under TYPE_CHECKING too."""
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    found = set()
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in names else node.module)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            pending += ast.iter_child_nodes(node)
+    return found & names.keys()
+
+
 def rooms_imported(path: Path) -> set[str]:
     return {
         name.split(".")[1] for name in imports(path) if name.startswith("swarmnode.") and name.split(".")[1] in LEVEL
     }
+
+
+def test_rooms_are_there() -> None:
+    rooms = {room_of(path) for path in modules()}
+    assert rooms == set(LEVEL), "each room has a place in ROOMS, and each place a room"
+
+
+def test_no_files_import_one_another() -> None:
+    """When they are loaded or for their types. What a function imports when it is called is not counted."""
+    names = {dotted(path): path for path in PACKAGE.rglob("*.py")}
+    imported = {name: modules_imported(path, names) - TYPES_OF_A_WHOLE.get(name, set()) for name, path in names.items()}
+    order = TopologicalSorter(imported)
+    try:
+        order.prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_no_name_stands_for_two_classes() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in modules():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name_of(path))
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)

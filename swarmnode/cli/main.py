@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import typer
 
-from swarmnode import __version__
 from swarmnode.cli.bootstrap import bootstrap
 from swarmnode.cli.create import create
 from swarmnode.cli.demo import demo
@@ -23,6 +22,7 @@ from swarmnode.cli.simulate import simulate
 from swarmnode.cli.status import status
 from swarmnode.cli.trace import trace
 from swarmnode.cli.train import train
+from swarmnode.version import __version__
 
 app = typer.Typer(
     name="swarmnode",

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from swarmnode import __version__
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Metric, Reading, Readings, Source
+from swarmnode.version import __version__
 
 
 def machine(home: Path) -> Source:

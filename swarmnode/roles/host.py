@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode import __version__
 from swarmnode.codec.messages import VERSION, Hello
 from swarmnode.errors import NetworkDown, PeerError
 from swarmnode.metrics import table
@@ -41,6 +40,7 @@ from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, 
 from swarmnode.swarm.records.grant import Role
 from swarmnode.swarm.storage.known_peers import KnownPeers
 from swarmnode.swarm.storage.swarmfile import Swarm
+from swarmnode.version import __version__
 
 if TYPE_CHECKING:
     from swarmnode.net.addressing.lan import LanDiscovery

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from swarmnode import __version__
 from swarmnode.metrics import table
 from swarmnode.metrics.machine import build, disk, machine
+from swarmnode.version import __version__
 
 
 class NoSuchFigure(Exception):

@@ -1,5 +1,4 @@
-"""The gate: whom this peer speaks with. The base is that of an open swarm; `roles/membership/access_control.py` has the
-one of members.
+"""The gate: whom this peer speaks with. The base is that of an open swarm; of members: `roles/membership/access_control.py`.
 
 Every link of every protocol passes it on both sides, and every call of the table.
 """
@@ -7,13 +6,31 @@ Every link of every protocol passes it on both sides, and every call of the tabl
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from swarmnode.codec.messages import Hello
+from swarmnode.codec.messages import Body, Hello
+from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 
-if TYPE_CHECKING:
-    from swarmnode.net.links.link import Link
+
+class GuardedLink(Protocol):
+    """What a gate sees of a link (`link.py`)."""
+
+    peer: PeerId
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be sent any more."""
+        ...
+
+    def send(self, body: Body) -> None:
+        """Queue a frame. Raises PeerLost on a closed link."""
+
+    async def drain(self) -> None:
+        """Wait until the send queue is short. Raises PeerLost where the link died meanwhile."""
+
+    def cut(self, code: ErrorCode) -> None:
+        """Refuse the peer, and end the link."""
 
 
 class Gate:
@@ -31,13 +48,13 @@ class Gate:
     def admit(self, peer: PeerId, protocol: str, theirs: Hello, *, answers: bool) -> None:
         """Let a peer in that greeted; `answers` where we opened the link and it is to serve us. Raises ProtocolError."""
 
-    def opened(self, link: Link) -> None:
+    def opened(self, link: GuardedLink) -> None:
         """A link has passed."""
 
-    def closed(self, link: Link) -> None:
+    def closed(self, link: GuardedLink) -> None:
         """A link is over. Also called for one that never passed, and more than once."""
 
-    def heard(self, link: Link, number: int, revocations: bytes) -> None:
+    def heard(self, link: GuardedLink, number: int, revocations: bytes) -> None:
         """The peer told of a revocation list, or sent it. Raises ProtocolError where it is false."""
 
     def may_feed(self, peer: PeerId) -> bool:

@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 import torch
 
-from swarmnode import __version__
 from swarmnode.compute.speed import Speeds
 from swarmnode.errors import LocalError
 from swarmnode.swarm.storage.kept_file import read_kept, write_kept
+from swarmnode.version import __version__
 
 log = logging.getLogger(__name__)
 

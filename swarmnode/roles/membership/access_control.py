@@ -20,7 +20,7 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, Hello, Revocations
 from swarmnode.errors import ErrorCode, LocalError, NotAdmitted, PeerError, PeerRefused, ProtocolError, SwarmnodeError
 from swarmnode.net.interfaces import Network, PeerId, Stream
-from swarmnode.net.links.gate import Gate
+from swarmnode.net.links.gate import Gate, GuardedLink
 from swarmnode.net.links.link import Link, LinkConfig
 from swarmnode.net.measuring.traffic import protocol_name
 from swarmnode.net.tasks import Tasks
@@ -68,7 +68,7 @@ class AccessControl(Gate):
         self._file = file
         self._clock = clock
         self._look_s = look_s
-        self._links: set[Link] = set()
+        self._links: set[GuardedLink] = set()
         self._introductions: dict[PeerId, asyncio.Task[None]] = {}
         self._network: Network | None = None
         self._hello: Hello | None = None
@@ -106,15 +106,15 @@ class AccessControl(Gate):
             text = f"{peer}, a {role.name.lower()}, {does} links of {name}"
             raise ProtocolError(text, code=ErrorCode.REFUSED, peer=peer)
 
-    def opened(self, link: Link) -> None:
+    def opened(self, link: GuardedLink) -> None:
         self._links.add(link)
         if self.membership.revocations.number:
             link.send(Revocations(self.membership.revocations.number))
 
-    def closed(self, link: Link) -> None:
+    def closed(self, link: GuardedLink) -> None:
         self._links.discard(link)
 
-    def heard(self, link: Link, number: int, revocations: bytes) -> None:
+    def heard(self, link: GuardedLink, number: int, revocations: bytes) -> None:
         ours = self.membership.revocations.number
         if revocations:
             if self.membership.take_list(revocations):
@@ -153,7 +153,7 @@ class AccessControl(Gate):
             wanted = needs.name.lower()
             raise NotAdmitted(f"your invite to {name} is for a {role.name.lower()}, and this needs one for a {wanted}")
 
-    def _spread(self, source: Link | None = None) -> None:
+    def _spread(self, source: GuardedLink | None = None) -> None:
         """Follow a newer list, and pass it on."""
         log.info("the owner's revocation list is now %r", self.membership.revocations)
         for link in self._links - {source}:

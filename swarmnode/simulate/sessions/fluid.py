@@ -46,7 +46,7 @@ class FluidSession(Session):
             self._rest = done - tokens
             self._note(tokens, turn_s)
             if self.produced >= self.new_tokens:
-                self._serving.finish(self)
+                self._owner.finish(self)
             else:
                 self._breathe()
 

@@ -47,7 +47,7 @@ class RingSession(Session):
         arrives_s = self._links.send(now_s, end, self.place, FRAME_BYTES + ID_BYTES)
         self._note_token(arrives_s)
         if self.produced == self.new_tokens:
-            self._serving.finish(self)
+            self._owner.finish(self)
         else:
             self._send(end, 0, 1, ID_BYTES, last=True)
 

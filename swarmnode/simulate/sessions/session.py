@@ -5,16 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from swarmnode.codec.messages import HopSpec
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import Span
+from swarmnode.simulate.clock import SimulatedClock
 from swarmnode.simulate.environment.peers import Peer
+from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.sessions.executor import SimulatedExecutor
-
-if TYPE_CHECKING:
-    from swarmnode.simulate.sessions.serving import Serving
 
 ID_BYTES = 8
 FRAME_BYTES = 64  # of a message, besides its tensor
@@ -41,10 +40,20 @@ class SimulatedHop:
         return HopSpec(self.name, self.span.start, self.span.end)
 
 
+class SessionOwner(Protocol):
+    """What a session needs of the workload that it belongs to (`serving.py`)."""
+
+    world: World
+    clock: SimulatedClock
+
+    def finish(self, session: Session) -> None:
+        """All its tokens have come."""
+
+
 class Session(ABC):
     """`place`: of the client in the links. `produced` tokens of `new_tokens` have come."""
 
-    def __init__(self, serving: Serving, number: int, place: int, prompt_tokens: int, new_tokens: int) -> None:
+    def __init__(self, owner: SessionOwner, number: int, place: int, prompt_tokens: int, new_tokens: int) -> None:
         self.number = number
         self.place = place
         self.prompt_tokens = prompt_tokens
@@ -52,12 +61,12 @@ class Session(ABC):
         self.produced = 0
         self.hops: list[SimulatedHop] = []
         self.epoch = 0
-        self.began_s = serving.clock.now_s
+        self.began_s = owner.clock.now_s
         self.waits_since_s: float | None = None
-        self._serving = serving
-        self._world = serving.world
-        self._clock = serving.clock
-        self._links = serving.world.links
+        self._owner = owner
+        self._world = owner.world
+        self._clock = owner.clock
+        self._links = owner.world.links
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.number}: {self.produced} of {self.new_tokens} tokens, epoch {self.epoch}>"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import Span
+from swarmnode.simulate.clock import SimulatedClock
 from swarmnode.simulate.environment.peers import Peer
+from swarmnode.simulate.environment.world import World
+from swarmnode.simulate.settings import TrainSettings
 from swarmnode.simulate.steps.bench import SimulatedBench, SimulatedUrgency
-from swarmnode.simulate.steps.encoder import BACKWARD, FORWARD
-
-if TYPE_CHECKING:
-    from swarmnode.simulate.steps.training import Training
+from swarmnode.simulate.steps.encoder import BACKWARD, FORWARD, Encoder
 
 ID_BYTES = 8
 
@@ -34,10 +34,22 @@ class SimulatedStage:
         return self.peer.life == self.life
 
 
+class MicrobatchOwner(Protocol):
+    """What a microbatch needs of the training that it belongs to (`training.py`)."""
+
+    world: World
+    clock: SimulatedClock
+    settings: TrainSettings
+    encoder: Encoder
+
+    def done(self, attempt: SimulatedMicrobatch) -> None:
+        """Its gradient is back, and counted by every hop."""
+
+
 class SimulatedMicrobatch:
     """One attempt at microbatch `number` along `route`. `counted`: the hops that have its gradient."""
 
-    def __init__(self, training: Training, number: int, route: Sequence[tuple[SimulatedStage, Span]]) -> None:
+    def __init__(self, training: MicrobatchOwner, number: int, route: Sequence[tuple[SimulatedStage, Span]]) -> None:
         self.number = number
         self.route = list(route)
         self.counted: set[int] = set()

@@ -28,7 +28,7 @@ from swarmnode.net.deadlines import Deadline
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
-from swarmnode.roles.training.averaging.partner import AttemptId, Chunk, Partner
+from swarmnode.roles.training.averaging.partner import AttemptId, PartChunk, Partner
 from swarmnode.roles.training.averaging.progress import Patience
 from swarmnode.roles.training.averaging.pulls import EarlyPulls
 
@@ -182,7 +182,7 @@ class Attempt:
             for queue in queues:
                 await queue.put((msgspec.structs.replace(due, agreed=True), settled))
 
-    def _add_up(self, circle: Circle, round_: Round, place: slice, chunks: Mapping[PeerId, Chunk]) -> Encoded:
+    def _add_up(self, circle: Circle, round_: Round, place: slice, chunks: Mapping[PeerId, PartChunk]) -> Encoded:
         """Where the tensors are: the same bytes for all, ourselves included."""
         heard: list[Contribution] = []
         for peer, weight in circle.weights.items():

@@ -37,7 +37,7 @@ class AttemptId(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PartChunk:
     """A part of a vector that has come."""
 
     head: Part
@@ -59,7 +59,7 @@ class Partner:
         self._attempt = attempt
         self._incoming: Channel | None = None  # on which we pull
         self._granted = {False: 0, True: 0}  # chunks that it may still send, by `agreed`
-        self._chunks: dict[bool, deque[Chunk]] = {
+        self._chunks: dict[bool, deque[PartChunk]] = {
             False: deque(),
             True: deque(),
         }  # by `agreed`, in the order in which they came
@@ -80,7 +80,7 @@ class Partner:
         channel.send(Pull(*self._attempt, window, window))
         self._incoming, self._granted = channel, {False: window, True: window}
 
-    async def next(self, head: Part) -> Chunk:
+    async def next(self, head: Part) -> PartChunk:
         """The next contribution, or agreed part. Raises ProtocolError where it is not the one of this head."""
         chunks = self._chunks[head.agreed]
         await self.progress.until(lambda: bool(chunks), "a part is waited for")
@@ -109,7 +109,7 @@ class Partner:
             self._break_rules(f"a part of {len(payload)} bytes where {granted} were granted", self._incoming)
             return
         self._granted[head.agreed] = granted - 1
-        self._chunks[head.agreed].append(Chunk(head, payload))
+        self._chunks[head.agreed].append(PartChunk(head, payload))
         self.progress.acted()
 
     # -- what goes
