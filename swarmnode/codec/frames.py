@@ -76,6 +76,7 @@ class FrameKind(IntEnum):
     STOPPED = 66
     PULL = 67
     WAITING = 68
+    PROGRESS = 69
     LIST_STATES = 80
     STATES = 81
 

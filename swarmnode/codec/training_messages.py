@@ -3,6 +3,7 @@
     trainer  -> coordinator   WORK ... DONE | FAILED         coordinator -> trainer   LEASE, STEP, STOPPED
     trainer  -> first hop   FORWARD                         hop -> who sent it     BACKWARD | FAULT
     coordinator -> stage      LEAD, BEGIN, RELEASE, DISCARD, REDUCE, COMMIT, SYNC, RESTORE
+    coordinator -> everybody  PROGRESS, each second
     stage -> coordinator      STATUS, REDUCED, FAILED
     replica -> replica      PULL, WAITING           PART, WAITING, FAILED back
 
@@ -54,6 +55,10 @@ MAX_TERM = 1 << 40
 MAX_LEASE = 1 << 62
 MAX_NORM = 1e100  # past any norm of float32 numbers, yet finite
 MAX_DURATION_S = 1e9
+MAX_WAITS = 16  # the longest ones are told
+RUN_ID_BYTES = 32
+KEY_BYTES = 32
+SEAL_BYTES = 16
 
 Attempt = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
 Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]  # seconds
@@ -64,6 +69,9 @@ Peer = Annotated[str, Meta(min_length=1, max_length=MAX_PEER_CHARS)]
 Term = Annotated[int, Meta(ge=0, le=MAX_TERM)]
 Number = Annotated[float, Meta(description="losses and squares: NaN and infinity tell something")]
 Route = Annotated[tuple[HopSpec, ...], Meta(min_length=1, max_length=MAX_ROUTE_HOPS)]
+Key = Annotated[bytes, Meta(max_length=KEY_BYTES)]
+RunId = Annotated[bytes, Meta(max_length=RUN_ID_BYTES)]  # SHA-256 of the encoded run; empty: none has begun
+Seal = Annotated[bytes, Meta(max_length=SEAL_BYTES)]
 Values = Annotated[tuple[TensorInfo, ...], Meta(max_length=MAX_VALUES)]
 
 
@@ -107,6 +115,10 @@ class Forward(Body, frozen=True):
     route: Route
     hop: HopIndex  # the receiver's place in the route
     values: Values
+    run: RunId = b""
+    feeder: Annotated[str, Meta(max_length=MAX_PEER_CHARS)] = ""  # the trainer that holds the lease
+    within_s: Duration = 0.0  # after which nobody waits for it any more
+    seal: Seal = b""  # the lease's own
 
     def check(self) -> None:
         _check_route("FORWARD", self.route, self.hop)
@@ -129,6 +141,7 @@ class Lead(Body, frozen=True):
     """The sender leads from now on. A stage follows the highest term that it has heard, and answers STATUS."""
 
     term: Term
+    key: Key = b""  # of the seals of this term's leases
 
 
 class Condition(IntEnum):
@@ -186,10 +199,13 @@ class Release(Body, frozen=True):
     """Forget these leases, and answer STATUS: what is counted then stays counted, what is not never will be by them."""
 
     leases: Annotated[tuple[LeaseNumber, ...], Meta(max_length=MAX_LEASES)]
+    run: RunId = b""
 
 
 class Discard(Body, frozen=True):
     """Forget all that was counted in this step, and answer STATUS."""
+
+    run: RunId = b""
 
 
 class MemberSpec(Body, frozen=True):
@@ -222,6 +238,8 @@ class Reduce(Body, frozen=True):
     step: Step
     attempt: Attempt
     groups: Annotated[tuple[Group, ...], Meta(max_length=MAX_GROUPS)]
+    run: RunId = b""
+    within_s: Duration = 0.0  # after which the attempt is over
 
     def check(self) -> None:
         blocks = [block for group in self.groups for block in group.blocks]
@@ -244,6 +262,7 @@ class Reduced(Body, frozen=True):
     step: Step
     attempt: Attempt
     squares: Annotated[tuple[Number, ...], Meta(max_length=MAX_GROUPS)]
+    run: RunId = b""
 
 
 class Pull(Body, frozen=True):
@@ -265,6 +284,7 @@ class Part(Body, frozen=True):
     part: Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
     agreed: bool
     values: Values
+    run: RunId = b""
 
     def check(self) -> None:
         _check_values(self.values)
@@ -286,6 +306,7 @@ class Commit(Body, frozen=True):
     norm: Norm
     loss: Number = 0.0
     beat_s: Duration = 0.0
+    run: RunId = b""
 
 
 class Sync(Body, frozen=True):
@@ -323,6 +344,9 @@ class Lease(Body, frozen=True):
     step: Step
     number: Index
     route: Route
+    run: RunId = b""
+    within_s: Duration = 0.0  # after which it is called back
+    seal: Seal = b""  # by which hops know that it was given to this trainer
 
     def check(self) -> None:
         _check_route("LEASE", self.route)
@@ -333,6 +357,7 @@ class Done(Body, frozen=True):
 
     lease: LeaseNumber
     loss: Number
+    run: RunId = b""
 
 
 class Failed(Body, frozen=True):
@@ -342,17 +367,39 @@ class Failed(Body, frozen=True):
     peer: Annotated[str, Meta(max_length=MAX_PEER_CHARS)]
     code: Code
     unit: Block = -1  # where it is known
+    run: RunId = b""
 
 
 class StepReport(Body, frozen=True):
-    """A step was committed (`loss`, `step_s`, `norm` are its own); or `missing` units have nobody and the run waits."""
+    """A step was committed; `loss`, `step_s`, `norm` are its own."""
 
     step: Step
     loss: Number = 0.0
     step_s: Duration = 0.0
     norm: Norm = 0.0
     peers: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
-    missing: Annotated[tuple[Unit, ...], Meta(max_length=MAX_UNITS)] = ()
+    run: RunId = b""
+
+
+class Wait(Body, frozen=True):
+    """A peer that something is expected of, for `since_s` seconds: the answer to a command of kind `what` (LEASE: that it is
+    fed, FORWARD: a microbatch, DISCARD: nothing; it failed and is left alone)."""
+
+    peer: Annotated[str, Meta(max_length=MAX_PEER_CHARS)]
+    what: Code
+    since_s: Duration = 0.0
+    start: Unit = 0  # the peer's units
+    end: Unit = 0
+
+
+class ProgressReport(Body, frozen=True):
+    """How the step in force goes. Told each second: a coordinator that has not said anything for some is gone."""
+
+    step: Step
+    counted: Annotated[int, Meta(ge=0, le=8 * MAX_MASK_BYTES)] = 0  # microbatches that all units have counted
+    missing: Annotated[tuple[Unit, ...], Meta(max_length=MAX_UNITS)] = ()  # units that nobody holds who takes part
+    waits: Annotated[tuple[Wait, ...], Meta(max_length=MAX_WAITS)] = ()  # the longest first
+    run: RunId = b""
 
 
 class Stopped(Body, frozen=True):
@@ -361,6 +408,7 @@ class Stopped(Body, frozen=True):
     step: Step
     code: Code = 0
     unit: Block = -1
+    run: RunId = b""
 
 
 TRAINING_BODIES: dict[FrameKind, type[Body]] = {
@@ -385,4 +433,5 @@ TRAINING_BODIES: dict[FrameKind, type[Body]] = {
     FrameKind.FAILED: Failed,
     FrameKind.STEP: StepReport,
     FrameKind.STOPPED: Stopped,
+    FrameKind.PROGRESS: ProgressReport,
 }

@@ -85,11 +85,12 @@ class TrainingClient:
         def coordinators() -> list[PeerId]:
             ready = ready_peers(host.directory)
             if not ready:
-                listener.waiting(())
+                listener.waiting("no peer of the swarm is ready", ())
             return ready
 
         try:
-            return await Trainer(board, coordinators, run, batches, _telling(listener, run)).train(stop)
+            trainer = Trainer(board, coordinators, run, batches, _telling(listener, run), listener.waiting)
+            return await trainer.train(stop)
         except UsageError as error:
             told = await self._differences(run)
             raise UsageError(f"{error}. {' '.join(told)}" if told else str(error)) from None
@@ -135,10 +136,7 @@ def _telling(listener: Listener, run: Run) -> Callable[[SwarmReport], None]:
     tokens = run.batch * max(1, run.sequence)
 
     def tell(report: SwarmReport) -> None:
-        if report.missing:
-            listener.waiting(report.missing)
-        else:
-            tokens_per_s = tokens / report.step_s if report.step_s else 0.0  # unknown: its coordinator was lost
-            listener.step(StepSummary(report.step, report.loss, report.step_s, tokens_per_s, report.peers, report.norm))
+        tokens_per_s = tokens / report.step_s if report.step_s else 0.0  # unknown: its coordinator was lost
+        listener.step(StepSummary(report.step, report.loss, report.step_s, tokens_per_s, report.peers, report.norm))
 
     return tell

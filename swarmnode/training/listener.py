@@ -17,5 +17,5 @@ class Listener(Protocol):
     def step(self, report: StepSummary) -> None:
         """A step is over."""
 
-    def waiting(self, missing: tuple[int, ...]) -> None:
-        """The training stands still: these units have nobody; where none is named, no peer is ready at all."""
+    def waiting(self, why: str, missing: tuple[int, ...]) -> None:
+        """The training stands still: `why` is a sentence that says who waits for what, `missing` are units that have nobody."""

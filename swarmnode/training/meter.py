@@ -38,10 +38,10 @@ class TrainerMeter:
             self._step_s.observe(report.step_s)
         self._listener.step(report)
 
-    def waiting(self, missing: tuple[int, ...]) -> None:
+    def waiting(self, why: str, missing: tuple[int, ...]) -> None:
         """See `Listener`."""
         self._waiting = True
-        self._listener.waiting(missing)
+        self._listener.waiting(why, missing)
 
     def readings(self) -> Readings:
         """All of it."""

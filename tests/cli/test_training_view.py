@@ -29,12 +29,12 @@ def test_each_step_is_one_line_of_the_log_at_once(tmp_path: Path, capsys: pytest
         view.step(report(0))
         expected = {"step": 0, "loss": 2.5, "step_s": 0.5, "tokens_per_s": 256.0, "peers": 3}
         assert [json.loads(line) for line in log.read_text().splitlines()] == [expected], "flushed"
-        view.waiting((3,))
+        view.waiting("unit 3", (3,))
         view.step(report(1))
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 1]
     told = list(map(json.loads, capsys.readouterr().out.splitlines()))
     assert [line.get("step") for line in told] == [0, None, 1]
-    assert told[1] == {"event": "waiting", "missing": [3]}
+    assert told[1] == {"event": "waiting", "missing": [3], "why": "unit 3"}
 
 
 def test_lines_tell_what_matters_and_repeat_themselves_seldom(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,7 +45,7 @@ def test_lines_tell_what_matters_and_repeat_themselves_seldom(capsys: pytest.Cap
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == "step 10 of 100  loss 2.5000  256 tokens/s  0.50 s/step  3 peers  45 s left"
     for now_s in range(15):  # noqa: B007  (the clock reads it)
-        view.waiting((2, 3))
+        view.waiting("units 2, 3", (2, 3))
     assert capsys.readouterr().out.splitlines() == ["waiting: units 2-3 have nobody"] * 2
     view.step(report(10))
     assert capsys.readouterr().out.startswith("step 11 of 100")
@@ -63,7 +63,7 @@ def test_a_terminal_shows_curve_and_line() -> None:
     assert "step 20 of 100" in text
     assert "3 " in text.splitlines()[0]
     assert any(ord(character) > 0x2800 for character in text)
-    view.waiting(())
+    view.waiting("no peer of the swarm is ready", ())
     assert "no peer of the swarm is ready" in _text(shown[-1])
 
 
@@ -84,7 +84,7 @@ def test_a_log_that_cannot_be_written_is_told_first(tmp_path: Path) -> None:
 
 def test_words_for_units_and_times() -> None:
     assert ranges([1, 3, 4, 5]) == ["1", "3-5"]
-    assert waiting_text((0, 1, 5)) == "waiting: units 0-1, 5 have nobody"
+    assert waiting_text("", (0, 1, 5)) == "waiting: units 0-1, 5 have nobody"
     assert [format_duration(seconds) for seconds in (0.4, 59, 61, 3600, 7260)] == [
         "0 s",
         "59 s",

@@ -18,7 +18,7 @@ from swarmnode.codec.messages import BODIES, HopSpec, Sampling
 from swarmnode.codec.state_messages import StateEntry
 from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.trace_messages import TraceStep
-from swarmnode.codec.training_messages import Counted, Group, MemberSpec
+from swarmnode.codec.training_messages import Counted, Group, MemberSpec, Wait
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.certificate import Certificate
 from swarmnode.swarm.records.grant import Grant
@@ -38,6 +38,7 @@ NAMES: dict[type[msgspec.Struct], str] = {
     Counted: "counted",
     MemberSpec: "member",
     Group: "group",
+    Wait: "wait",
     TensorInfo: "tensor",
     Announcement: "announcement",
     Manifest: "manifest",

@@ -175,7 +175,7 @@ def test_limits_are_the_ones_of_the_code() -> None:
 # -- fields ------------------------------------------------------------------------------------------------------------
 
 STRUCTS = {name: struct for struct, name in NAMES.items()}
-PARTS = (training_messages.Counted, training_messages.Group, training_messages.MemberSpec)
+PARTS = (training_messages.Counted, training_messages.Group, training_messages.MemberSpec, training_messages.Wait)
 PAGES = {
     **dict.fromkeys(("announcement", "manifest", "model", "file"), "records"),
     **{NAMES[body]: "training" for body in (*training_messages.TRAINING_BODIES.values(), *PARTS) if body in NAMES},

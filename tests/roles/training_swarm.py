@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,10 +20,11 @@ from swarmnode.codec.training_messages import Condition, StepReport
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.graph.costs.work import ComputeWork
+from swarmnode.compute.inline_executor import InlineExecutor
 from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches
 from swarmnode.compute.training.local import train_locally
 from swarmnode.ledger import MemoryLedger
-from swarmnode.net.interfaces import PeerId
+from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.gate import OPEN_GATE, Gate
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
@@ -39,6 +42,8 @@ from tests.compute.training.toy import CLASSES, FEATURES, ToySegment
 HELLO = Hello(VERSION, bytes(32), "toy")
 PATIENCE_S = 20.0
 ACTIVATION_BYTES, BOUNDARY_BYTES = 1000, 100  # of one unit for a microbatch
+ITEM_S = 0.002  # of virtual time, for whatever an executor does
+SUSPICION_S = 15.0  # until its next announcement is believed
 
 
 def toy_batches() -> ArrayBatches:
@@ -101,13 +106,14 @@ class Announced:
 class ToyDirectory:
     """One peer's view of them."""
 
-    def __init__(self, network: FakeNetwork, announced: Announced) -> None:
+    def __init__(self, network: Network, announced: Announced) -> None:
         self.network = network
-        self.suspected: set[PeerId] = set()
+        self.suspected: dict[PeerId, float] = {}  # until when, by the loop's time
         self._announced = announced
 
     def peers(self) -> Mapping[PeerId, Any]:
-        return {peer: news for peer, news in self._announced.peers.items() if peer not in self.suspected}
+        now_s = asyncio.get_running_loop().time()
+        return {peer: news for peer, news in self._announced.peers.items() if self.suspected.get(peer, 0.0) <= now_s}
 
     async def changed(self, since: int) -> int:
         return await self._announced.changed(since)
@@ -116,7 +122,19 @@ class ToyDirectory:
         """Nothing to be read that is not known."""
 
     def suspect(self, peer: PeerId, _reason: str) -> None:
-        self.suspected.add(peer)
+        self.suspected[peer] = asyncio.get_running_loop().time() + SUSPICION_S
+
+
+class StallingExecutor(InlineExecutor):
+    """For virtual time. `stall` lets it stand still, as a device that hangs does, while everything else at its node goes on."""
+
+    def __init__(self) -> None:
+        self._item_s = ITEM_S
+        super().__init__(lambda _item: self._item_s)
+
+    def stall(self) -> None:
+        """What is begun from now on does not end."""
+        self._item_s = float("inf")
 
 
 def toy_estimates(_run: Run) -> list[UnitEstimate]:
@@ -128,20 +146,25 @@ class Volunteer:
     """A node that trains some units, and leads when it is its turn."""
 
     def __init__(
-        self, network: FakeNetwork, directory: ToyDirectory, segment: ToySegment, folder: Path, gate: Gate
+        self,
+        network: Network,
+        directory: ToyDirectory,
+        segment: ToySegment,
+        folder: Path,
+        config: LinkConfig,
+        executor: Executor,
     ) -> None:
         self.network = network
         self.segment = segment
         self.folder = folder
-        self.checkpoint_manager = CheckpointManager(network, HELLO, LinkConfig(), folder)
-        self.executor = Executor()
+        self.checkpoint_manager = CheckpointManager(network, HELLO, config, folder)
+        self.executor = executor
         self.ledger = MemoryLedger()
         memory = TrainingMemory(self.ledger, segment, toy_estimates)
-        link_config = LinkConfig(gate=gate, ledger=self.ledger)
-        self.stage = TrainingStage(
-            network, HELLO, link_config, segment, self.checkpoint_manager, self.executor, memory=memory
-        )
-        self.election = CoordinatorElection(cast("Directory", directory), self.stage, ToySegment.units)
+        config = replace(config, ledger=self.ledger)
+        self.stage = TrainingStage(network, HELLO, config, segment, self.checkpoint_manager, executor, memory=memory)
+        loop = asyncio.get_running_loop()
+        self.election = CoordinatorElection(cast("Directory", directory), self.stage, ToySegment.units, clock=loop.time)
         self.alive = True
 
     def __repr__(self) -> str:
@@ -168,18 +191,33 @@ class Volunteer:
 
 
 class TrainingSwarm:
-    """Volunteers by number, in the order in which they came; the first one is the eldest."""
+    """Volunteers by number, in the order in which they came; the first one is the eldest.
 
-    def __init__(self, folder: Path, gate: Gate = OPEN_GATE) -> None:
+    `virtual`: on a VirtualLoop, where nothing may compute on a thread. `wrap` stands between a peer and the network."""
+
+    def __init__(
+        self,
+        folder: Path,
+        gate: Gate = OPEN_GATE,
+        *,
+        virtual: bool = False,
+        wrap: Callable[[FakeNetwork], Network] = lambda network: network,
+    ) -> None:
         self.world = FakeWorld(seed=1)
         self._gate = gate  # of everybody
+        self._virtual = virtual
+        self._wrap = wrap
         self.announced = Announced()
         self.volunteers: list[Volunteer] = []
         self._folder = folder
         self._trainers: list[Switchboard] = []
 
-    async def _network(self) -> FakeNetwork:
-        network = self.world.join()
+    def _config(self) -> LinkConfig:
+        clock = asyncio.get_running_loop().time if self._virtual else time.perf_counter
+        return LinkConfig(gate=self._gate, clock=clock)
+
+    async def _network(self) -> Network:
+        network = self._wrap(self.world.join())
         for volunteer in self.volunteers:
             if volunteer.alive:
                 await network.connect(await volunteer.network.addresses(), timeout_s=1)
@@ -196,7 +234,9 @@ class TrainingSwarm:
         if disk_of is not None:
             await disk_of.checkpoint_manager.close()
             folder = disk_of.folder
-        volunteer = Volunteer(network, ToyDirectory(network, self.announced), segment, folder, self._gate)
+        executor = StallingExecutor() if self._virtual else Executor()
+        directory = ToyDirectory(network, self.announced)
+        volunteer = Volunteer(network, directory, segment, folder, self._config(), executor)
         self.volunteers.append(volunteer)
         await volunteer.stage.start()
         volunteer.election.start()
@@ -210,14 +250,18 @@ class TrainingSwarm:
         self.announced.remove(volunteer.peer)
 
     async def trainer(
-        self, run: Run, batches: Batches, on_step: Callable[[StepReport], None]
-    ) -> tuple[FakeNetwork, Trainer]:
+        self,
+        run: Run,
+        batches: Batches,
+        on_step: Callable[[StepReport], None],
+        on_waiting: Callable[[str, tuple[int, ...]], None] = lambda _text, _missing: None,
+    ) -> tuple[Network, Trainer]:
         """A trainer with a network of its own."""
         network = await self._network()
         directory = cast("Directory", ToyDirectory(network, self.announced))
-        board = Switchboard(network, TRAIN_PROTOCOL, HELLO, LinkConfig())
+        board = Switchboard(network, TRAIN_PROTOCOL, HELLO, self._config())
         self._trainers.append(board)
-        return network, Trainer(board, lambda: ready_peers(directory), run, batches, on_step)
+        return network, Trainer(board, lambda: ready_peers(directory), run, batches, on_step, on_waiting)
 
     @property
     def live(self) -> list[Volunteer]:
@@ -248,5 +292,4 @@ class TrainingSwarm:
     async def close(self) -> None:
         for board in self._trainers:
             await board.close()
-        for volunteer in self.volunteers:
-            await volunteer.close()
+        await asyncio.gather(*(volunteer.close() for volunteer in self.volunteers))

@@ -37,6 +37,7 @@ class TrainingView:
         self.run: Run | None = None
         self.reports: list[StepSummary] = []
         self.missing: tuple[int, ...] | None = None
+        self.why = ""  # it stands still
         self._sinks = sinks
 
     def __repr__(self) -> str:
@@ -55,9 +56,9 @@ class TrainingView:
             sink(step_json(report))
         self.show()
 
-    def waiting(self, missing: tuple[int, ...]) -> None:
+    def waiting(self, why: str, missing: tuple[int, ...]) -> None:
         """See `Listener`."""
-        self.missing = missing
+        self.why, self.missing = why, missing
         self.show()
 
     def show(self) -> None:
@@ -70,7 +71,7 @@ class TrainingView:
         if self.run is None:
             return "reading the data"
         if self.missing is not None:
-            return waiting_text(self.missing)
+            return waiting_text(self.why, self.missing)
         if not self.reports:
             return f"step 0 of {self.run.steps}: waiting for the first one"
         last, step_s = self.reports[-1], self.step_s()
@@ -110,7 +111,7 @@ class Lines(TrainingView):
         if text != self._told or now_s - self._told_s > REPEAT_WAITING_S:
             self._told, self._told_s = text, now_s
             if self._as_json:
-                print_json({"event": "waiting", "missing": list(self.missing or ())})
+                print_json({"event": "waiting", "missing": list(self.missing or ()), "why": self.why})
             else:
                 typer.echo(text)
 
@@ -164,10 +165,10 @@ def step_json(report: StepSummary) -> dict[str, Any]:
     }
 
 
-def waiting_text(missing: tuple[int, ...]) -> str:
+def waiting_text(why: str, missing: tuple[int, ...]) -> str:
     """Why nothing goes on."""
     if not missing:
-        return "waiting: no peer of the swarm is ready"
+        return f"waiting: {why}"
     if len(missing) == 1:
         return f"waiting: unit {missing[0]} has nobody"
     return f"waiting: units {', '.join(ranges(missing))} have nobody"

@@ -142,6 +142,7 @@ class Switchboard:
         self._outgoing: dict[PeerId, _Line] = {}
         self._incoming: set[_Line] = set()
         self._dialing: dict[PeerId, asyncio.Task[_Line]] = {}
+        self.peer_id = network.peer_id  # our own
         self._tasks = Tasks(f"links of {protocol}")
         self._closed = False
 

@@ -8,12 +8,27 @@ from collections.abc import Callable
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Fault
-from swarmnode.codec.training_messages import Backward, Done, Failed, Forward, Lease, StepReport, Stopped, Work
+from swarmnode.codec.tensors import TensorInfo
+from swarmnode.codec.training_messages import (
+    Backward,
+    Done,
+    Failed,
+    Forward,
+    Lease,
+    ProgressReport,
+    Release,
+    StepReport,
+    Stopped,
+    Work,
+)
 from swarmnode.compute.training.datasets.batches import Batches
-from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerRefused, SwarmnodeError, UsageError, refusal
+from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, PeerRefused, SwarmnodeError, UsageError, refusal
+from swarmnode.net.deadlines import Backoff
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
+from swarmnode.roles.training.coordinator.answer_times import CLEANUP, SILENCE_S
+from swarmnode.roles.training.coordinator.waits import sentence
 from swarmnode.roles.training.worker.values import encode_values
 from swarmnode.swarm.records.run import Run, encode_run
 
@@ -21,10 +36,12 @@ log = logging.getLogger(__name__)
 
 WANT = 32  # microbatches at a time
 RETRY_S = 0.3
+TICK_S = 0.5
 
 
 class Trainer:
-    """`coordinators` yields the peers that may lead, the likeliest first. `train` returns when all steps are done."""
+    """`coordinators` yields the peers that may lead, the likeliest first. `train` returns when all steps are done. `on_waiting`
+    hears, once a second, why nothing goes on, if it does not: who waits for what, and the units that nobody holds."""
 
     def __init__(
         self,
@@ -33,13 +50,16 @@ class Trainer:
         run: Run,
         batches: Batches,
         on_step: Callable[[StepReport], None],
+        on_waiting: Callable[[str, tuple[int, ...]], None] = lambda _text, _missing: None,
     ) -> None:
         self._switchboard = switchboard
         self._coordinators = coordinators
         self._run = run
         self._batches = batches
         self._on_step = on_step
+        self._on_waiting = on_waiting
         self._next_step = 0
+        self._backoff = Backoff(asyncio.get_running_loop().time)  # from peers that do not answer
 
     def __repr__(self) -> str:
         return f"<Trainer at step {self._next_step} of {self._run.steps}>"
@@ -49,17 +69,26 @@ class Trainer:
         NotFinite where the loss is."""
         named: PeerId | None = None
         while not stop.is_set():
-            for peer in [named] if named is not None else self._coordinators():
-                session = _FeedingSession(self._switchboard, peer, self._run, self._batches, self._report)
+            for peer in self._candidates(named):
+                session = _FeedingSession(self._switchboard, peer, self._run, self._batches, self._hear)
                 stopped = await session.work(self._next_step, stop)
                 named = session.redirected
                 if stopped is not None:
                     return self._finish(stopped)
+                if session.failed is not None:
+                    self._backoff.failed(peer)
+                    self._on_waiting(f"no peer coordinates the training: {session.failed}", ())
                 if named is not None or stop.is_set():
                     break
             else:
                 await asyncio.sleep(RETRY_S)
         return self._next_step
+
+    def _candidates(self, named: PeerId | None) -> list[PeerId]:
+        """Who is said to lead, else all who may; those that did not answer lately come last."""
+        if named is not None and not self._backoff.pause_s(named):
+            return [named]
+        return sorted(self._coordinators(), key=lambda peer: self._backoff.pause_s(peer) > 0)
 
     def _finish(self, stopped: Stopped) -> int:
         if stopped.code == ErrorCode.NOT_FINITE:
@@ -71,17 +100,19 @@ class Trainer:
             )
         return stopped.step
 
-    def _report(self, report: StepReport) -> None:
+    def _hear(self, news: StepReport | ProgressReport) -> None:
         """Each step is reported once, whichever coordinator tells of it."""
-        if not report.missing:
-            if report.step < self._next_step:
-                return
-            self._next_step = report.step + 1
-        self._on_step(report)
+        if isinstance(news, ProgressReport):
+            if text := sentence(news):
+                self._on_waiting(text, news.missing)
+        elif news.step >= self._next_step:
+            self._next_step = news.step + 1
+            self._on_step(news)
 
 
 class _FeedingSession:
-    """Working for one coordinator. `redirected`: who leads instead, if that is what it said."""
+    """Working for one coordinator. `redirected`: who leads instead, if that is what it said; `failed`: why it is not worth
+    asking again soon."""
 
     def __init__(
         self,
@@ -89,28 +120,32 @@ class _FeedingSession:
         coordinator: PeerId,
         run: Run,
         batches: Batches,
-        on_report: Callable[[StepReport], None],
+        on_news: Callable[[StepReport | ProgressReport], None],
     ) -> None:
         self.redirected: PeerId | None = None
+        self.failed: str | None = None
         self._switchboard = switchboard
         self._coordinator = coordinator
         self._run = run
         self._batches = batches
-        self._on_report = on_report
+        self._on_news = on_news
         self._channel: Channel | None = None
         self._over: asyncio.Future[Stopped | None] = asyncio.get_running_loop().create_future()
         self._feeding = Tasks("trainer")
+        self._leases: dict[int, asyncio.Task[None]] = {}
+        self._silent_ticks = 0
 
     def __repr__(self) -> str:
         return f"<Shift for {self._coordinator}>"
 
     async def work(self, since: int, stop: asyncio.Event) -> Stopped | None:
-        """Until the coordinator says that the run is over; None where it is lost or does not lead. Raises UsageError."""
+        """Until the coordinator says that the run is over; None where it is lost, silent or does not lead. Raises UsageError."""
         stopping = asyncio.ensure_future(stop.wait())
         stopping.add_done_callback(lambda _: self._end(None))
         try:
-            self._channel = await self._switchboard.call(self._coordinator, self._hear, lambda _error: self._end(None))
+            self._channel = await self._switchboard.call(self._coordinator, self._hear, self._lose)
             self._channel.send(Work(encode_run(self._run), WANT, since))
+            self._feeding.spawn(self._watch_silence(), "silence")
             return await self._over
         except PeerRefused as error:
             if error.code == ErrorCode.WRONG_RUN:
@@ -121,6 +156,7 @@ class _FeedingSession:
             return None
         except SwarmnodeError as error:
             log.info("coordinator %s: %s", self._coordinator, error)
+            self.failed = str(error)
             return None
         finally:
             stopping.cancel()
@@ -129,15 +165,31 @@ class _FeedingSession:
             if self._channel is not None:
                 self._channel.close()
 
+    async def _watch_silence(self) -> None:
+        """A coordinator says something each second. Counts ticks: while this process is suspended nothing can be heard."""
+        while self._silent_ticks * TICK_S < SILENCE_S:
+            await asyncio.sleep(TICK_S)
+            self._silent_ticks += 1
+        self._lose(PeerLost(f"peer {self._coordinator} says nothing for {SILENCE_S:.0f} s", peer=self._coordinator))
+
+    def _lose(self, error: PeerError) -> None:
+        self.failed = str(error)
+        self._end(None)
+
     def _end(self, result: Stopped | None) -> None:
         if not self._over.done():
             self._over.set_result(result)
 
     def _hear(self, _frame: Frame, body: Body) -> None:
+        self._silent_ticks = 0
         if isinstance(body, Lease):
-            self._feeding.spawn(self._feed(body), f"lease {body.lease}")
-        elif isinstance(body, StepReport):
-            self._on_report(body)
+            self._take(body)
+        elif isinstance(body, Release):
+            for lease in body.leases:
+                if lease in self._leases:
+                    self._leases[lease].cancel()
+        elif isinstance(body, StepReport | ProgressReport):
+            self._on_news(body)
         elif isinstance(body, Stopped):
             self._end(body)
         elif isinstance(body, Failed):
@@ -149,14 +201,23 @@ class _FeedingSession:
         elif isinstance(body, End):
             self._end(None)
 
+    def _take(self, lease: Lease) -> None:
+        if lease.run != self._run.id:
+            self._tell(Failed(lease.lease, "", ErrorCode.WRONG_RUN, run=self._run.id))
+            return
+        task = self._leases[lease.lease] = self._feeding.spawn(self._feed(lease), f"lease {lease.lease}")
+        task.add_done_callback(lambda _task: self._leases.pop(lease.lease, None))
+
     async def _feed(self, lease: Lease) -> None:
         """One microbatch there and back, and word of it to the coordinator."""
         try:
-            done = await self._send(lease)
-            self._tell(Done(lease.lease, done.loss))
+            done = await asyncio.wait_for(self._send(lease), CLEANUP * lease.within_s or None)
+            self._tell(Done(lease.lease, done.loss, self._run.id))
+        except asyncio.TimeoutError:
+            self._tell(Failed(lease.lease, lease.route[0].peer, ErrorCode.PEER_LOST, run=self._run.id))
         except PeerError as error:
             code = error.code if isinstance(error, PeerRefused) else ErrorCode.PEER_LOST
-            self._tell(Failed(lease.lease, error.peer or "", code))
+            self._tell(Failed(lease.lease, error.peer or "", code, run=self._run.id))
 
     def _tell(self, body: Body) -> None:
         if self._channel is not None and self._channel.open:
@@ -183,7 +244,23 @@ class _FeedingSession:
         infos, payload = encode_values(values)
         channel = await self._switchboard.call(first.peer, hear, fail)
         try:
-            channel.send(Forward(lease.term, lease.lease, lease.step, lease.number, route, 0, infos), payload=payload)
+            channel.send(self._first_frame(lease, infos), payload=payload)
             return await answer
         finally:
             channel.close()
+
+    def _first_frame(self, lease: Lease, infos: tuple[TensorInfo, ...]) -> Forward:
+        """By the seal the hops know that the lease is ours."""
+        return Forward(
+            lease.term,
+            lease.lease,
+            lease.step,
+            lease.number,
+            lease.route,
+            0,
+            infos,
+            lease.run,
+            self._switchboard.peer_id,
+            lease.within_s,
+            lease.seal,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, HopSpec
@@ -14,6 +15,7 @@ from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
+from swarmnode.roles.training.seal import seal_lease
 from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
 from swarmnode.roles.training.worker.values import encode_values
 from swarmnode.swarm.records.run import encode_run
@@ -21,6 +23,7 @@ from tests.compute.training.toy import ToySegment, toy_values
 from tests.roles.training_swarm import HELLO, toy_batches, toy_run
 
 TERM = 5
+KEY = bytes(range(32))
 RUN = toy_run(toy_batches(), 12)
 
 
@@ -78,19 +81,23 @@ class Scene:
     async def lead(self) -> Talk:
         """A coordinator whose run has begun."""
         line = await self.talk()
-        assert isinstance(await line.ask(Lead(TERM)), Status)
+        assert isinstance(await line.ask(Lead(TERM, KEY)), Status)
         status = await line.ask(Begin(encode_run(RUN)))
         assert isinstance(status, Status) and status.condition == Condition.READY
         return line
 
     async def feed(self, number: int, lease: int = 1, **changes: int) -> Body | PeerError:
         """One microbatch; what the stage answers."""
-        start, end = changes.pop("start", 0), changes.pop("end", 3)
-        infos, payload = encode_values(toy_values(number, 4))
-        fields = {"term": TERM, "step": 0, **changes}
-        route = (HopSpec(self.peer, start, end),)
-        body = Forward(fields["term"], lease, fields["step"], number, route, 0, infos)
+        body, payload = self.forward(number, lease, **changes)
         return await (await self.talk(1)).ask(body, payload)
+
+    def forward(self, number: int, lease: int = 1, *, term: int = TERM, step: int = 0, **place: int) -> Any:
+        """The first frame of a microbatch of a lease that the second peer holds, and its payload."""
+        infos, payload = encode_values(toy_values(number, 4))
+        route = (HopSpec(self.peer, place.get("start", 0), place.get("end", 3)),)
+        feeder = self.networks[2].peer_id
+        seal = seal_lease(KEY, RUN.id, term, lease, step, number, route, feeder)
+        return Forward(term, lease, step, number, route, 0, infos, RUN.id, feeder, 0.0, seal), payload
 
     async def close(self) -> None:
         for board in self.boards:

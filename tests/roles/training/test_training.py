@@ -71,14 +71,15 @@ class Curve:
         self._events = {int(name.removeprefix("after_")): event for name, event in events.items()}
 
     def __call__(self, report: StepReport) -> None:
-        if report.missing:
-            self.missing.append(report.missing)
-            return
         assert report.step not in self.losses, "each step is reported once"
         self.losses[report.step] = report.loss
         self.reports.append(report)
         if report.step in self._events:
             self._events[report.step]()
+
+    def wait(self, _why: str, missing: tuple[int, ...]) -> None:
+        if missing:
+            self.missing.append(missing)
 
     def assert_equals(self, expected: list[float]) -> None:
         assert [self.losses[step] for step in sorted(self.losses)] == pytest.approx(expected, rel=1e-5)
@@ -86,7 +87,7 @@ class Curve:
 
 async def train(swarm: TrainingSwarm, run: Run, batches: Batches, curve: Curve) -> int:
     """One trainer until the end; what it returns."""
-    _, trainer = await swarm.trainer(run, batches, curve)
+    _, trainer = await swarm.trainer(run, batches, curve, curve.wait)
     done = await asyncio.wait_for(trainer.train(asyncio.Event()), PATIENCE_S)
     await swarm.settled(done)
     return done

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from swarmnode.codec.training_messages import Group, How, Reduce, Reduced
@@ -10,11 +12,25 @@ from swarmnode.net.interfaces import PeerId
 
 
 class AllReduceAttempt:
-    """`peers` are asked, each for the groups that it is in; it is over when all have answered."""
+    """`peers` are asked, each for the groups that it is in; it is over when all have answered. `run` is the run's id, `within_s`
+    what they have for it."""
 
-    def __init__(self, step: int, attempt: int, groups: Sequence[Group], peers: Collection[PeerId]) -> None:
+    def __init__(
+        self,
+        step: int,
+        attempt: int,
+        groups: Sequence[Group],
+        peers: Collection[PeerId],
+        *,
+        run: bytes = b"",
+        within_s: float = 0.0,
+    ) -> None:
         self.step = step
         self.attempt = attempt
+        self.within_s = within_s
+        self.failures: dict[PeerId, PeerId] = {}  # who failed -> whom it accused; itself, where it named nobody
+        self.late: set[PeerId] = set()  # were not done in time, and accuse nobody
+        self._run = run
         self._groups = groups
         self._waiting = set(peers)
         self._squares: dict[int, list[float]] = {}
@@ -27,28 +43,63 @@ class AllReduceAttempt:
         """Whether everybody has answered."""
         return not self._waiting
 
+    @property
+    def failed(self) -> bool:
+        """Whether somebody could not."""
+        return bool(self.failures or self.late)
+
     def needs(self, peer: PeerId) -> bool:
         """Whether it cannot be without this one."""
         return peer in self._waiting
 
     def request(self, peer: PeerId) -> Reduce:
         """What one of them is asked."""
-        return Reduce(self.step, self.attempt, tuple(self._groups_of(peer)))
+        return Reduce(self.step, self.attempt, tuple(self._groups_of(peer)), self._run, self.within_s)
 
     def _groups_of(self, peer: PeerId) -> list[Group]:
         return [group for group in self._groups if any(member.peer == peer for member in group.members)]
 
     def hear(self, peer: PeerId, body: Reduced) -> None:
-        """An answer. One to an earlier attempt, or a second one, does nothing."""
-        if body.attempt == self.attempt and body.step == self.step and peer in self._waiting:
-            for group, square in zip(self._groups_of(peer), body.squares, strict=False):
-                self._squares.setdefault(group.number, []).append(square)
+        """An answer. One to an earlier attempt, or a second one, does nothing; squares that are none are its own failure."""
+        if body.attempt != self.attempt or body.step != self.step or peer not in self._waiting:
+            return
+        groups = self._groups_of(peer)
+        if len(body.squares) != len(groups) or not all(
+            math.isfinite(square) and square >= 0 for square in body.squares
+        ):
+            self.fail(peer, None)
+            return
+        for group, square in zip(groups, body.squares, strict=True):
+            self._squares.setdefault(group.number, []).append(square)
+        self._waiting.discard(peer)
+
+    def fail(self, peer: PeerId, accused: PeerId | None) -> None:
+        """One of them could not, because of `accused` as it says."""
+        if peer in self._waiting:
             self._waiting.discard(peer)
+            self.failures[peer] = accused or peer
+
+    def expire(self, peer: PeerId) -> None:
+        """One of them was not done in time."""
+        if peer in self._waiting:
+            self._waiting.discard(peer)
+            self.late.add(peer)
+
+    @property
+    def culprit(self) -> PeerId | None:
+        """Whom to do without in the next attempt: who is accused and does not answer, or is accused by several; else who fails
+        alone, for one member's word decides nothing about another. None where all were only late."""
+        accused = Counter(name for peer, name in self.failures.items() if name != peer)
+        for name, count in sorted(accused.items(), key=lambda item: (-item[1], item[0])):
+            if name in self._waiting or count > 1:
+                return name
+        return min(self.failures, default=None)
 
     def norm(self) -> float:
         """Of the gradient over the whole model. Replicas that update apart have different ones: their mean square counts."""
         return math.sqrt(sum(self._square(group) for group in self._groups))
 
     def _square(self, group: Group) -> float:
+        """Replicas that have the same sum tell the same square: the median of what they say, so that one liar moves nothing."""
         squares = self._squares.get(group.number, [0.0])
-        return squares[0] if group.how == How.SUM else math.fsum(squares) / len(squares)
+        return statistics.median_low(squares) if group.how == How.SUM else math.fsum(squares) / len(squares)

@@ -3,67 +3,92 @@
 Any ready node can lead, the eldest does. What a coordinator knows is what the stages and trainers told it, so when it is
 lost the next one asks again and goes on. A term numbers the coordinators: stages follow the highest that they heard.
 
-    rendezvous    asking the worker group who holds what; where units are missing, waiting (`rendezvous.py`)
-    step loop       the steps of the run in force (`step_loop.py`), until it is over or broken
-
-Every event changes what is known and then calls `_advance`, which decides what follows; nothing here waits in between.
+Which phase it is in, and what follows from an event, stands in `plan/training/coordination.py`. Every word that is heard and
+every tick of the clock changes what is known and then calls `_advance`, which looks for events that have come about; nothing
+here waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import time
+import logging
+import secrets
 from collections.abc import Callable, Iterable
 
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import Body, End, Error
-from swarmnode.codec.training_messages import Done, Failed, Status, StepReport, Work
+from swarmnode.codec.training_messages import KEY_BYTES, Done, Failed, ProgressReport, Status, Work
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
+from swarmnode.plan.training.coordination import Action, Coordination, Event, Phase
+from swarmnode.plan.training.recovery import RecoveryPlan
+from swarmnode.roles.training.coordinator.answer_times import SAVE_S
 from swarmnode.roles.training.coordinator.dispatcher import Dispatcher
 from swarmnode.roles.training.coordinator.rendezvous import Rendezvous, furthest_run
-from swarmnode.roles.training.coordinator.step_loop import Phase, StepLoop
+from swarmnode.roles.training.coordinator.step_loop import Office, StepLoop
+from swarmnode.roles.training.coordinator.strikes import OUT, Strikes
 from swarmnode.roles.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
+from swarmnode.roles.training.coordinator.waits import longest_waits
 from swarmnode.roles.training.coordinator.worker_group import Dial, WorkerGroup
-from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle
+from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
 from swarmnode.swarm.records.run import Run, decode_run
 
-LOOK_S = 1.0
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+TELL_EVERY = 2  # ticks
 TERM_BITS = 16  # of a term that tell coordinators apart
 
 
 class Coordinator:
-    """A peer's time in office, with a new term for each rendezvous. `dial` opens a conversation with a stage; `resigned` is
-    called where a higher term was heard of."""
+    """A peer's time in office, with a new term for each rendezvous. `machine` is the node's own, in office; `dial` opens a
+    conversation with a stage; `resigned` is called where a higher term was heard of, or something failed here."""
 
     def __init__(
         self,
         term: int,
         units: int,
         dial: Dial,
+        machine: Coordination,
+        strikes: Strikes,
         *,
         resigned: Callable[[int], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self.term = term
         self._units = units
+        self._machine = machine
+        self._strikes = strikes
         self._resigned = resigned
         self._clock = clock
         self._worker_group = WorkerGroup(
-            dial, joined=lambda member: member.ask(self.term), heard=self._hear, lost=self._lose
+            dial,
+            strikes,
+            clock=clock,
+            joined=lambda member: member.ask(self.term, self._dispatcher.key),
+            heard=self._hear,
+            lost=self._lose,
         )
         self._trainer_connections = TrainerConnections()
-        self._dispatcher = Dispatcher(term, units, self._worker_group.members, self._trainer_connections)
-        self._attempts = itertools.count()
-        self._rendezvous: Rendezvous | None = Rendezvous(units, clock)
+        self._dispatcher = Dispatcher(
+            units, self._worker_group.members, self._trainer_connections, strikes, clock=clock
+        )
+        self._office = Office(
+            units, self._worker_group, self._dispatcher, self._trainer_connections, strikes, itertools.count(1), clock
+        )
+        self._rendezvous = Rendezvous(units, clock)
+        self._found: tuple[Run, RecoveryPlan] | None = None  # by the rendezvous
+        self._next_run: Run | None = None  # that a trainer brought, when the one in force is over
         self._step_loop: StepLoop | None = None  # the one before, while roll is called
-        self._tasks = Tasks("coordinator")
+        self._advancing = False
+        self._tasks = Tasks("coordinator", on_crash=lambda _error: resigned(self.term))
+        self._set_term(term)
 
     def __repr__(self) -> str:
-        return f"<Coordinator of term {self.term}, {self._worker_group!r}, {self._rendezvous or self._step_loop!r}>"
+        return f"<Coordinator of term {self.term}, {self._machine.phase.name}, {self._worker_group!r}, {self._step_loop!r}>"
 
     def start(self) -> None:
         """Begin to watch the clock."""
@@ -80,36 +105,77 @@ class Coordinator:
         """These stages are there: speak to those that are new."""
         self._worker_group.enlist(peers)
 
+    # -- what only time brings about
+
     async def _tick(self) -> None:
-        """What only time brings about: steps on disk that begin to count, and news for those who wait."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            if self._rendezvous is not None and self._rendezvous.missing:
-                step = 0 if self._step_loop is None else self._step_loop.step
-                self._trainer_connections.tell(StepReport(step, missing=self._rendezvous.missing))
+        """Deadlines that pass, steps on disk that begin to count, and a word for everybody each second."""
+        for tick in itertools.count():
+            await asyncio.sleep(TICK_S)
+            self._dismiss_late()
+            self._dispatcher.expire()
             self._advance()
+            if tick % TELL_EVERY == 0:
+                self._tell_progress()
+
+    def _dismiss_late(self) -> None:
+        """Those that have not done what they were told. Whose state a newcomer fetches may be writing it down just now."""
+        fetching = [member.span for member in self._worker_group if member.state is WorkerState.LISTENING]
+        for member in self._worker_group:
+            writes = any(member.span.overlaps(span) for span in fetching)
+            late = member.overdue(at_least_s=SAVE_S if writes else 0.0)
+            if late is not None:
+                waited_s = self._clock() - late.began_s
+                self._worker_group.dismiss(member.peer, f"it has not done {late.kind.name} within {waited_s:.1f} s")
+
+    def _tell_progress(self) -> None:
+        calling = self._machine.phase is Phase.RENDEZVOUS
+        step_loop = self._step_loop
+        word = ProgressReport(
+            0 if step_loop is None else step_loop.step,
+            0 if step_loop is None or calling else step_loop.counted,
+            self._rendezvous.missing if calling else (),
+            longest_waits(self._worker_group, self._dispatcher.leases, self._strikes, self._clock()),
+            b"" if step_loop is None else step_loop.run.id,
+        )
+        for member in self._worker_group:
+            member.send(word)
+        self._trainer_connections.tell(word)
 
     # -- stages
 
     def _hear(self, member: WorkerHandle, body: Body) -> None:
         if isinstance(body, Status):
             self._hear_status(member, body)
+        elif isinstance(body, Failed) and body.lease == 0 and body.code != ErrorCode.NOT_FINITE and member.asked:
+            self._worker_group.dismiss(member.peer, f"it answers {member.asked[0].kind.name} by FAILED")
         elif self._going is not None:
             self._going.hear(member, body)
         self._advance()
 
     def _hear_status(self, member: WorkerHandle, status: Status) -> None:
         if status.term > self.term:
-            self._resigned(status.term)
+            self._hear_higher_term(member, status.term)
             return
+        command = member.answered(status.answers or FrameKind.COMMIT)
         if status.answers == FrameKind.RELEASE:
-            self._dispatcher.released(member)
+            if command is None:
+                raise ProtocolError("a stage answers a RELEASE that was not sent", peer=member.peer)
         elif member.status is None and status.answers != FrameKind.LEAD:
             return  # told before it heard our LEAD: it may have counted more since
         else:
             member.hear(status)
         if self._going is not None:
             self._going.hear(member, status)
+        for record in self._dispatcher.released(member, command.leases if command is not None else ()):
+            if self._going is not None:
+                self._going.released(record)
+
+    def _hear_higher_term(self, member: WorkerHandle, term: int) -> None:
+        """Another one leads, as a stage says. One that says so again and again is alone with that."""
+        if self._strikes.strike(member.peer) < OUT:
+            self._resigned(term)
+        else:
+            self._worker_group.dismiss(member.peer, "it follows a term that nobody else has heard of")
 
     def _lose(self, peer: PeerId) -> None:
         """A stage is gone with what it had counted."""
@@ -132,25 +198,24 @@ class Coordinator:
             return
         channel.on_frame = lambda _frame, body: self._hear_trainer(trainer, body)
         channel.on_lost = lambda _error: self._lose_trainer(trainer)
-        if self._trainer_connections.stopped is not None and (
-            run != self._run or self._trainer_connections.stopped.code
-        ):
-            self._begin_anew(run)
+        stopped = self._trainer_connections.stopped
+        if stopped is not None and (run != self._run or stopped.code):
+            self._try_anew(run)
         self._trainer_connections.add(trainer, body.since)
         self._advance()
 
     def _accepts(self, trainer: TrainerLine) -> bool:
         """Whether a trainer's run is the one in force, or may become it."""
-        accepted = self._run is None or trainer.run == self._run or self._is_over
+        accepted = self._run is None or trainer.run == self._run or self._machine.phase is Phase.OVER
         if not accepted:
             trainer.channel.close(Error(ErrorCode.WRONG_RUN))
         return accepted
 
     def _hear_trainer(self, trainer: TrainerLine, body: Body) -> None:
         if isinstance(body, Done):
-            grant = self._dispatcher.done(trainer, body.lease)
-            if grant is not None and self._step_loop is not None:
-                self._step_loop.count(grant, body.loss)
+            record = self._dispatcher.done(trainer, body)
+            if record is not None and self._step_loop is not None:
+                self._step_loop.count(record, body.loss)
         elif isinstance(body, Failed):
             self._dispatcher.failed(trainer, body)
         elif isinstance(body, End | Error):
@@ -173,71 +238,91 @@ class Coordinator:
     @property
     def _going(self) -> StepLoop | None:
         """The step loop, unless roll is being called."""
-        return self._step_loop if self._rendezvous is None else None
-
-    @property
-    def _is_over(self) -> bool:
-        return self._going is not None and self._going.phase is Phase.OVER
+        return None if self._machine.phase is Phase.RENDEZVOUS else self._step_loop
 
     def _advance(self) -> None:
-        """Decide what follows from what is known now."""
-        if self._rendezvous is not None:
-            self._recovery_plan(self._rendezvous)
-        if self._going is not None:
-            self._going.go_on()
-            if self._going.phase is Phase.BROKEN:
-                self._call_roll()
+        """Do what follows from what is known now."""
+        if self._advancing:  # what is heard while something is done is looked at after it
+            return
+        self._advancing = True
+        try:
+            while self._machine.in_office and (event := self._due()) is not None:
+                self._happen(event)
+        finally:
+            self._advancing = False
+
+    def _due(self) -> Event | None:
+        if self._machine.phase is Phase.RENDEZVOUS:
+            self._found = self._recovery_plan()
+            return None if self._found is None else Event.GATHERED
+        return None if self._step_loop is None else self._step_loop.due(self._machine.phase)
+
+    def _happen(self, event: Event) -> None:
+        for action in self._machine.on(event):
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        if action is Action.CALL_ROLL:
+            self._call_roll()
+        elif action is Action.GATHER:
+            self._gather()
+        elif action is Action.BEGIN:
+            self._begin()
+        elif self._step_loop is not None:
+            steps = {
+                Action.LEASE: self._step_loop.lease,
+                Action.REDUCE: self._step_loop.reduce,
+                Action.COMMIT: self._step_loop.commit,
+                Action.STOP: self._step_loop.stop,
+            }
+            steps[action]()
+
+    def _set_term(self, term: int) -> None:
+        """A term of its own, and a key, see to it that leases of before, which trainers still have, are void."""
+        self.term = self._dispatcher.term = term
+        self._dispatcher.key = secrets.token_bytes(KEY_BYTES)
+        self._dispatcher.clear()
 
     def _call_roll(self) -> None:
-        """Ask everybody anew. A term of its own sees to it that leases of before, which trainers still have, are void."""
+        """Ask everybody anew."""
         self._rendezvous = Rendezvous(self._units, self._clock)
-        self.term += 1 << TERM_BITS
-        self._dispatcher.clear()
-        self._dispatcher.term = self.term
+        self._set_term(self.term + (1 << TERM_BITS))
         for member in self._worker_group:
-            member.ask(self.term)
+            member.ask(self.term, self._dispatcher.key)
 
-    def _recovery_plan(self, rendezvous: Rendezvous) -> None:
-        """Once all have said what they hold: everybody to the step to go on from, in the run in force, the furthest that a stage
-        has begun, or what a trainer offers."""
-        if not self._worker_group.all_answered:
-            return
+    def _recovery_plan(self) -> tuple[Run, RecoveryPlan] | None:
+        """Once all have said what they hold, or those who have hold all units and the others take too long: the run in force, the
+        furthest that a stage has begun, or what a trainer offers; and the step to go on from."""
+        if not (self._worker_group.all_answered or self._rendezvous.waited):
+            return None
+        members = self._worker_group.answered()
         offered = (trainer.run for trainer in self._trainer_connections)
-        run = self._run or furthest_run(self._worker_group) or next(offered, None)
-        found = rendezvous.find(self._worker_group, run) if run is not None else None
-        if run is None or found is None:
-            return
-        self._rendezvous, self._step_loop = None, self._open(run, found.step)
+        run = self._run or furthest_run(members) or next(offered, None)
+        found = self._rendezvous.find(members, run) if run is not None and members else None
+        return None if run is None or found is None else (run, found)
+
+    def _gather(self) -> None:
+        """Everybody to the step that was found. Trainers of other runs go, unless this one is at its end and theirs can begin."""
+        assert self._found is not None
+        run, found = self._found
+        self._step_loop = StepLoop(run, found.step, self._office)
         self._step_loop.gather(found)
-        self._dismiss_others()
-
-    def _open(self, run: Run, step: int) -> StepLoop:
-        return StepLoop(
-            run,
-            step,
-            self._units,
-            self._worker_group,
-            self._dispatcher,
-            self._trainer_connections,
-            attempts=self._attempts,
-            clock=self._clock,
-        )
-
-    def _dismiss_others(self) -> None:
-        """A run is in force now: trainers of other runs go, unless this one is at its end and theirs can begin."""
-        others = [trainer for trainer in self._trainer_connections if trainer.run != self._run]
-        if others and self._is_over:
-            self._begin_anew(others[0].run)
+        others = [trainer for trainer in self._trainer_connections if trainer.run != run]
+        if others and self._step_loop.due(self._machine.phase) is Event.FINISHED:
+            self._happen(Event.FINISHED)
+            self._try_anew(others[0].run)
         for trainer in others:
             if not self._accepts(trainer):
                 self._trainer_connections.remove(trainer.channel)
 
-    def _begin_anew(self, run: Run) -> None:
-        """Another run, from the parameters that the last one led to; the same one again, after it had met NaN."""
+    def _try_anew(self, run: Run) -> None:
+        """Another run, from the parameters that the last one led to; or the same one again, after it had met NaN."""
         self._trainer_connections.begin_anew()
-        if run == self._run:
-            self._call_roll()
-            return
+        self._next_run = run
+        self._happen(Event.SAME_RUN if run == self._run else Event.OTHER_RUN)
+
+    def _begin(self) -> None:
+        assert self._next_run is not None
         self._dispatcher.clear()
-        self._step_loop = self._open(run, 0)
+        self._step_loop = StepLoop(self._next_run, 0, self._office)
         self._step_loop.begin()

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 
+from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import HopSpec
-from swarmnode.codec.training_messages import Failed, Lease, Release
-from swarmnode.errors import ProtocolError
+from swarmnode.codec.training_messages import Done, Failed, Lease, Release
+from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.step_ledger import StepLedger
-from swarmnode.plan.training.wiring import wire
+from swarmnode.plan.training.wiring import Wire, wire
+from swarmnode.roles.training.coordinator.answer_times import AnswerTimes
 from swarmnode.roles.training.coordinator.leases import OutstandingLease, OutstandingLeases
+from swarmnode.roles.training.coordinator.strikes import Strikes
 from swarmnode.roles.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
 from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.roles.training.seal import seal_lease
 
 log = logging.getLogger(__name__)
 
@@ -22,107 +27,179 @@ LEASE_BITS = 22  # leases of one term
 
 
 class Dispatcher:
-    """Leases of one term. `members` and `trainer_connections` are the coordinator's own, read whenever something is to
-    be decided."""
+    """OutstandingLeases of one term of one run. `members` and `trainer_connections` are the coordinator's own, read
+    whenever something is to be decided."""
 
     def __init__(
-        self, term: int, units: int, members: Mapping[PeerId, WorkerHandle], trainer_connections: TrainerConnections
+        self,
+        units: int,
+        members: Mapping[PeerId, WorkerHandle],
+        trainer_connections: TrainerConnections,
+        strikes: Strikes,
+        *,
+        clock: Callable[[], float],
     ) -> None:
-        self.outstanding_leases = OutstandingLeases()
-        self.term = term
+        self.leases = OutstandingLeases()
+        self.term = 0
+        self.key = b""  # of the term's seals
+        self.run = b""  # the id of the run in force
         self._units = units
         self._members = members
         self._trainer_connections = trainer_connections
+        self._strikes = strikes
+        self._clock = clock
         self._numbers = itertools.count()
+        self._times = AnswerTimes()
 
     def __repr__(self) -> str:
-        return f"<Dispatcher of term {self.term}, {self.outstanding_leases!r}>"
+        return f"<Dispatcher of term {self.term}, {self.leases!r}>"
+
+    # -- giving
 
     def dispatch(self, ledger: StepLedger) -> None:
-        """Lease every microbatch that is missing and free, as long as trainers and stages have room."""
-        busy = self.outstanding_leases.numbers
-        usable = (member for member in self._members.values() if member.state is WorkerState.USABLE)
-        workers = {member.peer: member.worker for member in usable}
+        """Lease every microbatch that is missing and free, as long as trainers and stages have room. Who failed lately is left
+        alone for a while."""
+        busy = self.leases.numbers
+        usable = [member for member in self._members.values() if member.state is WorkerState.USABLE]
+        workers = {member.peer: member.worker for member in usable if not self._strikes.rests(member.peer)}
         depth = len(wire(self._units, workers, [None] * self._units, in_flight=1 << 30) or ())
         for number in ledger.missing():
-            trainer = self._trainer_connections.free()
+            trainer = self._free_trainer()
             if trainer is None:
                 return
             if number in busy:
                 continue
-            route = wire(self._units, workers, ledger.counters(number), in_flight=depth + 1)
-            if route is None:
-                return
-            outstanding = OutstandingLease((self.term << LEASE_BITS) + next(self._numbers), number, tuple(route))
-            self._grant(trainer, outstanding, ledger.step)
+            counters = ledger.counters(number)
+            route = wire(self._units, workers, counters, in_flight=depth + 1)
+            if route is not None:
+                self._give(trainer, number, ledger.step, tuple(route))
+            elif not any(counters):
+                return  # else it is only this one that waits for a certain peer
 
-    def _grant(self, trainer: TrainerLine, outstanding: OutstandingLease, step: int) -> None:
-        self.outstanding_leases.add(outstanding)
-        self._book(outstanding, 1)
-        trainer.leases.add(outstanding.lease)
-        hops = tuple(HopSpec(peer, span.start, span.end) for peer, span in outstanding.route)
-        trainer.send(Lease(self.term, outstanding.lease, step, outstanding.number, hops))
+    def _free_trainer(self) -> TrainerLine | None:
+        """Who has most room for another microbatch, if anybody has."""
+        load = {line: len(self.leases.held_by(line.peer)) / line.want for line in self._trainer_connections}
+        able = [line for line in load if load[line] < 1 and not self._strikes.rests(line.peer)]
+        return min(able, key=lambda line: load[line], default=None)
 
-    def _book(self, outstanding: OutstandingLease, sign: int) -> None:
-        for peer, span in outstanding.route:
+    def _give(self, trainer: TrainerLine, number: int, step: int, route: tuple[Wire, ...]) -> None:
+        lease, now_s = (self.term << LEASE_BITS) + next(self._numbers), self._clock()
+        within_s = self._times.wait_s(FrameKind.LEASE, work_s=self._work_s(route))
+        record = OutstandingLease(lease, number, route, trainer.peer, now_s, now_s + within_s)
+        self.leases.add(record)
+        self._book(record, 1)
+        hops = tuple(HopSpec(peer, span.start, span.end) for peer, span in route)
+        seal = seal_lease(self.key, self.run, self.term, lease, step, number, hops, trainer.peer)
+        trainer.send(Lease(self.term, lease, step, number, hops, self.run, within_s, seal))
+
+    def _work_s(self, route: tuple[Wire, ...]) -> float:
+        """Of computing on the way, what is booked before it included; 0 where some stage was not measured yet."""
+        workers = [(self._members[peer].worker, span) for peer, span in route if peer in self._members]
+        if not all(worker.unit_s for worker, _ in workers):
+            return 0.0
+        return sum(worker.finish_s(span.units) for worker, span in workers)
+
+    def _book(self, record: OutstandingLease, sign: int) -> None:
+        for peer, span in record.route:
             member = self._members.get(peer)
             if member is not None:
                 member.worker.booked_units += sign * span.units
                 member.worker.in_flight += sign
 
-    def done(self, trainer: TrainerLine, lease: int) -> OutstandingLease | None:
-        """A microbatch is back; None where it was called back before (the stages have said what they counted), or was another
-        trainer's."""
-        if lease not in trainer.leases:
+    # -- what becomes of them
+
+    def done(self, trainer: TrainerLine, body: Done) -> OutstandingLease | None:
+        """A microbatch is back; None where it was called back before (the stages have said what they counted), was another
+        trainer's, or has a loss that no stage would have let pass."""
+        record = self.leases.find(body.lease, trainer.peer)
+        if record is None:
             return None
-        trainer.leases.remove(lease)
-        outstanding = self.outstanding_leases.done(lease)
-        if outstanding is not None:
-            self._book(outstanding, -1)
-        return outstanding
+        if not math.isfinite(body.loss):
+            self._call_back(record, frozenset({trainer.peer}))
+            return None
+        self.leases.done(record)
+        self._book(record, -1)
+        self._times.note(FrameKind.LEASE, self._clock() - record.given_at_s)
+        for peer in (trainer.peer, *(peer for peer, _ in record.route)):
+            self._strikes.forgive(peer)
+        return record
 
     def failed(self, trainer: TrainerLine, failed: Failed) -> None:
-        """A trainer gave a microbatch of its own up."""
-        if failed.lease not in trainer.leases:
+        """A trainer gave a microbatch of its own up. Where it names a stage it may be that one, or who says so: the hop before."""
+        record = self.leases.find(failed.lease, trainer.peer)
+        if record is None:
             return
-        trainer.leases.remove(failed.lease)
-        for outstanding in self.outstanding_leases:
-            if outstanding.lease == failed.lease:
-                log.info("microbatch %d failed at %s: code %d", outstanding.number, failed.peer, failed.code)
-                self._call_back(outstanding)
+        log.info("microbatch %d failed at %s: code %d", record.number, failed.peer or "its trainer", failed.code)
+        hops = [trainer.peer, *(peer for peer, _ in record.route)]
+        place = hops.index(failed.peer) if failed.peer in hops[1:] else 0
+        suspects = frozenset(hops[max(0, place - 1) : place + 1])
+        self._call_back(record, frozenset() if failed.code == ErrorCode.NOT_FINITE else suspects)
 
-    def _call_back(self, outstanding: OutstandingLease) -> None:
-        """Have the stages of the route forget a lease, and hear what they had counted by then."""
-        self._book(outstanding, -1)
-        members = [self._members[peer] for peer, _ in outstanding.route if peer in self._members]
-        self.outstanding_leases.call_back(outstanding.lease, {member.peer for member in members})
-        for member in members:
-            member.releases.append(outstanding.lease)
-            member.send(Release((outstanding.lease,)))
+    def expire(self) -> None:
+        """Call back what has been out for too long."""
+        now_s = self._clock()
+        late = [record for record in self.leases.out if now_s > record.until_s]
+        for record in late:
+            log.warning("microbatch %d is late by its deadline of %.1f s", record.number, now_s - record.given_at_s)
+            self._call_back(record)
+        if late:
+            self._times.stretch(FrameKind.LEASE)
 
-    def released(self, member: WorkerHandle) -> None:
-        """A stage forgot the first lease that it was told to; leases of before a recovery plan are nobody's any more."""
-        if not member.releases:
-            raise ProtocolError("a stage answers a RELEASE that was not sent", peer=member.peer)
-        self.outstanding_leases.released(member.releases.popleft(), member.peer)
+    def _call_back(self, record: OutstandingLease, suspects: frozenset[PeerId] | None = None) -> None:
+        """Have trainer and stages forget a lease, and hear what the stages had counted by then."""
+        self._book(record, -1)
+        record.suspects = suspects
+        members = [self._members[peer] for peer, _ in record.route if peer in self._members]
+        release = Release((record.lease,), self.run)
+        for trainer in self._trainer_connections:
+            if trainer.peer == record.trainer:
+                trainer.send(release)
+        self.leases.call_back(record, {member.peer for member in members})
+        for member in {member.peer: member for member in members}.values():
+            member.command(release)
+
+    def released(self, member: WorkerHandle, leases: tuple[int, ...]) -> list[OutstandingLease]:
+        """A stage forgot these leases; those that nobody has any more. OutstandingLeases of before a rendezvous are nobody's."""
+        over = [self.leases.released(lease, member.peer) for lease in leases]
+        return [record for record in over if record is not None]
+
+    def blame(self, record: OutstandingLease, ledger: StepLedger) -> frozenset[PeerId]:
+        """A lease failed, and all stages have said what they counted: leave alone for a while who may be why; who they are."""
+        suspects = self._around_the_gap(record, ledger) if record.suspects is None else record.suspects
+        for peer in suspects:
+            self._strikes.strike(peer)
+        return suspects
+
+    def _around_the_gap(self, record: OutstandingLease, ledger: StepLedger) -> frozenset[PeerId]:
+        """Gradients come back hop by hop: of the last stage that has not counted and the first that has, one did not do its
+        part. Where none has, it is anybody's."""
+        peers = [record.trainer, *(peer for peer, _ in record.route)]
+        counted = [False, *(self._has_counted(peer, span.start, record.number, ledger) for peer, span in record.route)]
+        first = counted.index(True) if True in counted else None
+        return frozenset(peers if first is None else peers[first - 1 : first + 1])
+
+    @staticmethod
+    def _has_counted(peer: PeerId, unit: int, number: int, ledger: StepLedger) -> bool:
+        holding = ledger.peers.get(peer)
+        return holding is not None and bool(holding.mask(unit) >> number & 1)
 
     def lose(self, peer: PeerId) -> None:
         """A stage is gone: nothing is expected of it, and what was on its way through it must take another."""
-        self.outstanding_leases.lose(peer)
-        for outstanding in self.outstanding_leases:
-            if any(hop == peer for hop, _ in outstanding.route):
-                self._call_back(outstanding)
+        for record in self.leases:
+            if record.called_back:
+                if record.passes(peer):
+                    record.suspects = frozenset()  # it was that one
+                self.leases.released(record.lease, peer)
+            elif record.passes(peer):
+                self._call_back(record, frozenset())
 
     def lose_trainer(self, trainer: TrainerLine) -> None:
         """A trainer is gone, with the microbatches that it had."""
-        for outstanding in self.outstanding_leases:
-            if outstanding.lease in trainer.leases:
-                self._call_back(outstanding)
+        for record in self.leases.held_by(trainer.peer):
+            self._call_back(record, frozenset())
 
     def clear(self) -> None:
         """All leases are void; the members' bookings with them."""
-        self.outstanding_leases.clear()
-        for trainer in self._trainer_connections:
-            trainer.leases.clear()
+        self.leases.clear()
         for member in self._members.values():
             member.worker.booked_units = member.worker.in_flight = 0

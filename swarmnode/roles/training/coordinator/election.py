@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from swarmnode.codec.frames import Frame
@@ -15,9 +16,12 @@ from swarmnode.errors import ErrorCode, PeerError, PeerLost
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
+from swarmnode.plan.training.coordination import Action, Coordination, Event, Phase
 from swarmnode.roles.training.coordinator.coordinator import TERM_BITS, Coordinator
 from swarmnode.roles.training.coordinator.loopback import Loopback
+from swarmnode.roles.training.coordinator.strikes import Strikes
 from swarmnode.roles.training.coordinator.worker_handle import Line
+from swarmnode.roles.training.worker.following import MAX_TERM_JUMP
 from swarmnode.roles.training.worker.stage import TrainingStage
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import State, peer_digest
@@ -29,21 +33,27 @@ SETTLE_S = 0.3  # a new coordinator's LEAD may be on its way
 
 
 class CoordinatorElection:
-    """Owns the coordinator, while it is this node's turn."""
+    """Owns the machine that says whether this node coordinates (`plan/training/coordination.py`), and its coordinator."""
 
-    def __init__(self, directory: Directory, stage: TrainingStage, units: int) -> None:
+    def __init__(
+        self, directory: Directory, stage: TrainingStage, units: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._directory = directory
         self._stage = stage
         self._units = units
+        self._clock = clock
+        self._machine = Coordination()
+        self._strikes = Strikes(clock)
         self._coordinator: Coordinator | None = None
         self._tasks = Tasks("crew")
         self._changed = asyncio.Event()
         stage.may_lead = self._may_lead
         stage.on_work = self._work
-        stage.on_coordinator_lost = self._lost
+        stage.following.on_followed = self._followed
+        stage.following.on_lost = self._lost
 
     def __repr__(self) -> str:
-        return f"<CoordinatorElection of {self._stage!r}, {self._coordinator or 'not leading'}>"
+        return f"<CoordinatorElection of {self._stage!r}, {self._coordinator or self._machine}>"
 
     def start(self) -> None:
         self._tasks.spawn(self._watch(), "watch")
@@ -61,50 +71,84 @@ class CoordinatorElection:
             self._changed.set()
 
     async def _watch(self) -> None:
-        """Whenever something changed, and now and then: lead if nobody does, or nobody who may, and we are the eldest; let a
-        coordinator of ours know who is there."""
+        """Whenever something changed, and now and then: whose turn it is, and who is there for a coordinator of ours."""
         while True:
             try:
                 await asyncio.wait_for(self._changed.wait(), LOOK_S)
             except asyncio.TimeoutError:
                 if self._coordinator is not None:
-                    await (
-                        self._directory.refresh()
-                    )  # directories slow down in calm times; who comes is to be useful soon
+                    await self._directory.refresh()  # it slows down in calm times; who comes is to be useful soon
             self._changed.clear()
-            if self._is_our_turn():
-                await asyncio.sleep(SETTLE_S)
-                await self._directory.refresh()  # of those that began together, one is the eldest
-                if self._is_our_turn():
-                    await self._take_over()
+            if not self._has_leader():
+                await self._happen(Event.DESERTED)
+            if not self._has_leader() and self._is_our_turn():
+                await self._happen(Event.OUR_TURN)
             if self._coordinator is not None:
                 self._coordinator.enlist(ready_peers(self._directory))
 
-    def _is_our_turn(self) -> bool:
+    def _has_leader(self) -> bool:
+        """Whether somebody coordinates who may."""
         coordinator = self._stage.coordinator
-        if coordinator is not None and self._may_lead(coordinator):
-            return False
+        return self._coordinator is not None or (coordinator is not None and self._may_lead(coordinator))
+
+    def _is_our_turn(self) -> bool:
         eldest = next(filter(self._may_lead, ready_peers(self._directory)), None)
         return eldest == self._directory.network.peer_id
 
     def _may_lead(self, peer: PeerId) -> bool:
         return self._stage.gate.may_lead(peer, ready_peers(self._directory))
 
-    async def _take_over(self) -> None:
-        if self._coordinator is not None:
-            await self._coordinator.close()
+    async def _happen(self, event: Event) -> None:
+        for action in self._machine.on(event):
+            if action is Action.SETTLE:
+                await self._settle()
+            elif action is Action.CALL_ROLL:
+                self._take_over()
+            elif action is Action.RESIGN:
+                self._resign()
+
+    async def _settle(self) -> None:
+        """Of those that began together, one is the eldest; and another one's word may be on its way."""
+        await asyncio.sleep(SETTLE_S)
+        await self._directory.refresh()
+        if self._machine.phase is Phase.CANDIDATE:
+            await self._happen(Event.SETTLED if self._is_our_turn() else Event.NOT_OUR_TURN)
+
+    def _take_over(self) -> None:
         term = term_after(self._stage.term, self._directory.network.peer_id)
-        self._coordinator = Coordinator(term, self._units, self._dial, resigned=self._resigned)
+        self._coordinator = Coordinator(
+            term,
+            self._units,
+            self._dial,
+            self._machine,
+            self._strikes,
+            resigned=self._heard_term,
+            clock=self._clock,
+        )
         log.info("this node leads the training from now on")
         self._coordinator.start()
 
-    def _resigned(self, term: int) -> None:
+    def _followed(self, peer: PeerId) -> None:
+        """Our stage follows somebody, us included."""
+        if peer != self._directory.network.peer_id:
+            self._let_go()
+
+    def _heard_term(self, term: int) -> None:
+        """Our coordinator heard of a higher term, or failed: it lets go, and the next one has a higher term still."""
+        following = self._stage.following
+        following.term = max(following.term, min(term, following.term + MAX_TERM_JUMP))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if Action.RESIGN in self._machine.on(Event.FOLLOWED):
+            self._resign()
+        self._changed.set()
+
+    def _resign(self) -> None:
         coordinator, self._coordinator = self._coordinator, None
         if coordinator is not None:
-            log.info("a newer term is in force: this node does not lead any more")
-            self._stage.term = max(self._stage.term, term - 1)
+            log.info("this node does not lead any more")
             self._tasks.spawn(coordinator.close(), "resign")
-            self._changed.set()
 
     def _lost(self, peer: PeerId, error: PeerError | None) -> None:
         if error is not None:

@@ -1,73 +1,98 @@
-"""Leases that are out, and those being called back."""
+"""OutstandingLeases: attempts at microbatches, from when one is given to a trainer until its microbatch is free again, or done."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.wiring import Wire
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class OutstandingLease:
-    """One attempt at microbatch `number` of the step, along a route."""
+    """One attempt at microbatch `number` of the step, along a route. Times in seconds of the coordinator's clock.
+
+    `releasing`: the stages that have not yet forgotten it since it was called back. `suspects`: who may be why it failed;
+    None as long as that is to be seen from who has counted it.
+    """
 
     lease: int
     number: int
     route: tuple[Wire, ...]
+    trainer: PeerId = ""
+    given_at_s: float = 0.0
+    until_s: float = float("inf")
+    called_back: bool = False
+    releasing: set[PeerId] = field(default_factory=set)
+    suspects: frozenset[PeerId] | None = None
+
+    def passes(self, peer: PeerId) -> bool:
+        """Whether a stage is on its route."""
+        return any(hop == peer for hop, _ in self.route)
 
 
 class OutstandingLeases:
-    """A microbatch is free again once every live stage of the old route has said what it counted and forgot the rest."""
+    """All that are not over. A microbatch is free again once every live stage of the old route has said what it counted and
+    forgot the rest."""
 
     def __init__(self) -> None:
-        self._out: dict[int, OutstandingLease] = {}
-        self._releasing: dict[int, tuple[OutstandingLease, set[PeerId]]] = {}
+        self._records: dict[int, OutstandingLease] = {}
 
     def __repr__(self) -> str:
-        return f"<OutstandingLeases {len(self._out)} out, {len(self._releasing)} called back>"
+        return f"<OutstandingLeases {len(self.out)} out, {len(self) - len(self.out)} called back>"
 
     def __iter__(self) -> Iterator[OutstandingLease]:
-        return iter(list(self._out.values()))
+        return iter(list(self._records.values()))
 
     def __len__(self) -> int:
         """How many are out or not yet called back."""
-        return len(self._out) + len(self._releasing)
+        return len(self._records)
+
+    @property
+    def out(self) -> list[OutstandingLease]:
+        """Those at work."""
+        return [record for record in self if not record.called_back]
 
     @property
     def numbers(self) -> set[int]:
         """Microbatches that must not be leased now."""
-        outstanding_leases = [*self._out.values(), *(outstanding for outstanding, _ in self._releasing.values())]
-        return {outstanding.number for outstanding in outstanding_leases}
+        return {record.number for record in self}
 
-    def add(self, outstanding: OutstandingLease) -> None:
-        self._out[outstanding.lease] = outstanding
+    def held_by(self, trainer: PeerId) -> list[OutstandingLease]:
+        """Those that a trainer is at work on."""
+        return [record for record in self.out if record.trainer == trainer]
 
-    def done(self, lease: int) -> OutstandingLease | None:
-        """The grant that is done; None where it was called back before."""
-        return self._out.pop(lease, None)
+    def find(self, lease: int, trainer: PeerId) -> OutstandingLease | None:
+        """The one of this number that is at work; None where it is another trainer's, or none."""
+        record = self._records.get(lease)
+        return record if record is not None and record.trainer == trainer and not record.called_back else None
 
-    def call_back(self, lease: int, peers: set[PeerId]) -> None:
-        """Wait until each of `peers` has released it."""
-        outstanding = self._out.pop(lease)
-        if peers:
-            self._releasing[lease] = (outstanding, peers)
+    def add(self, record: OutstandingLease) -> None:
+        self._records[record.lease] = record
 
-    def released(self, lease: int, peer: PeerId) -> None:
-        """A stage has forgotten a lease."""
-        if lease in self._releasing:
-            peers = self._releasing[lease][1]
-            peers.discard(peer)
-            if not peers:
-                del self._releasing[lease]
+    def done(self, record: OutstandingLease) -> None:
+        """It is over."""
+        self._records.pop(record.lease, None)
 
-    def lose(self, peer: PeerId) -> None:
-        """A stage is gone: nothing more is expected of it."""
-        for lease in list(self._releasing):
-            self.released(lease, peer)
+    def call_back(self, record: OutstandingLease, peers: set[PeerId]) -> bool:
+        """Wait until each of `peers` has released it; True where there is nobody to wait for."""
+        record.called_back, record.releasing = True, set(peers)
+        if not peers:
+            self.done(record)
+        return not peers
+
+    def released(self, lease: int, peer: PeerId) -> OutstandingLease | None:
+        """A stage has forgotten a lease; the lease, where it was the last one."""
+        record = self._records.get(lease)
+        if record is None or not record.called_back:
+            return None
+        record.releasing.discard(peer)
+        if record.releasing:
+            return None
+        self.done(record)
+        return record
 
     def clear(self) -> None:
         """Begin anew."""
-        self._out.clear()
-        self._releasing.clear()
+        self._records.clear()

@@ -14,6 +14,8 @@ from swarmnode.net.interfaces import PeerId
 class Loopback:
     """One end; `pair` makes both. Frames arrive in order, in a later turn of the loop, without payload."""
 
+    rtt_s: float | None = 0.0
+
     def __init__(self, peer: PeerId) -> None:
         self.peer = peer
         self.on_frame: Callable[[Frame, Body], None] = lambda _frame, _body: None

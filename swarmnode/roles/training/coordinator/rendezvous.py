@@ -8,6 +8,7 @@ from swarmnode.plan.training.recovery import RecoveryPlan, plan_recovery
 from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle
 from swarmnode.swarm.records.run import Run, decode_run, encode_run
 
+ANSWERS_S = 3.0
 ROLL_BACK_AFTER_S = 3.0  # units are missing that long before steps on disk count: a peer may only have been slow
 
 
@@ -18,13 +19,19 @@ class Rendezvous:
         self.missing: tuple[int, ...] = ()
         self._units = units
         self._clock = clock
+        self._began_s = clock()
         self._missing_since_s: float | None = None
 
     def __repr__(self) -> str:
         return f"<Rendezvous, {len(self.missing)} of {self._units} units missing>"
 
+    @property
+    def waited(self) -> bool:
+        """Whether those who have not answered by now are not waited for where the others hold all units."""
+        return self._clock() - self._began_s >= ANSWERS_S
+
     def find(self, members: Iterable[WorkerHandle], run: Run) -> RecoveryPlan | None:
-        """The step to go on from and everybody's way there; None as long as units are missing. All members have answered."""
+        """The step to go on from and the members' way there; None as long as units are missing. They all have answered."""
         members = list(members)
         fresh = all(not member.has_begun for member in members)
         reports = {member.peer: member.report(encode_run(run), fresh=fresh) for member in members}

@@ -1,32 +1,31 @@
 """Step loop: the steps of one run, from one rendezvous to the next.
 
-    stepping     leases out, counts in
-    reducing     replicas agree on gradients; any loss leads back to stepping
-    over         all steps done, or the loss is not finite
-    broken       units have nobody any more, or a stage did not get where it should: roll must be called again
-
-What a step loop knows is what stages and trainers told it. Nothing here waits: each word changes what is known, and `go_on`
-decides what follows from it.
+What a step loop knows is what stages and trainers told it. Nothing here waits: each word changes what is known, `due` says which
+event of `plan/training/coordination.py` that is, and the coordinator has the step loop do what follows from it.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
-from enum import Enum
+from dataclasses import dataclass
 
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import Body
-from swarmnode.codec.training_messages import Commit, Condition, Discard, Failed, Reduced, Status, StepReport, Stopped
+from swarmnode.codec.training_messages import Commit, Condition, Failed, Reduced, Status, StepReport, Stopped
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.training.coordination import Event, Phase
 from swarmnode.plan.training.groups import Holder, make_groups
 from swarmnode.plan.training.recovery import RecoveryPlan
 from swarmnode.plan.training.step_ledger import StepLedger
 from swarmnode.roles.training.coordinator.all_reduce_attempt import AllReduceAttempt
+from swarmnode.roles.training.coordinator.answer_times import SAVE_S, AnswerTimes
 from swarmnode.roles.training.coordinator.dispatcher import Dispatcher
 from swarmnode.roles.training.coordinator.leases import OutstandingLease
 from swarmnode.roles.training.coordinator.step_progress import StepProgress
+from swarmnode.roles.training.coordinator.strikes import OUT, Strikes
 from swarmnode.roles.training.coordinator.trainer_connections import TrainerConnections
 from swarmnode.roles.training.coordinator.worker_group import WorkerGroup
 from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
@@ -34,47 +33,54 @@ from swarmnode.swarm.records.run import Run, encode_run
 
 log = logging.getLogger(__name__)
 
+OTHERS_S = 5.0  # after one failed to reduce: who else does is to be heard, so that it is known whose fault it was
 
-class Phase(Enum):
-    STEPPING = "stepping"
-    REDUCING = "reducing"
-    OVER = "over"
-    BROKEN = "broken"
+
+@dataclass(frozen=True)
+class Office:
+    """What a coordinator's step loops share. `attempts` numbers their all-reduces, `clock` is in seconds."""
+
+    units: int
+    worker_group: WorkerGroup
+    dispatcher: Dispatcher
+    trainer_connections: TrainerConnections
+    strikes: Strikes
+    attempts: Iterator[int]
+    clock: Callable[[], float]
 
 
 class StepLoop:
-    """`run` from `step` on. `attempts` numbers the all-reduces of all step loops of a coordinator; `clock` in seconds."""
+    """`run` from `step` on."""
 
-    def __init__(
-        self,
-        run: Run,
-        step: int,
-        units: int,
-        worker_group: WorkerGroup,
-        dispatcher: Dispatcher,
-        trainer_connections: TrainerConnections,
-        *,
-        attempts: Iterator[int],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, run: Run, step: int, office: Office) -> None:
         self.run = run
         self.step = step
-        self.phase = Phase.STEPPING
         self._raw_run = encode_run(run)
-        self._units = units
-        self._worker_group = worker_group
-        self._dispatcher = dispatcher
-        self._trainer_connections = trainer_connections
-        self._attempts = attempts
-        self._clock = clock
+        self._office = office
+        self._units = office.units
+        self._worker_group = office.worker_group
+        self._dispatcher = office.dispatcher
+        self._dispatcher.run = run.id
+        self._trainer_connections = office.trainer_connections
         self._step_progress = self._new_step_progress()
         self._all_reduce: AllReduceAttempt | None = None
+        self._reducing_since_s = 0.0
+        self._failed_at_s: float | None = None  # when the first member failed to reduce
+        self._times = AnswerTimes()  # with all-reduces
+        self._astray = False  # a stage did not get to the step
+        self._claims: Counter[PeerId] = Counter()  # of NaN, in this step
+        self._stopped: Stopped | None = None
 
     def __repr__(self) -> str:
-        return f"<StepLoop {self.phase.value} at step {self.step} of {self.run.steps}>"
+        return f"<StepLoop at step {self.step} of {self.run.steps}, {self._step_progress!r}>"
 
     def _new_step_progress(self) -> StepProgress:
-        return StepProgress(StepLedger(self.step, self._units, self.run.microbatches), self._clock())
+        return StepProgress(StepLedger(self.step, self._units, self.run.microbatches), self._office.clock())
+
+    @property
+    def counted(self) -> int:
+        """Microbatches that all units have counted in this step."""
+        return self.run.microbatches - len(self._step_progress.ledger.missing())
 
     # -- to the first step
 
@@ -90,13 +96,14 @@ class StepLoop:
 
     def gather(self, found: RecoveryPlan) -> None:
         """Everybody to the step that a rendezvous found."""
-        told = next((self._worker_group.members[peer].status for peer in found.stay), None)
+        members = self._worker_group.members
+        told = next((members[peer].status for peer in found.stay if peer in members), None)
         for peer in found.stay | found.commit | found.restore:
-            member = self._worker_group.members[peer]
+            member = members[peer]
             if peer in found.commit:
                 assert told is not None  # nobody commits without one who has
                 member.state = WorkerState.COMING
-                member.send(Commit(found.step - 1, told.norm, told.loss))
+                member.command(Commit(found.step - 1, told.norm, told.loss, run=self.run.id))
             elif peer in found.restore:
                 member.restore(self._raw_run, found.step)
             elif member.status is not None and self._is_here(member.status):
@@ -105,12 +112,11 @@ class StepLoop:
             else:
                 member.begin(self._raw_run)
         for peer in found.sync:
-            self._sync(self._worker_group.members[peer])
+            self._sync(members[peer])
         if (
             told is not None and self.step > 0 and not self._trainer_connections.history
         ):  # it may have died before it could tell
-            self._trainer_connections.tell(StepReport(self.step - 1, told.loss, 0.0, told.norm, len(found.stay)))
-        self._end_if_done()
+            self._tell_step(told.loss, 0.0, told.norm, len(found.stay))
 
     def _is_here(self, status: Status) -> bool:
         """Whether a stage is ready for the step in force."""
@@ -119,7 +125,7 @@ class StepLoop:
     def _sync(self, member: WorkerHandle) -> None:
         """Let a stage that is behind hear the all-reduces from now on, and fetch the state from its replicas."""
         holders = tuple(other.peer for other in self._worker_group.usable() if other.span.overlaps(member.span))
-        member.sync(self._raw_run, self.step + (self.phase is Phase.REDUCING), holders)
+        member.sync(self._raw_run, self.step + (self._all_reduce is not None), holders)
 
     # -- what is told
 
@@ -138,9 +144,9 @@ class StepLoop:
         if isinstance(body, Status):
             self._hear_status(member, body)
         elif isinstance(body, Reduced):
-            self._hear_reduced(member.peer, body)
+            self._hear_reduced(member, body)
         elif isinstance(body, Failed):
-            self._hear_failed(body)
+            self._hear_failed(member, body)
 
     def _hear_status(self, member: WorkerHandle, status: Status) -> None:
         if status.answers == FrameKind.RELEASE:
@@ -159,89 +165,169 @@ class StepLoop:
                 self._step_progress.take(member, status)
         elif status.answers in (FrameKind.BEGIN, FrameKind.RESTORE):
             log.warning("stage %s could not come to step %d", member.peer, self.step)
-            self.phase = Phase.BROKEN
+            self._office.strikes.strike(member.peer)
+            self._astray = True
         elif status.answers == FrameKind.COMMIT or (
             status.answers == FrameKind.SYNC and status.condition != Condition.READY
         ):
             self._sync(member)  # it came too late for an all-reduce, or did not get a state
 
-    def _hear_reduced(self, peer: PeerId, body: Reduced) -> None:
-        if self.phase is Phase.REDUCING and self._all_reduce is not None:
-            self._all_reduce.hear(peer, body)
-            if self._all_reduce.over:
-                self._commit(self._all_reduce.norm())
+    def released(self, record: OutstandingLease) -> None:
+        """A lease that failed is nobody's any more: do without whom it was by now clear that it fails, if others can do it all."""
+        for peer in self._dispatcher.blame(record, self._step_progress.ledger):
+            if self._office.strikes.in_a_row(peer) >= OUT and self._worker_group.can_spare(peer):
+                self._worker_group.dismiss(peer, f"it failed {OUT} times in a row")
 
-    def _hear_failed(self, body: Failed) -> None:
-        """A stage met NaN, or it could not reduce since a member is lost, which its own line will tell."""
+    def _hear_reduced(self, member: WorkerHandle, body: Reduced) -> None:
+        if self._all_reduce is not None and body.attempt == self._all_reduce.attempt:
+            self._answer_all_reduce(member)
+            self._all_reduce.hear(member.peer, body)
+            self._note_failure()
+
+    def _hear_failed(self, member: WorkerHandle, body: Failed) -> None:
+        """A stage met NaN, or it could not reduce."""
+        all_reduce = self._all_reduce
+        if (
+            all_reduce is not None
+            and body.lease == all_reduce.attempt
+            and member.answered(FrameKind.REDUCE) is not None
+        ):
+            if body.code == ErrorCode.PEER_LOST and not body.peer:
+                all_reduce.expire(member.peer)
+            else:
+                all_reduce.fail(member.peer, body.peer or None)
+            self._note_failure()
         if body.code == ErrorCode.NOT_FINITE:
-            self._stop(Stopped(self.step, body.code, body.unit))
-        elif self.phase is Phase.REDUCING and self._all_reduce is not None and body.lease == self._all_reduce.attempt:
-            self.phase = Phase.STEPPING
+            self._hear_claim(member, body.unit)
+
+    def _answer_all_reduce(self, member: WorkerHandle) -> None:
+        if member.answered(FrameKind.REDUCE) is not None:
+            self._office.strikes.forgive(member.peer)
+
+    def _note_failure(self) -> None:
+        if self._all_reduce is not None and self._all_reduce.failed and self._failed_at_s is None:
+            self._failed_at_s = self._office.clock()
+
+    def _hear_claim(self, member: WorkerHandle, unit: int) -> None:
+        """NaN, by the word of one stage. It is asked again, of another one where there is one; twice, and the run is stopped."""
+        self._claims[member.peer] += 1
+        ends = (0, self._units - 1)
+        held = ends if unit < 0 else (unit,)
+        others = [
+            other
+            for other in self._worker_group.usable()
+            if other.peer != member.peer and any(other.span.start <= one < other.span.end for one in held)
+        ]
+        if len(self._claims) > 1 or (not others and self._claims[member.peer] > 1):
+            self._stopped = Stopped(self.step, ErrorCode.NOT_FINITE, unit, self.run.id)
+        else:
+            self._office.strikes.strike(member.peer)
 
     def lose(self, peer: PeerId) -> None:
         """A stage is gone with what it had counted."""
         self._step_progress.ledger.lose(peer)
-        if self.phase is Phase.REDUCING and self._all_reduce is not None and self._all_reduce.needs(peer):
-            self.phase = Phase.STEPPING
+        if self._all_reduce is not None and self._all_reduce.needs(peer):
+            self._all_reduce.fail(peer, None)
+            self._failed_at_s = float("-inf")  # its own fault: nobody else need be heard
 
-    def count(self, grant: OutstandingLease, loss: float) -> None:
+    def count(self, record: OutstandingLease, loss: float) -> None:
         """A trainer has a microbatch back."""
-        self._step_progress.count(grant, loss)
+        self._step_progress.count(record, loss)
 
     # -- what follows
 
-    def go_on(self) -> None:
-        """Within a step: nobody missing, nothing twice, the rest leased, and then the all-reduce."""
-        if self.phase is not Phase.STEPPING:
-            return
-        if self._worker_group.uncovered(self._units):
-            self.phase = Phase.BROKEN
-            return
+    def due(self, phase: Phase) -> Event | None:
+        """What has come about by what is known now."""
+        if self._stopped is not None and phase in (Phase.STEPPING, Phase.REDUCING):
+            return Event.NOT_FINITE
+        if phase is Phase.STEPPING:
+            return self._due_in_step()
+        if phase is Phase.REDUCING and self._all_reduce is not None:
+            if self._all_reduce.failed and self._all_heard(self._all_reduce):
+                return Event.DISAGREED
+            if self._all_reduce.over and not self._all_reduce.failed:
+                return Event.AGREED
+        return None
+
+    def _due_in_step(self) -> Event | None:
+        """Nobody missing, nothing twice, the rest leased, and then the all-reduce."""
+        if self.step >= self.run.steps:
+            return Event.FINISHED
+        if self._astray or self._worker_group.uncovered(self._units):
+            return Event.UNCOVERED
         ledger = self._step_progress.ledger
         for peer in ledger.conflicts():
             ledger.lose(peer)
-            self._worker_group.members[peer].discard()
+            self._worker_group.members[peer].discard(self.run.id)
         self._dispatcher.dispatch(ledger)
-        if ledger.complete() and not len(self._dispatcher.outstanding_leases):
-            self._reduce()
+        hearing = self._worker_group.hearing(self.step)
+        resting = any(self._office.strikes.rests(member.peer) for member in hearing)
+        return Event.COUNTED if ledger.complete() and not len(self._dispatcher.leases) and not resting else None
 
-    def _reduce(self) -> None:
+    def _all_heard(self, all_reduce: AllReduceAttempt) -> bool:
+        waited_s = 0.0 if self._failed_at_s is None else self._office.clock() - self._failed_at_s
+        return all_reduce.over or (bool(all_reduce.failures) and waited_s >= OTHERS_S)
+
+    def lease(self) -> None:
+        """Give out what is missing. After an all-reduce that failed: without whom it failed for, where others can do it all."""
+        all_reduce, self._all_reduce, self._failed_at_s = self._all_reduce, None, None
+        if all_reduce is None or not all_reduce.failed:
+            return
+        culprit = all_reduce.culprit
+        if culprit is None:
+            self._times.stretch(FrameKind.REDUCE)
+        elif self._office.strikes.strike(culprit) > 1 and self._worker_group.can_spare(culprit):
+            self._worker_group.dismiss(culprit, "the replicas cannot agree with it")
+
+    def reduce(self) -> None:
         """Everything is counted once: let the replicas of each unit agree, listeners hearing."""
         hearing = self._worker_group.hearing(self.step)
         holders = [Holder(member.peer, member.span, member.state is WorkerState.LISTENING) for member in hearing]
         groups = make_groups(self._units, self.run, self.step, holders, self._step_progress.ledger.counts)
+        within_s = self._times.wait_s(FrameKind.REDUCE)
+        self._reducing_since_s = self._office.clock()
         self._all_reduce = AllReduceAttempt(
-            self.step, next(self._attempts), groups, [member.peer for member in hearing]
+            self.step,
+            next(self._office.attempts),
+            groups,
+            [member.peer for member in hearing],
+            run=self.run.id,
+            within_s=within_s,
         )
-        self.phase = Phase.REDUCING
         for member in hearing:
-            member.send(self._all_reduce.request(member.peer))
+            answer_s = member.times.wait_s(FrameKind.RELEASE, rtt_s=member.line.rtt_s or 0.0)
+            member.command(self._all_reduce.request(member.peer), wait_s=within_s + answer_s)
 
-    def _commit(self, norm: float) -> None:
-        """The word that ends the step. Each square that led to the norm is finite, as their messages are."""
-        usable, loss = self._worker_group.usable(), self._step_progress.loss
+    def commit(self) -> None:
+        """The word that ends the step."""
+        assert self._all_reduce is not None
+        usable, loss, norm = self._worker_group.usable(), self._step_progress.loss, self._all_reduce.norm()
+        self._times.note(FrameKind.REDUCE, self._office.clock() - self._reducing_since_s)
+        self._all_reduce = None
         beat_s = max((member.span.units * member.worker.unit_s for member in usable), default=0.0)
+        saves = (self.step + 1) % self.run.checkpoint_steps == 0 or self.step + 1 == self.run.steps
+        word = Commit(self.step, norm, loss, beat_s, self.run.id)
         for member in self._worker_group.hearing(self.step):
-            member.send(Commit(self.step, norm, loss, beat_s))
-        step_s = self._clock() - self._step_progress.began_at_s
-        self._trainer_connections.tell(StepReport(self.step, loss, step_s, norm, len(usable)))
+            if member.state is WorkerState.LISTENING:
+                member.send(word)  # which it answers only where it came too late
+            else:
+                member.command(word, wait_s=SAVE_S if saves else None)
+        self._tell_step(loss, self._office.clock() - self._step_progress.began_at_s, norm, len(usable), self.step)
         self.step += 1
-        self.phase = Phase.STEPPING
+        self._claims.clear()
         self._step_progress = self._new_step_progress()
         self._step_progress.enter(usable)
-        self._end_if_done()
 
-    def _end_if_done(self) -> None:
-        if self.step >= self.run.steps:
-            self._stop(Stopped(self.step))
+    def _tell_step(self, loss: float, step_s: float, norm: float, peers: int, step: int | None = None) -> None:
+        done = self.step - 1 if step is None else step
+        self._trainer_connections.tell(StepReport(done, loss, step_s, norm, peers, self.run.id))
 
-    def _stop(self, stopped: Stopped) -> None:
+    def stop(self) -> None:
         """The run is over, or cannot go on: the last good step stays."""
-        if self.phase is Phase.OVER:
-            return
-        self.phase = Phase.OVER
+        stopped, self._stopped = self._stopped or Stopped(self.step, run=self.run.id), None
+        self._all_reduce = None
         self._dispatcher.clear()
         if stopped.code:
             for member in self._worker_group.usable():
-                member.send(Discard())
+                member.discard(self.run.id)
         self._trainer_connections.tell(stopped)

@@ -33,11 +33,11 @@ class StepProgress:
         for member in members:
             self.ledger.report(member.peer, member.span, {})
 
-    def count(self, grant: OutstandingLease, loss: float) -> None:
+    def count(self, lease: OutstandingLease, loss: float) -> None:
         """A trainer has a microbatch back: all stages of its route have counted it."""
-        for peer, span in grant.route:
-            self.ledger.count(peer, span, grant.number)
-        self._losses[grant.number] = loss
+        for peer, span in lease.route:
+            self.ledger.count(peer, span, lease.number)
+        self._losses[lease.number] = loss
 
     def take(self, member: WorkerHandle, status: Status) -> None:
         """What a stage says that it has counted, instead of what was known of it."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from swarmnode.codec.messages import Body
-from swarmnode.codec.training_messages import StepReport, Stopped
+from swarmnode.codec.training_messages import ProgressReport, StepReport, Stopped
+from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.swarm.records.run import Run
 
@@ -16,12 +17,15 @@ HISTORY_STEPS = 1024
 
 @dataclass(eq=False)
 class TrainerLine:
-    """A trainer at work: the run that it feeds, how many microbatches it takes at a time, and those that it has."""
+    """A trainer at work: the run that it feeds, and how many microbatches it takes at a time."""
 
     channel: Channel
     run: Run
     want: int
-    leases: set[int] = field(default_factory=set)
+
+    @property
+    def peer(self) -> PeerId:
+        return self.channel.peer
 
     def send(self, body: Body) -> None:
         """Tell it something; where the link is cut, its loss is about to be heard of."""
@@ -56,16 +60,11 @@ class TrainerConnections:
         """A trainer has gone; False where it had before."""
         return self._lines.pop(channel, None) is not None
 
-    def free(self) -> TrainerLine | None:
-        """Who has most room for another microbatch, if anybody has."""
-        line = min(self, key=lambda line: len(line.leases) / line.want, default=None)
-        return line if line is not None and len(line.leases) < line.want else None
-
-    def tell(self, news: StepReport | Stopped) -> None:
-        """Let all hear it. What was committed and how it ended are told to later ones too; who is missing is not."""
+    def tell(self, news: StepReport | Stopped | ProgressReport) -> None:
+        """Let all hear it. What was committed and how it ended are told to later ones too."""
         if isinstance(news, Stopped):
             self.stopped = news
-        elif not news.missing:
+        elif isinstance(news, StepReport):
             self.history.append(news)
         for line in self:
             line.send(news)

@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error
-from swarmnode.errors import PeerError, SwarmnodeError
+from swarmnode.errors import PeerError, PeerLost, SwarmnodeError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
+from swarmnode.roles.training.coordinator.strikes import Strikes
 from swarmnode.roles.training.coordinator.worker_handle import Line, WorkerHandle, WorkerState
 
 log = logging.getLogger(__name__)
@@ -21,18 +22,22 @@ Dial = Callable[[PeerId, Callable[[Frame, Body], None], Callable[[PeerError], No
 
 class WorkerGroup:
     """`dial` opens a conversation with a stage. `joined` is called for each that answers the call, `heard` for what it says,
-    `lost` once it is gone."""
+    `lost` once it is gone. Who failed lately (`strikes`) is called again after a pause that grows."""
 
     def __init__(
         self,
         dial: Dial,
+        strikes: Strikes,
         *,
+        clock: Callable[[], float],
         joined: Callable[[WorkerHandle], None],
         heard: Callable[[WorkerHandle, Body], None],
         lost: Callable[[PeerId], None],
     ) -> None:
         self.members: dict[PeerId, WorkerHandle] = {}
         self._dial = dial
+        self._strikes = strikes
+        self._clock = clock
         self._joined = joined
         self._heard = heard
         self._lost = lost
@@ -54,7 +59,7 @@ class WorkerGroup:
     def enlist(self, peers: Iterable[PeerId]) -> None:
         """These stages are there: speak to those that are new."""
         for peer in peers:
-            if peer not in self.members and peer not in self._dialing:
+            if peer not in self.members and peer not in self._dialing and not self._strikes.rests(peer):
                 self._dialing.add(peer)
                 self._tasks.spawn(self._call(peer), f"call {peer}")
 
@@ -65,10 +70,11 @@ class WorkerGroup:
             )
         except SwarmnodeError as error:
             log.info("stage %s cannot be reached: %s", peer, error)
+            self._strikes.strike(peer)
             return
         finally:
             self._dialing.discard(peer)
-        member = self.members[peer] = WorkerHandle(peer, line)
+        member = self.members[peer] = WorkerHandle(peer, line, self._clock)
         self._joined(member)
 
     def _hear(self, peer: PeerId, body: Body) -> None:
@@ -81,8 +87,13 @@ class WorkerGroup:
         member = self.members.pop(peer, None)
         if member is not None:
             log.info("stage %s is lost: %s", peer, error or "it let go")
+            self._strikes.strike(peer)
             member.line.close()
             self._lost(peer)
+
+    def dismiss(self, peer: PeerId, reason: str) -> None:
+        """Go on without a stage that does not do its part."""
+        self._lose(peer, PeerLost(reason, peer=peer))
 
     @property
     def all_answered(self) -> bool:
@@ -96,6 +107,15 @@ class WorkerGroup:
     def hearing(self, step: int) -> list[WorkerHandle]:
         """Who hears the all-reduce of a step."""
         return [member for member in self if member.hears(step)]
+
+    def answered(self) -> list[WorkerHandle]:
+        """Those that have said what they hold."""
+        return [member for member in self if member.status is not None]
+
+    def can_spare(self, peer: PeerId) -> bool:
+        """Whether others take part who hold all units that this one holds."""
+        held = {unit for member in self.usable() if member.peer != peer for unit in range(*member.span)}
+        return peer in self.members and held.issuperset(range(*self.members[peer].span))
 
     def uncovered(self, units: int) -> tuple[int, ...]:
         """Units that nobody holds who takes part or soon will."""

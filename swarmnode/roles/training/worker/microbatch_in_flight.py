@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 from torch import Tensor
 
 from swarmnode.codec.body import MAX_ROUTE_HOPS
@@ -23,6 +24,7 @@ from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, Protocol
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.roles.measuring.meters import BACKWARD, FORWARD
+from swarmnode.roles.training.coordinator.answer_times import CLEANUP
 from swarmnode.roles.training.worker.values import Encoded, decode_values
 
 if TYPE_CHECKING:
@@ -31,12 +33,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+LONGEST_S = 3600.0  # whatever a lease says
 URGENCY = {FORWARD: Urgency.FORWARD, BACKWARD: Urgency.BACKWARD}
 
 
 def place_of(body: Forward) -> int:
     """A number for a lease at one hop: a peer may be in a route more than once."""
     return body.lease * MAX_ROUTE_HOPS + body.hop
+
+
+def patience_s(body: Forward) -> float:
+    """For how long a hop keeps a microbatch, at most."""
+    return min(LONGEST_S, CLEANUP * body.within_s) if body.within_s else LONGEST_S
 
 
 class MicrobatchInFlight:
@@ -50,6 +58,7 @@ class MicrobatchInFlight:
         self._next: Channel | None = None
         self._answer: asyncio.Future[tuple[Backward, bytes | bytearray]] | None = None
         self._ended = False
+        self._timer = asyncio.get_running_loop().call_later(patience_s(body), self._give_up)
         channel.on_frame = self._hear_sender
         channel.on_lost = lambda _error: self.end()
 
@@ -101,12 +110,18 @@ class MicrobatchInFlight:
         if self._ended:
             return
         self._ended = True
+        self._timer.cancel()
         self._channel.close()
         if self._next is not None:
             self._next.close()
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(PeerLost("the microbatch was given up"))
         self._stage.ended(self)
+
+    def _give_up(self) -> None:
+        """Long after the lease's deadline: whoever gave it out has not called it back."""
+        self._fail(PeerLost("the microbatch took too long", peer=self.body.route[-1].peer))
+        self.end()
 
     async def _compute(self, phase: str, function: Callable[[], T]) -> T:
         """Wait for the bench, and have it done there. At the last hop the way forward leads back as well."""
@@ -188,7 +203,7 @@ class MicrobatchInFlight:
             raise PeerLost("the microbatch was given up")
         self._next = channel
         self._answer = asyncio.get_running_loop().create_future()
-        onward = Forward(body.term, body.lease, body.step, body.number, body.route, body.hop + 1, encoded[0])
+        onward = msgspec.structs.replace(body, hop=body.hop + 1, values=encoded[0])
         channel.send(onward, payload=encoded[1])
         return await self._answer
 

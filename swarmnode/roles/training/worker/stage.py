@@ -34,7 +34,7 @@ from swarmnode.codec.training_messages import (
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Segment
-from swarmnode.errors import ErrorCode, LocalError, NotFinite, PeerError, SwarmnodeError
+from swarmnode.errors import ErrorCode, LocalError, NotFinite, ProtocolError, SwarmnodeError
 from swarmnode.ledger import MemoryLedger
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.link import LinkConfig
@@ -43,9 +43,12 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.plan.view import Span
 from swarmnode.roles.training.averaging.all_reduce import Agreed, AllReducer
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
+from swarmnode.roles.training.coordinator.answer_times import SAVE_S
 from swarmnode.roles.training.coordinator.worker_handle import Line
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
+from swarmnode.roles.training.worker.admission import refusal_of
 from swarmnode.roles.training.worker.admission_queue import AdmissionQueue, Arrival
+from swarmnode.roles.training.worker.following import Following
 from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.meter import TrainingMeter
 from swarmnode.roles.training.worker.microbatch_in_flight import MicrobatchInFlight, place_of
@@ -60,8 +63,7 @@ RETRY_S = 0.5
 
 
 class TrainingStage:
-    """`may_lead` says whom it follows; `on_work` is called for trainers that offer themselves, `on_coordinator_lost` when the
-    coordinator in force is gone."""
+    """`may_lead` says whom it follows; `on_work` is called for trainers that offer themselves."""
 
     def __init__(
         self,
@@ -76,21 +78,19 @@ class TrainingStage:
         memory: TrainingMemory | None = None,
     ) -> None:
         self.segment = segment
+        self._peer = network.peer_id
         self.meter = TrainingMeter(Span(segment.start, segment.end))
         self.compressor = compressor or ActivationCompressor("none", ())
         self._memory = memory or TrainingMemory(MemoryLedger(), segment)
         self.bench = executor
         self.switchboard = Switchboard(network, TRAIN_PROTOCOL, hello, link_config, accept=self._accept)
         self.gate = link_config.gate
-        self.term = 0
-        self.coordinator: PeerId | None = None
-        self._line: Line | None = None  # to the coordinator
+        self.following = Following()
         self.step = 0
         self.condition = Condition.BLANK
         self.run: Run | None = None
         self.may_lead: Callable[[PeerId], bool] = lambda _peer: True
         self.on_work: Callable[[Channel, Work], None] = lambda channel, _body: channel.close(Error(ErrorCode.ELSEWHERE))
-        self.on_coordinator_lost: Callable[[PeerId, PeerError | None], None] = lambda _peer, _error: None
         self._learner: Learner | None = None
         self._checkpoint_manager = checkpoint_manager
         self._all_reducer = AllReducer(network.peer_id, self.switchboard, self.bench)
@@ -105,7 +105,22 @@ class TrainingStage:
         self._tasks = Tasks("training stage")
 
     def __repr__(self) -> str:
-        return f"<TrainingStage {self.segment!r} {self.condition.name} at step {self.step}, term {self.term}>"
+        return f"<TrainingStage {self.segment!r} {self.condition.name} at step {self.step}, {self.following!r}>"
+
+    @property
+    def term(self) -> int:
+        """The highest that it has heard."""
+        return self.following.term
+
+    @property
+    def coordinator(self) -> PeerId | None:
+        """Whom it follows."""
+        return self.following.coordinator
+
+    @property
+    def run_id(self) -> bytes:
+        """Empty before a run has begun."""
+        return b"" if self.run is None else self.run.id
 
     @property
     def learner(self) -> Learner:
@@ -121,9 +136,13 @@ class TrainingStage:
     async def close(self) -> None:
         """Keep the step that is reached, and leave."""
         await self._tasks.close()
+        await self.following.close()
         await self.switchboard.close()
         if self._learner is not None and self.condition == Condition.READY:
-            await self._save(self._learner)
+            try:
+                await asyncio.wait_for(self._save(self._learner), SAVE_S)
+            except asyncio.TimeoutError:
+                log.warning("step %d could not be kept within %.0f s", self.step, SAVE_S)
         self._memory.close()
 
     # -- conversations
@@ -150,15 +169,7 @@ class TrainingStage:
 
     def _forward(self, arrival: Arrival) -> None:
         body = arrival.body
-        hop = body.route[body.hop]
-        refusal = None
-        able = self.condition == Condition.READY and self.step <= body.step <= self.step + 1
-        if body.term != self.term or not able or self._admission_queue.is_released(body.lease):
-            refusal = ErrorCode.STALE
-        elif not self.segment.start <= hop.start < hop.end <= self.segment.end:
-            refusal = ErrorCode.WRONG_SPAN
-        elif not self._admission_queue.takes(arrival):
-            refusal = ErrorCode.BUSY
+        refusal = self._refusal_of(arrival)
         if refusal is not None:
             arrival.channel.close(Fault(0, body.hop, refusal))
         elif body.step > self.step:
@@ -167,6 +178,19 @@ class TrainingStage:
             microbatch = MicrobatchInFlight(self, *arrival)
             self._admission_queue.begin(microbatch)
             self._tasks.spawn(microbatch.run(), f"lease {body.lease}")
+
+    def _refusal_of(self, arrival: Arrival) -> ErrorCode | None:
+        body, sender = arrival.body, arrival.channel.peer
+        hop = body.route[body.hop]
+        able = self.condition == Condition.READY and self.step <= body.step <= self.step + 1
+        if body.term != self.term or not able or self.run is None or self._admission_queue.is_released(body.lease):
+            return ErrorCode.STALE
+        refusal = refusal_of(body, sender, self._peer, self.run, self.following.key)
+        if refusal is not None:
+            return refusal
+        if not self.segment.start <= hop.start < hop.end <= self.segment.end:
+            return ErrorCode.WRONG_SPAN
+        return None if self._admission_queue.takes(arrival) else ErrorCode.BUSY
 
     def ended(self, microbatch: MicrobatchInFlight) -> None:
         """A passage is over, in whatever way: what it kept goes."""
@@ -182,38 +206,39 @@ class TrainingStage:
     def blame(self, error: NotFinite) -> None:
         """Let the coordinator know which unit met NaN."""
         self.meter.not_finite += 1
-        if self._line is not None and self._line.open:
-            self._line.send(Failed(0, "", error.code, error.unit))
+        line = self.following.line
+        if line is not None and line.open:
+            line.send(Failed(0, "", error.code, error.unit, self.run_id))
 
     # -- the coordinator's word
 
     def follow(self, line: Line) -> None:
         """Hear a coordinator's commands on this line."""
         line.on_frame = lambda _frame, body: self.obey(line, body)
-        line.on_lost = lambda error: self._coordinator_lost(line, error)
-
-    def _coordinator_lost(self, line: Line, error: PeerError | None) -> None:
-        """The link was cut, or (no error) the coordinator let go."""
-        if self.coordinator == line.peer:
-            self.coordinator = None
-            self.on_coordinator_lost(line.peer, error)
+        line.on_lost = lambda error: self.following.lost(line, error)
 
     def obey(self, line: Line, body: Body) -> None:
         """Do what a command says; one of a coordinator that is not in force any more is answered STALE."""
         if isinstance(body, Lead):
             self._lead(line, body)
         elif isinstance(body, End):
-            self._coordinator_lost(line, None)
-        elif self.coordinator != line.peer:
+            self.following.lost(line, None)
+        elif self.following.line is not line:
             line.close(Error(ErrorCode.STALE))
-        elif isinstance(body, Commit):
+        else:
+            self.following.heard()
+            self._do(line, body)
+
+    def _do(self, line: Line, body: Body) -> None:
+        """A command of the coordinator in force; PROGRESS is one to go on waiting."""
+        if isinstance(body, Commit):
             self._commit(line, body)
         elif isinstance(body, Release):
             self._admission_queue.release(body.leases)
             self._answer(line, FrameKind.RELEASE)
         elif isinstance(body, Discard):
             self._admission_queue.give_up_all()
-            if self._learner is not None:
+            if self._learner is not None and body.run == self.run_id:
                 self._on_bench(self._learner.discard)
             self._answer(line, FrameKind.DISCARD)
         elif isinstance(body, Reduce):
@@ -226,11 +251,9 @@ class TrainingStage:
             self._move = self._instead_of(self._move, self._moving(line, FrameKind.RESTORE, self._restore(body)))
 
     def _lead(self, line: Line, body: Lead) -> None:
-        if body.term < self.term or (body.term == self.term and self.coordinator not in (None, line.peer)):
-            self._answer(line, FrameKind.LEAD)  # it says which term is in force
-            return
-        self.term, self.coordinator, self._line = body.term, line.peer, line
-        self._admission_queue.new_term()
+        """Let go of what is in flight and follow the sender, or tell it which term is in force."""
+        if self.following.accepts(line, body):
+            self._admission_queue.new_term()
         self._answer(line, FrameKind.LEAD)
 
     def _instead_of(self, earlier: asyncio.Task[None] | None, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -339,13 +362,18 @@ class TrainingStage:
             self._memory.average()
         answer: Body
         try:
+            if body.run != self.run_id:
+                raise ProtocolError("a REDUCE of another run", code=ErrorCode.WRONG_RUN)
             with self.meter.averaging.timing():
-                self._agreed = await self._all_reducer.reduce(self.term, body, self.learner, listening=listening)
-            answer = Reduced(body.step, body.attempt, tuple(self._agreed.squares))
+                reducing = self._all_reducer.reduce(self.term, body, self.learner, listening=listening)
+                self._agreed = await asyncio.wait_for(reducing, body.within_s or None)
+            answer = Reduced(body.step, body.attempt, tuple(self._agreed.squares), self.run_id)
+        except asyncio.TimeoutError:
+            answer = Failed(body.attempt, "", ErrorCode.PEER_LOST, run=self.run_id)
         except SwarmnodeError as error:
             log.warning("step %d, attempt %d to reduce: %s", body.step, body.attempt, error)
             unit, peer = getattr(error, "unit", None), getattr(error, "peer", None)
-            answer = Failed(body.attempt, peer or "", error.code, -1 if unit is None else unit)
+            answer = Failed(body.attempt, peer or "", error.code, -1 if unit is None else unit, self.run_id)
         if line.open:
             line.send(answer)
 
@@ -353,7 +381,7 @@ class TrainingStage:
         agreed, self._agreed = self._agreed, None
         if self.condition == Condition.LISTENING and agreed is not None:
             self._heard.append((body.step, agreed, body.norm))
-        elif agreed is None or body.step != self.step:
+        elif agreed is None or body.step != self.step or body.run != self.run_id:
             self._answer(line, FrameKind.COMMIT)
         else:
             learner = self.learner

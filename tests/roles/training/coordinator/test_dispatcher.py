@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import pytest
 
 from swarmnode.codec.messages import Body
-from swarmnode.codec.training_messages import Failed, Lease, Release
+from swarmnode.codec.training_messages import Done, Failed, Lease, Release
 from swarmnode.errors import ErrorCode
 from swarmnode.plan.training.step_ledger import StepLedger
 from swarmnode.plan.training.wiring import Replica
 from swarmnode.plan.view import Span
 from swarmnode.roles.training.coordinator.dispatcher import Dispatcher
+from swarmnode.roles.training.coordinator.leases import OutstandingLease
+from swarmnode.roles.training.coordinator.strikes import Strikes
 from swarmnode.roles.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
 from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
-from tests.roles.training.scene import RUN
+from tests.roles.training.scene import KEY, RUN
 
 UNITS = 3
 
@@ -23,8 +26,11 @@ UNITS = 3
 class Line:
     """Keeps what it is told."""
 
-    def __init__(self) -> None:
+    rtt_s = 0.0
+
+    def __init__(self, peer: str) -> None:
         self.open = True
+        self.peer = peer
         self.told: list[Body] = []
 
     def send(self, body: Body) -> None:
@@ -35,23 +41,37 @@ class Office:
     """A stage that holds everything, and two trainers who take one microbatch each."""
 
     def __init__(self) -> None:
-        self.stage = Line()
-        member = WorkerHandle("stage", cast("Any", self.stage), WorkerState.USABLE, worker=Replica(Span(0, UNITS)))
+        self.now_s = 0.0
+        self.stage = Line("stage")
+        clock = lambda: self.now_s  # noqa: E731
+        self.member = WorkerHandle(
+            "stage", cast("Any", self.stage), clock, WorkerState.USABLE, worker=Replica(Span(0, UNITS))
+        )
         trainer_connections = TrainerConnections()
-        self.trainers = [TrainerLine(cast("Any", Line()), RUN, 1) for _ in range(2)]
+        self.trainers = [TrainerLine(cast("Any", Line(name)), RUN, 1) for name in ("one", "other")]
         for trainer in self.trainers:
             trainer_connections.add(trainer, 0)
-        self.dispatcher = Dispatcher(1, UNITS, {"stage": member}, trainer_connections)
-        ledger = StepLedger(0, UNITS, RUN.microbatches)
-        ledger.report("stage", Span(0, UNITS), {})
-        self.dispatcher.dispatch(ledger)
+        self.strikes = Strikes(clock)
+        self.dispatcher = Dispatcher(UNITS, {"stage": self.member}, trainer_connections, self.strikes, clock=clock)
+        self.dispatcher.term, self.dispatcher.key, self.dispatcher.run = 1, KEY, RUN.id
+        self.ledger = StepLedger(0, UNITS, RUN.microbatches)
+        self.ledger.report("stage", Span(0, UNITS), {})
+        self.dispatcher.dispatch(self.ledger)
         self.leases = [self._lease(trainer) for trainer in self.trainers]
 
-    @staticmethod
-    def _lease(trainer: TrainerLine) -> int:
+    def _lease(self, trainer: TrainerLine) -> int:
         (told,) = cast("Any", trainer.channel).told
-        assert isinstance(told, Lease) and trainer.leases == {told.lease}
+        assert isinstance(told, Lease) and [record.lease for record in self.held(trainer)] == [told.lease]
+        assert told.run == RUN.id and told.within_s > 0 and told.seal
         return told.lease
+
+    def held(self, trainer: TrainerLine) -> list[OutstandingLease]:
+        return self.dispatcher.leases.held_by(trainer.peer)
+
+    def release(self, lease: int) -> OutstandingLease:
+        """The stage has forgotten it."""
+        (record,) = self.dispatcher.released(self.member, (lease,))
+        return record
 
 
 @pytest.fixture
@@ -61,17 +81,53 @@ def office() -> Office:
 
 def test_a_microbatch_is_done_once_and_by_whom_it_was_given_to(office: Office) -> None:
     one, other = office.trainers
-    assert office.dispatcher.done(other, office.leases[0]) is None
-    assert len(office.dispatcher.outstanding_leases) == 2, "it is still out"
-    outstanding = office.dispatcher.done(one, office.leases[0])
-    assert outstanding is not None and outstanding.lease == office.leases[0]
-    assert office.dispatcher.done(one, office.leases[0]) is None
+    done = Done(office.leases[0], 1.0)
+    assert office.dispatcher.done(other, done) is None
+    assert len(office.dispatcher.leases) == 2, "it is still out"
+    record = office.dispatcher.done(one, done)
+    assert record is not None and record.lease == office.leases[0]
+    assert office.dispatcher.done(one, done) is None
+
+
+def test_a_loss_that_no_stage_would_have_let_pass_is_its_tellers_fault(office: Office) -> None:
+    one, _ = office.trainers
+    assert office.dispatcher.done(one, Done(office.leases[0], math.nan)) is None
+    assert office.dispatcher.blame(office.release(office.leases[0]), office.ledger) == {"one"}
 
 
 def test_nobody_gives_up_what_is_another_ones(office: Office) -> None:
     one, other = office.trainers
     given_up = Failed(office.leases[0], "stage", ErrorCode.PEER_LOST)
     office.dispatcher.failed(other, given_up)
-    assert not office.stage.told and other.leases == {office.leases[1]}
+    assert not office.stage.told and office.held(other)
     office.dispatcher.failed(one, given_up)
-    assert office.stage.told == [Release((office.leases[0],))]
+    assert office.stage.told == [Release((office.leases[0],), RUN.id)]
+
+
+def test_who_failed_is_left_alone_for_a_while(office: Office) -> None:
+    one, _ = office.trainers
+    office.dispatcher.failed(one, Failed(office.leases[0], "stage", ErrorCode.INTERNAL))
+    assert office.dispatcher.blame(office.release(office.leases[0]), office.ledger) == {"one", "stage"}
+    office.dispatcher.dispatch(office.ledger)
+    assert not office.held(one), "not at once"
+    office.now_s += 1.0
+    office.dispatcher.dispatch(office.ledger)
+    assert office.held(one)
+
+
+def test_a_lease_that_is_late_is_called_back_from_trainer_and_stages(office: Office) -> None:
+    one, _ = office.trainers
+    office.now_s += 1000.0
+    office.dispatcher.expire()
+    called = [body for body in cast("Any", one.channel).told if isinstance(body, Release)]
+    assert called == [Release((office.leases[0],), RUN.id)] and not office.dispatcher.leases.out
+    office.ledger.report("stage", Span(0, UNITS), dict.fromkeys(range(UNITS), 1))
+    record = office.release(office.leases[0])
+    assert record.number == 0
+    assert office.dispatcher.blame(record, office.ledger) == {"one", "stage"}, "counted, and not brought back"
+
+
+def test_nobody_else_is_blamed_for_a_stage_that_is_lost(office: Office) -> None:
+    office.dispatcher.lose("stage")
+    for record in office.dispatcher.leases:
+        assert office.dispatcher.blame(record, office.ledger) == frozenset()

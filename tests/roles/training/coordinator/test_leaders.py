@@ -11,7 +11,7 @@ from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.gate import Gate
 from swarmnode.swarm.records.run import encode_run
-from tests.roles.training.scene import RUN, TERM, Scene
+from tests.roles.training.scene import KEY, RUN, TERM, Scene
 from tests.roles.training_swarm import TrainingSwarm, until
 
 
@@ -32,10 +32,10 @@ async def test_who_may_not_lead_is_refused_and_changes_nothing(scene: Scene) -> 
     line = await scene.lead()
     leader = scene.networks[1].peer_id
     scene.stage.may_lead = lambda peer: peer == leader
-    answer = await (await scene.talk(1)).ask(Lead(TERM + 1))
+    answer = await (await scene.talk(1)).ask(Lead(TERM + 1, KEY))
     assert answer == Error(ErrorCode.REFUSED)
     assert scene.stage.coordinator == leader and scene.stage.term == TERM
-    assert isinstance(await line.ask(Lead(TERM)), Status), "the one in force goes on"
+    assert isinstance(await line.ask(Lead(TERM, KEY)), Status), "the one in force goes on"
 
 
 async def test_who_may_not_feed_is_refused(scene: Scene) -> None:

@@ -6,53 +6,52 @@ from swarmnode.plan.view import Span
 from swarmnode.roles.training.coordinator.leases import OutstandingLease, OutstandingLeases
 
 ROUTE = (("a", Span(0, 1)), ("b", Span(1, 2)))
+FEEDER = "feeder"
 
 
-def grants_out(*leases: int) -> OutstandingLeases:
-    outstanding_leases = OutstandingLeases()
-    for lease in leases:
-        outstanding_leases.add(OutstandingLease(lease, lease % 10, ROUTE))
-    return outstanding_leases
+def leases_out(*numbers: int) -> OutstandingLeases:
+    leases = OutstandingLeases()
+    for number in numbers:
+        leases.add(OutstandingLease(number, number % 10, ROUTE, FEEDER))
+    return leases
 
 
-def test_a_grant_is_done_once() -> None:
-    outstanding_leases = grants_out(11)
-    assert outstanding_leases.numbers == {1} and len(outstanding_leases) == 1
-    done = outstanding_leases.done(11)
-    assert done is not None and done.number == 1
-    assert outstanding_leases.done(11) is None and not len(outstanding_leases) and outstanding_leases.numbers == set()
+def call_back(leases: OutstandingLeases, number: int, *peers: str) -> None:
+    found = leases.find(number, FEEDER)
+    assert found is not None
+    leases.call_back(found, set(peers))
+
+
+def test_a_lease_is_its_trainers_and_done_once() -> None:
+    leases = leases_out(11)
+    assert leases.numbers == {1} and len(leases.held_by(FEEDER)) == 1 and not leases.held_by("another")
+    assert leases.find(11, "another") is None
+    done = leases.find(11, FEEDER)
+    assert done is not None and done.number == 1 and done.passes("a") and not done.passes("c")
+    leases.done(done)
+    assert leases.find(11, FEEDER) is None and not len(leases) and leases.numbers == set()
 
 
 def test_a_number_is_free_when_all_stages_have_released_it() -> None:
-    outstanding_leases = grants_out(11, 12)
-    outstanding_leases.call_back(11, {"a", "b"})
-    assert [outstanding.lease for outstanding in outstanding_leases] == [12], "it is not out any more"
-    assert outstanding_leases.done(11) is None, "what comes late is not done"
-    outstanding_leases.released(11, "a")
-    assert outstanding_leases.numbers == {1, 2} and len(outstanding_leases) == 2
-    outstanding_leases.released(11, "b")
-    assert outstanding_leases.numbers == {2} and len(outstanding_leases) == 1
-
-
-def test_a_lost_stage_is_not_waited_for() -> None:
-    outstanding_leases = grants_out(11, 12)
-    outstanding_leases.call_back(11, {"a", "b"})
-    outstanding_leases.call_back(12, {"b"})
-    outstanding_leases.lose("b")
-    assert outstanding_leases.numbers == {1}
-    outstanding_leases.lose("a")
-    assert not len(outstanding_leases)
+    leases = leases_out(11, 12)
+    call_back(leases, 11, "a", "b")
+    assert [lease.lease for lease in leases.out] == [12], "it is not out any more"
+    assert leases.find(11, FEEDER) is None, "what comes late is not done"
+    assert leases.released(11, "a") is None
+    assert leases.numbers == {1, 2} and len(leases) == 2
+    over = leases.released(11, "b")
+    assert over is not None and over.number == 1
+    assert leases.numbers == {2} and len(leases) == 1
 
 
 def test_nobody_to_ask() -> None:
-    outstanding_leases = grants_out(11)
-    outstanding_leases.call_back(11, set())
-    assert not len(outstanding_leases) and repr(outstanding_leases) == "<OutstandingLeases 0 out, 0 called back>"
+    leases = leases_out(11)
+    call_back(leases, 11)
+    assert not len(leases) and repr(leases) == "<OutstandingLeases 0 out, 0 called back>"
 
 
 def test_words_about_leases_of_before_are_nothing() -> None:
-    outstanding_leases = grants_out(11)
-    outstanding_leases.call_back(11, {"a"})
-    outstanding_leases.clear()
-    outstanding_leases.released(11, "a")
-    assert not len(outstanding_leases)
+    leases = leases_out(11)
+    call_back(leases, 11, "a")
+    leases.clear()
+    assert leases.released(11, "a") is None and not len(leases)

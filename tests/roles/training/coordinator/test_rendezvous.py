@@ -17,7 +17,7 @@ def member(
     peer: str, start: int, end: int, condition: Condition, *, step: int = 0, run: Run | None = RUN, kept: Any = ()
 ) -> WorkerHandle:
     """A stage that has said so much."""
-    found = WorkerHandle(peer, cast("Any", None))
+    found = WorkerHandle(peer, cast("Any", None), lambda: 0.0)
     raw = b"" if run is None else encode_run(run)
     found.hear(Status(1, condition, start, end, raw, step, (), tuple(kept)))
     return found

@@ -19,7 +19,7 @@ FIRST, LAST = Span(0, 1), Span(1, 2)
 
 
 def stage(peer: str, span: Span) -> WorkerHandle:
-    member = WorkerHandle(peer, cast("Any", None))
+    member = WorkerHandle(peer, cast("Any", None), lambda: 0.0)
     member.worker.span = span
     return member
 

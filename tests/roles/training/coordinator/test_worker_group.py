@@ -14,6 +14,7 @@ from swarmnode.errors import PeerLost
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import Span
 from swarmnode.roles.training.coordinator.loopback import Loopback
+from swarmnode.roles.training.coordinator.strikes import Strikes
 from swarmnode.roles.training.coordinator.worker_group import WorkerGroup
 from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
 
@@ -33,7 +34,11 @@ class Stages:
         self.heard: list[tuple[PeerId, Body]] = []
         self.lost: list[PeerId] = []
         self.lines: dict[PeerId, Loopback] = {}
-        self.worker_group = WorkerGroup(self.dial, joined=self._join, heard=self._hear, lost=self._lose)
+        self.now_s = 0.0
+        self.strikes = Strikes(lambda: self.now_s)
+        self.worker_group = WorkerGroup(
+            self.dial, self.strikes, clock=lambda: self.now_s, joined=self._join, heard=self._hear, lost=self._lose
+        )
 
     async def dial(self, peer: PeerId, on_frame: Callable[..., None], on_lost: Callable[..., None]) -> Any:
         self.calls.append(peer)
@@ -70,6 +75,9 @@ async def test_each_is_called_once_and_again_if_it_could_not_be_reached(stages: 
     assert stages.joined == ["a"] and not stages.lost
     stages.silent.clear()
     await stages.enlist("a", "b")
+    assert stages.calls == ["a", "b"], "not at once"
+    stages.now_s += 1.0
+    await stages.enlist("a", "b")
     assert stages.calls == ["a", "b", "b"] and stages.joined == ["a", "b"]
 
 
@@ -83,6 +91,7 @@ async def test_one_that_lets_go_is_lost_once_and_not_heard_any_more(stages: Stag
     stages.lines["a"].send(said)
     await turn()
     assert stages.lost == ["a"] and len(stages.heard) == 1 and not stages.worker_group.members
+    stages.now_s += 1.0
     await stages.enlist("a")
     assert stages.joined == ["a", "a"], "it may come back"
 

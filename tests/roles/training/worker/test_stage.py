@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
-from swarmnode.codec.messages import Body, End, Error, Fault, HopSpec
+from swarmnode.codec.messages import Body, End, Error, Fault
 from swarmnode.codec.training_messages import (
     Backward,
     Commit,
     Counted,
     Discard,
-    Forward,
+    Failed,
     Group,
     Lead,
     MemberSpec,
@@ -22,9 +23,8 @@ from swarmnode.codec.training_messages import (
     Status,
 )
 from swarmnode.errors import ErrorCode, PeerError
-from swarmnode.roles.training.worker.values import encode_values
-from tests.compute.training.toy import toy_values
-from tests.roles.training.scene import RUN, TERM, Scene
+from swarmnode.roles.training.worker.following import MAX_TERM_JUMP
+from tests.roles.training.scene import KEY, RUN, TERM, Scene
 
 
 def masks(status: Body | PeerError) -> tuple[Counted, ...]:
@@ -37,7 +37,7 @@ async def test_a_microbatch_is_counted_and_told(scene: Scene) -> None:
     answer = await scene.feed(2)
     assert isinstance(answer, Backward) and answer.present == (False, False) and answer.loss > 0
     assert masks(await line.ask(Release(()))) == (Counted(0, 3, b"\x04"),)
-    assert masks(await line.ask(Discard())) == ()
+    assert masks(await line.ask(Discard(RUN.id))) == ()
 
 
 async def test_the_same_microbatch_is_counted_once(scene: Scene) -> None:
@@ -74,8 +74,7 @@ async def test_nothing_is_computed_before_a_run_has_begun(scene: Scene) -> None:
 
 async def test_values_that_do_not_fit_are_the_senders_fault(scene: Scene) -> None:
     line = await scene.lead()
-    infos, payload = encode_values(toy_values(0))
-    body = Forward(TERM, 1, 0, 0, (HopSpec(scene.peer, 0, 3),), 0, infos)
+    body, payload = scene.forward(0)
     answer = await (await scene.talk(1)).ask(body, payload[:1])
     assert answer == Fault(0, 0, ErrorCode.MALFORMED)
     assert masks(await line.ask(Release(()))) == ()
@@ -86,7 +85,7 @@ async def test_a_lower_term_is_told_which_one_is_in_force(scene: Scene) -> None:
     rival = await scene.talk(1)
     status = await rival.ask(Lead(TERM - 1))
     assert isinstance(status, Status) and status.term == TERM
-    assert await rival.ask(Discard()) == Error(ErrorCode.STALE)
+    assert await rival.ask(Discard(RUN.id)) == Error(ErrorCode.STALE)
     assert isinstance(await line.ask(Release(())), Status), "the first coordinator's word still counts"
 
 
@@ -94,9 +93,9 @@ async def test_a_higher_term_takes_over_and_finds_what_is_counted(scene: Scene) 
     line = await scene.lead()
     await scene.feed(3)
     rival = await scene.talk(1)
-    status = await rival.ask(Lead(TERM + 1))
+    status = await rival.ask(Lead(TERM + 1, KEY))
     assert masks(status) == (Counted(0, 3, b"\x08"),)
-    assert await line.ask(Discard()) == Error(ErrorCode.STALE)
+    assert await line.ask(Discard(RUN.id)) == Error(ErrorCode.STALE)
     assert await scene.feed(4, term=TERM) == Fault(0, 0, ErrorCode.STALE)
     assert isinstance(await scene.feed(4, term=TERM + 1), Backward)
 
@@ -104,7 +103,7 @@ async def test_a_higher_term_takes_over_and_finds_what_is_counted(scene: Scene) 
 async def test_a_commit_without_an_all_reduce_changes_nothing(scene: Scene) -> None:
     line = await scene.lead()
     await scene.feed(3)
-    status = await line.ask(Commit(0, 1.0))
+    status = await line.ask(Commit(0, 1.0, run=RUN.id))
     assert masks(status) == (Counted(0, 3, b"\x08"),)
     assert scene.stage.step == 0
 
@@ -115,10 +114,10 @@ async def test_a_microbatch_of_the_next_step_waits_for_the_commit(scene: Scene) 
         assert isinstance(await scene.feed(number, lease=number), Backward)
     early = asyncio.ensure_future(scene.feed(0, lease=99, step=1))
     group = Group(0, (0, 1, 2), (MemberSpec(scene.peer, RUN.microbatches),))
-    reduced = await line.ask(Reduce(0, 0, (group,)))
+    reduced = await line.ask(Reduce(0, 0, (group,), RUN.id))
     assert isinstance(reduced, Reduced) and len(reduced.squares) == 1
     assert not early.done()
-    status = await line.ask(Commit(0, reduced.squares[0] ** 0.5))
+    status = await line.ask(Commit(0, reduced.squares[0] ** 0.5, run=RUN.id))
     assert isinstance(status, Status) and status.step == 1
     assert isinstance(await early, Backward)
 
@@ -126,3 +125,47 @@ async def test_a_microbatch_of_the_next_step_waits_for_the_commit(scene: Scene) 
 async def test_a_first_frame_that_begins_nothing(scene: Scene) -> None:
     assert await (await scene.talk()).ask(Release(())) == Error(ErrorCode.MALFORMED)
     assert await (await scene.talk()).ask(End()) == Error(ErrorCode.MALFORMED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"run": bytes(32)}, ErrorCode.WRONG_RUN),
+        ({"run": b""}, ErrorCode.WRONG_RUN),
+        ({"number": RUN.microbatches}, ErrorCode.MALFORMED),
+        ({"number": 1}, ErrorCode.REFUSED),  # of another microbatch than the lease's
+        ({"lease": 9}, ErrorCode.REFUSED),
+        ({"seal": bytes(16)}, ErrorCode.REFUSED),
+        ({"seal": b""}, ErrorCode.REFUSED),
+    ],
+)
+async def test_a_lease_is_for_what_it_was_given_for(scene: Scene, changes: dict[str, object], code: ErrorCode) -> None:
+    line = await scene.lead()
+    body, payload = scene.forward(0)
+    wrong = msgspec.structs.replace(body, **changes)
+    assert await (await scene.talk(1)).ask(wrong, payload) == Fault(0, 0, code)
+    assert isinstance(await scene.feed(2), Backward), "who keeps to the rules is served"
+    assert masks(await line.ask(Release(()))) == (Counted(0, 3, b"\x04"),)
+
+
+async def test_a_lease_is_taken_from_its_holder_alone(scene: Scene) -> None:
+    await scene.lead()
+    body, payload = scene.forward(0)
+    assert await (await scene.talk(0)).ask(body, payload) == Fault(0, 0, ErrorCode.REFUSED), "overheard"
+    own = msgspec.structs.replace(body, feeder=scene.networks[1].peer_id)
+    assert await (await scene.talk(0)).ask(own, payload) == Fault(0, 0, ErrorCode.REFUSED), "forged"
+    assert isinstance(await (await scene.talk(1)).ask(body, payload), Backward)
+
+
+async def test_an_all_reduce_of_another_run_is_refused(scene: Scene) -> None:
+    line = await scene.lead()
+    answer = await line.ask(Reduce(0, 3, (), bytes(32)))
+    assert isinstance(answer, Failed) and answer.lease == 3 and answer.code == ErrorCode.WRONG_RUN
+
+
+async def test_a_term_out_of_all_reason_is_not_followed(scene: Scene) -> None:
+    """Else one peer could use up all that there are."""
+    line = await scene.lead()
+    status = await (await scene.talk(1)).ask(Lead(TERM + MAX_TERM_JUMP + 1, KEY))
+    assert isinstance(status, Status) and status.term == TERM
+    assert isinstance(await line.ask(Release(())), Status), "the one in force goes on"

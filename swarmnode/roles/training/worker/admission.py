@@ -1,0 +1,21 @@
+"""What a stage lets in: microbatches of its run and step, along routes that pass it, from who holds their lease."""
+
+from __future__ import annotations
+
+from swarmnode.codec.training_messages import Forward
+from swarmnode.errors import ErrorCode
+from swarmnode.net.interfaces import PeerId
+from swarmnode.roles.training.seal import is_sealed
+from swarmnode.swarm.records.run import Run
+
+
+def refusal_of(body: Forward, sender: PeerId, here: PeerId, run: Run, key: bytes) -> ErrorCode | None:
+    """Why a FORWARD of the term in force is not taken, or None. `key` is the term's."""
+    before = body.feeder if body.hop == 0 else body.route[body.hop - 1].peer
+    if body.run != run.id:
+        return ErrorCode.WRONG_RUN
+    if body.number >= run.microbatches or body.route[body.hop].peer != here:
+        return ErrorCode.MALFORMED
+    if sender != before or not is_sealed(key, body):
+        return ErrorCode.REFUSED
+    return None

@@ -1,0 +1,74 @@
+"""Following: whose word a stage follows, and until when. A coordinator that says nothing is gone, though its links may live."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from swarmnode.codec.training_messages import Lead
+from swarmnode.errors import PeerError, PeerLost
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.tasks import Tasks
+from swarmnode.roles.training.coordinator.answer_times import SILENCE_S
+from swarmnode.roles.training.coordinator.worker_handle import Line
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+MAX_TERM_JUMP = 1 << 32  # 65536 coordinators: one peer's word does not use all terms up
+
+
+class Following:
+    """`on_followed` hears of each coordinator that comes into force, `on_lost` when it is gone; without an error it let go."""
+
+    def __init__(self) -> None:
+        self.term = 0
+        self.key = b""  # of the seals of this term's leases
+        self.coordinator: PeerId | None = None
+        self.line: Line | None = None
+        self.on_followed: Callable[[PeerId], None] = lambda _peer: None
+        self.on_lost: Callable[[PeerId, PeerError | None], None] = lambda _peer, _error: None
+        self._silent_ticks = 0
+        self._tasks = Tasks("following")
+        self._watch: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Following {self.coordinator or 'nobody'}, term {self.term}>"
+
+    def accepts(self, line: Line, body: Lead) -> bool:
+        """Follow the sender from now on, unless one of a newer term is in force or the term is out of all reason."""
+        jumps = self.term > 0 and body.term - self.term > MAX_TERM_JUMP
+        rivals = body.term == self.term and self.coordinator not in (None, line.peer)
+        if body.term < self.term or rivals or jumps:
+            return False
+        self.term, self.key, self.coordinator, self.line = body.term, body.key, line.peer, line
+        self.heard()
+        if self._watch is None:
+            self._watch = self._tasks.spawn(self._watch_silence(), "silence")
+        self.on_followed(line.peer)
+        return True
+
+    def heard(self) -> None:
+        """The coordinator has said something."""
+        self._silent_ticks = 0
+
+    def lost(self, line: Line, error: PeerError | None) -> None:
+        """A line was cut, or (no error) its other end let go."""
+        if self.line is line:
+            peer, self.coordinator, self.line = line.peer, None, None
+            self.on_lost(peer, error)
+
+    async def _watch_silence(self) -> None:
+        """Counts ticks, not seconds: while this process is suspended nothing can be heard."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._silent_ticks += 1
+            line = self.line
+            if line is not None and self._silent_ticks * TICK_S >= SILENCE_S:
+                log.warning("coordinator %s says nothing any more", line.peer)
+                self.lost(line, PeerLost(f"coordinator {line.peer} says nothing for {SILENCE_S:.0f} s", peer=line.peer))
+                line.close()
+
+    async def close(self) -> None:
+        await self._tasks.close()
