@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 
 class VectorSegment(Segment):
-    """Units of one long parameter each; nothing goes through them."""
+    """Units of one long matrix each; nothing goes through them."""
 
     start = 0
 
     def __init__(self, elements: int, units: int = 1) -> None:
         self.end = self.units = units
         self.device = torch.device("cpu")
-        self._parameters = {unit: {"weight": nn.Parameter(torch.zeros(elements))} for unit in range(units)}
+        self._parameters = {unit: {"weight": nn.Parameter(torch.zeros(1, elements))} for unit in range(units)}
 
     def parameters(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
         return self._parameters
