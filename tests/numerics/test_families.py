@@ -45,7 +45,7 @@ class Pipeline:
         for runner in self.runners:
             results = runner.run(works)
             works = [
-                StepInput(work.session_id, result.output, work.want)
+                StepInput(work.session_id, result.output, work.want, truncate_to=work.truncate_to)
                 for work, result in zip(works, results, strict=True)
             ]
         return [result.output for result in results]
@@ -127,6 +127,19 @@ def test_split_equals_whole(family: tuple[Any, Path]) -> None:
         expected = whole_generate(model, prompt)
         assert difference(together[length][1], expected[1]) < TOLERANCE
         assert torch.equal(together[length][0], expected[0])
+    assert_ragged_steps_are_exact(pipeline, model, {n: torch.cat([prompts[n], together[n][0]], 1) for n in prompts})
+
+
+def assert_ragged_steps_are_exact(pipeline: Pipeline, model: Any, texts: dict[int, torch.Tensor]) -> None:
+    """Two and one of the last tokens are taken back; one, two and two new positions go together."""
+    held = {
+        name: ids.shape[1] - 1 - taken_back for (name, ids), taken_back in zip(texts.items(), (2, 0, 1), strict=True)
+    }
+    steps = {name: texts[name][:, :count] for name, count in zip(texts, (1, 2, 2), strict=True)}
+    works = [StepInput(name, x, WANT_ALL, truncate_to=held[name]) for name, x in steps.items()]
+    for (name, x), logits in zip(steps.items(), pipeline.run(works), strict=True):
+        text = torch.cat([texts[name][:, : held[name]], x], dim=1)
+        assert difference(logits, model(text).logits[:, -x.shape[1] :]) < TOLERANCE
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])

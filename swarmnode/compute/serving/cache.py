@@ -16,7 +16,7 @@ import torch
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cache_budget import CacheBudget, Claim, OutOfCache
 from swarmnode.compute.serving.cohort import CachedSession, Cohort, regroup
-from swarmnode.compute.serving.window import MAX_LAG, Window, Windows, sliding_layers
+from swarmnode.compute.serving.window import LONGEST_SHARED, MAX_LAG, Window, Windows, sliding_layers
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.ledger import MemoryLedger
 
@@ -90,12 +90,10 @@ class CachePool:
         if length < session.floor:
             text = f"{session.length} positions can be cut down to {session.floor}, and not to {length}: windows have moved on"
             raise ProtocolError(text, code=ErrorCode.NO_SESSION)
-        cohort = session.cohort
-        if cohort is not None and len(cohort.members) > 1:
-            cohort = self._regroup([session], min(cohort.capacity, capacity_for([session], 1)))
-        if cohort is not None:
-            cohort.end = length
-        session.length = length
+        if session.cohort is not None:
+            session.cohort.truncate(session, length)
+        else:
+            session.length = length
 
     def reorder(self, session_id: Hashable, indices: Sequence[int]) -> None:
         """Row r of the session becomes what row `indices[r]` was (beam search)."""
@@ -115,6 +113,7 @@ class CachePool:
 
     def prepare(self, sessions: Sequence[CachedSession], count: int) -> Iterator[Cohort]:
         """Cohorts whose next pass is for these sessions, with room for `count` more columns; run one, then take the next.
+        Sessions may have fewer new positions than that.
 
         The sessions must use the same layers. More than one cohort comes where lengths differ so much that padding would
         cost more than another pass, or where the budget has no room for padding.
@@ -195,7 +194,7 @@ def windows_of(span: ModelSpan) -> dict[int, Window]:
 
 
 def _may_share_a_pass(cohort: Cohort, members: Sequence[CachedSession], count: int) -> bool:
-    """Whether a pass over these members may go over the whole cohort: all, or for a single step at least half of it.
+    """Whether a pass over these members may go over the whole cohort: all, or for a short step at least half of it.
 
     Who has been absent for long is left behind.
     """
@@ -203,8 +202,11 @@ def _may_share_a_pass(cohort: Cohort, members: Sequence[CachedSession], count: i
         return False
     if len(members) == len(cohort.members):
         return True
+    if count > LONGEST_SHARED:
+        return False
     is_most = 2 * sum(member.rows for member in members) >= cohort.rows
-    return count == 1 and is_most and max(member.lag for member in cohort.members) < MAX_LAG
+    present = set(members)
+    return is_most and all(member.lag + count <= MAX_LAG for member in cohort.members if member not in present)
 
 
 def partition_by_length(sessions: Sequence[CachedSession]) -> list[list[CachedSession]]:

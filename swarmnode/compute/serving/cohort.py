@@ -5,8 +5,10 @@ of the whole cohort writes one column in place and copies nothing; shorter rows 
 family this is left-padded batched generation, a contract that every family keeps: with sliding windows, alibi or anything
 else that goes by distance from the newest position.
 
-Steps of sessions do not always arrive together. A pass over most members takes the absent ones along with stand-in inputs:
-their rows then lag behind the cohort's end, and are moved up to it when they come back, a copy of those rows alone.
+Steps of sessions do not always arrive together, nor are they equally long. A pass is as long as its longest step; shorter ones
+are filled up behind with stand-in inputs, and absent members consist of them. What stand-ins wrote does not count: rows then lag
+behind the cohort's end, as they do when their last positions are cut off, and are moved up to it before their next pass, a copy
+of those rows alone.
 
 Layers with a sliding window (`window.py`) keep the newest columns only: their buffers begin at a later column than 0, and the
 family's masks are told which. Columns are counted alike for all layers.
@@ -14,7 +16,7 @@ family's masks are told which. Columns are counted alike for all layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +34,8 @@ class CachedSession:
 
     `padding[r]` of the first positions of row r are left padding. `layers` are the numbers of the layers that it uses here.
     In its cohort its rows begin at `first_row` and end `lag` columns before the cohort's end. It may be cut down to `floor`
-    positions: for fewer, sliding windows do not keep what would come into sight again.
+    positions: for fewer, sliding windows do not keep what would come into sight again. What it held is `lost` where copying it
+    failed half-way.
     """
 
     def __init__(self, rows: int, max_length: int, padding: Sequence[int], layers: range) -> None:
@@ -42,6 +45,7 @@ class CachedSession:
         self.layers = layers
         self.length = 0
         self.floor = 0
+        self.lost = False
         self.cohort: Cohort | None = None
         self.first_row = 0
         self.lag = 0
@@ -126,8 +130,23 @@ class Cohort(Cache):
         for member in self.members:
             if member.lag and member in self.present:
                 self._move_up(member)
+                is_changed = True
         if is_changed:
             self.refresh_rows()
+
+    def truncate(self, member: CachedSession, length: int) -> None:
+        """Forget a member's positions from `length` on."""
+        member.lag += member.length - length
+        member.length = length
+        self._draw_in()
+
+    def _draw_in(self) -> None:
+        """End at the newest column that counts for somebody."""
+        lag = min(member.lag for member in self.members)
+        if lag:
+            self.end -= lag
+            for member in self.members:
+                member.lag -= lag
 
     def _move_up(self, member: CachedSession) -> None:
         for layer, buffers in self.buffers.items():
@@ -173,14 +192,15 @@ class Cohort(Cache):
             self._first_R1 = torch.tensor(self._first_columns, device=self.device)[:, None]
         return self._first_R1
 
-    def advance(self, count: int) -> None:
-        """The last pass wrote `count` columns: they are the present members' from now on."""
-        self.end += count
+    def advance(self, counts: Mapping[CachedSession, int]) -> None:
+        """The last pass wrote as many columns as the longest of these steps has; of them, each member's first ones count."""
+        written = max(counts.values())
+        self.end += written
         for member in self.members:
-            if member in self.present:
-                member.length += count
-            else:
-                member.lag += count
+            count = counts.get(member, 0)
+            member.length += count
+            member.lag += written - count
+        self._draw_in()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -245,11 +265,16 @@ def regroup(
     """
     cohorts = [Cohort(members, capacity, device, windows) for members, capacity in groups]
     olds = {id(old): old for cohort in cohorts for old in _cohorts_of(cohort.members)}
-    for layer in sorted({layer for old in olds.values() for layer in old.buffers}):
-        for cohort in cohorts:
-            _copy_layer(cohort, layer)
-        for old in olds.values():
-            old.buffers.pop(layer, None)
+    try:
+        for layer in sorted({layer for old in olds.values() for layer in old.buffers}):
+            for cohort in cohorts:
+                _copy_layer(cohort, layer)
+            for old in olds.values():
+                old.buffers.pop(layer, None)
+    except BaseException:  # no memory: some layers are gone from the old cohorts, and the new ones come to nothing
+        for member in (member for old in olds.values() for member in old.members):
+            member.lost = True
+        raise
     for cohort in cohorts:
         row = 0
         for member in cohort.members:

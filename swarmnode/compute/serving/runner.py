@@ -1,24 +1,28 @@
 """Runs all sessions' waiting work on one span: schedule, run, postprocess. Called from one compute thread.
 
-Decode steps (one new position) of all sessions go through the model together (continuous batching, as in Orca, OSDI 2022);
-prompts go one session at a time and in chunks, so that a long one bounds neither memory nor the others' wait.
+Short steps of all sessions (one new position, or a few: drafts) go through the model together (continuous batching, as in Orca,
+OSDI 2022); prompts go one session at a time and in chunks, so that a long one bounds neither memory nor the others' wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import logging
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from swarmnode.compute.executor import is_device_fault
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cache import CachePool
 from swarmnode.compute.serving.cohort import CachedSession, Cohort
-from swarmnode.compute.serving.window import Windows
+from swarmnode.compute.serving.window import LONGEST_SHARED, Windows
 from swarmnode.compute.throttle import Throttle
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.ledger import MemoryLedger
+
+log = logging.getLogger(__name__)
 
 WANT_NOTHING, WANT_LAST, WANT_ALL = 0, 1, 2
 
@@ -37,17 +41,30 @@ class RunnerConfig:
 
 @dataclass(frozen=True)
 class StepInput:
-    """The next positions of one session.
+    """The next positions of one session. `start`, where it is said, must be where they come to lie: behind those that are held.
 
     `x` is ids_BT (int64) where the session's range starts with the embedding, else hidden_BTH. `want` says which logits are
     needed where it ends with the head (0 none, 1 the last position's, 2 all); hidden states always come back whole.
-    `reorder`, where not empty, permutes the session's rows first.
+    First the positions from `truncate_to` on are forgotten, and `reorder`, where not empty, permutes the session's rows: both
+    stand, even where the pass then fails.
     """
 
     session_id: Hashable
     x: Tensor
     want: int = WANT_LAST
     reorder: tuple[int, ...] = ()
+    start: int | None = None
+    truncate_to: int | None = None
+
+    @property
+    def count(self) -> int:
+        """New positions."""
+        return self.x.shape[1]
+
+    @property
+    def head_positions(self) -> int:
+        """Of how many of its last positions logits are wanted."""
+        return {WANT_NOTHING: 0, WANT_LAST: 1, WANT_ALL: self.count}[self.want]
 
 
 @dataclass(frozen=True)
@@ -83,6 +100,7 @@ class StageRunner:
         self._longest_pass = min(
             (window.room for window in self.pool.windows.values()), default=config.prefill_positions
         )
+        self._longest_shared = min(LONGEST_SHARED, self._longest_pass)
         self._sessions: dict[Hashable, _Opened] = {}
 
     def __repr__(self) -> str:
@@ -137,80 +155,156 @@ class StageRunner:
         self._opened(session_id)
         self.pool.truncate(session_id, length)
 
-    @torch.inference_mode()
     def run(self, works: Sequence[StepInput]) -> list[StepOutput]:
-        """Run all works, at most one per session; results in the order of the works. Raises ProtocolError on a bad one."""
-        for work in works:
-            self._check(work)
-        if len({work.session_id for work in works}) < len(works):
-            raise ValueError("two works of one session in one run")
-        results: dict[Hashable, StepOutput] = {}
-        for batch in self._schedule(works):
-            opened, positions = self._sessions[batch[0].session_id], batch[0].x.shape[1]
-            with self._throttle.pass_over(opened.end - opened.start, positions):
-                results.update(self._run_batch(batch) if positions == 1 else self._run_prompt(batch[0]))
-        return [results[work.session_id] for work in works]
-
-    def _schedule(self, works: Sequence[StepInput]) -> list[list[StepInput]]:
-        """Works that go through the model together: decode steps over the same units; each longer one alone."""
-        together: dict[tuple[int, int], list[StepInput]] = {}
-        alone: list[list[StepInput]] = []
-        for work in works:
-            if work.reorder:
-                self.pool.reorder(work.session_id, work.reorder)
-            opened = self._sessions[work.session_id]
-            if work.x.shape[1] == 1:
-                together.setdefault((opened.start, opened.end), []).append(work)
-            else:
-                alone.append([work])
-        return [*together.values(), *alone]
-
-    def _run_batch(self, works: Sequence[StepInput]) -> dict[Hashable, StepOutput]:
-        """One new position of each session."""
-        opened = self._sessions[works[0].session_id]
-        work_of = {self._sessions[work.session_id].cached: work for work in works}
-        results: dict[Hashable, StepOutput] = {}
-        for cohort in self.pool.prepare(list(work_of), 1):
-            wants_logits = any(work_of[member].want for member in cohort.present)
-            output = self._forward(opened, cohort, _gather(cohort, work_of), keep_last=int(wants_logits))
-            for member in cohort.present:
-                session_id = work_of[member].session_id
-                results[session_id] = StepOutput(session_id, member.length - 1, output[member.row_slice])
+        """Run all works, at most one per session; results in the order of the works. Raises the first error of any of them."""
+        results = []
+        for result in self.run_each(works):
+            if isinstance(result, Exception):
+                raise result
+            results.append(result)
         return results
 
-    def _run_prompt(self, work: StepInput) -> dict[Hashable, StepOutput]:
-        """Many new positions of one session, in chunks."""
+    @torch.inference_mode()
+    def run_each(self, works: Sequence[StepInput]) -> list[StepOutput | Exception]:
+        """As `run`, with the error of a work in its place: it costs the others nothing but time.
+
+        What an input does to a pass is not always foreseen, and then the whole pass fails. Its works are tried again in halves,
+        down to each alone, so that only those fail whose fault it is: at most twice as many passes as there are works.
+        """
+        if len({work.session_id for work in works}) < len(works):
+            raise ValueError("two works of one session in one run")
+        outcomes: dict[Hashable, StepOutput | Exception] = {}
+        ready: list[StepInput] = []
+        for work in works:
+            try:
+                self._check(work)
+                self._rearrange(work)
+                ready.append(work)
+            except ProtocolError as error:
+                outcomes[work.session_id] = error
+        for together in self._schedule(ready):
+            outcomes.update(self._run_together(together))
+        return [outcomes[work.session_id] for work in works]
+
+    def _rearrange(self, work: StepInput) -> None:
+        """What comes before the pass, once however often that is tried."""
+        if work.truncate_to is not None:
+            self.pool.truncate(work.session_id, work.truncate_to)
+        if work.reorder:
+            self.pool.reorder(work.session_id, work.reorder)
+
+    def _schedule(self, works: Sequence[StepInput]) -> list[list[StepInput]]:
+        """Works that go through the model together: short steps over the same units; each longer one alone."""
+        together: dict[tuple[int, int], list[StepInput]] = {}
+        alone: list[StepInput] = []
+        for work in works:
+            opened = self._sessions[work.session_id]
+            if work.count <= self._longest_shared:
+                together.setdefault((opened.start, opened.end), []).append(work)
+            else:
+                alone.append(work)
+        groups: list[list[StepInput]] = []
+        for short in together.values():
+            longest = max(work.count for work in short)
+            fits = {work.session_id: self._room(work) >= longest for work in short}
+            groups.append([work for work in short if fits[work.session_id]])
+            alone += [work for work in short if not fits[work.session_id]]
+        return [group for group in groups if group] + [[work] for work in alone]
+
+    def _room(self, work: StepInput) -> int:
+        """How far a step may be filled up: what would lie beyond its session's last position may be beyond the model's too."""
+        cached = self._sessions[work.session_id].cached
+        return cached.max_length - cached.length
+
+    def _run_together(self, works: Sequence[StepInput]) -> dict[Hashable, StepOutput | Exception]:
+        """A few new positions of each of several sessions over the same units, or any number of one session alone."""
+        opened, longest = self._sessions[works[0].session_id], max(work.count for work in works)
+        outcomes: dict[Hashable, StepOutput | Exception] = {}
+        try:
+            with self._throttle.pass_over(opened.end - opened.start, longest):
+                if longest > self._longest_shared:
+                    outcomes[works[0].session_id] = self._run_prompt(works[0])
+                else:
+                    for result in self._run_steps(opened, works, longest):
+                        outcomes[result.session_id] = result
+        except Exception as error:
+            if is_device_fault(error):
+                raise
+            outcomes |= self._run_apart([work for work in works if work.session_id not in outcomes], error)
+        return outcomes
+
+    def _run_apart(self, failed: Sequence[StepInput], error: Exception) -> dict[Hashable, StepOutput | Exception]:
+        """After a pass that failed: each half of its works, unless it was only one or there is nothing left to go on from."""
+        if len(failed) == 1 or any(self._sessions[work.session_id].cached.lost for work in failed):
+            return {work.session_id: error for work in failed}
+        log.warning("a pass over %d sessions failed, they are tried apart", len(failed), exc_info=error)
+        middle = len(failed) // 2
+        return self._run_together(failed[:middle]) | self._run_together(failed[middle:])
+
+    def _run_steps(self, opened: _Opened, works: Sequence[StepInput], longest: int) -> Iterator[StepOutput]:
+        work_of = {self._sessions[work.session_id].cached: work for work in works}
+        for cohort in self.pool.prepare(list(work_of), longest):
+            present = {member: work_of[member] for member in cohort.members if member in cohort.present}
+            yield from self._run_cohort(opened, cohort, present)
+
+    def _run_cohort(
+        self, opened: _Opened, cohort: Cohort, works: Mapping[CachedSession, StepInput]
+    ) -> Iterator[StepOutput]:
+        """One pass. Steps are filled up behind, so what is wanted of a shorter one is not in the last columns."""
+        longest = max(work.count for work in works.values())
+        keep_last = max(longest - work.count + work.head_positions if work.want else 0 for work in works.values())
+        inputs = {member: work.x for member, work in works.items()}
+        output = self._forward(opened, cohort, inputs, keep_last=keep_last)
+        is_hidden = opened.end < self.span.family.units
+        for member, work in works.items():
+            y = output[member.row_slice]
+            end = max(0, y.shape[1] - (longest - work.count))
+            wanted = work.count if is_hidden else work.head_positions
+            yield StepOutput(work.session_id, member.length - work.count, y[:, end - wanted : end])
+
+    def _run_prompt(self, work: StepInput) -> StepOutput:
+        """Many new positions of one session, in chunks; all of them or none."""
         opened = self._sessions[work.session_id]
         start = opened.cached.length
         rows, length = work.x.shape[:2]
         chunk = max(min(self.config.prefill_positions // rows, self._longest_pass), 1)
         outputs = []
-        for begin in range(0, length, chunk):
-            x = work.x[:, begin : begin + chunk]
-            is_last = begin + chunk >= length
-            keep_last = -1 if work.want == WANT_ALL else int(work.want == WANT_LAST and is_last)
-            for cohort in self.pool.prepare([opened.cached], x.shape[1]):
-                outputs.append(self._forward(opened, cohort, x, keep_last=keep_last))
-        return {work.session_id: StepOutput(work.session_id, start, torch.cat(outputs, dim=1))}
+        try:
+            for begin in range(0, length, chunk):
+                x = work.x[:, begin : begin + chunk]
+                is_last = begin + chunk >= length
+                keep_last = -1 if work.want == WANT_ALL else int(work.want == WANT_LAST and is_last)
+                for cohort in self.pool.prepare([opened.cached], x.shape[1]):
+                    output = self._forward(opened, cohort, {opened.cached: x}, keep_last=keep_last)
+                    outputs.append(output[opened.cached.row_slice])
+        except Exception:
+            self.pool.truncate(work.session_id, start)
+            raise
+        return StepOutput(work.session_id, start, torch.cat(outputs, dim=1))
 
-    def _forward(self, opened: _Opened, cohort: Cohort, x: Tensor, *, keep_last: int) -> Tensor:
+    def _forward(
+        self, opened: _Opened, cohort: Cohort, inputs: Mapping[CachedSession, Tensor], *, keep_last: int
+    ) -> Tensor:
         """One pass of a cohort, which advances it."""
-        count = x.shape[1]
+        counts = {member: x.shape[1] for member, x in inputs.items()}
+        longest = max(counts.values())
         output = self.span.forward(
-            x.to(self.span.device),
+            _gather(cohort, inputs, longest).to(self.span.device),
             cache=cohort,
-            attention_mask=cohort.attention_mask(count),
-            position_ids=cohort.position_ids(count),
+            attention_mask=cohort.attention_mask(longest),
+            position_ids=cohort.position_ids(longest),
             keep_last=keep_last,
             start=opened.start,
             end=opened.end,
         )
-        cohort.advance(count)
+        cohort.advance(counts)
         return output
 
     def _check(self, work: StepInput) -> None:
         opened = self._opened(work.session_id)
         cached, shape = opened.cached, work.x.shape
+        if cached.lost:
+            raise ProtocolError("the session's cache was lost for want of memory", code=ErrorCode.INTERNAL)
         if opened.start == 0:
             if len(shape) != 2 or work.x.is_floating_point():
                 raise ProtocolError(f"token ids of shape (rows, T) are needed, not {work.x.dtype} {tuple(shape)}")
@@ -220,7 +314,10 @@ class StageRunner:
             )
         if shape[0] != cached.rows or shape[1] < 1:
             raise ProtocolError(f"the session has {cached.rows} rows, the input is {tuple(shape)}")
-        if cached.length + shape[1] > cached.max_length:
+        start = cached.length if work.truncate_to is None else work.truncate_to
+        if not 0 <= start <= cached.length or work.start not in (None, start):
+            raise ProtocolError(f"{cached.length} positions are held: position {work.start} is not the next")
+        if start + shape[1] > cached.max_length:
             raise ProtocolError(f"the session ends at position {cached.max_length}", code=ErrorCode.TOO_LARGE)
         if opened.start == 0 and not bool(((work.x >= 0) & (work.x < self.span.vocab_size)).all()):
             raise ProtocolError(f"token ids must lie in [0, {self.span.vocab_size})")
@@ -234,17 +331,18 @@ class StageRunner:
             raise ProtocolError("no such session", code=ErrorCode.NO_SESSION) from None
 
 
-def _gather(cohort: Cohort, work_of: Mapping[CachedSession, StepInput]) -> Tensor:
-    """The inputs of all rows of a cohort; rows of absent members repeat another's."""
+def _gather(cohort: Cohort, inputs: Mapping[CachedSession, Tensor], longest: int) -> Tensor:
+    """The inputs of all rows of a cohort, each filled up to the longest; rows of absent members repeat another's."""
     if len(cohort.members) == 1:
-        return work_of[cohort.members[0]].x
-    stand_in = next(iter(work_of.values())).x[:1]
-    return torch.cat(
-        [
-            work_of[member].x if member in cohort.present else stand_in.repeat_interleave(member.rows, dim=0)
-            for member in cohort.members
-        ]
-    )
+        return inputs[cohort.members[0]]
+    stand_in = next(iter(inputs.values()))[:1, -1:]
+    rows = []
+    for member in cohort.members:
+        x = inputs[member] if member in inputs else stand_in.repeat_interleave(member.rows, dim=0)
+        if x.shape[1] < longest:
+            x = torch.cat([x, x[:, -1:].repeat_interleave(longest - x.shape[1], dim=1)], dim=1)
+        rows.append(x)
+    return torch.cat(rows)
 
 
 def is_finite(tensor: Tensor) -> bool:

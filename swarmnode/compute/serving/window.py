@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_LAG = 16  # steps that a cohort goes on with a stand-in for an absent member
+LONGEST_SHARED = 8  # positions of a step that goes together with others: all are filled up to the longest
 ROLLBACK = 48  # positions that a session may always go back
 ROOM = 256
 SLIDING = "sliding_attention"

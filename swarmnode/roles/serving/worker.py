@@ -28,7 +28,8 @@ from swarmnode.compute.executor import Executor, Urgency, WorkItem, is_device_fa
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, StepInput, is_finite
 from swarmnode.compute.serving.runner import StepOutput as Output
 from swarmnode.compute.serving.sampling import sample
-from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.compute.serving.window import LONGEST_SHARED
+from swarmnode.errors import ErrorCode, LocalError, ProtocolError
 from swarmnode.net.interfaces import Buffer
 from swarmnode.plan.view import Span
 from swarmnode.roles.measuring.meters import DECODE, FORWARD, PREFILL, SERVE, StageMeter
@@ -139,8 +140,8 @@ class _Batch(WorkItem):
 class Worker:
     """What sessions want computed on one span: a source of work for the device's executor.
 
-    A decode step is a job of one position; steps of all sessions that wait are run together. Prompt chunks (longer jobs)
-    are run one at a time, in turn with the decode steps, so that neither starves the other.
+    A decode step is a job of one position; these and what else is short, of all sessions that wait, are run together. Prompt
+    chunks (longer jobs) are run one at a time, in turn with the steps, so that neither starves the other.
     """
 
     def __init__(self, runner: StageRunner, executor: Executor, *, chunk_tokens: int = 256) -> None:
@@ -197,7 +198,7 @@ class Worker:
         self._waiting.setdefault(item.session, deque()).append(item)
 
     def take(self) -> WorkItem | None:
-        """All waiting decode steps, or one prompt chunk."""
+        """All waiting steps, or one prompt chunk."""
         jobs = self._schedule()
         return _Batch(jobs, self._run) if jobs else None
 
@@ -210,11 +211,11 @@ class Worker:
         self._executor.post(_deliver, batch, results, Pass(self._executor.began_s, self._executor.clock(), len(batch)))
 
     def _schedule(self) -> list[Job]:
-        """Either all waiting decode steps, or one prompt chunk; in turn where both wait."""
+        """Either all sessions for which little waits, or one prompt chunk; in turn where both wait."""
         steps: list[int] = []
         prompts: list[int] = []
         for session, jobs in self._waiting.items():
-            (steps if jobs[0].count == 1 and len(jobs) == 1 else prompts).append(session)
+            (steps if sum(job.count for job in jobs) <= LONGEST_SHARED else prompts).append(session)
         if prompts and (self._prefill_next or not steps):
             self._prefill_next = False
             return [self._take(prompts[0])]
@@ -241,32 +242,40 @@ class Worker:
                 ready.append(job)
             except ProtocolError as error:
                 failed[id(job)] = JobResult(error=error.code, bad_input=True)
-        try:
-            outputs = self._pass(batch[0].phase, works) if works else []
-            done = {id(job): self._encode(job, result.output) for job, result in zip(ready, outputs, strict=True)}
-        except Exception as error:
-            if is_device_fault(error):
-                raise
-            log.exception("a pass over %d jobs failed", len(works))
-            done = {id(job): JobResult(error=ErrorCode.INTERNAL) for job in ready}
+            except Exception as error:
+                failed[id(job)] = _failure(job, error)
+        outcomes = self._pass(works) if works else []
+        done = {id(job): self._finish(job, outcome) for job, outcome in zip(ready, outcomes, strict=True)}
         self.steps += 1
         self.positions += sum(job.count for job in ready)
         for job in ready:
             self.meter.note_hop(job.phase, job.submitted_s)
         return [failed.get(id(job)) or done[id(job)] for job in batch]
 
-    def _pass(self, phase: str, works: Sequence[StepInput]) -> list[Output]:
-        tokens = [work.x.shape[0] * work.x.shape[1] for work in works]
+    def _pass(self, works: Sequence[StepInput]) -> list[Output | Exception]:
+        phase = DECODE if len(works) > 1 or works[0].count == 1 else PREFILL
+        tokens = [work.x.shape[0] * work.count for work in works]
         units = [self.runner.units(work.session_id) for work in works]
         unit_tokens = sum(map(operator.mul, tokens, units))
         with self.meter.passing(phase, microbatches=len(works), tokens=sum(tokens), unit_tokens=unit_tokens):
             began_s = self._executor.clock()
-            outputs = self.runner.run(works)
-            if len(works) == 1:
-                self.on_lone_pass(phase, works[0].x.shape[1], units[0], self._executor.clock() - began_s)
-        return outputs
+            outcomes = self.runner.run_each(works)
+            if len(works) == 1 and not isinstance(outcomes[0], Exception):
+                self.on_lone_pass(phase, works[0].count, units[0], self._executor.clock() - began_s)
+        return outcomes
+
+    def _finish(self, job: Job, outcome: Output | Exception) -> JobResult:
+        """What came of a job in a pass; its own error is nobody else's."""
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            return self._encode(job, outcome.output)
+        except Exception as error:
+            return _failure(job, error)
 
     def _decode(self, job: Job) -> StepInput:
+        if job.session not in self.runner:
+            raise LocalError("its cache could not be opened")
         # The session has checked the shapes: whatever the codec, no payload makes more than they say.
         tensors = [decode(info, payload, device=self.runner.span.device) for info, payload in job.parts]
         x = (tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1))[:, job.skip :]
@@ -278,7 +287,7 @@ class Worker:
             raise ProtocolError("a token id is not in the vocabulary", code=ErrorCode.INVALID_REQUEST)
         wanted = _wanted(job)
         want = WANT_NOTHING if wanted == 0 else WANT_LAST if wanted == 1 else WANT_ALL
-        return StepInput(job.session, x, want=want, reorder=job.reorder)
+        return StepInput(job.session, x, want=want, reorder=job.reorder, start=job.start)
 
     def _encode(self, job: Job, y: torch.Tensor) -> JobResult:
         """`y` is hidden_BTH, or at the last hop logits_BKV (hidden_BTH where the client holds the head)."""
@@ -296,6 +305,14 @@ class Worker:
         first = job.end - wanted + 1  # logits at p draw the token at p + 1
         tokens = ((first + column, sample(y[:, column], then.sampling, first + column)) for column in range(wanted))
         return JobResult(tokens=tuple((position, tuple(ids_B.tolist())) for position, ids_B in tokens))
+
+
+def _failure(job: Job, error: Exception) -> JobResult:
+    """What a session hears of an error of this node's own. Raises one that all must hear of."""
+    if is_device_fault(error):
+        raise error
+    log.error("session %d failed at position %d", job.session, job.start, exc_info=error)
+    return JobResult(error=ErrorCode.INTERNAL)
 
 
 def _wanted(job: Job) -> int:

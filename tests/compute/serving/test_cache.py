@@ -28,7 +28,7 @@ def fill(pool: CachePool, session: CachedSession, count: int, value: float) -> N
     states = torch.full((session.rows, 2, count, 16), value)
     for layer in LAYERS:
         cohort.update(states, -states, layer)
-    cohort.advance(count)
+    cohort.advance({session: count})
 
 
 def columns(session: CachedSession, layer: int = 1) -> torch.Tensor:
@@ -78,7 +78,7 @@ def step(pool: CachePool, sessions: list[CachedSession], value: float) -> Cohort
     for layer in LAYERS:
         states = torch.full((cohort.rows, 2, 1, 16), value)
         cohort.update(states, -states, layer)
-    cohort.advance(1)
+    cohort.advance(dict.fromkeys(cohort.present, 1))
     return cohort
 
 
@@ -137,7 +137,7 @@ def test_the_budget_holds_whatever_happens(span):
             states = torch.ones(cohort.rows, 2, 1, 16)
             for layer in LAYERS:
                 cohort.update(states, -states, layer)
-            cohort.advance(1)
+            cohort.advance(dict.fromkeys(cohort.present, 1))
             assert pool.allocated_bytes <= pool.budget.limit_bytes
     pool.close("a")
     assert open_session(pool, "d", 200)

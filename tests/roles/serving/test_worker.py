@@ -30,7 +30,8 @@ class EchoRunner:
             start=0, end=2, vocab_size=100, device=torch.device("cpu"), dtype=torch.float32
         )
         self.act: Callable[[Sequence[StepInput]], object] = lambda _works: None
-        self.opened: set[object] = set()
+        self.opened: set[object] = set(range(10))
+        self.fails: dict[object, Exception] = {}
 
     def open(self, session: object, **_reservation: object) -> None:
         self.opened.add(session)
@@ -41,9 +42,15 @@ class EchoRunner:
     def units(self, _session: object) -> int:
         return 2
 
-    def run(self, works: Sequence[StepInput]) -> list[Output]:
+    def __contains__(self, session: object) -> bool:
+        return session in self.opened
+
+    def run_each(self, works: Sequence[StepInput]) -> list[Output | Exception]:
         self.act(works)
-        return [Output(work.session_id, 0, work.x[..., None].float()) for work in works]
+        return [self._run(work) for work in works]
+
+    def _run(self, work: StepInput) -> Output | Exception:
+        return self.fails.get(work.session_id) or Output(work.session_id, 0, work.x[..., None].float())
 
 
 class Desk:
@@ -84,8 +91,8 @@ async def test_steps_that_wait_go_together_and_prompts_alone(desk: Desk) -> None
     desk.runner.act = lambda works: passes.append([work.session_id for work in works])
     held = desk.worker.call(go.wait)
     for session in range(3):
-        desk.submit(session, session)
-    desk.submit(7, 1, 2, 3)
+        desk.submit(session, session, session)
+    desk.submit(7, *range(20))
     go.set()
     await held
     assert {session: result.error for session, result in (await desk.next(4)).items()} == dict.fromkeys((0, 1, 2, 7))
@@ -102,6 +109,20 @@ async def test_a_bad_id_fails_alone(desk: Desk) -> None:
     results = await desk.next(2)
     assert results[0].error is None
     assert results[1].error == ErrorCode.INVALID_REQUEST and results[1].bad_input
+
+
+async def test_who_fails_in_a_pass_fails_alone(desk: Desk) -> None:
+    go = threading.Event()
+    desk.runner.fails = {1: IndexError("beyond the table")}
+    desk.runner.opened.remove(2)
+    held = desk.worker.call(go.wait)
+    for session in range(4):
+        desk.submit(session, session)
+    go.set()
+    await held
+    errors = {session: result.error for session, result in (await desk.next(4)).items()}
+    assert errors == {0: None, 1: ErrorCode.INTERNAL, 2: ErrorCode.INTERNAL, 3: None}
+    assert not desk.executor.died.done()
 
 
 def fault() -> None:
