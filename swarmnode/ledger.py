@@ -90,6 +90,7 @@ class MemoryLedger:
         """What Prometheus may know of it."""
         for account, size_bytes in self.accounts().items():
             yield Reading(table.MEMORY_RESERVED, size_bytes, (self.name, account.value))
+        yield Reading(table.MEMORY_PEAK, self.peak_bytes, (self.name,))
         yield Reading(table.MEMORY_LIMIT, self._limit_bytes or 0, (self.name,))
 
     def reserve(self, account: Account, size_bytes: int) -> Reservation:

@@ -34,6 +34,7 @@ MEMORY_RESERVED = _gauge(
     "place",
     "account",
 )
+MEMORY_PEAK = _gauge("memory_peak_bytes", "The most that a ledger had promised at once so far.", "place")
 MEMORY_LIMIT = _gauge("memory_limit_bytes", "What a ledger may promise in all; 0 where it has no limit.", "place")
 
 # The swarm as this peer sees it

@@ -20,9 +20,10 @@ from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.linear import speed_up_linears
 from swarmnode.compute.model.quantize import Quantization, quantize_layers
 from swarmnode.compute.model.stack import Stack
-from swarmnode.compute.packed import packed_bytes
+from swarmnode.compute.packed import PackedLinear, packed_bytes
 from swarmnode.errors import LocalError
 
+WIDTHS, WIDEST, LOGITS = 6, 3, 2  # tensors at once in a pass: of the hidden size, of a layer's widest, of logits
 Progress = Callable[[str, int, int], None]
 """(what, done, total): called while something long goes on."""
 
@@ -106,6 +107,17 @@ class ModelSpan:
         """KV cache of one token of one row, over all layers of the span."""
         elements = sum(self.family.cache_elements_per_token(unit) for unit in range(self.start, self.end))
         return elements * self.dtype.itemsize
+
+    def pass_bytes(self, positions: int, rows: int) -> int:
+        """About what one pass over so many positions (of all rows) takes besides caches: a layer's values, and the rows' logits."""
+        values = positions * (WIDTHS * self.hidden_size + WIDEST * self._widest())
+        return 4 * (values + (LOGITS * rows * self.vocab_size if self.has_head else 0))  # float32, or as much
+
+    def _widest(self) -> int:
+        """The most that a layer makes of one position."""
+        shapes = [tuple(p.shape) for p in self.stack.parameters() if p.dim() == 2]
+        shapes += [(m.out_features, m.in_features) for m in self.stack.modules() if isinstance(m, PackedLinear)]
+        return max((max(shape) for shape in shapes), default=self.hidden_size)
 
     def layers_of(self, start: int, end: int) -> range:
         """Numbers of the layers among units [start, end)."""

@@ -21,7 +21,6 @@ from swarmnode.compute.memory import (
     cache_tokens_that_fit,
     describe_fit,
     format_bytes,
-    reserve_bytes,
     training_sizes,
     unit_sizes,
     units_that_fit,
@@ -44,6 +43,7 @@ from swarmnode.roles.serving.server import StageServer
 from swarmnode.roles.serving.worker import Worker
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAX_BATCH = 64  # rows of a pass that the ledger counts with
 MEMORY_SHARE = 0.8  # of what is free: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
 
@@ -252,7 +252,7 @@ class ServingStage:
         weights: Reservation | None = None,
     ) -> ServingStage:
         """Serve a span that is loaded, and whose `weights` are in the ledger, if they are its own. Raises ExecutorDied."""
-        passes = hardware.ledger.count(Account.ACTIVATIONS, reserve_bytes(hardware.memory_bytes) // 2)
+        passes = hardware.ledger.count(Account.ACTIVATIONS, span.pass_bytes(RunnerConfig.prefill_positions, MAX_BATCH))
         per_token = max(1, span.cache_bytes_per_token)
         throttle = Throttle(hardware.config.throttle_units_per_s or math.inf)
         cache_bytes = hardware.cache_tokens(Units(span.start, span.end)) * per_token

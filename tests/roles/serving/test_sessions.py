@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -211,3 +212,20 @@ async def test_an_input_that_breaks_the_rules_ends_its_session(
     await settle()
     assert heard == [Ready(0), Error(code)]
     assert swarm.loads == [0]
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["first", "last"])
+@in_virtual_time
+async def test_a_long_text_goes_on_where_a_hop_died(index: int) -> None:
+    """Three quarters through 1,600 positions: a spare takes the place within the time of a prefill, and the text is the same."""
+    swarm = await ToySwarm.start((0, 2), (2, 4), (0, 2), (2, 4), cache_bytes=100_000)
+    swarm.config = replace(swarm.config, prompt_chunk_tokens=128)
+    prompt, new = [(7 * position) % 90 for position in range(1100)], 500
+    stream = swarm.ring(prompt, new)
+    tokens = []
+    async for token in stream:
+        tokens.append(token)
+        if len(tokens) == 100:
+            swarm.world.kill(swarm.volunteers[index].peer)
+    assert tokens == expected(prompt, new)
+    assert stream.result.longest_stall_s < 5.0
