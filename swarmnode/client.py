@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from swarmnode.codec.trace_messages import Trace
 from swarmnode.config import ClientConfig
-from swarmnode.errors import PeerError, UsageError
+from swarmnode.errors import UsageError
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
@@ -96,7 +96,7 @@ class SwarmClient:
             SESSION_PROTOCOL,
             host.hello,
             host.link_config,
-            on_peer_lost=self._on_peer_lost,
+            on_peer_lost=host.lost_neighbour,
         )
         self._meter = ClientMeter()
         self._tokenizer: Tokenizer | ByteTokenizer | None = None
@@ -105,10 +105,6 @@ class SwarmClient:
 
     def __repr__(self) -> str:
         return f"<SwarmClient {self._host!r}>"
-
-    def _on_peer_lost(self, error: PeerError) -> None:
-        if error.peer is not None:
-            self._host.directory.suspect(error.peer, error.code.name)
 
     @classmethod
     async def join(

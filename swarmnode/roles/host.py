@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.codec.messages import VERSION, Hello
-from swarmnode.errors import NetworkDown, PeerError
+from swarmnode.errors import NetworkDown, PeerError, PeerRefused
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.addressing.addresses import is_loopback, is_public, is_relayed, peer_of, without_peer
@@ -310,6 +310,12 @@ class Host:
 
     def _manifest_sources(self) -> Sequence[PeerId]:
         return list(dict.fromkeys([*self._others(), *self.bootstraps()]))
+
+    def lost_neighbour(self, error: PeerError) -> None:
+        """A link ended by the peer's fault: routing and placement learn of it at once, here and only here. Who refused us is
+        there, and did no wrong."""
+        if error.peer is not None and not isinstance(error, PeerRefused):
+            self.directory.suspect(error.peer, error.code.name)
 
     def readings(self) -> Readings:
         """What Prometheus may know of the swarm as this peer sees it."""

@@ -7,6 +7,7 @@ every unit: one position too many, too few or twice changes everything that foll
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -28,6 +29,7 @@ from swarmnode.plan.view import Span
 from swarmnode.roles.measuring.meters import SERVE, ClientMeter, StageMeter
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.serving.client import SESSION_PROTOCOL, Route, Router
+from swarmnode.roles.serving.compute_watch import Running
 from swarmnode.roles.serving.generation import GenerateOptions, RingStream
 from swarmnode.roles.serving.server import StageServer
 from swarmnode.roles.serving.worker import ForwardHidden, Job, JobResult, Pass, Sample
@@ -91,6 +93,11 @@ class ToyWorker:
 
     def forget(self, key: int) -> None:
         del self.caches[key], self.lengths[key]
+
+    @property
+    def running(self) -> Running:
+        """Whatever it does, it has been doing."""
+        return Running(math.inf, serving=True)
 
     @property
     def queued(self) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarmnode.codec.frames import Frame
@@ -25,8 +26,11 @@ from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.measuring.trace_log import SessionTrace, TraceLog
 from swarmnode.roles.measuring.trace_server import TraceServer
 from swarmnode.roles.serving.client import SESSION_PROTOCOL
+from swarmnode.roles.serving.compute_watch import ComputeWatch
 from swarmnode.roles.serving.session import StageSession, journal_bytes, shape_of, units_of
-from swarmnode.roles.serving.worker import Job, Worker
+from swarmnode.roles.serving.worker import Job, Pass, Worker
+
+WATCH_S = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +57,8 @@ class StageServer:
         config: ServerConfig,
         link_config: LinkConfig,
         observed_latency: ObservedLatency | None = None,
+        *,
+        on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
     ) -> None:
         self.config = config
         self._network = network
@@ -64,10 +70,14 @@ class StageServer:
         self._early: OrderedDict[bytes, list[tuple[Channel, Attach]]] = OrderedDict()
         self._keys = itertools.count()
         self._refusals: Counter[ErrorCode] = Counter()
+        self._watch = ComputeWatch()
+        self._watching: asyncio.TimerHandle | None = None
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self.switchboard = Switchboard(network, SESSION_PROTOCOL, hello, link_config, accept=self._accept)
+        self.switchboard = Switchboard(
+            network, SESSION_PROTOCOL, hello, link_config, accept=self._accept, on_peer_lost=on_neighbour_lost
+        )
         self.hidden_size = self._runner.span.hidden_size
         self._position_limit = self._runner.span.position_limit  # of every session
         self.ready_timeout_s = config.ready_timeout_s
@@ -121,6 +131,8 @@ class StageServer:
 
     async def close(self) -> None:
         """Free all sessions and end all links."""
+        if self._watching is not None:
+            self._watching.cancel()
         await asyncio.gather(*(session.close() for session in list(self._sessions.values())))
         await self._trace_server.close()
         await self.switchboard.close()
@@ -128,7 +140,32 @@ class StageServer:
     # -- what sessions need
 
     def submit(self, job: Job) -> None:
+        self._watch.submitted(job.session, job.end, job.count, self._loop_s())
+        if self._watching is None:
+            self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._look_at_computing)
         self._worker.submit(job)
+
+    def computed(self, job: Job, run: Pass) -> None:
+        """A job came back from the compute thread."""
+        self._watch.computed(job.session, job.end, job.count, run.ended_s - run.began_s, self._loop_s())
+
+    def _look_at_computing(self) -> None:
+        self._watching = None
+        if self._stalled:
+            log.error("computing stands still: %r", self._worker)
+            waiting = self._watch.waiting
+            for session in [session for session in self._sessions.values() if session.key in waiting]:
+                session.stand_still()
+        if self._watch.waiting:
+            self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._look_at_computing)
+
+    @property
+    def _stalled(self) -> bool:
+        return self._watch.stalled(self._loop_s(), self._worker.running)
+
+    @staticmethod
+    def _loop_s() -> float:
+        return asyncio.get_running_loop().time()
 
     def note_fault(self, code: ErrorCode) -> None:
         """A session told its client that a hop fails."""
@@ -141,6 +178,7 @@ class StageServer:
             self._memory.pop(session.key).journal.release()
             self._promise()
             self._traces.keep(session.trace_id, session.trace)
+            self._watch.forget(session.key)
             self._worker.forget(session.key)
         if not self._sessions:
             self._idle.set()
@@ -202,6 +240,8 @@ class StageServer:
         """Reserve memory for a new session: it can then never fail half-way for want of it."""
         if self._draining:
             return Error(ErrorCode.DRAINING)
+        if self._stalled:
+            return Error(ErrorCode.BUSY, retry_s=self.config.retry_s)
         if self._position_limit is not None and body.max_length > self._position_limit:
             return Error(ErrorCode.INVALID_REQUEST)
         start, end = units_of(body)

@@ -55,6 +55,9 @@ class SessionHost(Protocol):
     def submit(self, job: Job) -> None:
         """Run it as soon as the stage comes to it; its `done` is called on the loop."""
 
+    def computed(self, job: Job, run: Pass) -> None:
+        """A job came back from the compute thread."""
+
     def note_fault(self, code: ErrorCode) -> None:
         """The session told its client that a hop fails."""
 
@@ -281,6 +284,7 @@ class StageSession:
     def _done(self, job: Job, result: JobResult, run: Pass) -> None:
         if self._freed:
             return
+        self._stage.computed(job, run)
         if result.error is not None:
             # A bad input is the fault of the hop that sent it.
             self._send_fault(max(0, self.index - 1) if result.bad_input else self.index, result.error)
@@ -357,6 +361,11 @@ class StageSession:
         self._stage.note_fault(code)
         if self._upstream is not None and self._upstream.open:
             self._upstream.send(Fault(self.epoch, index, code, retry_s))
+
+    def stand_still(self) -> None:
+        """Computing does not move here: let the client take another peer at once. What may still come of it is void."""
+        self._send_fault(self.index, ErrorCode.PEER_LOST)
+        self.free()
 
     def drain(self) -> None:
         """Tell the client that this hop is leaving; the session goes on here until the client has moved it. One that was left

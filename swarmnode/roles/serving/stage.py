@@ -272,6 +272,7 @@ class ServingStage:
                 hardware.config.server,
                 host.link_config,
                 host.observed_latency,
+                on_neighbour_lost=host.lost_neighbour,
             )
             await server.start()
         except BaseException:

@@ -33,6 +33,7 @@ from swarmnode.errors import ErrorCode, LocalError, ProtocolError
 from swarmnode.net.interfaces import Buffer
 from swarmnode.plan.view import Span
 from swarmnode.roles.measuring.meters import DECODE, FORWARD, PREFILL, SERVE, StageMeter
+from swarmnode.roles.serving.compute_watch import Running
 
 if TYPE_CHECKING:
     from swarmnode.compute.serving.runner import StageRunner
@@ -162,6 +163,12 @@ class Worker:
     def queued(self) -> int:
         """Jobs that wait."""
         return sum(len(jobs) for jobs in list(self._waiting.values()))
+
+    @property
+    def running(self) -> Running | None:
+        """What the device computes at the moment, which may be somebody else's (training, say)."""
+        item = self._executor.running
+        return None if item is None else Running(self._executor.stalled_s, isinstance(item, _Batch))
 
     async def start(self) -> None:
         """Take part in the executor's turns. Raises ExecutorDied."""

@@ -76,6 +76,7 @@ class TrainingStage:
         *,
         compressor: ActivationCompressor | None = None,
         memory: TrainingMemory | None = None,
+        on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
     ) -> None:
         self.segment = segment
         self._peer = network.peer_id
@@ -83,7 +84,9 @@ class TrainingStage:
         self.compressor = compressor or ActivationCompressor("none", ())
         self._memory = memory or TrainingMemory(MemoryLedger(), segment)
         self.bench = executor
-        self.switchboard = Switchboard(network, TRAIN_PROTOCOL, hello, link_config, accept=self._accept)
+        self.switchboard = Switchboard(
+            network, TRAIN_PROTOCOL, hello, link_config, accept=self._accept, on_peer_lost=on_neighbour_lost
+        )
         self.gate = link_config.gate
         self.following = Following()
         self.step = 0

@@ -82,6 +82,7 @@ class TrainingWorker:
             executor,
             compressor=ActivationCompressor(hardware.config.compress, host.swarm.manifest.codecs),
             memory=TrainingMemory(hardware.ledger, segment, functools.partial(estimates, checkpoint)),
+            on_neighbour_lost=host.lost_neighbour,
         )
         cache = SpeedCache(host.config.home / SPEEDS_FILE)
         conditions = replace(hardware.conditions(host.swarm.id, units.units), number_format="training")
