@@ -34,7 +34,7 @@ from swarmnode.codec.training_messages import (
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Segment
-from swarmnode.errors import ErrorCode, LocalError, NotFinite, ProtocolError, SwarmnodeError
+from swarmnode.errors import ErrorCode, LocalError, NotFinite, PeerError, ProtocolError, SwarmnodeError
 from swarmnode.ledger import MemoryLedger
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.link import LinkConfig
