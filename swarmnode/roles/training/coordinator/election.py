@@ -29,6 +29,10 @@ from swarmnode.swarm.records.announcement import State, peer_digest
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
+PASS_OVER_S = 10.0  # for whom it is to take over; then it is the next one's turn
+LET_GO_S = (
+    60.0  # the same, where a coordinator let this stage go: it leads the others, and calls us again after a pause
+)
 SETTLE_S = 0.3  # a new coordinator's LEAD may be on its way
 
 
@@ -44,6 +48,8 @@ class CoordinatorElection:
         self._clock = clock
         self._machine = Coordination()
         self._strikes = Strikes(clock)
+        self._vacant_since_s = clock()
+        self._pass_over_s = PASS_OVER_S
         self._coordinator: Coordinator | None = None
         self._tasks = Tasks("crew")
         self._changed = asyncio.Event()
@@ -54,6 +60,11 @@ class CoordinatorElection:
 
     def __repr__(self) -> str:
         return f"<CoordinatorElection of {self._stage!r}, {self._coordinator or self._machine}>"
+
+    @property
+    def phase(self) -> Phase:
+        """Where this node stands."""
+        return self._machine.phase
 
     def start(self) -> None:
         self._tasks.spawn(self._watch(), "watch")
@@ -79,7 +90,9 @@ class CoordinatorElection:
                 if self._coordinator is not None:
                     await self._directory.refresh()  # it slows down in calm times; who comes is to be useful soon
             self._changed.clear()
-            if not self._has_leader():
+            if self._has_leader():
+                self._vacant_since_s = self._clock()
+            else:
                 await self._happen(Event.DESERTED)
             if not self._has_leader() and self._is_our_turn():
                 await self._happen(Event.OUR_TURN)
@@ -92,8 +105,10 @@ class CoordinatorElection:
         return self._coordinator is not None or (coordinator is not None and self._may_lead(coordinator))
 
     def _is_our_turn(self) -> bool:
-        eldest = next(filter(self._may_lead, ready_peers(self._directory)), None)
-        return eldest == self._directory.network.peer_id
+        """Whether we are the eldest that may; who does not take over for a while is passed over, and then the next."""
+        able = list(filter(self._may_lead, ready_peers(self._directory)))
+        passed_over = int((self._clock() - self._vacant_since_s) // self._pass_over_s)
+        return self._directory.network.peer_id in able[: passed_over + 1]
 
     def _may_lead(self, peer: PeerId) -> bool:
         return self._stage.gate.may_lead(peer, ready_peers(self._directory))
@@ -151,6 +166,7 @@ class CoordinatorElection:
             self._tasks.spawn(coordinator.close(), "resign")
 
     def _lost(self, peer: PeerId, error: PeerError | None) -> None:
+        self._pass_over_s = LET_GO_S if error is None else PASS_OVER_S
         if error is not None:
             self._directory.suspect(peer, str(error))
         self._changed.set()
