@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from swarmnode.codec.trace_messages import Trace
 from swarmnode.config import ClientConfig
-from swarmnode.errors import UsageError
+from swarmnode.errors import NoRoute, UsageError
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
@@ -122,10 +122,11 @@ class SwarmClient:
             import platformdirs
 
             home = Path(platformdirs.user_data_dir("swarmnode"))
+        started_s = platform.clock.monotonic()
         host = await Host.join(swarm, HostConfig(home, looks_on=True), role="client", platform=platform)
         try:
             await host.wait_joined(min(patience_s, 15.0))
-            await host.manifest(patience_s=patience_s)
+            await host.manifest(patience_s=patience_s - (platform.clock.monotonic() - started_s))
         except BaseException:
             await host.close()
             raise
@@ -179,6 +180,7 @@ class SwarmClient:
     ) -> TextStream:
         """Generate with the ring: iterate over the result. `prompt` is text or token ids; `changes` are GenerateOptions' fields."""
         options = dataclasses.replace(options or GenerateOptions(), **changes)
+        deadline_s = self._clock() + self.config.patience_s
         tokenizer = await self._load_tokenizer()
         if isinstance(prompt, str):
             if tokenizer is None:
@@ -190,10 +192,9 @@ class SwarmClient:
         if not options.stop_ids:
             options = dataclasses.replace(options, stop_ids=await self._stop_ids())
         router = self._router(Span(0, self.units), ring=True)
-        return TextStream(
-            RingStream(self._switchboard, router, prompt, options, self.config, meter=self._meter, clock=self._clock),
-            tokenizer,
-        )
+        config = dataclasses.replace(self.config, patience_s=max(0.0, deadline_s - self._clock()))
+        ring = RingStream(self._switchboard, router, prompt, options, config, meter=self._meter, clock=self._clock)
+        return TextStream(ring, tokenizer)
 
     async def generate(
         self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any
@@ -263,9 +264,15 @@ class SwarmClient:
         return self._tokenizer
 
     async def _folder(self) -> Path:
-        """The checkpoint's small files: config and tokenizer."""
+        """The checkpoint's small files: config and tokenizer. Raises NoRoute where nobody gives them in time."""
         if self._small_files is None:
-            self._small_files = await (await self._open_weights()).small_files()
+            weights, patience_s = await self._open_weights(), self.config.patience_s
+            try:
+                self._small_files = await asyncio.wait_for(weights.small_files(), patience_s)
+            except asyncio.TimeoutError:
+                raise NoRoute(
+                    f"no peer gave the model's config and tokenizer within {patience_s:.0f} s: nobody who holds the model is here"
+                ) from None
         return self._small_files
 
     async def _limits(self) -> ModelLimits:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,10 @@ def generate(
 
     async def produce(stop: asyncio.Event) -> dict[str, Any] | None:
         loaded = load_swarm(swarm, default_home(home))
+        started_s = time.monotonic()
         client = await SwarmClient.join(loaded, home=default_home(home), patience_s=patience, trust=trusted)
+        waited_s = time.monotonic() - started_s
+        client.config = dataclasses.replace(client.config, patience_s=max(1.0, patience - waited_s))
         try:
             async with watch.over(loaded.name, client.readings):
                 return await unless_stopped(_produce(client, tokens or prompt, options, stream=not as_json), stop)

@@ -159,7 +159,7 @@ class ClientSession:
         self._faults: asyncio.Queue[tuple[int, int, PeerError]] = asyncio.Queue()
         self._blame = Blame(clock, avoid_s=config.avoid_s)
         self._last_progress_s = clock()
-        self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}")
+        self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}", on_crash=self._crashed)
         self._log = logging.LoggerAdapter(log, {"trace": self.trace_id.hex()})
 
     def __repr__(self) -> str:
@@ -236,6 +236,12 @@ class ClientSession:
         self._received.put_nowait(Received(position, output, payload))
 
     # -- faults
+
+    def _crashed(self, error: BaseException) -> None:
+        """Nobody mends the session any more: whoever waits for an output is told."""
+        self._received.put_nowait(
+            SwarmnodeError(f"the session ended by a bug of this client: {error!r}; its log says where")
+        )
 
     def _fault(self, epoch: int, index: int, error: PeerError) -> None:
         if epoch == self.epoch:

@@ -105,7 +105,7 @@ class StageSession:
         self._ring: Channel | None = None
         self._ahead: dict[int, int] = {}  # tokens by position that wait for the ones before them
         self._output_stream = OutputStream()
-        self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}")
+        self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}", on_crash=self._crashed)
         self._log = logging.LoggerAdapter(log, {"trace": self.trace_id.hex()})
         self._orphaned: asyncio.TimerHandle | None = None
         self._freed = False
@@ -361,6 +361,11 @@ class StageSession:
         self._stage.note_fault(code)
         if self._upstream is not None and self._upstream.open:
             self._upstream.send(Fault(self.epoch, index, code, retry_s))
+
+    def _crashed(self, _error: BaseException) -> None:
+        """A task of ours died of what nobody expected (it is logged): the client is to go elsewhere, not to wait."""
+        self._send_fault(self.index, ErrorCode.INTERNAL)
+        self.free()
 
     def stand_still(self) -> None:
         """Computing does not move here: let the client take another peer at once. What may still come of it is void."""

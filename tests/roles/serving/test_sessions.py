@@ -10,7 +10,8 @@ import pytest
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, Error, HopSpec, Mode, Open, Ready, Want
 from swarmnode.config import ServerConfig
-from swarmnode.errors import Busy, ErrorCode, NoRoute
+from swarmnode.errors import Busy, ErrorCode, NoRoute, SwarmnodeError
+from swarmnode.net.interfaces import Stream
 from swarmnode.roles.serving.client import ClientSession, SessionSpec, ids_entry
 from tests.net.virtual import in_virtual_time
 from tests.roles.toy_swarm import ToySwarm, expected, unpack
@@ -229,3 +230,28 @@ async def test_a_long_text_goes_on_where_a_hop_died(index: int) -> None:
             swarm.world.kill(swarm.volunteers[index].peer)
     assert tokens == expected(prompt, new)
     assert stream.result.longest_stall_s < 5.0
+
+
+@in_virtual_time
+async def test_a_bug_in_a_hop_is_told_to_the_client_and_another_hop_goes_on() -> None:
+    swarm = await ToySwarm.start(*THREE, *THREE)
+
+    async def buggy(*_arguments: object, **_named: object) -> Stream:
+        raise ZeroDivisionError("a bug, as nobody expected it")
+
+    swarm.volunteers[0].network.open = buggy  # type: ignore[method-assign]
+    stream = swarm.ring(PROMPT, 8)
+    assert [token async for token in stream] == expected(PROMPT, 8)
+    assert stream.result.route[0].peer == swarm.volunteers[3].peer
+    assert swarm.router.suspected == [swarm.volunteers[0].peer], "where it failed another one did the same work"
+
+
+@in_virtual_time
+async def test_a_bug_in_the_client_ends_its_session_with_a_sentence() -> None:
+    swarm = await ToySwarm.start(*THREE, *THREE)
+    stream = swarm.ring(PROMPT, 30)
+    with pytest.raises(SwarmnodeError, match="bug of this client"):
+        async for _ in stream:
+            if len(stream.result.ids) == 4:
+                swarm.router.suspected = None  # type: ignore[assignment]  # the router fails of what nobody expected
+                swarm.world.kill(swarm.volunteers[1].peer)

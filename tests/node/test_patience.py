@@ -1,0 +1,31 @@
+"""A client's patience holds for everything that it waits for together, and ends with a sentence."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from swarmnode.client import SwarmClient
+from swarmnode.errors import NoRoute
+from swarmnode.swarm.storage.swarmfile import load_swarm
+from tests.net.virtual import in_virtual_time
+from tests.node.conftest import PROMPT, Founded
+from tests.node.virtual_swarm import VirtualSwarm
+
+
+@in_virtual_time
+async def test_nobody_who_holds_the_model_is_told_in_time(founded: Founded, tmp_path: Path) -> None:
+    async with VirtualSwarm(tmp_path) as swarm:
+        founded.into(swarm)
+        await swarm.bootstrap()
+        home, loop = swarm.folder / "client", asyncio.get_running_loop()
+        client = await SwarmClient.join(load_swarm(swarm.file), home=home, patience_s=6.0, platform=swarm.platform())
+        try:
+            began_s = loop.time()
+            with pytest.raises(NoRoute, match="hold"):
+                await client.generate(PROMPT, max_new_tokens=2)
+            assert loop.time() - began_s <= 6.0 + 1.5
+        finally:
+            await client.close()
