@@ -46,10 +46,6 @@ FORBIDDEN = {  # top-level package -> rooms that may not import it at all
     "pickle": set(LEVEL),
 }
 
-TYPES_OF_A_WHOLE = {  # part -> the whole that it belongs to, whose type alone it imports
-    "swarmnode.roles.training.worker.microbatch_in_flight": {"swarmnode.roles.training.worker.stage"},
-}
-
 
 def modules() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.name != "__init__.py")
@@ -115,7 +111,7 @@ def test_rooms_are_there() -> None:
 def test_no_files_import_one_another() -> None:
     """When they are loaded or for their types. What a function imports when it is called is not counted."""
     names = {dotted(path): path for path in PACKAGE.rglob("*.py")}
-    imported = {name: modules_imported(path, names) - TYPES_OF_A_WHOLE.get(name, set()) for name, path in names.items()}
+    imported = {name: modules_imported(path, names) for name, path in names.items()}
     order = TopologicalSorter(imported)
     try:
         order.prepare()

@@ -151,7 +151,8 @@ class _Estimator:
         gradients = [torch.empty_like(root) for root in roots]
         with WorkCounter() as counter:
             torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
-        return counter.work
+        work: ComputeWork = counter.work
+        return work
 
     def _sums(self, node: OperatorCall) -> ComputeWork:
         """Adding a gradient to what is there already: a weight's accumulator, or another user's of the value."""

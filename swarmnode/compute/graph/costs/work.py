@@ -72,7 +72,7 @@ class WorkCounter(TorchDispatchMode):
     """Counts what is dispatched while it is entered. Meant for fake tensors, which cost nothing."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.amounts: dict[str, float] = {}
 
     @property
@@ -111,8 +111,9 @@ class WorkCounter(TorchDispatchMode):
 def attention_flops(args: Any, *, is_backward: bool) -> float:
     """Of fused attention of query_BHTD over key_BHSD: two products forward, five backward (the weights are computed again)."""
     query, key, value = args[1:4] if is_backward else args[:3]
-    pairs = 2.0 * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-    key_width, value_width = query.shape[3], value.shape[3]
+    pairs: float = 2.0 * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    key_width: int = query.shape[3]
+    value_width: int = value.shape[3]
     return pairs * (3 * key_width + 2 * value_width if is_backward else key_width + value_width)
 
 

@@ -172,7 +172,8 @@ class _Reader:
     def _argument(self, argument: Any, node: Any) -> Argument:
         if isinstance(argument, list | tuple):
             return [self._atom(item, node) for item in argument]
-        return self._atom(argument, node)
+        atom: Argument = self._atom(argument, node)
+        return atom
 
     def _atom(self, value: Any, node: Any) -> Any:
         if isinstance(value, torch.fx.Node) and value in self.refs:

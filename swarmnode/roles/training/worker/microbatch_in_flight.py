@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 from torch import Tensor
@@ -19,22 +19,49 @@ from swarmnode.codec.body import MAX_ROUTE_HOPS
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Fault
 from swarmnode.codec.training_messages import Backward, Forward
-from swarmnode.compute.executor import Urgency
+from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Channel
+from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.roles.measuring.meters import BACKWARD, FORWARD
 from swarmnode.roles.training.coordinator.answer_times import CLEANUP
+from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
+from swarmnode.roles.training.worker.meter import TrainingMeter
+from swarmnode.roles.training.worker.unit_time import UnitTime
 from swarmnode.roles.training.worker.values import Encoded, decode_values
-
-if TYPE_CHECKING:
-    from swarmnode.roles.training.worker.stage import TrainingStage
+from swarmnode.swarm.records.run import Run
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LONGEST_S = 3600.0  # whatever a lease says
 URGENCY = {FORWARD: Urgency.FORWARD, BACKWARD: Urgency.BACKWARD}
+
+
+class MicrobatchStage(Protocol):
+    """What a microbatch needs of the stage that it is at (`stage.py`)."""
+
+    bench: Executor
+    switchboard: Switchboard
+    compressor: ActivationCompressor
+    meter: TrainingMeter
+    unit_time: UnitTime
+    run: Run | None
+
+    @property
+    def learner(self) -> Learner:
+        """Of the run in force."""
+        ...
+
+    def note_loss(self, number: int, loss: float) -> None:
+        """A microbatch has been through the whole model."""
+
+    def blame(self, error: NotFinite) -> None:
+        """A unit met NaN."""
+
+    def ended(self, microbatch: MicrobatchInFlight) -> None:
+        """It is over, in whatever way."""
 
 
 def place_of(body: Forward) -> int:
@@ -50,7 +77,7 @@ def patience_s(body: Forward) -> float:
 class MicrobatchInFlight:
     """`run` lives its whole life; `cancel` ends it early. `body` says what and where."""
 
-    def __init__(self, stage: TrainingStage, channel: Channel, body: Forward, payload: bytes | bytearray) -> None:
+    def __init__(self, stage: MicrobatchStage, channel: Channel, body: Forward, payload: bytes | bytearray) -> None:
         self.body = body
         self._stage = stage
         self._channel = channel
