@@ -15,6 +15,7 @@ from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.fetching.seeder import Seeder
 from swarmnode.roles.host import Host, HostConfig
 from swarmnode.swarm.records.announcement import State
+from swarmnode.swarm.records.sections import Machine, Place
 from swarmnode.swarm.storage.swarmfile import Swarm, save_swarm
 
 log = logging.getLogger(__name__)
@@ -59,10 +60,7 @@ class Bootstrap:
             if swarm.checkpoint is not None:
                 seeder.add_folder(swarm.checkpoint)
             host.directory.announce(
-                state=State.READY,
-                **await host.introduction(),
-                device="none",
-                seeds=seeder.units,
+                Place(state=State.READY, seeds=seeder.units), Machine(device="none"), await host.introduction()
             )
         except BaseException:
             await host.close()

@@ -10,7 +10,7 @@ import asyncio
 import importlib
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
@@ -30,6 +30,7 @@ from swarmnode.roles.measuring.bandwidth import Prober
 from swarmnode.roles.placement import Placement, PlacementConfig
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.manifest import TRAIN
+from swarmnode.swarm.records.sections import Place, Section
 from swarmnode.swarm.storage.content import Progress
 from swarmnode.swarm.storage.swarmfile import Swarm
 
@@ -194,22 +195,22 @@ class Node:
     async def _first_span(self, place: Placement, host: Host, hardware: Hardware) -> Span:
         if self.config.span is not None:
             return hardware.check(self.config.span)
-        return await place.claim(**hardware.figures(host), **await host.introduction())
+        return await place.claim(*hardware.sections(host), await host.introduction())
 
     def _bound(self) -> bool:
         """A span that the user fixed never moves, nor does one that has been trained: who left it would take what it has learnt
         along, and bring nothing."""
         return self.config.span is not None or (self._stage is not None and self._stage.bound)
 
-    def _news(self) -> Mapping[str, Any]:
-        return self._stage.figures() if self._stage is not None else {}
+    def _news(self) -> tuple[Section, ...]:
+        return self._stage.sections() if self._stage is not None else ()
 
     # -- serving
 
     async def _serve(self, host: Host, seeder: Seeder, weights: Weights, hardware: Hardware, span: Span) -> None:
         """Get the weights of a span, load it, and answer sessions from now on."""
         host.directory.announce(
-            state=State.LOADING, span=tuple(span), **hardware.figures(host), **await host.introduction()
+            Place(state=State.LOADING, span=(span.start, span.end)), *hardware.sections(host), await host.introduction()
         )
         self._tell("loading", f"Units {span}: {hardware.describe(span)}", span=list(span))
         checkpoint = await weights.span(span, self._show_progress())
@@ -218,7 +219,7 @@ class Node:
         elif host.swarm.checkpoint is not None:
             seeder.add_folder(host.swarm.checkpoint, weights.verified)
         self._stage = await self._load(host, checkpoint, hardware, span)
-        host.directory.announce(state=State.READY, seeds=seeder.units, **self._stage.figures())
+        host.directory.announce(Place(state=State.READY, seeds=seeder.units), *self._stage.sections())
         doing = "Training" if hardware.trains else "Serving"
         self._tell("ready", f"{doing} units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
 
@@ -261,7 +262,7 @@ class Node:
     async def _leave_stage(self, host: Host) -> None:
         stage, self._stage = self._stage, None
         if stage is not None:
-            host.directory.announce(state=State.DRAINING)
+            host.directory.announce(Place(state=State.DRAINING))
             await stage.drain(self.config.stage.server.drain_s)
             await stage.close()
 

@@ -33,6 +33,17 @@ from swarmnode.swarm.peers import shards
 from swarmnode.swarm.peers.directory import Directory, DirectoryConfig
 from swarmnode.swarm.peers.shards import DOOR
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State, peer_digest, sign_announcement
+from swarmnode.swarm.records.sections import (
+    Hearsay,
+    Introduction,
+    Machine,
+    PathNews,
+    Place,
+    Section,
+    ServingLoad,
+    WorkSpeeds,
+    said,
+)
 
 SWARM = bytes(32)
 EPOCH_S = 1_790_000_000.0
@@ -114,31 +125,25 @@ def announce(peer: PeerId, span: tuple[int, int], issued_at: float, life_s: floa
     """As full as a home machine's in use; without round trips, which nobody tells in a large swarm."""
     return Announcement(
         *(VERSION, SWARM, peer, int(issued_at * 1000), issued_at, issued_at + life_s, EPOCH_S),
-        **said(span),
+        **said(sections(span)),
     )
 
 
-def said(span: tuple[int, int]) -> dict[str, Any]:
-    """The fields of such an announcement."""
+def sections(span: tuple[int, int]) -> tuple[Section, ...]:
+    """What such an announcement says."""
     others = [peer_digest(str(number)) for number in range(8)]
-    return {
-        "state": State.READY,
-        "span": span,
-        "seeds": span,
-        "name": "the box under the desk",
-        "device": "NVIDIA GeForce RTX 4090",
-        "decode_units_per_s": 812.5,
-        "prefill_units_per_s": 31234.5,
-        "cache_tokens_free": 65536,
-        "memory_bytes": 24 << 30,
-        "up_bps": 4.1e7,
-        "down_bps": 2.2e8,
-        "sessions": 3,
-        "addresses": ("/ip4/203.0.113.77/tcp/40123", "/ip4/192.168.178.21/tcp/40123"),
-        "coordinate": (-1200, 800, 341, 55, 12),
-        "reachability": 2,
-        "unit_us": dict.fromkeys(others, 1230),
-    }
+    return (
+        Introduction(
+            name="the box under the desk",
+            addresses=("/ip4/203.0.113.77/tcp/40123", "/ip4/192.168.178.21/tcp/40123"),
+        ),
+        Place(state=State.READY, span=span, seeds=span),
+        Machine(device="NVIDIA GeForce RTX 4090", memory_bytes=24 << 30),
+        WorkSpeeds(decode_units_per_s=812.5, prefill_units_per_s=31234.5),
+        ServingLoad(sessions=3, cache_tokens_free=65536),
+        PathNews(up_bps=4.1e7, down_bps=2.2e8, coordinate=(-1200, 800, 341, 55, 12), reachability=2),
+        Hearsay(unit_us=dict.fromkeys(others, 1230)),
+    )
 
 
 class Bill:
@@ -213,7 +218,7 @@ def unix_time() -> float:
 async def watch(watchers: Sequence[Watcher], seconds: float) -> dict[str, Any]:
     """Let them live, and see what it cost after they have settled."""
     for watcher in watchers:
-        watcher.directory.announce(**said(watcher.span))
+        watcher.directory.announce(*sections(watcher.span))
         await watcher.directory.start()
     joining_bytes = watchers[0].bill.read_bytes + watchers[0].bill.stored_bytes
     await asyncio.sleep(WARM_UP_S)

@@ -13,6 +13,7 @@ from swarmnode.net.measuring.coordinate import MAX_ERROR, Coordinate
 from swarmnode.swarm.records.announcement import Announcement, State, peer_digest
 
 DEFAULT_RTT_S = 0.05  # between home machines of one continent, where nothing was measured
+PREFILL_GAIN = 10.0  # a position within a long chunk, as against one alone, where it was not measured
 UNMEASURED_UNITS_PER_S = 100.0  # a home machine with a small model, as a first guess
 
 
@@ -47,11 +48,22 @@ class PeerView:
     started_at: float = 0.0
     up_bps: float = 0.0
     down_bps: float = 0.0
+    prefill_units_per_s: float = 0.0
+    cache_tokens_free: int | None = None  # None: it did not say
 
     @property
     def assumed_units_per_s(self) -> float:
         """As measured, or the guess where it was not."""
         return self.decode_units_per_s or UNMEASURED_UNITS_PER_S
+
+    @property
+    def assumed_prefill_units_per_s(self) -> float:
+        """As measured, else from the other speed."""
+        return self.prefill_units_per_s or PREFILL_GAIN * self.assumed_units_per_s
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether its caches can take so many positions more, as far as it said."""
+        return self.cache_tokens_free is None or tokens <= self.cache_tokens_free
 
     def __repr__(self) -> str:
         return f"<PeerView {self.peer[-8:]} {self.span} {self.state.name} {self.decode_units_per_s:.0f} units/s>"
@@ -86,11 +98,13 @@ def view_of(
     coordinate: Coordinate | None = None,
     unit_s: Mapping[PeerId, float] | None = None,
     position_bytes: int = 0,
+    trains: bool = False,
 ) -> View:
     """The view that announcements give, with the round trips that `observer` measured itself and its own coordinate.
 
     A peer's speed is what those measured who used it: the observer's own experience (`unit_s`, seconds per unit), else the
-    median of what others announce of it. Its own word counts only where nobody has used it.
+    median of what others announce of it. Its own word counts only where nobody has used it. Where the swarm `trains`, speeds are
+    those of training, of which sessions tell nothing.
     """
     announced = sorted(announcements, key=lambda announcement: announcement.peer)
     by_digest = {peer_digest(announcement.peer): announcement.peer for announcement in announced}
@@ -101,17 +115,19 @@ def view_of(
                 links[announcement.peer, by_digest[digest]] = rtt_us / 1e6
     if observer is not None:
         links.update({(observer, peer): rtt for peer, rtt in (rtt_s or {}).items()})
-    measured_s = {**_hearsay(announced, by_digest), **(unit_s or {})}
+    measured_s = {} if trains else {**_hearsay(announced, by_digest), **(unit_s or {})}
     peers = tuple(
         PeerView(
             announcement.peer,
             Span(min(announcement.span[0], units), min(announcement.span[1], units)),
             announcement.life,
-            1 / measured_s[announcement.peer] if announcement.peer in measured_s else announcement.decode_units_per_s,
+            _speed(announcement, measured_s.get(announcement.peer), trains),
             announcement.sessions,
             announcement.started_at,
             announcement.up_bps,
             announcement.down_bps,
+            announcement.prefill_units_per_s,
+            announcement.cache_tokens_free if announcement.life is State.READY and not trains else None,
         )
         for announcement in announced
     )
@@ -120,6 +136,12 @@ def view_of(
     if observer is not None and coordinate is not None and coordinate.error < MAX_ERROR:
         places[observer] = coordinate
     return View(units, peers, links, places, position_bytes)
+
+
+def _speed(announcement: Announcement, measured_s: float | None, trains: bool) -> float:
+    if trains:
+        return announcement.training_units_per_s
+    return 1 / measured_s if measured_s is not None else announcement.decode_units_per_s
 
 
 def _hearsay(announced: Sequence[Announcement], by_digest: Mapping[bytes, PeerId]) -> dict[PeerId, float]:

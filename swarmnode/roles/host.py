@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swarmnode.codec.messages import VERSION, Hello
 from swarmnode.errors import NetworkDown, PeerError, PeerRefused
@@ -38,6 +38,7 @@ from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.peers.notices import notice_validator
 from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, State, record_validator
 from swarmnode.swarm.records.grant import Role
+from swarmnode.swarm.records.sections import Introduction
 from swarmnode.swarm.storage.known_peers import KnownPeers
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.version import __version__
@@ -240,20 +241,20 @@ class Host:
                 with contextlib.suppress(NetworkDown):  # p2pd is being started again
                     visitors, addresses = await self.network.visitors(), await self.network.addresses()
                     self.paths.look(addresses, self.config.announce_maddrs, visitors)
-                    self.directory.announce(**self._introduction(addresses))  # a relay may have taken us in
-                self.directory.announce(**self.paths.figures(), unit_us=self.observed_latency.figures())
+                    self.directory.announce(self._introduction(addresses))  # a relay may have taken us in
+                self.directory.announce(self.paths.section(), self.observed_latency.section())
 
     def _others(self) -> list[PeerId]:
         return [peer for peer in self.directory.peers() if peer != self.peer_id]
 
-    async def introduction(self) -> dict[str, Any]:
+    async def introduction(self) -> Introduction:
         """What every announcement of this peer says: its name, and where it is reached."""
         return self._introduction(await self.network.addresses())
 
-    def _introduction(self, reached_at: Sequence[str]) -> dict[str, Any]:
+    def _introduction(self, reached_at: Sequence[str]) -> Introduction:
         addresses = [without_peer(address) for address in reached_at]
         addresses.sort(key=lambda address: (is_loopback(address), address))  # of use to most first, in a steady order
-        return {"name": self.config.name[:MAX_NAME_CHARS], "addresses": tuple(addresses[:MAX_ADDRESSES])}
+        return Introduction(name=self.config.name[:MAX_NAME_CHARS], addresses=tuple(addresses[:MAX_ADDRESSES]))
 
     async def wait_joined(self, timeout_s: float) -> None:
         """Wait until one peer of the swarm answered. Raises NetworkDown, NotAdmitted."""

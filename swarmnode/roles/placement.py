@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from swarmnode.plan.cost import BYTES_PER_HIDDEN
 from swarmnode.plan.spans.hysteresis import Hysteresis
@@ -14,6 +13,8 @@ from swarmnode.plan.spans.placement import Joiner, Move, MovePolicy, choose_span
 from swarmnode.plan.view import Span, View, view_of
 from swarmnode.roles.host import Host
 from swarmnode.swarm.records.announcement import State
+from swarmnode.swarm.records.manifest import TRAIN
+from swarmnode.swarm.records.sections import Place, Section
 
 SEARCHED_GAPS = 8  # units that are looked for before a move that would fill them
 
@@ -56,11 +57,11 @@ class Placement:
         wish = "content" if self._wish is None else f"would rather be at {self._wish.move.span}"
         return f"<Placement for {self._capacity_units} units, {wish}, a move takes {self._move_s:.1f} s>"
 
-    async def claim(self, **introduction: Any) -> Span:
+    async def claim(self, *introduction: Section) -> Span:
         """Claim a span, look around, and claim again until the claim stands for a while."""
         directory = self._host.directory
         claim = Span(0, self._capacity_units)
-        directory.announce(state=State.JOINING, span=tuple(claim), **introduction)
+        directory.announce(Place(state=State.JOINING, span=(claim.start, claim.end)), *introduction)
         give_up_s = self._clock() + self.config.max_settle_s
         settled_s = self._clock() + self.config.settle_s
         while self._clock() < min(settled_s, give_up_s):
@@ -70,11 +71,11 @@ class Placement:
             choice = await asyncio.to_thread(choose_span, self._view(), self._joiner())
             if choice != claim:
                 claim = choice
-                directory.announce(span=tuple(claim))
+                directory.announce(Place(span=(claim.start, claim.end)))
                 settled_s = self._clock() + self.config.settle_s
         return claim
 
-    async def reason_to_move(self, *, bound: Callable[[], bool], news: Callable[[], Mapping[str, Any]]) -> Move:
+    async def reason_to_move(self, *, bound: Callable[[], bool], news: Callable[[], Iterable[Section]]) -> Move:
         """Wait until it pays to be elsewhere and it is this node's turn. While `bound` it stays whatever happens.
 
         `news` is what the node's announcement says of its work; it is refreshed at each look.
@@ -82,7 +83,7 @@ class Placement:
         self._wish = None
         while True:
             revision = self._host.directory.revision
-            self._host.directory.announce(**news())
+            self._host.directory.announce(*news())
             move = None if bound() else await self._reconsider()
             if move is None:
                 self._wish = None
@@ -129,12 +130,16 @@ class Placement:
         manifest = self._host.swarm.manifest
         assert manifest is not None
         model, announced = manifest.model, self._host.directory.peers().values()
-        return self._hysteresis.view(view_of(model.units, announced, position_bytes=model.hidden * BYTES_PER_HIDDEN))
+        position_bytes, trains = model.hidden * BYTES_PER_HIDDEN, manifest.mode == TRAIN
+        return self._hysteresis.view(view_of(model.units, announced, position_bytes=position_bytes, trains=trains))
 
     def _joiner(self) -> Joiner:
         own = self._host.directory.own
         assert own is not None  # a claim or a span was announced before anybody decides
-        return Joiner(self._host.peer_id, self._capacity_units, own.decode_units_per_s, own.started_at)
+        manifest = self._host.swarm.manifest
+        trains = manifest is not None and manifest.mode == TRAIN
+        units_per_s = own.training_units_per_s if trains else own.decode_units_per_s
+        return Joiner(self._host.peer_id, self._capacity_units, units_per_s, own.started_at)
 
     def _move_policy(self) -> MovePolicy:
         """Where only a sample is known, one peer's part in the whole is smaller than it seems by as much."""

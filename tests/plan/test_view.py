@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.plan.view import PeerView, Span
+from swarmnode.plan.view import PeerView, Span, view_of
+from swarmnode.swarm.records.announcement import VERSION, Announcement, State, peer_digest
 
 
 @pytest.mark.parametrize(
@@ -24,3 +25,30 @@ def test_spans_overlap_where_they_share_a_unit(one: Span, other: Span, expected:
 def test_a_peer_that_nobody_measured_is_not_taken_to_stand_still() -> None:
     assert PeerView("measured", Span(0, 2), decode_units_per_s=7.5).assumed_units_per_s == 7.5
     assert PeerView("unmeasured", Span(0, 2)).assumed_units_per_s > 0
+
+
+def test_prompts_are_taken_in_faster_than_tokens_are_made_where_nobody_measured() -> None:
+    assert PeerView("measured", Span(0, 2), prefill_units_per_s=7.5).assumed_prefill_units_per_s == 7.5
+    guess = PeerView("by its other speed", Span(0, 2), decode_units_per_s=7.5)
+    assert guess.assumed_prefill_units_per_s > guess.assumed_units_per_s
+
+
+def announced(peer: str, **fields: object) -> Announcement:
+    return Announcement(VERSION, b"swarm", peer, 1, 0.0, 60.0, 0.0, State.READY, (0, 2), **fields)  # type: ignore[arg-type]
+
+
+def test_what_is_announced_is_seen() -> None:
+    ready = announced("a", decode_units_per_s=5.0, prefill_units_per_s=50.0, cache_tokens_free=100)
+    (seen,) = view_of(2, [ready]).peers
+    assert (seen.decode_units_per_s, seen.prefill_units_per_s) == (5.0, 50.0)
+    assert seen.has_room(100) and not seen.has_room(101)
+
+
+def test_who_trains_is_as_fast_as_it_trains() -> None:
+    a = announced("a", decode_units_per_s=500.0, training_units_per_s=3.0, unit_us={peer_digest("b"): 1000})
+    b = announced("b", decode_units_per_s=900.0, training_units_per_s=4.0)
+    assert [peer.decode_units_per_s for peer in view_of(2, [a, b], trains=True).peers] == [3.0, 4.0]
+    assert [peer.decode_units_per_s for peer in view_of(2, [a, b]).peers] == [500.0, 1000.0]
+    assert all(peer.has_room(1 << 40) for peer in view_of(2, [a, b], trains=True).peers), (
+        "sessions are not what it is for"
+    )

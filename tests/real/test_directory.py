@@ -21,6 +21,7 @@ from swarmnode.net.interfaces import Dht
 from swarmnode.net.libp2p.engine import Engine, EngineConfig
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import State, record_validator
+from swarmnode.swarm.records.sections import Introduction, Place
 
 SWARM = bytes(range(32))
 ANNOUNCERS = 100
@@ -71,7 +72,7 @@ async def test_a_hundred_announcers_converge(engines: list[Engine]) -> None:
         seat = Seat(engines[number % ENGINES].dht, identity.peer_id)
         directory = Directory(seat, SWARM, verify=check_once, sign=identity.sign)  # type: ignore[arg-type]
         start = 8 * (number % 3)
-        directory.announce(state=State.READY, span=(start, start + 8), name=f"announcer {number}")
+        directory.announce(Place(state=State.READY, span=(start, start + 8)), Introduction(name=f"announcer {number}"))
         directories.append(directory)
     everybody = {directory.network.peer_id for directory in directories}
 
@@ -85,7 +86,7 @@ async def test_a_hundred_announcers_converge(engines: list[Engine]) -> None:
             lambda: all(set(directory.peers()) == everybody for directory in directories), "all see all"
         )
         mover, leaver, *others = directories
-        mover.announce(span=(16, 24))
+        mover.announce(Place(span=(16, 24)))
         moved_s = await until(lambda: all_see(mover.network.peer_id, (16, 24)), "all see the move")
         await leaver.close()
         left_s = await until(

@@ -14,6 +14,7 @@ from swarmnode.net.clock import Clock
 from swarmnode.plan.spans.placement import MovePolicy
 from swarmnode.roles.placement import Placement, PlacementConfig
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State
+from swarmnode.swarm.records.sections import Machine, Section, said
 
 ME = "me"
 QUICK = PlacementConfig(
@@ -54,25 +55,25 @@ class Directory:
         self.searched.append(unit)
         self.known.update({one.peer: one for one in self.hidden if one.holds(unit)})
 
-    def announce(self, **changes: Any) -> None:
+    def announce(self, *sections: Section) -> None:
         own = self.own or announcement(ME, (0, 0), State.JOINING)
-        self.own = self.known[ME] = msgspec.structs.replace(own, **changes)
+        self.own = self.known[ME] = msgspec.structs.replace(own, **said(sections))
 
 
 def place(directory: Directory, capacity: int, config: PlacementConfig = QUICK) -> Placement:
-    manifest = SimpleNamespace(model=SimpleNamespace(units=6, hidden=0))
+    manifest = SimpleNamespace(model=SimpleNamespace(units=6, hidden=0), mode="serve")
     swarm = SimpleNamespace(manifest=manifest)
     host = SimpleNamespace(peer_id=ME, directory=directory, swarm=swarm, clock=Clock())
     return Placement(host, capacity, config)  # type: ignore[arg-type]
 
 
 async def reason(where: Placement) -> Any:
-    return await asyncio.wait_for(where.reason_to_move(bound=lambda: False, news=dict), 5.0)
+    return await asyncio.wait_for(where.reason_to_move(bound=lambda: False, news=tuple), 5.0)
 
 
 async def stays(where: Placement) -> bool:
     try:
-        await asyncio.wait_for(where.reason_to_move(bound=lambda: False, news=dict), 0.3)
+        await asyncio.wait_for(where.reason_to_move(bound=lambda: False, news=tuple), 0.3)
     except asyncio.TimeoutError:
         return True
     return False
@@ -80,7 +81,7 @@ async def stays(where: Placement) -> bool:
 
 async def test_claims_what_others_lack() -> None:
     directory = Directory(announcement("a", (0, 3)))
-    assert await place(directory, 3).claim(device="test") == (3, 6)
+    assert await place(directory, 3).claim(Machine(device="test")) == (3, 6)
     assert directory.own is not None and directory.own.life is State.JOINING
 
 
@@ -93,7 +94,7 @@ async def test_fills_a_gap_when_it_is_its_turn() -> None:
 async def test_a_bound_node_stays() -> None:
     where = place(Directory(announcement("a", (0, 3)), announcement(ME, (0, 3))), 3)
     with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(where.reason_to_move(bound=lambda: True, news=dict), 0.3)
+        await asyncio.wait_for(where.reason_to_move(bound=lambda: True, news=tuple), 0.3)
 
 
 async def test_where_units_are_trained_nobody_leaves_a_replica_for_speed() -> None:

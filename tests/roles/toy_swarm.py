@@ -25,6 +25,7 @@ from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.network import FakeWorld, Path
+from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.view import Span
 from swarmnode.roles.measuring.meters import SERVE, ClientMeter, StageMeter
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
@@ -150,7 +151,7 @@ class ToyRouter(Router):
         self.suspected: list[PeerId] = []
         self.observed_latency = ObservedLatency(clock=asyncio.get_running_loop().time)
 
-    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec]) -> Route:
+    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize) -> Route:
         kept = {hop.peer for hop in keep}
         usable = [one for one in self._volunteers if one.peer not in avoid and one.peer not in self.suspected]
         usable.sort(key=lambda one: one.peer not in kept)

@@ -37,7 +37,21 @@ class RoutingConfig:
     hop_s: float = 0.001  # framing, wake-ups and queues of one more peer
     load_weight: float = 0.2  # a peer with five sessions counts as half as fast: batching makes up for most of it
     entry_weight: float = 0.1  # a ring passes the client's link once, not once per token
+    full_s: float = 0.25  # per unit: of a peer that says it has no room; it may have by now, and else answers BUSY
     replay_s: float = 0.25  # per unit: what moving its cache to another peer costs a running session
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSize:
+    """How long a session is to be, in positions of all its rows. 0: not known."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Positions that each cache of its route must hold."""
+        return self.prompt_tokens + self.new_tokens
 
 
 @dataclass(frozen=True)

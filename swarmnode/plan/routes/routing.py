@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from swarmnode.codec.messages import HopSpec
 from swarmnode.errors import NoRoute
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.routes.lattice import Candidate, Lattice, Request, Route, RoutingConfig
+from swarmnode.plan.routes.lattice import Candidate, Lattice, Request, Route, RoutingConfig, SessionSize
 from swarmnode.plan.view import PeerView, Span, View, draw
 from swarmnode.swarm.records.announcement import State
 
@@ -26,15 +26,17 @@ def find_route(
     ring: bool = True,
     avoid: Collection[PeerId] = (),
     keep: Sequence[HopSpec] = (),
+    size: SessionSize = SessionSize(),
     config: RoutingConfig = RoutingConfig(),
 ) -> Route:
     """The route of least estimated latency over READY peers that are not in `avoid`; the same view gives the same one.
 
     `units` is the whole model by default. `keep` are the hops of a running session: leaving a peer that holds its cache
-    counts as the time of a replay. Raises NoRoute, naming the units that nobody holds.
+    counts as the time of a replay. `size`: a long prompt weighs how fast peers take it in, and peers whose caches have no room
+    for the session come last. Raises NoRoute, naming the units that nobody holds.
     """
     request = Request(units or Span(0, view.units), client, ring)
-    candidates = _candidates(view, request, avoid, keep, config)
+    candidates = _candidates(view, request, avoid, keep, size, config)
     _check_covered(candidates, request.span, view.units, avoid)
     route = _without_repeats(view, candidates, request, config, MAX_SPLITS)
     assert route is not None, "covered units always have a route"
@@ -42,23 +44,39 @@ def find_route(
 
 
 def _candidates(
-    view: View, request: Request, avoid: Collection[PeerId], keep: Sequence[HopSpec], config: RoutingConfig
+    view: View,
+    request: Request,
+    avoid: Collection[PeerId],
+    keep: Sequence[HopSpec],
+    size: SessionSize,
+    config: RoutingConfig,
 ) -> list[Candidate]:
     """Everybody who may take part, in an order drawn by the client: ties do not send all clients to the same peer."""
     ready = {peer.peer: peer for peer in view.peers if peer.state is State.READY and peer.peer not in avoid}
     kept = [
-        Candidate(hop.peer, Span(hop.start, hop.end), _unit_s(ready[hop.peer], config), exact=True)
+        Candidate(hop.peer, Span(hop.start, hop.end), _unit_s(ready[hop.peer], size, config), exact=True)
         for hop in keep
         if hop.peer in ready and _within(Span(hop.start, hop.end), ready[hop.peer].span)
     ]
     replay_s = config.replay_s if kept else 0.0
-    fresh = [Candidate(peer.peer, peer.span, _unit_s(peer, config) + replay_s) for peer in ready.values()]
+    fresh = [
+        Candidate(peer.peer, peer.span, _unit_s(peer, size, config) + replay_s + _full_s(peer, size, config))
+        for peer in ready.values()
+    ]
     clipped = [clip for candidate in [*kept, *fresh] if (clip := _clip(candidate, request.span))]
     return sorted(clipped, key=lambda candidate: (not candidate.exact, draw(request.client, candidate.peer)))
 
 
-def _unit_s(peer: PeerView, config: RoutingConfig) -> float:
-    return (1 + config.load_weight * peer.sessions) / peer.assumed_units_per_s
+def _unit_s(peer: PeerView, size: SessionSize, config: RoutingConfig) -> float:
+    """Of one new token, with its share in the prompt."""
+    prompt_share = size.prompt_tokens / max(1, size.new_tokens)
+    unit_s = 1 / peer.assumed_units_per_s + prompt_share / peer.assumed_prefill_units_per_s
+    return (1 + config.load_weight * peer.sessions) * unit_s
+
+
+def _full_s(peer: PeerView, size: SessionSize, config: RoutingConfig) -> float:
+    """Of a peer where the session's cache would be new. It is not left out: what it said may be some seconds old."""
+    return 0.0 if peer.has_room(size.tokens) else config.full_s
 
 
 def _within(inner: Span, outer: Span) -> bool:

@@ -16,9 +16,11 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec import UNSET
 
 from swarmnode.compute.speed import Speeds
 from swarmnode.errors import LocalError
+from swarmnode.swarm.records.sections import WorkSpeeds
 from swarmnode.swarm.storage.kept_file import read_kept, write_kept
 from swarmnode.version import __version__
 
@@ -173,7 +175,15 @@ class Capability:
             self.speeds = replace(self.speeds, **{field: speed})
             self._cache.put(self._conditions, self.speeds)
 
-    def figures(self) -> dict[str, float]:
+    def section(self) -> WorkSpeeds:
         """What the announcement says; speeds that were not measured are left out."""
-        figures = {field: getattr(self.speeds, field) for field in Speeds.__dataclass_fields__}
-        return {field: speed for field, speed in figures.items() if speed}
+        return speeds_section(self.speeds)
+
+
+def speeds_section(speeds: Speeds) -> WorkSpeeds:
+    """Speeds as they are announced; those that were not measured are left out."""
+    return WorkSpeeds(
+        decode_units_per_s=speeds.decode_units_per_s or UNSET,
+        prefill_units_per_s=speeds.prefill_units_per_s or UNSET,
+        training_units_per_s=speeds.training_units_per_s or UNSET,
+    )

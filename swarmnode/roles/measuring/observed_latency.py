@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from swarmnode.codec.measuring_messages import MAX_UNIT_US
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import MAX_UNIT_TIMES, peer_digest
+from swarmnode.swarm.records.sections import Hearsay
 
 PEERS_KEPT = 256
 FRESH_S = 600.0  # older experience says little: the peer's own word opens the door again
@@ -50,10 +51,12 @@ class ObservedLatency:
         seen = self._seen.get(peer)
         return None if seen is None or self._clock() - seen.at_s > FRESH_S else seen.unit_s
 
-    def figures(self) -> dict[bytes, int]:
+    def section(self) -> Hearsay:
         """As announced: microseconds per unit, by the digests of the peers."""
         seen = self.units_s(most=MAX_UNIT_TIMES)
-        return {peer_digest(peer): max(1, min(round(unit_s * 1e6), MAX_UNIT_US)) for peer, unit_s in seen.items()}
+        return Hearsay(
+            unit_us={peer_digest(peer): max(1, min(round(unit_s * 1e6), MAX_UNIT_US)) for peer, unit_s in seen.items()}
+        )
 
     def units_s(self, most: int | None = None) -> dict[PeerId, float]:
         """By peer, those seen last first, at most so many."""

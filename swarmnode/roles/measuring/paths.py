@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from swarmnode.net.addressing.reachability import Evidence, Reachability, conclude, own_interfaces
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.measuring.coordinate import Coordinate, Surveyor
 from swarmnode.net.measuring.link_statistics import LinkStatistics
 from swarmnode.swarm.records.announcement import MAX_RTTS, Announcement, peer_digest
+from swarmnode.swarm.records.sections import PathNews
 
 Known = Callable[[PeerId], Announcement | None]
 """What a peer announces at the moment; None where it is not known"""
 
 
 class Paths:
-    """Filled by the links in ordinary traffic (`link_statistics`), told by announcements (`figures`)."""
+    """Filled by the links in ordinary traffic (`link_statistics`), told by announcements (`section`)."""
 
     def __init__(self, peer: PeerId, known: Known, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.link_statistics = LinkStatistics(clock=clock, on_rtt=self._measured)
@@ -43,13 +43,13 @@ class Paths:
         """Conclude anew how others get here (`net/addressing/reachability.py`)."""
         self.reachability = conclude(Evidence(addresses, own_interfaces(), promised, visitors))
 
-    def figures(self) -> dict[str, Any]:
+    def section(self) -> PathNews:
         """What the announcement says of them."""
         rtts_s = self.link_statistics.rtts_s(most=MAX_RTTS)
-        return {
-            "rtt_us": {peer_digest(peer): round(rtt_s * 1e6) for peer, rtt_s in rtts_s.items()},
-            "coordinate": self.coordinate.packed(),
-            "up_bps": self.link_statistics.up_bps,
-            "down_bps": self.link_statistics.down_bps,
-            "reachability": int(self.reachability),
-        }
+        return PathNews(
+            rtt_us={peer_digest(peer): round(rtt_s * 1e6) for peer, rtt_s in rtts_s.items()},
+            coordinate=self.coordinate.packed(),
+            up_bps=self.link_statistics.up_bps,
+            down_bps=self.link_statistics.down_bps,
+            reachability=int(self.reachability),
+        )

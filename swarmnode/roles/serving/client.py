@@ -52,6 +52,7 @@ from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.hop import Entry, Hop
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
+from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.roles.measuring.meters import ClientMeter
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.measuring.timing import Cadence, Timing
@@ -74,8 +75,11 @@ class Router:
 
     observed_latency: ObservedLatency
 
-    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec]) -> Route:
-        """The best route now, without the peers in `avoid`, preferring the hops in `keep`. Raises NoRoute."""
+    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize) -> Route:
+        """The best route now for a session of this size, without the peers in `avoid`, preferring the hops in `keep`.
+
+        Raises NoRoute.
+        """
         raise NotImplementedError
 
     def suspect(self, peer: PeerId, reason: str) -> None:
@@ -97,6 +101,12 @@ class SessionSpec:
     sampling: Sampling | None = None
     padding: tuple[int, ...] = ()
     codec: Codec = Codec.NONE
+    prompt_tokens: int = 0  # of `max_length`, where it is known how many come at once
+
+    @property
+    def size(self) -> SessionSize:
+        """What routing knows of it."""
+        return SessionSize(self.rows * self.prompt_tokens, self.rows * (self.max_length - self.prompt_tokens))
 
 
 @dataclass
@@ -290,7 +300,7 @@ class ClientSession:
         while True:
             now_s = self._clock()
             try:
-                self.route = self._router.route(self._blame.avoided, self.route)
+                self.route = self._router.route(self._blame.avoided, self.route, self.spec.size)
             except NoRoute as failure:
                 reason = self._why(error, failure)
                 if now_s >= deadline_s or reason.code in FINAL:

@@ -108,6 +108,7 @@ class RingStream:
             max_length=len(self.prompt) + options.max_new_tokens - 1,  # the last one is told and not fed
             sampling=options.sampling(len(self.prompt)),
             codec=options.codec,
+            prompt_tokens=len(self.prompt) - 1,  # its last one makes the first new token
         )
         self._session = ClientSession(switchboard, router, spec, config, meter=self._meter, clock=clock)
         self.result = Generation(trace=self._session.trace_id.hex())

@@ -10,6 +10,7 @@ from swarmnode.codec.messages import HopSpec
 from swarmnode.errors import NoRoute
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.cost import BYTES_PER_HIDDEN
+from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.routes.routing import find_route
 from swarmnode.plan.view import Span, view_of
 from swarmnode.roles.host import Host
@@ -36,19 +37,21 @@ class DirectoryRouter(Router):
     def __repr__(self) -> str:
         return f"<DirectoryRouter over {self._span} {'ring' if self._ring else 'driven'}>"
 
-    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec]) -> Route:
+    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize = SessionSize()) -> Route:
         try:
-            return self._route(self._directory.peers(), avoid, keep)
+            return self._route(self._directory.peers(), avoid, keep, size)
         except NoRoute as error:
             # Better one who failed us a while ago than nobody: who was only asleep is back before it says so.
             suspects = self._directory.suspects()
             if not suspects:
                 raise
             with contextlib.suppress(NoRoute):
-                return self._route({**suspects, **self._directory.peers()}, avoid, keep)
+                return self._route({**suspects, **self._directory.peers()}, avoid, keep, size)
             raise error
 
-    def _route(self, peers: Mapping[PeerId, Announcement], avoid: frozenset[PeerId], keep: Sequence[HopSpec]) -> Route:
+    def _route(
+        self, peers: Mapping[PeerId, Announcement], avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize
+    ) -> Route:
         view = view_of(
             self._units,
             self._trusted(peers.values()),
@@ -60,7 +63,7 @@ class DirectoryRouter(Router):
         )
         own = self._directory.network.peer_id
         try:
-            route = find_route(view, units=self._span, client=own, ring=self._ring, avoid=avoid, keep=keep)
+            route = find_route(view, units=self._span, client=own, ring=self._ring, avoid=avoid, keep=keep, size=size)
         except NoRoute as error:
             raise error if self._trust == EVERYBODY else NoRoute(f"among those you trust, {error}") from None
         return tuple(route.hops)

@@ -37,10 +37,11 @@ from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.plan.view import Span as Units
 from swarmnode.roles.host import Host
-from swarmnode.roles.measuring.capability import Capability, Conditions, SpeedCache
+from swarmnode.roles.measuring.capability import Capability, Conditions, SpeedCache, speeds_section
 from swarmnode.roles.measuring.meters import DECODE
 from swarmnode.roles.serving.server import StageServer
 from swarmnode.roles.serving.worker import Worker
+from swarmnode.swarm.records.sections import Machine, Section, ServingLoad
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_BATCH = 64  # rows of a pass that the ledger counts with
@@ -155,16 +156,11 @@ class Hardware:
             throttle=self.config.throttle_units_per_s or 0.0,
         )
 
-    def figures(self, host: Host) -> dict[str, Any]:
+    def sections(self, host: Host) -> tuple[Section, ...]:
         """What the announcement says of this machine before a span is loaded: speeds are those of the last span held."""
         conditions = self.conditions(host.swarm.id, self.capacity_units)
         known = SpeedCache(host.config.home / SPEEDS_FILE, now=host.clock.unix).nearest(conditions)
-        return {
-            "device": self.device_name,
-            "memory_bytes": self.memory_bytes,
-            "decode_units_per_s": known.decode_units_per_s,
-            "prefill_units_per_s": known.prefill_units_per_s,
-        }
+        return Machine(device=self.device_name, memory_bytes=self.memory_bytes), speeds_section(known)
 
     def describe(self, units: Units) -> str:
         """As in "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens"."""
@@ -286,14 +282,11 @@ class ServingStage:
         """Whether these units hold something that others do not have."""
         return False
 
-    def figures(self) -> dict[str, Any]:
+    def sections(self) -> tuple[Section, ...]:
         """What the announcement says of this stage."""
         per_token = max(1, self._runner.span.cache_bytes_per_token)
-        return {
-            **self._capability.figures(),
-            "cache_tokens_free": self._server.free_cache_bytes // per_token,
-            "sessions": self._server.load,
-        }
+        free_tokens = self._server.free_cache_bytes // per_token
+        return self._capability.section(), ServingLoad(sessions=self._server.load, cache_tokens_free=free_tokens)
 
     def _note_pass(self, phase: str, positions: int, units: int, seconds: float) -> None:
         """Real work of one session alone is what announced speeds are of. Short prompts tell little."""

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -33,6 +33,7 @@ from swarmnode.swarm.records.announcement import (
     fit,
     sign_announcement,
 )
+from swarmnode.swarm.records.sections import Section, said
 from swarmnode.swarm.storage.known_peers import KnownPeers
 
 logger = logging.getLogger(__name__)
@@ -139,8 +140,8 @@ class Directory:
         """What this peer says of itself, whether or not it has gone out yet."""
         return self._own
 
-    def announce(self, **changes: Any) -> None:
-        """Change fields of the own announcement. Raises ValueError where one is out of its bounds.
+    def announce(self, *sections: Section) -> None:
+        """Say these sections anew, and the rest as before. Raises ValueError where a field is out of its bounds.
 
         Entries for which a record has no room are left out.
         A new state, span, seeds or addresses go out at once, anything else with the next refresh.
@@ -148,7 +149,7 @@ class Directory:
         if self._sign is None:
             raise ValueError("a directory without a key cannot announce")
         before = self._own or Announcement(VERSION, self.swarm_id, self.network.peer_id, 0, 0.0, 0.0, self._started_at)
-        after = fit(msgspec.structs.replace(before, **changes))
+        after = fit(msgspec.structs.replace(before, **said(sections)))
         if after == self._own:
             return
         sign_announcement(self._stamp(after), self._sign)  # a field out of bounds is the caller's bug: raise it here

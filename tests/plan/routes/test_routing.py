@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from swarmnode.codec.messages import HopSpec
 from swarmnode.errors import NoRoute
-from swarmnode.plan.routes.lattice import RoutingConfig
+from swarmnode.plan.routes.lattice import RoutingConfig, SessionSize
 from swarmnode.plan.routes.routing import find_route
 from swarmnode.plan.view import PeerView, Span, View
 from swarmnode.swarm.records.announcement import State
@@ -168,3 +168,34 @@ def test_two_hundred_peers_within_milliseconds(measured):
         times.append(time.perf_counter() - started)
     print(f"{sorted(times)[10] * 1000:.2f} ms")
     assert sorted(times)[10] < 0.05  # measured 3-5 ms; the bound leaves room for a busy machine
+
+
+def test_a_session_keeps_away_from_peers_without_room_for_it():
+    full = PeerView("full", Span(0, 4), decode_units_per_s=200.0, cache_tokens_free=99)
+    view = View(4, (full, peer("slower", 0, 4)))
+    assert hops_of(find_route(view)) == [("full", 0, 4)], "nothing is known of the session"
+    assert hops_of(find_route(view, size=SessionSize(60, 39))) == [("full", 0, 4)]
+    assert hops_of(find_route(view, size=SessionSize(60, 40))) == [("slower", 0, 4)]
+
+
+def test_a_peer_without_room_is_asked_where_there_is_no_other():
+    full = PeerView("full", Span(0, 2), cache_tokens_free=0)
+    assert hops_of(find_route(View(4, (full, peer("b", 2, 4))), size=SessionSize(1, 1))) == [
+        ("full", 0, 2),
+        ("b", 2, 4),
+    ]
+
+
+def test_a_running_session_has_its_room_already():
+    full = PeerView("full", Span(0, 4), cache_tokens_free=0)
+    keep = (HopSpec("full", 0, 4),)
+    view = View(4, (full, peer("other", 0, 4)))
+    assert hops_of(find_route(view, keep=keep, size=SessionSize(1, 100))) == [("full", 0, 4)]
+
+
+def test_a_long_prompt_goes_where_prompts_are_fast():
+    quick_tokens = PeerView("quick tokens", Span(0, 4), decode_units_per_s=100.0, prefill_units_per_s=500.0)
+    quick_prompts = PeerView("quick prompts", Span(0, 4), decode_units_per_s=80.0, prefill_units_per_s=8000.0)
+    view = View(4, (quick_tokens, quick_prompts))
+    assert hops_of(find_route(view, size=SessionSize(10, 100))) == [("quick tokens", 0, 4)]
+    assert hops_of(find_route(view, size=SessionSize(4000, 100))) == [("quick prompts", 0, 4)]

@@ -16,6 +16,7 @@ from swarmnode.roles.measuring.capability import (
     Conditions,
     SpeedCache,
 )
+from swarmnode.swarm.records.sections import WorkSpeeds
 
 CONDITIONS = Conditions(
     model="ab" * 32, device="RTX 4090", memory_bytes=24 << 30, number_format="bfloat16 none", threads=8, units=12
@@ -42,7 +43,7 @@ def never() -> Speeds:
 def test_a_restart_announces_at_once(tmp_path, watch):
     Capability.of(CONDITIONS, SpeedCache(tmp_path / "new" / "speeds.json", now=watch), lambda: SPEEDS)
     again = Capability.of(CONDITIONS, SpeedCache(tmp_path / "new" / "speeds.json", now=watch), never)
-    assert again.figures() == {"decode_units_per_s": 100.0, "prefill_units_per_s": 4000.0}
+    assert again.section() == WorkSpeeds(decode_units_per_s=100.0, prefill_units_per_s=4000.0)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +122,9 @@ def test_real_work_that_departs_for_long_is_announced_and_kept(tmp_path, watch):
 
 def test_what_could_not_be_measured_is_taken_from_the_first_real_work(tmp_path):
     capability = Capability(Speeds(), CONDITIONS, SpeedCache(tmp_path / "speeds.json"))
-    assert capability.figures() == {}
+    assert capability.section() == WorkSpeeds()
     capability.note("training_units_per_s", 0.25)
-    assert capability.figures() == {"training_units_per_s": 4.0}
+    assert capability.section() == WorkSpeeds(training_units_per_s=4.0)
 
 
 def test_short_or_small_departures_are_not(tmp_path, watch):

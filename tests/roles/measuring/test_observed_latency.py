@@ -11,6 +11,7 @@ import pytest
 from swarmnode.codec.messages import HopSpec, Mode, Want
 from swarmnode.config import ServerConfig
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.routes.routing import find_route
 from swarmnode.plan.view import view_of
 from swarmnode.roles.measuring.observed_latency import FRESH_S, PEERS_KEPT, ObservedLatency
@@ -42,7 +43,7 @@ class PlanningRouter(ToyRouter):
             for one in swarm.volunteers
         ]
 
-    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec]) -> Route:
+    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize) -> Route:
         view = view_of(UNITS, self.announced, unit_s=self.observed_latency.units_s())
         return find_route(view, client="client", avoid=avoid, keep=keep).hops
 
@@ -156,7 +157,7 @@ def test_observed_latency_follows_what_it_sees_and_forgets_what_is_old() -> None
     assert observed_latency.unit_s("a") == pytest.approx(0.5, rel=0.05)
     observed_latency.saw("b", 0.02)
     assert list(observed_latency.units_s(most=1)) == ["b"]
-    assert observed_latency.figures()[peer_digest("b")] == 20_000
+    assert observed_latency.section().unit_us[peer_digest("b")] == 20_000
     watch.now_s = FRESH_S + 1
     assert observed_latency.units_s() == {} and observed_latency.unit_s("a") is None
     observed_latency.saw("a", 0.03)

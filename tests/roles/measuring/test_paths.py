@@ -15,13 +15,14 @@ from swarmnode.net.memory.network import FakeWorld, Path
 from swarmnode.roles.measuring.paths import Paths
 from swarmnode.swarm.records.announcement import VERSION as RECORD_VERSION
 from swarmnode.swarm.records.announcement import Announcement, peer_digest
+from swarmnode.swarm.records.sections import said
 from tests.net.virtual import in_virtual_time
 
 HELLO = Hello(VERSION, bytes(32), "test")
 
 
 def announced(peer: str, paths: Paths) -> Announcement:
-    return Announcement(RECORD_VERSION, bytes(32), peer, 1, 0.0, 1.0, 0.0, **paths.figures())
+    return Announcement(RECORD_VERSION, bytes(32), peer, 1, 0.0, 1.0, 0.0, **said([paths.section()]))
 
 
 @in_virtual_time
@@ -62,10 +63,10 @@ def test_peers_that_announce_nothing_move_nobody() -> None:
     paths = Paths("me", {}.get)
     paths.link_statistics.round_trip("a client", 0.1)
     assert paths.coordinate == Coordinate()
-    assert paths.figures()["rtt_us"] == {peer_digest("a client"): 100_000}
+    assert paths.section().rtt_us == {peer_digest("a client"): 100_000}
 
 
 def test_reachability_is_told_as_a_number() -> None:
     paths = Paths("me", {}.get)
     paths.look(["/ip4/10.0.0.2/tcp/1"], ["/ip4/9.9.9.9/tcp/1"], [])
-    assert paths.figures()["reachability"] == Reachability.MAPPED == 2
+    assert paths.section().reachability == Reachability.MAPPED == 2

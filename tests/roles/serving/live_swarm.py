@@ -25,6 +25,7 @@ from swarmnode.roles.serving.generation import GenerateOptions, Generation, Ring
 from swarmnode.roles.serving.router import DirectoryRouter
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import State
+from swarmnode.swarm.records.sections import Place, ServingLoad, WorkSpeeds
 from tests.roles.toy_swarm import HELLO, UNITS, Volunteer, link_config
 
 EPOCH_S = 1_800_000_000.0  # unix time at the start of a test
@@ -48,10 +49,14 @@ class LiveVolunteer(Volunteer):
         await self.server.start()
         assert await self.network.connect([door], timeout_s=5)
         await self.directory.start()
-        self.directory.announce(state=State.READY, span=(self.start, self.end), decode_units_per_s=100.0)
+        self.directory.announce(
+            Place(state=State.READY, span=(self.start, self.end)),
+            WorkSpeeds(decode_units_per_s=100.0),
+            ServingLoad(cache_tokens_free=CACHE_BYTES),
+        )
 
     async def stop(self) -> None:
-        self.directory.announce(state=State.DRAINING)
+        self.directory.announce(Place(state=State.DRAINING))
         await self.server.drain(20.0)
         await self.end_tasks()
         await self.network.close()

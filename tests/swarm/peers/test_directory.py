@@ -6,6 +6,7 @@ from swarmnode.metrics import table
 from swarmnode.swarm.peers.directory import Directory, DirectoryConfig
 from swarmnode.swarm.peers.directory_config import KEY_BYTES
 from swarmnode.swarm.records.announcement import MAX_LIFE_S, State, sign_announcement
+from swarmnode.swarm.records.sections import Introduction, Place, ServingLoad
 from swarmnode.swarm.storage.known_peers import KnownPeers
 from tests.swarm.clock import FakeClock, settle
 from tests.swarm.memory_dht import MemoryDht, MemoryNetwork
@@ -21,7 +22,7 @@ class World:
         self.dht = MemoryDht(self.clock)
         self.directories = []
 
-    async def join(self, peer, *, skew_s=0.0, known_peers=None, **announcement):
+    async def join(self, peer, *, skew_s=0.0, known_peers=None, addresses=(), **place):
         directory = Directory(
             MemoryNetwork(self.dht, peer),
             SWARM,
@@ -32,8 +33,8 @@ class World:
             sleep=self.clock.sleep,
         )
         self.directories.append(directory)
-        if announcement:
-            directory.announce(**announcement)
+        if place:
+            directory.announce(Place(**place), Introduction(addresses=addresses))
         await directory.start()
         await settle()
         return directory
@@ -69,10 +70,10 @@ async def test_state_change_goes_out_at_once_other_changes_wait(world):
     watcher = await world.join("watcher")
     a = await world.join("a", state=State.LOADING, span=(0, 3))
     stores = world.dht.stores
-    a.announce(sessions=3)
+    a.announce(ServingLoad(sessions=3))
     await settle()
     assert world.dht.stores == stores
-    a.announce(state=State.READY)
+    a.announce(Place(state=State.READY))
     await settle()
     assert world.dht.stores == stores + 1
     await watcher.refresh()
@@ -167,7 +168,7 @@ async def test_forged_records_are_passed_over(world):
 async def test_field_out_of_bounds_is_raised_to_the_caller(world):
     a = await world.join("a")
     with pytest.raises(ValueError, match="name"):
-        a.announce(name="x" * 100)
+        a.announce(Introduction(name="x" * 100))
 
 
 async def test_addresses_are_remembered(world, tmp_path):
@@ -224,7 +225,7 @@ async def test_who_moves_says_so_where_it_was(world):
     watcher = await world.join("watcher", state=State.READY, span=(0, 8))
     await watcher.look_for(3)
     assert watcher.peers()["mover"].span == (0, 8)
-    mover.announce(span=(32, 40))
+    mover.announce(Place(span=(32, 40)))
     await settle()
     await watcher.look_for(3)
     assert watcher.peers()["mover"].span == (32, 40)

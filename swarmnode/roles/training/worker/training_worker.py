@@ -7,9 +7,8 @@ import asyncio
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
@@ -36,6 +35,7 @@ from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.stage import TrainingStage
 from swarmnode.swarm.records.announcement import MAX_RTTS, peer_digest
 from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.records.sections import Section, TrainingNews
 
 log = logging.getLogger(__name__)
 
@@ -99,11 +99,11 @@ class TrainingWorker:
         """Whether these units hold something that others may not have: a training has begun."""
         return self._training.step > 0
 
-    def figures(self) -> Mapping[str, Any]:
+    def sections(self) -> tuple[Section, ...]:
         """What the announcement says of this stage."""
         self._compare_with_real_work()
-        own = {"training_step": self._training.step, "sends": self._sends(), **self._capability.figures()}
-        return own if self._serving is None else {**self._serving.figures(), **own}
+        own = TrainingNews(training_step=self._training.step, sends=self._sends()), self._capability.section()
+        return own if self._serving is None else (*self._serving.sections(), *own)
 
     def _compare_with_real_work(self) -> None:
         unit_s, run = self._training.unit_time.unit_s, self._training.run
