@@ -53,7 +53,7 @@ class Agreed:
     gradient_compressors: list[GradientCompressor] = field(default_factory=list)
 
     def commit(self, learner: Learner, norm: float) -> None:
-        """Update with it; on the bench."""
+        """Update with it; on the executor."""
         learner.commit(self.sums, norm, summed=self.summed, apart=self.apart, pseudo_gradients=self.pseudo_gradients)
         for gradient_compressor in self.gradient_compressors:
             gradient_compressor.accept()
