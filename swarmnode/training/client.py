@@ -61,6 +61,11 @@ class TrainingClient:
         return self
 
     @property
+    def peer_id(self) -> PeerId:
+        """Who we are in the swarm."""
+        return self._host.peer_id
+
+    @property
     def manifest(self) -> Manifest:
         """What the swarm works on."""
         assert self._host.swarm.manifest is not None

@@ -7,10 +7,12 @@ import functools
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swarmnode.demo.lesson import generate_alone
+from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 from tests.llama import save_llama
 from tests.node.virtual_swarm import VirtualSwarm
 
@@ -39,7 +41,23 @@ class Founded:
 
     file: Path
 
+    @classmethod
+    def on(cls, model: Path, folder: Path, **options: Any) -> Founded:
+        """Found a swarm on a checkpoint; `options` as of `found_swarm`."""
+
+        async def found() -> Path:
+            swarm = VirtualSwarm(folder)
+            swarm.create(model, **options)
+            return swarm.file
+
+        return cls(asyncio.run(found()))
+
+    @property
+    def swarm(self) -> Swarm:
+        return load_swarm(self.file)
+
     def into(self, swarm: VirtualSwarm) -> None:
+        """Let a swarm be this one."""
         shutil.copy2(self.file, swarm.file)
 
 
@@ -52,9 +70,4 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="session")
 def founded(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Founded:
-    async def found() -> Path:
-        swarm = VirtualSwarm(tmp_path_factory.mktemp("founded"))
-        swarm.create(tiny.folder)
-        return swarm.file
-
-    return Founded(asyncio.run(found()))
+    return Founded.on(tiny.folder, tmp_path_factory.mktemp("founded"))

@@ -19,6 +19,7 @@ from swarmnode.bootstrap import Bootstrap
 from swarmnode.client import SwarmClient
 from swarmnode.compute.executor import WorkItem
 from swarmnode.compute.inline_executor import InlineExecutor
+from swarmnode.compute.training.local import StepSummary
 from swarmnode.config import StageConfig
 from swarmnode.net.clock import Clock
 from swarmnode.net.interfaces import PeerId
@@ -30,7 +31,9 @@ from swarmnode.roles.creation.model_source import from_checkpoint
 from swarmnode.roles.creation.swarm_creation import Bootstraps, create_swarm
 from swarmnode.roles.host import HostConfig
 from swarmnode.swarm.records.manifest import SERVE
+from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, save_swarm
+from swarmnode.training.client import TrainingClient
 
 LATENCY_S = 0.001
 PASS_S = 0.002  # that the device takes for whatever it does
@@ -124,6 +127,73 @@ class VirtualMember:
             self._swarm.world.wake(peer)
 
 
+class VirtualTrainer:
+    """Somebody who feeds a training, and what they hear of it; `train` in a task, as the command does."""
+
+    def __init__(self, swarm: VirtualSwarm, name: str, data: Path, settings: Run) -> None:
+        self.name = name
+        self.losses: dict[int, float] = {}
+        self.peers: dict[int, int] = {}
+        self.why = ""  # the training waited last
+        self.missing: tuple[int, ...] | None = None  # and for which units
+        self._swarm = swarm
+        self._news = asyncio.Event()
+        self._client: TrainingClient | None = None
+        self.task = asyncio.ensure_future(self._train(data, settings))
+        self.task.add_done_callback(lambda _task: self._news.set())
+
+    def __repr__(self) -> str:
+        return f"<VirtualTrainer {self.name} after step {max(self.losses, default=-1)}>"
+
+    async def _train(self, data: Path, settings: Run) -> int:
+        swarm = self._swarm
+        self._client = await TrainingClient.join(
+            swarm.load(), swarm.folder / "homes" / self.name, platform=swarm.platform()
+        )
+        try:
+            return await self._client.train(data, settings, self, asyncio.Event())
+        finally:
+            await self._client.close()
+
+    def begun(self, run: Run) -> None:
+        """Nothing to keep."""
+
+    def step(self, report: StepSummary) -> None:
+        self.losses[report.step] = report.loss
+        self.peers[report.step] = report.peers
+        self._news.set()
+
+    def waiting(self, why: str, missing: tuple[int, ...]) -> None:
+        self.why = why
+        self.missing = missing
+        self._news.set()
+
+    async def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Wait until something is so. Raises what ended the trainer before."""
+        deadline_s = asyncio.get_running_loop().time() + PATIENCE_S
+        while not holds():
+            if self.task.done():
+                self.task.result()
+                raise AssertionError(f"{self!r} ended before")
+            self._news.clear()
+            await asyncio.wait_for(self._news.wait(), deadline_s - asyncio.get_running_loop().time())
+
+    async def wait_for_step(self, step: int) -> None:
+        """Wait until this step is over."""
+        await self.wait_until(lambda: max(self.losses, default=-1) >= step)
+
+    async def finish(self) -> int:
+        """Wait for the end of the run; how many steps are done."""
+        return await asyncio.wait_for(asyncio.shield(self.task), PATIENCE_S)
+
+    async def kill(self) -> None:
+        """As by kill -9."""
+        assert self._client is not None
+        self._swarm.world.kill(self._client.peer_id)
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
 class VirtualSwarm:
     """A swarm's file, its door and its nodes. `async with VirtualSwarm(folder) as swarm: ...` ends them all."""
 
@@ -131,6 +201,7 @@ class VirtualSwarm:
         self.folder = folder
         self.file = folder / "virtual.swarm"
         self.members: dict[str, VirtualMember] = {}
+        self._trainers: list[VirtualTrainer] = []
         self._epoch_s = time.time()
         self._loop = asyncio.get_running_loop()
         self.world = FakeWorld(seed, clock=self.unix)
@@ -147,10 +218,10 @@ class VirtualSwarm:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for member in self.members.values():
-            if not member.over:
-                member.task.cancel()
-        await asyncio.gather(*(member.task for member in self.members.values()), return_exceptions=True)
+        tasks = [one.task for one in (*self._trainers, *self.members.values())]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._ends.aclose()
 
     def unix(self) -> float:
@@ -206,6 +277,12 @@ class VirtualSwarm:
         told.append(VirtualMember(name, node, self, home))
         self.members[name] = told[0]
         return told[0]
+
+    def trainer(self, name: str, data: Path, settings: Run) -> VirtualTrainer:
+        """Start a trainer; does not wait."""
+        trainer = VirtualTrainer(self, name, data, settings)
+        self._trainers.append(trainer)
+        return trainer
 
     def member(self, peer: PeerId) -> VirtualMember:
         """The node with this peer id."""

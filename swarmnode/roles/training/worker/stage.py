@@ -396,7 +396,7 @@ class TrainingStage:
                 self._forward(arrival)
 
     async def _after_commit(self, line: Line, done: asyncio.Future[None]) -> None:
-        await done
+        await asyncio.shield(done)  # the update is made, whatever becomes of us
         assert self.run is not None
         if self.step % self.run.checkpoint_steps == 0 or self.step == self.run.steps:
             await self._save(self.learner)

@@ -89,7 +89,7 @@ class TrainingWorker:
         capability = await executor.call(
             Urgency.CONTROL, lambda: Capability.of(conditions, cache, lambda: measure(segment))
         )
-        election = CoordinatorElection(host.directory, training, checkpoint.units)
+        election = CoordinatorElection(host.directory, training, checkpoint.units, clock=host.clock.monotonic)
         await training.start()
         election.start()
         return cls(training, election, checkpoint_manager, serving, capability)

@@ -1,0 +1,216 @@
+"""The test of truth: a swarm of whole nodes, some of which are killed, draws the loss curve of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import typing
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.training.lm import load_segment
+from swarmnode.compute.training.local import train_locally
+from swarmnode.swarm.records.manifest import TRAIN
+from swarmnode.swarm.records.run import Run
+from swarmnode.training.preparation import NO_DATA, prepare
+from tests.net.virtual import in_virtual_time
+from tests.node.conftest import Founded
+from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
+
+DATA = Path(typing.__file__)
+SPANS = ("0:2", "2:4", "4:6")
+STEPS = 40
+KILL_EVERY = 6
+CHECKPOINT_STEPS = 10
+SETTINGS = Run(
+    data=NO_DATA,
+    steps=STEPS,
+    batch=24,
+    microbatch=6,
+    sequence=32,
+    learning_rate=1e-3,
+    warmup_steps=5,
+    checkpoint_steps=CHECKPOINT_STEPS,
+    seed=7,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 of four layers on bytes, with dropout."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    config = GPT2Config(vocab_size=256, n_embd=64, n_layer=4, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0)
+    torch.manual_seed(3)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def founded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Founded:
+    return Founded.on(model, tmp_path_factory.mktemp("founded"), mode=TRAIN)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, founded: Founded) -> dict[int, float]:
+    """The losses of a single process on the same batches."""
+    manifest = founded.swarm.manifest
+    assert manifest is not None
+    run, batches = prepare(manifest, model, DATA, SETTINGS)
+    segment = load_segment(Checkpoint(model), 0, 6, device=torch.device("cpu"))
+    return {report.step: report.loss for report in train_locally(segment, run, batches)}
+
+
+class School(VirtualSwarm):
+    """A swarm that trains, and its nodes by name."""
+
+    def start(self, name: str, span: str) -> VirtualMember:
+        return self.node(name, span, compress="none")
+
+    def _last_step(self, name: str) -> list[Path]:
+        return sorted((self.folder / "homes" / name).glob(f"training/*/*/step-{STEPS:08d}"))
+
+    async def settle(self, names: Sequence[str]) -> None:
+        """Wait until each of these nodes has the last step on its disk, those that came late too."""
+        for _ in range(200):
+            if all(self._last_step(name) for name in names):
+                return
+            await asyncio.sleep(0.5)
+        raise AssertionError([name for name in names if not self._last_step(name)])
+
+    async def stop(self, names: Sequence[str]) -> None:
+        """In order, so that each node writes down where it is."""
+        for name in names:
+            await self.members[name].stop()
+
+    def last_states(self, name: str) -> dict[str, Path]:
+        """The files of the last step on a node's disk, by block."""
+        return {path.name: path for path in self._last_step(name)[-1].glob("*.safetensors")}
+
+    async def start_all(self, names: Sequence[str]) -> None:
+        """Nodes named by their span, and a letter where there are several; waits until all are ready."""
+        for name in names:
+            self.start(name, name.split("-")[0])
+        for name in names:
+            await self.members[name].wait_for("ready")
+
+
+PAIRS = [f"{span}-{replica}" for span in SPANS for replica in ("a", "b")]
+
+
+@contextlib.asynccontextmanager
+async def school_of(founded: Founded, folder: Path) -> AsyncIterator[School]:
+    async with School(folder) as school:
+        founded.into(school)
+        await school.bootstrap()
+        yield school
+
+
+def assert_same_curve(losses: dict[int, float], alone: dict[int, float]) -> None:
+    assert sorted(losses) == list(range(STEPS))
+    for step, loss in alone.items():
+        assert losses[step] == pytest.approx(loss, rel=1e-3), f"step {step}"
+
+
+def assert_same_parameters(school: School, names: Sequence[str]) -> None:
+    """Of the nodes that hold the same block, at the last step."""
+    seen: dict[str, dict[str, torch.Tensor]] = {}
+    compared = 0
+    for name in names:
+        for block, path in school.last_states(name).items():
+            tensors = load_file(path)
+            for key, other in seen.setdefault(block, tensors).items():
+                assert float((tensors[key].double() - other.double()).abs().max()) <= 1e-5, (name, block, key)
+                compared += other is not tensors[key]
+    assert compared or len(names) == len(SPANS)
+
+
+@pytest.mark.parametrize("names", [SPANS, PAIRS], ids=["1", "2"])
+@in_virtual_time
+async def test_the_curve_of_one_process(
+    founded: Founded, alone: dict[int, float], tmp_path: Path, names: Sequence[str]
+) -> None:
+    async with school_of(founded, tmp_path) as school:
+        await school.start_all(names)
+        trainer = school.trainer("trainer", DATA, SETTINGS)
+        assert await trainer.finish() == STEPS
+        assert_same_curve(trainer.losses, alone)
+        assert alone[STEPS - 1] < 0.75 * alone[0]
+        await school.stop(names)
+        assert_same_parameters(school, names)
+
+
+@in_virtual_time
+async def test_replicas_killed_and_others_joining(founded: Founded, alone: dict[int, float], tmp_path: Path) -> None:
+    """Every 8 steps one of the replicas is killed, in turn of all spans, and another one comes."""
+    async with school_of(founded, tmp_path) as school:
+        await school.start_all(PAIRS)
+        nodes = list(PAIRS)
+        trainer = school.trainer("trainer", DATA, SETTINGS)
+        for number, step in enumerate(range(KILL_EVERY, STEPS - 5, KILL_EVERY)):
+            await trainer.wait_for_step(step)
+            span = SPANS[number % len(SPANS)]
+            victim = next(name for name in nodes if name.startswith(span))
+            nodes.remove(victim)
+            await school.members[victim].kill()
+            nodes.append(f"{span}-{step}")
+            await school.start(nodes[-1], span).wait_for("ready")
+        assert await trainer.finish() == STEPS
+        assert_same_curve(trainer.losses, alone)
+        assert min(trainer.peers.values()) < len(nodes), "replicas were lost"
+        await school.settle(nodes)
+        await school.stop(nodes)
+        assert_same_parameters(school, nodes)
+
+
+@in_virtual_time
+async def test_a_trainer_killed(founded: Founded, alone: dict[int, float], tmp_path: Path) -> None:
+    async with school_of(founded, tmp_path) as school:
+        await school.start_all(PAIRS)
+        first, second = school.trainer("first", DATA, SETTINGS), school.trainer("second", DATA, SETTINGS)
+        await second.wait_for_step(5)
+        await first.wait_for_step(20)
+        await first.kill()
+        assert await second.finish() == STEPS
+        assert_same_curve({**first.losses, **second.losses}, alone)
+        await school.stop(PAIRS)
+        assert_same_parameters(school, PAIRS)
+
+
+@in_virtual_time
+async def test_a_swarm_killed_whole_goes_on_where_it_was(
+    founded: Founded, alone: dict[int, float], tmp_path: Path
+) -> None:
+    async with school_of(founded, tmp_path) as school:
+        await school.start_all(SPANS)
+        before = school.trainer("before", DATA, SETTINGS)
+        await before.wait_for_step(17)
+        for member in (*school.members.values(), before):
+            await member.kill()
+        await school.start_all(SPANS)
+        after = school.trainer("after", DATA, SETTINGS)
+        assert await after.finish() == STEPS
+        assert max(before.losses) - CHECKPOINT_STEPS <= min(after.losses) <= max(before.losses) + 1
+        assert_same_curve({**before.losses, **after.losses}, alone)
+        for step in before.losses.keys() & after.losses.keys():
+            assert after.losses[step] == pytest.approx(before.losses[step], rel=1e-5)
+
+
+@in_virtual_time
+async def test_a_unit_without_anybody_is_waited_for(founded: Founded, alone: dict[int, float], tmp_path: Path) -> None:
+    async with school_of(founded, tmp_path) as school:
+        await school.start_all(SPANS)
+        trainer = school.trainer("trainer", DATA, SETTINGS)
+        await trainer.wait_for_step(12)
+        await school.members[SPANS[1]].kill()
+        trainer.missing = None
+        await trainer.wait_until(lambda: bool(trainer.missing))
+        assert trainer.missing == (2, 3)
+        school.start(SPANS[1], SPANS[1])
+        assert await trainer.finish() == STEPS
+        assert_same_curve(trainer.losses, alone)
