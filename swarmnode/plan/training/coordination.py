@@ -56,6 +56,7 @@ class Action(Enum):
     RESIGN = "let go of everybody"
 
 
+SETTLE_S = 0.3  # a candidate waits that long: another's word may be on its way
 IN_OFFICE = frozenset({Phase.RENDEZVOUS, Phase.STEPPING, Phase.REDUCING, Phase.OVER})
 
 Outcome = tuple[Phase, tuple[Action, ...]]

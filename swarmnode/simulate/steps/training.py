@@ -1,15 +1,17 @@
 """Training, microbatch by microbatch, as the coordinator leads it (`roles/training/coordinator/coordinator.py`).
 
 Microbatches are wired through the replicas that will be done first, a ledger knows which units have counted which of them,
-those of a lost peer are sent again, and when all are counted the replicas agree and the next step begins.
+those of a lost peer are sent again, and when all are counted the replicas agree and the next step begins. What follows from
+what, and who coordinates when the coordinator is lost, is decided by the live node's own table (`plan/training/coordination.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
 from swarmnode.plan.training.groups import Holder, make_groups
 from swarmnode.plan.training.step_ledger import StepLedger
 from swarmnode.plan.training.wiring import Replica, wire
@@ -44,8 +46,12 @@ class Training:
         self._coming: list[Peer] = []
         self._flights: dict[int, SimulatedMicrobatch] = {}
         self._ledger = StepLedger(0, world.model.units, settings.microbatches)
-        self._attempt = 0  # of the all-reduce; one that is not in force any more is void
-        self._reducing = False
+        self._machine = Coordination(Phase.STEPPING)  # that of whoever coordinates, or is about to
+        self._coordinator: PeerId | None = None
+        self._turn = 0  # of candidates and roll calls; one that is not in force any more is void
+        self._attempt = 0  # of the all-reduce, likewise
+        self._reducing_since_s = 0.0
+        self._uncovered = False  # units had nobody, so that steps on the disks count
         self._step_began_s = 0.0
         self._last_step_s = 0.0
         self._seen: dict[int, int] = {}  # unit -> microbatches that somebody has counted in this step
@@ -54,8 +60,10 @@ class Training:
         return f"<Training step {self.step}, {len(self._stages)} stages, {self._ledger!r}>"
 
     def begin(self) -> None:
-        """The first step."""
+        """The first step; the eldest coordinates."""
         self._begin_step()
+        self._coordinator = self._eldest()
+        self._advance()
 
     def gauges(self) -> dict[str, float]:
         """What a curve shows of this moment."""
@@ -70,6 +78,9 @@ class Training:
     def ready(self, peer: Peer) -> None:
         """It takes part from the next step on, or at once where its units were missing."""
         self._coming.append(peer)
+        if self._machine.phase is Phase.VACANT:
+            self._admit()
+            self._happen(Event.OUR_TURN)
 
     def leaving(self, peer: Peer) -> None:
         """Trained units do not move (`node.py`)."""
@@ -91,10 +102,12 @@ class Training:
         masks = {} if mine is None else mine.masks
         self.world.measures.count("lost, unit microbatches", sum(mask.bit_count() for mask in masks.values()))
         self._ledger.lose(name)
-        if self._reducing:  # nothing else is under way then
-            self.world.links.drop_waiting(self.clock.now_s)
-        self._reducing = False
         self._attempt += 1
+        if self._machine.phase is Phase.REDUCING:
+            self.world.links.drop_waiting(self.clock.now_s)  # nothing else is under way then
+            self._happen(Event.DISAGREED)
+        if name == self._coordinator:
+            self._elect()
         self._advance()
 
     def _call_back(self, flight: SimulatedMicrobatch) -> None:
@@ -104,18 +117,94 @@ class Training:
         for index in flight.counted:
             self._count(flight, index)
 
+    # -- who coordinates, and how far it is (`plan/training/coordination.py`)
+
+    def _eldest(self) -> PeerId | None:
+        return (
+            min(self._stages.values(), key=lambda stage: (stage.peer.started_at, stage.name)).name
+            if self._stages
+            else None
+        )
+
+    def _elect(self) -> None:
+        """The coordinator is lost: the table goes on as that of the next eldest."""
+        self.world.measures.count("coordinators lost", 1)
+        self._coordinator = None
+        self._machine = Coordination(Phase.FOLLOWING)
+        self._turn += 1
+        self._happen(Event.DESERTED)
+        if self._stages:
+            self._happen(Event.OUR_TURN)
+
+    def _advance(self) -> None:
+        """Do what follows from what is known now."""
+        while (event := self._due()) is not None:
+            self._happen(event)
+
+    def _due(self) -> Event | None:
+        if self._machine.phase is not Phase.STEPPING:
+            return None
+        if self._missing_units():
+            return Event.UNCOVERED
+        self._dispatch()
+        return Event.COUNTED if self._ledger.complete() and not self._flights else None
+
+    def _happen(self, event: Event) -> None:
+        does = {
+            Action.SETTLE: lambda: self._in_turn(SETTLE_S, lambda: self._happen(Event.SETTLED)),
+            Action.CALL_ROLL: self._call_roll,
+            Action.GATHER: self._gather,
+            Action.LEASE: self._dispatch,
+            Action.REDUCE: self._reduce,
+            Action.COMMIT: self._commit,
+        }
+        for action in self._machine.on(event):
+            does[action]()
+
+    def _in_turn(self, seconds: float, does: Callable[[], None]) -> None:
+        """After some seconds, unless somebody else has taken over by then, or called roll again."""
+        turn = self._turn = self._turn + 1
+        self.clock.after(seconds, lambda: does() if self._turn == turn else None)
+
+    def _call_roll(self) -> None:
+        """What is under way is void; the stages answer within a round trip."""
+        self._coordinator = self._eldest()
+        for flight in list(self._flights.values()):
+            self._call_back(flight)
+        self._in_turn(self._told_s(), self._look)
+
+    def _look(self) -> None:
+        """Whether the stages hold all units; who comes meanwhile counts."""
+        self._admit()
+        if self._missing_units():
+            self._uncovered = True
+            self.world.measures.count("waiting for units, s", MISSING_RETRY_S)
+            self._in_turn(MISSING_RETRY_S, self._look)
+            return
+        self._happen(Event.GATHERED)
+        self._advance()
+
+    def _gather(self) -> None:
+        """They go on with what they have counted; or, where units had nobody, from the last step that all have kept."""
+        if self._uncovered:
+            kept = self.step // self.settings.checkpoint_steps * self.settings.checkpoint_steps
+            self.world.measures.count("steps lost", self.step - kept)
+            self.step, self._uncovered = kept, False
+            self._begin_step()
+        for name, stage in self._stages.items():
+            if name not in self._ledger.peers:
+                self._ledger.report(name, stage.peer.span, {})
+
     # -- a step
 
     def _begin_step(self) -> None:
         self._admit()
         self._step_began_s = self.clock.now_s
-        self._reducing = False
         self._seen = {}
         self._ledger = StepLedger(self.step, self.world.model.units, self.settings.microbatches)
         for name, stage in self._stages.items():
             self._ledger.report(name, stage.peer.span, {})
         self.encoder.beat_s = max((worker.span.units * worker.unit_s for worker in self._workers.values()), default=0.0)
-        self._advance()
 
     def _admit(self) -> None:
         model = self.world.model
@@ -129,39 +218,9 @@ class Training:
             self._workers[stage.name] = Replica(peer.span, there_and_back_s / peer.span.units)
         self._coming = []
 
-    def _advance(self) -> None:
-        """Decide what follows: wait for missing units, lease what is missing, or reduce."""
-        if self._missing_units():
-            self._wait_for_units()
-            return
-        self._dispatch()
-        if self._ledger.complete() and not self._flights and not self._reducing:
-            self._reduce()
-
     def _missing_units(self) -> bool:
         held = {unit for worker in self._workers.values() for unit in range(*worker.span)}
         return len(held) < self.world.model.units
-
-    def _wait_for_units(self) -> None:
-        """Once others hold them again, they go on from what is on the disks: the last step that all have kept."""
-        for flight in list(self._flights.values()):
-            self._call_back(flight)
-        attempt = self._attempt = self._attempt + 1
-
-        def look() -> None:
-            if self._attempt != attempt:
-                return
-            self._admit()
-            if self._missing_units():
-                self.world.measures.count("waiting for units, s", MISSING_RETRY_S)
-                self.clock.after(MISSING_RETRY_S, look)
-                return
-            kept = self.step // self.settings.checkpoint_steps * self.settings.checkpoint_steps
-            self.world.measures.count("steps lost", self.step - kept)
-            self.step = kept
-            self._begin_step()
-
-        look()
 
     def _dispatch(self) -> None:
         """Lease every microbatch that is missing and free, as long as stages have room
@@ -224,26 +283,32 @@ class Training:
     # -- its end
 
     def _reduce(self) -> None:
-        self._reducing = True
         self._attempt += 1
         holders = [Holder(name, stage.peer.span) for name, stage in self._stages.items()]
         groups = make_groups(self.world.model.units, self._run, self.step, holders, self._ledger.counts)
         indexes = {name: stage.peer.index for name, stage in self._stages.items()}
         began_s, attempt = self.clock.now_s, self._attempt
         ends_s = reduction_ends_s(began_s, groups, indexes, self.world.links, self.world.model, self.settings.averaging)
-        self.clock.at(ends_s + self._told_s(), lambda: self._commit(began_s) if self._attempt == attempt else None)
+        self._reducing_since_s = began_s
+        self.clock.at(ends_s + self._told_s(), lambda: self._agree() if self._attempt == attempt else None)
+
+    def _agree(self) -> None:
+        self._happen(Event.AGREED)
+        self._advance()
 
     def _told_s(self) -> float:
-        """All tell the coordinator, the eldest, that they agree, and it tells all to commit."""
-        eldest = min(self._stages.values(), key=lambda stage: (stage.peer.started_at, stage.name)).peer.index
-        others = [stage.peer.index for stage in self._stages.values() if stage.peer.index != eldest]
-        return 2 * max((self.world.links.delay_s(eldest, other) for other in others), default=0.0)
+        """All tell the coordinator, and it tells all: a round trip to the farthest."""
+        if self._coordinator not in self._stages:
+            return 0.0
+        centre = self._stages[self._coordinator].peer.index
+        others = [stage.peer.index for stage in self._stages.values() if stage.peer.index != centre]
+        return 2 * max((self.world.links.delay_s(centre, other) for other in others), default=0.0)
 
-    def _commit(self, reducing_since_s: float) -> None:
+    def _commit(self) -> None:
         measures, now_s = self.world.measures, self.clock.now_s
         self._last_step_s = now_s - self._step_began_s
         measures.note("step, s", self._last_step_s)
-        measures.note("of it agreeing, s", now_s - reducing_since_s)
+        measures.note("of it agreeing, s", now_s - self._reducing_since_s)
         measures.count("steps", 1)
         measures.count("tokens trained", self.settings.microbatches * self.settings.tokens)
         self.step += 1

@@ -135,3 +135,29 @@ def test_settings_that_cannot_be_are_refused(wrong):
 def test_a_swarm_too_large_to_follow_is_refused():
     with pytest.raises(UsageError, match="at most 500"):
         run(scenario([80.0]), model(8), settings(), peers=501)
+
+
+def test_a_lost_coordinator_is_followed_by_the_next_eldest():
+    """Noticed, waited for and asked around: the step takes that much longer, and goes on with what was counted."""
+    spans = [Span(0, 8), Span(0, 8), Span(0, 8)]
+    network = scenario([80.0, 80.0, 80.0], delay_s=0.05)
+
+    def steps_s(*trace):
+        result = run(network, model(8, parameters=1000), settings(), spans=spans, trace=list(trace))
+        return result, result.measures.values["step, s"]
+
+    _, calm = steps_s()
+    result, lost = steps_s(Change(4.0, 0, False))
+    assert total(result.measures, "coordinators lost") == 1
+    assert result.workload.gauges()["stages"] == 2
+    assert len(lost) > 0.5 * len(calm), "two of three go on"
+    slowest_s = max(lost)
+    assert calm[0] < slowest_s < 3 * calm[0] + result.world.settings.detect_s + 1.0
+
+
+def test_a_swarm_that_lost_everybody_goes_on_when_others_come():
+    network = scenario([80.0, 80.0], delay_s=0.01)
+    changes = [Change(20.0, 0, False), Change(21.0, 1, False), Change(40.0, 0, True), Change(41.0, 1, True)]
+    result = run(network, model(8, parameters=1000), settings(), spans=[Span(0, 4), Span(4, 8)], trace=changes)
+    assert total(result.measures, "coordinators lost") >= 1
+    assert result.workload.gauges()["stages"] == 2 and total(result.measures, "steps") > 5

@@ -16,7 +16,7 @@ from swarmnode.errors import ErrorCode, PeerError, PeerLost
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
-from swarmnode.plan.training.coordination import Action, Coordination, Event, Phase
+from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
 from swarmnode.roles.training.coordinator.coordinator import TERM_BITS, Coordinator
 from swarmnode.roles.training.coordinator.loopback import Loopback
 from swarmnode.roles.training.coordinator.strikes import Strikes
@@ -33,7 +33,6 @@ PASS_OVER_S = 10.0  # for whom it is to take over; then it is the next one's tur
 LET_GO_S = (
     60.0  # the same, where a coordinator let this stage go: it leads the others, and calls us again after a pause
 )
-SETTLE_S = 0.3  # a new coordinator's LEAD may be on its way
 
 
 class CoordinatorElection:
