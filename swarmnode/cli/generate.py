@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from swarmnode.cli.options.metrics import METRICS_HOST, METRICS_PORT, Watch
+from swarmnode.cli.terminal.collector import CollectorPause
 from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
@@ -67,6 +68,7 @@ def generate(
     set_up_logging(verbose, log_format)
     if bool(prompt) == bool(ids):
         fail("give either a PROMPT or --ids", 2)
+    pause = CollectorPause()
     from swarmnode.client import SwarmClient
     from swarmnode.roles.serving.generation import GenerateOptions
     from swarmnode.swarm.peers.trust import parse_trust
@@ -83,6 +85,7 @@ def generate(
         client = await SwarmClient.join(loaded, home=default_home(home), patience_s=patience, trust=trusted)
         waited_s = time.monotonic() - started_s
         client.config = dataclasses.replace(client.config, patience_s=max(1.0, patience - waited_s))
+        pause.end()
         try:
             async with watch.over(loaded.name, client.readings):
                 return await unless_stopped(_produce(client, tokens or prompt, options, stream=not as_json), stop)

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
+from swarmnode.cli.terminal.collector import CollectorPause
 from swarmnode.cli.terminal.console import (
     HOME,
     LOG_FORMAT,
@@ -75,6 +76,7 @@ def run(
     Example: swarmnode run swarm1… --device cuda --memory 6GB
     """
     set_up_logging(verbose, log_format)
+    pause = CollectorPause()
     from swarmnode.config import StageConfig
     from swarmnode.net.addressing.addresses import check
     from swarmnode.node import Node, NodeConfig, parse_bytes, parse_rate, parse_span
@@ -108,12 +110,15 @@ def run(
     watch = Watch(metrics_host, metrics_port, config.host.home, as_json)
 
     def tell(event: str, text: str, **details: Any) -> None:
+        if event == "machine":  # by which everything is imported
+            pause.end()
         if as_json:
             print_json({"event": event, **details})
         else:
             typer.echo(text)
 
     async def serve(stop: asyncio.Event) -> None:
+        pause.limit()
         loaded = load_swarm(swarm, config.host.home)
         node = Node(loaded, config, tell)
         async with watch.over(loaded.name, node.readings):

@@ -6,9 +6,8 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from swarmnode.compute.graph.checkpoint import GraphCheckpoint
-from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.errors import CheckpointError, PeerRefused
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.plan.view import Span
@@ -21,6 +20,9 @@ from swarmnode.swarm.records.announcement import Announcement, peer_digest
 from swarmnode.swarm.records.manifest import CAUSAL_LM
 from swarmnode.swarm.storage.content import FileContent, Progress, is_weights, matching_hashes
 from swarmnode.swarm.storage.weight_cache import WeightCache
+
+if TYPE_CHECKING:
+    from swarmnode.compute.model.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +123,10 @@ class Weights:
         return min(file.chunks(), -(-(HEADER_LENGTH_BYTES + length) // self._manifest.chunk_bytes))
 
     def _open(self, folder: Path) -> Checkpoint:
+        """Imports torch, which a client that wants config and tokenizer alone goes without."""
+        from swarmnode.compute.graph.checkpoint import GraphCheckpoint
+        from swarmnode.compute.model.checkpoint import Checkpoint
+
         return (Checkpoint if self._manifest.kind == CAUSAL_LM else GraphCheckpoint)(folder)
 
     def _folder(self) -> Path:
