@@ -76,7 +76,6 @@ def run(
     Example: swarmnode run swarm1… --device cuda --memory 6GB
     """
     set_up_logging(verbose, log_format)
-    pause = CollectorPause()
     from swarmnode.config import StageConfig
     from swarmnode.net.addressing.addresses import check
     from swarmnode.node import Node, NodeConfig, parse_bytes, parse_rate, parse_span
@@ -110,17 +109,21 @@ def run(
     watch = Watch(metrics_host, metrics_port, config.host.home, as_json)
 
     def tell(event: str, text: str, **details: Any) -> None:
-        if event == "machine":  # by which everything is imported
-            pause.end()
         if as_json:
             print_json({"event": event, **details})
         else:
             typer.echo(text)
 
     async def serve(stop: asyncio.Event) -> None:
-        pause.limit()
+        pause = CollectorPause()
+
+        def note(event: str, text: str, **details: Any) -> None:
+            if event == "machine":  # by which everything is imported
+                pause.end()
+            tell(event, text, **details)
+
         loaded = load_swarm(swarm, config.host.home)
-        node = Node(loaded, config, tell)
+        node = Node(loaded, config, note)
         async with watch.over(loaded.name, node.readings):
             await node.run(stop)
 

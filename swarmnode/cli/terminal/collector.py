@@ -9,7 +9,7 @@ LONGEST_S = 60.0
 
 
 class CollectorPause:
-    """No collections from now until `end`, or until a minute of the running loop has gone by.
+    """No collections from now until `end`, or until a minute has gone by on the running loop.
 
     While modules are imported nothing becomes garbage, yet the collector looks through everything again and again: a quarter of the
     CPU that a start takes. What is there at the end stays out of all later collections, too, which are shorter for it.
@@ -18,13 +18,10 @@ class CollectorPause:
     def __init__(self) -> None:
         self._paused = True
         gc.disable()
+        asyncio.get_running_loop().call_later(LONGEST_S, self.end)
 
     def __repr__(self) -> str:
         return f"<CollectorPause {'on' if self._paused else 'over'}>"
-
-    def limit(self) -> None:
-        """From here on a loop runs, which may go on for days: see that the pause ends."""
-        asyncio.get_running_loop().call_later(LONGEST_S, self.end)
 
     def end(self) -> None:
         """Collect as usual. Safe to call twice."""
