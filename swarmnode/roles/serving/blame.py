@@ -59,6 +59,11 @@ class Blame:
                 return Verdict.REQUEST
         return Verdict.ELSEWHERE
 
+    def leave_out(self, route: Sequence[HopSpec]) -> None:
+        """One of them stands still, and none says which: others are taken for a while, where there are any."""
+        for hop in route:
+            self._backoff.failed(hop.peer)
+
     def progress(self, route: Sequence[HopSpec]) -> list[tuple[PeerId, ErrorCode]]:
         """An output came over this route: who could not bring it forth, and said an error instead."""
         here = {hop.peer for hop in route}

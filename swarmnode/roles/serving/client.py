@@ -272,6 +272,8 @@ class ClientSession:
             try:
                 if index >= 0:
                     self._judge(self.route[index], error)
+                else:
+                    self._blame.leave_out(self.route)
                 await self._bind(error)
             except SwarmnodeError as failure:
                 if error.code == ErrorCode.DRAINING and isinstance(failure, NoRoute):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from swarmnode.net.deadlines import Deadline, Expectation
 
-STALLED = Deadline(floor_s=3.0, ceiling_s=60.0, slack=4.0)  # of one pass; the first one may read weights from a disk
+STALLED = Deadline(floor_s=3.0, ceiling_s=30.0, slack=4.0)  # of one pass; the first one may read weights from a disk
 
 
 class Running(NamedTuple):

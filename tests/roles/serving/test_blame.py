@@ -76,3 +76,9 @@ def test_the_time_for_which_a_peer_is_left_out_grows_and_is_forgiven(blame: Blam
     blame.progress([ANN, EVE])
     blame.judge(ANN, ErrorCode.BUSY, retry_s=7.0)
     assert blame.pardon_s == pytest.approx(7.0), "as it asked"
+
+
+def test_where_nobody_says_who_stands_still_others_are_taken_and_nobody_is_blamed(blame: Blame) -> None:
+    blame.leave_out([ANN, EVE])
+    assert blame.avoided == {"ann", "eve"}
+    assert blame.progress([BOB]) == []
