@@ -1,4 +1,4 @@
-"""The bootstrap peer: the door of a swarm."""
+"""The bootstrap peer: where newcomers find the swarm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MANIFEST_PATIENCE_S = 30.0
 
 
 class Bootstrap:
-    """The door of a swarm: a full member of the DHT that relays, gives out manifest and weights, and computes nothing."""
+    """Where newcomers look: a full member of the DHT that relays, gives out manifest and weights, and computes nothing."""
 
     def __init__(self, host: Host, seeder: Seeder) -> None:
         self._host = host
@@ -42,7 +42,7 @@ class Bootstrap:
     async def start(
         cls, swarm: Swarm, config: HostConfig, *, file: Path | None = None, platform: Platform = MACHINE
     ) -> Bootstrap:
-        """Open the door. Where the swarm's file promises a bootstrap peer and none runs yet, this is it: same id, same address.
+        """Begin. Where the swarm's file promises a bootstrap peer and none runs yet, this is it: same id, same address.
 
         `file` is updated with our addresses where they are new, and it may be written. Raises LocalError, NetworkDown.
         """
@@ -68,7 +68,7 @@ class Bootstrap:
         return cls(host, seeder)
 
     def readings(self) -> Readings:
-        """What Prometheus may know of this door."""
+        """What Prometheus may know of this bootstrap peer."""
         return self._host.readings()
 
     async def addresses(self) -> list[str]:
@@ -87,11 +87,11 @@ def _bootstraps(addresses: list[str]) -> list[str]:
 
 
 def _keep(swarm: Swarm, file: Path) -> None:
-    """Write the swarm's doors into its file; a service may hold it for reading only, and tells them in its invite all the same."""
+    """Write the swarm's bootstrap peers into its file, if it may; its invite tells them anyhow."""
     try:
         save_swarm(swarm, file)
     except LocalError as error:
-        log.warning("%s; later invites do not know this door", error)
+        log.warning("%s; later invites do not know this bootstrap peer", error)
 
 
 def _promised(swarm: Swarm) -> Identity | None:

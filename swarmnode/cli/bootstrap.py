@@ -1,4 +1,4 @@
-"""`swarmnode bootstrap`: the door of a swarm."""
+"""`swarmnode bootstrap`: where newcomers find the swarm."""
 
 from __future__ import annotations
 

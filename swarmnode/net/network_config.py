@@ -20,7 +20,7 @@ class NetworkConfig:
     host_maddrs: tuple[str, ...] = (LOOPBACK_ANY_PORT,)
     announce_maddrs: tuple[str, ...] = ()  # which others reach us at, as the user knows
     relays: tuple[str, ...] = ()  # peers that may relay for us where nobody gets in directly
-    public: bool = False  # a door: others reach it for sure
+    public: bool = False  # a bootstrap peer: others reach it for sure
     client_mode: bool = False  # uses the DHT without being a part of it
     nat_port_map: bool = False
     record_validator: RecordValidator | None = None

@@ -1,6 +1,6 @@
-"""Calls on the doors: a door that was started anew knows nobody, and newcomers who ask it would find an empty swarm.
+"""Dials bootstrap peers: one that was started anew knows nobody, and newcomers who ask it would find an empty swarm.
 
-So whoever is in the swarm calls on the doors that it has no connection with, ever more slowly while none answers or none is
+So whoever is in the swarm dials the bootstrap peers that it has no connection with, ever more slowly while none answers or none is
 missing, and in a large swarm so seldom that all together call about as often as 64 peers would.
 """
 
@@ -14,7 +14,7 @@ from swarmnode.net.interfaces import PeerId
 
 FIRST_S = 2.0
 MAX_PAUSE_S = 16.0
-CALM = 2  # looks that found all doors connected slow the next ones down no further than so many doublings
+CALM = 2  # looks that found all bootstrap peers connected slow the next ones down no further than so many doublings
 CALLERS = 64  # peers that may call at this pace
 
 
@@ -25,7 +25,7 @@ def pause_s(failures: int, crowd: float) -> float:
 
 
 def unconnected(bootstraps: Sequence[str], connected: Collection[PeerId]) -> list[str]:
-    """The doors (multiaddrs with /p2p/) that we have no connection with."""
+    """The bootstrap peers (multiaddrs with /p2p/) that we have no connection with."""
     return [bootstrap for bootstrap in bootstraps if peer_of(bootstrap) not in connected]
 
 

@@ -1,4 +1,4 @@
-"""Being there: what every peer of a swarm has, whether it computes, opens the door or only asks.
+"""Being there: what every peer of a swarm has, whether it computes, is a bootstrap peer or only asks.
 
 An identity, the network, the directory, and access to the weights. It keeps trying to reach the swarm until it can.
 """
@@ -61,7 +61,7 @@ class HostConfig:
     name: str = ""
     host_maddrs: tuple[str, ...] = ()
     announce_maddrs: tuple[str, ...] = ()
-    peers: tuple[str, ...] = ()  # further doors (multiaddrs with /p2p/), beside the invite's
+    peers: tuple[str, ...] = ()  # further bootstrap peers (multiaddrs with /p2p/), beside the invite's
     nat_port_map: bool = False
     lan: bool = False
     join_timeout_s: float = 3.0
@@ -371,7 +371,7 @@ def _network_config(
 
 
 def relays_of(swarm: Swarm, peers: Sequence[str]) -> tuple[str, ...]:
-    """The doors, which relay for peers behind NAT: one address of each, of the internet where it has one.
+    """The bootstrap peers, which relay for peers behind NAT: one address of each, of the internet where it has one.
 
     libp2p takes each address for a relay of its own, and asks none of them for three minutes where one does not answer.
     """

@@ -45,7 +45,9 @@ class EngineConfig:
     host_maddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
     announce_maddrs: tuple[str, ...] = ()
     relays: tuple[str, ...] = ()  # static relays (with /p2p/) to be reached through, for a peer behind NAT
-    public: bool = False  # a door: others reach it, whatever libp2p's own tests say; it relays and tests others
+    public: bool = (
+        False  # a bootstrap peer: others reach it, whatever libp2p's own tests say; it relays and tests others
+    )
     hidden: bool = False  # nobody gets in directly: libp2p need not find that out (`net/addressing/reachability.py`)
     client_mode: bool = False  # uses the DHT without being a part of it
     nat_port_map: bool = False

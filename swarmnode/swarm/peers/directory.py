@@ -98,7 +98,7 @@ class Directory:
     async def start(self) -> None:
         """Read the swarm once, then keep reading and publishing until `close`."""
         await self.refresh()
-        if self.crowd > shards.PEERS_PER_SHARD:  # the door alone was seen
+        if self.crowd > shards.PEERS_PER_SHARD:  # the sample alone was seen
             await self.refresh()
         self._tasks = [
             asyncio.create_task(self._read_forever(), name="directory reads"),

@@ -1,7 +1,7 @@
 """Shard sampling: which shards a peer reads and writes, decided from what it has read before. Pure but for its own dice.
 
 In a small swarm everything is read. In a large one each read takes one place: one of the peer's own ranges one time, another
-the next, the door now and then; a place of few peers whole, of a larger one a shard drawn at random. What is known is then
+the next, the sample now and then; a place of few peers whole, of a larger one a shard drawn at random. What is known is then
 a sample in which every range is present, and the own ones most.
 """
 
@@ -31,7 +31,7 @@ class ShardSampling:
         self._sizes: dict[Place, float] = {}  # of places that were read
         self._visits: Counter[Place] = Counter()
         self._misses: Counter[Place] = Counter()  # reads in a row that found nobody
-        self._spans: list[tuple[int, int]] = []  # of the peers at the door: a fair sample
+        self._spans: list[tuple[int, int]] = []  # of the peers in the sample, which is a fair one
         self._random = random.Random(peer)
         self._reads = 0
 
@@ -81,7 +81,7 @@ class ShardSampling:
         return [Shard(place, level, self._random.randrange(1 << level)) for level in levels]
 
     def size(self, place: Place) -> float:
-        """Peers at a place: as it was read, else as the peers at the door are spread."""
+        """Peers at a place: as it was read, else as the peers in the sample are spread."""
         if place in self._sizes:
             return self._sizes[place]
         here = sum(place in shards.places_of(span) for span in self._spans)

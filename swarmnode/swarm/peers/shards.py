@@ -95,7 +95,7 @@ def digest_share(peer: PeerId) -> float:
 
 
 def peers_from_sample(found: Collection[PeerId]) -> float:
-    """How many peers a swarm has whose door shows these: twice as many digests reach twice as far.
+    """How many peers a swarm has whose sample shows these: twice as many digests reach twice as far.
 
     The median one counts. The largest ones stand there by other peers' estimates, not by ours.
     """

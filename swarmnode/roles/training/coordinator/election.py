@@ -50,7 +50,7 @@ class CoordinatorElection:
         self._vacant_since_s = clock()
         self._pass_over_s = PASS_OVER_S
         self._coordinator: Coordinator | None = None
-        self._tasks = Tasks("crew")
+        self._tasks = Tasks("election")
         self._changed = asyncio.Event()
         stage.may_lead = self._may_lead
         stage.on_work = self._work
@@ -200,6 +200,6 @@ def term_after(term: int, peer: PeerId) -> int:
 
 
 def ready_peers(directory: Directory) -> list[PeerId]:
-    """Who can lead, the eldest first: those who hold units (doors announce themselves too)."""
+    """Who can lead, the eldest first: those who hold units (bootstrap peers announce themselves too)."""
     ready = [peer for peer in directory.peers().values() if peer.life is State.READY and peer.span[0] < peer.span[1]]
     return [peer.peer for peer in sorted(ready, key=lambda peer: (peer.started_at, peer.peer))]

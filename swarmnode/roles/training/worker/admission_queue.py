@@ -23,7 +23,7 @@ class Arrival(NamedTuple):
 
 
 class AdmissionQueue:
-    """Those of this step are passages; those of the next wait for the COMMIT that may still be on its way."""
+    """Those of this step are in flight; those of the next wait for the COMMIT that may still be on its way."""
 
     def __init__(self, memory: TrainingMemory) -> None:
         self._memory = memory
@@ -32,7 +32,7 @@ class AdmissionQueue:
         self._released: set[int] = set()  # leases of this step whose FORWARD may still be on its way
 
     def __repr__(self) -> str:
-        return f"<AdmissionQueue of {len(self._microbatches)} passages, {len(self._waiting)} waiting>"
+        return f"<AdmissionQueue of {len(self._microbatches)} in flight, {len(self._waiting)} waiting>"
 
     def is_released(self, lease: int) -> bool:
         """Whether the coordinator has called a lease of this step back."""

@@ -196,7 +196,7 @@ class TrainingStage:
         return None if self._admission_queue.takes(arrival) else ErrorCode.BUSY
 
     def ended(self, microbatch: MicrobatchInFlight) -> None:
-        """A passage is over, in whatever way: what it kept goes."""
+        """A microbatch is over, in whatever way: what it kept goes."""
         self._admission_queue.ended(microbatch)
         learner, place = self._learner, place_of(microbatch.body)
         if learner is not None:

@@ -44,7 +44,7 @@ async def test_who_may_not_feed_is_refused(scene: Scene) -> None:
     gate.trainers.add(scene.networks[1].peer_id)
     offer = Work(encode_run(RUN), 1)
     assert await (await scene.talk(1)).ask(offer) == Error(ErrorCode.REFUSED)
-    assert await (await scene.talk(0)).ask(offer) == Error(ErrorCode.ELSEWHERE), "it is heard, and there is no crew"
+    assert await (await scene.talk(0)).ask(offer) == Error(ErrorCode.ELSEWHERE), "it is heard, and there is no election"
 
 
 async def test_volunteers_lead_until_a_trainers_node_comes(tmp_path: Path) -> None:
