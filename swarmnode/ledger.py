@@ -25,13 +25,11 @@ class Account(str, Enum):
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
     JOURNALS = "journals"  # what hops keep to send again
-    MESSAGES = "messages"  # payloads that came in and are not consumed, or wait to leave
+    MESSAGES = "messages"  # payloads that came in and that somebody keeps
     ACTIVATIONS = "activations"  # of the passes that run, and what training keeps for its way back
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
     AVERAGING = "averaging"  # buffers of all-reduces
-    SNAPSHOTS = "snapshots"  # states on their way to or from the disk, and copies that are served
-    DOWNLOADS = "downloads"  # chunks of weights that are not on the disk yet
 
 
 class Full(Busy):

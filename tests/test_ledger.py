@@ -41,7 +41,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
 
 def test_a_reservation_ends_with_its_block_also_after_an_error() -> None:
     ledger = MemoryLedger(100)
-    with pytest.raises(KeyError), ledger.reserve(Account.SNAPSHOTS, 50):
+    with pytest.raises(KeyError), ledger.reserve(Account.AVERAGING, 50):
         raise KeyError
     assert ledger.used_bytes == 0
 
