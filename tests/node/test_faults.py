@@ -12,6 +12,8 @@ import pytest
 from swarmnode.bootstrap import Bootstrap
 from swarmnode.client import SwarmClient
 from swarmnode.codec.messages import HopSpec
+from swarmnode.compute.executor import Urgency
+from swarmnode.errors import ExecutorDied
 from swarmnode.roles.serving.generation import Generation
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import PROMPT, Founded, TinyModel
@@ -68,6 +70,34 @@ async def test_killed_nodes_do_not_change_the_text(
         assert result.ids == tiny.alone(PROMPT, TOKENS)
         assert result.reroutes >= 1 or at == TOKENS - 1  # the last token may be on its way already
         assert result.longest_stall_s <= KILL_STALL_S
+
+
+@pytest.mark.parametrize("hop", [0, 1], ids=["first", "last"])
+@in_virtual_time
+async def test_a_node_whose_device_is_lost_says_so_and_ends(
+    founded: Founded, tiny: TinyModel, tmp_path: Path, hop: int
+) -> None:
+    """Not a peer that announces READY and answers nobody: the text goes on elsewhere at once, the process ends with the reason."""
+
+    def fault() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    async with two_by_two(founded, tmp_path) as (swarm, _, client):
+        struck = []
+
+        async def strike(route: Sequence[HopSpec]) -> None:
+            member = swarm.member(route[hop].peer)
+            struck.append(member)
+            executor = member.node._executor
+            assert executor is not None
+            with pytest.raises(ExecutorDied):
+                await executor.call(Urgency.CONTROL, fault)
+
+        result = await generate_and(client, 17, strike)
+        assert result.ids == tiny.alone(PROMPT, TOKENS)
+        assert result.longest_stall_s <= KILL_STALL_S
+        with pytest.raises(ExecutorDied, match="device-side assert"):
+            await struck[0].task
 
 
 @pytest.mark.parametrize("hop", [0, 1], ids=["first", "last"])

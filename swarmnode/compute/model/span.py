@@ -46,6 +46,9 @@ class ModelSpan:
         parameter = next(p for p in model.parameters() if p.is_floating_point())
         self._device: torch.device = parameter.device
         self._dtype: torch.dtype = parameter.dtype
+        # Sizes H of the hidden states and V of the vocabulary. Not asked of the config at each pass: that takes it 40 us.
+        self.hidden_size = int(model.config.hidden_size)
+        self.vocab_size = int(model.config.vocab_size)
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
     def __repr__(self) -> str:
@@ -55,16 +58,6 @@ class ModelSpan:
     def config(self) -> Any:
         """The whole model's transformers config."""
         return self.model.config
-
-    @property
-    def hidden_size(self) -> int:
-        """Size H of the hidden states."""
-        return int(self.config.hidden_size)
-
-    @property
-    def vocab_size(self) -> int:
-        """Size V of the vocabulary."""
-        return int(self.config.vocab_size)
 
     @cached_property
     def position_limit(self) -> int | None:
