@@ -120,7 +120,7 @@ def test_generate_and_status_for_scripts(stages: Stages, tiny: TinyModel, tmp_pa
     status = json.loads(swarmnode("status", str(stages.local.file), "--json", home=tmp_path).stdout)
     assert status["covered"] is True and status["units"] == 6
     assert {(peer["name"], tuple(peer["span"])) for peer in status["peers"]} >= {("a1", (0, 3)), ("b2", (3, 6))}
-    assert set(status["addresses"]) == {*status["doors"], *(peer["peer"] for peer in status["peers"])}
+    assert set(status["addresses"]) == {*status["bootstraps"], *(peer["peer"] for peer in status["peers"])}
     wrong = swarmnode("generate", str(stages.local.file), "--ids", "99999", home=tmp_path)
     assert_clear(wrong, 2, "vocabulary")
 
