@@ -112,7 +112,8 @@ class Node:
     async def run(self, stop: asyncio.Event) -> None:
         """Live until `stop` is set, then let the sessions move away and leave.
 
-        Raises LocalError, NetworkDown, CheckpointError, NotAdmitted; ExecutorDied where it cannot compute any more.
+        Raises LocalError (also where a part of it died of a bug), NetworkDown, CheckpointError, NotAdmitted; ExecutorDied where it
+        cannot compute any more.
         """
         executor = self._executor = self.platform.start_executor(self.config.stage.threads)
         heavy = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, "swarmnode.roles.serving.stage"))
@@ -121,10 +122,12 @@ class Node:
         stopped = asyncio.ensure_future(stop.wait())
         turned_away = asyncio.ensure_future(host.wait_turned_away())
         try:
-            endings: set[asyncio.Future[Any]] = {living, stopped, turned_away, executor.died}
+            deaths = (executor.died, host.broken)
+            endings: set[asyncio.Future[Any]] = {living, stopped, turned_away, *deaths}
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
-            if executor.died.done():
-                raise executor.died.result()
+            for death in deaths:
+                if death.done():
+                    raise death.result()
             for ended in (living, turned_away):
                 if ended.done():
                     ended.result()

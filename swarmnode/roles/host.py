@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnode.codec.messages import VERSION, Hello
-from swarmnode.errors import NetworkDown, PeerError, PeerRefused
+from swarmnode.errors import LocalError, NetworkDown, PeerError, PeerRefused
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.addressing.addresses import is_loopback, is_public, is_relayed, peer_of, without_peer
@@ -114,7 +114,8 @@ class Host:
             now=clock.unix,
         )
         self._lan: LanDiscovery | None = None
-        self._tasks = Tasks("host")
+        self._tasks = Tasks("host", on_crash=self.broke)
+        self.broken: asyncio.Future[LocalError] = asyncio.get_running_loop().create_future()
         self.joined = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -276,6 +277,13 @@ class Host:
         if self.access_control is not None:
             alone = not self.joined.is_set() or not self._others()
             self.access_control.check_welcome(self.peer_id, self.swarm.name, needs, alone=alone)
+
+    def broke(self, error: BaseException) -> None:
+        """A task of this peer died of an error that nobody expected: whoever runs it ends it, and leaves no peer that only seems
+        to be there."""
+        if not self.broken.done():
+            text = f"a part of this peer died of a mistake in swarmnode: {error!r}. Please report it with the log, and start again"
+            self.broken.set_result(LocalError(text))
 
     async def wait_turned_away(self) -> None:
         """Watch for as long as the swarm has us. Raises NotAdmitted once it does not."""

@@ -13,7 +13,7 @@ from swarmnode.bootstrap import Bootstrap
 from swarmnode.client import SwarmClient
 from swarmnode.codec.messages import HopSpec
 from swarmnode.compute.executor import Urgency
-from swarmnode.errors import ExecutorDied
+from swarmnode.errors import ExecutorDied, LocalError
 from swarmnode.roles.serving.generation import Generation
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import PROMPT, Founded, TinyModel
@@ -97,6 +97,30 @@ async def test_a_node_whose_device_is_lost_says_so_and_ends(
         assert result.ids == tiny.alone(PROMPT, TOKENS)
         assert result.longest_stall_s <= KILL_STALL_S
         with pytest.raises(ExecutorDied, match="device-side assert"):
+            await struck[0].task
+
+
+@in_virtual_time
+async def test_a_node_of_which_a_part_dies_of_a_bug_says_so_and_ends(
+    founded: Founded, tiny: TinyModel, tmp_path: Path
+) -> None:
+    """What the node announces must not outlive what does the work."""
+
+    async def bug() -> None:
+        raise ZeroDivisionError("a mistake")
+
+    async with two_by_two(founded, tmp_path) as (swarm, _, client):
+        struck = []
+
+        async def strike(route: Sequence[HopSpec]) -> None:
+            member = swarm.member(route[0].peer)
+            struck.append(member)
+            assert member.node._host is not None
+            member.node._host._tasks.spawn(bug(), "bug")
+
+        result = await generate_and(client, 17, strike)
+        assert result.ids == tiny.alone(PROMPT, TOKENS)
+        with pytest.raises(LocalError, match="a mistake"):
             await struck[0].task
 
 

@@ -130,8 +130,8 @@ class Quiet:
     def step(self, report: StepSummary) -> None:
         self.heard.append(report)
 
-    def waiting(self, missing: tuple[int, ...]) -> None:
-        self.heard.append(missing)
+    def waiting(self, why: str, missing: tuple[int, ...]) -> None:
+        self.heard.append((why, missing))
 
 
 def test_a_trainer_tells_of_its_last_step_and_passes_on_what_it_hears() -> None:
@@ -139,7 +139,7 @@ def test_a_trainer_tells_of_its_last_step_and_passes_on_what_it_hears() -> None:
     meter = TrainerMeter(listener)
     meter.begun(run)
     assert not figures(meter.readings(), table.TRAINER_LOSS)
-    meter.waiting((2, 3))
+    meter.waiting("for a holder", (2, 3))
     assert figures(meter.readings(), table.TRAINER_WAITING) == {(): 1}
     reports = [StepSummary(0, 2.5, 0.4, 100.0, 3, 1.0), StepSummary(1, 2.25, 0.0, 0.0, 2, 1.0)]
     for report in reports:
@@ -151,7 +151,7 @@ def test_a_trainer_tells_of_its_last_step_and_passes_on_what_it_hears() -> None:
     assert figures(told, table.TRAINER_PEERS) == {(): 2}
     assert figures(told, table.TRAINER_STEP_SECONDS) == {(): 1}, "the second step's time is not known"
     assert figures(told, table.TRAINER_TOKENS) == {(): 2 * run.batch * max(1, run.sequence)}
-    assert listener.heard == [run, (2, 3), *reports]
+    assert listener.heard == [run, ("for a holder", (2, 3)), *reports]
 
 
 async def test_a_training_stage_counts_each_microbatch_there_and_back(tmp_path: Path) -> None:

@@ -39,7 +39,13 @@ class CoordinatorElection:
     """Owns the machine that says whether this node coordinates (`plan/training/coordination.py`), and its coordinator."""
 
     def __init__(
-        self, directory: Directory, stage: TrainingStage, units: int, *, clock: Callable[[], float] = time.monotonic
+        self,
+        directory: Directory,
+        stage: TrainingStage,
+        units: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_crash: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._directory = directory
         self._stage = stage
@@ -50,7 +56,7 @@ class CoordinatorElection:
         self._vacant_since_s = clock()
         self._pass_over_s = PASS_OVER_S
         self._coordinator: Coordinator | None = None
-        self._tasks = Tasks("election")
+        self._tasks = Tasks("election", on_crash=on_crash)
         self._changed = asyncio.Event()
         stage.may_lead = self._may_lead
         stage.on_work = self._work

@@ -89,7 +89,9 @@ class TrainingWorker:
         capability = await executor.call(
             Urgency.CONTROL, lambda: Capability.of(conditions, cache, lambda: measure(segment))
         )
-        election = CoordinatorElection(host.directory, training, checkpoint.units, clock=host.clock.monotonic)
+        election = CoordinatorElection(
+            host.directory, training, checkpoint.units, clock=host.clock.monotonic, on_crash=host.broke
+        )
         await training.start()
         election.start()
         return cls(training, election, checkpoint_manager, serving, capability)
