@@ -17,12 +17,16 @@ from tests.llama import save_llama
 
 PROMPT = [5, 17, 3, 99, 42, 7, 256, 11]
 
+TIMEOUT_S = 400
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies beside this file as `real`: to be left out with -m "not real"."""
+    """Mark what lies beside this file as `real`: to be left out with -m "not real". Processes take long on a machine that is busy."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.real)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
 @dataclass(frozen=True)

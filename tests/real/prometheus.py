@@ -107,6 +107,12 @@ class Prometheus:
             time.sleep(SCRAPE_S / 2)
         return missing
 
+    def wait_for_nothing(self, expression: str, timeout_s: float) -> None:
+        """Wait until an expression gives no value any more, at most so long."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.query(expression) and time.monotonic() < deadline_s:
+            time.sleep(SCRAPE_S / 2)
+
     def wait_for_alerts(self, names: set[str], timeout_s: float) -> set[str]:
         """Wait until these alerts are pending or firing; those that are not."""
         deadline_s = time.monotonic() + timeout_s

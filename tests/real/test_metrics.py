@@ -28,6 +28,20 @@ SETTINGS = (
     "--schedule", "constant",
 )  # fmt: skip
 SWARMNODE = (sys.executable, "-m", "swarmnode.cli.main")
+ASKING = """
+import asyncio, sys
+from pathlib import Path
+from swarmnode.cli.options.metrics import Watch
+from swarmnode.client import aconnect
+
+async def ask(file, home, port):
+    async with await aconnect(file, home=Path(home)) as swarm:
+        async with Watch("127.0.0.1", int(port), Path(home)).over("local", swarm.readings):
+            while True:
+                await swarm.generate(list(range(1, 200)), max_new_tokens=100)
+
+asyncio.run(ask(*sys.argv[1:]))
+"""
 NODES = {"a": ("127.0.0.2", "0:3"), "b": ("127.0.0.3", "0:3"), "c": ("127.0.0.4", "3:6")}
 
 
@@ -76,18 +90,16 @@ class Watched:
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
-        """A client whose long answer Prometheus can watch."""
-        port, ids = str(free_port()), ",".join(map(str, range(1, 200)))
+        """A client that asks again and again, so that Prometheus sees its counters grow. Its target goes before it does."""
+        port = str(free_port())
         self.add_target("client", f"127.0.0.1:{port}")
-        command = ["generate", str(self.local.file), "--ids", ids, "-n", "2500", "--metrics-port", port]
-        client = subprocess.Popen(
-            [*SWARMNODE, *command, "--home", str(self.local.folder / "client")],
-            stdout=subprocess.DEVNULL,
-            env=self.local.environment,
-        )
+        arguments = [str(self.local.file), str(self.local.folder / "client"), port]
+        client = subprocess.Popen([sys.executable, "-c", ASKING, *arguments], env=self.local.environment)
         try:
             yield
         finally:
+            (self.server.targets / "client.json").unlink()
+            self.server.wait_for_nothing('up{node="client"}', TIMEOUT_S)
             client.kill()
             client.wait()
 

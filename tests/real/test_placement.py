@@ -30,7 +30,7 @@ NODES = {  # units/s and MB beside the buffers: about a unit each
 }
 KILLED = ("quick", "large", "little")
 SETTLE_S = 60.0
-CALM_S = 6.0  # without any change: about as long as the wish of a peer among eight has to stand
+CALM_S = 15.0  # without any change: longer than a peer waits before it looks again, and its wish has to stand
 TOKENS = 120
 NOISE_S = 10.0  # shared machines pause for their own reasons
 QUALITY = 0.5  # by the speeds that they are throttled to; on a busy machine they are slower still, and go by what they measure
