@@ -16,12 +16,11 @@ from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.llama import save_llama
 
 PROMPT = [5, 17, 3, 99, 42, 7, 256, 11]
-
-TIMEOUT_S = 400
+TIMEOUT_S = 400  # of a test, where it says nothing else: processes take long on a machine that is busy
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies beside this file as `real`: to be left out with -m "not real". Processes take long on a machine that is busy."""
+    """Mark what lies beside this file as `real`: to be left out with -m "not real"."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.real)

@@ -77,7 +77,6 @@ def quality(places: Places) -> float:
     return throughput(supply_of(UNITS, spans)) / bound(UNITS, able)
 
 
-@pytest.mark.timeout(300)
 async def test_eight_nodes_settle_lose_three_and_settle_again(twelve: Path, tmp_path: Path) -> None:
     with LocalSwarm(tmp_path) as local:
         local.create(twelve)
