@@ -115,9 +115,9 @@ class Node:
         Raises LocalError (also where a part of it died of a bug), NetworkDown, CheckpointError, NotAdmitted; ExecutorDied where it
         cannot compute any more.
         """
-        executor = self._executor = self.platform.start_executor(self.config.stage.threads)
         heavy = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, "swarmnode.roles.serving.stage"))
         host = self._host = await Host.join(self._swarm, self.config.host, platform=self.platform)
+        executor = self._executor = self.platform.start_executor(self.config.stage.threads)
         living = asyncio.ensure_future(self._live(host, heavy))
         stopped = asyncio.ensure_future(stop.wait())
         turned_away = asyncio.ensure_future(host.wait_turned_away())

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from swarmnode.compute.model.checkpoint import Checkpoint
@@ -22,6 +21,7 @@ from swarmnode.training.preparation import NO_DATA, prepare
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
+from tests.training_results import assert_same_curve, assert_same_parameters
 
 DATA = Path(typing.__file__)
 SPANS = ("0:2", "2:4", "4:6")
@@ -111,25 +111,6 @@ async def school_of(founded: Founded, folder: Path) -> AsyncIterator[School]:
         yield school
 
 
-def assert_same_curve(losses: dict[int, float], alone: dict[int, float]) -> None:
-    assert sorted(losses) == list(range(STEPS))
-    for step, loss in alone.items():
-        assert losses[step] == pytest.approx(loss, rel=1e-3), f"step {step}"
-
-
-def assert_same_parameters(school: School, names: Sequence[str]) -> None:
-    """Of the nodes that hold the same block, at the last step."""
-    seen: dict[str, dict[str, torch.Tensor]] = {}
-    compared = 0
-    for name in names:
-        for block, path in school.last_states(name).items():
-            tensors = load_file(path)
-            for key, other in seen.setdefault(block, tensors).items():
-                assert float((tensors[key].double() - other.double()).abs().max()) <= 1e-5, (name, block, key)
-                compared += other is not tensors[key]
-    assert compared or len(names) == len(SPANS)
-
-
 @pytest.mark.parametrize("names", [SPANS, PAIRS], ids=["1", "2"])
 @in_virtual_time
 async def test_the_curve_of_one_process(
@@ -139,10 +120,10 @@ async def test_the_curve_of_one_process(
         await school.start_all(names)
         trainer = school.trainer("trainer", DATA, SETTINGS)
         assert await trainer.finish() == STEPS
-        assert_same_curve(trainer.losses, alone)
+        assert_same_curve(trainer.losses, alone, steps=STEPS)
         assert alone[STEPS - 1] < 0.75 * alone[0]
         await school.stop(names)
-        assert_same_parameters(school, names)
+        assert_same_parameters(school, names, spans=len(SPANS))
 
 
 @in_virtual_time
@@ -161,11 +142,11 @@ async def test_replicas_killed_and_others_joining(founded: Founded, alone: dict[
             nodes.append(f"{span}-{step}")
             await school.start(nodes[-1], span).wait_for("ready")
         assert await trainer.finish() == STEPS
-        assert_same_curve(trainer.losses, alone)
+        assert_same_curve(trainer.losses, alone, steps=STEPS)
         assert min(trainer.peers.values()) < len(nodes), "replicas were lost"
         await school.settle(nodes)
         await school.stop(nodes)
-        assert_same_parameters(school, nodes)
+        assert_same_parameters(school, nodes, spans=len(SPANS))
 
 
 @in_virtual_time
@@ -177,9 +158,9 @@ async def test_a_trainer_killed(founded: Founded, alone: dict[int, float], tmp_p
         await first.wait_for_step(20)
         await first.kill()
         assert await second.finish() == STEPS
-        assert_same_curve({**first.losses, **second.losses}, alone)
+        assert_same_curve({**first.losses, **second.losses}, alone, steps=STEPS)
         await school.stop(PAIRS)
-        assert_same_parameters(school, PAIRS)
+        assert_same_parameters(school, PAIRS, spans=len(SPANS))
 
 
 @in_virtual_time
@@ -196,7 +177,7 @@ async def test_a_swarm_killed_whole_goes_on_where_it_was(
         after = school.trainer("after", DATA, SETTINGS)
         assert await after.finish() == STEPS
         assert max(before.losses) - CHECKPOINT_STEPS <= min(after.losses) <= max(before.losses) + 1
-        assert_same_curve({**before.losses, **after.losses}, alone)
+        assert_same_curve({**before.losses, **after.losses}, alone, steps=STEPS)
         for step in before.losses.keys() & after.losses.keys():
             assert after.losses[step] == pytest.approx(before.losses[step], rel=1e-5)
 
@@ -213,4 +194,4 @@ async def test_a_unit_without_anybody_is_waited_for(founded: Founded, alone: dic
         assert trainer.missing == (2, 3)
         school.start(SPANS[1], SPANS[1])
         assert await trainer.finish() == STEPS
-        assert_same_curve(trainer.losses, alone)
+        assert_same_curve(trainer.losses, alone, steps=STEPS)
