@@ -30,6 +30,7 @@ MAX_SEQ = 0xFFFFFFFF
 LARGE_BYTES = 16 * 1024  # payloads above this are read straight into a buffer of their own
 RECEIVE_BYTES = 96 * 1024  # holds the header, the longest body and the longest payload that is not large
 ALLOCATE_BYTES = 4 * 1024 * 1024  # at most this much is allocated on a header's word alone
+MAX_GREETING_BYTES = 4096  # of the first frame's body; it has no payload: nobody has been admitted yet
 
 
 class FrameKind(IntEnum):
@@ -125,10 +126,15 @@ class FrameReader:
 
     Bytes are best read straight into `room()` and announced by `advance`: a large payload is then never copied. After an
     error the reader is poisoned: every further call raises the same error, since the stream has lost its place.
+
+    `greeted` is False where the first frame is a greeting, for which MAX_GREETING_BYTES hold.
     """
 
-    def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES, ledger: MemoryLedger | None = None) -> None:
+    def __init__(
+        self, max_payload_bytes: int = MAX_PAYLOAD_BYTES, ledger: MemoryLedger | None = None, *, greeted: bool = True
+    ) -> None:
         self.max_payload_bytes = min(max_payload_bytes, MAX_PAYLOAD_BYTES)
+        self._greeted = greeted
         self._ledger = ledger or MemoryLedger()
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._held_bytes = 0  # at the start of the buffer, of a frame that is not complete
@@ -184,12 +190,15 @@ class FrameReader:
         buffer, position = self._buffer, 0
         while end - position >= HEADER_BYTES:
             kind, _flags, body_bytes, payload_bytes, channel, seq = HEADER.unpack_from(buffer, position)
+            if not self._greeted and body_bytes + payload_bytes > MAX_GREETING_BYTES:
+                raise self._too_large("greeting", body_bytes + payload_bytes, MAX_GREETING_BYTES)
             if payload_bytes > self.max_payload_bytes:
-                raise self._too_large(payload_bytes)
+                raise self._too_large("payload", payload_bytes, self.max_payload_bytes)
             body_at = position + HEADER_BYTES
             payload_at = body_at + body_bytes
             frame_end = payload_at + payload_bytes
             if frame_end <= end:
+                self._greeted = True
                 payload = bytes(buffer[payload_at:frame_end])
                 yield Frame(kind, channel, seq, bytes(buffer[body_at:payload_at]), payload)
                 position = frame_end
@@ -203,11 +212,9 @@ class FrameReader:
         self._held_bytes = end - position
         buffer[: self._held_bytes] = buffer[position:end]
 
-    def _too_large(self, payload_bytes: int) -> ProtocolError:
-        self._error = ProtocolError(
-            f"a frame announces a payload of {payload_bytes} bytes; the bound here is {self.max_payload_bytes}",
-            code=ErrorCode.TOO_LARGE,
-        )
+    def _too_large(self, what: str, size_bytes: int, bound_bytes: int) -> ProtocolError:
+        text = f"a frame announces a {what} of {size_bytes} bytes; the bound here is {bound_bytes}"
+        self._error = ProtocolError(text, code=ErrorCode.TOO_LARGE)
         return self._error
 
 

@@ -76,7 +76,7 @@ class Link:
             if config.rate_limiter is None
             else RateLimitedStream(stream, config.rate_limiter, on_left=self._left)
         )
-        self._reader = FrameReader(config.max_payload_bytes, config.ledger)
+        self._reader = FrameReader(config.max_payload_bytes, config.ledger, greeted=False)
         self._throughput_meter = ThroughputMeter(config.clock)
         self._round_trips = RoundTrips(config.clock)
         self._unasked_bytes = 0  # sent in large frames since the peer was asked how fast they came

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnode.codec.frames import HEADER_BYTES, Frame, FrameKind, FrameReader, pack_header
+from swarmnode.codec.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, Frame, FrameKind, FrameReader, pack_header
 from swarmnode.codec.messages import VERSION, Body, Chunk, End, Error, Hello, Output, Ready, encode_body
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError
 from swarmnode.net.interfaces import Buffer, Stream
@@ -186,6 +186,8 @@ async def test_who_does_not_greet_is_not_waited_for() -> None:
         (frame(End(), FrameKind.END), ErrorCode.MALFORMED),
         (b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n", ErrorCode.TOO_LARGE),
         (pack_header(FrameKind.HELLO, 3, 0) + b"\xff\xff\xff", ErrorCode.MALFORMED),
+        (pack_header(FrameKind.HELLO, 60, MAX_PAYLOAD_BYTES), ErrorCode.TOO_LARGE),
+        (pack_header(FrameKind.HELLO, 0xFFFF, 0), ErrorCode.TOO_LARGE),
     ],
 )
 async def test_who_does_not_speak_the_protocol_is_told(sent: bytes, code: ErrorCode) -> None:
