@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+
+from swarmnode.errors import UsageError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "int8", "nf4")
+COMPRESSIONS = ("auto", "none", "bf16", "int8", "int4", "adatopk")
+DEVICES = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
 
 
 @dataclass(frozen=True)
@@ -43,3 +51,16 @@ class StageConfig:
     compress: str = "auto"  # what travels between stages in training: auto, a codec, or adatopk
     throttle_units_per_s: float | None = None  # serve no faster than this, to have unequal peers on one machine
     server: ServerConfig = field(default_factory=ServerConfig)
+
+    def check(self) -> StageConfig:
+        """The same, where every word of it can be meant: before anything is joined. Raises UsageError."""
+        if not DEVICES.fullmatch(self.device):
+            raise UsageError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N or mps")
+        for option, text, choices in (
+            ("--dtype", self.dtype, DTYPES),
+            ("--quantize", self.quantize, QUANTIZATIONS),
+            ("--compress", self.compress, COMPRESSIONS),
+        ):
+            if text not in choices:
+                raise UsageError(f"{option} {text}: choose {', '.join(choices)}")
+        return self

@@ -93,8 +93,12 @@ class NetworkDown(SwarmnodeError):
 
 
 class NotAdmitted(SwarmnodeError):
-    """The swarm does not take this peer: its invite has expired, was revoked, is used up, or is for something else."""
+    """The swarm does not take this peer: its invite has expired, was revoked, is used up, or is for something else.
 
+    Exit code 2, as for any wrong invite: a service that starts again cannot mend it.
+    """
+
+    exit_code = 2
     code = ErrorCode.REFUSED
 
 

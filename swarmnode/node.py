@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnode.compute.executor import Executor
 from swarmnode.config import StageConfig
-from swarmnode.errors import UsageError
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.plan.spans.placement import Move
@@ -47,32 +45,6 @@ PROGRESS_S = 15.0
 
 Tell = Callable[..., None]
 """(event, text for people, **details for scripts): what the node has to say as it lives"""
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def parse_bytes(text: str) -> int:
-    """A size like 6GB, 512MiB or 1000000. Raises UsageError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
-    if match is None:
-        raise UsageError(f"{text!r} is not a size; write it as 6GB or 512MiB")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
-
-
-def parse_rate(text: str) -> float:
-    """A rate like 8Mbit, 500kbit or 1Gbit, in bits/s. Raises UsageError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:bit)?(?:/s|ps)?", text.strip().lower())
-    if match is None or not float(match[1]):
-        raise UsageError(f"{text!r} is not a rate; write it as 8Mbit or 500kbit (bits a second)")
-    return float(match[1]) * _UNITS[match[2]]
-
-
-def parse_span(text: str) -> Span:
-    """A span like 0:6. Raises UsageError."""
-    match = re.fullmatch(r"(\d+):(\d+)", text.strip())
-    if match is None or int(match[1]) >= int(match[2]):
-        raise UsageError(f"{text!r} is not a span; write it as A:B with A < B, for units A to B-1")
-    return Span(int(match[1]), int(match[2]))
 
 
 @dataclass(frozen=True)
@@ -116,6 +88,11 @@ class Node:
         cannot compute any more.
         """
         heavy = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, "swarmnode.roles.serving.stage"))
+        if self.config.stage.device not in (
+            "auto",
+            "cpu",
+        ):  # a card that is not here is told before anybody hears of us
+            await asyncio.to_thread((await heavy).probe_device, self.config.stage.device)
         host = self._host = await Host.join(self._swarm, self.config.host, platform=self.platform)
         executor = self._executor = self.platform.start_executor(self.config.stage.threads)
         living = asyncio.ensure_future(self._live(host, heavy))

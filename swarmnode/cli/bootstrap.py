@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from pathlib import Path
 
 import typer
@@ -50,14 +51,15 @@ def bootstrap(
     """
     set_up_logging(verbose, log_format)
     from swarmnode.bootstrap import Bootstrap
+    from swarmnode.net.addressing.addresses import check_all
     from swarmnode.roles.host import HostConfig
     from swarmnode.swarm.storage.swarmfile import load_swarm
 
     config = HostConfig(
         home=default_home(home),
         name=name,
-        host_maddrs=tuple(host_maddr),
-        announce_maddrs=tuple(announce_maddr),
+        host_maddrs=check_all("--host-maddr", host_maddr),
+        announce_maddrs=check_all("--announce-maddr", announce_maddr, dialled=True),
         nat_port_map=nat,
         lan=lan,
     )
@@ -75,7 +77,7 @@ def bootstrap(
                 typer.echo(f"Bootstrap peer {peer.peer_id} of swarm {loaded.name} listens on:")
                 for address in addresses:
                     typer.echo(f"  {address}")
-                hint = f"Invite:\n{invite}" if invite else f"Invites: swarmnode invite {swarm}"
+                hint = f"Invite:\n{invite}" if invite else f"Invites: swarmnode invite {shlex.quote(swarm)}"
                 typer.echo(f"{hint}\nCtrl-C stops it.")
             async with watch.over(loaded.name, peer.readings):
                 await stop.wait()

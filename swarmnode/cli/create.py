@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,19 +90,20 @@ def create(
 
     Example: swarmnode create friends --private --model ./llama --listen /ip4/0.0.0.0/tcp/4001
     """
-    path = Path(name).with_name(Path(name).name.removesuffix(SUFFIX) + SUFFIX)
-    if path.exists() and not force:
-        fail(f"{path} exists already; choose another name, or --force to overwrite it", 2)
     _check_options(mode, model, config, module, units=units, byte_level=byte_level)
     if private and public:
         fail("a swarm is --private or --public, not both", 2)
-    from swarmnode.roles.creation.model_source import from_checkpoint, from_config, from_module
-    from swarmnode.roles.creation.swarm_creation import Bootstraps, check_name, create_swarm
+    from swarmnode.roles.creation.bootstraps import Bootstraps
+    from swarmnode.roles.creation.swarm_creation import check_name, create_swarm
     from swarmnode.swarm.records.manifest import OPEN, PRIVATE
+
+    path = _new_file(name, force=force)
+    check_name(path.stem)
+    bootstraps = Bootstraps(bootstrap, listen, announce).settled()
+    owner = _owner(path, owner_key, password_file, force=force) if private or public else None
+    from swarmnode.roles.creation.model_source import from_checkpoint, from_config, from_module
     from swarmnode.swarm.storage.swarmfile import save_swarm
 
-    check_name(path.stem)
-    owner = _owner(path, owner_key, password_file, force=force) if private or public else None
     weights = path.with_name(f"{path.stem}-weights").absolute()
     if config is not None:
         model_source = from_config(config, weights, seed=seed, byte_level=byte_level, force=force)
@@ -112,14 +115,16 @@ def create(
         swarm = create_swarm(
             path.stem,
             model_source,
-            Bootstraps(bootstrap, listen, announce),
+            bootstraps,
             mode=mode,
             membership=PRIVATE if private else OPEN,
-            owner=owner,
+            owner=owner.key if owner else None,
             progress=progress,
         )
-    if owner is not None and private:
-        swarm = _with_host_grant(swarm, owner, path)
+    if owner is not None:
+        owner.save()
+        if private:
+            swarm = _with_host_grant(swarm, owner.key, path)
     save_swarm(swarm, path)
     if as_json:
         _print_json(swarm, path, model_source)
@@ -129,20 +134,44 @@ def create(
         _tell(swarm, path, model_source, mode)
 
 
-def _owner(path: Path, given: Path | None, password_file: Path | None, *, force: bool) -> SigningKey:
+@dataclass(frozen=True)
+class _Owner:
+    """The owner's key; a new one has a `file` to be written, once everything else is known to be right."""
+
+    key: SigningKey
+    file: Path | None = None
+    password: str = field(default="", repr=False)
+
+    def save(self) -> None:
+        from swarmnode.swarm.storage.owner_key import save_owner_key
+
+        if self.file is not None:
+            save_owner_key(self.key, self.file, self.password)
+
+
+def _new_file(name: str, *, force: bool) -> Path:
+    """The .swarm file to be written, where one can be written."""
+    path = Path(name).with_name(Path(name).name.removesuffix(SUFFIX) + SUFFIX)
+    if path.exists() and not force:
+        fail(f"{path} exists already; choose another name, or --force to overwrite it", 2)
+    if not path.absolute().parent.is_dir():
+        fail(f"{path.parent}: no such folder to write {path.name} into", 2)
+    if not os.access(path.absolute().parent, os.W_OK):
+        fail(f"{path.parent} cannot be written to: name a file in a folder of yours")
+    return path
+
+
+def _owner(path: Path, given: Path | None, password_file: Path | None, *, force: bool) -> _Owner:
     """The owner's key: the one that is given, or a new one beside the .swarm file."""
     from swarmnode.swarm.records.signing_key import SigningKey
     from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
-    from swarmnode.swarm.storage.owner_key import save_owner_key
 
     if given is not None or os.environ.get(KEY_VARIABLE):
-        return owner_key_of(path, given, password_file)
+        return _Owner(owner_key_of(path, given, password_file))
     file = path.with_suffix(OWNER_SUFFIX)
     if file.exists() and not force:
         fail(f"{file} exists already; to found another swarm with this key, give --owner-key {file}", 2)
-    key = SigningKey.generate()
-    save_owner_key(key, file, new_password(password_file))
-    return key
+    return _Owner(SigningKey.generate(), file, new_password(password_file))
 
 
 def _with_host_grant(swarm: Swarm, owner: SigningKey, path: Path) -> Swarm:
@@ -173,18 +202,30 @@ def _tell(swarm: Swarm, path: Path, model_source: ModelSource, mode: str) -> Non
     """What was written, what to keep, and what to do next."""
     for remark in model_source.remarks:
         typer.echo(f"Note: {remark}")
-    typer.echo(f"Wrote {path}. Next: swarmnode bootstrap {path}, then on each machine: swarmnode run INVITE")
+    file = shlex.quote(str(path))
+    typer.echo(f"Wrote {path}. Next: swarmnode bootstrap {file}, then on each machine: swarmnode run INVITE")
     if swarm.owner:
         key = path.with_suffix(".owner")
         typer.echo(f"{key} is the key to the swarm: keep it, and its password; nobody can replace it.")
     if mode == "train":
-        typer.echo(f"When they run: swarmnode train {path} --data PATH --steps N")
-    if not swarm.reaches_others:
-        typer.echo("This invite works on this machine only; for others, give --listen and --announce addresses.")
+        typer.echo(f"When they run: swarmnode train {file} --data PATH --steps N")
+    typer.echo(_reach(swarm))
     if swarm.private:
-        typer.echo(f"An invite for a friend: swarmnode invite {path}")
+        typer.echo(f"An invite for a friend: swarmnode invite {file}")
     else:
         typer.echo(f"Invite:\n{swarm.invite}")
+
+
+def _reach(swarm: Swarm) -> str:
+    """From where the invite leads to the swarm."""
+    from swarmnode.net.addressing.addresses import is_public, without_peer
+
+    if not swarm.reaches_others:
+        return "This invite works on this machine only; for others, give --listen and --announce addresses."
+    addresses = ", ".join(map(without_peer, swarm.bootstraps))
+    if any(map(is_public, swarm.bootstraps)):
+        return f"The invite leads to {addresses}."
+    return f"The invite leads to {addresses}: this network only. For the internet, give --announce your address there."
 
 
 def _print_json(swarm: Swarm, path: Path, model_source: ModelSource) -> None:

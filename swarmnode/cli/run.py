@@ -76,9 +76,10 @@ def run(
     Example: swarmnode run swarm1… --device cuda --memory 6GB
     """
     set_up_logging(verbose, log_format)
+    from swarmnode.cli.options.quantities import parse_bytes, parse_rate, parse_span
     from swarmnode.config import StageConfig
-    from swarmnode.net.addressing.addresses import check
-    from swarmnode.node import Node, NodeConfig, parse_bytes, parse_rate, parse_span
+    from swarmnode.net.addressing.addresses import check_all
+    from swarmnode.node import Node, NodeConfig
     from swarmnode.roles.host import HostConfig
     from swarmnode.swarm.storage.swarmfile import load_swarm
 
@@ -86,23 +87,23 @@ def run(
         host=HostConfig(
             home=default_home(home),
             name=name,
-            host_maddrs=tuple(host_maddr),
-            announce_maddrs=tuple(announce_maddr),
-            peers=tuple(check(address, needs_peer=True) for address in peer),
+            host_maddrs=check_all("--host-maddr", host_maddr),
+            announce_maddrs=check_all("--announce-maddr", announce_maddr, dialled=True),
+            peers=check_all("--peer", peer, needs_peer=True),
             nat_port_map=nat,
             lan=lan,
-            max_upload_bps=parse_rate(max_upload) if max_upload else None,
-            max_cache_bytes=parse_bytes(disk) if disk else None,
+            max_upload_bps=parse_rate(max_upload, "--max-upload") if max_upload else None,
+            max_cache_bytes=parse_bytes(disk, "--disk") if disk else None,
         ),
         stage=StageConfig(
             device=device,
             dtype=dtype,
             quantize=quantize,
-            memory_bytes=parse_bytes(memory) if memory else None,
+            memory_bytes=parse_bytes(memory, "--memory") if memory else None,
             threads=threads or None,
             compress=compress,
             throttle_units_per_s=throttle or None,
-        ),
+        ).check(),
         span=parse_span(span) if span else None,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -148,5 +149,5 @@ def _say_where_it_stands(done: int, settings: Run, out: Path | None, swarm: str,
     if done < settings.steps:
         goes_on = "" if local else "; the swarm keeps them, and the same command goes on"
         fail(f"stopped after {done} of {settings.steps} steps{goes_on}{saved}")
-    next_step = "" if local else f". Next: swarmnode export {swarm} OUT"
+    next_step = "" if local else f". Next: swarmnode export {shlex.quote(swarm)} OUT"
     typer.echo(f"All {done} steps are done{saved}{next_step}", err=as_json)

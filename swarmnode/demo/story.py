@@ -152,7 +152,7 @@ class Story:
         await asyncio.to_thread(local.command, *arguments)
         await asyncio.to_thread(local.bootstrap)
         memory = await asyncio.to_thread(memory_for_half, local.file)
-        return [local.node(f"node-{number}", "--memory", str(memory)) for number in range(1, NODES + 1)]
+        return [local.node(f"node-{number}", "--memory", f"{memory}B") for number in range(1, NODES + 1)]
 
     async def _watch_them_choose(self, client: SwarmClient, nodes: list[NodeProcess]) -> dict[str, list[int]]:
         self._spectators.scene("The nodes look around and choose their spans")

@@ -53,6 +53,19 @@ async def test_figures_come_with_the_swarm_and_their_labels() -> None:
     assert any(line.startswith("process_resident_memory_bytes ") for line in lines)
 
 
+async def test_only_what_is_there_is_answered() -> None:
+    def status(port: int, path: str) -> int:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}") as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    async with serving(Sources("friends", nothing, nothing), "127.0.0.1", 0) as port:
+        told = {path: await asyncio.to_thread(status, port, path) for path in ("/metrics", "/healthz", "/", "/nosuch")}
+    assert told == {"/metrics": 200, "/healthz": 200, "/": 404, "/nosuch": 404}
+
+
 async def test_every_metric_is_told_with_or_without_a_figure() -> None:
     async with serving(Sources("friends", nothing, nothing), "127.0.0.1", 0) as port:
         text = await scrape(port)

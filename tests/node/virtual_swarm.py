@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.bootstrap import Bootstrap
+from swarmnode.cli.options.quantities import parse_span
 from swarmnode.client import SwarmClient
 from swarmnode.compute.executor import WorkItem
 from swarmnode.compute.inline_executor import InlineExecutor
@@ -25,10 +26,11 @@ from swarmnode.net.clock import Clock
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.net.memory.network import Path as NetworkPath
-from swarmnode.node import Node, NodeConfig, parse_span
+from swarmnode.node import Node, NodeConfig
 from swarmnode.platform import Platform
+from swarmnode.roles.creation.bootstraps import Bootstraps
 from swarmnode.roles.creation.model_source import from_checkpoint
-from swarmnode.roles.creation.swarm_creation import Bootstraps, create_swarm
+from swarmnode.roles.creation.swarm_creation import create_swarm
 from swarmnode.roles.host import HostConfig
 from swarmnode.swarm.records.manifest import SERVE
 from swarmnode.swarm.records.run import Run

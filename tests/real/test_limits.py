@@ -44,7 +44,7 @@ def local(founded: Path, tmp_path: Path) -> Iterator[LocalSwarm]:
 def memory_for(tiny: TinyModel, start: int = 0, end: int = 6) -> str:
     """Memory for these units and CACHE_TOKENS positions."""
     sizes = unit_sizes(Checkpoint(tiny.folder), dtype=torch.float32)
-    return str(limit_bytes_for(sizes.need_bytes(start, end, CACHE_TOKENS)))
+    return f"{limit_bytes_for(sizes.need_bytes(start, end, CACHE_TOKENS))}B"
 
 
 async def joined(local: LocalSwarm, patience_s: float = 30.0) -> SwarmClient:

@@ -82,7 +82,7 @@ async def test_eight_nodes_settle_lose_three_and_settle_again(twelve: Path, tmp_
         local.create(twelve)
         local.bootstrap()
         nodes = {
-            name: local.node(name, "--throttle", str(speed), "--memory", str(limit_bytes_for(megabytes * 1_200_000)))
+            name: local.node(name, "--throttle", str(speed), "--memory", f"{limit_bytes_for(megabytes * 1_200_000)}B")
             for name, (speed, megabytes) in NODES.items()
         }
         client = await SwarmClient.join(load_swarm(local.file), home=tmp_path / "client")

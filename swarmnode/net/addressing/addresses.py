@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import itertools
+import re
 import socket
 from collections.abc import Sequence
 
@@ -25,6 +26,19 @@ def check(address: str, *, needs_peer: bool = False) -> str:
     if needs_peer and peer_of(address) is None:
         raise UsageError(f"{address!r} must end with /p2p/ and a peer id")
     return str(parsed)
+
+
+def check_all(
+    option: str, addresses: Sequence[str], *, needs_peer: bool = False, dialled: bool = False
+) -> tuple[str, ...]:
+    """What the user gave for an option; `dialled`: others shall call there, so that wildcards mean nothing. Raises UsageError."""
+    try:
+        checked = tuple(check(address, needs_peer=needs_peer) for address in addresses)
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from None
+    if dialled and (wild := next(filter(is_wildcard, checked), None)):
+        raise UsageError(f"{option} {wild}: nobody can dial {host_of(wild)}; give the address that others reach")
+    return checked
 
 
 def _value(address: str, *protocols: str) -> str | None:
@@ -64,6 +78,22 @@ def is_loopback(address: str) -> bool:
 def host_of(address: str) -> str | None:
     """The IP address or name at which it begins."""
     return _value(address, "ip4", "ip6", "dns", "dns4", "dns6")
+
+
+def with_host(address: str, host: str) -> str:
+    """The address with another IP address at its beginning."""
+    _, _protocol, _host, *rest = address.split("/")
+    return "/".join(("", "ip6" if ":" in host else "ip4", host, *rest))
+
+
+def with_port(address: str, port: int) -> str:
+    """The address with another TCP port."""
+    return re.sub(r"/tcp/\d+", f"/tcp/{port}", address, count=1)
+
+
+def is_wildcard(address: str) -> bool:
+    """Whether the address stands for every interface of a machine: to be listened on, not to be dialled."""
+    return host_of(address) in ("0.0.0.0", "::")
 
 
 def is_public(address: str) -> bool:

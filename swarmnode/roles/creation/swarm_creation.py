@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from swarmnode.errors import UsageError
-from swarmnode.net.addressing.addresses import free_port, with_peer
+from swarmnode.net.addressing.addresses import with_peer
 from swarmnode.net.identity import Identity
+from swarmnode.roles.creation.bootstraps import Bootstraps
 from swarmnode.roles.creation.model_source import ModelSource, check_vocabulary
 from swarmnode.swarm.records.invite import sign_swarm
 from swarmnode.swarm.records.manifest import (
@@ -25,18 +25,6 @@ from swarmnode.swarm.records.manifest import (
 from swarmnode.swarm.records.signing_key import SigningKey
 from swarmnode.swarm.storage.content import Progress, describe_files
 from swarmnode.swarm.storage.swarmfile import Swarm, new_swarm
-
-
-@dataclass(frozen=True)
-class Bootstraps:
-    """Where newcomers shall find the swarm: peers that run already, or the one that `swarmnode bootstrap` will start.
-
-    `listen` and `announce` are multiaddrs without /p2p/; an empty `listen` means a free port on loopback.
-    """
-
-    running: Sequence[str] = ()
-    listen: Sequence[str] = ()
-    announce: Sequence[str] = ()
 
 
 def check_name(name: str) -> None:
@@ -57,9 +45,10 @@ def create_swarm(
 ) -> Swarm:
     """The new swarm that serves or trains a model, signed by its owner where it has one; a private one needs one.
 
-    Raises UsageError on a bad name, or a vocabulary without all bytes.
+    Raises UsageError on a bad name or address, or a vocabulary without all bytes.
     """
     check_name(name)
+    bootstraps = bootstraps.settled()
     if mode == TRAIN:
         check_vocabulary(model_source.vocabulary, [file.name for file in model_source.files])
     manifest = Manifest(
@@ -82,11 +71,9 @@ def create_swarm(
 def _promise_bootstrap(swarm: Swarm, bootstraps: Bootstraps) -> Swarm:
     """Fix identity and addresses of the first bootstrap peer now, so that the invite is complete before it runs."""
     identity = Identity.generate()
-    listen = tuple(bootstraps.listen) or (f"/ip4/127.0.0.1/tcp/{free_port()}",)
-    announce = tuple(bootstraps.announce) or listen
     return replace(
         swarm,
-        bootstraps=tuple(with_peer(address, identity.peer_id) for address in announce),
+        bootstraps=tuple(with_peer(address, identity.peer_id) for address in bootstraps.announce),
         bootstrap_key=identity.to_bytes(),
-        bootstrap_listen=listen,
+        bootstrap_listen=tuple(bootstraps.listen),
     )

@@ -16,7 +16,6 @@ import torch
 from swarmnode.compute.device import Device, probe_device, set_threads, usable_cores
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.memory import (
-    QUANTIZED_BYTES,
     UnitSizes,
     cache_tokens_that_fit,
     describe_fit,
@@ -73,12 +72,12 @@ class Hardware:
     ) -> Hardware:
         """Find out, and give the ledger of the `host`, which is the device's own where that is the CPU, its limit.
 
-        Raises LocalError where the device is not here, CheckpointError where the model cannot be split.
+        Raises UsageError on words that mean nothing, LocalError where the device is not here, CheckpointError where the model
+        cannot be split.
         """
+        config.check()
         if trains and (config.quantize != "none" or config.dtype not in ("auto", "float32")):
             raise UsageError("training keeps its weights in float32: leave --quantize and --dtype alone")
-        if config.quantize not in ("none", *QUANTIZED_BYTES):
-            raise UsageError(f"--quantize {config.quantize}: choose none, {', '.join(QUANTIZED_BYTES)}")
         device = probe_device(config.device)
         set_threads(config.threads)
         dtype = torch.float32 if trains else choose_dtype(config.dtype, checkpoint, device)
@@ -187,8 +186,6 @@ def windows(units: int, count: int) -> list[Units]:
 def choose_dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> torch.dtype:
     """The checkpoint's own, so that replicas agree, unless the device cannot compute in it or the user wants another."""
     if wanted != "auto":
-        if wanted not in DTYPES:
-            raise UsageError(f"--dtype {wanted}: choose auto, {', '.join(DTYPES)}")
         return DTYPES[wanted]
     own: torch.dtype = checkpoint.dtype
     slow = own is torch.float16 if device.kind == "cpu" else own is torch.bfloat16 and device.default_dtype is not own

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from swarmnode.errors import UsageError
+from swarmnode.roles.creation.bootstraps import Bootstraps
 from swarmnode.roles.creation.model_source import from_checkpoint, from_config
-from swarmnode.roles.creation.swarm_creation import Bootstraps, create_swarm
+from swarmnode.roles.creation.swarm_creation import create_swarm
 from swarmnode.swarm.records.manifest import TRAIN
 
 CONFIG = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 300}

@@ -1,0 +1,130 @@
+"""What is typed wrongly: told in one line with what to do, exit code 2, before anything is written or joined."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swarmnode.cli.options.quantities import parse_bytes, parse_rate
+from swarmnode.config import StageConfig
+from swarmnode.errors import UsageError
+from swarmnode.roles.creation.bootstraps import Bootstraps
+from tests.cli.command import assert_clear, invoke
+from tests.llama import save_llama
+
+PEER = "12D3KooWGzxzKZYveHXtpG6AsrUJBcWxHBFS2HsEoGTxrMLvKXtf"
+PORT = "/ip4/127.0.0.1/tcp/4001"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_llama(folder, 1, vocab_size=64, hidden_size=16, intermediate_size=32)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--listen", "0.0.0.0:4001"), ("--listen", "not a multiaddr", "/ip4/203.0.113.7/tcp/4001")),
+        (("--listen", "4001"), ("--listen", "not a multiaddr")),
+        (("--listen", ""), ("--listen", "empty")),
+        (("--announce", "example.org"), ("--announce", "not a multiaddr")),
+        (("--announce", PORT), ("--announce", "--listen")),
+        (("--listen", PORT, "--announce", "/ip4/0.0.0.0/tcp/4001"), ("--announce", "nobody can dial 0.0.0.0")),
+        (("--bootstrap", PORT), ("--bootstrap", "must end with /p2p/")),
+        (("--bootstrap", f"{PORT}/p2p/{PEER}", "--listen", PORT), ("--bootstrap", "run already")),
+        (("--mode", "dream"), ("--mode dream",)),
+        (("--private", "--public"), ("not both",)),
+        (("--units", "3"), ("--module",)),
+        (("--byte-level",), ("--mode train",)),
+    ],
+)
+@pytest.mark.parametrize("membership", [(), ("--private",)])
+def test_create_leaves_nothing_behind(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], words: tuple[str, ...],
+    membership: tuple[str, ...],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("SWARMNODE_OWNER_PASSWORD", "correct horse")
+    done = invoke("create", str(tmp_path / "friends"), "--model", str(model), *membership, *options)
+    assert_clear(done, 2, *words)
+    assert len(done.stderr.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_model_that_cannot_be_used_leaves_no_key_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARMNODE_OWNER_PASSWORD", "correct horse")
+    done = invoke("create", str(tmp_path / "friends"), "--model", str(tmp_path / "nowhere"), "--private")
+    assert_clear(done, 2, "no such")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_not_there_is_told_before_the_model_is_read(tmp_path: Path) -> None:
+    done = invoke("create", str(tmp_path / "none" / "friends"), "--model", "x")
+    assert_clear(done, 2, "no such folder")
+
+
+def test_next_steps_can_be_pasted(model: Path, tmp_path: Path) -> None:
+    done = invoke("create", str(tmp_path / "my swarm"), "--model", str(model))
+    assert done.returncode == 0, done.stderr
+    assert f"swarmnode bootstrap '{tmp_path}/my swarm.swarm'" in done.stdout
+
+
+def test_wildcards_become_addresses_that_can_be_dialled() -> None:
+    interfaces = ("127.0.0.1", "192.168.1.5", "169.254.7.7", "::1", "fe80::1", "2001:db8::5")
+    settled = Bootstraps(listen=("/ip4/0.0.0.0/tcp/4001", "/ip6/::/tcp/4001")).settled(interfaces)
+    assert settled.announce == ("/ip4/192.168.1.5/tcp/4001", "/ip6/2001:db8::5/tcp/4001")
+    assert settled.listen == ("/ip4/0.0.0.0/tcp/4001", "/ip6/::/tcp/4001")
+    alone = Bootstraps(listen=("/ip4/0.0.0.0/tcp/4001",)).settled(("127.0.0.1",))
+    assert alone.announce == (PORT,)
+    assert not Bootstraps(listen=("/ip4/127.0.0.1/tcp/0",)).settled().announce[0].endswith("/tcp/0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--memory", "6"), ("--memory 6", "6GB")),
+        (("--memory", "lots"), ("--memory lots", "not a size")),
+        (("--memory", "0GB"), ("--memory 0GB", "nothing")),
+        (("--disk", "1"), ("--disk 1", "1GB")),
+        (("--max-upload", "8"), ("--max-upload 8", "8Mbit")),
+        (("--max-upload", "8MB"), ("--max-upload 8MB", "not a rate")),
+        (("--span", "3"), ("--span 3", "A:B")),
+        (("--span", "3:3"), ("--span 3:3", "A < B")),
+        (("--compress", "zip"), ("--compress zip", "int8")),
+        (("--device", "gpu"), ("--device gpu", "cuda")),
+        (("--device", "cuda:x"), ("--device cuda:x", "cuda:N")),
+        (("--dtype", "float8"), ("--dtype float8", "bfloat16")),
+        (("--quantize", "int2"), ("--quantize int2", "nf4")),
+        (("--peer", PORT), ("--peer", "/p2p/")),
+        (("--host-maddr", "0.0.0.0:4001"), ("--host-maddr", "not a multiaddr")),
+        (("--announce-maddr", "me"), ("--announce-maddr", "not a multiaddr")),
+        (("--log-format", "xml"), ("--log-format xml",)),
+    ],
+)
+def test_run_joins_nothing(arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path) -> None:
+    done = invoke("run", "whatever", "--home", str(tmp_path / "home"), *arguments)
+    assert_clear(done, 2, *words)
+    assert len(done.stderr.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"), [("6GB", 6e9), ("512MiB", 512 << 20), ("1.5 gb", 1.5e9), ("100B", 100), ("2T", 2e12)]
+)
+def test_sizes(text: str, size_bytes: float) -> None:
+    assert parse_bytes(text, "--memory") == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "rate_bps"),
+    [("8Mbit", 8e6), ("500kbit/s", 5e5), ("1Gbps", 1e9), ("2.5 Mbits", 2.5e6), ("9600bps", 9600), ("8M", 8e6)],
+)
+def test_rates(text: str, rate_bps: float) -> None:
+    assert parse_rate(text, "--max-upload") == rate_bps
+
+
+def test_every_device_that_there_may_be() -> None:
+    for device in ("auto", "cpu", "mps", "cuda", "cuda:0", "cuda:15"):
+        assert StageConfig(device=device).check().device == device
+    with pytest.raises(UsageError):
+        StageConfig(device="CUDA").check()
