@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -51,6 +52,11 @@ def modules() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.name != "__init__.py")
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
@@ -59,21 +65,24 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-def imports(path: Path, *, when_loaded: bool = False) -> Iterator[str]:
+@functools.cache
+def imports(path: Path, *, when_loaded: bool = False) -> frozenset[str]:
     """Dotted names that a file imports; `when_loaded`: only those that importing the file runs."""
-    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    pending: list[ast.AST] = [parsed(path)]
+    found: set[str] = set()
     while pending:
         node = pending.pop()
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name_of(path)} imports relatively"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             pending += node.orelse
             continue
         if not (when_loaded and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
             pending += ast.iter_child_nodes(node)
+    return frozenset(found)
 
 
 def dotted(path: Path) -> str:
@@ -82,7 +91,7 @@ def dotted(path: Path) -> str:
 
 def modules_imported(path: Path, names: Mapping[str, Path]) -> set[str]:
     """Modules of ours that a file imports outside its functions, under TYPE_CHECKING too."""
-    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    pending: list[ast.AST] = [parsed(path)]
     found = set()
     while pending:
         node = pending.pop()
@@ -101,6 +110,10 @@ def rooms_imported(path: Path) -> set[str]:
     return {
         name.split(".")[1] for name in imports(path) if name.startswith("swarmnode.") and name.split(".")[1] in LEVEL
     }
+
+
+def packages_imported(path: Path, *, when_loaded: bool = False) -> set[str]:
+    return {name.split(".")[0] for name in imports(path, when_loaded=when_loaded)}
 
 
 def test_rooms_are_there() -> None:
@@ -122,38 +135,36 @@ def test_no_files_import_one_another() -> None:
 def test_no_name_stands_for_two_classes() -> None:
     homes: dict[str, list[str]] = {}
     for path in modules():
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(name_of(path))
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_a_room_imports_only_from_rooms_above_it(path: Path) -> None:
-    room = room_of(path)
-    assert room in LEVEL, f"the room {room} has no place in the house: add it to ROOMS"
-    below = {other for other in rooms_imported(path) if LEVEL[other] > LEVEL[room]}
-    assert not below, f"{name_of(path)} imports from rooms below it: {sorted(below)}"
+def test_a_room_imports_only_from_rooms_above_it() -> None:
+    below = {
+        name_of(path): rooms
+        for path in modules()
+        if (rooms := {other for other in rooms_imported(path) if LEVEL[other] > LEVEL[room_of(path)]})
+    }
+    assert below == {}
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_plan_and_compute_do_not_know_one_another(path: Path) -> None:
+def test_plan_and_compute_do_not_know_one_another() -> None:
     strangers = {"plan": "compute", "compute": "plan"}
-    assert strangers.get(room_of(path)) not in rooms_imported(path)
+    assert [name_of(path) for path in modules() if strangers.get(room_of(path)) in rooms_imported(path)] == []
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_forbidden_packages(path: Path) -> None:
-    packages = {name.split(".")[0] for name in imports(path)}
+def test_packages_are_imported_only_where_they_may_be() -> None:
+    found = {name_of(path): packages_imported(path) for path in modules()}
+    assert {file for file, packages in found.items() if "hivemind" in packages} <= HIVEMIND_FILES
     for package, rooms in FORBIDDEN.items():
-        assert package not in packages or room_of(path) not in rooms, f"{name_of(path)} imports {package}"
-    if "hivemind" in packages:
-        assert name_of(path) in HIVEMIND_FILES, f"{name_of(path)} imports hivemind; only {HIVEMIND_FILES} may"
+        assert [name_of(path) for path in modules() if room_of(path) in rooms and package in found[name_of(path)]] == []
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("__init__.py")), ids=name_of)
-def test_packages_import_nothing_heavy(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imports(path, when_loaded=True)} & HEAVY
+def test_packages_import_nothing_heavy() -> None:
+    heavy = {name_of(path): packages_imported(path, when_loaded=True) & HEAVY for path in PACKAGE.rglob("__init__.py")}
+    assert {file: packages for file, packages in heavy.items() if packages} == {}
 
 
 def test_the_command_line_starts_without_heavy_packages() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,11 +48,14 @@ def data_of(vector: Vector) -> bytes:
     return bytes.fromhex(vector["hex"]) + b"\0" * int(vector.get("zeros", 0))
 
 
-def assert_fits(schema: str, value: Any) -> None:
+@functools.cache
+def schemas() -> Registry[Any]:
     files = [Resource.from_contents(json.loads(path.read_text())) for path in FOLDER.iterdir()]
-    registry = Registry().with_resources((file.id() or "", file) for file in files)
-    validator = jsonschema.Draft202012Validator({"$ref": f"{schema}.json"}, registry=registry)
-    validator.validate(value)
+    return Registry().with_resources((file.id() or "", file) for file in files)
+
+
+def assert_fits(schema: str, value: Any) -> None:
+    jsonschema.Draft202012Validator({"$ref": f"{schema}.json"}, registry=schemas()).validate(value)
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from swarmnode.cli.main import app
@@ -26,9 +27,12 @@ def swarmnode(*arguments: str, home: Path, cwd: Path | None = None) -> subproces
     )
 
 
-def invoke(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in this process, which is faster where heavy packages would be imported just to refuse."""
-    result = CliRunner().invoke(app, arguments)
+def invoke(*arguments: str, home: Path | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """As `swarmnode`, in this process, which has imported the heavy packages already."""
+    with pytest.MonkeyPatch.context() as patch:
+        if cwd is not None:
+            patch.chdir(cwd)
+        result = CliRunner().invoke(app, arguments, env={"SWARMNODE_HOME": str(home)} if home is not None else None)
     return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr)
 
 

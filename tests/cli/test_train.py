@@ -1,4 +1,4 @@
-"""create, train --local and export as a user runs them: what works leaves its files, what cannot is one clear line."""
+"""create, train --local and export: what works leaves its files, what cannot is one clear line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.cli.command import ROOT, assert_clear, invoke, swarmnode
+from tests.cli.command import ROOT, assert_clear, invoke
 
 CONFIG = {
     "model_type": "gpt2",
@@ -73,7 +73,7 @@ def school(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = write_config(folder / "config")
     (folder / "factory.py").write_text(FACTORY)
     for name, source in (("text", ("--config", str(config), "--seed", "3")), ("net", ("--module", "factory:net"))):
-        done = swarmnode("create", name, "--mode", "train", *source, "--json", home=folder, cwd=folder)
+        done = invoke("create", name, "--mode", "train", *source, "--json", home=folder, cwd=folder)
         assert done.returncode == 0, done.stderr
         (folder / f"{name}.json").write_text(done.stdout)
     (folder / "data.txt").write_text("to be, or not to be: that is the question. " * 60)
@@ -84,7 +84,7 @@ def school(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(school: Path, swarm: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return swarmnode("train", f"{swarm}.swarm", "--local", *arguments, home=school, cwd=school)
+    return invoke("train", f"{swarm}.swarm", "--local", *arguments, home=school, cwd=school)
 
 
 def losses(log: Path) -> list[float]:
@@ -210,10 +210,10 @@ def test_data_of_a_module_that_does_not_fit(school: Path, tmp_path: Path) -> Non
 
 def test_weights_that_were_changed_are_not_trained(school: Path, tmp_path: Path) -> None:
     arguments = ("--mode", "train", "--config", str(school / "config"), "--quiet")
-    assert swarmnode("create", "mine", *arguments, home=tmp_path, cwd=tmp_path).returncode == 0
+    assert invoke("create", "mine", *arguments, home=tmp_path, cwd=tmp_path).returncode == 0
     config = tmp_path / "mine-weights" / "config.json"
     config.write_text(config.read_text() + " ")
-    done = swarmnode(
+    done = invoke(
         *("train", "mine.swarm", "--local", "--data", str(school / "data.txt"), "--steps", "1"),
         home=tmp_path,
         cwd=tmp_path,
@@ -243,22 +243,21 @@ def test_weights_that_were_changed_are_not_trained(school: Path, tmp_path: Path)
     ],
 )
 def test_what_cannot_be_founded_leaves_nothing(
-    school: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], exit_code: int, words: tuple[str, ...]
+    school: Path, arguments: tuple[str, ...], exit_code: int, words: tuple[str, ...]
 ) -> None:
-    monkeypatch.chdir(school)
     for name, changes in (("narrow", {"vocab_size": 100}), ("encoder", {"model_type": "t5"})):
         if not (school / name).exists():
             write_config(school / name, **changes)
-    done = invoke("create", "wrong", *arguments)
+    done = invoke("create", "wrong", *arguments, cwd=school)
     assert_clear(done, exit_code, *words)
     assert not list(school.glob("*wrong*")), "nothing is left"
 
 
 def test_swarms_that_serve_are_not_trained(school: Path, tmp_path: Path) -> None:
     model = ("--model", str(school / "text-weights"), "--quiet")
-    assert swarmnode("create", "serving", *model, home=tmp_path, cwd=tmp_path).returncode == 0
+    assert invoke("create", "serving", *model, home=tmp_path, cwd=tmp_path).returncode == 0
     data = ("--data", str(school / "data.txt"), "--steps", "1")
-    done = swarmnode("train", "serving.swarm", "--local", *data, home=tmp_path, cwd=tmp_path)
+    done = invoke("train", "serving.swarm", "--local", *data, home=tmp_path, cwd=tmp_path)
     assert_clear(done, 2, "serves its model", "--mode train")
 
 
@@ -266,16 +265,16 @@ def test_export_looks_before_it_leaps(school: Path, tmp_path: Path) -> None:
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear.txt").write_text("precious")
     for arguments in (("letters",), ("letters", "--force")):
-        done = swarmnode("export", str(school / "text.swarm"), *arguments, home=tmp_path, cwd=tmp_path)
+        done = invoke("export", str(school / "text.swarm"), *arguments, home=tmp_path, cwd=tmp_path)
         assert_clear(done, 2, "letters")
     assert (tmp_path / "letters" / "dear.txt").read_text() == "precious"
-    done = swarmnode("export", str(school / "text.swarm"), "new", "--patience", "1", home=tmp_path, cwd=tmp_path)
+    done = invoke("export", str(school / "text.swarm"), "new", "--patience", "1", home=tmp_path, cwd=tmp_path)
     assert_clear(done, 1, "cannot be reached")
     assert not (tmp_path / "new").exists()
 
 
 def test_a_trainer_whose_swarm_is_not_there(school: Path, tmp_path: Path) -> None:
     data = ("--data", str(school / "data.txt"), "--steps", "1")
-    done = swarmnode("train", str(school / "text.swarm"), *data, "--patience", "1", home=tmp_path)
+    done = invoke("train", str(school / "text.swarm"), *data, "--patience", "1", home=tmp_path)
     assert_clear(done, 1, "cannot be reached")
-    assert_clear(swarmnode("train", str(school / "text.swarm"), *data, "--out", "x", home=tmp_path), 2, "--local")
+    assert_clear(invoke("train", str(school / "text.swarm"), *data, "--out", "x", home=tmp_path), 2, "--local")
