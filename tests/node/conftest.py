@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from swarmnode.compute.graph.costs.estimate import UnitEstimate
+from swarmnode.compute.graph.costs.span_estimate import estimate_span
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.checkpoint import CONFIG_FILE
 from swarmnode.demo.lesson import generate_alone
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 from tests.llama import save_llama
@@ -59,6 +64,22 @@ class Founded:
     def into(self, swarm: VirtualSwarm) -> None:
         """Let a swarm be this one."""
         shutil.copy2(self.file, swarm.file)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def estimated_once() -> Iterator[None]:
+    """What training asks of a machine follows from the config: it is found once, not by each of the nodes of this process."""
+    known: dict[tuple[object, ...], list[UnitEstimate]] = {}
+
+    def estimate(checkpoint: Checkpoint, batch: int, sequence: int) -> list[UnitEstimate]:
+        asked = ((checkpoint.path / CONFIG_FILE).read_bytes(), batch, sequence)
+        if asked not in known:
+            known[asked] = estimate_span(checkpoint, batch, sequence)
+        return known[asked]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("swarmnode.roles.training.worker.training_worker.estimate_span", estimate)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -105,6 +105,7 @@ def start(rooms: tuple[str, str]) -> Iterator[Callable[..., Peer]]:
         peer.end()
 
 
+@pytest.mark.real
 def test_peers_of_a_swarm_hear_of_one_another_and_of_goodbyes(start: Callable[..., Peer]) -> None:
     first = start(0)
     stranger = start(1, swarm=bytes(32))

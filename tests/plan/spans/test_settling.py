@@ -1,5 +1,6 @@
 """Rules of placement on whole swarms: ours against the bound, and against Petals' and SWARM's."""
 
+import functools
 import random
 import statistics
 
@@ -28,6 +29,7 @@ def random_joiners(seed: int, units: int) -> list[Joiner]:
     ]
 
 
+@functools.cache
 def settled(rule: Rule, seed: int, units: int = 16) -> tuple[float, float, bool]:
     """Quality at rest, quality at rest after 30 % vanished, and whether they came to rest both times."""
     settling = Settling(units, rule)
