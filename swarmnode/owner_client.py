@@ -57,12 +57,20 @@ class OwnerClient:
         return self._access_control.membership.revocations_bytes
 
     def find_peer(self, text: str) -> PeerId | None:
-        """The member whose id is, or ends with, this text; None where there is none. Raises UsageError where there are several."""
-        known = {entry["peer"] for entry in self.picture()["members"]}
-        found = [peer for peer in known if peer == text or (len(text) >= MIN_END_CHARS and peer.endswith(text))]
+        """The member whose id is, or ends with, this text, or who has this name; None where there is none.
+
+        Raises UsageError where there are several.
+        """
+        members = self.picture()["members"]
+        found = {
+            member["peer"]
+            for member in members
+            if member["peer"] == text or (len(text) >= MIN_END_CHARS and member["peer"].endswith(text))
+        } or {member["peer"] for member in members if text and member["name"] == text}
         if len(found) > 1:
-            raise UsageError(f"{text} is the end of {len(found)} peers' ids; give more of it")
-        return found[0] if found else None
+            ids = ", ".join(sorted(peer[-8:] for peer in found))
+            raise UsageError(f"{text} may be any of {len(found)} peers; give the end of one's id: {ids}")
+        return found.pop() if found else None
 
     async def publish(self, revocations: bytes) -> int:
         """Hand the owner's next list to the swarm; how many peers were told. Raises NetworkDown where none was."""

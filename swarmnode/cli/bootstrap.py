@@ -9,11 +9,11 @@ from pathlib import Path
 import typer
 
 from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
+from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
     LOG_FORMAT,
-    SWARM,
     VERBOSE,
     default_home,
     print_json,
@@ -53,7 +53,6 @@ def bootstrap(
     from swarmnode.bootstrap import Bootstrap
     from swarmnode.net.addressing.addresses import check_all
     from swarmnode.roles.host import HostConfig
-    from swarmnode.swarm.storage.swarmfile import load_swarm
 
     config = HostConfig(
         home=default_home(home),
@@ -63,11 +62,11 @@ def bootstrap(
         nat_port_map=nat,
         lan=lan,
     )
-    loaded = load_swarm(swarm, default_home(home))
+    loaded = open_swarm(swarm, default_home(home))
     watch = Watch(metrics_host, metrics_port, config.home, as_json)
 
     async def serve(stop: asyncio.Event) -> None:
-        peer = await Bootstrap.start(loaded, config, file=Path(swarm) if loaded.manifest else None)
+        peer = await Bootstrap.start(loaded, config, file=loaded.file)
         invite = None if loaded.private else peer.invite
         try:
             addresses = await peer.addresses()
@@ -77,7 +76,7 @@ def bootstrap(
                 typer.echo(f"Bootstrap peer {peer.peer_id} of swarm {loaded.name} listens on:")
                 for address in addresses:
                     typer.echo(f"  {address}")
-                hint = f"Invite:\n{invite}" if invite else f"Invites: swarmnode invite {shlex.quote(swarm)}"
+                hint = f"Invite:\n{invite}" if invite else f"Invites: swarmnode invite {shlex.quote(str(loaded.file))}"
                 typer.echo(f"{hint}\nCtrl-C stops it.")
             async with watch.over(loaded.name, peer.readings):
                 await stop.wait()

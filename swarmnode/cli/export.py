@@ -7,11 +7,11 @@ from pathlib import Path
 
 import typer
 
+from swarmnode.cli.options.swarm import THIS_SWARM, open_swarm
 from swarmnode.cli.terminal.bars import bytes_bar
 from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
-    SWARM,
     VERBOSE,
     default_home,
     fail,
@@ -25,7 +25,7 @@ from swarmnode.cli.terminal.console import (
 
 @reports_errors
 def export(
-    swarm: str = SWARM,
+    swarm: str = THIS_SWARM,
     out: Path = typer.Argument(..., metavar="OUT", help="Folder to write; it appears when all of it is there."),
     force: bool = typer.Option(False, "--force", help="Replace a checkpoint that is in OUT."),
     patience: float = typer.Option(30.0, "--patience", help="Seconds to wait for peers that hold all units."),
@@ -41,11 +41,10 @@ def export(
     """
     set_up_logging(verbose)
     from swarmnode.swarm.storage.new_folder import check_free
-    from swarmnode.swarm.storage.swarmfile import load_swarm
 
     target = out.absolute()
     check_free(target, force=force)
-    known = load_swarm(swarm, default_home(home))
+    known = open_swarm(swarm, default_home(home))
     from swarmnode.training.client import TrainingClient
 
     async def fetch(stop: asyncio.Event) -> int | None:

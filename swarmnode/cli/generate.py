@@ -14,12 +14,12 @@ from typing import Any
 import typer
 
 from swarmnode.cli.options.metrics import METRICS_HOST, METRICS_PORT, Watch
+from swarmnode.cli.options.swarm import STANDARD_INPUT, SWARM, open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
 from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
     LOG_FORMAT,
-    SWARM,
     VERBOSE,
     default_home,
     fail,
@@ -32,11 +32,15 @@ from swarmnode.cli.terminal.console import (
 
 log = logging.getLogger(__name__)
 
+MAX_PROMPT_CHARS = 1 << 24
+
 
 @reports_errors
 def generate(
     swarm: str = SWARM,
-    prompt: str = typer.Argument("", metavar="PROMPT", help="Text to continue; or give --ids."),
+    prompt: str = typer.Argument(
+        "", metavar="PROMPT", help="Text to continue, or - to read it from standard input; or give --ids."
+    ),
     ids: str = typer.Option(
         "", "--ids", metavar="1,2,3", help="Token ids to continue, for models without a tokenizer."
     ),
@@ -68,12 +72,12 @@ def generate(
     Example: swarmnode generate friends.swarm "Once upon a time" --max-new-tokens 100 --temperature 0.8
     """
     set_up_logging(verbose, log_format)
+    swarm, prompt = _what_is_meant(swarm, prompt, ids, default_home(home))
     if bool(prompt) == bool(ids):
         fail("give either a PROMPT or --ids", 2)
     from swarmnode.client import SwarmClient
     from swarmnode.roles.serving.generation import GenerateOptions
     from swarmnode.swarm.peers.trust import parse_trust
-    from swarmnode.swarm.storage.swarmfile import load_swarm
 
     options = GenerateOptions(max_new_tokens, temperature, top_p, top_k, seed if seed >= 0 else None)
     trusted = parse_trust(trust)
@@ -82,7 +86,7 @@ def generate(
 
     async def produce(stop: asyncio.Event) -> dict[str, Any] | None:
         pause = CollectorPause()
-        loaded = load_swarm(swarm, default_home(home))
+        loaded = open_swarm(swarm, default_home(home))
         started_s = time.monotonic()
         client = await SwarmClient.join(loaded, home=default_home(home), patience_s=patience, trust=trusted)
         waited_s = time.monotonic() - started_s
@@ -100,6 +104,16 @@ def generate(
         fail("interrupted")
     if as_json:
         print_json(result)
+
+
+def _what_is_meant(swarm: str, prompt: str, ids: str, home: Path) -> tuple[str, str]:
+    """(swarm, prompt). One argument alone is the prompt for the swarm that was used last, where no swarm is called so; a prompt
+    of - is read from standard input."""
+    from swarmnode.swarm.storage.swarmfile import names_a_swarm
+
+    if swarm and not prompt and not ids and not names_a_swarm(swarm, home):
+        swarm, prompt = "", swarm
+    return swarm, sys.stdin.read(MAX_PROMPT_CHARS).rstrip("\n") if prompt == STANDARD_INPUT else prompt
 
 
 async def _produce(client: Any, prompt: str | list[int], options: Any, *, stream: bool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE, owner_key_of
+from swarmnode.cli.options.swarm import SWARM_FILE, swarm_file
 from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors
 
 DEFAULT_LIFE = "365d"
@@ -15,7 +16,7 @@ ROLES = ("volunteer", "client", "trainer", "bootstrap")
 
 @reports_errors
 def invite(
-    swarm: Path = typer.Argument(..., metavar="SWARM", help="The .swarm file."),
+    swarm: str = SWARM_FILE,
     peer: str = typer.Option("", "--peer", metavar="ID", help="For this peer alone; `swarmnode id` prints it there."),
     role: str = typer.Option(
         "volunteer", "--role", metavar="|".join(ROLES), help="What the member may do: lend, ask, train, open the door."
@@ -50,9 +51,10 @@ def invite(
 
     life_s = None if expires == "never" else parse_duration(expires)
     terms = InviteTerms(Role[role.upper()], life_s, uses, peer, group, note)
-    loaded = load_swarm(swarm)
-    book = open_issued_invites(issued_invites_path(swarm))
-    line = make_invite(loaded, owner_key_of(swarm, owner_key, password_file), terms, book)
+    file = swarm_file(swarm)
+    loaded = load_swarm(file)
+    book = open_issued_invites(issued_invites_path(file))
+    line = make_invite(loaded, owner_key_of(file, owner_key, password_file), terms, book)
     book.save()
     if as_json:
         guest = book.guests[-1]

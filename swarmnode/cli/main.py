@@ -14,6 +14,7 @@ from swarmnode.cli.export import export
 from swarmnode.cli.generate import generate
 from swarmnode.cli.identity import show_identity
 from swarmnode.cli.invite import invite
+from swarmnode.cli.join import join
 from swarmnode.cli.members import members
 from swarmnode.cli.plan import plan
 from swarmnode.cli.revoke import revoke
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 for command in (
     create,
+    join,
     invite,
     revoke,
     members,

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
-    SWARM,
     VERBOSE,
     default_home,
     print_json,
@@ -46,12 +46,10 @@ def members(
     """
     set_up_logging(verbose)
     from swarmnode.owner_client import OwnerClient
-    from swarmnode.swarm.records.invite import looks_like_invite
     from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
-    from swarmnode.swarm.storage.swarmfile import load_swarm
 
-    loaded = load_swarm(swarm, default_home(home))
-    guests = [] if looks_like_invite(swarm) else open_issued_invites(issued_invites_path(Path(swarm))).guests
+    loaded = open_swarm(swarm, default_home(home))
+    guests = open_issued_invites(issued_invites_path(loaded.file)).guests if loaded.file else []
 
     async def look(_stop: asyncio.Event) -> dict[str, Any]:
         owner_client = await OwnerClient.join(loaded, default_home(home))

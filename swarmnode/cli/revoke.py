@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE, owner_key_of
+from swarmnode.cli.options.swarm import SWARM_FILE, swarm_file
 from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
@@ -23,9 +24,9 @@ from swarmnode.cli.terminal.console import (
 
 @reports_errors
 def revoke(
-    swarm: Path = typer.Argument(..., metavar="SWARM", help="The .swarm file."),
+    swarm: str = SWARM_FILE,
     who: str = typer.Argument(
-        ..., metavar="PEER|INVITE", help="A peer's id or its end, or an invite or the beginning of its id."
+        ..., metavar="PEER|INVITE", help="A peer's id, its end or its name, or an invite or the beginning of its id."
     ),
     owner_key: Path = OWNER_KEY,
     password_file: Path = PASSWORD_FILE,
@@ -48,9 +49,10 @@ def revoke(
     from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
     from swarmnode.swarm.storage.swarmfile import load_swarm
 
-    loaded = load_swarm(swarm)
-    book = open_issued_invites(issued_invites_path(swarm))
-    owner = owner_key_of(swarm, owner_key, password_file)
+    file = swarm_file(swarm)
+    loaded = load_swarm(file)
+    book = open_issued_invites(issued_invites_path(file))
+    owner = owner_key_of(file, owner_key, password_file)
     invite = find_invite(who, loaded, book)
 
     async def carry_out(_stop: asyncio.Event) -> tuple[str | None, int]:

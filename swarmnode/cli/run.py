@@ -9,11 +9,11 @@ from typing import Any
 import typer
 
 from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
+from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
 from swarmnode.cli.terminal.console import (
     HOME,
     LOG_FORMAT,
-    SWARM,
     VERBOSE,
     default_home,
     print_json,
@@ -81,7 +81,6 @@ def run(
     from swarmnode.net.addressing.addresses import check_all
     from swarmnode.node import Node, NodeConfig
     from swarmnode.roles.host import HostConfig
-    from swarmnode.swarm.storage.swarmfile import load_swarm
 
     config = NodeConfig(
         host=HostConfig(
@@ -123,7 +122,7 @@ def run(
                 pause.end()
             tell(event, text, **details)
 
-        loaded = load_swarm(swarm, config.host.home)
+        loaded = open_swarm(swarm, config.host.home)
         node = Node(loaded, config, note)
         async with watch.over(loaded.name, node.readings):
             await node.run(stop)

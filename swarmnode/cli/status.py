@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
-    SWARM,
     VERBOSE,
     default_home,
     print_json,
@@ -40,10 +40,9 @@ def status(
     """
     set_up_logging(verbose)
     from swarmnode.client import SwarmClient
-    from swarmnode.swarm.storage.swarmfile import load_swarm
 
     async def look(stop: asyncio.Event) -> None:
-        client = await SwarmClient.join(load_swarm(swarm, default_home(home)), home=default_home(home))
+        client = await SwarmClient.join(open_swarm(swarm, default_home(home)), home=default_home(home))
         try:
             if watch:
                 await unless_stopped(_watch(client, as_json), stop)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from swarmnode.cli.options.swarm import THIS_SWARM, open_swarm
 from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
     LOG_FORMAT,
-    SWARM,
     VERBOSE,
     default_home,
     fail,
@@ -33,7 +33,7 @@ WORDS = {"wait": "waited at", "compute": "computed at", "leave": "kept back at",
 
 @reports_errors
 def trace(
-    swarm: str = SWARM,
+    swarm: str = THIS_SWARM,
     session: str = typer.Argument(
         ..., metavar="ID", help="The session's trace id, from generate --json or --verbose, or from a JSON log line."
     ),
@@ -53,10 +53,9 @@ def trace(
     trace_id = parse_trace_id(session)
     from swarmnode.client import SwarmClient
     from swarmnode.roles.measuring.timeline import Timeline
-    from swarmnode.swarm.storage.swarmfile import load_swarm
 
     async def ask(_stop: asyncio.Event) -> Timeline:
-        client = await SwarmClient.join(load_swarm(swarm, default_home(home)), home=default_home(home))
+        client = await SwarmClient.join(open_swarm(swarm, default_home(home)), home=default_home(home))
         try:
             return Timeline(await client.traces(trace_id))
         finally:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
+from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.console import (
     HOME,
     LOG_FORMAT,
-    SWARM,
     VERBOSE,
     default_home,
     fail,
@@ -92,7 +92,6 @@ def train(
         fail(f"--average-codec {average_codec}: it is one of {', '.join(CODECS)}", 2)
     from swarmnode.codec.tensors import Codec
     from swarmnode.swarm.records.run import Averaging, Run
-    from swarmnode.swarm.storage.swarmfile import load_swarm
     from swarmnode.training.preparation import NO_DATA, check_early
 
     settings = Run(
@@ -114,7 +113,7 @@ def train(
         averaging=Averaging(every=average_every, codec=Codec[average_codec.upper()], rank=average_rank),
     )
     check_early(data, settings)
-    known, target = load_swarm(swarm, default_home(home)), out.absolute() if out is not None else None
+    known, target = open_swarm(swarm, default_home(home)), out.absolute() if out is not None else None
     from swarmnode.cli.terminal.training_view import training_view
     from swarmnode.training.client import TrainingClient
     from swarmnode.training.local import LocalDevice, OutputFolder, train_here

@@ -21,7 +21,6 @@ from swarmnode.errors import SwarmnodeError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SWARM = typer.Argument(..., metavar="SWARM", help="A .swarm file, an invite, or the name of a public swarm.")
 HOME = typer.Option(
     None,
     envvar="SWARMNODE_HOME",

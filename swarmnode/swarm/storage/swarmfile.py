@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,7 @@ from swarmnode.swarm.records.invite import (
 from swarmnode.swarm.records.manifest import PRIVATE, Manifest, decode_manifest, swarm_id
 from swarmnode.swarm.storage.atomic import write_private
 from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
+from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
 from swarmnode.swarm.storage.public_swarms import find_public_swarm
 from swarmnode.swarm.storage.user_file import read_user_file
 
@@ -60,6 +61,7 @@ class Swarm:
     grant: bytes = b""
     secret: bytes = b""
     revocations: bytes = b""
+    file: Path | None = field(default=None, compare=False)  # the founder's own, where it came from one
 
     def __repr__(self) -> str:
         known = "manifest" if self.manifest is not None else "no manifest yet"
@@ -140,19 +142,36 @@ def save_swarm(swarm: Swarm, path: Path) -> None:
 
 
 def load_swarm(source: str | Path, home: Path | None = None) -> Swarm:
-    """The swarm that a .swarm file, an invite, a file with an invite in it, or the name of a public swarm describes.
+    """The swarm that a .swarm file (its suffix may be left away), an invite, a file with an invite in it, or a name describes.
 
-    A file keeps the invite out of the list of processes. Names are looked up in the package's list and in `swarms.json` of
-    the home folder. Raises UsageError with what is wrong.
+    A file keeps the invite out of the list of processes. Names are those of swarms that were joined (`joined_swarms.py`), and
+    of public ones, in the package's list and in `swarms.json` of the home folder. Raises UsageError with what is wrong.
     """
     if isinstance(source, str) and looks_like_invite(source):
         return _invited(source)
-    path = Path(source)
-    if not path.exists() and (invite := find_public_swarm(str(source), home)) is not None:
+    path = swarm_path(source)
+    if not path.exists() and (invite := _named(str(source), home)) is not None:
         return _invited(invite)
     data = _read(path)
     text = data.decode(errors="replace")
     return _invited(text) if looks_like_invite(text) else _decode(data, path)
+
+
+def swarm_path(source: str | Path) -> Path:
+    """Where the .swarm file is that this means: `friends` is `friends.swarm` where there is no file `friends`."""
+    path = Path(source)
+    full = path.with_name(path.name + SUFFIX) if path.name else path
+    return full if full.is_file() and not path.is_file() else path
+
+
+def names_a_swarm(source: str, home: Path | None) -> bool:
+    """Whether this is an invite, a file that is there, or a known name, rather than something else that was typed."""
+    return looks_like_invite(source) or source == "-" or swarm_path(source).exists() or _named(source, home) is not None
+
+
+def _named(name: str, home: Path | None) -> str | None:
+    joined = None if home is None else JoinedSwarms(home).invite_to(name)
+    return joined or find_public_swarm(name, home)
 
 
 def _invited(text: str) -> Swarm:
@@ -174,7 +193,8 @@ def _read(path: Path) -> bytes:
     data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=f"a {SUFFIX} file")
     if data is None:
         raise UsageError(
-            f"{path}: no such file; give the path of a {SUFFIX} file, an invite (swarm1…) or the name of a public swarm"
+            f"{path}: no such file; give the path of a {SUFFIX} file, an invite (swarm1…), or the name of a public swarm or of "
+            "one that you joined"
         )
     return data
 
@@ -199,4 +219,5 @@ def _decode(data: bytes, path: Path) -> Swarm:
         grant=content.grant,
         secret=content.secret,
         revocations=open_issued_invites(issued_invites_path(path)).revocations if swarm.owner else b"",
+        file=path,
     )

@@ -1,0 +1,96 @@
+"""`swarmnode join`: remember a swarm under its name."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from swarmnode.cli.options.swarm import STANDARD_INPUT, read_line
+from swarmnode.cli.terminal.console import HOME, JSON, default_home, fail, print_json, reports_errors
+
+
+@reports_errors
+def join(
+    invite: str = typer.Argument(
+        "",
+        metavar="[INVITE]",
+        help="The line that you were given, a file with it, or - to read it from standard input; default: you are asked.",
+        show_default=False,
+    ),
+    name: str = typer.Option("", "--name", help="Remember it under this name; default: its own.", show_default=False),
+    home: Path = HOME,
+    as_json: bool = JSON,
+) -> None:
+    """Remember a swarm under its name, so that `swarmnode run NAME`, `generate NAME` and `status NAME` work everywhere.
+
+    Example: swarmnode join swarm1…
+    """
+    from swarmnode.swarm.records.invite import decode_invite
+    from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
+
+    text = _invite(invite)
+    terms = _terms(decode_invite(text))
+    joined = JoinedSwarms(default_home(home))
+    known_as = joined.remember(text, name)
+    joined.used(known_as)
+    if as_json:
+        print_json({"name": known_as, **terms})
+        return
+    typer.echo(f"Joined {known_as}: {_say(terms)}.")
+    quoted = shlex.quote(known_as)
+    if terms["role"] != "client":
+        typer.echo(f"Lend this machine:  swarmnode run {quoted}")
+    typer.echo(f'Ask it:             swarmnode generate {quoted} "Once upon a time"')
+
+
+def _invite(text: str) -> str:
+    """The invite's line, from wherever it is."""
+    from swarmnode.swarm.records.invite import looks_like_invite
+    from swarmnode.swarm.storage.user_file import read_user_file
+
+    if not text and sys.stdin.isatty():
+        text = typer.prompt("Invite", err=True)
+    elif text in ("", STANDARD_INPUT):
+        text = read_line()
+    if not looks_like_invite(text):
+        data = read_user_file(Path(text), max_bytes=1 << 16, what="an invite")
+        if data is None:
+            fail("this is neither an invite (swarm1… or swarm2…) nor a file with one", 2)
+        text = data.decode(errors="replace")
+    if not looks_like_invite(text):
+        fail("there is no invite (swarm1… or swarm2…) in it; a founder's own .swarm file needs no `join`", 2)
+    return text.strip()
+
+
+def _terms(invite: Any) -> dict[str, Any]:
+    """What the invite is good for; an open swarm's grants every role to everybody."""
+    from swarmnode.swarm.records.invite import OwnedInvite
+
+    terms = {"swarm": invite.swarm_id.hex(), "private": False, "role": "volunteer", "expires_at": None, "uses": None}
+    if not isinstance(invite, OwnedInvite) or not invite.private:
+        return terms
+    if not invite.grant:
+        fail(f"this line tells where {invite.name} is, and admits nobody; ask its owner for an invite of your own", 2)
+    grant = invite.opened_grant()
+    return {
+        **terms,
+        "private": True,
+        "role": grant.allows.name.lower(),
+        "expires_at": grant.expires_at or None,
+        "uses": grant.uses or None,
+    }
+
+
+def _say(terms: dict[str, Any]) -> str:
+    if not terms["private"]:
+        return "everybody may join it, lend and ask"
+    import datetime
+
+    until = terms["expires_at"]
+    life = f"until {datetime.datetime.fromtimestamp(until):%Y-%m-%d}" if until else "for ever"
+    uses = f", for {terms['uses']} peers in all" if terms["uses"] else ""
+    return f"a private swarm, you are invited as {terms['role']} {life}{uses}"

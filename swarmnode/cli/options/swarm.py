@@ -1,0 +1,54 @@
+"""Which swarm a command is about: a file, an invite, a name, standard input, or the one that was used last."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from swarmnode.cli.terminal.console import fail
+
+if TYPE_CHECKING:
+    from swarmnode.swarm.storage.swarmfile import Swarm
+
+_WAYS = "A .swarm file or its name, an invite, the name of a swarm that you joined or of a public one, or - for standard input"
+SWARM = typer.Argument("", metavar="[SWARM]", help=f"{_WAYS}; default: the one that was used last.", show_default=False)
+THIS_SWARM = typer.Argument(..., metavar="SWARM", help=f"{_WAYS}.")  # where another argument follows
+SWARM_FILE = typer.Argument(..., metavar="SWARM", help="The .swarm file, or its name.")
+STANDARD_INPUT = "-"
+MAX_LINE_CHARS = 1 << 16
+
+
+def open_swarm(text: str, home: Path) -> Swarm:
+    """The swarm that the user means, which from now on is the one that was used last. Raises UsageError."""
+    from swarmnode.swarm.records.invite import looks_like_invite
+    from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
+    from swarmnode.swarm.storage.swarmfile import load_swarm, swarm_path
+
+    joined = JoinedSwarms(home)
+    if text == STANDARD_INPUT:
+        text = read_line()
+    text = text or joined.last or fail("which swarm? Give a .swarm file, an invite or a name; none was used before", 2)
+    swarm = load_swarm(text, home)
+    if not looks_like_invite(text):
+        path = swarm_path(text)
+        joined.used(str(path.absolute()) if path.exists() else text)
+    return swarm
+
+
+def swarm_file(text: str) -> Path:
+    """The founder's own file. Raises UsageError where there is none."""
+    from swarmnode.swarm.storage.swarmfile import swarm_path
+
+    path = swarm_path(text)
+    if not path.exists():
+        fail(f"{path}: no such file; only who has the .swarm file and the owner's key can do this", 2)
+    return path
+
+
+def read_line() -> str:
+    """The first line of standard input, which keeps an invite out of the list of processes."""
+    line = sys.stdin.readline(MAX_LINE_CHARS).strip()
+    return line or fail("nothing came from standard input", 2)

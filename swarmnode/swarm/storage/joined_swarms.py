@@ -1,0 +1,76 @@
+"""Swarms that this machine joined, by name, and the one that was used last: `friends` instead of a line of 300 characters.
+
+HOME/swarms/friends.invite   the invite, readable by its owner alone
+HOME/swarms/last             what was used last: such a name, or the path of a .swarm file
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from swarmnode.errors import LocalError, UsageError
+from swarmnode.swarm.records.invite import decode_invite
+from swarmnode.swarm.storage.atomic import write_private
+from swarmnode.swarm.storage.user_file import read_user_file
+
+FOLDER = "swarms"
+SUFFIX = ".invite"
+LAST = "last"
+MAX_FILE_BYTES = 1 << 16
+
+
+class JoinedSwarms:
+    """Those under one home folder."""
+
+    def __init__(self, home: Path) -> None:
+        self._folder = home / FOLDER
+
+    def __repr__(self) -> str:
+        return f"<JoinedSwarms {', '.join(self.names())}>"
+
+    def names(self) -> list[str]:
+        """In alphabetical order."""
+        return sorted(path.stem for path in self._folder.glob(f"*{SUFFIX}"))
+
+    def invite_to(self, name: str) -> str | None:
+        """The invite that was remembered under this name. Raises UsageError where it cannot be read."""
+        return self._read(f"{name}{SUFFIX}") if _is_plain(name) else None
+
+    def remember(self, invite: str, name: str = "") -> str:
+        """Keep the invite under its swarm's name, or another one, which is returned. A newer invite to the same swarm takes the
+        place of the old one. Raises UsageError where the name is another swarm's, LocalError where nothing can be written.
+        """
+        invited = decode_invite(invite)
+        name = name or invited.name
+        if not _is_plain(name):
+            raise UsageError(f"{name!r} cannot be a file's name; choose another one with --name")
+        known = self.invite_to(name)
+        if known is not None and decode_invite(known).swarm_id != invited.swarm_id:
+            raise UsageError(f"{name} is another swarm that you joined; choose another name with --name")
+        self._write(f"{name}{SUFFIX}", invite)
+        return name
+
+    @property
+    def last(self) -> str | None:
+        """The name or the path that was used last."""
+        return self._read(LAST)
+
+    def used(self, name: str) -> None:
+        """Remember what was used last. Raises LocalError."""
+        if name != self.last:
+            self._write(LAST, name)
+
+    def _read(self, file: str) -> str | None:
+        data = read_user_file(self._folder / file, max_bytes=MAX_FILE_BYTES, what="the name of a swarm, or an invite")
+        return None if data is None else data.decode(errors="replace").strip()
+
+    def _write(self, file: str, text: str) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LocalError(f"cannot write {self._folder}: {error.strerror or error}") from error
+        write_private(self._folder / file, f"{text}\n".encode())
+
+
+def _is_plain(name: str) -> bool:
+    return bool(name) and "/" not in name and not name.startswith(".") and name.isprintable()

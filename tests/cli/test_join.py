@@ -1,0 +1,52 @@
+"""`swarmnode join`, and commands about the swarm that was used last."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from swarmnode.cli.main import app
+from swarmnode.cli.options.swarm import open_swarm
+from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
+from tests.cli.command import assert_clear, invoke
+from tests.cli.test_owner import file, founded  # noqa: F401  # a fixture
+from tests.swarm.storage.test_joined_swarms import FRIENDS
+
+
+def test_a_joined_swarm_is_the_default(tmp_path: Path) -> None:
+    done = invoke("join", FRIENDS, "--home", str(tmp_path))
+    assert done.returncode == 0 and "swarmnode run friends" in done.stdout
+    assert open_swarm("", tmp_path).name == open_swarm("friends", tmp_path).name == "friends"
+
+
+@pytest.mark.parametrize("way", ["file", "standard input"])
+def test_an_invite_need_not_stand_in_the_command(tmp_path: Path, way: str) -> None:
+    line = tmp_path / "line.txt"
+    line.write_text(f"{FRIENDS}\n")
+    argument, given = (str(line), None) if way == "file" else ("-", f"{FRIENDS}\n")
+    done = CliRunner().invoke(app, ["join", argument, "--home", str(tmp_path / "home"), "--json"], input=given)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["name"] == "friends"
+
+
+def test_a_private_swarms_terms_are_told(file: Path, tmp_path: Path) -> None:  # noqa: F811
+    line = invoke("invite", str(file), "--role", "client", "--uses", "3", "--expires", "never").stdout.strip()
+    done = invoke("join", line, "--home", str(tmp_path / "home"), "--name", "club")
+    assert "as client for ever, for 3 peers" in done.stdout and "swarmnode run" not in done.stdout
+    assert JoinedSwarms(tmp_path / "home").names() == ["club"]
+
+
+@pytest.mark.parametrize(
+    ("text", "word"), [("hello", "neither an invite"), (FRIENDS[:-4] + "aaaa", "damaged"), ("", "standard input")]
+)
+def test_what_is_no_invite_is_refused(tmp_path: Path, text: str, word: str) -> None:
+    done = CliRunner().invoke(app, ["join", text, "--home", str(tmp_path)], input="")
+    assert done.exit_code == 2 and word in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_without_any_swarm_it_is_asked_which(tmp_path: Path) -> None:
+    assert_clear(invoke("status", "--home", str(tmp_path)), 2, "which swarm?")
+    assert_clear(invoke("generate", "Once upon a time", "--home", str(tmp_path)), 2, "which swarm?")
