@@ -10,10 +10,12 @@ import asyncio
 import importlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from swarmnode.compute.executor import Executor
 from swarmnode.config import StageConfig
@@ -25,9 +27,10 @@ from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.fetching.seeder import Seeder
 from swarmnode.roles.host import Host, HostConfig
 from swarmnode.roles.measuring.bandwidth import Prober
+from swarmnode.roles.measuring.service_report import ServiceReporter
 from swarmnode.roles.placement import Placement, PlacementConfig
 from swarmnode.swarm.records.announcement import State
-from swarmnode.swarm.records.manifest import TRAIN
+from swarmnode.swarm.records.manifest import TRAIN, Manifest
 from swarmnode.swarm.records.sections import Place, Section
 from swarmnode.swarm.storage.content import Progress
 from swarmnode.swarm.storage.swarmfile import Swarm
@@ -42,6 +45,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST_PATIENCE_S = 3600.0  # a volunteer has time
 PROGRESS_S = 15.0
+REPORT_S = 60.0
 
 Tell = Callable[..., None]
 """(event, text for people, **details for scripts): what the node has to say as it lives"""
@@ -98,21 +102,22 @@ class Node:
         living = asyncio.ensure_future(self._live(host, heavy))
         stopped = asyncio.ensure_future(stop.wait())
         turned_away = asyncio.ensure_future(host.wait_turned_away())
+        reporting = asyncio.ensure_future(self._report(host))
         try:
             deaths = (executor.died, host.broken)
-            endings: set[asyncio.Future[Any]] = {living, stopped, turned_away, *deaths}
+            endings: set[asyncio.Future[Any]] = {living, stopped, turned_away, reporting, *deaths}
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
             for death in deaths:
                 if death.done():
                     raise death.result()
-            for ended in (living, turned_away):
+            for ended in (living, turned_away, reporting):
                 if ended.done():
                     ended.result()
             await self._leave(host)
         finally:
-            for task in (living, stopped, turned_away):
+            for task in (living, stopped, turned_away, reporting):
                 task.cancel()
-            await asyncio.gather(living, stopped, turned_away, heavy, return_exceptions=True)
+            await asyncio.gather(living, stopped, turned_away, reporting, heavy, return_exceptions=True)
             if self._stage is not None:
                 await self._stage.close()
             await executor.close()
@@ -130,6 +135,8 @@ class Node:
             self._tell("waiting", "The swarm cannot be reached at the moment; this node keeps trying.")
             await host.joined.wait()
         await host.manifest(patience_s=MANIFEST_PATIENCE_S)
+        assert host.swarm.manifest is not None
+        self._tell("model", _introduce(host.swarm.manifest), **msgspec.to_builtins(host.swarm.manifest.model))
         seeder = await Seeder.start(host.network, host.hello, host.swarm, host.link_config)
         prober = Prober(host.network, host.hello, host.link_config, busy=lambda: self._busy(host))
         await heavy
@@ -139,7 +146,6 @@ class Node:
         weights = Weights(host)
         try:
             await prober.start(host.directory.peers)
-            assert host.swarm.manifest is not None
             trains = host.swarm.manifest.mode == TRAIN
             probe = partial(Hardware.probe, trains=trains, host=host.link_config.ledger)
             hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
@@ -159,6 +165,15 @@ class Node:
             await prober.close()
             await seeder.close()
             await weights.close()
+
+    async def _report(self, host: Host) -> None:
+        """Tell now and then what this node has done for others, where there is something new."""
+        reporter = ServiceReporter(self.readings, clock=self.platform.clock.monotonic)
+        while True:
+            await asyncio.sleep(REPORT_S)
+            report = reporter.report(host.paths.reachability)
+            if self._stage is not None and report is not None:
+                self._tell("report", str(report), **asdict(report))
 
     def _busy(self, host: Host) -> bool:
         """Whether sessions or downloads need the links more than a test of bandwidth does."""
@@ -245,6 +260,14 @@ class Node:
             host.directory.announce(Place(state=State.DRAINING))
             await stage.drain(self.config.stage.server.drain_s)
             await stage.close()
+
+
+def _introduce(manifest: Manifest) -> str:
+    """What the swarm is about, for people."""
+    model = manifest.model
+    named = model.hub_id or f"a {model.family}"
+    does = "trains" if manifest.mode == TRAIN else "serves"
+    return f"It {does} {named}: {model.units} units, {manifest.total_bytes / 1e9:.1f} GB"
 
 
 def _reason(move: Move) -> str:

@@ -25,7 +25,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 
 class FileScheduling(LoadScopeScheduling):
-    """Gives each worker file after file, which shares fixtures; all of tests/real to one, so that real swarms do not disturb one another."""
+    """Gives each worker file after file, which shares fixtures; all of tests/real to one, so that real swarms do not disturb
+    one another."""
 
     def _split_scope(self, nodeid: str) -> str:
         return REAL if nodeid.startswith(REAL) else nodeid.split("::", 1)[0]

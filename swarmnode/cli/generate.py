@@ -24,6 +24,7 @@ from swarmnode.cli.terminal.console import (
     default_home,
     fail,
     print_json,
+    ranges,
     reports_errors,
     run_async,
     set_up_logging,
@@ -39,7 +40,9 @@ MAX_PROMPT_CHARS = 1 << 24
 def generate(
     swarm: str = SWARM,
     prompt: str = typer.Argument(
-        "", metavar="PROMPT", help="Text to continue, or - to read it from standard input; or give --ids."
+        "",
+        metavar="PROMPT",
+        help="Text to continue, or - to read it from standard input; or give --ids.",
     ),
     ids: str = typer.Option(
         "", "--ids", metavar="1,2,3", help="Token ids to continue, for models without a tokenizer."
@@ -117,6 +120,9 @@ def _what_is_meant(swarm: str, prompt: str, ids: str, home: Path) -> tuple[str, 
 
 
 async def _produce(client: Any, prompt: str | list[int], options: Any, *, stream: bool) -> dict[str, Any]:
+    if stream and (missing := client.status()["missing"]):
+        units, wait_s = ", ".join(ranges(missing)), client.config.patience_s
+        typer.echo(f"Nobody holds units {units} yet; waiting for up to {wait_s:.0f} s", err=True)
     stream_of_text = await client.stream(prompt, options)
     result, smooth = stream_of_text.result, False
     try:
@@ -125,7 +131,7 @@ async def _produce(client: Any, prompt: str | list[int], options: Any, *, stream
                 typer.echo(piece.text if piece.text is not None else f"{piece.id} ", nl=False)
         smooth = not result.reroutes
     finally:
-        level = logging.INFO if smooth else logging.WARNING
+        level = logging.INFO if smooth or not result.route else logging.WARNING
         log.log(level, "the trace id of this session: %s", result.trace, extra={"trace": result.trace})
     if stream:
         typer.echo()

@@ -229,10 +229,14 @@ class Host:
                     self.joined.set()
                     await self.directory.refresh()
                     told = False
-                elif not told and not self._is_turned_away():  # which is told otherwise
+                elif not told and not self._is_turned_away() and not self._is_named():  # who is turned away is told so
                     log.warning("the swarm %s cannot be reached at the moment; this node keeps trying", self.swarm.name)
                     told = True
             await asyncio.sleep(self.config.rejoin_s)
+
+    def _is_named(self) -> bool:
+        """Whether the invite leads here: then nobody is missing when everybody has gone."""
+        return any(peer_of(address) == self.peer_id for address in self.swarm.bootstraps)
 
     async def _tell_paths(self) -> None:
         """Let our announcement say what was measured of the ways to us."""

@@ -14,8 +14,7 @@ import pytest
 
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.graph.costs.span_estimate import estimate_span
-from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.checkpoint import CONFIG_FILE
+from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint
 from swarmnode.demo.lesson import generate_alone
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 from tests.llama import save_llama
