@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,10 @@ class Bootstrap:
     def readings(self) -> Readings:
         """What Prometheus may know of this bootstrap peer."""
         return self._host.readings()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Live until `stop` is set. Raises LocalError where a part of it died of a bug."""
+        await self._host.supervisor.watch(stop.wait())
 
     async def addresses(self) -> list[str]:
         """Multiaddrs under which newcomers reach it."""

@@ -103,8 +103,9 @@ class Node:
         stopped = asyncio.ensure_future(stop.wait())
         turned_away = asyncio.ensure_future(host.wait_turned_away())
         reporting = asyncio.ensure_future(self._report(host))
+        broken = asyncio.ensure_future(host.supervisor.broken())
         try:
-            deaths = (executor.died, host.broken)
+            deaths = (executor.died, broken)
             endings: set[asyncio.Future[Any]] = {living, stopped, turned_away, reporting, *deaths}
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
             for death in deaths:
@@ -115,9 +116,10 @@ class Node:
                     ended.result()
             await self._leave(host)
         finally:
-            for task in (living, stopped, turned_away, reporting):
+            tasks = (living, stopped, turned_away, reporting, broken)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(living, stopped, turned_away, reporting, heavy, return_exceptions=True)
+            await asyncio.gather(*tasks, heavy, return_exceptions=True)
             if self._stage is not None:
                 await self._stage.close()
             await executor.close()

@@ -19,6 +19,7 @@ from swarmnode.cli.terminal.console import (
     print_json,
     reports_errors,
     run_async,
+    say,
     set_up_logging,
 )
 
@@ -73,13 +74,13 @@ def bootstrap(
             if as_json:
                 print_json({"event": "joined", "peer": peer.peer_id, "addresses": addresses, "invite": invite})
             else:
-                typer.echo(f"Bootstrap peer {peer.peer_id} of swarm {loaded.name} listens on:")
+                say(f"Bootstrap peer {peer.peer_id} of swarm {loaded.name} listens on:")
                 for address in addresses:
-                    typer.echo(f"  {address}")
+                    say(f"  {address}")
                 hint = f"Invite:\n{invite}" if invite else f"Invites: swarmnode invite {shlex.quote(str(loaded.file))}"
-                typer.echo(f"{hint}\nCtrl-C stops it.")
+                say(f"{hint}\nCtrl-C stops it.")
             async with watch.over(loaded.name, peer.readings):
-                await stop.wait()
+                await peer.run(stop)
         finally:
             await peer.close()
 

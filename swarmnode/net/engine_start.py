@@ -27,5 +27,6 @@ async def start_engine(config: NetworkConfig) -> Engine:
             nat_port_map=config.nat_port_map,
             record_validator=config.record_validator,
             gate=config.gate,
+            supervisor=config.supervisor,
         )
     )

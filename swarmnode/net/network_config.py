@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarmnode.net.interfaces import Network, RecordValidator
 from swarmnode.net.links.gate import OPEN_GATE, Gate
+from swarmnode.net.supervisor import Supervisor
 
 LOOPBACK_ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 
@@ -25,6 +26,7 @@ class NetworkConfig:
     nat_port_map: bool = False
     record_validator: RecordValidator | None = None
     gate: Gate = OPEN_GATE
+    supervisor: Supervisor = field(default_factory=Supervisor)
 
 
 StartNetwork = Callable[[NetworkConfig], Awaitable[Network]]

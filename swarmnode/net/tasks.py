@@ -9,13 +9,15 @@ from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+OnCrash = Callable[[BaseException], None]
 CANCEL_AGAIN_S = 0.5
 
 
 class Tasks:
-    """Owns background tasks from `spawn` to `close`. One that dies of an error nobody expected is logged and counted."""
+    """Owns background tasks from `spawn` to `close`. One that dies of an error nobody expected is logged and counted, and
+    `on_crash` called; None where their owner begins them anew, or all of them are `awaited`."""
 
-    def __init__(self, name: str, *, on_crash: Callable[[BaseException], None] | None = None) -> None:
+    def __init__(self, name: str, *, on_crash: OnCrash | None) -> None:
         self.name = name
         self.crashes = 0
         self._on_crash = on_crash

@@ -10,12 +10,12 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnode.codec.messages import VERSION, Hello
-from swarmnode.errors import LocalError, NetworkDown, PeerError, PeerRefused
+from swarmnode.errors import NetworkDown, PeerError, PeerRefused
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.addressing.addresses import is_loopback, is_public, is_relayed, peer_of, without_peer
@@ -27,6 +27,7 @@ from swarmnode.net.links.gate import OPEN_GATE
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.rate_limiter import RateLimiter
 from swarmnode.net.network_config import LOOPBACK_ANY_PORT, NetworkConfig
+from swarmnode.net.supervisor import Supervisor
 from swarmnode.net.tasks import Tasks
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.bootstrap_dialing import dial_bootstraps
@@ -83,6 +84,7 @@ class Host:
         slot: IdentitySlot,
         identity: Identity,
         access_control: AccessControl | None,
+        supervisor: Supervisor,
         clock: Clock,
     ) -> None:
         self.swarm = swarm
@@ -90,6 +92,7 @@ class Host:
         self.network = network
         self.access_control = access_control
         self.identity = identity
+        self.supervisor = supervisor
         self.clock = clock
         self.hello = Hello(VERSION, swarm.id, f"swarmnode/{__version__}")
         self.paths = Paths(network.peer_id, lambda peer: self.directory.peers().get(peer), clock=clock.monotonic)
@@ -99,6 +102,7 @@ class Host:
             rate_limiter=rate_limiter,
             link_statistics=self.paths.link_statistics,
             gate=access_control or OPEN_GATE,
+            supervisor=supervisor,
             clock=clock.stopwatch,
         )
         self._slot = slot
@@ -112,10 +116,10 @@ class Host:
             vouch=None if access_control is None else access_control.vouch,
             certificate=b"" if access_control is None else access_control.membership.certificate,
             now=clock.unix,
+            on_crash=supervisor.ends_peer,
         )
         self._lan: LanDiscovery | None = None
-        self._tasks = Tasks("host", on_crash=self.broke)
-        self.broken: asyncio.Future[LocalError] = asyncio.get_running_loop().create_future()
+        self._tasks = Tasks("host", on_crash=supervisor.ends_peer)
         self.joined = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -151,14 +155,16 @@ class Host:
                 identity = Identity.load_or_create(slot.path)
             needs = NEEDS.get(role, Role.VOLUNTEER)
             clock = platform.clock
-            access_control = access_control_of(swarm, identity.peer_id, config.home, needs=needs, clock=clock.unix)
-            network = await platform.start_network(
-                _network_config(swarm, config, slot.path, access_control, needs=needs, clock=clock)
+            supervisor = Supervisor(clock.monotonic)
+            access_control = access_control_of(
+                swarm, identity.peer_id, config.home, needs=needs, clock=clock.unix, on_crash=supervisor.ends_peer
             )
+            wanted = _network_config(swarm, config, slot.path, access_control, needs=needs, clock=clock)
+            network = await platform.start_network(replace(wanted, supervisor=supervisor))
         except BaseException:
             slot.release()
             raise
-        self = cls(swarm, config, network, slot, identity, access_control, clock)
+        self = cls(swarm, config, network, slot, identity, access_control, supervisor, clock)
         try:
             await self._enter()
         except BaseException:
@@ -281,13 +287,6 @@ class Host:
         if self.access_control is not None:
             alone = not self.joined.is_set() or not self._others()
             self.access_control.check_welcome(self.peer_id, self.swarm.name, needs, alone=alone)
-
-    def broke(self, error: BaseException) -> None:
-        """A task of this peer died of an error that nobody expected: whoever runs it ends it, and leaves no peer that only seems
-        to be there."""
-        if not self.broken.done():
-            text = f"a part of this peer died of a mistake in swarmnode: {error!r}. Please report it with the log, and start again"
-            self.broken.set_result(LocalError(text))
 
     async def wait_turned_away(self) -> None:
         """Watch for as long as the swarm has us. Raises NotAdmitted once it does not."""

@@ -95,7 +95,7 @@ class TrainingClient:
 
         try:
             trainer = Trainer(board, coordinators, run, batches, _telling(listener, run), listener.waiting)
-            return await trainer.train(stop)
+            return await host.supervisor.watch(trainer.train(stop))
         except UsageError as error:
             told = await self._differences(run)
             raise UsageError(f"{error}. {' '.join(told)}" if told else str(error)) from None

@@ -17,7 +17,7 @@ async def crash() -> None:
 
 
 async def test_close_cancels_and_waits() -> None:
-    tasks = Tasks("owner")
+    tasks = Tasks("owner", on_crash=None)
     cleaned = []
 
     async def tidy() -> None:
@@ -51,7 +51,7 @@ async def test_a_crash_is_logged_counted_and_told(caplog: pytest.LogCaptureFixtu
 
 
 async def test_nothing_is_started_after_close() -> None:
-    tasks = Tasks("owner")
+    tasks = Tasks("owner", on_crash=None)
     await tasks.close()
     coroutine = forever()
     with pytest.raises(RuntimeError, match="owner is closed"):
@@ -61,7 +61,7 @@ async def test_nothing_is_started_after_close() -> None:
 
 
 async def test_a_task_may_close_its_owner() -> None:
-    tasks = Tasks("owner")
+    tasks = Tasks("owner", on_crash=None)
     other = tasks.spawn(forever(), "other")
     await tasks.spawn(tasks.close(), "closer")
     assert other.cancelled()

@@ -37,7 +37,7 @@ class LanDiscovery:
         self._found: dict[PeerId, list[str]] = {}
         self._zeroconf: AsyncZeroconf | None = None
         self._browser: AsyncServiceBrowser | None = None
-        self._tasks = Tasks("LAN discovery")
+        self._tasks = Tasks("LAN discovery", on_crash=None)  # who says hello again is asked again
 
     def __repr__(self) -> str:
         state = "announcing" if self._zeroconf is not None else "silent"

@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from swarmnode.errors import NetworkDown, PeerLost
+from swarmnode.errors import LocalError, NetworkDown, PeerError, PeerLost
 from swarmnode.net.addressing.addresses import check, check_port_free, peer_of, with_peer, with_ports
 from swarmnode.net.interfaces import Dht, Network, PeerId, RecordValidator, Stream, StreamHandler
 from swarmnode.net.libp2p import hole_punching
@@ -24,6 +24,7 @@ from swarmnode.net.libp2p.from_hivemind import P2P, P2PD, HivemindMultiaddr
 from swarmnode.net.libp2p.p2pd_control import Inbox, P2pdControl
 from swarmnode.net.libp2p.socket_stream import SocketStream
 from swarmnode.net.links.gate import OPEN_GATE, Gate
+from swarmnode.net.supervisor import Supervisor
 from swarmnode.net.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ DIAL_TIMEOUT_S = 5.0
 REJOIN_TIMEOUT_S = 5.0
 SHORT_LIFE_S = 30.0  # a p2pd that died younger is started again more slowly each time
 MAX_RESTART_DELAY_S = 5.0
+MOST_FAILED_STARTS = 10  # one after the other, within some 40 s: then this machine cannot
 NOT_ADMITTED = "not admitted"
 
 
@@ -54,6 +56,7 @@ class EngineConfig:
     record_validator: RecordValidator | None = None
     dht_timeout_s: float = 2.0
     gate: Gate = OPEN_GATE
+    supervisor: Supervisor = field(default_factory=Supervisor)
 
     def flags(self) -> list[str]:
         """p2pd's command line."""
@@ -96,8 +99,9 @@ class Engine(Network):
         self._handlers: dict[str, StreamHandler] = {}
         self._known: dict[PeerId, str] = {}  # addresses that led into the DHT, to come back by after a restart
         self._dialled: dict[PeerId, None] = {}  # by us: whoever else is connected came by itself
-        self._tasks = Tasks("engine")
-        self._streams = Tasks("streams")
+        self._tasks = Tasks("engine", on_crash=config.supervisor.ends_peer)
+        self._dialling = Tasks("dialling", on_crash=None)  # whoever is alone dials again
+        self._streams = Tasks("streams", on_crash=config.supervisor.ends_conversation)
         self._closing = False
 
     def __repr__(self) -> str:
@@ -150,8 +154,8 @@ class Engine(Network):
             await self._daemon.stop()
 
     async def _watch(self) -> None:
-        """Start p2pd again whenever it ends."""
-        delay_s = 0.0
+        """Start p2pd again whenever it ends. Raises LocalError where it does not come up any more."""
+        delay_s, failed = 0.0, 0
         while True:
             assert self._daemon is not None
             code = await asyncio.shield(self._daemon.exited)
@@ -165,9 +169,13 @@ class Engine(Network):
             except Exception as error:  # whatever went wrong with a young p2pd, the next one may do better
                 log.warning("p2pd did not come up: %s", error)
                 await self._stop_daemon()
+                failed += 1
+                if failed == MOST_FAILED_STARTS:
+                    raise LocalError(f"p2pd ended and does not come up again: {error}") from error
                 continue
+            failed = 0
             if self._known:
-                self._tasks.spawn(self.connect(list(self._known.values()), timeout_s=REJOIN_TIMEOUT_S), "rejoin")
+                self._dialling.spawn(self.connect(list(self._known.values()), timeout_s=REJOIN_TIMEOUT_S), "rejoin")
 
     def _running(self) -> P2pdControl:
         if self._control is None:
@@ -192,7 +200,7 @@ class Engine(Network):
     async def _handle(self, stream: SocketStream) -> None:
         try:
             await self._handlers[stream.protocol](stream)
-        except PeerLost as error:
+        except PeerError as error:
             log.debug("incoming stream ended: %s", error)
         finally:
             stream.abort()
@@ -221,7 +229,7 @@ class Engine(Network):
         self._running()
         # Each attempt goes on in the background after the first success: the more peers we know, the better.
         attempts = [
-            self._tasks.spawn(self._meet(peer, address), f"connect to {address}")
+            self._dialling.spawn(self._meet(peer, address), f"connect to {address}")
             for address in dict.fromkeys(addresses)
             if (peer := peer_of(address)) is not None and peer != self.peer_id
         ]
@@ -245,7 +253,7 @@ class Engine(Network):
         self._known[peer] = address
         while len(self._known) > MAX_KNOWN_PEERS:
             self._known.pop(next(iter(self._known)))
-        self._tasks.spawn(self._dht.explore(), "explore the DHT")
+        self._dialling.spawn(self._dht.explore(), "explore the DHT")
         return True
 
     async def close(self) -> None:
@@ -253,6 +261,7 @@ class Engine(Network):
             return
         self._closing = True
         await self._tasks.close()
+        await self._dialling.close()
         await self._streams.close()
         self._inbox.close()
         await self._stop_daemon()

@@ -32,6 +32,7 @@ from swarmnode.net.measuring.link_statistics import LinkStatistics
 from swarmnode.net.measuring.round_trips import RoundTrips
 from swarmnode.net.measuring.throughput_meter import MEASURED_BYTES, ThroughputMeter
 from swarmnode.net.measuring.traffic import Traffic, protocol_name
+from swarmnode.net.supervisor import Supervisor
 
 OnFrame = Callable[[Frame, Body], None]
 
@@ -56,6 +57,7 @@ class LinkConfig:
     traffic: Traffic = field(default_factory=Traffic)  # of all the node's links together
     gate: Gate = OPEN_GATE  # of all the node's links together
     ledger: MemoryLedger = field(default_factory=MemoryLedger)  # of the host: payloads that came in, journals
+    supervisor: Supervisor = field(default_factory=Supervisor)  # of the peer: hears where its tasks die of a bug
     clock: Callable[[], float] = time.perf_counter  # for round trips: uvloop's own has milliseconds only
 
 

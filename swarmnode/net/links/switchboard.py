@@ -143,7 +143,7 @@ class Switchboard:
         self._incoming: set[_Line] = set()
         self._dialing: dict[PeerId, asyncio.Task[_Line]] = {}
         self.peer_id = network.peer_id  # our own
-        self._tasks = Tasks(f"links of {protocol}")
+        self._tasks = Tasks(f"links of {protocol}", on_crash=config.supervisor.ends_conversation)
         self._closed = False
 
     def __repr__(self) -> str:

@@ -36,6 +36,7 @@ from swarmnode.net.interfaces import (
 from swarmnode.net.links.gate import OPEN_GATE, Gate
 from swarmnode.net.memory.stream import FakeStream, Pipe, connect
 from swarmnode.net.network_config import NetworkConfig
+from swarmnode.net.supervisor import Supervisor
 from swarmnode.net.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -78,11 +79,15 @@ class FakeWorld:
         record_validator: RecordValidator | None = None,
         client_mode: bool = False,
         gate: Gate = OPEN_GATE,
+        supervisor: Supervisor | None = None,
     ) -> FakeNetwork:
         """A new peer, or one that comes back by its `identity`; alone until it connects to another one."""
         identity = identity or Identity(self._random.randbytes(32))
         address = self._homes.setdefault(identity.peer_id, f"/ip4/{next(self._hosts)}/tcp/4001")
-        network = FakeNetwork(self, identity, address, record_validator, client_mode=client_mode, gate=gate)
+        supervisor = supervisor or Supervisor()
+        network = FakeNetwork(
+            self, identity, address, record_validator, client_mode=client_mode, gate=gate, supervisor=supervisor
+        )
         self._networks[network.peer_id] = network
         return network
 
@@ -93,6 +98,7 @@ class FakeWorld:
             record_validator=config.record_validator,
             client_mode=config.client_mode,
             gate=config.gate,
+            supervisor=config.supervisor,
         )
 
     def path(self, source: PeerId, target: PeerId) -> Path:
@@ -238,6 +244,7 @@ class FakeNetwork(Network):
         *,
         client_mode: bool,
         gate: Gate,
+        supervisor: Supervisor,
     ) -> None:
         self.identity = identity
         self.client_mode = client_mode
@@ -251,7 +258,7 @@ class FakeNetwork(Network):
         self._dialled: set[PeerId] = set()  # by us: whoever else is connected came by itself
         self._handlers: dict[str, StreamHandler] = {}
         self._streams: list[FakeStream] = []
-        self._tasks = Tasks("streams")
+        self._tasks = Tasks("streams", on_crash=supervisor.ends_conversation)
         self._down = False
 
     def __repr__(self) -> str:
@@ -294,7 +301,7 @@ class FakeNetwork(Network):
     async def _handle(self, handler: StreamHandler, stream: FakeStream) -> None:
         try:
             await handler(stream)
-        except PeerLost as error:
+        except PeerError as error:
             log.debug("incoming stream ended: %s", error)
         finally:
             stream.abort()

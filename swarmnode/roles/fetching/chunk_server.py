@@ -55,7 +55,7 @@ class ChunkServer:
         self._hashes: dict[bytes, bytes] = {}  # chunk hashes of whole files, by root
         self._hashing: dict[bytes, asyncio.Task[bytes | None]] = {}
         self._askers: dict[PeerId, _Asker] = {}
-        self._tasks = Tasks(type(self).__name__)
+        self._tasks = Tasks(type(self).__name__, on_crash=link_config.supervisor.ends_conversation)
         patient = weights_link(link_config, 0)  # questions carry no payload
         self._boards = [Switchboard(network, protocol, hello, patient, accept=self._accept) for protocol in protocols]
 

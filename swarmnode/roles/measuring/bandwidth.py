@@ -93,7 +93,7 @@ class Prober:
         self._asked: dict[PeerId, float] = {}
         self._answering = 0
         self._filler = memoryview(os.urandom(max(SIZES)))  # which no line compresses
-        self._tasks = Tasks("bandwidth tests")
+        self._tasks = Tasks("bandwidth tests", on_crash=link_config.supervisor.ends_peer)
 
     def __repr__(self) -> str:
         return f"<Prober asked {len(self._asked)} peers, {self._quota!r}, {self._link_config.link_statistics!r}>"

@@ -33,7 +33,7 @@ class TraceServer:
     ) -> None:
         self._find = find
         self._answering: set[PeerId] = set()
-        self._tasks = Tasks("trace answers")
+        self._tasks = Tasks("trace answers", on_crash=link_config.supervisor.ends_conversation)
         self._board = Switchboard(network, TRACE_PROTOCOL, hello, _lean(link_config), accept=self._accept)
 
     def __repr__(self) -> str:

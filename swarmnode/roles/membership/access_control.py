@@ -23,7 +23,7 @@ from swarmnode.net.interfaces import Network, PeerId, Stream
 from swarmnode.net.links.gate import Gate, GuardedLink
 from swarmnode.net.links.link import Link, LinkConfig
 from swarmnode.net.measuring.traffic import protocol_name
-from swarmnode.net.tasks import Tasks
+from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.swarm.peers.notices import LIFE_S, due, notice_keys, take_in
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.grant import Role
@@ -60,6 +60,7 @@ class AccessControl(Gate):
         *,
         clock: Callable[[], float] = time.time,
         look_s: float = LOOK_S,
+        on_crash: OnCrash | None = None,
     ) -> None:
         self.membership = membership
         self.guards_table = membership.private
@@ -74,7 +75,7 @@ class AccessControl(Gate):
         self._hello: Hello | None = None
         self._link_config: LinkConfig | None = None
         self._look = asyncio.Event()
-        self._tasks = Tasks("access_control")
+        self._tasks = Tasks("access control", on_crash=on_crash)
         file.load(membership, clock())
 
     def __repr__(self) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from swarmnode.errors import NotAdmitted, ProtocolError
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.tasks import OnCrash
 from swarmnode.roles.membership.access_control import AccessControl
 from swarmnode.swarm.records.certificate import admit_peer, open_certificate
 from swarmnode.swarm.records.grant import Role
@@ -18,7 +19,7 @@ from swarmnode.swarm.storage.swarmfile import Swarm
 
 
 def access_control_of(
-    swarm: Swarm, peer: PeerId, home: Path, *, needs: Role, clock: Callable[[], float]
+    swarm: Swarm, peer: PeerId, home: Path, *, needs: Role, clock: Callable[[], float], on_crash: OnCrash | None = None
 ) -> AccessControl | None:
     """The access control of a peer in a swarm that has an owner; None in one that has none: everybody belongs to it.
 
@@ -32,7 +33,7 @@ def access_control_of(
     file = MembershipFile(home / "membership" / f"{swarm.id.hex()[:16]}-{peer[-8:]}.json")
     certificate = b"" if not swarm.grant else _certificate(swarm, peer, file.certificate, clock())
     membership = Membership(swarm.id, swarm.owner, private=swarm.private, certificate=certificate)
-    access_control = AccessControl(membership, file, clock=clock)
+    access_control = AccessControl(membership, file, clock=clock, on_crash=on_crash)
     if swarm.revocations:
         with contextlib.suppress(ProtocolError):  # a list that is not the owner's says nothing
             membership.take_list(swarm.revocations)

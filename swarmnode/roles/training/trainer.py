@@ -131,7 +131,7 @@ class _FeedingSession:
         self._on_news = on_news
         self._channel: Channel | None = None
         self._over: asyncio.Future[Stopped | None] = asyncio.get_running_loop().create_future()
-        self._feeding = Tasks("trainer")
+        self._feeding = Tasks("trainer", on_crash=self._crashed)
         self._leases: dict[int, asyncio.Task[None]] = {}
         self._silent_ticks = 0
 
@@ -175,6 +175,11 @@ class _FeedingSession:
     def _lose(self, error: PeerError) -> None:
         self.failed = str(error)
         self._end(None)
+
+    def _crashed(self, error: BaseException) -> None:
+        """Feeding died of a bug: the user is to see it."""
+        if not self._over.done():
+            self._over.set_exception(error)
 
     def _end(self, result: Stopped | None) -> None:
         if not self._over.done():

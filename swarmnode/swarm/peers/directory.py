@@ -15,6 +15,7 @@ import msgspec
 
 from swarmnode.errors import LocalError, ProtocolError, SwarmnodeError
 from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.swarm.peers import shards
 from swarmnode.swarm.peers.dht_meter import GET, STORE, DhtMeter
 from swarmnode.swarm.peers.directory_config import DirectoryConfig as DirectoryConfig
@@ -62,6 +63,7 @@ class Directory:
         certificate: bytes = b"",
         now: Callable[[], float] = time.time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        on_crash: OnCrash | None = None,
     ) -> None:
         self.network = network
         self.swarm_id = swarm_id
@@ -89,7 +91,7 @@ class Directory:
         self._seen: frozenset[tuple[PeerId, int, tuple[int, int]]] = frozenset()
         self._moved = asyncio.Event()  # set and exchanged at every change
         self._closed = False
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks("directory", on_crash=on_crash)
 
     def __repr__(self) -> str:
         own = "looking on" if self._own is None else repr(self._own)
@@ -100,18 +102,13 @@ class Directory:
         await self.refresh()
         if self.crowd > shards.PEERS_PER_SHARD:  # the sample alone was seen
             await self.refresh()
-        self._tasks = [
-            asyncio.create_task(self._read_forever(), name="directory reads"),
-            asyncio.create_task(self._publish_forever(), name="directory publishes"),
-        ]
+        self._tasks.spawn(self._read_forever(), "reads")
+        self._tasks.spawn(self._publish_forever(), "publishes")
 
     async def close(self) -> None:
         """Stop, and say goodbye, so that nobody counts on us any longer. Safe to call twice."""
         self._closed = True  # ends a loop whose wait_for lost the cancellation, as it may before Python 3.12
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        await self._tasks.close()
         if self._own is not None and self._own.life is not State.OFFLINE:
             self._own = msgspec.structs.replace(self._own, state=State.OFFLINE, sessions=0)
             await self._publish()

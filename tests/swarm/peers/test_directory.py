@@ -41,9 +41,7 @@ class World:
 
     async def kill(self, directory):
         """End it without a goodbye."""
-        for task in directory._tasks:
-            task.cancel()
-        await asyncio.gather(*directory._tasks, return_exceptions=True)
+        await directory._tasks.close()
         self.directories.remove(directory)
 
 

@@ -84,7 +84,9 @@ class Attempt:
             pull = early.take(member, attempt)
             if pull is not None:
                 partner.pulled(*pull)
-        self._tasks = Tasks("all-reduce")
+        self._tasks = Tasks(
+            "all-reduce", on_crash=None
+        )  # without excuses partners lose patience, and another attempt is made
 
     def __repr__(self) -> str:
         return f"<Attempt {self.id} with {list(self.partners.values())}>"
@@ -203,7 +205,7 @@ class Attempt:
 
     async def _together(self, jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
         """Run jobs side by side; the first error ends them all."""
-        tasks = Tasks("all-reduce")
+        tasks = Tasks("all-reduce", on_crash=None)
         try:
             await asyncio.gather(*[tasks.spawn(job, "job", awaited=True) for job in jobs])
         finally:

@@ -15,7 +15,7 @@ from swarmnode.codec.training_messages import Failed, Work
 from swarmnode.errors import ErrorCode, PeerError, PeerLost
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
-from swarmnode.net.tasks import Tasks
+from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
 from swarmnode.roles.training.coordinator.coordinator import TERM_BITS, Coordinator
 from swarmnode.roles.training.coordinator.loopback import Loopback
@@ -45,7 +45,7 @@ class CoordinatorElection:
         units: int,
         *,
         clock: Callable[[], float] = time.monotonic,
-        on_crash: Callable[[BaseException], None] | None = None,
+        on_crash: OnCrash | None = None,
     ) -> None:
         self._directory = directory
         self._stage = stage

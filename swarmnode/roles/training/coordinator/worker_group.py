@@ -42,7 +42,7 @@ class WorkerGroup:
         self._heard = heard
         self._lost = lost
         self._dialing: set[PeerId] = set()
-        self._tasks = Tasks("worker_group")
+        self._tasks = Tasks("worker_group", on_crash=None)  # who is not reached is called again
 
     def __repr__(self) -> str:
         return f"<WorkerGroup of {len(self.members)} stages, {len(self._dialing)} more called>"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from swarmnode.codec.training_messages import Lead
 from swarmnode.errors import PeerError, PeerLost
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.tasks import Tasks
+from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.roles.training.coordinator.answer_times import SILENCE_S
 from swarmnode.roles.training.coordinator.worker_handle import Line
 
@@ -22,7 +22,7 @@ MAX_TERM_JUMP = 1 << 32  # 65536 coordinators: one peer's word does not use all 
 class Following:
     """`on_followed` hears of each coordinator that comes into force, `on_lost` when it is gone; without an error it let go."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_crash: OnCrash | None = None) -> None:
         self.term = 0
         self.key = b""  # of the seals of this term's leases
         self.coordinator: PeerId | None = None
@@ -30,7 +30,7 @@ class Following:
         self.on_followed: Callable[[PeerId], None] = lambda _peer: None
         self.on_lost: Callable[[PeerId, PeerError | None], None] = lambda _peer, _error: None
         self._silent_ticks = 0
-        self._tasks = Tasks("following")
+        self._tasks = Tasks("following", on_crash=on_crash)
         self._watch: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:

@@ -88,7 +88,7 @@ class TrainingStage:
             network, TRAIN_PROTOCOL, hello, link_config, accept=self._accept, on_peer_lost=on_neighbour_lost
         )
         self.gate = link_config.gate
-        self.following = Following()
+        self.following = Following(on_crash=link_config.supervisor.ends_peer)
         self.step = 0
         self.condition = Condition.BLANK
         self.run: Run | None = None
@@ -105,7 +105,8 @@ class TrainingStage:
         self.last = (0.0, 0.0)  # norm and loss of the step before
         self._move: asyncio.Task[None] | None = None  # to another run or step
         self._all_reduce: asyncio.Task[None] | None = None
-        self._tasks = Tasks("training stage")
+        self._tasks = Tasks("training stage", on_crash=link_config.supervisor.ends_peer)
+        self._in_flight = Tasks("microbatches", on_crash=link_config.supervisor.ends_conversation)
 
     def __repr__(self) -> str:
         return f"<TrainingStage {self.segment!r} {self.condition.name} at step {self.step}, {self.following!r}>"
@@ -138,6 +139,7 @@ class TrainingStage:
 
     async def close(self) -> None:
         """Keep the step that is reached, and leave."""
+        await self._in_flight.close()
         await self._tasks.close()
         await self.following.close()
         await self.switchboard.close()
@@ -180,7 +182,7 @@ class TrainingStage:
         else:
             microbatch = MicrobatchInFlight(self, *arrival)
             self._admission_queue.begin(microbatch)
-            self._tasks.spawn(microbatch.run(), f"lease {body.lease}")
+            self._in_flight.spawn(microbatch.run(), f"lease {body.lease}")
 
     def _refusal_of(self, arrival: Arrival) -> ErrorCode | None:
         body, sender = arrival.body, arrival.channel.peer

@@ -90,7 +90,7 @@ class TrainingWorker:
             Urgency.CONTROL, lambda: Capability.of(conditions, cache, lambda: measure(segment))
         )
         election = CoordinatorElection(
-            host.directory, training, checkpoint.units, clock=host.clock.monotonic, on_crash=host.broke
+            host.directory, training, checkpoint.units, clock=host.clock.monotonic, on_crash=host.supervisor.ends_peer
         )
         await training.start()
         election.start()
