@@ -19,10 +19,13 @@ class ServerConfig:
 
     ready_timeout_s: float = 10.0  # for a next hop to answer OPEN
     orphan_grace_s: float = 10.0  # how long a session without upstream keeps its cache
+    idle_s: float = 5.0  # a session without input for so long makes room for peers that have less
+    forgotten_s: float = 600.0  # one without input for so long is ended
     retry_s: float = 2.0  # what a BUSY answer tells the client
     drain_s: float = 20.0  # how long a leaving node waits for its sessions to move
     max_early_attaches: int = 256  # sessions whose subscriptions came before their OPEN
     max_early_per_session: int = 4
+    max_early_per_peer: int = 64
     prefill_chunk_tokens: int = 128
 
 

@@ -21,6 +21,7 @@ MAX_UNITS = 4096
 MAX_ROUTE_HOPS = 256
 MAX_ROWS = 256
 MAX_POSITIONS = 1 << 24
+MAX_WANTED = 1024  # positions of one input whose outputs are all wanted
 MAX_STOP_IDS = 64
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_TEMPERATURE = 1e6

@@ -7,15 +7,13 @@ import itertools
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Attach, Body, Error, Hello, Mode, Open
 from swarmnode.codec.trace_messages import trace_id
-from swarmnode.compute.serving.cache_budget import Claim, OutOfCache
+from swarmnode.compute.serving.cache_budget import Claim
 from swarmnode.config import ServerConfig
-from swarmnode.errors import ErrorCode, PeerError
-from swarmnode.ledger import Account, Full, Reservation
+from swarmnode.errors import ErrorCode, PeerError, PeerLost
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.interfaces import Network, PeerId
@@ -28,19 +26,12 @@ from swarmnode.roles.measuring.trace_server import TraceServer
 from swarmnode.roles.serving.client import SESSION_PROTOCOL
 from swarmnode.roles.serving.compute_watch import ComputeWatch
 from swarmnode.roles.serving.session import StageSession, journal_bytes, shape_of, units_of
+from swarmnode.roles.serving.session_memory import SessionMemory
 from swarmnode.roles.serving.worker import Job, Pass, Worker
 
 WATCH_S = 0.5
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SessionMemory:
-    """What a session was promised: bytes of KV cache, and room for what is kept to be sent again."""
-
-    cache_bytes: int
-    journal: Reservation
 
 
 class StageServer:
@@ -59,19 +50,20 @@ class StageServer:
         observed_latency: ObservedLatency | None = None,
         *,
         on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
+        group_of: Callable[[PeerId], str] = lambda peer: peer,
     ) -> None:
         self.config = config
         self._network = network
         self._worker = worker
         self._runner = worker.runner
         self._sessions: dict[bytes, StageSession] = {}
-        self._memory: dict[int, SessionMemory] = {}  # by session key
-        self._ledger = link_config.ledger
+        self._memory = SessionMemory(worker.runner.pool.budget, link_config.ledger, group_of)
         self._early: OrderedDict[bytes, list[tuple[Channel, Attach]]] = OrderedDict()
         self._keys = itertools.count()
         self._refusals: Counter[ErrorCode] = Counter()
         self._watch = ComputeWatch()
         self._watching: asyncio.TimerHandle | None = None
+        self._sweeping: asyncio.TimerHandle | None = None
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -131,8 +123,9 @@ class StageServer:
 
     async def close(self) -> None:
         """Free all sessions and end all links."""
-        if self._watching is not None:
-            self._watching.cancel()
+        for timer in (self._watching, self._sweeping):
+            if timer is not None:
+                timer.cancel()
         await asyncio.gather(*(session.close() for session in list(self._sessions.values())))
         await self._trace_server.close()
         await self.switchboard.close()
@@ -163,6 +156,17 @@ class StageServer:
     def _stalled(self) -> bool:
         return self._watch.stalled(self._loop_s(), self._worker.running)
 
+    def _sweep_soon(self) -> None:
+        if self._sweeping is None and self._sessions:
+            self._sweeping = asyncio.get_running_loop().call_later(self.config.forgotten_s / 4, self._sweep)
+
+    def _sweep(self) -> None:
+        """End the sessions that nobody has used for long."""
+        self._sweeping, since_s = None, self._loop_s() - self.config.forgotten_s
+        for session in [session for session in self._sessions.values() if session.moved_s <= since_s]:
+            session.give_way(self.config.retry_s)
+        self._sweep_soon()
+
     @staticmethod
     def _loop_s() -> float:
         return asyncio.get_running_loop().time()
@@ -175,8 +179,7 @@ class StageServer:
         """A session gives back its place."""
         if self._sessions.get(session.id) is session:
             del self._sessions[session.id]
-            self._memory.pop(session.key).journal.release()
-            self._promise()
+            self._memory.release(session.key)
             self._traces.keep(session.trace_id, session.trace)
             self._watch.forget(session.key)
             self._worker.forget(session.key)
@@ -214,11 +217,12 @@ class StageServer:
             session = None
         if session is None:
             session = StageSession(self, body, next(self._keys))
-            refusal = self._admit(session.key, body)
+            refusal = self._admit(session.key, channel.peer, body)
             if refusal is not None:
                 return refusal
             self._sessions[body.session] = session
             self._idle.clear()
+            self._sweep_soon()
         session.rebind(channel, body)
         for early, attach in self._early.pop(body.session, []):
             self._attach(early, attach)
@@ -236,7 +240,7 @@ class StageServer:
             and (body.mode != Mode.RING or (body.sampling is not None and body.rows == 1))
         )
 
-    def _admit(self, key: int, body: Open) -> Error | None:
+    def _admit(self, key: int, peer: PeerId, body: Open) -> Error | None:
         """Reserve memory for a new session: it can then never fail half-way for want of it."""
         if self._draining:
             return Error(ErrorCode.DRAINING)
@@ -248,32 +252,33 @@ class StageServer:
         cache_bytes = self._runner.reservation_bytes(body.rows, body.max_length, start, end)
         if cache_bytes > self._runner.pool.budget.limit_bytes:
             return Error(ErrorCode.TOO_LARGE)
-        while not self._reserve(key, cache_bytes, journal_bytes(body, self.hidden_size)):
-            orphan = next((session for session in self._sessions.values() if session.orphaned), None)
-            if orphan is None:
-                return Error(ErrorCode.BUSY, retry_s=self.config.retry_s)
-            orphan.free()
+        if not self._reserve(key, peer, cache_bytes, journal_bytes(body, self.hidden_size)):
+            return Error(ErrorCode.BUSY, retry_s=self.config.retry_s)
         self._worker.open(key, rows=body.rows, max_length=body.max_length, padding=body.padding, start=start, end=end)
         return None
 
-    def _reserve(self, key: int, cache_bytes: int, journal_bytes: int) -> bool:
-        """Whether there is room for a session; it is reserved then."""
-        try:
-            journal = self._ledger.reserve(Account.JOURNALS, journal_bytes)
-        except Full:
-            return False
-        self._memory[key] = SessionMemory(cache_bytes, journal)
-        try:
-            self._promise()
-        except OutOfCache:
-            self._memory.pop(key).journal.release()
-            return False
+    def _reserve(self, key: int, peer: PeerId, cache_bytes: int, journal_bytes: int) -> bool:
+        """Whether there is room for a session; it is reserved then. Those that nobody is bound to make room, then those of peers
+        that have more."""
+        memory = self._memory
+        while not memory.reserve(key, peer, cache_bytes=cache_bytes, journal_bytes=journal_bytes):
+            orphan = next((session for session in self._sessions.values() if session.orphaned), None)
+            if orphan is not None:
+                orphan.free()
+                continue
+            ended = set(memory.who_gives_way(peer, cache_bytes, journal_bytes, self._idle_sessions()))
+            if not ended:
+                return False
+            for session in [session for session in self._sessions.values() if session.key in ended]:
+                session.give_way(self.config.retry_s)
         return True
 
-    def _promise(self) -> None:
-        """Tell the budget what all sessions were promised. Raises OutOfCache where that is too much."""
-        promised_bytes = sum(memory.cache_bytes for memory in self._memory.values())
-        self._runner.pool.budget.claim(Claim.PROMISED, promised_bytes)
+    def _idle_sessions(self) -> list[int]:
+        """The keys of those that have had no input for a while and wait for nothing, the longest first."""
+        since_s = self._loop_s() - self.config.idle_s
+        waiting = self._watch.waiting
+        idle = [one for one in self._sessions.values() if one.moved_s <= since_s and one.key not in waiting]
+        return [session.key for session in sorted(idle, key=lambda session: session.moved_s)]
 
     @property
     def free_cache_bytes(self) -> int:
@@ -290,13 +295,20 @@ class StageServer:
             self._remember(channel, body)
 
     def _remember(self, channel: Channel, body: Attach) -> None:
-        """The subscription was faster than the OPEN that travels hop to hop: keep it until that comes, within bounds."""
+        """The subscription was faster than the OPEN that travels hop to hop: keep it until that comes, within bounds. A peer with
+        too many of them loses its own."""
+        own = [early for attaches in self._early.values() for early, _ in attaches if early.peer == channel.peer]
+        if len(own) >= self.config.max_early_per_peer:
+            own[0].on_lost(PeerLost("too many subscriptions wait", peer=channel.peer))
+            own[0].close(Error(ErrorCode.NO_SESSION))
         waiting = self._early.setdefault(body.session, [])
         waiting.append((channel, body))
 
         def forget(_error: PeerError | None = None) -> None:
             if (channel, body) in waiting:
                 waiting.remove((channel, body))
+            if not waiting:
+                self._early.pop(body.session, None)
 
         channel.on_lost = forget
         if len(waiting) > self.config.max_early_per_session:

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import msgspec
 
+from swarmnode.codec.body import MAX_WANTED
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.measuring_messages import Ran
 from swarmnode.codec.messages import Attach, Body, End, Error, Fault, Input, Mode, Open, Output, Ready, Sampling, Want
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 WIDEST_BYTES = 4  # per element, whatever the codec
 ENTRY_BYTES = 768  # of Python's objects around one entry of a journal, and one output
+SESSION_BYTES = 16 * 1024  # and around the session itself
 IDS_INFO = TensorInfo(Codec.NONE, DType.INT64, (1, 1))
 
 
@@ -82,7 +84,9 @@ def journal_bytes(opened: Open, hidden_size: int) -> int:
     last = opened.index + 1 == len(opened.route)
     sends = not (last and opened.mode == Mode.RING)
     takes = units_of(opened)[0] > 0
-    return opened.max_length * (ENTRY_BYTES + opened.rows * WIDEST_BYTES * hidden_size * (sends + takes))
+    return SESSION_BYTES + opened.max_length * (
+        ENTRY_BYTES + opened.rows * WIDEST_BYTES * hidden_size * (sends + takes)
+    )
 
 
 def shape_of(opened: Open) -> tuple[object, ...]:
@@ -99,6 +103,7 @@ class StageSession:
         self.trace_id = trace_id(opened.session)
         self.key = key  # names the cache: a session that had to start over has another
         self.accepted = 0  # positions that are run or wait to be run
+        self.moved_s = asyncio.get_running_loop().time()  # when it was bound, or its last input came
         self._upstream: Channel | None = None
         self._downstream = Hop(stage.switchboard, self._from_downstream, self._downstream_failed)
         self._extended: Open | None = None  # for which the rest of the route is bound
@@ -158,6 +163,7 @@ class StageSession:
             self._orphaned.cancel()
             self._orphaned = None
         self._open, self._upstream = opened, channel
+        self.moved_s = asyncio.get_running_loop().time()
         self._timing = self._new_timing()
         channel.on_frame, channel.on_lost = self._from_upstream, self._upstream_lost
         channel.send(Ready(have=self.accepted))
@@ -229,7 +235,8 @@ class StageSession:
         )
         if not fits:
             return ErrorCode.MALFORMED
-        return ErrorCode.TOO_LARGE if start + shape[1] > self._open.max_length else None
+        too_many = start + shape[1] > self._open.max_length or (body.want == Want.ALL and shape[1] > MAX_WANTED)
+        return ErrorCode.TOO_LARGE if too_many else None
 
     def _accept(self, start: int, body: Input, payload: Buffer) -> None:
         end = start + body.tensor.shape[1]
@@ -244,6 +251,7 @@ class StageSession:
         self, end: int, parts: tuple[tuple[TensorInfo, Buffer], ...], want: Want, reorder: tuple[int, ...], skip: int
     ) -> None:
         start, self.accepted = self.accepted, end
+        self.moved_s = asyncio.get_running_loop().time()
         what = (self.key, start, end - start, parts, self._then(), self._done)
         self._stage.submit(Job(*what, want=want, reorder=reorder, skip=skip, submitted_s=self._stage.clock()))
 
@@ -370,6 +378,11 @@ class StageSession:
     def stand_still(self) -> None:
         """Computing does not move here: let the client take another peer at once. What may still come of it is void."""
         self._send_fault(self.index, ErrorCode.PEER_LOST)
+        self.free()
+
+    def give_way(self, retry_s: float) -> None:
+        """End, for others who have less: the client may take another peer, or come again."""
+        self._send_fault(self.index, ErrorCode.BUSY, retry_s)
         self.free()
 
     def drain(self) -> None:

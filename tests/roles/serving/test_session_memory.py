@@ -46,7 +46,7 @@ async def test_without_room_for_a_journal_the_new_session_is_refused_and_the_old
         tokens.append(token)
     assert tokens == expected(PROMPT, 8)
     await asyncio.sleep(0.5)
-    first.ledger.limit_bytes = 20_000
+    first.ledger.limit_bytes = 40_000
     assert [token async for token in swarm.ring([1, 2, 3], 4)] == expected([1, 2, 3], 4)
 
 
