@@ -25,10 +25,11 @@ from swarmnode.roles.host import Host, HostConfig
 from swarmnode.roles.measuring.meters import ClientMeter
 from swarmnode.roles.measuring.trace_server import fetch_traces
 from swarmnode.roles.picture import picture_of
-from swarmnode.roles.serving.client import SESSION_PROTOCOL, ClientSession, SessionSpec
+from swarmnode.roles.serving.client import SESSION_PROTOCOL, ClientSession
 from swarmnode.roles.serving.generation import GenerateOptions, Generation, RingStream
 from swarmnode.roles.serving.limits import ModelLimits
 from swarmnode.roles.serving.router import DirectoryRouter
+from swarmnode.roles.serving.session_spec import SessionSpec
 from swarmnode.swarm.peers.trust import EVERYBODY, Trust, parse_trust
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.storage.content import has_tokenizer
@@ -164,7 +165,8 @@ class SwarmClient:
 
     async def changed(self) -> None:
         """Wait until the picture of the swarm changes."""
-        await self._host.directory.changed(self._host.directory.revision)
+        directory = self._host.directory
+        await self._host.supervisor.watch(directory.changed(directory.revision))
 
     async def traces(self, trace: bytes) -> dict[PeerId, Trace]:
         """What the peers that hold units remember of the session with this trace id, also one that is over; without those
@@ -179,6 +181,7 @@ class SwarmClient:
         self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any
     ) -> TextStream:
         """Generate with the ring: iterate over the result. `prompt` is text or token ids; `changes` are GenerateOptions' fields."""
+        self._host.supervisor.check()
         options = dataclasses.replace(options or GenerateOptions(), **changes)
         deadline_s = self._clock() + self.config.patience_s
         tokenizer = await self._load_tokenizer()
@@ -193,7 +196,16 @@ class SwarmClient:
             options = dataclasses.replace(options, stop_ids=await self._stop_ids())
         router = self._router(Span(0, self.units), ring=True)
         config = dataclasses.replace(self.config, patience_s=max(0.0, deadline_s - self._clock()))
-        ring = RingStream(self._switchboard, router, prompt, options, config, meter=self._meter, clock=self._clock)
+        ring = RingStream(
+            self._switchboard,
+            router,
+            prompt,
+            options,
+            config,
+            vocabulary=limits.vocabulary,
+            meter=self._meter,
+            clock=self._clock,
+        )
         return TextStream(ring, tokenizer)
 
     async def generate(
@@ -215,6 +227,7 @@ class SwarmClient:
 
         With `hold_ends` embedding and head run here, so that token ids and logits never leave this machine.
         """
+        self._host.supervisor.check()
         loop = asyncio.get_running_loop()
 
         def run(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -12,7 +12,7 @@ import typer
 
 from swarmnode.cli.options.owner import KEY_VARIABLE, OWNER_KEY, PASSWORD_FILE, new_password, owner_key_of
 from swarmnode.cli.terminal.bars import bytes_bar
-from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors
+from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors, say
 
 if TYPE_CHECKING:
     from swarmnode.roles.creation.model_source import ModelSource
@@ -129,7 +129,7 @@ def create(
     if as_json:
         _print_json(swarm, path, model_source)
     elif quiet:
-        typer.echo("" if private else swarm.invite, nl=not private)
+        say("" if private else swarm.invite, nl=not private)
     else:
         _tell(swarm, path, model_source, mode)
 
@@ -201,19 +201,19 @@ def _check_options(mode: str, model: str, config: Path | None, module: str, *, u
 def _tell(swarm: Swarm, path: Path, model_source: ModelSource, mode: str) -> None:
     """What was written, what to keep, and what to do next."""
     for remark in model_source.remarks:
-        typer.echo(f"Note: {remark}")
+        say(f"Note: {remark}")
     file = shlex.quote(str(path))
-    typer.echo(f"Wrote {path}. Next: swarmnode bootstrap {file}, then on each machine: swarmnode run INVITE")
+    say(f"Wrote {path}. Next: swarmnode bootstrap {file}, then on each machine: swarmnode run INVITE")
     if swarm.owner:
         key = path.with_suffix(".owner")
-        typer.echo(f"{key} is the key to the swarm: keep it, and its password; nobody can replace it.")
+        say(f"{key} is the key to the swarm: keep it, and its password; nobody can replace it.")
     if mode == "train":
-        typer.echo(f"When they run: swarmnode train {file} --data PATH --steps N")
-    typer.echo(_reach(swarm))
+        say(f"When they run: swarmnode train {file} --data PATH --steps N")
+    say(_reach(swarm))
     if swarm.private:
-        typer.echo(f"An invite for a friend: swarmnode invite {file}")
+        say(f"An invite for a friend: swarmnode invite {file}")
     else:
-        typer.echo(f"Invite:\n{swarm.invite}")
+        say(f"Invite:\n{swarm.invite}")
 
 
 def _reach(swarm: Swarm) -> str:

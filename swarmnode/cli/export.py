@@ -18,6 +18,7 @@ from swarmnode.cli.terminal.console import (
     print_json,
     reports_errors,
     run_async,
+    say,
     set_up_logging,
     unless_stopped,
 )
@@ -62,4 +63,4 @@ def export(
     if as_json:
         print_json({"out": str(out), "step": step})
     else:
-        typer.echo(f"Wrote the model after {step} steps to {out}")
+        say(f"Wrote the model after {step} steps to {out}")

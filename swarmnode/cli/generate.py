@@ -27,6 +27,7 @@ from swarmnode.cli.terminal.console import (
     ranges,
     reports_errors,
     run_async,
+    say,
     set_up_logging,
     unless_stopped,
 )
@@ -122,19 +123,19 @@ def _what_is_meant(swarm: str, prompt: str, ids: str, home: Path) -> tuple[str, 
 async def _produce(client: Any, prompt: str | list[int], options: Any, *, stream: bool) -> dict[str, Any]:
     if stream and (missing := client.status()["missing"]):
         units, wait_s = ", ".join(ranges(missing)), client.config.patience_s
-        typer.echo(f"Nobody holds units {units} yet; waiting for up to {wait_s:.0f} s", err=True)
+        say(f"Nobody holds units {units} yet; waiting for up to {wait_s:.0f} s", err=True)
     stream_of_text = await client.stream(prompt, options)
     result, smooth = stream_of_text.result, False
     try:
         async for piece in stream_of_text:
             if stream:
-                typer.echo(piece.text if piece.text is not None else f"{piece.id} ", nl=False)
+                say(piece.text if piece.text is not None else f"{piece.id} ", nl=False)
         smooth = not result.reroutes
     finally:
         level = logging.INFO if smooth or not result.route else logging.WARNING
         log.log(level, "the trace id of this session: %s", result.trace, extra={"trace": result.trace})
     if stream:
-        typer.echo()
+        say()
     return generation_json(result)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from swarmnode.cli.terminal.console import HOME, default_home, reports_errors
+from swarmnode.cli.terminal.console import HOME, default_home, reports_errors, say
 
 
 @reports_errors
@@ -21,4 +21,4 @@ def show_identity(
     from swarmnode.net.identity import Identity
 
     role = "client" if client else "node"
-    typer.echo(Identity.load_or_create(default_home(home) / f"{role}.key").peer_id)
+    say(Identity.load_or_create(default_home(home) / f"{role}.key").peer_id)

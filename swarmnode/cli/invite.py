@@ -8,7 +8,7 @@ import typer
 
 from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE, owner_key_of
 from swarmnode.cli.options.swarm import SWARM_FILE, swarm_file
-from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors
+from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors, say
 
 DEFAULT_LIFE = "365d"
 ROLES = ("volunteer", "client", "trainer", "bootstrap")
@@ -61,9 +61,9 @@ def invite(
         fields = {"id": guest.invite, "role": guest.role, "expires_at": guest.expires_at or None, "uses": guest.uses}
         print_json({"invite": line, **fields, "peer": guest.peer or None, "group": guest.group or None})
         return
-    typer.echo(line)
+    say(line)
     if qr:
-        typer.echo(qr_code(line))
+        say(qr_code(line))
 
 
 def qr_code(line: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from swarmnode.cli.options.swarm import STANDARD_INPUT, read_line
-from swarmnode.cli.terminal.console import HOME, JSON, default_home, fail, print_json, reports_errors
+from swarmnode.cli.terminal.console import HOME, JSON, default_home, fail, print_json, reports_errors, say
 
 
 @reports_errors
@@ -40,11 +40,11 @@ def join(
     if as_json:
         print_json({"name": known_as, **terms})
         return
-    typer.echo(f"Joined {known_as}: {_say(terms)}.")
+    say(f"Joined {known_as}: {_say(terms)}.")
     quoted = shlex.quote(known_as)
     if terms["role"] != "client":
-        typer.echo(f"Lend this machine:  swarmnode run {quoted}")
-    typer.echo(f'Ask it:             swarmnode generate {quoted} "Once upon a time"')
+        say(f"Lend this machine:  swarmnode run {quoted}")
+    say(f'Ask it:             swarmnode generate {quoted} "Once upon a time"')
 
 
 def _invite(text: str) -> str:

@@ -18,6 +18,7 @@ from swarmnode.cli.terminal.console import (
     print_json,
     reports_errors,
     run_async,
+    say,
     set_up_logging,
 )
 
@@ -80,8 +81,6 @@ def revoke(
     if as_json:
         print_json({"peer": peer, "invite": invite.hex() if invite else None, "told": told})
     elif told:
-        typer.echo(f"Revoked {peer or 'invite ' + (invite or b'').hex()}; {told} peers know, and tell the others.")
+        say(f"Revoked {peer or 'invite ' + (invite or b'').hex()}; {told} peers know, and tell the others.")
     else:
-        typer.echo(
-            f"Revoked, and kept in {book.path}; nobody is online. It spreads when a node of yours runs with {swarm}."
-        )
+        say(f"Revoked, and kept in {book.path}; nobody is online. It spreads when a node of yours runs with {swarm}.")

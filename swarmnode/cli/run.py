@@ -19,6 +19,7 @@ from swarmnode.cli.terminal.console import (
     print_json,
     reports_errors,
     run_async,
+    say,
     set_up_logging,
 )
 
@@ -112,7 +113,7 @@ def run(
         if as_json:
             print_json({"event": event, **details})
         else:
-            typer.echo(text)
+            say(text)
 
     async def serve(stop: asyncio.Event) -> None:
         pause = CollectorPause()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from swarmnode.cli.terminal.bars import share_bar
-from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors
+from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -104,7 +104,7 @@ def simulate(
 
     show(_table(figures))
     if report is not None:
-        typer.echo(f"Wrote {report}.")
+        say(f"Wrote {report}.")
 
 
 def _with_gpu(network: Scenario, gpu: str) -> Scenario:

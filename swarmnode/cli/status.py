@@ -21,6 +21,7 @@ from swarmnode.cli.terminal.console import (
     set_up_logging,
     unless_stopped,
 )
+from swarmnode.cli.terminal.printable import one_line
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -82,7 +83,7 @@ def status_table(status: dict[str, Any]) -> Table:
     covered = Text("covered", "green")
     if status["missing"]:
         covered = Text(f"nobody holds {', '.join(ranges(status['missing']))}", "red")
-    title = Text.assemble(f"swarm {status['name']}: {units} units, {step}", covered)
+    title = Text.assemble(one_line(f"swarm {status['name']}: {units} units, {step}"), covered)
     trains = status["mode"] == "train"
     # On one machine or LAN there is nothing to tell.
     far = any(peer["reached"] != "unknown" for peer in status["peers"])

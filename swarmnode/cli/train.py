@@ -19,6 +19,7 @@ from swarmnode.cli.terminal.console import (
     fail,
     reports_errors,
     run_async,
+    say,
     set_up_logging,
 )
 
@@ -149,4 +150,4 @@ def _say_where_it_stands(done: int, settings: Run, out: Path | None, swarm: str,
         goes_on = "" if local else "; the swarm keeps them, and the same command goes on"
         fail(f"stopped after {done} of {settings.steps} steps{goes_on}{saved}")
     next_step = "" if local else f". Next: swarmnode export {shlex.quote(swarm)} OUT"
-    typer.echo(f"All {done} steps are done{saved}{next_step}", err=as_json)
+    say(f"All {done} steps are done{saved}{next_step}", err=as_json)

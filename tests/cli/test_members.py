@@ -32,7 +32,7 @@ def test_invites_beside_what_the_swarm_knows() -> None:
         ("gone", None, 0, True),
         ("fresh", None, 0, False),
     ]
-    columns = {str(column.header): list(column.cells) for column in invites_table(invites).columns}
+    columns = {str(column.header): list(map(str, column.cells)) for column in invites_table(invites).columns}
     assert columns["used"] == ["2 of 2", "1", "0", "0"]
     assert columns["until"] == ["for ever", "for ever", "revoked", "expired"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from swarmnode.cli.terminal.console import print_json
+from swarmnode.cli.terminal.console import print_json, say
 from swarmnode.metrics.metric import Source
 
 
@@ -70,4 +70,4 @@ class Watch:
         if self.as_json:
             print_json({"event": "metrics", "url": url})
         else:
-            typer.echo(f"Metrics: {url}", err=True)  # standard output may be a text, or a curve
+            say(f"Metrics: {url}", err=True)  # standard output may be a text, or a curve

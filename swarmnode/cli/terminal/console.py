@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 import os
 import signal
@@ -16,6 +15,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import typer
 
 from swarmnode.cli.terminal.log_lines import JsonLines, TextLines
+from swarmnode.cli.terminal.printable import json_line, printable
 from swarmnode.errors import SwarmnodeError
 
 P = ParamSpec("P")
@@ -48,9 +48,14 @@ def default_home(home: Path | None) -> Path:
     return Path(platformdirs.user_data_dir("swarmnode"))
 
 
+def say(text: str = "", *, nl: bool = True, err: bool = False) -> None:
+    """Text for people, on standard output or error. Some of it may be of strangers."""
+    typer.echo(printable(text), nl=nl, err=err)
+
+
 def fail(message: str, exit_code: int = 1) -> NoReturn:
     """One clear line on standard error, and the exit code."""
-    typer.echo(f"error: {message}", err=True)
+    say(f"error: {message}", err=True)
     raise typer.Exit(exit_code)
 
 
@@ -64,7 +69,7 @@ def reports_errors(command: Callable[P, T]) -> Callable[P, T]:
         except SwarmnodeError as error:
             fail(str(error), error.exit_code)
         except (Interrupted, KeyboardInterrupt):
-            typer.echo("interrupted", err=True)
+            say("interrupted", err=True)
             raise typer.Exit(1) from None
         except BrokenPipeError:
             # The reader of our output has gone (`| head`): nothing more to say, and nobody to say it to.
@@ -76,7 +81,7 @@ def reports_errors(command: Callable[P, T]) -> Callable[P, T]:
 
 def print_json(value: Any) -> None:
     """One JSON value on one line of standard output."""
-    typer.echo(json.dumps(value, ensure_ascii=False))
+    typer.echo(json_line(value))
 
 
 def ranges(units: Iterable[int]) -> list[str]:

@@ -7,9 +7,8 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
-import typer
-
 from swarmnode.cli.terminal.bars import share_bar
+from swarmnode.cli.terminal.console import say
 
 NOMINAL_S = 10.0  # what a search of effort 1 takes at most on a slow core
 RESERVE_S, RESERVE_SHARE = 0.1, 0.02  # of a limit, kept to start and to print what was found
@@ -48,7 +47,7 @@ class Effort:
     def tell_if_cut(self) -> None:
         """Tell that the clock has ended the search, which makes its result depend on the machine."""
         if self._cut:
-            typer.echo(f"The search was cut short after {self._limit_s:g} s; a faster machine may find another plan.")
+            say(f"The search was cut short after {self._limit_s:g} s; a faster machine may find another plan.")
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[Callable[[float, float], None]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from datetime import datetime, timezone
+
+from swarmnode.cli.terminal.printable import json_line, printable
 
 LEVELS = {
     logging.DEBUG: "debug",
@@ -22,6 +23,10 @@ class TextLines(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname).1s %(name)s: %(message)s")
 
+    def format(self, record: logging.LogRecord) -> str:
+        """A message may name what a stranger chose."""
+        return printable(super().format(record))
+
 
 class JsonLines(logging.Formatter):
     """For log collectors: one JSON object per event, stack traces inside it."""
@@ -38,4 +43,4 @@ class JsonLines(logging.Formatter):
             line["trace"] = trace
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        return json_line(line)

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-import typer
-
-from swarmnode.cli.terminal.console import print_json, ranges
+from swarmnode.cli.terminal.console import print_json, ranges, say
 from swarmnode.cli.terminal.curve import curve_with_notes
 from swarmnode.cli.terminal.durations import format_duration
 from swarmnode.errors import LocalError
@@ -113,7 +111,7 @@ class Lines(TrainingView):
             if self._as_json:
                 print_json({"event": "waiting", "missing": list(self.missing or ()), "why": self.why})
             else:
-                typer.echo(text)
+                say(text)
 
 
 class Curve(TrainingView):

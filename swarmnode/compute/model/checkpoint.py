@@ -132,9 +132,24 @@ def load_config(file: Path) -> Any:
             raise CheckpointError(f"{file}: model type {model_type!r} needs its own code, which is never run here")
         raise CheckpointError(f"{file}: model type {model_type!r} is unknown to this version of transformers")
     try:
-        return CONFIG_MAPPING[model_type].from_dict(values)
+        return CONFIG_MAPPING[model_type].from_dict(_without_kernels(values))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{file}: not a config of {model_type}: {error}") from error
+
+
+def _without_kernels(values: Any) -> Any:
+    """The config without the implementations that its author wishes for: transformers takes the name of a hub repository there,
+    and would fetch and run its code. This peer's own choice holds."""
+    if isinstance(values, list):
+        return [_without_kernels(value) for value in values]
+    if not isinstance(values, dict):
+        return values
+    kept = {
+        key: value
+        for key, value in values.items()
+        if not str(key).removesuffix("_internal").endswith("_implementation")
+    }
+    return {key: _without_kernels(value) for key, value in kept.items()}
 
 
 def read_entries(path: Path) -> dict[str, TensorEntry]:

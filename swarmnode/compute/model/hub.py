@@ -95,12 +95,26 @@ class HubCheckpoint(Checkpoint):
             )
 
 
-def fetch_file(repository: str, file: str, *, revision: str | None = None) -> Path:
-    """One file of a model on the hub, downloaded where it is not here yet. Raises CheckpointError."""
-    from huggingface_hub import hf_hub_download
+def read_range(
+    repository: str, file: str, first: int, size: int, *, revision: str | None = None, endpoint: str | None = None
+) -> bytes:
+    """`size` bytes of a file of a model on the hub, from byte `first` on. Nothing is kept on the disk. Raises CheckpointError."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
+    data = bytearray()
     with _hub_errors(repository):
-        return Path(hf_hub_download(repository, file, revision=revision))
+        url = hf_hub_url(repository, file, revision=revision, endpoint=endpoint)
+        headers = {**build_hf_headers(), "Range": f"bytes={first}-{first + size - 1}"}
+        with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
+            hf_raise_for_status(response)
+            for piece in response.iter_bytes():
+                data += piece
+                if len(data) > size:
+                    break
+    if len(data) != size:
+        raise CheckpointError(f"{repository}: the hub does not give {size} bytes of {file} from byte {first} on")
+    return bytes(data)
 
 
 def _same_tensor(one: TensorEntry | None, other: TensorEntry) -> bool:

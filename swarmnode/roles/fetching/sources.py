@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, Chunk, End, Error, GetChunks
@@ -13,7 +13,7 @@ from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError, refu
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.swarm.records import manifest as manifests
-from swarmnode.swarm.storage.content import HASH_BYTES, FileContent, chunk_hashes
+from swarmnode.swarm.storage.content import HASH_BYTES, FileContent
 
 SILENCE_S = 30.0  # for one answer: a chunk at 35 KB/s (a peer that hangs altogether is found by the link's heartbeat)
 HASHING_S = 120.0  # for a hash list, which the peer may have to work out from a file of gigabytes first
@@ -107,7 +107,8 @@ class PeerSource(Source):
 
 
 class HubSource(Source):
-    """The hub that the manifest names. Files come whole, into the hub's own cache, at the revision founded on."""
+    """The hub that the manifest names, at the revision founded on. Only bytes that are wanted are read, and none is kept here: what
+    the disk may hold is for the cache of weights to say."""
 
     last_resort = True
 
@@ -120,21 +121,19 @@ class HubSource(Source):
     def __repr__(self) -> str:
         return f"<HubSource {self.name}>"
 
-    async def _fetch(self, file: FileContent) -> Path:
-        from swarmnode.compute.model.hub import fetch_file
+    async def _read(self, file: FileContent, number: int) -> bytes:
+        from swarmnode.compute.model.hub import read_range
 
-        return await asyncio.to_thread(fetch_file, self.name, file.name, revision=self._revision)
+        first, size = number * self._chunk_bytes, file.chunk_size(number, self._chunk_bytes)
+        return await asyncio.to_thread(read_range, self.name, file.name, first, size, revision=self._revision)
 
     async def hashes(self, file: FileContent) -> Buffer:
-        return await asyncio.to_thread(chunk_hashes, await self._fetch(file), self._chunk_bytes)
+        """The hub knows no hashes of chunks: the whole file passes by once."""
+        hashes = bytearray()
+        for number in range(file.chunks(self._chunk_bytes)):
+            hashes += hashlib.sha256(await self._read(file, number)).digest()
+        return hashes
 
     async def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, Buffer]]:
-        path = await self._fetch(file)
         for number in range(first, first + count):
-            yield number, await asyncio.to_thread(_read, path, number * self._chunk_bytes, self._chunk_bytes)
-
-
-def _read(path: Path, offset: int, size: int) -> bytes:
-    with path.open("rb") as stream:
-        stream.seek(offset)
-        return stream.read(size)
+            yield number, await self._read(file, number)

@@ -13,13 +13,15 @@ import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from swarmnode.codec.body import MAX_WANTED
 from swarmnode.codec.messages import Input, Mode, Want
 from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.errors import UsageError
 from swarmnode.net.links.hop import Entry
-from swarmnode.roles.serving.client import ClientSession, Received, SessionSpec, ids_entry
+from swarmnode.roles.serving.client import ClientSession, Received, ids_entry
 from swarmnode.roles.serving.limits import ModelLimits
+from swarmnode.roles.serving.session_spec import MAX_WIDTH, SessionSpec
 
 if TYPE_CHECKING:
     from swarmnode.compute.model.checkpoint import Checkpoint
@@ -196,7 +198,10 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         """Open a session in the swarm for `rows` sequences of at most `max_length` positions. Raises UsageError where the model
         has not as many."""
         self._limits.check_session(rows, max_length)
-        spec = SessionSpec(Mode.DRIVEN, max_length=max_length, rows=rows, padding=padding, codec=self._codec)
+        width = (self._ends.hidden_size if self._ends else self._limits.vocabulary) or MAX_WIDTH
+        spec = SessionSpec(
+            Mode.DRIVEN, max_length=max_length, rows=rows, padding=padding, codec=self._codec, width=width
+        )
         session = self._open_session(spec)
         if self._ends is not None:
             self._ends.open(session.id, rows, max_length, padding)
@@ -254,7 +259,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
 
     async def _exchange(self, cache: RemoteCache, ids_BT: torch.Tensor, want: Want) -> list[Received]:
         """Send the input in chunks and gather the wanted outputs, one chunk after the other where all are wanted."""
-        session, size = cache.session, self._prompt_chunk_tokens
+        session, size = cache.session, min(self._prompt_chunk_tokens, MAX_WANTED)
         reorder, cache.reorder = cache.reorder, ()
         begin, end = session.length, session.length + ids_BT.shape[1]
         outputs = []

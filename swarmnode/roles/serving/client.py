@@ -31,7 +31,6 @@ from swarmnode.codec.messages import (
     Mode,
     Open,
     Output,
-    Sampling,
     Want,
 )
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
@@ -57,6 +56,7 @@ from swarmnode.roles.measuring.meters import ClientMeter
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.measuring.timing import Cadence, Timing
 from swarmnode.roles.serving.blame import Blame, Verdict
+from swarmnode.roles.serving.session_spec import SessionSpec
 
 log = logging.getLogger(__name__)
 
@@ -89,24 +89,6 @@ class Router:
     async def changed(self) -> None:
         """Wait until the picture of the swarm changes."""
         raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class SessionSpec:
-    """What a session is, over all its epochs."""
-
-    mode: Mode
-    max_length: int
-    rows: int = 1
-    sampling: Sampling | None = None
-    padding: tuple[int, ...] = ()
-    codec: Codec = Codec.NONE
-    prompt_tokens: int = 0  # of `max_length`, where it is known how many come at once
-
-    @property
-    def size(self) -> SessionSize:
-        """What routing knows of it."""
-        return SessionSize(self.rows * self.prompt_tokens, self.rows * (self.max_length - self.prompt_tokens))
 
 
 @dataclass
@@ -165,6 +147,8 @@ class ClientSession:
         self._cadence: Cadence | None = None
         self._last: Channel | None = None
         self._expected = 0  # position of the next output
+        self._wanted = 1  # positions that it is of
+        self._tainted = False  # whether some hop may hold what no honest one made
         self._received: asyncio.Queue[Received | SwarmnodeError] = asyncio.Queue()
         self._faults: asyncio.Queue[tuple[int, int, PeerError]] = asyncio.Queue()
         self._blame = Blame(clock, avoid_s=config.avoid_s)
@@ -190,6 +174,7 @@ class ClientSession:
         """Send an input. `expect` is the position of the output that it will bring, where it brings one."""
         if expect is not None:
             self._expected = expect
+            self._wanted = entry.count if entry.body.want == Want.ALL else 1
         self._last_progress_s = self._clock()
         if self._timing is not None and entry.count == 1:
             self._timing.sent(entry.end)
@@ -231,6 +216,12 @@ class ClientSession:
     def _hear(self, position: int, output: Output, payload: Buffer) -> None:
         if position != self._expected:
             return  # a replay brought again what we have
+        if not self.spec.allows(output, self._wanted):
+            last = self.route[-1].peer
+            error = PeerLost(f"peer {last} sends what was not asked for", peer=last)
+            self._tainted = True  # in a ring it went to the first hop, too
+            self._fault(self.epoch, len(self.route) - 1, error)
+            return
         now_s = self._clock()
         self.stats.longest_stall_s = max(self.stats.longest_stall_s, now_s - self._last_progress_s)
         self._last_progress_s = now_s
@@ -284,6 +275,8 @@ class ClientSession:
     def _judge(self, hop: HopSpec, error: PeerError) -> None:
         """Leave out whose fault it is. Raises the error where it is the request's own."""
         code = ErrorCode(error.code)
+        if code == ErrorCode.STALE or self._tainted:
+            self._start_over()
         self.stats.faults.append((hop.peer, code.name))
         self._log.info("session %s: peer %s: %s", self.trace_id.hex()[:8], hop.peer, error)
         verdict = self._blame.judge(hop, code, retry_s=getattr(error, "retry_s", None) or 0.0)
@@ -292,6 +285,13 @@ class ClientSession:
         elif verdict is Verdict.REQUEST:
             text = f"the request fails wherever it is computed; lately {error}"
             raise PeerRefused(text, code=code, peer=hop.peer)
+
+    def _start_over(self) -> None:
+        """As another session: a peer of one of its routes has taken this one over, by an epoch newer than ours; or the hops hold
+        what we did not send."""
+        self._tainted = False
+        self.id = secrets.token_bytes(SESSION_ID_BYTES)
+        self.trace_id = trace_id(self.id)
 
     async def _bind(self, error: SwarmnodeError | None = None) -> None:
         """Open the next epoch along the best route, trying others while peers fail, as long as patience lasts.

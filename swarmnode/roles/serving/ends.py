@@ -30,6 +30,11 @@ class Ends:
         embedding = StageRunner(load_span(checkpoint, 0, 1), nothing)
         return cls(embedding, StageRunner(load_span(checkpoint, units - 1, units), nothing))
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states that come in between."""
+        return self._embedding.span.hidden_size
+
     def open(self, session: Hashable, rows: int, max_length: int, padding: Sequence[int]) -> None:
         """Begin a session of so many rows."""
         for runner in (self._embedding, self._head):

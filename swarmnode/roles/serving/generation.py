@@ -15,7 +15,8 @@ from swarmnode.config import ClientConfig
 from swarmnode.errors import UsageError
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.roles.measuring.meters import ClientMeter
-from swarmnode.roles.serving.client import ClientSession, Router, SessionSpec, ids_entry
+from swarmnode.roles.serving.client import ClientSession, Router, ids_entry
+from swarmnode.roles.serving.session_spec import MAX_WIDTH, SessionSpec
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class RingStream:
         options: GenerateOptions,
         config: ClientConfig,
         *,
+        vocabulary: int | None = None,
         meter: ClientMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -109,6 +111,7 @@ class RingStream:
             sampling=options.sampling(len(self.prompt)),
             codec=options.codec,
             prompt_tokens=len(self.prompt) - 1,  # its last one makes the first new token
+            width=vocabulary or MAX_WIDTH,
         )
         self._session = ClientSession(switchboard, router, spec, config, meter=self._meter, clock=clock)
         self.result = Generation(trace=self._session.trace_id.hex())
@@ -123,7 +126,7 @@ class RingStream:
             await self._session.start()
             self._send_prompt()
             final = False
-            while not final:
+            while not final and len(self.result.ids) < self._options.max_new_tokens:
                 received = await self._session.receive()
                 final = received.output.final
                 self._note(received.output.ids[0], self._clock() - started_s)
@@ -152,6 +155,7 @@ class RingStream:
         else:
             meter.token.observe(elapsed_s - result.seconds)
         result.ids.append(token)
+        result.trace = self._session.trace_id.hex()
         result.seconds = elapsed_s
         result.route = self._session.route
         result.reroutes = stats.reroutes

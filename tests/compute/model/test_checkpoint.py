@@ -127,3 +127,14 @@ def test_a_checkpoint_of_another_shape_is_found(copy):
     (copy / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
     with pytest.raises(CheckpointError, match="missing or misshapen"):
         load_span(Checkpoint(copy), 4, 7)
+
+
+def test_a_config_cannot_have_code_fetched_and_run(copy: Path) -> None:
+    """transformers takes a repository on a hub for the name of an implementation, and runs what lies there."""
+    file = copy / "config.json"
+    values = json.loads(file.read_text())
+    wishes = {"attn_implementation": "evil/kernels", "_attn_implementation": "evil/kernels:run"}
+    wishes |= {"_attn_implementation_internal": "evil/kernels", "experts_implementation": "evil/kernels"}
+    file.write_text(json.dumps({**values, **wishes, "sub": [{"_experts_implementation": "evil/kernels"}]}))
+    config = Checkpoint(copy).config
+    assert "evil" not in json.dumps(config.to_dict()) and "evil" not in repr(vars(config))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmnode.compute.model.hub import HubCheckpoint, open_checkpoint
+from swarmnode.compute.model.hub import HubCheckpoint, open_checkpoint, read_range
 from swarmnode.compute.model.span import load_span
 from swarmnode.errors import CheckpointError
 
@@ -109,3 +109,14 @@ def test_names_that_are_nothing_are_told(hub, tmp_path, checkpoint_path):
 def test_without_a_network_it_says_so(tmp_path):
     with pytest.raises(CheckpointError, match="hub cannot be reached"):
         HubCheckpoint("org/model", cache_dir=tmp_path, endpoint="http://127.0.0.1:9")
+
+
+def test_bytes_of_a_file_are_read_and_nothing_is_kept(hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    name = "config.json"
+    whole = (hub.folder / name).read_bytes()
+    assert read_range("org/model", name, 3, 40, endpoint=hub.url) == whole[3:43]
+    assert read_range("org/model", name, 0, len(whole), endpoint=hub.url) == whole
+    assert not hub.fetched and not list(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="does not give"):
+        read_range("org/model", name, len(whole) - 5, 40, endpoint=hub.url)

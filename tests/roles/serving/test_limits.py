@@ -11,9 +11,10 @@ from transformers import GPT2Config
 
 from swarmnode.errors import UsageError
 from swarmnode.roles.serving.causal_lm import RemoteCausalLM
-from swarmnode.roles.serving.client import ClientSession, SessionSpec
+from swarmnode.roles.serving.client import ClientSession
 from swarmnode.roles.serving.generation import GenerateOptions
 from swarmnode.roles.serving.limits import ModelLimits
+from swarmnode.roles.serving.session_spec import SessionSpec
 
 TABLE = ModelLimits(vocabulary=97, positions=32)
 ROTARY = ModelLimits(vocabulary=97)

@@ -12,7 +12,8 @@ from swarmnode.codec.messages import Body, Error, HopSpec, Mode, Open, Ready, Wa
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, ErrorCode, NoRoute, SwarmnodeError
 from swarmnode.net.interfaces import Stream
-from swarmnode.roles.serving.client import ClientSession, SessionSpec, ids_entry
+from swarmnode.roles.serving.client import ClientSession, ids_entry
+from swarmnode.roles.serving.session_spec import SessionSpec
 from tests.net.virtual import in_virtual_time
 from tests.roles.toy_swarm import ToySwarm, expected, unpack
 

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 STATE_PROTOCOL = "/swarmnode/state/1"
 HOLD_S = 60.0  # a step that was asked for stays for so long
 FRESH_EVERY_S = 1.0  # at most this often a snapshot is made because somebody asks
+FRESH_SHARE = 0.05  # of the time, whoever asks: anybody may
 
 
 class StateServer(ChunkServer):
@@ -100,11 +101,13 @@ class StateServer(ChunkServer):
     async def _make_snapshot(self) -> None:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(self._fresh_again_at - loop.time())
+        began_s = loop.time()
         try:
             await self._fresh()
         except SwarmnodeError as error:
             log.warning("no snapshot could be made for a peer: %s", error)
-        self._fresh_again_at = loop.time() + FRESH_EVERY_S
+        took_s = loop.time() - began_s
+        self._fresh_again_at = loop.time() + max(FRESH_EVERY_S, took_s / FRESH_SHARE)
 
     # -- chunks
 

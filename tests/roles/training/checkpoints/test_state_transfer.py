@@ -23,6 +23,7 @@ from swarmnode.roles.training.checkpoints.states import choose, fetch_states, li
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.content import CHUNK_BYTES
 from swarmnode.swarm.storage.states import StateStore
+from tests.net.virtual import in_virtual_time
 from tests.roles.memory_network import MemoryNetwork
 
 CHUNKS = 12
@@ -159,6 +160,26 @@ async def test_many_that_ask_at_once_get_one_snapshot(world: World) -> None:
     for listing in await asyncio.gather(*asked):
         assert max(entry.step for entry in listing.entries) == 17
     assert node.snapshots == [17]
+
+
+@in_virtual_time
+async def test_who_asks_again_and_again_costs_a_twentieth_of_the_time(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    node = await world.peer("a")
+    node.has(0, 0)
+    fresh, took_s = node._fresh, 2.0
+
+    async def slow() -> int:
+        await asyncio.sleep(took_s)
+        return await fresh()
+
+    node.server._fresh = slow
+    until_s = asyncio.get_running_loop().time() + 400
+    while asyncio.get_running_loop().time() < until_s:
+        node.step += 1
+        await list_states(world.board, "a", at_least=1 << 39)
+    assert len(node.snapshots) * took_s <= 0.06 * 400
+    await world.close()
 
 
 async def test_peers_at_different_steps_come_to_a_common_one(world: World) -> None:

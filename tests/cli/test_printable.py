@@ -1,0 +1,64 @@
+"""What strangers wrote is text to a terminal, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from swarmnode.cli.status import status_table
+from swarmnode.cli.terminal.console import print_json, say
+from swarmnode.cli.terminal.log_lines import JsonLines, TextLines
+from swarmnode.cli.terminal.printable import json_line, one_line, printable
+from swarmnode.cli.terminal.tables import show
+
+ESCAPES = ["\x1b]0;title\x07", "\x1b[2J", "\x9b31m", "\x08\x08", "\r", "\x00", "\x7f", "\u202e", "\u2066", "\u2028"]
+
+
+def commands(text: str) -> list[str]:
+    """The characters that a terminal could obey."""
+    return [
+        one for one in text if one != "\n" and (ord(one) < 32 or 127 <= ord(one) < 160 or one in "\u202e\u2066\u2028")
+    ]
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_nothing_that_commands_a_terminal_is_printed(escape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    say(f"before{escape}after")
+    assert not commands(capsys.readouterr().out)
+    print_json({"name": escape})
+    printed = capsys.readouterr().out
+    assert not commands(printed)
+    assert json.loads(printed) == {"name": escape}
+
+
+def test_text_stays_text() -> None:
+    text = "Zeile 1\n\tÜmläut 汉字 \u0645\u200c\u06cc 👩\u200d🔬\n"
+    assert printable(text) == text
+    assert json.loads(json_line({"text": text})) == {"text": text}
+    assert one_line("a\n\nb\tc") == "a b c"
+
+
+@pytest.mark.parametrize("lines", [TextLines(), JsonLines()], ids=["text", "json"])
+def test_log_lines_command_nothing(lines: logging.Formatter) -> None:
+    record = logging.LogRecord("swarmnode", logging.WARNING, "", 0, "peer %s", ("\x1b[2J\x9b",), None)
+    assert not commands(lines.format(record))
+
+
+@pytest.mark.parametrize("name", ["\x1b[2Jx", "[/]", "[red]x", "[link=file:///]x[/link]", "two\nlines"])
+def test_a_name_is_no_markup_and_no_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    peer = {
+        "peer": "Q",
+        "name": name,
+        "state": "ready",
+        "device": name,
+        "span": [0, 2],
+        "reached": "unknown",
+        "sends": {},
+    }
+    status = {"name": name, "units": 2, "mode": "serve", "missing": [], "peers": [peer]}
+    show(status_table(status))
+    printed = capsys.readouterr().out
+    assert not commands(printed)
+    assert one_line(name)[:3] in printed
