@@ -30,6 +30,7 @@ ROOMS = (
         "localswarm",
         "node",
         "owner_client",
+        "swarm_host",
         "sync_client",
         "tokenizer",
         "training",

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnode.cli.options.owner import KEY_VARIABLE, OWNER_KEY, PASSWORD_FILE, new_password, owner_key_of
+from swarmnode.cli.options.founding import keep, new_owner, new_swarm_file
+from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE
 from swarmnode.cli.terminal.bars import bytes_bar
 from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors, say
 
 if TYPE_CHECKING:
     from swarmnode.roles.creation.model_source import ModelSource
-    from swarmnode.swarm.records.signing_key import SigningKey
     from swarmnode.swarm.storage.swarmfile import Swarm
 
-SUFFIX = ".swarm"
 MODES = ("serve", "train")
 
 
@@ -94,15 +91,13 @@ def create(
     if private and public:
         fail("a swarm is --private or --public, not both", 2)
     from swarmnode.roles.creation.bootstraps import Bootstraps
-    from swarmnode.roles.creation.swarm_creation import check_name, create_swarm
+    from swarmnode.roles.creation.swarm_creation import create_swarm
     from swarmnode.swarm.records.manifest import OPEN, PRIVATE
 
-    path = _new_file(name, force=force)
-    check_name(path.stem)
+    path = new_swarm_file(name, force=force)
     bootstraps = Bootstraps(bootstrap, listen, announce).settled()
-    owner = _owner(path, owner_key, password_file, force=force) if private or public else None
+    owner = new_owner(path, owner_key, password_file, force=force) if private or public else None
     from swarmnode.roles.creation.model_source import from_checkpoint, from_config, from_module
-    from swarmnode.swarm.storage.swarmfile import save_swarm
 
     weights = path.with_name(f"{path.stem}-weights").absolute()
     if config is not None:
@@ -121,67 +116,13 @@ def create(
             owner=owner.key if owner else None,
             progress=progress,
         )
-    if owner is not None:
-        owner.save()
-        if private:
-            swarm = _with_host_grant(swarm, owner.key, path)
-    save_swarm(swarm, path)
+    swarm = keep(swarm, owner, path)
     if as_json:
         _print_json(swarm, path, model_source)
     elif quiet:
         say("" if private else swarm.invite, nl=not private)
     else:
         _tell(swarm, path, model_source, mode)
-
-
-@dataclass(frozen=True)
-class _Owner:
-    """The owner's key; a new one has a `file` to be written, once everything else is known to be right."""
-
-    key: SigningKey
-    file: Path | None = None
-    password: str = field(default="", repr=False)
-
-    def save(self) -> None:
-        from swarmnode.swarm.storage.owner_key import save_owner_key
-
-        if self.file is not None:
-            save_owner_key(self.key, self.file, self.password)
-
-
-def _new_file(name: str, *, force: bool) -> Path:
-    """The .swarm file to be written, where one can be written."""
-    path = Path(name).with_name(Path(name).name.removesuffix(SUFFIX) + SUFFIX)
-    if path.exists() and not force:
-        fail(f"{path} exists already; choose another name, or --force to overwrite it", 2)
-    if not path.absolute().parent.is_dir():
-        fail(f"{path.parent}: no such folder to write {path.name} into", 2)
-    if not os.access(path.absolute().parent, os.W_OK):
-        fail(f"{path.parent} cannot be written to: name a file in a folder of yours")
-    return path
-
-
-def _owner(path: Path, given: Path | None, password_file: Path | None, *, force: bool) -> _Owner:
-    """The owner's key: the one that is given, or a new one beside the .swarm file."""
-    from swarmnode.swarm.records.signing_key import SigningKey
-    from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
-
-    if given is not None or os.environ.get(KEY_VARIABLE):
-        return _Owner(owner_key_of(path, given, password_file))
-    file = path.with_suffix(OWNER_SUFFIX)
-    if file.exists() and not force:
-        fail(f"{file} exists already; to found another swarm with this key, give --owner-key {file}", 2)
-    return _Owner(SigningKey.generate(), file, new_password(password_file))
-
-
-def _with_host_grant(swarm: Swarm, owner: SigningKey, path: Path) -> Swarm:
-    from swarmnode.roles.membership.owner import with_host_grant
-    from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path
-
-    book = IssuedInvites(issued_invites_path(path))
-    swarm = with_host_grant(swarm, owner, book)
-    book.save()
-    return swarm
 
 
 def _check_options(mode: str, model: str, config: Path | None, module: str, *, units: int, byte_level: bool) -> None:

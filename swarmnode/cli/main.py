@@ -12,6 +12,7 @@ from swarmnode.cli.create import create
 from swarmnode.cli.demo import demo
 from swarmnode.cli.export import export
 from swarmnode.cli.generate import generate
+from swarmnode.cli.host import host
 from swarmnode.cli.identity import show_identity
 from swarmnode.cli.invite import invite
 from swarmnode.cli.join import join
@@ -35,6 +36,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
+    host,
     create,
     join,
     invite,

@@ -11,11 +11,12 @@ from swarmnode.net.addressing.addresses import tcp_service
 
 async def answering(addresses: Sequence[str], *, timeout_s: float) -> list[str]:
     """Those multiaddrs at which somebody accepts a TCP connection; all of them where nobody does: then it may be us."""
-    answers = await asyncio.gather(*(_answers(address, timeout_s) for address in addresses))
+    answers = await asyncio.gather(*(answers(address, timeout_s) for address in addresses))
     return [address for address, yes in zip(addresses, answers, strict=True) if yes] or list(addresses)
 
 
-async def _answers(address: str, timeout_s: float) -> bool:
+async def answers(address: str, timeout_s: float) -> bool:
+    """Whether somebody accepts a TCP connection there; also yes for other transports, of which that cannot be told."""
     service = tcp_service(address)
     if service is None:
         return True  # another transport: nobody knows

@@ -150,7 +150,7 @@ def load_swarm(source: str | Path, home: Path | None = None) -> Swarm:
     if isinstance(source, str) and looks_like_invite(source):
         return _invited(source)
     path = swarm_path(source)
-    if not path.exists() and (invite := _named(str(source), home)) is not None:
+    if not path.is_file() and (invite := _named(str(source), home)) is not None:
         return _invited(invite)
     data = _read(path)
     text = data.decode(errors="replace")
@@ -166,7 +166,9 @@ def swarm_path(source: str | Path) -> Path:
 
 def names_a_swarm(source: str, home: Path | None) -> bool:
     """Whether this is an invite, a file that is there, or a known name, rather than something else that was typed."""
-    return looks_like_invite(source) or source == "-" or swarm_path(source).exists() or _named(source, home) is not None
+    return (
+        looks_like_invite(source) or source == "-" or swarm_path(source).is_file() or _named(source, home) is not None
+    )
 
 
 def _named(name: str, home: Path | None) -> str | None:

@@ -1,0 +1,218 @@
+"""`swarmnode host`: a swarm for friends, with one command."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from swarmnode.cli.options.founding import SUFFIX, keep, new_owner, new_swarm_file
+from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
+from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE, owner_key_of
+from swarmnode.cli.terminal.bars import bytes_bar
+from swarmnode.cli.terminal.console import (
+    HOME,
+    LOG_FORMAT,
+    VERBOSE,
+    default_home,
+    fail,
+    print_json,
+    reports_errors,
+    run_async,
+    set_up_logging,
+)
+
+if TYPE_CHECKING:
+    from swarmnode.cli.options.founding import NewOwner
+    from swarmnode.node import Tell
+    from swarmnode.roles.creation.bootstraps import Bootstraps
+    from swarmnode.roles.membership.owner import InviteTerms
+    from swarmnode.swarm.records.signing_key import SigningKey
+    from swarmnode.swarm.storage.swarmfile import Swarm
+
+PORT = 4001
+USES = 2  # a node and a client
+TRY_S = 3.0
+
+
+@reports_errors
+def host(
+    model: str = typer.Argument(
+        ..., metavar="MODEL", help="Checkpoint: a folder, or a hub id; or a .swarm file of yours."
+    ),
+    name: str = typer.Option("", "--name", help="Name of the swarm; default: the model's.", show_default=False),
+    private: bool = typer.Option(False, "--private", help="Only those whom you invite belong to it."),
+    uses: int = typer.Option(
+        USES, "--uses", help="How many peers may use the invite to a --private swarm; 0: any number."
+    ),
+    expires: str = typer.Option(
+        "30d", "--expires", metavar="7d", help="When memberships by it end: 12h, 7d, 4w, never."
+    ),
+    listen: list[str] = typer.Option(
+        [],
+        "--listen",
+        metavar="MADDR",
+        help=f"Where newcomers knock; default: port {PORT} of every address of this machine.",
+    ),
+    announce: list[str] = typer.Option(
+        [], "--announce", metavar="MADDR", help="Address under which others reach it, where that differs from --listen."
+    ),
+    memory: str = typer.Option("", "--memory", metavar="SIZE", help="Memory to lend, as 6GB; default: what is free."),
+    device: str = typer.Option("auto", "--device", help="auto, cpu, cuda, cuda:1, mps."),
+    quantize: str = typer.Option("none", "--quantize", metavar="none|int8|nf4", help="Quantise the weights at load."),
+    nat: bool = typer.Option(False, "--nat/--no-nat", help="Ask the router to map a port (UPnP)."),
+    lan: bool = typer.Option(False, "--lan/--no-lan", help="Find peers on the local network and be found (mDNS)."),
+    owner_key: Path = OWNER_KEY,
+    password_file: Path = PASSWORD_FILE,
+    home: Path = HOME,
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object per event."),
+    metrics_port: int = SERVICE_METRICS_PORT,
+    metrics_host: str = METRICS_HOST,
+    log_format: str = LOG_FORMAT,
+    verbose: bool = VERBOSE,
+) -> None:
+    """Found a swarm for a model, open its door, lend this machine, and print the line that a friend types. Ctrl-C ends all of it.
+
+    It writes NAME.swarm in this folder, and goes on with it the next time.
+
+    Example: swarmnode host ./llama --private
+    """
+    set_up_logging(verbose, log_format)
+    from swarmnode.cli.options.quantities import parse_bytes
+    from swarmnode.cli.terminal.durations import parse_duration
+    from swarmnode.config import StageConfig
+    from swarmnode.net.addressing.addresses import check_all
+    from swarmnode.node import NodeConfig
+    from swarmnode.roles.creation.bootstraps import Bootstraps
+    from swarmnode.roles.host import HostConfig
+    from swarmnode.roles.membership.owner import InviteTerms
+
+    folder = default_home(home)
+    stage = StageConfig(
+        device=device, quantize=quantize, memory_bytes=parse_bytes(memory, "--memory") if memory else None
+    ).check()
+    terms = InviteTerms(life_s=None if expires == "never" else parse_duration(expires), uses=uses)
+    door = HostConfig(
+        folder, "bootstrap", announce_maddrs=check_all("--announce", announce, dialled=True), nat_port_map=nat, lan=lan
+    )
+    node = NodeConfig(HostConfig(folder, "host", nat_port_map=nat, lan=lan), stage)
+    swarm, path = _known(model, name, listen, announce)
+    if swarm is not None:
+        key = owner_key_of(path, owner_key, password_file) if swarm.private else None
+    else:
+        bootstraps = Bootstraps(listen=listen or [_free_everywhere()], announce=announce).settled()
+        owner = new_owner(path, owner_key, password_file) if private else None
+        swarm, key = _found(model, path, bootstraps, owner, quiet=as_json), owner.key if owner else None
+    invite = swarm.invite if key is None else _invite(swarm, path, terms, key)
+    watch = Watch(metrics_host, metrics_port, folder, as_json)
+
+    def tell(event: str, text: str, **details: Any) -> None:
+        if as_json:
+            print_json({"event": event, **details})
+        else:
+            typer.echo(text)
+
+    async def serve(stop: asyncio.Event) -> None:
+        from swarmnode.swarm_host import SwarmHost
+
+        hosting = SwarmHost(swarm, door, node, tell)
+        async with watch.over(swarm.name, hosting.readings):
+            await hosting.run(stop, lambda reached: _welcome(swarm, path, invite, reached, terms, tell))
+
+    run_async(serve)
+
+
+def _known(model: str, name: str, listen: list[str], announce: list[str]) -> tuple[Swarm | None, Path]:
+    """The swarm of this model that an earlier call founded here, if there is one, and its file."""
+    from swarmnode.swarm.storage.swarmfile import load_swarm, swarm_path
+
+    is_file = model.endswith(SUFFIX)
+    path = swarm_path(name or (model if is_file else _name_of(model)))
+    if not path.is_file():
+        if is_file:
+            fail(f"{model}: no such file; give a checkpoint to found a swarm", 2)
+        return None, new_swarm_file(name or _name_of(model))
+    swarm = load_swarm(path)
+    if not is_file and not _is_of(swarm, model):
+        fail(f"{path} is a swarm of another model; choose another name with --name", 2)
+    if listen or announce:
+        fail(f"{path} says already where newcomers knock; --listen and --announce are for a new swarm", 2)
+    return swarm, path
+
+
+def _found(model: str, path: Path, bootstraps: Bootstraps, owner: NewOwner | None, *, quiet: bool) -> Swarm:
+    from swarmnode.roles.creation.model_source import from_checkpoint
+    from swarmnode.roles.creation.swarm_creation import create_swarm
+    from swarmnode.swarm.records.manifest import OPEN, PRIVATE
+    from swarmnode.swarm.storage.swarmfile import load_swarm
+
+    with bytes_bar("Hashing the weights", quiet=quiet) as progress:
+        swarm = create_swarm(
+            path.stem,
+            from_checkpoint(model),
+            bootstraps,
+            membership=OPEN if owner is None else PRIVATE,
+            owner=None if owner is None else owner.key,
+            progress=progress,
+        )
+    keep(swarm, owner, path)
+    return load_swarm(path)
+
+
+def _name_of(model: str) -> str:
+    """A swarm's name out of a model's: its last part, of letters that need no quotes."""
+    return re.sub(r"[^\w.-]+", "-", Path(model).expanduser().absolute().name).strip("-.") or "swarm"
+
+
+def _is_of(swarm: Swarm, model: str) -> bool:
+    assert swarm.manifest is not None
+    folder = Path(model).expanduser().absolute()
+    return swarm.manifest.model.hub_id == model or (swarm.checkpoint is not None and swarm.checkpoint == folder)
+
+
+def _free_everywhere() -> str:
+    """The usual port where it is free, so that a router's rule goes on to hold; else any other."""
+    from swarmnode.errors import LocalError
+    from swarmnode.net.addressing.addresses import check_port_free, free_port
+
+    address = f"/ip4/0.0.0.0/tcp/{PORT}"
+    try:
+        check_port_free(address)
+    except LocalError:
+        return f"/ip4/0.0.0.0/tcp/{free_port('0.0.0.0')}"
+    return address
+
+
+def _invite(swarm: Swarm, path: Path, terms: InviteTerms, key: SigningKey) -> str:
+    """A line for a friend, entered into the book."""
+    from swarmnode.roles.membership.owner import make_invite
+    from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
+
+    book = open_issued_invites(issued_invites_path(path))
+    line = make_invite(swarm, key, terms, book)
+    book.save()
+    return line
+
+
+async def _welcome(swarm: Swarm, path: Path, invite: str, reached: list[str], terms: InviteTerms, tell: Tell) -> None:
+    """What the host wants to know once the door is open: where it stands, whether it answers there, and what a friend types."""
+    from swarmnode.net.addressing.addresses import is_public
+    from swarmnode.net.addressing.probe import answers
+
+    tried = dict(zip(reached, await asyncio.gather(*(answers(each, TRY_S) for each in reached)), strict=True))
+    lines = [f"{path.name}: newcomers knock at"]
+    lines += [f"  {address}  ({'answers' if yes else 'does not answer from here'})" for address, yes in tried.items()]
+    if not any(map(is_public, reached)):
+        lines.append(
+            "Only this network reaches these; for the internet forward a port and give --announce, or try --nat."
+        )
+    life = "for ever" if terms.life_s is None else f"for {terms.life_s / 86_400:.3g} days"
+    uses = f"{terms.uses} peers" if terms.uses else "any number of peers"
+    whom = f"volunteer, {uses}, {life}" if swarm.private else "everybody who has the line, for ever"
+    ask = f'swarmnode generate {shlex.quote(str(path))} "Once upon a time"'
+    lines += [f"A friend types ({whom}):", f"  swarmnode run {invite}", f"You ask it with:\n  {ask}"]
+    tell("hosting", "\n".join(lines), invite=invite, file=str(path), addresses=tried)

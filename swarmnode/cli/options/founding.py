@@ -1,0 +1,77 @@
+"""What `create` and `host` share: the file that is written, and the owner's key, both at the very end."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarmnode.cli.options.owner import KEY_VARIABLE, new_password, owner_key_of
+from swarmnode.cli.terminal.console import fail
+
+if TYPE_CHECKING:
+    from swarmnode.swarm.records.signing_key import SigningKey
+    from swarmnode.swarm.storage.swarmfile import Swarm
+
+SUFFIX = ".swarm"
+
+
+@dataclass(frozen=True)
+class NewOwner:
+    """The owner's key; a new one has a `file` to be written, once everything else is known to be right."""
+
+    key: SigningKey
+    file: Path | None = None
+    password: str = field(default="", repr=False)
+
+    def save(self) -> None:
+        """Write a new key under its password. Raises LocalError."""
+        from swarmnode.swarm.storage.owner_key import save_owner_key
+
+        if self.file is not None:
+            save_owner_key(self.key, self.file, self.password)
+
+
+def new_swarm_file(name: str, *, force: bool = False) -> Path:
+    """The .swarm file to be written, where one can be written. Raises UsageError for what cannot be a swarm's name."""
+    from swarmnode.roles.creation.swarm_creation import check_name
+
+    path = Path(name).with_name(Path(name).name.removesuffix(SUFFIX) + SUFFIX)
+    if path.exists() and not force:
+        fail(f"{path} exists already; choose another name, or --force to overwrite it", 2)
+    if not path.absolute().parent.is_dir():
+        fail(f"{path.parent}: no such folder to write {path.name} into", 2)
+    if not os.access(path.absolute().parent, os.W_OK):
+        fail(f"{path.parent} cannot be written to: name a file in a folder of yours")
+    check_name(path.stem)
+    return path
+
+
+def new_owner(path: Path, given: Path | None, password_file: Path | None, *, force: bool = False) -> NewOwner:
+    """The owner's key: the one that is given, or a new one beside the .swarm file."""
+    from swarmnode.swarm.records.signing_key import SigningKey
+    from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
+
+    if given is not None or os.environ.get(KEY_VARIABLE):
+        return NewOwner(owner_key_of(path, given, password_file))
+    file = path.with_suffix(OWNER_SUFFIX)
+    if file.exists() and not force:
+        fail(f"{file} exists already; to found another swarm with this key, give --owner-key {file}", 2)
+    return NewOwner(SigningKey.generate(), file, new_password(password_file))
+
+
+def keep(swarm: Swarm, owner: NewOwner | None, path: Path) -> Swarm:
+    """Write the new swarm, its owner's key, and of a private one the grant for the host's own machines. Raises LocalError."""
+    from swarmnode.roles.membership.owner import with_host_grant
+    from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path
+    from swarmnode.swarm.storage.swarmfile import save_swarm
+
+    if owner is not None:
+        owner.save()
+    if owner is not None and swarm.private:
+        book = IssuedInvites(issued_invites_path(path))
+        swarm = with_host_grant(swarm, owner.key, book)
+        book.save()
+    save_swarm(swarm, path)
+    return swarm
