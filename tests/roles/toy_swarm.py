@@ -32,8 +32,8 @@ from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.serving.client import SESSION_PROTOCOL, Route, Router
 from swarmnode.roles.serving.compute_watch import Running
 from swarmnode.roles.serving.generation import GenerateOptions, RingStream
+from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Sample
 from swarmnode.roles.serving.server import StageServer
-from swarmnode.roles.serving.worker import ForwardHidden, Job, JobResult, Pass, Sample
 
 MODULUS = 997
 HELLO = Hello(VERSION, bytes(32), "toy")

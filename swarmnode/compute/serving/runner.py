@@ -1,7 +1,7 @@
-"""Runs all sessions' waiting work on one span: schedule, run, postprocess. Called from one compute thread.
+"""Runs work of several sessions on one span: group, run, postprocess. Called from one compute thread.
 
-Short steps of all sessions (one new position, or a few: drafts) go through the model together (continuous batching, as in Orca,
-OSDI 2022); prompts go one session at a time and in chunks, so that a long one bounds neither memory nor the others' wait.
+Short steps (one new position, or a few: drafts) go through the model together, and so do chunks of prompts; what is too long for
+one pass goes alone and in chunks. Who waits for whom is decided before (`plan/serving/scheduler.py`).
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class StageRunner:
                 ready.append(work)
             except ProtocolError as error:
                 outcomes[work.session_id] = error
-        for together in self._schedule(ready):
+        for together in self._group(ready):
             outcomes.update(self._run_together(together))
         return [outcomes[work.session_id] for work in works]
 
@@ -193,23 +193,24 @@ class StageRunner:
         if work.reorder:
             self.pool.reorder(work.session_id, work.reorder)
 
-    def _schedule(self, works: Sequence[StepInput]) -> list[list[StepInput]]:
-        """Works that go through the model together: short steps over the same units; each longer one alone."""
-        together: dict[tuple[int, int], list[StepInput]] = {}
-        alone: list[StepInput] = []
+    def _group(self, works: Sequence[StepInput]) -> list[list[StepInput]]:
+        """Works that go through the model together: over the same units, steps with steps and chunks with chunks."""
+        alike: dict[tuple[int, int, bool], list[StepInput]] = {}
         for work in works:
             opened = self._sessions[work.session_id]
-            if work.count <= self._longest_shared:
-                together.setdefault((opened.start, opened.end), []).append(work)
-            else:
-                alone.append(work)
-        groups: list[list[StepInput]] = []
-        for short in together.values():
-            longest = max(work.count for work in short)
-            fits = {work.session_id: self._room(work) >= longest for work in short}
-            groups.append([work for work in short if fits[work.session_id]])
-            alone += [work for work in short if not fits[work.session_id]]
-        return [group for group in groups if group] + [[work] for work in alone]
+            is_short = work.count <= self._longest_shared
+            alike.setdefault((opened.start, opened.end, is_short), []).append(work)
+        return [group for candidates in alike.values() for group in self._fill_up(candidates)]
+
+    def _fill_up(self, works: list[StepInput]) -> list[list[StepInput]]:
+        """All that can be filled up to the longest, as one; each of the others alone."""
+        longest = max(work.count for work in works)
+        rows = sum(work.x.shape[0] for work in works)
+        if longest > self._longest_shared and longest > min(self._longest_pass, self.config.prefill_positions // rows):
+            return [[work] for work in works]
+        together = [work for work in works if self._room(work) >= longest]
+        alone = [[work] for work in works if self._room(work) < longest]
+        return [together, *alone] if together else alone
 
     def _room(self, work: StepInput) -> int:
         """How far a step may be filled up: what would lie beyond its session's last position may be beyond the model's too."""
@@ -217,12 +218,12 @@ class StageRunner:
         return cached.max_length - cached.length
 
     def _run_together(self, works: Sequence[StepInput]) -> dict[Hashable, StepOutput | Exception]:
-        """A few new positions of each of several sessions over the same units, or any number of one session alone."""
+        """New positions of several sessions over the same units, or any number of one session alone."""
         opened, longest = self._sessions[works[0].session_id], max(work.count for work in works)
         outcomes: dict[Hashable, StepOutput | Exception] = {}
         try:
             with self._throttle.pass_over(opened.end - opened.start, longest):
-                if longest > self._longest_shared:
+                if longest > self._longest_shared and len(works) == 1:
                     outcomes[works[0].session_id] = self._run_prompt(works[0])
                 else:
                     for result in self._run_steps(opened, works, longest):

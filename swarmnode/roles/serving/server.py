@@ -25,9 +25,11 @@ from swarmnode.roles.measuring.trace_log import SessionTrace, TraceLog
 from swarmnode.roles.measuring.trace_server import TraceServer
 from swarmnode.roles.serving.client import SESSION_PROTOCOL
 from swarmnode.roles.serving.compute_watch import ComputeWatch
-from swarmnode.roles.serving.session import StageSession, journal_bytes, shape_of, units_of
+from swarmnode.roles.serving.job import Job, Pass
+from swarmnode.roles.serving.opened import journal_bytes, shape_of, units_of
+from swarmnode.roles.serving.session import StageSession
 from swarmnode.roles.serving.session_memory import SessionMemory
-from swarmnode.roles.serving.worker import Job, Pass, Worker
+from swarmnode.roles.serving.worker import Worker
 
 WATCH_S = 0.5
 

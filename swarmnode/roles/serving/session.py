@@ -15,15 +15,15 @@ import asyncio
 import logging
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import msgspec
 
-from swarmnode.codec.body import MAX_WANTED
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.measuring_messages import Ran
 from swarmnode.codec.messages import Attach, Body, End, Error, Fault, Input, Mode, Open, Output, Ready, Sampling, Want
-from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, DType, TensorInfo
+from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.codec.trace_messages import trace_id
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError
 from swarmnode.net.interfaces import Buffer
@@ -33,14 +33,12 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.measuring.timing import Timing
 from swarmnode.roles.measuring.trace_log import SessionTrace
+from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample
+from swarmnode.roles.serving.opened import check_input, units_of
 from swarmnode.roles.serving.output_stream import OutputStream
-from swarmnode.roles.serving.worker import ForwardHidden, Job, JobResult, Pass, Return, Sample
 
 log = logging.getLogger(__name__)
 
-WIDEST_BYTES = 4  # per element, whatever the codec
-ENTRY_BYTES = 768  # of Python's objects around one entry of a journal, and one output
-SESSION_BYTES = 16 * 1024  # and around the session itself
 IDS_INFO = TensorInfo(Codec.NONE, DType.INT64, (1, 1))
 
 
@@ -70,28 +68,6 @@ class SessionHost(Protocol):
 def id_payload(token: int) -> bytes:
     """The payload of one token id, as IDS_INFO describes it."""
     return struct.pack("<q", token)
-
-
-def units_of(opened: Open) -> tuple[int, int]:
-    """The units [start, end) that the receiver of an OPEN computes."""
-    hop = opened.route[opened.index]
-    return hop.start, hop.end
-
-
-def journal_bytes(opened: Open, hidden_size: int) -> int:
-    """The most that a session comes to keep here for sending it again (at its last hop outputs, else what the next hop got), and
-    of inputs that came in and wait."""
-    last = opened.index + 1 == len(opened.route)
-    sends = not (last and opened.mode == Mode.RING)
-    takes = units_of(opened)[0] > 0
-    return SESSION_BYTES + opened.max_length * (
-        ENTRY_BYTES + opened.rows * WIDEST_BYTES * hidden_size * (sends + takes)
-    )
-
-
-def shape_of(opened: Open) -> tuple[object, ...]:
-    """What must stay the same over a session's epochs for its cache to be of use."""
-    return (units_of(opened), opened.mode, opened.rows, opened.max_length, opened.padding)
 
 
 class StageSession:
@@ -208,7 +184,7 @@ class StageSession:
 
     def _from_upstream(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Input):
-            code = self._check(frame.seq, body)
+            code = check_input(self._open, body, frame.seq, self.accepted, self._stage.hidden_size)
             if code is None:
                 self._accept(frame.seq, body, frame.payload)
             elif self._upstream is not None:
@@ -219,24 +195,6 @@ class StageSession:
         elif self._upstream is not None:
             self._upstream.close(Error(ErrorCode.MALFORMED))
             self.free()
-
-    def _check(self, start: int, body: Input) -> ErrorCode | None:
-        """Whether an input fits this session: the right rows and width, no gap, inside what was reserved."""
-        shape = body.tensor.shape
-        ids = units_of(self._open)[0] == 0
-        fits = (
-            len(shape) == (2 if ids else 3)
-            and shape[0] == self._open.rows
-            and shape[1] > 0
-            and (ids or shape[2] == self._stage.hidden_size)
-            and start <= self.accepted
-            and body.tensor.dtype in (ID_DTYPES if ids else FLOAT_DTYPES)
-            and (not body.reorder or (len(body.reorder) == self._open.rows > max(body.reorder)))
-        )
-        if not fits:
-            return ErrorCode.MALFORMED
-        too_many = start + shape[1] > self._open.max_length or (body.want == Want.ALL and shape[1] > MAX_WANTED)
-        return ErrorCode.TOO_LARGE if too_many else None
 
     def _accept(self, start: int, body: Input, payload: Buffer) -> None:
         end = start + body.tensor.shape[1]
@@ -252,8 +210,9 @@ class StageSession:
     ) -> None:
         start, self.accepted = self.accepted, end
         self.moved_s = asyncio.get_running_loop().time()
-        what = (self.key, start, end - start, parts, self._then(), self._done)
-        self._stage.submit(Job(*what, want=want, reorder=reorder, skip=skip, submitted_s=self._stage.clock()))
+        job = Job(self.key, start, end - start, parts, self._then(), self._done, want=want, reorder=reorder, skip=skip)
+        stages_after = len(self._open.route) - 1 - self.index
+        self._stage.submit(replace(job, stages_after=stages_after, submitted_s=self._stage.clock()))
 
     def _then(self) -> ForwardHidden | Sample | Return:
         if not self._is_last:

@@ -258,6 +258,7 @@ class ServingStage:
             conditions = hardware.conditions(host.swarm.id, span.end - span.start)
             measure = partial(measure_serving, runner, clock=clock.compute)
             capability = await worker.call(lambda: Capability.of(conditions, cache, measure, clock=clock.monotonic))
+            worker.expect(capability.speeds)
             server = StageServer(
                 host.network,
                 host.hello,

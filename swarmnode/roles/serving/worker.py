@@ -4,7 +4,8 @@
     thread:                   put -> take -> decode -> run -> encode
 
 The thread is the device's executor (`compute/executor.py`). All tensors live on it: payloads are decoded, sampled and encoded
-there, never on the loop.
+there, never on the loop. What goes together, and how much of a prompt, is decided in `plan/serving/scheduler.py`; jobs are joined
+and cut (`job.py`) as that wants it.
 """
 
 from __future__ import annotations
@@ -15,106 +16,31 @@ import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from swarmnode.codec.messages import Sampling, Want
-from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.executor import Executor, Urgency, WorkItem, is_device_fault
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, StepInput, is_finite
 from swarmnode.compute.serving.runner import StepOutput as Output
 from swarmnode.compute.serving.sampling import sample
 from swarmnode.compute.serving.window import LONGEST_SHARED
+from swarmnode.compute.speed import PREFILL_POSITIONS, Speeds
 from swarmnode.errors import ErrorCode, LocalError, ProtocolError
-from swarmnode.net.interfaces import Buffer
+from swarmnode.plan.serving.scheduler import PassScheduler
 from swarmnode.plan.view import Span
 from swarmnode.roles.measuring.meters import DECODE, FORWARD, PREFILL, SERVE, StageMeter
 from swarmnode.roles.serving.compute_watch import Running
+from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Return, take
 
 if TYPE_CHECKING:
     from swarmnode.compute.serving.runner import StageRunner
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ForwardHidden:
-    """What becomes of a job's output in the middle of a route: hidden states, encoded for the next hop."""
-
-    codec: Codec
-
-
-@dataclass(frozen=True)
-class Sample:
-    """At the last hop in RING mode: tokens for the positions from `first` on."""
-
-    sampling: Sampling
-    first: int
-
-
-@dataclass(frozen=True)
-class Return:
-    """At the last hop in DRIVEN mode: the wanted outputs go to the client as they are."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """Encoded positions of a session to be run through the stage: [start, start + count), after dropping `skip` from the front."""
-
-    session: int
-    start: int
-    count: int
-    parts: tuple[tuple[TensorInfo, Buffer], ...]
-    then: ForwardHidden | Sample | Return
-    done: Callable[[Job, JobResult, Pass], None]
-    want: Want = Want.NOTHING
-    reorder: tuple[int, ...] = ()
-    skip: int = 0
-    submitted_s: float = field(default_factory=time.perf_counter)
-
-    @property
-    def phase(self) -> str:
-        """Under which name its time is counted: one position is a decode step, more are a part of a prompt."""
-        return DECODE if self.count == 1 else PREFILL
-
-    @property
-    def end(self) -> int:
-        """The position after the last."""
-        return self.start + self.count
-
-
-class Pass(NamedTuple):
-    """When the pass that a job was part of began and ended, on the clock of `Job.submitted_s`, and how many jobs it was of."""
-
-    began_s: float
-    ended_s: float
-    jobs: int
-
-
-@dataclass(frozen=True)
-class JobResult:
-    """What came of a job. `tokens` are (position, ids per row) for Sample; `tensor` for Forward and Return."""
-
-    tensor: tuple[TensorInfo, Buffer] | None = None
-    tokens: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    error: ErrorCode | None = None
-    bad_input: bool = False  # the error was in what came in, not in what was made of it
-
-
-def merge(first: Job, second: Job, max_tokens: int) -> Job | None:
-    """Both jobs as one forward pass where that gives the same: adjoining positions, no reorder or wanted output between.
-
-    This is what makes a replay of a thousand decode steps cost a few prefill passes.
-    """
-    adjoining = first.end == second.start and first.count + second.count <= max_tokens
-    if not adjoining or first.want != Want.NOTHING or second.want == Want.ALL or second.reorder or second.skip:
-        return None
-    return replace(first, count=first.count + second.count, parts=first.parts + second.parts, want=second.want)
 
 
 OnLonePass = Callable[[str, int, int, float], None]
@@ -139,18 +65,13 @@ class _Batch(WorkItem):
 
 
 class Worker:
-    """What sessions want computed on one span: a source of work for the device's executor.
+    """What sessions want computed on one span: a source of work for the device's executor."""
 
-    A decode step is a job of one position; these and what else is short, of all sessions that wait, are run together. Prompt
-    chunks (longer jobs) are run one at a time, in turn with the steps, so that neither starves the other.
-    """
-
-    def __init__(self, runner: StageRunner, executor: Executor, *, chunk_tokens: int = 256) -> None:
+    def __init__(self, runner: StageRunner, executor: Executor, *, chunk_tokens: int = 128) -> None:
         self.runner = runner
+        self.scheduler = PassScheduler(longest_step=LONGEST_SHARED, longest_chunk=chunk_tokens)
         self._executor = executor
-        self._chunk_tokens = chunk_tokens
         self._waiting: dict[int, deque[Job]] = {}
-        self._prefill_next = False
         self.steps = 0
         self.positions = 0
         self.on_lone_pass: OnLonePass = lambda _phase, _positions, _units, _seconds: None
@@ -169,6 +90,12 @@ class Worker:
         """What the device computes at the moment, which may be somebody else's (training, say)."""
         item = self._executor.running
         return None if item is None else Running(self._executor.stalled_s, isinstance(item, _Batch))
+
+    def expect(self, speeds: Speeds) -> None:
+        """What passes should cost, until some were run."""
+        for positions, units_per_s in ((1, speeds.decode_units_per_s), (PREFILL_POSITIONS, speeds.prefill_units_per_s)):
+            if units_per_s:
+                self.scheduler.ran(positions, positions * self.meter.span.units / units_per_s)
 
     async def start(self) -> None:
         """Take part in the executor's turns. Raises ExecutorDied."""
@@ -191,6 +118,7 @@ class Worker:
 
         def drop() -> None:
             self._waiting.pop(session, None)
+            self.scheduler.drop(session)
             self.runner.close(session)
 
         self.call(drop)
@@ -203,11 +131,22 @@ class Worker:
 
     def put(self, item: Job) -> None:
         self._waiting.setdefault(item.session, deque()).append(item)
+        self.scheduler.add(item.session, item.count, stages_after=item.stages_after)
 
     def take(self) -> WorkItem | None:
-        """All waiting steps, or one prompt chunk."""
-        jobs = self._schedule()
-        return _Batch(jobs, self._run) if jobs else None
+        """The next pass."""
+        jobs = [self._take(session, count) for session, count in self.scheduler.next().items()]
+        if not jobs:
+            return None
+        self.scheduler.took({job.session: job.count for job in jobs})
+        return _Batch(jobs, self._run)
+
+    def _take(self, session: int, count: int) -> Job:
+        jobs = self._waiting[session]
+        job = take(jobs, count)
+        if not jobs:
+            del self._waiting[session]
+        return job
 
     def abandon(self, items: Iterable[Job], error: Exception) -> None:
         _give_up([*(job for jobs in self._waiting.values() for job in jobs), *items])
@@ -215,29 +154,9 @@ class Worker:
 
     def _run(self, batch: Sequence[Job]) -> None:
         results = self._compute(batch)
-        self._executor.post(_deliver, batch, results, Pass(self._executor.began_s, self._executor.clock(), len(batch)))
-
-    def _schedule(self) -> list[Job]:
-        """Either all sessions for which little waits, or one prompt chunk; in turn where both wait."""
-        steps: list[int] = []
-        prompts: list[int] = []
-        for session, jobs in self._waiting.items():
-            (steps if sum(job.count for job in jobs) <= LONGEST_SHARED else prompts).append(session)
-        if prompts and (self._prefill_next or not steps):
-            self._prefill_next = False
-            return [self._take(prompts[0])]
-        self._prefill_next = True
-        return [self._take(session) for session in steps]
-
-    def _take(self, session: int) -> Job:
-        jobs = self._waiting.pop(session)
-        job = jobs.popleft()
-        while jobs and (merged := merge(job, jobs[0], self._chunk_tokens)) is not None:
-            jobs.popleft()
-            job = merged
-        if jobs:
-            self._waiting[session] = jobs  # at the end: prompts take turns
-        return job
+        run = Pass(self._executor.began_s, self._executor.clock(), len(batch))
+        self.scheduler.ran(len(batch) * max(job.count for job in batch), run.ended_s - run.began_s)
+        self._executor.post(_deliver, batch, results, run)
 
     def _compute(self, batch: Sequence[Job]) -> list[JobResult]:
         works: list[StepInput] = []
@@ -260,7 +179,7 @@ class Worker:
         return [failed.get(id(job)) or done[id(job)] for job in batch]
 
     def _pass(self, works: Sequence[StepInput]) -> list[Output | Exception]:
-        phase = DECODE if len(works) > 1 or works[0].count == 1 else PREFILL
+        phase = DECODE if min(work.count for work in works) == 1 else PREFILL
         tokens = [work.x.shape[0] * work.count for work in works]
         units = [self.runner.units(work.session_id) for work in works]
         unit_tokens = sum(map(operator.mul, tokens, units))
@@ -285,14 +204,15 @@ class Worker:
             raise LocalError("its cache could not be opened")
         # The session has checked the shapes: whatever the codec, no payload makes more than they say.
         tensors = [decode(info, payload, device=self.runner.span.device) for info, payload in job.parts]
-        x = (tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1))[:, job.skip :]
+        x = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
+        x = x[:, job.skip : job.skip + job.count]
         if x.is_floating_point():
             if not is_finite(x):
                 raise ProtocolError("the input is not finite", code=ErrorCode.NOT_FINITE)
             x = x.to(self.runner.span.dtype)
         elif int(x.min()) < 0 or int(x.max()) >= self.runner.span.vocab_size:
             raise ProtocolError("a token id is not in the vocabulary", code=ErrorCode.INVALID_REQUEST)
-        wanted = _wanted(job)
+        wanted = job.wanted
         want = WANT_NOTHING if wanted == 0 else WANT_LAST if wanted == 1 else WANT_ALL
         return StepInput(job.session, x, want=want, reorder=job.reorder, start=job.start)
 
@@ -303,7 +223,7 @@ class Worker:
             info, payload = encode(y, then.codec)
             self.meter.note_tensors(then.codec, FORWARD, raw_bytes=y.nbytes, encoded_bytes=len(payload))
             return JobResult(tensor=(info, payload))
-        wanted = _wanted(job)
+        wanted = job.wanted
         y = y[:, y.shape[1] - wanted :]
         if not is_finite(y):
             return JobResult(error=ErrorCode.NOT_FINITE)
@@ -320,16 +240,6 @@ def _failure(job: Job, error: Exception) -> JobResult:
         raise error
     log.error("session %d failed at position %d", job.session, job.start, exc_info=error)
     return JobResult(error=ErrorCode.INTERNAL)
-
-
-def _wanted(job: Job) -> int:
-    """How many of the job's last positions the head must compute."""
-    then = job.then
-    if isinstance(then, ForwardHidden):
-        return 0
-    if isinstance(then, Sample):
-        return max(0, min(job.count, job.end + 1 - then.first))
-    return {Want.NOTHING: 0, Want.LAST: 1, Want.ALL: job.count}[job.want]
 
 
 def _give_up(jobs: Sequence[Job]) -> None:

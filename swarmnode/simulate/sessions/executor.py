@@ -1,8 +1,4 @@
-"""The worker of a peer: one pass at a time, in the order in which live nodes compute.
-
-Either all waiting decode steps together, those over the same units in one pass, or one prompt chunk; in turn where both wait
-(`roles/serving/worker.py`).
-"""
+"""The worker of a peer: one pass at a time, scheduled as live nodes do it (`plan/serving/scheduler.py`)."""
 
 from __future__ import annotations
 
@@ -10,6 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from swarmnode.compute.serving.window import LONGEST_SHARED
+from swarmnode.config import ServerConfig
+from swarmnode.plan.serving.scheduler import PassScheduler
 from swarmnode.plan.view import Span
 from swarmnode.simulate.clock import SimulatedClock
 from swarmnode.simulate.environment.model import Model
@@ -18,11 +17,13 @@ from swarmnode.simulate.environment.peers import Peer
 
 @dataclass(slots=True)
 class SimulatedJob:
-    """`tokens` positions of one session through `span`; `done` when they are through."""
+    """`tokens` positions of a session through `span`, to go on to `stages_after` more; `done` when they are through."""
 
+    session: int
     span: Span
     tokens: int
     done: Callable[[], None]
+    stages_after: int = 0
 
 
 class SimulatedExecutor:
@@ -32,60 +33,63 @@ class SimulatedExecutor:
         self._clock = clock
         self._peer = peer
         self._model = model
-        self._steps: list[SimulatedJob] = []
-        self._prompts: deque[SimulatedJob] = deque()
-        self._prompt_next = False
+        self._scheduler = PassScheduler(longest_step=LONGEST_SHARED, longest_chunk=ServerConfig.prefill_chunk_tokens)
+        self._waiting: dict[int, deque[SimulatedJob]] = {}  # by session
         self._busy = False
         self._stopped = False
 
     def __repr__(self) -> str:
-        return f"<SimulatedExecutor {self._peer.peer}: {len(self._steps)} steps and {len(self._prompts)} prompts wait>"
+        return f"<SimulatedExecutor {self._peer.peer}: {self._scheduler!r}>"
 
     def submit(self, job: SimulatedJob) -> None:
         """Hand over a job."""
-        if job.tokens == 1:
-            self._steps.append(job)
-        else:
-            self._prompts.append(job)
+        self._waiting.setdefault(job.session, deque()).append(job)
+        self._scheduler.add(job.session, job.tokens, stages_after=job.stages_after)
         if not self._busy:
             self._next()
 
     def stop(self) -> None:
         """Drop everything."""
         self._stopped = True
-        self._steps.clear()
-        self._prompts.clear()
 
     def _next(self) -> None:
-        if self._prompts and (self._prompt_next or not self._steps):
-            self._prompt_next = False
-            batch = [self._prompts.popleft()]
-            takes_s = self._prompt_s(batch[0])
-        elif self._steps:
-            self._prompt_next = True
-            batch, self._steps = self._steps, []
-            takes_s = self._steps_s(batch)
-        else:
+        counts = self._scheduler.next()
+        if not counts:
             return
+        self._scheduler.took(counts)
+        takes_s = self._pass_s(counts)
         self._busy = True
         self._peer.busy_s += takes_s
-        self._clock.after(takes_s, lambda: self._finish(batch))
+        self._clock.after(takes_s, lambda: self._finish(counts, takes_s))
 
-    def _finish(self, batch: list[SimulatedJob]) -> None:
+    def _finish(self, counts: dict[int, int], took_s: float) -> None:
         if self._stopped:
             return
-        for job in batch:
-            job.done()  # what they hand over meanwhile is computed together
+        self._scheduler.ran(len(counts) * max(counts.values()), took_s)
+        for session, count in counts.items():
+            self._advance(session, count)  # what is handed over meanwhile is computed together
         self._busy = False
         self._next()
 
-    def _prompt_s(self, job: SimulatedJob) -> float:
-        device = self._peer.device
-        return device.prompt_s(device.layers(self._model, job.span), job.tokens)
+    def _advance(self, session: int, count: int) -> None:
+        jobs = self._waiting[session]
+        while count and jobs:
+            job = jobs[0]
+            passed = min(count, job.tokens)
+            job.tokens -= passed
+            count -= passed
+            if not job.tokens:
+                jobs.popleft()
+                job.done()
+        if not jobs:
+            self._waiting.pop(session, None)
 
-    def _steps_s(self, batch: list[SimulatedJob]) -> float:
-        device = self._peer.device
-        together: dict[Span, int] = {}
-        for job in batch:
-            together[job.span] = together.get(job.span, 0) + 1
-        return sum(device.decode_s(device.layers(self._model, span), count) for span, count in together.items())
+    def _pass_s(self, counts: dict[int, int]) -> float:
+        """Those over the same units go together: steps of one position each, or chunks."""
+        device, together = self._peer.device, dict[Span, list[int]]()
+        for session, count in counts.items():
+            together.setdefault(self._waiting[session][0].span, []).append(count)
+        return sum(
+            device.decode_s(layers, len(group)) if max(group) == 1 else device.prompt_s(layers, sum(group))
+            for layers, group in ((device.layers(self._model, span), group) for span, group in together.items())
+        )

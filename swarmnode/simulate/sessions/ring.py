@@ -31,7 +31,8 @@ class RingSession(Session):
     def _compute(self, index: int, tokens: int, last: bool) -> None:
         hop = self.hops[index]
         if hop.lives:  # what comes to a dead peer is lost; the client will hear of it
-            hop.worker.submit(SimulatedJob(hop.span, tokens, self._guard(lambda: self._pass_on(index, tokens, last))))
+            done = self._guard(lambda: self._pass_on(index, tokens, last))
+            hop.worker.submit(SimulatedJob(self.number, hop.span, tokens, done, len(self.hops) - 1 - index))
 
     def _pass_on(self, index: int, tokens: int, last: bool) -> None:
         if index + 1 < len(self.hops):
@@ -83,6 +84,6 @@ class RingSession(Session):
         def compute() -> None:
             if hop.lives:
                 done = self._guard(lambda: self._replay(index + 1, kept))
-                hop.worker.submit(SimulatedJob(hop.span, max(2, self.positions), done))
+                hop.worker.submit(SimulatedJob(self.number, hop.span, max(2, self.positions), done))
 
         self._clock.at(arrives_s, self._guard(compute))

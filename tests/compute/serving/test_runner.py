@@ -127,6 +127,35 @@ def test_steps_and_replays_in_any_mix(model, runner, seed):
             assert close(result.output, expected(model, texts[work.session_id])[:, -1:])
 
 
+def test_prompts_of_several_sessions_share_a_pass(model, span, monkeypatch):
+    runner = StageRunner(span, RunnerConfig(cache_bytes=1 << 24, prefill_positions=64))
+    passes: list[torch.Size] = []
+    forward = span.forward
+    monkeypatch.setattr(span, "forward", lambda x, **how: passes.append(x.shape) or forward(x, **how))
+    texts = {name: ids_of(length, seed=length) for name, length in zip("abc", (12, 16, 14), strict=True)}
+    for name in texts:
+        runner.open(name, rows=1, max_length=40)
+    for result in runner.run([StepInput(name, ids, WANT_ALL) for name, ids in texts.items()]):
+        assert close(result.output, expected(model, texts[result.session_id]))
+    assert passes == [(3, 16)]
+    more = {name: ids_of(9, seed=50 + number) for number, name in enumerate(texts)}
+    for result in runner.run([StepInput(name, ids) for name, ids in more.items()]):
+        ids = torch.cat([texts[result.session_id], more[result.session_id]], 1)
+        assert close(result.output, expected(model, ids)[:, -1:])
+    assert passes[1:] == [(3, 9)]
+
+
+def test_prompts_that_do_not_fit_into_one_pass_go_alone(span, monkeypatch):
+    runner = StageRunner(span, RunnerConfig(cache_bytes=1 << 24, prefill_positions=64))
+    passes: list[torch.Size] = []
+    forward = span.forward
+    monkeypatch.setattr(span, "forward", lambda x, **how: passes.append(x.shape) or forward(x, **how))
+    for name in "abc":
+        runner.open(name, rows=1, max_length=40)
+    runner.run([StepInput(name, ids_of(25), WANT_NOTHING) for name in "abc"])
+    assert passes == [(1, 25)] * 3
+
+
 def test_a_steady_set_copies_nothing(runner):
     for name in "abc":
         runner.open(name, rows=1, max_length=60)

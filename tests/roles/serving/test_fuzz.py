@@ -15,7 +15,7 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, Error, Fault
 from swarmnode.errors import ErrorCode, SwarmnodeError
 from swarmnode.net.links.switchboard import Channel
-from swarmnode.roles.serving.worker import Job
+from swarmnode.roles.serving.job import Job
 from tests.net.virtual import in_virtual_time
 from tests.roles.serving.live_swarm import LiveSwarm, LiveVolunteer
 from tests.roles.toy_swarm import expected

@@ -9,7 +9,7 @@ import pytest
 from swarmnode.codec.messages import HopSpec, Mode, Open
 from swarmnode.errors import Busy
 from swarmnode.ledger import Account
-from swarmnode.roles.serving.session import journal_bytes
+from swarmnode.roles.serving.opened import journal_bytes
 from tests.net.virtual import in_virtual_time
 from tests.roles.toy_swarm import ToySwarm, expected
 

@@ -17,7 +17,8 @@ from swarmnode.compute.executor import Executor
 from swarmnode.compute.serving.runner import StepInput
 from swarmnode.compute.serving.runner import StepOutput as Output
 from swarmnode.errors import ErrorCode
-from swarmnode.roles.serving.worker import ForwardHidden, Job, JobResult, Worker
+from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult
+from swarmnode.roles.serving.worker import Worker
 
 PATIENCE_S = 5.0
 
@@ -96,7 +97,21 @@ async def test_steps_that_wait_go_together_and_prompts_alone(desk: Desk) -> None
     go.set()
     await held
     assert {session: result.error for session, result in (await desk.next(4)).items()} == dict.fromkeys((0, 1, 2, 7))
-    assert sorted(passes) == [[0, 1, 2], [7]]
+    assert passes[0] == [0, 1, 2] and all(others == [7] for others in passes[1:])
+
+
+async def test_a_long_prompt_goes_in_chunks_and_comes_out_whole(desk: Desk) -> None:
+    lengths: list[int] = []
+    desk.runner.act = lambda works: lengths.extend(work.count for work in works)
+    desk.submit(0, *(number % 100 for number in range(300)))
+    values: list[float] = []
+    while len(values) < 300:
+        result = (await desk.next(1))[0]
+        assert result.tensor is not None
+        info, payload = result.tensor
+        values += struct.unpack(f"<{info.shape[1]}f", payload)
+    assert values == [number % 100 for number in range(300)]
+    assert lengths == [128, 128, 44]
 
 
 async def test_a_bad_id_fails_alone(desk: Desk) -> None:

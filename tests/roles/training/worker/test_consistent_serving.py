@@ -17,7 +17,8 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment, load_twin
-from swarmnode.roles.serving.worker import Job, JobResult, Return, Worker
+from swarmnode.roles.serving.job import Job, JobResult, Return
+from swarmnode.roles.serving.worker import Worker
 from tests.compute.training.conftest import build, make_run, pass_through
 
 PATIENCE_S = 20.0

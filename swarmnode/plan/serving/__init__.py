@@ -1,0 +1,1 @@
+"""What a stage computes next for its sessions."""

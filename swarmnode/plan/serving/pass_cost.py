@@ -1,0 +1,52 @@
+"""What a pass through a stage takes, learnt from those that were run: a fixed time, and as much again for each position.
+
+The fixed part is reading the weights and starting the operators, the other multiplying. A straight line is fitted to
+(positions, seconds) by least squares, of which older passes count less and less: caches grow, and machines get other work.
+"""
+
+from __future__ import annotations
+
+KEPT = 0.97  # of the weight of all earlier passes, at each new one
+
+
+class PassCost:
+    """`fixed_s + positions * position_s`; both are zero as long as nothing was noted."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0  # sums over passes: x positions, y seconds
+
+    def __repr__(self) -> str:
+        return f"<PassCost {self.fixed_s * 1e3:.2f} ms and {self.position_s * 1e6:.1f} us for each position>"
+
+    def note(self, positions: int, took_s: float) -> None:
+        """A pass over so many positions took so long."""
+        x, y = float(positions), took_s
+        sums = (self._weight, self._x, self._y, self._xx, self._xy)
+        new = (1.0, x, y, x * x, x * y)
+        self._weight, self._x, self._y, self._xx, self._xy = (
+            KEPT * old + added for old, added in zip(sums, new, strict=True)
+        )
+
+    @property
+    def position_s(self) -> float:
+        """Of each further position. All of the time is theirs where all passes were alike."""
+        if not self._weight:
+            return 0.0
+        spread = self._weight * self._xx - self._x**2
+        if spread <= 1e-6 * self._weight * self._xx:
+            return self._y / self._x
+        slope_s = (self._weight * self._xy - self._x * self._y) / spread
+        return min(max(slope_s, 0.0), self._y / self._x)
+
+    @property
+    def fixed_s(self) -> float:
+        """Of a pass, however short."""
+        return (self._y - self.position_s * self._x) / self._weight if self._weight else 0.0
+
+    def seconds(self, positions: float) -> float:
+        """What a pass should take."""
+        return self.fixed_s + positions * self.position_s
+
+    def positions(self, within_s: float) -> float:
+        """How long a pass may be that takes no more than `within_s` seconds."""
+        return (within_s - self.fixed_s) / self.position_s if self.position_s else float("inf")

@@ -1,0 +1,127 @@
+"""Which positions of which sessions go through the model in the next pass: continuous batching with chunked prompts.
+
+    add(session, count) -> next() -> {session: count} -> took(them) -> [the pass] -> ran(positions, seconds)
+
+Sessions that decode go together (Orca, OSDI 2022): a pass over several costs little more than over one. Prompts go in chunks, in
+turn with the steps, so that neither starves the other (Sarathi-Serve, arXiv 2403.02310), and short ones together. Steps and chunks
+do not share a pass as they do there: all rows of a pass are as long as the longest (`compute/serving/cohort.py`), so a chunk of T
+positions beside B steps would be one of (B + 1) T.
+
+How long a chunk is, from what passes were seen to cost (a fixed time f, and p for each position):
+
+  - While others decode it takes at most STALL times what their step takes: that is the longest that a step waits for it.
+  - Where stages follow, they are to work on its beginning while this one works on its end. Of L positions in n chunks, h stages one
+    after another make (n + h - 1) (f + p L / n), which is least for n = sqrt((h - 1) p L / f); f is taken as that of one position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from swarmnode.plan.serving.pass_cost import PassCost
+
+STALL = 1.5  # times a step: who comes just after a chunk has begun waits for it and for a step
+SHORTEST_CHUNK = 16  # positions; shorter ones are all overhead
+RECENT_PASSES = 16  # who had no step in as many is so slow that a whole chunk does not matter to it
+
+
+@dataclass(slots=True)
+class Backlog:
+    """What of a session waits: `positions`, and how many waited when its prompt began. `stages_after` this one it goes on to."""
+
+    positions: int = 0
+    prompt: int = 0
+    stages_after: int = 0
+
+
+class PassScheduler:
+    """Of one stage. A session of which at most `longest_step` positions wait is at a step, else in its prompt."""
+
+    def __init__(self, *, longest_step: int, longest_chunk: int) -> None:
+        self.cost = PassCost()
+        self._longest_step = longest_step
+        self._longest_chunk = longest_chunk
+        self._backlogs: dict[int, Backlog] = {}  # who had a turn last stands last
+        self._stepped_at: dict[int, int] = {}  # by session that decodes, the number of the last pass with a step of it
+        self._passes = 0
+        self._prompts_next = False
+
+    def __repr__(self) -> str:
+        return f"<PassScheduler {len(self._backlogs)} sessions wait, {len(self._stepped_at)} decode, {self.cost!r}>"
+
+    def add(self, session: int, positions: int, *, stages_after: int = 0) -> None:
+        """More of a session waits."""
+        backlog = self._backlogs.setdefault(session, Backlog())
+        backlog.positions += positions
+        backlog.prompt = max(backlog.prompt, backlog.positions)
+        backlog.stages_after = stages_after
+
+    def drop(self, session: int) -> None:
+        """The session is over."""
+        self._backlogs.pop(session, None)
+        self._stepped_at.pop(session, None)
+
+    def next(self) -> dict[int, int]:
+        """How many positions of which sessions are to go together; of none where nothing waits."""
+        steps = self._steps()
+        prompts = [session for session in self._backlogs if session not in steps]
+        self._prompts_next = bool(steps) and not (prompts and self._prompts_next)
+        return steps if self._prompts_next or not prompts else self._chunks(prompts)
+
+    def took(self, counts: Mapping[int, int]) -> None:
+        """These go into a pass now, which may be somewhat more or less than what `next` said."""
+        self._passes += 1
+        for session, count in counts.items():
+            backlog = self._backlogs.pop(session)
+            backlog.positions -= count
+            if backlog.positions > 0:
+                self._backlogs[session] = backlog
+            if self._prompts_next:  # it is a pass of steps
+                self._stepped_at[session] = self._passes
+        oldest = self._passes - RECENT_PASSES
+        self._stepped_at = {session: number for session, number in self._stepped_at.items() if number > oldest}
+
+    def ran(self, positions: int, took_s: float) -> None:
+        """A pass over so many positions, all rows filled up to the longest, is over."""
+        self.cost.note(positions, took_s)
+
+    def _steps(self) -> dict[int, int]:
+        """All sessions at a step. Some have several positions (drafts, the end of a prompt), to which all rows are filled up: they
+        are left to the prompts unless that costs less than another pass."""
+        waiting = ((backlog.positions, session) for session, backlog in self._backlogs.items())
+        steps: dict[int, int] = {}
+        longest = 0
+        for count, session in sorted(entry for entry in waiting if entry[0] <= self._longest_step):
+            if steps and len(steps) * (count - longest) * self.cost.position_s > self.cost.fixed_s:
+                break
+            steps[session] = longest = count
+        return steps
+
+    def _chunks(self, prompts: list[int]) -> dict[int, int]:
+        """Of the prompt whose turn it is, and of others that are about as long while there is room."""
+        room = self._room()
+        longest = min(self._chunk(self._backlogs[prompts[0]]), room)
+        chunks: dict[int, int] = {}
+        for session in prompts:
+            if (len(chunks) + 1) * longest > room:
+                break
+            count = min(self._backlogs[session].positions, longest)
+            if 2 * count > longest:
+                chunks[session] = count
+        return chunks
+
+    def _room(self) -> int:
+        """Positions of a pass over chunks, such that who decodes does not wait too long for it."""
+        if not self._stepped_at:
+            return self._longest_chunk
+        most = self.cost.positions(STALL * self.cost.seconds(len(self._stepped_at)))
+        return int(min(max(most, SHORTEST_CHUNK), self._longest_chunk))
+
+    def _chunk(self, backlog: Backlog) -> int:
+        """Such that the stages after this one are not idle for long; all chunks of a prompt are about as long."""
+        parallel_s, least_s = backlog.stages_after * backlog.prompt * self.cost.position_s, self.cost.seconds(1)
+        chunks = max(1, round(math.sqrt(parallel_s / least_s))) if least_s else 1
+        length = math.ceil(backlog.prompt / chunks)
+        return min(max(length, SHORTEST_CHUNK), backlog.positions)

@@ -1,0 +1,54 @@
+"""What an OPEN fixes of a session at the hop that it reaches: its units and shape, what inputs fit it, and what it takes."""
+
+from __future__ import annotations
+
+from swarmnode.codec.body import MAX_WANTED
+from swarmnode.codec.messages import Input, Mode, Open, Want
+from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES
+from swarmnode.errors import ErrorCode
+
+WIDEST_BYTES = 4  # per element, whatever the codec
+ENTRY_BYTES = 768  # of Python's objects around one entry of a journal, and one output
+SESSION_BYTES = 16 * 1024  # and around the session itself
+
+
+def units_of(opened: Open) -> tuple[int, int]:
+    """The units [start, end) that the receiver of an OPEN computes."""
+    hop = opened.route[opened.index]
+    return hop.start, hop.end
+
+
+def journal_bytes(opened: Open, hidden_size: int) -> int:
+    """The most that a session comes to keep here for sending it again (at its last hop outputs, else what the next hop got), and
+    of inputs that came in and wait."""
+    last = opened.index + 1 == len(opened.route)
+    sends = not (last and opened.mode == Mode.RING)
+    takes = units_of(opened)[0] > 0
+    return SESSION_BYTES + opened.max_length * (
+        ENTRY_BYTES + opened.rows * WIDEST_BYTES * hidden_size * (sends + takes)
+    )
+
+
+def shape_of(opened: Open) -> tuple[object, ...]:
+    """What must stay the same over a session's epochs for its cache to be of use."""
+    return (units_of(opened), opened.mode, opened.rows, opened.max_length, opened.padding)
+
+
+def check_input(opened: Open, body: Input, start: int, accepted: int, hidden_size: int) -> ErrorCode | None:
+    """Whether an input from position `start` on fits a session that has `accepted` positions: the right rows and width, no gap,
+    inside what was reserved. None where it does."""
+    shape = body.tensor.shape
+    ids = units_of(opened)[0] == 0
+    fits = (
+        len(shape) == (2 if ids else 3)
+        and shape[0] == opened.rows
+        and shape[1] > 0
+        and (ids or shape[2] == hidden_size)
+        and start <= accepted
+        and body.tensor.dtype in (ID_DTYPES if ids else FLOAT_DTYPES)
+        and (not body.reorder or (len(body.reorder) == opened.rows > max(body.reorder)))
+    )
+    if not fits:
+        return ErrorCode.MALFORMED
+    too_many = start + shape[1] > opened.max_length or (body.want == Want.ALL and shape[1] > MAX_WANTED)
+    return ErrorCode.TOO_LARGE if too_many else None

@@ -1,0 +1,173 @@
+"""Which positions go through the model next: nobody starves, nobody stalls for long."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from statistics import median
+
+from swarmnode.plan.serving.scheduler import SHORTEST_CHUNK, STALL, PassScheduler
+
+LONGEST_STEP, LONGEST_CHUNK = 8, 128
+FIXED_S, POSITION_S = 0.010, 0.001
+
+
+def cost_s(counts: Mapping[int, int]) -> float:
+    """Of a pass: all rows are filled up to the longest."""
+    return FIXED_S + POSITION_S * len(counts) * max(counts.values())
+
+
+class Stage:
+    """A stage whose passes cost what `cost_s` says. Who decodes asks for the next step as soon as one is done."""
+
+    def __init__(self) -> None:
+        self.scheduler = PassScheduler(longest_step=LONGEST_STEP, longest_chunk=LONGEST_CHUNK)
+        self.passes: list[dict[int, int]] = []
+        self.now_s = 0.0
+        self.decoding: set[int] = set()
+
+    def turn(self) -> dict[int, int]:
+        counts = self.scheduler.next()
+        if counts:
+            self.scheduler.took(counts)
+            self.now_s += cost_s(counts)
+            self.scheduler.ran(len(counts) * max(counts.values()), cost_s(counts))
+            self.passes.append(counts)
+        for session in self.decoding.intersection(counts):
+            self.scheduler.add(session, 1)
+        return counts
+
+    def decode(self, *sessions: int, turns: int = 20) -> None:
+        """Let them decode. The stage then knows what passes cost."""
+        for positions in (1, LONGEST_CHUNK):
+            self.scheduler.ran(positions, cost_s({0: positions}))
+        for session in sessions:
+            self.scheduler.add(session, 1)
+            self.decoding.add(session)
+        for _ in range(turns):
+            self.turn()
+        self.passes.clear()
+
+    def run(self) -> list[dict[int, int]]:
+        while self.turn():
+            pass
+        return self.passes
+
+
+def test_steps_go_together_and_short_prompts_go_together() -> None:
+    stage = Stage()
+    for session in range(20):
+        stage.scheduler.add(session, 16)
+    assert [len(counts) for counts in stage.run()] == [8, 8, 4]
+    for session in range(30):
+        stage.scheduler.add(session, 1)
+    assert stage.turn() == dict.fromkeys(range(30), 1)
+
+
+def test_a_long_prompt_keeps_nobody_from_the_shorter_ones() -> None:
+    stage = Stage()
+    stage.scheduler.add(0, 10_000)
+    for session in range(1, 5):
+        stage.scheduler.add(session, 20)
+    stage.turn()
+    assert set(stage.turn()) >= {1, 2, 3, 4}
+
+
+def test_who_decodes_waits_for_no_more_than_a_stall_and_a_step() -> None:
+    stage = Stage()
+    stage.decode(*range(30))
+    step_s = cost_s(dict.fromkeys(range(30), 1))
+    for session in range(100, 110):
+        stage.scheduler.add(session, 500)
+    last_s, waits_s, taken = stage.now_s, [], 0
+    while taken < 10 * 500:
+        counts = stage.turn()
+        taken += sum(count for session, count in counts.items() if session >= 100)
+        if 0 in counts:
+            waits_s.append(stage.now_s - last_s)
+            last_s = stage.now_s
+    assert max(waits_s) < (STALL + 1) * step_s * 1.01
+
+
+def test_a_prompt_goes_on_however_many_decode() -> None:
+    stage = Stage()
+    stage.decode(0)
+    stage.scheduler.add(7, 1000)
+    for _ in range(40):
+        stage.turn()
+    assert sum(7 in counts for counts in stage.passes) == 20
+    assert min(counts[7] for counts in stage.passes if 7 in counts) >= SHORTEST_CHUNK
+
+
+def test_alone_a_prompt_goes_in_the_longest_chunks() -> None:
+    stage = Stage()
+    stage.decode()
+    stage.scheduler.add(7, 300)
+    assert [counts[7] for counts in stage.run()] == [128, 128, 44]
+
+
+def test_a_prompt_is_cut_for_the_stages_that_follow() -> None:
+    def total_s(length: int, chunks: int, stages: int) -> float:
+        return (chunks + stages - 1) * cost_s({0: length // chunks})
+
+    stage = Stage()
+    stage.decode()
+    stage.scheduler.add(7, 256, stages_after=1)
+    lengths = [counts[7] for counts in stage.run()]
+    assert sum(lengths) == 256
+    best_s = min(total_s(256, chunks, 2) for chunks in range(1, 17))
+    assert total_s(256, len(lengths), 2) < 1.02 * best_s
+    assert max(lengths) - min(lengths) < len(lengths)  # about as long each
+
+
+def test_the_end_of_a_prompt_does_not_lengthen_everybodys_step() -> None:
+    stage = Stage()
+    stage.decode(*range(30))
+    stage.scheduler.add(99, LONGEST_STEP)
+    assert stage.turn() == {99: LONGEST_STEP}
+    assert stage.turn() == dict.fromkeys(range(30), 1)
+
+
+def test_a_few_drafts_share_a_step_that_is_cheap_to_fill_up() -> None:
+    stage = Stage()
+    stage.decode()
+    stage.scheduler.add(0, 1)
+    stage.scheduler.add(1, 3)
+    assert stage.turn() == {0: 1, 1: 3}
+
+
+def test_what_could_not_be_taken_waits_on() -> None:
+    scheduler = PassScheduler(longest_step=LONGEST_STEP, longest_chunk=LONGEST_CHUNK)
+    scheduler.add(0, 50)
+    assert scheduler.next() == {0: 50}
+    scheduler.took({0: 20})
+    assert scheduler.next() == {0: 30}
+    scheduler.drop(0)
+    assert scheduler.next() == {}
+
+
+def test_sixty_four_at_once_see_their_tokens_come_evenly() -> None:
+    """The longest of a hundred waits is at most three times the usual one, while prompts of all lengths come in."""
+    chance, stage = random.Random(4), Stage()
+    stage.decode()
+    left = dict.fromkeys(range(64), 64)
+    for session in left:
+        stage.scheduler.add(session, chance.randrange(2, 200))
+    told_s: dict[int, float] = {}
+    waits_s: list[float] = []
+    while left:
+        counts = stage.turn()
+        for session in counts:
+            if session in stage.scheduler._backlogs:
+                continue  # in the middle of its prompt
+            if session in told_s:
+                waits_s.append(stage.now_s - told_s[session])
+            told_s[session] = stage.now_s
+            left[session] -= 1
+            if left[session]:
+                stage.scheduler.add(session, 1)
+            else:
+                del left[session]
+                stage.scheduler.drop(session)
+    waits_s.sort()
+    assert waits_s[int(0.99 * len(waits_s))] <= 3 * median(waits_s)
