@@ -154,6 +154,11 @@ class SwarmClient:
     # -- looking
 
     @property
+    def peer_id(self) -> PeerId:
+        """Who we are in the swarm."""
+        return self._host.peer_id
+
+    @property
     def units(self) -> int:
         """Units of the model."""
         assert self._host.swarm.manifest is not None

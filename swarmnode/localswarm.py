@@ -21,8 +21,10 @@ from typing import Any
 from swarmnode.errors import LocalError
 from swarmnode.net.libp2p.parent import die_with_parent
 
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 10.0
+START_TIMEOUT_S = (
+    240.0  # a process that ends is noticed at once; one that is slow, on a machine that does other things, is not
+)
+STOP_TIMEOUT_S = 60.0
 
 
 class NodeProcess:

@@ -27,7 +27,7 @@ from swarmnode.demo.lesson import write_untaught
 from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.swarm.storage.swarmfile import load_swarm
 
-SPANS = {"a1": "0:4", "a2": "0:4", "b1": "4:8", "b2": "4:8"}
+SPANS = {"a1": "0:3", "a2": "0:3", "b1": "3:6", "b2": "3:6"}
 PROMPT = list(range(5, 37))
 TOKENS, AT = 96, 40
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from swarmnode.cli.main import app
 
 ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 240.0  # processes take long on a machine that is busy
 
 
 def swarmnode(*arguments: str, home: Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -21,7 +22,7 @@ def swarmnode(*arguments: str, home: Path, cwd: Path | None = None) -> subproces
         [sys.executable, "-m", "swarmnode.cli.main", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIMEOUT_S,
         cwd=cwd,
         env={**os.environ, "SWARMNODE_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,28 +14,9 @@ import pytest
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.graph.costs.span_estimate import estimate_span
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint
-from swarmnode.demo.lesson import generate_alone
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
-from tests.llama import save_llama
 from tests.node.virtual_swarm import VirtualSwarm
-
-PROMPT = [5, 17, 3, 99, 42, 7, 256, 11]
-
-
-@dataclass(frozen=True)
-class TinyModel:
-    """A small random Llama on disk, and what one process generates with it."""
-
-    folder: Path
-    units: int
-
-    def alone(self, prompt: list[int], max_new_tokens: int) -> list[int]:
-        return list(_alone(self.folder, tuple(prompt), max_new_tokens))
-
-
-@functools.lru_cache
-def _alone(folder: Path, prompt: tuple[int, ...], max_new_tokens: int) -> list[int]:
-    return generate_alone(folder, list(prompt), max_new_tokens)
+from tests.tiny import TinyModel
 
 
 @dataclass(frozen=True)
@@ -83,9 +63,7 @@ def estimated_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_llama(folder, layers=4)
-    return TinyModel(folder, units=6)
+    return TinyModel.save(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,9 @@ from swarmnode.compute.executor import Urgency
 from swarmnode.errors import ExecutorDied, LocalError
 from swarmnode.roles.serving.generation import Generation
 from tests.net.virtual import in_virtual_time
-from tests.node.conftest import PROMPT, Founded, TinyModel
+from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualSwarm
+from tests.tiny import PROMPT, TinyModel
 
 TOKENS = 48
 KILL_STALL_S = 1.0

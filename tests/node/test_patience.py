@@ -11,8 +11,9 @@ from swarmnode.client import SwarmClient
 from swarmnode.errors import NoRoute
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.net.virtual import in_virtual_time
-from tests.node.conftest import PROMPT, Founded
+from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualSwarm
+from tests.tiny import PROMPT
 
 
 @in_virtual_time

@@ -8,6 +8,7 @@ import typing
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -15,6 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.local import train_locally
+from swarmnode.node import NodeConfig
+from swarmnode.roles.host import HostConfig
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.run import Run
 from swarmnode.training.preparation import NO_DATA, prepare
@@ -71,6 +74,11 @@ class School(VirtualSwarm):
 
     def start(self, name: str, span: str) -> VirtualMember:
         return self.node(name, span, compress="none")
+
+    def start_behind(self, upload_bps: float, name: str, span: str) -> VirtualMember:
+        """A node with a slow uplink, which compresses as it sees fit."""
+        home = self.folder / "homes" / name
+        return self.node(name, span, config=NodeConfig(HostConfig(home, name=name, max_upload_bps=upload_bps)))
 
     def _last_step(self, name: str) -> list[Path]:
         return sorted((self.folder / "homes" / name).glob(f"training/*/*/step-{STEPS:08d}"))
@@ -195,3 +203,22 @@ async def test_a_unit_without_anybody_is_waited_for(founded: Founded, alone: dic
         school.start(SPANS[1], SPANS[1])
         assert await trainer.finish() == STEPS
         assert_same_curve(trainer.losses, alone, steps=STEPS)
+
+
+@in_virtual_time
+async def test_a_slow_uplink_is_compressed_for_and_says_so(
+    founded: Founded, alone: dict[int, float], tmp_path: Path
+) -> None:
+    """Paced to 1 Mbit/s, so that hidden states of 98 kB are slower than computing them; the curve stays close."""
+    async with school_of(founded, tmp_path) as school:
+        for span in SPANS:
+            await school.start_behind(1e6, span, span).wait_for("ready")
+        settings = msgspec.structs.replace(SETTINGS, microbatch=12, steps=12)
+        trainer = school.trainer("trainer", DATA, settings)
+        told = await school.members[SPANS[0]].wait_for("compressing")
+        assert told["direction"] == "forward"
+        assert told["codec"] in ("bf16", "int8", "int4")
+        assert "Mbit/s" in told["reason"]
+        assert await trainer.finish() == settings.steps
+    assert trainer.losses[0] == pytest.approx(alone[0], rel=1e-3)
+    assert trainer.losses[settings.steps - 1] < 0.95 * trainer.losses[0]

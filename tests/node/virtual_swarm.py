@@ -29,7 +29,7 @@ from swarmnode.net.memory.network import Path as NetworkPath
 from swarmnode.node import Node, NodeConfig
 from swarmnode.platform import Platform
 from swarmnode.roles.creation.bootstraps import Bootstraps
-from swarmnode.roles.creation.model_source import from_checkpoint
+from swarmnode.roles.creation.model_source import ModelSource, from_checkpoint
 from swarmnode.roles.creation.swarm_creation import create_swarm
 from swarmnode.roles.host import HostConfig
 from swarmnode.swarm.records.manifest import SERVE
@@ -39,13 +39,30 @@ from swarmnode.training.client import TrainingClient
 
 LATENCY_S = 0.001
 PASS_S = 0.002  # that the device takes for whatever it does
-TICK_S = 0.001
+TICK_S = 0.0001
 PATIENCE_S = 600.0  # of the virtual clock, so that it costs nothing
 
 
 def pass_s(_item: WorkItem) -> float:
     """Every device is as fast."""
     return PASS_S
+
+
+class DeviceTime:
+    """What a device's own clock says: each look takes a tick, and a throttle holds it up."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<DeviceTime {self._now_s:.4f} s>"
+
+    def now(self) -> float:
+        self._now_s += TICK_S
+        return self._now_s
+
+    def hold_up(self, seconds: float) -> None:
+        self._now_s += seconds
 
 
 class VirtualMember:
@@ -56,7 +73,6 @@ class VirtualMember:
         self.node = node
         self.home = home
         self.seen: list[dict[str, Any]] = []
-        self.executor: InlineExecutor | None = None
         self._swarm = swarm
         self._stop = asyncio.Event()
         self._news = asyncio.Event()
@@ -208,10 +224,8 @@ class VirtualSwarm:
         self._loop = asyncio.get_running_loop()
         self.world = FakeWorld(seed, clock=self.unix)
         self.world.default_path = NetworkPath(latency_s=LATENCY_S)
-        self._ticks = itertools.count()
         self._clients = itertools.count()
         self._ends = contextlib.AsyncExitStack()
-        self.clock = Clock(self.unix, self._loop.time, self._loop.time, lambda: next(self._ticks) * TICK_S)
 
     def __repr__(self) -> str:
         return f"<VirtualSwarm {list(self.members.values())}>"
@@ -232,13 +246,16 @@ class VirtualSwarm:
 
     def platform(self, cost_s: Callable[[WorkItem], float] = pass_s) -> Platform:
         """What a peer of this swarm stands on; its device takes `cost_s` for what it does."""
-        return Platform(self.world.start, lambda _threads: InlineExecutor(cost_s), self.clock)
+        device, now = DeviceTime(), self._loop.time
+        clock = Clock(self.unix, now, now, device.now, device.hold_up)
+        return Platform(self.world.start, lambda _threads: InlineExecutor(cost_s), clock)
 
     # -- founding
 
-    def create(self, model: Path, *, mode: str = SERVE, **options: Any) -> Swarm:
-        """Found the swarm on a checkpoint and write its file."""
-        swarm = create_swarm("virtual", from_checkpoint(str(model)), Bootstraps(), mode=mode, **options)
+    def create(self, model: Path | ModelSource, *, mode: str = SERVE, **options: Any) -> Swarm:
+        """Found the swarm, on a checkpoint where it is a folder, and write its file."""
+        source = model if isinstance(model, ModelSource) else from_checkpoint(str(model))
+        swarm = create_swarm("virtual", source, Bootstraps(), mode=mode, **options)
         save_swarm(swarm, self.file)
         return swarm
 
@@ -291,9 +308,11 @@ class VirtualSwarm:
         return next(member for member in self.members.values() if member.peer == peer)
 
     @contextlib.asynccontextmanager
-    async def client(self, swarm: str | Path | None = None, **options: Any) -> AsyncIterator[SwarmClient]:
+    async def client(
+        self, swarm: str | Path | None = None, *, home: Path | None = None, **options: Any
+    ) -> AsyncIterator[SwarmClient]:
         """A client, once it sees every unit held."""
-        home = self.folder / f"client-{next(self._clients)}"
+        home = home or self.folder / f"client-{next(self._clients)}"
         client = await SwarmClient.join(load_swarm(swarm or self.file), home=home, platform=self.platform(), **options)
         try:
             while not client.status()["covered"]:

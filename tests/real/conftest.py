@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,9 +12,8 @@ import pytest
 from swarmnode.client import SwarmClient
 from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.swarm.storage.swarmfile import load_swarm
-from tests.llama import save_llama
+from tests.tiny import TinyModel
 
-PROMPT = [5, 17, 3, 99, 42, 7, 256, 11]
 TIMEOUT_S = 400  # of a test, where it says nothing else: processes take long on a machine that is busy
 
 
@@ -28,24 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
-@dataclass(frozen=True)
-class TinyModel:
-    """A small random Llama on disk, and what one process generates with it."""
-
-    folder: Path
-    units: int
-
-    def alone(self, prompt: list[int], max_new_tokens: int) -> list[int]:
-        from swarmnode.demo.lesson import generate_alone
-
-        return generate_alone(self.folder, prompt, max_new_tokens)
-
-
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_llama(folder, layers=4)
-    return TinyModel(folder, units=6)
+    return TinyModel.save(tmp_path_factory.mktemp("tiny"))
 
 
 class Stages:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 
 import psutil
 
 from swarmnode.client import SwarmClient
 from swarmnode.roles.serving.generation import Generation
-from tests.real.conftest import PROMPT, Stages, TinyModel
+from tests.real.conftest import Stages
+from tests.tiny import PROMPT, TinyModel
 
 TOKENS = 48
 
@@ -96,3 +99,22 @@ async def test_a_leaving_node_hands_its_sessions_over(stages: Stages, tiny: Tiny
         await asyncio.to_thread(leaving[0].process.wait, 30)
     assert result.ids == tiny.alone(PROMPT, TOKENS)
     assert leaving[0].process.returncode == 0
+
+
+async def test_the_sessions_of_a_killed_client_are_freed(stages: Stages) -> None:
+    asked = ("generate", str(stages.local.file), "--ids", ",".join(map(str, PROMPT)), "-n", "4000")
+    async with stages.client() as client:
+
+        async def until_sessions(some: bool) -> None:
+            while any(peer["sessions"] for peer in client.status()["peers"]) is not some:
+                await client.changed()
+
+        dying = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "swarmnode.cli.main", *asked, env=stages.local.environment, stdout=subprocess.PIPE
+        )
+        assert dying.stdout is not None
+        await dying.stdout.readexactly(4)  # it has tokens: its session is open
+        await until_sessions(True)
+        dying.kill()
+        await dying.wait()
+        await until_sessions(False)

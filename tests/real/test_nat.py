@@ -13,8 +13,8 @@ import pytest
 
 from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.net.identity import Identity
-from tests.real.conftest import PROMPT, TinyModel
 from tests.real.nat_lab import ABSENT_DOOR, DOORS, VISITOR, NatLab, lacking, reaches
+from tests.tiny import PROMPT, TinyModel
 
 SPANS = {"one": "0:3", "two": "3:6"}
 PATIENCE_S = 90.0

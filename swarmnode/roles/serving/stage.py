@@ -247,13 +247,13 @@ class ServingStage:
         """Serve a span that is loaded, and whose `weights` are in the ledger, if they are its own. Raises ExecutorDied."""
         passes = hardware.ledger.count(Account.ACTIVATIONS, span.pass_bytes(RunnerConfig.prefill_positions, MAX_BATCH))
         per_token = max(1, span.cache_bytes_per_token)
-        throttle = Throttle(hardware.config.throttle_units_per_s or math.inf)
+        clock = host.clock
+        throttle = Throttle(hardware.config.throttle_units_per_s or math.inf, clock=clock.compute, sleep=clock.hold_up)
         cache_bytes = hardware.cache_tokens(Units(span.start, span.end)) * per_token
         runner = StageRunner(span, RunnerConfig(cache_bytes=cache_bytes), throttle, hardware.ledger)
         worker = Worker(runner, executor, chunk_tokens=hardware.config.server.prefill_chunk_tokens)
         try:
             await worker.start()
-            clock = host.clock
             cache = SpeedCache(host.config.home / SPEEDS_FILE, now=clock.unix)
             conditions = hardware.conditions(host.swarm.id, span.end - span.start)
             measure = partial(measure_serving, runner, clock=clock.compute)

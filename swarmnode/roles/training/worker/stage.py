@@ -76,6 +76,7 @@ class TrainingStage:
         *,
         compressor: ActivationCompressor | None = None,
         memory: TrainingMemory | None = None,
+        unit_time: UnitTime | None = None,
         on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
     ) -> None:
         self.segment = segment
@@ -98,7 +99,7 @@ class TrainingStage:
         self._checkpoint_manager = checkpoint_manager
         self._all_reducer = AllReducer(network.peer_id, self.switchboard, self.bench)
         self._admission_queue = AdmissionQueue(self._memory)
-        self.unit_time = UnitTime()
+        self.unit_time = unit_time or UnitTime()
         self._agreed: Agreed | None = None
         self._heard: list[tuple[int, Agreed, float]] = []  # while listening: agreed gradients and norms by step
         self._losses: dict[int, float] = {}

@@ -33,6 +33,7 @@ from swarmnode.roles.training.coordinator.election import CoordinatorElection
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.stage import TrainingStage
+from swarmnode.roles.training.worker.unit_time import UnitTime
 from swarmnode.swarm.records.announcement import MAX_RTTS, peer_digest
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.records.sections import Section, TrainingNews
@@ -73,6 +74,7 @@ class TrainingWorker:
         folder = host.config.home / "training" / host.swarm.id.hex()[:16]
         checkpoint_manager = CheckpointManager(host.network, host.hello, host.link_config, folder)
         assert host.swarm.manifest is not None
+        clock = host.clock
         training = TrainingStage(
             host.network,
             host.hello,
@@ -82,15 +84,17 @@ class TrainingWorker:
             executor,
             compressor=ActivationCompressor(hardware.config.compress, host.swarm.manifest.codecs),
             memory=TrainingMemory(hardware.ledger, segment, functools.partial(estimates, checkpoint)),
+            unit_time=UnitTime(clock=clock.compute),
             on_neighbour_lost=host.lost_neighbour,
         )
-        cache = SpeedCache(host.config.home / SPEEDS_FILE)
+        cache = SpeedCache(host.config.home / SPEEDS_FILE, now=clock.unix)
         conditions = replace(hardware.conditions(host.swarm.id, units.units), number_format="training")
         capability = await executor.call(
-            Urgency.CONTROL, lambda: Capability.of(conditions, cache, lambda: measure(segment))
+            Urgency.CONTROL,
+            lambda: Capability.of(conditions, cache, lambda: measure(segment, clock.compute), clock=clock.monotonic),
         )
         election = CoordinatorElection(
-            host.directory, training, checkpoint.units, clock=host.clock.monotonic, on_crash=host.supervisor.ends_peer
+            host.directory, training, checkpoint.units, clock=clock.monotonic, on_crash=host.supervisor.ends_peer
         )
         await training.start()
         election.start()
@@ -171,9 +175,9 @@ def estimates(checkpoint: Checkpoint, run: Run) -> Sequence[UnitEstimate]:
     return estimate_span(checkpoint, run.microbatch, run.sequence)
 
 
-def measure(segment: Segment) -> Speeds:
+def measure(segment: Segment, clock: Callable[[], float]) -> Speeds:
     """Before anything is trained. What a graph's inputs are is known to its data alone: its first real work tells."""
-    return measure_training(segment) if isinstance(segment, SpanSegment) else Speeds()
+    return measure_training(segment, clock=clock) if isinstance(segment, SpanSegment) else Speeds()
 
 
 def load(checkpoint: Checkpoint, units: Span, hardware: Hardware) -> Segment:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 NEWEST = 0.1  # weight of the newest measurement
@@ -12,7 +12,8 @@ NEWEST = 0.1  # weight of the newest measurement
 class UnitTime:
     """Seconds for one unit, forward and back: a moving average of what was timed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._one_way_s = 0.0
 
     def __repr__(self) -> str:
@@ -26,7 +27,7 @@ class UnitTime:
     @contextmanager
     def timing(self, units: int) -> Iterator[None]:
         """Around a pass through so many units, there or back: there are as many of each."""
-        began_s = time.perf_counter()
+        began_s = self._clock()
         yield
-        one_way_s = (time.perf_counter() - began_s) / units
+        one_way_s = (self._clock() - began_s) / units
         self._one_way_s = (1 - NEWEST) * self._one_way_s + NEWEST * one_way_s if self._one_way_s else one_way_s

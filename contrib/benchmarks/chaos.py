@@ -1,0 +1,191 @@
+"""How long users wait while nodes come and go: `python contrib/benchmarks/chaos.py [--seconds 180] [--seed 1]`. Prints JSON.
+
+Three stages with two replicas each, real processes on loopback, a tiny Llama; four clients generate without pause. Every six
+seconds a node is killed -9, stopped for five seconds or told to leave (SIGTERM), in turn, and who has gone is started again.
+Struck is whoever has a serving replica beside it: a stage without anybody is a question of how many nodes there are.
+The longest wait for a token, first ones included, should be at most 3 s, and no text another or missing.
+The same in virtual time, for any seed: tests/roles/serving/test_chaos.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import uvloop
+
+from swarmnode.client import SwarmClient
+from swarmnode.demo.lesson import write_untaught
+from swarmnode.errors import SwarmnodeError
+from swarmnode.localswarm import LocalSwarm, NodeProcess
+from swarmnode.swarm.storage.swarmfile import load_swarm
+
+SPANS = ("0:2", "2:4", "4:6")
+REPLICAS = 2
+CLIENTS = 4
+TOKENS = 60
+FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
+FAULT_EVERY_S = 6.0
+STOPPED_S = 5.0
+LONGEST_WAIT_S = 3.0
+SHOWN = 5  # of the longest waits
+
+
+@dataclass(frozen=True)
+class Wait:
+    """For one token: how long, until when (both in seconds, from the start), and which fault came last before its end."""
+
+    seconds: float
+    ended_s: float
+    first: bool
+    after: str
+
+
+@dataclass
+class Report:
+    """What users saw."""
+
+    faults: list[str] = field(default_factory=list)
+    texts: int = 0
+    wrong: int = 0
+    failed: list[str] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        longest = sorted(self.waits, key=lambda wait: -wait.seconds)
+        return {
+            "faults": len(self.faults),
+            "texts": self.texts,
+            "wrong": self.wrong,
+            "failed": self.failed,
+            "longest_wait_s": round(longest[0].seconds, 2),
+            "waits_beyond_the_floor": sum(wait.seconds > LONGEST_WAIT_S for wait in longest),
+            "longest": [
+                f"{wait.seconds:.2f} s until {wait.ended_s:.1f} s, {'first token' if wait.first else 'stall'}, after {wait.after}"
+                for wait in longest[:SHOWN]
+            ],
+        }
+
+
+class Chaos:
+    """Faults on a swarm of real processes, one every so often."""
+
+    def __init__(self, swarm: LocalSwarm, dice: random.Random) -> None:
+        self.swarm = swarm
+        self.report = Report()
+        self.began_s = time.monotonic()
+        self._dice = dice
+        self._names = itertools.count()
+        self._nodes: dict[NodeProcess, str] = {}  # and their spans; those that are to serve
+        self._mending: set[asyncio.Task[None]] = set()
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic() - self.began_s
+
+    def start(self, span: str) -> NodeProcess:
+        """One more node; does not wait."""
+        node = self.swarm.node(f"n{next(self._names)}", "--span", span)
+        self._nodes[node] = span
+        return node
+
+    async def run(self, seconds: float) -> None:
+        """Strike until the time is over."""
+        for kind in itertools.cycle(FAULTS):
+            await asyncio.sleep(FAULT_EVERY_S)
+            if self.now_s >= seconds:
+                break
+            victims = [node for node in self._serving() if self._has_replica(node)]
+            if victims:
+                self._strike(self._dice.choice(victims), kind)
+        await asyncio.gather(*self._mending)
+
+    def _serving(self) -> list[NodeProcess]:
+        return [node for node in self._nodes if node.process.poll() is None and _has_told(node, "ready")]
+
+    def _has_replica(self, node: NodeProcess) -> bool:
+        return sum(self._nodes[other] == self._nodes[node] for other in self._serving()) > 1
+
+    def _strike(self, victim: NodeProcess, kind: str) -> None:
+        span = self._nodes[victim]
+        self.report.faults.append(f"{kind} of {span} at {self.now_s:.1f} s")
+        victim.kill(FAULTS[kind])
+        if kind == "stop":
+            asyncio.get_running_loop().call_later(STOPPED_S, victim.kill, signal.SIGCONT)
+            return
+        del self._nodes[victim]
+        self._mending.add(asyncio.ensure_future(self._replace(span)))
+
+    async def _replace(self, span: str) -> None:
+        await asyncio.to_thread(self.start(span).wait_for, "ready")
+
+    async def generate(self, client: SwarmClient, prompt: list[int], truth: list[int], seconds: float) -> None:
+        """One text after the other, each compared."""
+        while self.now_s < seconds:
+            waited_from_s = self.now_s
+            try:
+                stream = await client.stream(prompt, max_new_tokens=TOKENS)
+                async for _ in stream:
+                    first = len(stream.result.ids) == 1
+                    after = self.report.faults[-1] if self.report.faults else "nothing"
+                    self.report.waits.append(Wait(self.now_s - waited_from_s, self.now_s, first, after))
+                    waited_from_s = self.now_s
+            except SwarmnodeError as error:
+                self.report.failed.append(f"at {self.now_s:.1f} s: {error}")
+                continue
+            self.report.texts += 1
+            self.report.wrong += stream.result.ids != truth
+
+
+def _has_told(node: NodeProcess, event: str) -> bool:
+    return any(told.get("event") == event for told in node.seen)
+
+
+async def measure(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
+    """The whole of it."""
+    await asyncio.to_thread(write_untaught, folder / "model")
+    with LocalSwarm(folder / "swarm") as swarm:
+        swarm.folder.mkdir()
+        swarm.create(folder / "model")
+        swarm.bootstrap()
+        chaos = Chaos(swarm, random.Random(seed))
+        for node in [chaos.start(span) for span in SPANS for _ in range(REPLICAS)]:
+            await asyncio.to_thread(node.wait_for, "ready")
+        clients = [
+            await SwarmClient.join(load_swarm(swarm.file), home=folder / f"client-{number}")
+            for number in range(CLIENTS)
+        ]
+        try:
+            prompts = [[number + 5, 17, 7, 31] for number in range(CLIENTS)]
+            truths = [(await clients[0].generate(prompt, max_new_tokens=TOKENS)).ids for prompt in prompts]
+            chaos.began_s = time.monotonic()
+            everybody = zip(clients, prompts, truths, strict=True)
+            await asyncio.gather(chaos.run(seconds), *(chaos.generate(*one, seconds) for one in everybody))
+        finally:
+            await asyncio.gather(*(client.close() for client in clients))
+    return chaos.report.to_json()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="swarmnode-chaos-") as name:
+        print(json.dumps(uvloop.run(measure(Path(name), options.seconds, options.seed)), indent=1))
+
+
+if __name__ == "__main__":
+    main()
