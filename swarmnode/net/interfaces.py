@@ -36,6 +36,11 @@ class Stream(ABC):
     def write(self, buffers: Sequence[Buffer]) -> None:
         """Queue bytes for sending, in order, without waiting. Raises PeerLost on a stream that is closed."""
 
+    @property
+    @abstractmethod
+    def unsent_bytes(self) -> int:
+        """Written, and still held by this process."""
+
     @abstractmethod
     async def drain(self) -> None:
         """Wait until the send queue is below its high-water mark. Raises PeerLost where the stream died meanwhile."""

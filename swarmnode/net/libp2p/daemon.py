@@ -90,6 +90,7 @@ class Daemon:
 
     @property
     def pid(self) -> int:
+        """Of the process."""
         return self._process.pid
 
     @property

@@ -152,6 +152,10 @@ class SocketStream(Stream, asyncio.BufferedProtocol):
                 pieces.extend(view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES))
         self._transport.writelines(pieces)
 
+    @property
+    def unsent_bytes(self) -> int:
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
     async def drain(self) -> None:
         if self._writable is not None:
             await asyncio.shield(self._writable)

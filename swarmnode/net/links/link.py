@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from swarmnode.codec.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, Frame, FrameKind, FrameReader, pack_header
+from swarmnode.codec.frames import MAX_PAYLOAD_BYTES, Frame, FrameKind, FrameReader, pack_header
 from swarmnode.codec.messages import (
     KIND_OF,
-    VERSION,
     Body,
     End,
     Error,
@@ -26,8 +25,10 @@ from swarmnode.ledger import Full, MemoryLedger
 from swarmnode.net.deadlines import Deadline
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
 from swarmnode.net.links.gate import OPEN_GATE, Gate
+from swarmnode.net.links.greeting import check_greeting, read_greeting
 from swarmnode.net.links.heartbeat import Heartbeat, HeartbeatConfig
 from swarmnode.net.links.rate_limiter import RateLimitedStream, RateLimiter
+from swarmnode.net.links.send_queue import SendQueue
 from swarmnode.net.measuring.link_statistics import LinkStatistics
 from swarmnode.net.measuring.round_trips import RoundTrips
 from swarmnode.net.measuring.throughput_meter import MEASURED_BYTES, ThroughputMeter
@@ -51,9 +52,7 @@ class LinkConfig:
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
     rate_limiter: RateLimiter | None = None  # of all the node's links together; None: as fast as it goes
-    link_statistics: LinkStatistics = field(
-        default_factory=LinkStatistics
-    )  # what the node's links measure, all together
+    link_statistics: LinkStatistics = field(default_factory=LinkStatistics)  # what all the node's links measure
     traffic: Traffic = field(default_factory=Traffic)  # of all the node's links together
     gate: Gate = OPEN_GATE  # of all the node's links together
     ledger: MemoryLedger = field(default_factory=MemoryLedger)  # of the host: payloads that came in, journals
@@ -66,7 +65,6 @@ class Link:
 
     def __init__(self, stream: Stream, config: LinkConfig) -> None:
         self.peer: PeerId = stream.peer
-        self.sent_bytes = 0
         self.received_bytes = 0
         self.bandwidth_bps: float | None = None  # of what we send, as the peer has measured it
         self._config = config
@@ -83,8 +81,7 @@ class Link:
         self._round_trips = RoundTrips(config.clock)
         self._unasked_bytes = 0  # sent in large frames since the peer was asked how fast they came
         self._early: list[Frame] = []  # frames that came in one read with HELLO
-        self._out: list[Buffer] = []
-        self._out_bytes = 0
+        self._sending = SendQueue(self._stream, config.ledger)
         self._closed = False
         self._ended_here = False
         self._lost: PeerError | None = None
@@ -94,6 +91,11 @@ class Link:
         state = "closed" if self._closed else "busy" if self.busy else "idle"
         rtt = "?" if self.rtt_s is None else f"{self.rtt_s * 1e3:.1f} ms"
         return f"<Link to {self.peer} {state} rtt {rtt} sent {self.sent_bytes} received {self.received_bytes} bytes>"
+
+    @property
+    def sent_bytes(self) -> int:
+        """Handed to the network so far."""
+        return self._sending.sent_bytes
 
     @property
     def closed(self) -> bool:
@@ -133,7 +135,7 @@ class Link:
         try:
             link.send(config.gate.greeting(hello))
             theirs = await link._handshake()
-            link._check_hello(theirs, hello)
+            check_greeting(theirs, hello, link.peer)
             config.gate.admit(peer, protocol, theirs, answers=True)
             config.gate.opened(link)
         except BaseException:
@@ -147,7 +149,7 @@ class Link:
         link = cls(stream, config)
         try:
             theirs = await link._handshake()
-            link._check_hello(theirs, hello)
+            check_greeting(theirs, hello, link.peer)
             config.gate.admit(stream.peer, stream.protocol, theirs, answers=False)
         except ProtocolError as error:
             await link._refuse(error.code)
@@ -165,12 +167,7 @@ class Link:
             frame = await asyncio.wait_for(self._first_frame(), timeout_s)
         except asyncio.TimeoutError:
             raise PeerLost(f"peer {self.peer} did not greet in time", peer=self.peer) from None
-        body = decode_body(frame.kind, frame.body) if frame.kind in (FrameKind.HELLO, FrameKind.ERROR) else None
-        if isinstance(body, Error):
-            raise refusal(body.code, retry_s=body.retry_s, peer=self.peer)
-        if not isinstance(body, Hello):
-            raise ProtocolError("the first frame of a link must be HELLO", peer=self.peer)
-        return body
+        return read_greeting(frame, self.peer)
 
     async def _first_frame(self) -> Frame:
         while True:
@@ -178,14 +175,6 @@ class Link:
             if frames:
                 self._early = frames[1:]
                 return frames[0]
-
-    def _check_hello(self, theirs: Hello, ours: Hello) -> None:
-        if theirs.version != VERSION:
-            text = f"peer {self.peer} speaks version {theirs.version} of the protocol, we speak {VERSION}; one must upgrade"
-            raise ProtocolError(text, code=ErrorCode.VERSION, peer=self.peer)
-        if theirs.swarm != ours.swarm:
-            text = f"peer {self.peer} belongs to another swarm"
-            raise ProtocolError(text, code=ErrorCode.WRONG_SWARM, peer=self.peer)
 
     async def _refuse(self, code: ErrorCode) -> None:
         try:
@@ -199,34 +188,33 @@ class Link:
     # -- sending
 
     def send(self, body: Body, *, channel: int = 0, seq: int = 0, payload: Sequence[Buffer] = ()) -> None:
-        """Queue a frame; all frames of one turn of the loop leave in one write. Raises PeerLost on a closed link.
+        """Queue a frame; all frames of one turn of the loop leave in one write. Raises PeerLost on a closed link, and where the
+        peer has not taken what was sent before.
 
         The payload's parts are byte buffers that nobody changes until they are sent.
         """
         if self._closed:
             raise self._lost or PeerLost(f"the link to peer {self.peer} is closed", peer=self.peer)
+        if self._sending.full:
+            error = PeerLost(f"peer {self.peer} does not take what it is sent", peer=self.peer)
+            self._fail(error)
+            raise error
         data = encode_body(body)
         payload_bytes = 0
         for part in payload:
             payload_bytes += len(part)
-        if not self._out:
+        head = pack_header(KIND_OF[type(body)], len(data), payload_bytes, channel, seq) + data
+        if self._sending.put((head, *payload), len(head) + payload_bytes):
             self._loop.call_soon(self._flush)
-        self._out.append(pack_header(KIND_OF[type(body)], len(data), payload_bytes, channel, seq) + data)
-        self._out += payload
-        self._out_bytes += HEADER_BYTES + len(data) + payload_bytes
         if payload_bytes >= MEASURED_BYTES:
             self._unasked_bytes += payload_bytes
             self._tick_soon()
 
     def _flush(self) -> None:
-        if not self._out or self._closed:
+        if self._closed:
             return
-        out, self._out = self._out, []
-        self.sent_bytes += self._out_bytes
-        self._config.traffic.sent_bytes[self._protocol] += self._out_bytes
-        self._out_bytes = 0
         try:
-            self._stream.write(out)
+            self._config.traffic.sent_bytes[self._protocol] += self._sending.flush()
         except PeerLost as error:
             self._fail(error)
 
@@ -332,6 +320,7 @@ class Link:
         if self._closed:
             return
         heartbeat, now_s = self._heartbeat, self._loop.time()
+        self._sending.count()
         if expected_at is not None and heartbeat.slept(now_s - expected_at):
             heartbeat.heard(now_s)
         heartbeat.heard_elsewhere(self._config.link_statistics.heard_at_s(self.peer))
@@ -339,7 +328,7 @@ class Link:
         if silence_s is not None:
             self._fail(PeerLost(f"peer {self.peer} hangs: silent for {silence_s:.1f} s", peer=self.peer))
             return
-        if heartbeat.wants_sign(self.sent_bytes + self._out_bytes):
+        if heartbeat.wants_sign(self._sending.total_bytes):
             self.send(Pong(self._throughput_meter.rate_bps or 0.0))  # to no PING in particular
         if not self._round_trips.begun or self._unasked_bytes or heartbeat.wants_ping(now_s):
             self._send_ping(now_s)
@@ -356,7 +345,7 @@ class Link:
             self._tick_at(soon_s)
 
     def _came(self) -> None:
-        self._heartbeat.came(self.sent_bytes + self._out_bytes)
+        self._heartbeat.came(self._sending.total_bytes)
         self._tick_soon()
 
     def _send_ping(self, now_s: float) -> None:
@@ -389,6 +378,7 @@ class Link:
 
     def _end(self) -> None:
         self._closed = True
+        self._sending.give_up()
         self._config.gate.closed(self)
         if self._timer is not None:
             self._timer.cancel()

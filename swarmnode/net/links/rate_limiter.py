@@ -45,14 +45,17 @@ class RateLimitedStream(Stream):
         self._rate_limiter = rate_limiter
         self._on_left = on_left  # called when bytes have left
         self._waiting: deque[memoryview] = deque()
+        self._waiting_bytes = 0
         self._pump: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"<RateLimitedStream to {self.peer} with {sum(map(len, self._waiting))} bytes waiting, {self._rate_limiter!r}>"
+        return f"<RateLimitedStream to {self.peer} with {self._waiting_bytes} bytes waiting, {self._rate_limiter!r}>"
 
     def write(self, buffers: Sequence[Buffer]) -> None:
         """See `Stream`."""
-        self._waiting.extend(memoryview(buffer) for buffer in buffers if len(buffer))
+        views = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        self._waiting.extend(views)
+        self._waiting_bytes += sum(map(len, views))
         if self._waiting and (self._pump is None or self._pump.done()):
             self._pump = asyncio.get_running_loop().create_task(self._run(), name=f"pace to {self.peer}")
 
@@ -60,7 +63,9 @@ class RateLimitedStream(Stream):
         with suppress(PeerLost):  # whoever reads hears of it
             while self._waiting:
                 piece = self._next_piece()
-                await asyncio.sleep(self._rate_limiter.reserve(sum(map(len, piece))))
+                size_bytes = sum(map(len, piece))
+                await asyncio.sleep(self._rate_limiter.reserve(size_bytes))
+                self._waiting_bytes -= size_bytes
                 self._stream.write(piece)
                 self._on_left()
                 await self._stream.drain()
@@ -76,6 +81,11 @@ class RateLimitedStream(Stream):
                 self._waiting.appendleft(view[room_bytes:])
             room_bytes -= len(view)
         return piece
+
+    @property
+    def unsent_bytes(self) -> int:
+        """See `Stream`."""
+        return self._waiting_bytes + self._stream.unsent_bytes
 
     async def drain(self) -> None:
         """Wait until everything has left. Raises PeerLost."""
@@ -96,6 +106,7 @@ class RateLimitedStream(Stream):
     def abort(self) -> None:
         """Drop what waits, and the stream."""
         self._waiting.clear()
+        self._waiting_bytes = 0
         if self._pump is not None:
             self._pump.cancel()
         self._stream.abort()

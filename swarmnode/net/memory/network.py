@@ -17,7 +17,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarmnode.errors import NetworkDown, PeerError, PeerLost
@@ -34,6 +34,7 @@ from swarmnode.net.interfaces import (
     StreamHandler,
 )
 from swarmnode.net.links.gate import OPEN_GATE, Gate
+from swarmnode.net.memory.island import Island
 from swarmnode.net.memory.stream import FakeStream, Pipe, connect
 from swarmnode.net.network_config import NetworkConfig
 from swarmnode.net.supervisor import Supervisor
@@ -136,6 +137,7 @@ class FakeWorld:
         return self._networks.get(peer)
 
     def leave(self, peer: PeerId) -> None:
+        """A peer is gone, with all its connections."""
         self._networks.pop(peer, None)
         self._connections = {pair for pair in self._connections if peer not in pair}
 
@@ -175,31 +177,6 @@ class FakeWorld:
             self._held.append(pipe)
         elif not pipe.broken:
             pipe.arrive()
-
-
-class Island:
-    """Peers that have found one another, and the records that they share. Who only uses the table is none of its peers."""
-
-    def __init__(self, peers: Iterable[PeerId]) -> None:
-        self.peers = set(peers)
-        self.records: dict[bytes, dict[bytes, Record]] = {}
-
-    def __repr__(self) -> str:
-        return f"<Island of {len(self.peers)} peers, {len(self.records)} keys>"
-
-    def keep(self, key: bytes, subkey: bytes, record: Record) -> bool:
-        """Keep a record unless one that expires later is there."""
-        known = self.records.setdefault(key, {}).get(subkey)
-        if known is not None and known.expires_at >= record.expires_at:
-            return False
-        self.records[key][subkey] = record
-        return True
-
-    def absorb(self, other: Island) -> None:
-        self.peers |= other.peers
-        for key, records in other.records.items():
-            for subkey, record in records.items():
-                self.keep(key, subkey, record)
 
 
 class FakeDht(Dht):

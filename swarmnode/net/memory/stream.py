@@ -78,6 +78,7 @@ class Pipe:
         return count
 
     async def drained(self) -> None:
+        """Wait until little is on the way, or everything is lost."""
         while self.unread_bytes > HIGH_WATER_BYTES and not self.broken:
             await self._change()
 
@@ -117,6 +118,10 @@ class FakeStream(Stream):
         data = b"".join(buffers)
         for start in range(0, len(data), PIECE_BYTES):  # a slow path brings a large write bit by bit
             self._outgoing.send(data[start : start + PIECE_BYTES])
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self._outgoing.unread_bytes
 
     async def drain(self) -> None:
         await self._outgoing.drained()

@@ -9,10 +9,11 @@ import pytest
 
 from swarmnode.codec.frames import ALLOCATE_BYTES, LARGE_BYTES, Frame, FrameKind, FrameReader, pack_header
 from swarmnode.codec.messages import Body, Output
-from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.errors import ErrorCode, PeerLost, ProtocolError
 from swarmnode.ledger import Account, Full, MemoryLedger
+from swarmnode.net.links.link import Link, OnFrame
 from swarmnode.net.memory.network import Path
-from tests.net.links.test_link import CONFIG, Pair
+from tests.net.links.test_link import CONFIG, HELLO, PROTOCOL, Pair
 from tests.net.virtual import in_virtual_time
 
 HUGE = 4 * ALLOCATE_BYTES
@@ -20,6 +21,13 @@ HUGE = 4 * ALLOCATE_BYTES
 
 def frame(size_bytes: int) -> bytes:
     return pack_header(FrameKind.INPUT, 0, size_bytes, 1) + bytes(size_bytes)
+
+
+async def open_apart(pair: Pair, on_frame: OnFrame) -> Link:
+    """Alice's end, whose memory is not Bob's."""
+    await pair.serve(on_frame)
+    config = replace(pair.config, ledger=MemoryLedger())
+    return await Link.connect(pair.alice, pair.bob.peer_id, PROTOCOL, HELLO, config=config)
 
 
 def test_a_large_payload_counts_as_long_as_it_is_kept() -> None:
@@ -67,7 +75,7 @@ async def test_a_payload_without_memory_ends_its_link_alone() -> None:
     def on_frame(got: Frame, _body: Body) -> None:
         heard.set_result(len(got.payload))
 
-    link = await pair.open(on_frame)
+    link = await open_apart(pair, on_frame)
     link.send(Output((1,)), channel=1, payload=[bytes(ALLOCATE_BYTES)])
     assert await heard == ALLOCATE_BYTES, "what is not huge is always taken"
     link.send(Output((1,)), channel=1, payload=[bytes(HUGE)])
@@ -85,8 +93,26 @@ async def test_a_payload_waits_for_memory_a_moment() -> None:
     ledger = MemoryLedger(2 * ALLOCATE_BYTES)
     pair = Pair(Path(latency_s=0.01), replace(CONFIG, ledger=ledger))
     heard = asyncio.get_running_loop().create_future()
-    link = await pair.open(lambda got, _body: heard.set_result(len(got.payload)))
+    link = await open_apart(pair, lambda got, _body: heard.set_result(len(got.payload)))
     link.send(Output((1,)), channel=1, payload=[bytes(HUGE)])
     await asyncio.sleep(0.5)
     ledger.limit_bytes = 3 * HUGE
     assert await heard == HUGE
+
+
+@in_virtual_time
+async def test_what_a_peer_does_not_take_counts_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It need not hang: it may answer each PING, and read slowly while much is made for it."""
+    monkeypatch.setattr("swarmnode.net.links.send_queue.MAX_UNSENT_BYTES", 16 << 20)
+    ledger = MemoryLedger()
+    pair = Pair(Path(latency_s=0.01, bytes_per_s=1e4), replace(CONFIG, ledger=ledger))
+    near = await pair.open()
+    payload = bytes(4 << 20)
+    for sent in range(1, 5):
+        near.send(Output(ids=(1,)), channel=1, payload=(payload,))
+        await asyncio.sleep(0)
+        assert ledger.accounts()[Account.MESSAGES] >= sent * len(payload) - 100_000
+    with pytest.raises(PeerLost, match="does not take"):
+        near.send(Output(ids=(1,)), channel=1, payload=(payload,))
+    assert near.closed
+    assert ledger.used_bytes < 1 << 20  # what Bob's end reads
