@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from swarmnode.net.deadlines import Deadline, Expectation
 
-STALLED = Deadline(floor_s=3.0, ceiling_s=30.0, slack=4.0)  # of one pass; the first one may read weights from a disk
+STALLED = Deadline(floor_s=3.0, ceiling_s=30.0, slack=4.0)  # of one pass; the longest where nothing was measured
 
 
 class Running(NamedTuple):
@@ -38,6 +38,11 @@ class ComputeWatch:
 
     def __repr__(self) -> str:
         return f"<ComputeWatch of {len(self._waiting)} sessions, moved at {self._moved_at_s:.1f} s>"
+
+    def expect(self, *, step_s: float, position_s: float) -> None:
+        """What was measured before the first session came: of a decode step, and of each position of a prompt."""
+        self._position_s[True].note(step_s)
+        self._position_s[False].note(position_s)
 
     @property
     def waiting(self) -> frozenset[int]:

@@ -63,7 +63,7 @@ class StageServer:
         self._early: OrderedDict[bytes, list[tuple[Channel, Attach]]] = OrderedDict()
         self._keys = itertools.count()
         self._refusals: Counter[ErrorCode] = Counter()
-        self._watch = ComputeWatch()
+        self.watch = ComputeWatch()
         self._watching: asyncio.TimerHandle | None = None
         self._sweeping: asyncio.TimerHandle | None = None
         self._draining = False
@@ -135,28 +135,28 @@ class StageServer:
     # -- what sessions need
 
     def submit(self, job: Job) -> None:
-        self._watch.submitted(job.session, job.end, job.count, self._loop_s())
+        self.watch.submitted(job.session, job.end, job.count, self._loop_s())
         if self._watching is None:
             self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._look_at_computing)
         self._worker.submit(job)
 
     def computed(self, job: Job, run: Pass) -> None:
         """A job came back from the compute thread."""
-        self._watch.computed(job.session, job.end, job.count, run.ended_s - run.began_s, self._loop_s())
+        self.watch.computed(job.session, job.end, job.count, run.ended_s - run.began_s, self._loop_s())
 
     def _look_at_computing(self) -> None:
         self._watching = None
         if self._stalled:
             log.error("computing stands still: %r", self._worker)
-            waiting = self._watch.waiting
+            waiting = self.watch.waiting
             for session in [session for session in self._sessions.values() if session.key in waiting]:
                 session.stand_still()
-        if self._watch.waiting:
+        if self.watch.waiting:
             self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._look_at_computing)
 
     @property
     def _stalled(self) -> bool:
-        return self._watch.stalled(self._loop_s(), self._worker.running)
+        return self.watch.stalled(self._loop_s(), self._worker.running)
 
     def _sweep_soon(self) -> None:
         if self._sweeping is None and self._sessions:
@@ -183,7 +183,7 @@ class StageServer:
             del self._sessions[session.id]
             self._memory.release(session.key)
             self._traces.keep(session.trace_id, session.trace)
-            self._watch.forget(session.key)
+            self.watch.forget(session.key)
             self._worker.forget(session.key)
         if not self._sessions:
             self._idle.set()
@@ -278,7 +278,7 @@ class StageServer:
     def _idle_sessions(self) -> list[int]:
         """The keys of those that have had no input for a while and wait for nothing, the longest first."""
         since_s = self._loop_s() - self.config.idle_s
-        waiting = self._watch.waiting
+        waiting = self.watch.waiting
         idle = [one for one in self._sessions.values() if one.moved_s <= since_s and one.key not in waiting]
         return [session.key for session in sorted(idle, key=lambda session: session.moved_s)]
 

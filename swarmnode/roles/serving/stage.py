@@ -268,6 +268,10 @@ class ServingStage:
                 host.observed_latency,
                 on_neighbour_lost=host.lost_neighbour,
             )
+            speeds, units = capability.speeds, span.end - span.start
+            if speeds.decode_units_per_s > 0 and speeds.prefill_units_per_s > 0:
+                step_s, position_s = units / speeds.decode_units_per_s, units / speeds.prefill_units_per_s
+                server.watch.expect(step_s=step_s, position_s=position_s)
             await server.start()
         except BaseException:
             await worker.close()

@@ -48,6 +48,16 @@ def test_the_first_pass_of_a_kind_has_all_the_time_there_is() -> None:
     assert watch.stalled(100.0 + STALLED.ceiling_s * 1.1, OURS)
 
 
+def test_what_was_measured_before_holds_for_the_first_pass() -> None:
+    watch = ComputeWatch()
+    watch.expect(step_s=0.05, position_s=0.001)
+    for session, count in [(1, 1), (2, 128)]:
+        watch.submitted(session, count, count, 100.0)
+        assert not watch.stalled(100.0 + STALLED.floor_s * 0.9, OURS)
+        assert watch.stalled(100.0 + STALLED.floor_s * 1.1, OURS)
+        watch.forget(session)
+
+
 def test_jobs_that_went_through_together_are_done_together() -> None:
     watch = used()
     for end in (41, 42, 43):
