@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from swarmnode.errors import LocalError
 from swarmnode.metrics.metric import Readings
@@ -20,6 +22,7 @@ from swarmnode.swarm.records.sections import Machine, Place
 from swarmnode.swarm.storage.swarmfile import Swarm, save_swarm
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MANIFEST_PATIENCE_S = 30.0
 
@@ -37,6 +40,7 @@ class Bootstrap:
 
     @property
     def peer_id(self) -> PeerId:
+        """Who it is in the swarm."""
         return self._host.peer_id
 
     @classmethod
@@ -74,7 +78,11 @@ class Bootstrap:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Live until `stop` is set. Raises LocalError where a part of it died of a bug."""
-        await self._host.supervisor.watch(stop.wait())
+        await self.watch(stop.wait())
+
+    async def watch(self, work: Awaitable[T]) -> T:
+        """Live for as long as other work takes: its result. Raises LocalError as `run` does, and ends that work."""
+        return await self._host.supervisor.watch(work)
 
     async def addresses(self) -> list[str]:
         """Multiaddrs under which newcomers reach it."""

@@ -57,6 +57,7 @@ class NodeProcess:
 
     @property
     def pid(self) -> int:
+        """Of the process."""
         return self.process.pid
 
     @property

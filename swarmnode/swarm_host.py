@@ -44,6 +44,6 @@ class SwarmHost:
         )
         try:
             await opened(await self._door.addresses())
-            await self._node.run(stop)
+            await self._door.watch(self._node.run(stop))
         finally:
             await self._door.close()

@@ -180,3 +180,60 @@ def test_importing_the_package_loads_nothing_of_it() -> None:
     loaded = set(done.stdout.split())
     assert not {name for name in loaded if name.startswith("swarmnode.")}
     assert not loaded & HEAVY
+
+
+def test_every_public_definition_says_what_it_is() -> None:
+    """What a method of the same name in an abstract class or a protocol says need not be said again, nor what a class of another
+    package calls."""
+    classes = {node.name: node for path in modules() for node in parsed(path).body if isinstance(node, ast.ClassDef)}
+    told = {
+        method.name for node in classes.values() if is_abstract(node) for method in methods(node) if documented(method)
+    }
+    mute = []
+    for path in modules():
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                inherited = told | said_above(node, classes)
+                mute += [f"{name_of(path)}: {node.name}"] * (not documented(node))
+                mute += [
+                    f"{name_of(path)}: {node.name}.{method.name}"
+                    for method in methods(node)
+                    if not documented(method) and method.name not in inherited and not has_foreign_base(node, classes)
+                ]
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+                mute += [f"{name_of(path)}: {node.name}"] * (not documented(node))
+    assert mute == []
+
+
+def documented(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return ast.get_docstring(node) is not None
+
+
+def methods(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The public ones; a setter is as its property."""
+    found = [method for method in node.body if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)]
+    public = [method for method in found if not method.name.startswith("_")]
+    whole = [method for method in public if ast.unparse(method.body[-1]) != "..."]  # else their class tells of them
+    return [method for method in whole if not any("setter" in ast.unparse(one) for one in method.decorator_list)]
+
+
+def bases(node: ast.ClassDef) -> list[str]:
+    return [ast.unparse(base).split("[")[0] for base in node.bases]
+
+
+def is_abstract(node: ast.ClassDef) -> bool:
+    return not {"ABC", "Protocol"}.isdisjoint(bases(node)) or "raise NotImplementedError" in ast.unparse(node)
+
+
+def said_above(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> set[str]:
+    """Names of methods that a class inherits with their docstrings."""
+    above = [classes[base] for base in bases(node) if base in classes]
+    own = {method.name for one in above for method in methods(one) if documented(method)}
+    return own.union(*(said_above(one, classes) for one in above))
+
+
+def has_foreign_base(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> bool:
+    """Whether it is called by another package, whose words its methods are."""
+    return any(
+        base not in classes and base not in {"ABC", "Protocol", "Generic", "IntEnum", "Enum"} for base in bases(node)
+    )

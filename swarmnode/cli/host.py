@@ -23,6 +23,7 @@ from swarmnode.cli.terminal.console import (
     print_json,
     reports_errors,
     run_async,
+    say,
     set_up_logging,
 )
 
@@ -114,7 +115,7 @@ def host(
         if as_json:
             print_json({"event": event, **details})
         else:
-            typer.echo(text)
+            say(text)
 
     async def serve(stop: asyncio.Event) -> None:
         from swarmnode.swarm_host import SwarmHost

@@ -19,7 +19,10 @@ def invite(
     swarm: str = SWARM_FILE,
     peer: str = typer.Option("", "--peer", metavar="ID", help="For this peer alone; `swarmnode id` prints it there."),
     role: str = typer.Option(
-        "volunteer", "--role", metavar="|".join(ROLES), help="What the member may do: lend, ask, train, open the door."
+        "volunteer",
+        "--role",
+        metavar="|".join(ROLES),
+        help="What the member may do: lend, ask, train, be a bootstrap peer.",
     ),
     expires: str = typer.Option(
         DEFAULT_LIFE, "--expires", metavar="7d", help="When the memberships by it end: 12h, 7d, 4w, or never."

@@ -10,15 +10,14 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from swarmnode.codec.messages import VERSION, Hello
 from swarmnode.errors import NetworkDown, PeerError, PeerRefused
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
-from swarmnode.net.addressing.addresses import is_loopback, is_public, is_relayed, peer_of, without_peer
+from swarmnode.net.addressing.addresses import is_loopback, peer_of, without_peer
 from swarmnode.net.clock import Clock
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.identity_slot import IdentitySlot
@@ -26,18 +25,18 @@ from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.gate import OPEN_GATE
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.rate_limiter import RateLimiter
-from swarmnode.net.network_config import LOOPBACK_ANY_PORT, NetworkConfig
 from swarmnode.net.supervisor import Supervisor
 from swarmnode.net.tasks import Tasks
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.bootstrap_dialing import dial_bootstraps
 from swarmnode.roles.fetching.newcomer import fetch_manifest
+from swarmnode.roles.host_config import HostConfig as HostConfig
+from swarmnode.roles.host_config import network_config
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.measuring.paths import Paths
 from swarmnode.roles.membership.admission import access_control_of
 from swarmnode.swarm.peers.directory import Directory
-from swarmnode.swarm.peers.notices import notice_validator
-from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, State, record_validator
+from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, State
 from swarmnode.swarm.records.grant import Role
 from swarmnode.swarm.records.sections import Introduction
 from swarmnode.swarm.storage.known_peers import KnownPeers
@@ -50,27 +49,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EVERYWHERE_ANY_PORT = "/ip4/0.0.0.0/tcp/0"
 NEEDS = {"client": Role.CLIENT, "bootstrap": Role.BOOTSTRAP}  # of a private swarm's members; VOLUNTEER for other roles
-
-
-@dataclass(frozen=True)
-class HostConfig:
-    """How a peer is present. Empty `host_maddrs` mean: loopback in a swarm that is on this machine alone, else everywhere."""
-
-    home: Path
-    name: str = ""
-    host_maddrs: tuple[str, ...] = ()
-    announce_maddrs: tuple[str, ...] = ()
-    peers: tuple[str, ...] = ()  # further bootstrap peers (multiaddrs with /p2p/), beside the invite's
-    nat_port_map: bool = False
-    lan: bool = False
-    join_timeout_s: float = 3.0
-    rejoin_s: float = 2.0
-    paths_s: float = 10.0  # how often what was measured of paths is announced
-    looks_on: bool = False  # a client: no place in the DHT, no announcement
-    max_upload_bps: float | None = None  # of all links together, bits/s
-    max_cache_bytes: int | None = None  # of fetched weights of all swarms; None: most of what the disk has free
 
 
 class Host:
@@ -127,6 +106,7 @@ class Host:
 
     @property
     def peer_id(self) -> PeerId:
+        """Who we are in the swarm."""
         return self.network.peer_id
 
     @classmethod
@@ -159,7 +139,7 @@ class Host:
             access_control = access_control_of(
                 swarm, identity.peer_id, config.home, needs=needs, clock=clock.unix, on_crash=supervisor.ends_peer
             )
-            wanted = _network_config(swarm, config, slot.path, access_control, needs=needs, clock=clock)
+            wanted = network_config(swarm, config, slot.path, access_control, needs=needs, clock=clock)
             network = await platform.start_network(replace(wanted, supervisor=supervisor))
         except BaseException:
             slot.release()
@@ -358,48 +338,6 @@ class Host:
             await self.access_control.close()
         await self.network.close()
         self._slot.release()
-
-
-def _network_config(
-    swarm: Swarm, config: HostConfig, identity: Path, access_control: AccessControl | None, *, needs: Role, clock: Clock
-) -> NetworkConfig:
-    """How a peer of this swarm is on its network."""
-    vouch = None if access_control is None else access_control.vouch
-    keeps = record_validator(swarm.id, verify, clock.unix, vouch=vouch)
-    return NetworkConfig(
-        identity_path=identity,
-        host_maddrs=config.host_maddrs or (default_listen_address(swarm),),
-        announce_maddrs=config.announce_maddrs,
-        relays=relays_of(swarm, config.peers) if needs is Role.VOLUNTEER else (),
-        public=needs is Role.BOOTSTRAP,
-        client_mode=config.looks_on,
-        nat_port_map=config.nat_port_map,
-        record_validator=keeps
-        if access_control is None
-        else notice_validator(access_control.membership, keeps, clock.unix),
-        gate=access_control or OPEN_GATE,
-    )
-
-
-def relays_of(swarm: Swarm, peers: Sequence[str]) -> tuple[str, ...]:
-    """The bootstrap peers, which relay for peers behind NAT: one address of each, of the internet where it has one.
-
-    libp2p takes each address for a relay of its own, and asks none of them for three minutes where one does not answer.
-    """
-    bootstraps = [
-        bootstrap
-        for bootstrap in [*peers, *swarm.bootstraps]
-        if not is_loopback(bootstrap) and not is_relayed(bootstrap)
-    ]
-    best: dict[PeerId | None, str] = {}
-    for bootstrap in sorted(bootstraps, key=is_public, reverse=True):
-        best.setdefault(peer_of(bootstrap), bootstrap)
-    return tuple(best.values())
-
-
-def default_listen_address(swarm: Swarm) -> str:
-    """A swarm that can only be found on this machine is no business of other machines."""
-    return EVERYWHERE_ANY_PORT if swarm.reaches_others else LOOPBACK_ANY_PORT
 
 
 def state_name(state: State) -> str:

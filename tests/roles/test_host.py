@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarmnode.roles.host import relays_of
+from swarmnode.roles.host_config import relays_of
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 

@@ -22,6 +22,7 @@ class Holding:
     masks: dict[int, int] = field(default_factory=dict)
 
     def mask(self, unit: int) -> int:
+        """The bits of a unit; none of one that it does not hold."""
         return self.masks.get(unit, 0)
 
 

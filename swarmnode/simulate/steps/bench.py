@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from enum import IntEnum
 
+from swarmnode.compute.executor import Urgency
 from swarmnode.simulate.clock import Action, SimulatedClock
 from swarmnode.simulate.environment.peers import Peer
-
-
-class SimulatedUrgency(IntEnum):
-    """The least first; among equals the one that came first."""
-
-    BACKWARD = 0
-    FORWARD = 1
 
 
 class SimulatedBench:
@@ -23,7 +16,7 @@ class SimulatedBench:
     def __init__(self, clock: SimulatedClock, peer: Peer) -> None:
         self._clock = clock
         self._peer = peer
-        self._jobs: list[tuple[SimulatedUrgency, int, float, Action]] = []
+        self._jobs: list[tuple[Urgency, int, float, Action]] = []
         self._numbers = itertools.count()
         self._busy = False
         self._stopped = False
@@ -31,7 +24,7 @@ class SimulatedBench:
     def __repr__(self) -> str:
         return f"<SimulatedBench of {self._peer.peer}: {len(self._jobs)} jobs wait>"
 
-    def submit(self, urgency: SimulatedUrgency, takes_s: float, done: Action) -> None:
+    def submit(self, urgency: Urgency, takes_s: float, done: Action) -> None:
         """Compute for so long, then `done`."""
         heapq.heappush(self._jobs, (urgency, next(self._numbers), takes_s, done))
         if not self._busy:

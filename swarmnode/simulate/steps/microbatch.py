@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from swarmnode.compute.executor import Urgency
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import Span
 from swarmnode.simulate.clock import SimulatedClock
 from swarmnode.simulate.environment.peers import Peer
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import TrainSettings
-from swarmnode.simulate.steps.bench import SimulatedBench, SimulatedUrgency
+from swarmnode.simulate.steps.bench import SimulatedBench
 from swarmnode.simulate.steps.encoder import BACKWARD, FORWARD, Encoder
 
 ID_BYTES = 8
@@ -83,7 +84,7 @@ class SimulatedMicrobatch:
     def _forward(self, index: int) -> None:
         stage, span = self.route[index]
         takes_s = stage.peer.device.prompt_s(stage.layers(span), self._tokens)
-        stage.bench.submit(SimulatedUrgency.FORWARD, takes_s, lambda: self._forwarded(index))
+        stage.bench.submit(Urgency.FORWARD, takes_s, lambda: self._forwarded(index))
 
     def _forwarded(self, index: int) -> None:
         if self.called_back:
@@ -96,7 +97,7 @@ class SimulatedMicrobatch:
     def _backward(self, index: int) -> None:
         stage, span = self.route[index]
         takes_s = stage.peer.device.backward_s(stage.layers(span), self._tokens)
-        stage.bench.submit(SimulatedUrgency.BACKWARD, takes_s, lambda: self._backwarded(index))
+        stage.bench.submit(Urgency.BACKWARD, takes_s, lambda: self._backwarded(index))
 
     def _backwarded(self, index: int) -> None:
         if self.called_back:

@@ -29,7 +29,7 @@ class Role(IntEnum):
     """What a member may do; each may do all that those before it may. An unknown one counts as CLIENT."""
 
     CLIENT = 0  # ask: generate, fetch weights
-    BOOTSTRAP = 1  # open the door: announce itself, relay, give out manifest and weights
+    BOOTSTRAP = 1  # be where newcomers look: announce itself, relay, give out manifest and weights
     VOLUNTEER = 2  # compute: hold units, serve sessions, train them
     TRAINER = 3  # lead a training and feed it data
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -106,11 +108,7 @@ def test_one_that_lags_when_its_cohort_is_formed_anew_keeps_its_place(model, run
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_and_replays_in_any_mix(model, runner, seed):
     """Backlogs of several positions come between the steps of others, as they do after a fault."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(high: int) -> int:
-        return int(torch.randint(high, (), generator=generator))
-
+    draw = random.Random(seed).randrange
     texts: dict[int, torch.Tensor] = {}
     for number in range(40):
         if number % 8 == 0:
@@ -279,11 +277,7 @@ def test_finite():
 @pytest.mark.parametrize("seed", range(12))
 def test_ragged_steps_equal_lone_passes(model, runner, seed):
     """Steps of any lengths of any sessions, some of which take back what they said: every logit is that of the text alone."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(high: int) -> int:
-        return int(torch.randint(high, (), generator=generator))
-
+    draw = random.Random(seed).randrange
     texts: dict[int, torch.Tensor] = {}
     shared = 0
     for number in range(40):

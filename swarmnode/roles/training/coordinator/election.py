@@ -72,6 +72,7 @@ class CoordinatorElection:
         return self._machine.phase
 
     def start(self) -> None:
+        """Watch for who coordinates, from now on."""
         self._tasks.spawn(self._watch(), "watch")
         self._tasks.spawn(self._follow_directory(), "directory")
 

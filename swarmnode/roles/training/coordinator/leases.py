@@ -69,6 +69,7 @@ class OutstandingLeases:
         return record if record is not None and record.trainer == trainer and not record.called_back else None
 
     def add(self, record: OutstandingLease) -> None:
+        """It is granted."""
         self._records[record.lease] = record
 
     def done(self, record: OutstandingLease) -> None:

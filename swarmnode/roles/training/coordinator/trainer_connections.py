@@ -25,6 +25,7 @@ class TrainerLine:
 
     @property
     def peer(self) -> PeerId:
+        """Who is at the other end."""
         return self.channel.peer
 
     def send(self, body: Body) -> None:

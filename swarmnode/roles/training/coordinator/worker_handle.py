@@ -61,6 +61,7 @@ class WorkerHandle:
 
     @property
     def span(self) -> Span:
+        """The units that it says it holds."""
         return self.worker.span
 
     @property
