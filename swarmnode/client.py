@@ -25,6 +25,7 @@ from swarmnode.roles.host import Host, HostConfig
 from swarmnode.roles.measuring.meters import ClientMeter
 from swarmnode.roles.measuring.trace_server import fetch_traces
 from swarmnode.roles.picture import picture_of
+from swarmnode.roles.serving.auditor import Auditor
 from swarmnode.roles.serving.client import SESSION_PROTOCOL, ClientSession
 from swarmnode.roles.serving.generation import GenerateOptions, Generation, RingStream
 from swarmnode.roles.serving.limits import ModelLimits
@@ -100,6 +101,7 @@ class SwarmClient:
             on_peer_lost=host.lost_neighbour,
         )
         self._meter = ClientMeter()
+        self.auditor = Auditor(host, self._switchboard, config)
         self._tokenizer: Tokenizer | ByteTokenizer | None = None
         self._weights: Weights | None = None
         self._small_files: Path | None = None
@@ -115,9 +117,11 @@ class SwarmClient:
         home: Path | None = None,
         patience_s: float = 60.0,
         trust: Trust = EVERYBODY,
+        audit_share: float = ClientConfig.audit_share,
         platform: Platform = MACHINE,
     ) -> SwarmClient:
-        """Find the swarm; routes will go through peers in `trust` only. Raises NetworkDown where nobody answers within
+        """Find the swarm; routes will go through peers in `trust` only. `audit_share` of what the
+        answers cost is spent on having some computed once more. Raises NetworkDown where nobody answers within
         `patience_s` seconds, NotAdmitted where those who answer do not have us."""
         if home is None:
             import platformdirs
@@ -131,7 +135,7 @@ class SwarmClient:
         except BaseException:
             await host.close()
             raise
-        return cls(host, ClientConfig(patience_s=patience_s), trust)
+        return cls(host, ClientConfig(patience_s=patience_s, audit_share=audit_share), trust)
 
     async def __aenter__(self) -> SwarmClient:
         return self
@@ -140,7 +144,8 @@ class SwarmClient:
         await self.close()
 
     async def close(self) -> None:
-        """Leave the swarm."""
+        """Leave the swarm. Audits that are under way are given up."""
+        await self.auditor.close()
         await self._switchboard.close()
         if self._weights is not None:
             await self._weights.close()
@@ -149,6 +154,7 @@ class SwarmClient:
     def readings(self) -> Readings:
         """What Prometheus may know of this client."""
         yield from self._meter.readings()
+        yield from self.auditor.readings()
         yield from self._host.readings()
 
     # -- looking
@@ -209,6 +215,7 @@ class SwarmClient:
             config,
             vocabulary=limits.vocabulary,
             meter=self._meter,
+            audit=self.auditor.take,
             clock=self._clock,
         )
         return TextStream(ring, tokenizer)

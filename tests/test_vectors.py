@@ -14,11 +14,13 @@ import pytest
 import torch
 from referencing import Registry, Resource
 
+from swarmnode.codec.audit_messages import running_digest
 from swarmnode.codec.frames import FrameKind, FrameReader, pack_header
 from swarmnode.codec.messages import BODIES, Sampling, decode_body, encode_body
 from swarmnode.codec.tensors import MAX_ELEMENTS, Codec, TensorInfo
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.serving.sampling import sample, uniform
+from swarmnode.compute.serving.sketch import sketch, sketch_bytes
 from swarmnode.errors import ErrorCode, PeerLost, ProtocolError, UsageError
 from swarmnode.net.identity import Identity, verify
 from swarmnode.swarm.records.announcement import open_announcement, sign_announcement
@@ -28,6 +30,7 @@ from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, encode_in
 from swarmnode.swarm.records.manifest import decode_manifest, encode_manifest, swarm_id
 from swarmnode.swarm.records.revocation import open_list, sign_list
 from swarmnode.swarm.records.signing_key import SigningKey
+from swarmnode.swarm.records.statement import open_statement, sign_statement
 from tests.codec.schemas import FOLDER, plain
 
 VECTORS = Path(__file__).parents[1] / "protocol" / "vectors" / "v1"
@@ -208,6 +211,33 @@ def test_bad_manifests(vector: Vector) -> None:
 @pytest.mark.parametrize("vector", vectors("tolerated", of="manifests"))
 def test_tolerated_manifests(vector: Vector) -> None:
     assert plain(decode_manifest(data_of(vector))) == vector["value"]
+
+
+@pytest.mark.parametrize("vector", vectors("statements", good=True))
+def test_good_statements(vector: Vector) -> None:
+    statement = open_statement(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
+    assert plain(statement) == vector["value"]
+    assert sign_statement(statement, Identity(bytes.fromhex(vector["key"])).sign) == data_of(vector)
+    assert_fits("hop_statement", vector["value"])
+
+
+@pytest.mark.parametrize("vector", vectors("statements", good=False))
+def test_bad_statements(vector: Vector) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        open_statement(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
+    assert caught.value.code.name == vector["error"]
+
+
+@pytest.mark.parametrize("vector", vectors("sketches"))
+def test_sketches(vector: Vector) -> None:
+    drawn = sketch(torch.tensor([vector["hidden"]]), bytes.fromhex(vector["seed"]))
+    assert sketch_bytes(drawn).hex() == vector["value"]
+
+
+@pytest.mark.parametrize("vector", vectors("digests"))
+def test_running_digests(vector: Vector) -> None:
+    frames = ((start, count, bytes.fromhex(payload)) for start, count, payload in vector["frames"])
+    assert running_digest(frames).hex() == vector["value"]
 
 
 # -- invites -----------------------------------------------------------------------------------------------------------

@@ -51,6 +51,8 @@ class FrameKind(IntEnum):
     RAN = 22
     GET_TRACE = 23
     TRACE = 24
+    GET_STATEMENT = 25
+    STATEMENT = 26
     GET_MANIFEST = 32
     MANIFEST = 33
     GET_CHUNKS = 34

@@ -16,6 +16,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from swarmnode.codec.audit_messages import AUDIT_BODIES
 from swarmnode.codec.body import (
     MAX_CHUNKS,
     MAX_CODE,
@@ -267,6 +268,7 @@ BODIES: dict[FrameKind, type[Body]] = {
     FrameKind.CHUNK: Chunk,
     **MEASURING_BODIES,
     **TRACE_BODIES,
+    **AUDIT_BODIES,
     **TRAINING_BODIES,
     **STATE_BODIES,
 }

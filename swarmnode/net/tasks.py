@@ -59,6 +59,11 @@ class Tasks:
         if self._on_crash is not None:
             self._on_crash(error)
 
+    async def idle(self) -> None:
+        """Wait until nothing runs any more."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
     async def close(self) -> None:
         """Cancel everything and wait for its end. Safe to call twice, and from one of the tasks."""
         self._closed = True

@@ -97,13 +97,15 @@ def view_of(
     rtt_s: Mapping[PeerId, float] | None = None,
     coordinate: Coordinate | None = None,
     unit_s: Mapping[PeerId, float] | None = None,
+    weights: Mapping[PeerId, float] | None = None,
     position_bytes: int = 0,
     trains: bool = False,
 ) -> View:
     """The view that announcements give, with the round trips that `observer` measured itself and its own coordinate.
 
     A peer's speed is what those measured who used it: the observer's own experience (`unit_s`, seconds per unit), else the
-    median of what others announce of it. Its own word counts only where nobody has used it. Where the swarm `trains`, speeds are
+    median of what others announce of it. Its own word counts only where nobody has used it, and as much as `weights` says, 1 where
+    nothing is said. Where the swarm `trains`, speeds are
     those of training, of which sessions tell nothing.
     """
     announced = sorted(announcements, key=lambda announcement: announcement.peer)
@@ -115,13 +117,14 @@ def view_of(
                 links[announcement.peer, by_digest[digest]] = rtt_us / 1e6
     if observer is not None:
         links.update({(observer, peer): rtt for peer, rtt in (rtt_s or {}).items()})
+    weights = weights or {}
     measured_s = {} if trains else {**_hearsay(announced, by_digest), **(unit_s or {})}
     peers = tuple(
         PeerView(
             announcement.peer,
             Span(min(announcement.span[0], units), min(announcement.span[1], units)),
             announcement.life,
-            _speed(announcement, measured_s.get(announcement.peer), trains),
+            _speed(announcement, measured_s.get(announcement.peer), trains) * weights.get(announcement.peer, 1.0),
             announcement.sessions,
             announcement.started_at,
             announcement.up_bps,

@@ -36,6 +36,7 @@ from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.measuring.paths import Paths
 from swarmnode.roles.membership.admission import access_control_of
 from swarmnode.swarm.peers.directory import Directory
+from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, State
 from swarmnode.swarm.records.grant import Role
 from swarmnode.swarm.records.sections import Introduction
@@ -86,6 +87,7 @@ class Host:
         )
         self._slot = slot
         self._known = KnownPeers(config.home / "peers" / f"{swarm.id.hex()[:16]}.json")
+        self.standing = Standing(config.home / "standing" / f"{swarm.id.hex()[:16]}.json", clock.unix)
         self.directory = Directory(
             network,
             swarm.id,

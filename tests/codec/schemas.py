@@ -26,6 +26,7 @@ from swarmnode.swarm.records.invite import Invite, OwnedInvite
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo
 from swarmnode.swarm.records.revocation import RevocationList
 from swarmnode.swarm.records.run import Averaging, Run
+from swarmnode.swarm.records.statement import Edge, Statement
 from swarmnode.swarm.storage.content import FileContent
 
 FOLDER = Path(__file__).parents[2] / "protocol" / "schema"
@@ -51,6 +52,8 @@ NAMES: dict[type[msgspec.Struct], str] = {
     Grant: "grant",
     Certificate: "certificate",
     RevocationList: "revocation_list",
+    Statement: "hop_statement",
+    Edge: "edge",
 }
 
 

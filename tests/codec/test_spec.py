@@ -16,6 +16,7 @@ from msgspec import NODEFAULT
 from msgspec import inspect as types
 
 from swarmnode.codec import (
+    audit_messages,
     body,
     frames,
     measuring_messages,
@@ -34,7 +35,17 @@ from tests.codec.schemas import NAMES, plain
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
 MODULES = (
-    *(body, frames, messages, measuring_messages, trace_messages, state_messages, training_messages, tensors),
+    *(
+        body,
+        frames,
+        messages,
+        audit_messages,
+        measuring_messages,
+        trace_messages,
+        state_messages,
+        training_messages,
+        tensors,
+    ),
     *(announcement, content, invite, manifest, run, shards, grant, certificate, revocation),
 )
 Row = dict[str, str]
@@ -162,7 +173,14 @@ def test_limits_are_the_ones_of_the_code() -> None:
     defined = {name: value for module in MODULES for name, value in constants(module).items()}
     imported = {
         f"{module}.{name.split('.')[1]}"
-        for module in ("measuring_messages", "messages", "state_messages", "trace_messages", "training_messages")
+        for module in (
+            "audit_messages",
+            "measuring_messages",
+            "messages",
+            "state_messages",
+            "trace_messages",
+            "training_messages",
+        )
         for name in constants(body)
     }
     imported |= {"body.MAX_SEQ", "messages.MAX_SEQ", "manifest.MAX_FILE_BYTES", "run.MAX_RUN_BYTES"}
@@ -177,16 +195,25 @@ def test_limits_are_the_ones_of_the_code() -> None:
 STRUCTS = {name: struct for struct, name in NAMES.items()}
 PARTS = (training_messages.Counted, training_messages.Group, training_messages.MemberSpec, training_messages.Wait)
 PAGES = {
-    **dict.fromkeys(("announcement", "manifest", "model", "file"), "records"),
+    **dict.fromkeys(("announcement", "manifest", "model", "file", "hop_statement", "edge"), "records"),
     **{NAMES[body]: "training" for body in (*training_messages.TRAINING_BODIES.values(), *PARTS) if body in NAMES},
     **dict.fromkeys(("run", "averaging"), "training"),
     "tensor": "tensors",
     **dict.fromkeys(("invite", "owned_invite"), "invites"),
     **dict.fromkeys(("grant", "certificate", "revocation_list"), "membership"),
 }
-CHECKED_ELSEWHERE = {"announcement", "manifest", "model", "file", "tensor", "invite", "run", "averaging"} | {
-    *("owned_invite", "grant", "certificate", "revocation_list")
-}
+CHECKED_ELSEWHERE = {
+    "announcement",
+    "manifest",
+    "model",
+    "file",
+    "tensor",
+    "invite",
+    "run",
+    "averaging",
+    "hop_statement",
+    "edge",
+} | {*("owned_invite", "grant", "certificate", "revocation_list")}
 
 
 @pytest.mark.parametrize("name", STRUCTS)

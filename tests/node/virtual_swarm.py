@@ -311,7 +311,8 @@ class VirtualSwarm:
     async def client(
         self, swarm: str | Path | None = None, *, home: Path | None = None, **options: Any
     ) -> AsyncIterator[SwarmClient]:
-        """A client, once it sees every unit held."""
+        """A client, once it sees every unit held. It audits nobody unless it is told to."""
+        options.setdefault("audit_share", 0.0)
         home = home or self.folder / f"client-{next(self._clients)}"
         client = await SwarmClient.join(load_swarm(swarm or self.file), home=home, platform=self.platform(), **options)
         try:

@@ -54,6 +54,7 @@ class Hop:
         self._ready: asyncio.Future[int] | None = None
         self._error: PeerError | None = None
         self._live = False
+        self._have = 0  # positions that the peer held when it was bound
         self._attempt = 0  # counts bindings: what an earlier one still hears or awaits is void
 
     def __repr__(self) -> str:
@@ -69,6 +70,16 @@ class Hop:
     def journal_bytes(self) -> int:
         """Memory that the journal holds."""
         return sum(len(part) for entry in self._journal for part in entry.payload)
+
+    @property
+    def had(self) -> int:
+        """Positions that the current peer held when it was bound: it was sent what lies beyond."""
+        return self._have
+
+    @property
+    def journal(self) -> Sequence[Entry]:
+        """What was sent, and may have to be sent again."""
+        return self._journal
 
     @property
     def peer(self) -> PeerId | None:
@@ -103,7 +114,7 @@ class Hop:
         self._ready, self._channel, self._error = ready, channel, None
         try:
             channel.send(body)
-            have = await asyncio.wait_for(ready, timeout_s)
+            have = self._have = await asyncio.wait_for(ready, timeout_s)
             await self._replay(attempt, channel, have)
         except asyncio.TimeoutError:
             self._leave(attempt)

@@ -42,6 +42,7 @@ OPENS = {"train": Role.VOLUNTEER}
 ANSWERS = {
     "membership": Role.CLIENT,
     "session": Role.VOLUNTEER,
+    "audit": Role.VOLUNTEER,
     "train": Role.VOLUNTEER,
     "state": Role.VOLUNTEER,
     "probe": Role.VOLUNTEER,

@@ -61,6 +61,7 @@ from swarmnode.roles.serving.session_spec import SessionSpec
 log = logging.getLogger(__name__)
 
 SESSION_PROTOCOL = "/swarmnode/session/1"
+AUDIT_PROTOCOL = "/swarmnode/audit/1"
 
 FINAL = (ErrorCode.TOO_LARGE, ErrorCode.NOT_FINITE, ErrorCode.INVALID_REQUEST)  # waiting for other peers would not help
 

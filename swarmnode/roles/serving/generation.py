@@ -85,6 +85,10 @@ class Generation:
         return (len(self.ids) - 1) / max(self.seconds - self.first_token_s, 1e-9)
 
 
+Audit = Callable[[ClientSession, Sequence[int]], bool]
+"""(a session that is over, its tokens) -> whether it is closed by who was called, once it has been audited"""
+
+
 class RingStream:
     """The tokens of one generation, as they come: `async for token in stream`. `stream.result` fills up meanwhile."""
 
@@ -98,12 +102,14 @@ class RingStream:
         *,
         vocabulary: int | None = None,
         meter: ClientMeter | None = None,
+        audit: Audit = lambda _session, _ids: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.prompt = list(prompt)
         self._options = options
         self._config = config
         self._meter = meter or ClientMeter()
+        self._audit = audit
         self._clock = clock
         spec = SessionSpec(
             Mode.RING,
@@ -137,7 +143,9 @@ class RingStream:
             raise
         finally:
             self._meter.sessions[ending] += 1
-            await self._session.close()
+            audited = ending == "done" and self._audit(self._session, self.prompt + self.result.ids)
+            if not audited:
+                await self._session.close()
 
     def _send_prompt(self) -> None:
         """In chunks, so that later hops work on the first one while earlier hops work on the next."""

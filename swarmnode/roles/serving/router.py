@@ -25,6 +25,7 @@ class DirectoryRouter(Router):
     def __init__(self, host: Host, units: int, span: Span, *, ring: bool, trust: Trust = EVERYBODY) -> None:
         self.observed_latency = host.observed_latency
         self._directory = host.directory
+        self._standing = host.standing
         self._paths = host.paths
         manifest = host.swarm.manifest
         self._position_bytes = manifest.model.hidden * BYTES_PER_HIDDEN if manifest is not None else 0
@@ -38,6 +39,7 @@ class DirectoryRouter(Router):
         return f"<DirectoryRouter over {self._span} {'ring' if self._ring else 'driven'}>"
 
     def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize = SessionSize()) -> Route:
+        avoid = avoid | self._standing.shunned
         try:
             return self._route(self._directory.peers(), avoid, keep, size)
         except NoRoute as error:
@@ -59,6 +61,7 @@ class DirectoryRouter(Router):
             rtt_s=self._paths.link_statistics.rtts_s(),
             coordinate=self._paths.coordinate,
             unit_s=self.observed_latency.units_s(),
+            weights=self._standing.weights(peers),
             position_bytes=self._position_bytes,
         )
         own = self._directory.network.peer_id

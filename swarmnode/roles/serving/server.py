@@ -102,6 +102,10 @@ class StageServer:
         for code in ErrorCode:
             yield Reading(table.REFUSALS, self._refusals[code], (span, cause_of(code)))
 
+    def session(self, session: bytes) -> StageSession | None:
+        """The session with this id, while it lasts."""
+        return self._sessions.get(session)
+
     def trace(self, trace: bytes) -> SessionTrace | None:
         """Where the time of the session with this trace id went here, while it runs and for a while after; None where nothing is
         known of it."""

@@ -36,6 +36,7 @@ from swarmnode.roles.measuring.trace_log import SessionTrace
 from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample
 from swarmnode.roles.serving.opened import check_input, units_of
 from swarmnode.roles.serving.output_stream import OutputStream
+from swarmnode.roles.serving.transcript import Transcript
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class StageSession:
         self.moved_s = asyncio.get_running_loop().time()  # when it was bound, or its last input came
         self._upstream: Channel | None = None
         self._downstream = Hop(stage.switchboard, self._from_downstream, self._downstream_failed)
+        self.transcript = Transcript(self._downstream, keeps=opened.rows == 1)
         self._extended: Open | None = None  # for which the rest of the route is bound
         self._ring: Channel | None = None
         self._ahead: dict[int, int] = {}  # tokens by position that wait for the ones before them
@@ -140,6 +142,7 @@ class StageSession:
             self._orphaned = None
         self._open, self._upstream = opened, channel
         self.moved_s = asyncio.get_running_loop().time()
+        self.transcript.rebound(self.accepted)
         self._timing = self._new_timing()
         channel.on_frame, channel.on_lost = self._from_upstream, self._upstream_lost
         channel.send(Ready(have=self.accepted))
@@ -210,6 +213,7 @@ class StageSession:
     ) -> None:
         start, self.accepted = self.accepted, end
         self.moved_s = asyncio.get_running_loop().time()
+        self.transcript.take(start - skip, parts)
         job = Job(self.key, start, end - start, parts, self._then(), self._done, want=want, reorder=reorder, skip=skip)
         stages_after = len(self._open.route) - 1 - self.index
         self._stage.submit(replace(job, stages_after=stages_after, submitted_s=self._stage.clock()))

@@ -38,6 +38,7 @@ from swarmnode.plan.view import Span as Units
 from swarmnode.roles.host import Host
 from swarmnode.roles.measuring.capability import Capability, Conditions, SpeedCache, speeds_section
 from swarmnode.roles.measuring.meters import DECODE
+from swarmnode.roles.serving.audit_server import AuditServer, Author
 from swarmnode.roles.serving.server import StageServer
 from swarmnode.roles.serving.worker import Worker
 from swarmnode.swarm.records.sections import Machine, Section, ServingLoad
@@ -92,6 +93,12 @@ class Hardware:
                 + "; lend more with --memory"
             )
         return hardware
+
+    @property
+    def number_format(self) -> str:
+        """As others see it: replicas of one format compute the same but for the last bits."""
+        name = str(self.dtype).removeprefix("torch.")
+        return name if self.quantize == "none" else f"{name}-{self.quantize}"
 
     @property
     def device_name(self) -> str:
@@ -159,7 +166,8 @@ class Hardware:
         """What the announcement says of this machine before a span is loaded: speeds are those of the last span held."""
         conditions = self.conditions(host.swarm.id, self.capacity_units)
         known = SpeedCache(host.config.home / SPEEDS_FILE, now=host.clock.unix).nearest(conditions)
-        return Machine(device=self.device_name, memory_bytes=self.memory_bytes), speeds_section(known)
+        machine = Machine(device=self.device_name, number_format=self.number_format, memory_bytes=self.memory_bytes)
+        return machine, speeds_section(known)
 
     def describe(self, units: Units) -> str:
         """As in "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens"."""
@@ -200,6 +208,7 @@ class ServingStage:
         runner: StageRunner,
         worker: Worker,
         server: StageServer,
+        audit_server: AuditServer,
         capability: Capability,
         memory: Sequence[Reservation],
     ) -> None:
@@ -207,6 +216,7 @@ class ServingStage:
         self._memory = memory
         self._worker = worker
         self._server = server
+        self._audit_server = audit_server
         self._capability = capability
         worker.on_lone_pass = self._note_pass
 
@@ -273,11 +283,14 @@ class ServingStage:
                 step_s, position_s = units / speeds.decode_units_per_s, units / speeds.prefill_units_per_s
                 server.watch.expect(step_s=step_s, position_s=position_s)
             await server.start()
+            author = Author(host.peer_id, host.swarm.id, hardware.number_format, host.identity.sign)
+            audit_server = AuditServer(host.network, host.hello, host.link_config, author, server.session)
+            await audit_server.start()
         except BaseException:
             await worker.close()
             passes.release()
             raise
-        return cls(runner, worker, server, capability, [passes] if weights is None else [passes, weights])
+        return cls(runner, worker, server, audit_server, capability, [passes] if weights is None else [passes, weights])
 
     @property
     def bound(self) -> bool:
@@ -309,6 +322,7 @@ class ServingStage:
 
     async def close(self) -> None:
         """Free everything."""
+        await self._audit_server.close()
         await self._server.close()
         await self._worker.close()
         self._runner.pool.budget.close()

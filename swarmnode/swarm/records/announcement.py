@@ -29,6 +29,7 @@ MAX_BODY_BYTES = MAX_RECORD_BYTES - 70  # the signature has 64, the array around
 MAX_PEER_CHARS = 128
 MAX_NAME_CHARS = 32
 MAX_DEVICE_CHARS = 48
+MAX_FORMAT_CHARS = 24
 MAX_ADDRESSES = 4
 MAX_ADDRESS_CHARS = 96
 MAX_RTTS = 12
@@ -97,6 +98,7 @@ class Announcement(msgspec.Struct, array_like=True, frozen=True):
     coordinate: tuple[int, ...] = ()
     reachability: int = Reachability.UNKNOWN
     unit_us: dict[bytes, int] = {}  # of a few peers, by digest: how long a unit took them while this peer used them
+    number_format: str = ""  # in which it computes: bfloat16, bfloat16-nf4
 
     def __repr__(self) -> str:
         start, end = self.span
@@ -257,12 +259,19 @@ def _rules(announcement: Announcement) -> dict[str, bool]:
         announcement.training_step,
         announcement.reachability,
     )
-    texts = (announcement.peer, announcement.name, announcement.device, *announcement.addresses)
+    texts = (
+        announcement.peer,
+        announcement.name,
+        announcement.device,
+        announcement.number_format,
+        *announcement.addresses,
+    )
     return {
         "version": announcement.version >= VERSION,
         "peer": 0 < len(announcement.peer) <= MAX_PEER_CHARS,
         "name": len(announcement.name) <= MAX_NAME_CHARS,
         "device": len(announcement.device) <= MAX_DEVICE_CHARS,
+        "number format": len(announcement.number_format) <= MAX_FORMAT_CHARS and announcement.number_format.isascii(),
         "control characters": all(text.isprintable() for text in texts),
         "span": _is_span(announcement.span) and _is_span(announcement.seeds),
         "numbers": all(0 <= number < 1e18 for number in numbers) and all(0 <= count < 1 << 63 for count in counts),

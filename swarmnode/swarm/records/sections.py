@@ -36,6 +36,7 @@ class Machine(Section, frozen=True, kw_only=True):
     """What it computes on. Of the hardware that was probed."""
 
     device: str | UnsetType = UNSET
+    number_format: str | UnsetType = UNSET
     memory_bytes: int | UnsetType = UNSET
 
 

@@ -6,6 +6,7 @@ All of it on the fake network in virtual time: real servers, sessions, directori
 from __future__ import annotations
 
 import asyncio
+import pathlib
 import random
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from swarmnode.roles.serving.client import SESSION_PROTOCOL
 from swarmnode.roles.serving.generation import GenerateOptions, Generation, RingStream
 from swarmnode.roles.serving.router import DirectoryRouter
 from swarmnode.swarm.peers.directory import Directory
+from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.sections import Place, ServingLoad, WorkSpeeds
 from tests.roles.toy_swarm import HELLO, UNITS, Volunteer, link_config
@@ -83,6 +85,7 @@ class LiveClient:
             directory=self.directory,
             paths=Paths(self.network.peer_id, lambda peer: self.directory.peers().get(peer), clock=loop.time),
             swarm=SimpleNamespace(manifest=None),
+            standing=Standing(pathlib.Path("nowhere"), asyncio.get_running_loop().time),
             access_control=None,
         )
         self.router = DirectoryRouter(host, UNITS, Span(0, UNITS), ring=True)

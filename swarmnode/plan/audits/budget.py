@@ -1,0 +1,60 @@
+"""How much is audited: a share of what was served, more of newcomers, less of those of long standing.
+
+An audit computes a session's text once more, as a prompt is, which costs a few of its steps; and it is paid from what the work
+itself has cost, so that audits never take more than their share of a swarm's throughput.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SHARE = 0.03  # of the throughput
+NEWCOMER = 2.0  # times the mean share
+LONG_STANDING = 0.5
+
+
+@dataclass(frozen=True)
+class SessionCost:
+    """What a session came to, and what to compute its first `audited` positions once more would, in seconds of one unit."""
+
+    served_s: float
+    audit_s: float
+
+
+def cost_of(prompt: int, drawn: int, *, decode_s: float, prefill_s: float) -> SessionCost:
+    """Of a session of so many tokens. `decode_s`: of a step; `prefill_s`: of one position of a prompt."""
+    return SessionCost(prompt * prefill_s + drawn * decode_s, (prompt + drawn) * prefill_s)
+
+
+def factor(trust: float) -> float:
+    """By how much more or less somebody is audited whose trust is so large: 0 of newcomers, 1 of those of long standing."""
+    return NEWCOMER + (LONG_STANDING - NEWCOMER) * min(1.0, max(0.0, trust))
+
+
+class AuditBudget:
+    """What may be spent: `share` of what was served, and never more than `burst` audits ahead of it."""
+
+    def __init__(self, share: float = SHARE, *, burst: float = 4.0) -> None:
+        self.share = share
+        self._burst = burst
+        self._spent_s = 0.0
+        self._earned_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<AuditBudget of {self.share:.1%}, spent {self.spent_share:.1%}>"
+
+    @property
+    def spent_share(self) -> float:
+        """Of what was served, how much was spent on audits."""
+        return self._spent_s / self._earned_s * self.share if self._earned_s else 0.0
+
+    def chance(self, cost: SessionCost, trust: float) -> float:
+        """That this session is audited. `trust` is that of the least trusted of its hops. The session counts as served."""
+        self._earned_s += self.share * cost.served_s
+        if self.share == 0 or self._spent_s > self._earned_s + self._burst * cost.audit_s:
+            return 0.0
+        return min(1.0, factor(trust) * self.share * cost.served_s / cost.audit_s)
+
+    def spend(self, cost: SessionCost) -> None:
+        """An audit is made."""
+        self._spent_s += cost.audit_s

@@ -1,0 +1,109 @@
+"""How far honest replicas lie apart: measured, by number format and codec, with `contrib/benchmarks/audits.py --table`.
+
+Floating-point sums depend on their order, and so on who shares a pass and on whether a position came alone or in a prompt. The
+table holds what was found over a small Llama of 8 layers; noise grows with the square root of the units that it went through. How
+another model differs from that one is learnt from honest replicas of it: `Calibration`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from swarmnode.codec.tensors import Codec
+from swarmnode.net.interfaces import PeerId
+
+MARGIN = 1.25  # over what was found
+BEYOND = 1e-4  # of the positions
+TABLE_UNITS = 8
+SHALLOW_UNITS = 4
+ROUNDING = 1e-6  # of a sketch itself
+MAX_FACTOR = 4.0  # by which a model may be found to differ from the table's
+VOICES = 5  # peers whose noise is known before it counts
+MAX_VOICES = 64
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Of honest pairs: the median relative deviation of a position, what one position of 10,000 exceeds, and which share of tokens
+    was drawn otherwise."""
+
+    median: float
+    high: float
+    other_tokens: float
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Up to which relative deviation a position counts as the same, which share of honest positions may lie `beyond`, and of honest
+    tokens be another."""
+
+    deviation: float
+    beyond: float
+    other_tokens: float
+
+
+UNKNOWN = Noise(5e-2, 2e-1, 0.2)  # of a format of another version: what is grossly false shows
+_BF16 = Noise(4.1e-3, 1.13e-2, 2e-2)
+_FP16 = Noise(5.5e-4, 1.4e-3, 5e-3)
+
+NOISE: Mapping[tuple[str, Codec], Noise] = {
+    ("float32", Codec.NONE): Noise(1.9e-7, 6.0e-7, 2e-3),
+    ("float32", Codec.FP16): Noise(0.0, 3.0e-4, 2e-3),
+    ("float32", Codec.BF16): Noise(0.0, 2.0e-3, 5e-3),
+    ("float32", Codec.INT8): Noise(0.0, 5.0e-3, 1e-2),
+    ("float32", Codec.INT4): Noise(0.0, 6.0e-2, 5e-2),
+    ("bfloat16", Codec.NONE): _BF16,
+    ("bfloat16", Codec.FP16): _BF16,
+    ("bfloat16", Codec.BF16): _BF16,
+    ("bfloat16", Codec.INT8): Noise(7.6e-3, 2.2e-2, 3e-2),
+    ("bfloat16", Codec.INT4): Noise(5.2e-3, 1.7e-1, 8e-2),
+    ("float16", Codec.NONE): _FP16,
+    ("float16", Codec.FP16): _FP16,
+    ("float16", Codec.BF16): Noise(1.2e-3, 5.5e-3, 5e-3),
+    ("float16", Codec.INT8): Noise(2.7e-3, 1.8e-2, 1e-2),
+    ("float16", Codec.INT4): Noise(5.2e-3, 1.7e-1, 8e-2),
+}
+
+
+def noise_of(number_format: str, codec: Codec) -> Noise:
+    """Of honest pairs. Quantised weights are the same numbers everywhere: only the format of the sums counts."""
+    return NOISE.get((number_format.partition("-")[0], codec), UNKNOWN)
+
+
+@dataclass
+class Calibration:
+    """By how much the noise of one model differs from the table's. `of`: for each peer the last ratio of medians, so that nobody
+    has more than one voice, and the median of all decides."""
+
+    of: OrderedDict[PeerId, float] = field(default_factory=OrderedDict)
+
+    def note(self, peer: PeerId, number_format: str, codec: Codec, deviations: Sequence[float], *, units: int) -> None:
+        """Deviations of a peer's segment that was found right, `units` units into the model."""
+        noise = noise_of(number_format, codec)
+        expected = noise.median * _depth(units)
+        if expected > ROUNDING and deviations:
+            self.of[peer] = statistics.median(deviations) / expected
+            self.of.move_to_end(peer)
+            if len(self.of) > MAX_VOICES:
+                self.of.popitem(last=False)
+
+    @property
+    def factor(self) -> float:
+        """1 until enough peers are known; never so large that a false replica could hide behind it for long."""
+        if len(self.of) < VOICES:
+            return 1.0
+        return min(MAX_FACTOR, max(1.0, statistics.median(self.of.values())))
+
+    def tolerance(self, number_format: str, codec: Codec, *, units: int) -> Tolerance:
+        """For what came out after so many units of the model."""
+        noise = noise_of(number_format, codec)
+        deviation = max(ROUNDING, MARGIN * noise.high * _depth(units) * self.factor)
+        return Tolerance(deviation, BEYOND, noise.other_tokens)
+
+
+def _depth(units: int) -> float:
+    return math.sqrt(max(SHALLOW_UNITS, units) / TABLE_UNITS)

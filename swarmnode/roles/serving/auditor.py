@@ -1,0 +1,106 @@
+"""Audits: some of a client's sessions are computed once more, and what their hops did is compared with what replicas did.
+
+After the answer, and in the background: which sessions is drawn when they are over, so that no hop can know before. What an audit
+does is in `audit_case.py`, which needs torch; here it is decided whether there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from swarmnode.config import ClientConfig
+from swarmnode.errors import LocalError, SwarmnodeError
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.tasks import Tasks
+from swarmnode.plan.audits.budget import AuditBudget, SessionCost, cost_of
+from swarmnode.plan.audits.replicas import second_route
+from swarmnode.plan.audits.tolerances import Calibration
+from swarmnode.plan.view import PREFILL_GAIN, UNMEASURED_UNITS_PER_S
+from swarmnode.roles.host import Host
+from swarmnode.roles.serving.client import AUDIT_PROTOCOL, ClientSession
+
+log = logging.getLogger(__name__)
+
+RESULTS = ("passed", "false", "doubt", "void")
+MAX_AUDITS = 4  # at once
+
+
+class Auditor:
+    """Of one client. `take` after every session; `close` at the end gives up what is under way."""
+
+    def __init__(
+        self, host: Host, sessions: Switchboard, config: ClientConfig, *, dice: random.Random | None = None
+    ) -> None:
+        self.standing = host.standing
+        self.dice = dice or random.SystemRandom()
+        self.config = replace(config, patience_s=0.0)
+        self.calibration = Calibration()
+        self.sessions = sessions
+        self.statements = Switchboard(host.network, AUDIT_PROTOCOL, host.hello, host.link_config)
+        self.host = host
+        self._budget = AuditBudget(config.audit_share)
+        self._counts: Counter[str] = Counter()
+        self._tasks = Tasks("audits", on_crash=host.link_config.supervisor.ends_conversation)
+
+    def __repr__(self) -> str:
+        return f"<Auditor {self._budget!r}, {dict(self._counts)}>"
+
+    def readings(self) -> Readings:
+        """What came of the audits so far."""
+        for result in RESULTS:
+            yield Reading(table.AUDITS, self._counts[result], (result,))
+
+    def take(self, session: ClientSession, ids: Sequence[int]) -> bool:
+        """A session has brought forth the last of these tokens. Whether it is audited: then it is closed from here."""
+        assert session.spec.sampling is not None
+        prompt = session.spec.sampling.prompt_length
+        cost = self._cost(session, prompt, len(ids) - prompt)
+        trust = min((self.standing.trust(hop.peer) for hop in session.route), default=0.0)
+        drawn = self.dice.random() < self._budget.chance(cost, trust)
+        if not drawn or len(self._tasks) >= MAX_AUDITS:
+            return False
+        if second_route(session.route, self.host.directory.peers(), self.dice, avoid=self.standing.shunned) is None:
+            return False
+        self._budget.spend(cost)
+        self._tasks.spawn(self._audit(session, list(ids)), f"of session {session.trace_id.hex()[:8]}")
+        return True
+
+    def _cost(self, session: ClientSession, prompt: int, drawn: int) -> SessionCost:
+        """From the speeds that the route's peers announce."""
+        announced = self.host.directory.peers()
+        known = [announced[hop.peer] for hop in session.route if hop.peer in announced]
+        decode = min((peer.decode_units_per_s for peer in known), default=0.0) or UNMEASURED_UNITS_PER_S
+        prefill = min((peer.prefill_units_per_s for peer in known), default=0.0) or PREFILL_GAIN * decode
+        return cost_of(prompt, drawn, decode_s=1 / decode, prefill_s=1 / prefill)
+
+    async def _audit(self, session: ClientSession, ids: list[int]) -> None:
+        from swarmnode.roles.serving.audit_case import AuditCase
+
+        try:
+            result = await AuditCase(self, session, ids).decide()
+        except (SwarmnodeError, asyncio.TimeoutError) as error:
+            log.info("an audit came to nothing: %s", error or "no answer in time")
+            result = "void"
+        finally:
+            await session.close()
+        self._counts[result] += 1
+        try:
+            await asyncio.to_thread(self.standing.save)
+        except LocalError as error:
+            log.warning("%s", error)
+
+    async def idle(self) -> None:
+        """Wait until no audit is under way."""
+        await self._tasks.idle()
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        await self._tasks.close()
+        await self.statements.close()

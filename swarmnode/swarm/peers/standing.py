@@ -1,0 +1,101 @@
+"""Standing: what this peer has found out about others by auditing them, kept over restarts and forgotten in days.
+
+Who passed many audits is trusted more: asked first, and audited less. Who was found to compute falsely is shunned. Where two
+contradict one another and nobody can tell who is right, both are in doubt; doubts with several others add up to a finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from swarmnode.net.interfaces import PeerId
+from swarmnode.swarm.storage.kept_file import read_kept, write_kept
+
+HALF_LIFE_S = 3 * 86_400.0  # of what was passed
+SHUN_S = 7 * 86_400.0
+DOUBT_S = 3 * 86_400.0
+DOUBTS = 3  # with as many different others
+HALF_TRUST = 2_000.0  # audited positions
+NEWCOMER_WEIGHT = 0.25
+MAX_PEERS = 1_024
+MAX_FILE_BYTES = 1 << 20
+
+
+class PeerStanding(msgspec.Struct):
+    """`passed` audited positions, as of unix time `at`; `doubts`: with whom, and when."""
+
+    passed: float = 0.0
+    at: float = 0.0
+    shunned_until: float = 0.0
+    doubts: dict[str, float] = {}
+
+
+class Standing:
+    """Of all peers that were audited. A missing or damaged file is an empty one. `now` is unix time in seconds."""
+
+    def __init__(self, path: Path, now: Callable[[], float]) -> None:
+        self._path = path
+        self._now = now
+        self._peers = read_kept(path, dict[PeerId, PeerStanding], max_bytes=MAX_FILE_BYTES) or {}
+        self._changed = False
+
+    def __repr__(self) -> str:
+        return f"<Standing of {len(self._peers)} peers, {len(self.shunned)} shunned>"
+
+    @property
+    def shunned(self) -> frozenset[PeerId]:
+        """Who takes no part in what this peer does."""
+        now = self._now()
+        return frozenset(peer for peer, known in self._peers.items() if known.shunned_until > now)
+
+    def trust(self, peer: PeerId) -> float:
+        """From 0, of a newcomer, towards 1."""
+        passed = self._passed(peer)
+        return passed / (passed + HALF_TRUST)
+
+    def weights(self, peers: Iterable[PeerId]) -> dict[PeerId, float]:
+        """How much each peer's speed counts, beside the most trusted of them, which has 1."""
+        weights = {peer: NEWCOMER_WEIGHT + (1 - NEWCOMER_WEIGHT) * self.trust(peer) for peer in peers}
+        most = max(weights.values(), default=1.0)
+        return {peer: weight / most for peer, weight in weights.items()}
+
+    def pass_audit(self, peer: PeerId, positions: int) -> None:
+        """So many of its positions were found right."""
+        known = self._known(peer)
+        known.passed, known.at = self._passed(peer) + positions, self._now()
+
+    def doubt(self, peer: PeerId, other: str) -> bool:
+        """It contradicts `other`, and one of the two is wrong. Whether it is shunned for it, with the doubts that there were."""
+        known, now = self._known(peer), self._now()
+        known.doubts = {**{who: at for who, at in known.doubts.items() if at > now - DOUBT_S}, other: now}
+        if len(known.doubts) < DOUBTS:
+            return False
+        self.shun(peer)
+        return True
+
+    def shun(self, peer: PeerId) -> None:
+        """It was found to compute falsely: it begins anew, in a week."""
+        known = self._known(peer)
+        known.passed, known.shunned_until, known.doubts = 0.0, self._now() + SHUN_S, {}
+
+    def save(self) -> None:
+        """Write the file where something changed. Raises LocalError where it cannot be written."""
+        if self._changed:
+            self._changed = False
+            write_kept(self._path, self._peers)
+
+    def _passed(self, peer: PeerId) -> float:
+        known = self._peers.get(peer)
+        return 0.0 if known is None else known.passed * 0.5 ** max(0.0, (self._now() - known.at) / HALF_LIFE_S)
+
+    def _known(self, peer: PeerId) -> PeerStanding:
+        """Its entry, which is about to change; who matters least gives way."""
+        self._changed = True
+        if peer not in self._peers and len(self._peers) >= MAX_PEERS:
+            now = self._now()
+            least = min(self._peers, key=lambda one: (self._peers[one].shunned_until > now, self._passed(one)))
+            del self._peers[least]
+        return self._peers.setdefault(peer, PeerStanding())

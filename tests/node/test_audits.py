@@ -1,0 +1,128 @@
+"""Clients that have answers computed once more: who computes falsely is found and left out, who does not is trusted more."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from swarmnode.client import SwarmClient
+from swarmnode.codec.audit_messages import SEED_BYTES, GetStatement
+from swarmnode.roles.serving.audit_server import fetch_account
+from tests.net.virtual import in_virtual_time
+from tests.node.conftest import Founded
+from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
+from tests.tiny import PROMPT
+
+TOKENS = 48
+ALWAYS = 1.0  # of what the answers cost: every session is audited
+
+
+@contextlib.asynccontextmanager
+async def three_by_two(founded: Founded, folder: Path) -> AsyncIterator[tuple[VirtualSwarm, SwarmClient]]:
+    """Two stages of three replicas each, and a client that audits every session."""
+    async with VirtualSwarm(folder) as swarm:
+        founded.into(swarm)
+        await swarm.bootstrap()
+        for number in range(3):
+            swarm.node(f"a{number}", "0:3")
+            swarm.node(f"b{number}", "3:6")
+        for member in swarm.members.values():
+            await member.wait_for("ready")
+        async with swarm.client(audit_share=ALWAYS) as client:
+            while sum(peer["state"] == "ready" and peer["span"][1] > 0 for peer in client.status()["peers"]) < 6:
+                await client.changed()
+            yield swarm, client
+
+
+def tamper(member: VirtualMember, change: Callable[[Tensor], Tensor]) -> None:
+    """Let a node send on something else than what it computes."""
+    assert member.node._stage is not None
+    span = member.node._stage._runner.span  # type: ignore[union-attr]
+    forward = span.forward
+    span.forward = lambda *args, **kwargs: change(forward(*args, **kwargs))
+
+
+def noise_on_every_tenth(size: float) -> Callable[[Tensor], Tensor]:
+    generator, calls = torch.Generator().manual_seed(3), 0
+
+    def change(hidden_BTH: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        noise_BTH = torch.randn(hidden_BTH.shape, generator=generator)
+        noise_BTH *= size * hidden_BTH.norm() / noise_BTH.norm()
+        return hidden_BTH + noise_BTH if calls % 10 == 0 else hidden_BTH
+
+    return change
+
+
+def results(client: SwarmClient) -> dict[str, float]:
+    return {reading.labels[0]: reading.value for reading in client.auditor.readings() if reading.value}
+
+
+async def hop_in_use(swarm: VirtualSwarm, client: SwarmClient, index: int) -> VirtualMember:
+    """The node that this client's sessions go through."""
+    return swarm.member((await client.generate(PROMPT, max_new_tokens=1)).route[index].peer)
+
+
+async def generate_until_shunned(client: SwarmClient, sessions: int) -> int:
+    """How many sessions it took until somebody is shunned."""
+    for number in range(sessions):
+        await client.generate(PROMPT, max_new_tokens=TOKENS, temperature=1.0, seed=number)
+        await client.auditor.idle()
+        if client.auditor.standing.shunned:
+            return number + 1
+    raise AssertionError(f"nobody was found in {sessions} sessions: {client.auditor!r}")
+
+
+@in_virtual_time
+async def test_honest_peers_pass_and_are_trusted(founded: Founded, tmp_path: Path) -> None:
+    async with three_by_two(founded, tmp_path) as (_swarm, client):
+        stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
+        async for _ in stream:
+            pass
+        await client.auditor.idle()
+        assert results(client) == {"passed": 1}
+        assert not client.auditor.standing.shunned
+        assert all(client.auditor.standing.trust(hop.peer) > 0 for hop in stream.result.route)
+
+
+@in_virtual_time
+async def test_who_perturbs_one_step_in_ten_is_left_out(founded: Founded, tmp_path: Path) -> None:
+    async with three_by_two(founded, tmp_path) as (swarm, client):
+        liar = await hop_in_use(swarm, client, 0)
+        tamper(liar, noise_on_every_tenth(5e-6))
+        await generate_until_shunned(client, 12)
+        assert client.auditor.standing.shunned == {liar.peer}
+        after = await client.generate(PROMPT, max_new_tokens=4)
+        assert liar.peer not in {hop.peer for hop in after.route}
+
+
+@in_virtual_time
+async def test_a_last_hop_that_draws_from_other_logits_is_left_out(founded: Founded, tmp_path: Path) -> None:
+    async with three_by_two(founded, tmp_path) as (swarm, client):
+        liar = await hop_in_use(swarm, client, 1)
+        tamper(liar, lambda logits_BTV: logits_BTV.flip(-1))
+        await generate_until_shunned(client, 12)
+        assert client.auditor.standing.shunned == {liar.peer}
+
+
+@in_virtual_time
+async def test_neighbours_state_the_same_of_what_went_between_them(founded: Founded, tmp_path: Path) -> None:
+    async with three_by_two(founded, tmp_path) as (_swarm, client):
+        stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
+        tokens = aiter(stream)
+        for _ in range(8):
+            await anext(tokens)
+        session = stream._ring._session
+        question = GetStatement(session.id, bytes(SEED_BYTES), 0, len(PROMPT))
+        board, swarm_id = client.auditor.statements, client._host.swarm.id
+        first, last = [await fetch_account(board, hop.peer, question, swarm_id) for hop in session.route]
+        assert first.received_TK is None and last.sent_TK is None
+        assert first.sent_TK is not None and last.received_TK is not None
+        assert torch.equal(first.sent_TK, last.received_TK)
+        assert first.statement.number_format == "float32"
+        await tokens.aclose()

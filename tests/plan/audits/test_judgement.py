@@ -1,0 +1,68 @@
+"""What is false, and what is honest noise."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from swarmnode.codec.tensors import Codec
+from swarmnode.plan.audits.judgement import judge_states, judge_tokens
+from swarmnode.plan.audits.tolerances import MAX_FACTOR, NOISE, VOICES, Calibration, noise_of
+
+TOLERANCE = Calibration().tolerance("bfloat16", Codec.NONE, units=8)
+
+
+def honest(count: int, seed: int = 0) -> list[float]:
+    """Deviations as the table has them, with its share beyond the limit."""
+    dice = random.Random(seed)
+    median = noise_of("bfloat16", Codec.NONE).median
+    return [abs(dice.gauss(median, median / 3)) for _ in range(count)]
+
+
+def test_honest_noise_passes_and_one_step_far_off_is_an_accident() -> None:
+    assert not judge_states(honest(512), TOLERANCE).false
+    assert not judge_states([*honest(511), 10 * TOLERANCE.deviation], TOLERANCE).false
+
+
+def test_every_tenth_step_at_five_times_the_noise_is_false() -> None:
+    steps = honest(64)
+    steps[::10] = [5 * NOISE["bfloat16", Codec.NONE].median] * len(steps[::10])
+    judgement = judge_states(steps, TOLERANCE)
+    assert judgement.false
+    assert judgement.beyond == 7
+
+
+@pytest.mark.parametrize("strange", [math.nan, math.inf])
+def test_what_is_no_number_is_beyond_any_limit(strange: float) -> None:
+    assert judge_states([strange] * 8, TOLERANCE).false
+
+
+def test_tokens_may_differ_now_and_then() -> None:
+    drawn = list(range(64))
+    assert not judge_tokens(drawn, drawn, TOLERANCE).false
+    assert not judge_tokens(drawn, [0, 0, 0, *drawn[3:]], TOLERANCE).false
+    assert judge_tokens(drawn, [-1] * 20 + drawn[20:], TOLERANCE).false
+    assert not judge_tokens([], [], TOLERANCE).false
+
+
+def test_a_model_with_more_noise_is_learnt_from_several_peers_and_only_so_far() -> None:
+    calibration = Calibration()
+    for number in range(VOICES - 1):
+        calibration.note(f"peer {number}", "bfloat16", Codec.NONE, [0.0082] * 9, units=8)
+    assert calibration.factor == 1.0, "too few voices"
+    for _ in range(40):
+        calibration.note("a liar", "bfloat16", Codec.NONE, [1.0] * 9, units=8)
+    assert calibration.factor == pytest.approx(2.0), "one voice of five"
+    for number in range(40):
+        calibration.note(f"another {number}", "bfloat16", Codec.NONE, [1.0] * 9, units=8)
+    assert calibration.factor == MAX_FACTOR
+
+
+def test_tolerances_grow_with_the_depth_and_unknown_formats_have_wide_ones() -> None:
+    deep = Calibration().tolerance("bfloat16", Codec.NONE, units=32)
+    assert deep.deviation == pytest.approx(2 * TOLERANCE.deviation)
+    unknown = Calibration().tolerance("posit16", Codec.NONE, units=8)
+    assert unknown.deviation > 10 * TOLERANCE.deviation
+    assert noise_of("bfloat16-nf4", Codec.INT8) == NOISE["bfloat16", Codec.INT8]

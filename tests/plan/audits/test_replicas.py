@@ -1,0 +1,41 @@
+"""Who computes a session once more."""
+
+from __future__ import annotations
+
+import random
+
+from swarmnode.codec.messages import HopSpec
+from swarmnode.plan.audits.replicas import second_route
+from swarmnode.swarm.records.announcement import Announcement, State
+
+ROUTE = (HopSpec("a", 0, 3), HopSpec("b", 3, 6))
+
+
+def peer(name: str, start: int, end: int, number_format: str = "bfloat16", state: State = State.READY) -> Announcement:
+    return Announcement(1, bytes(32), name, 1, 0.0, 9.0, 0.0, state, (start, end), number_format=number_format)
+
+
+def second(*others: Announcement, avoid: tuple[str, ...] = ()) -> tuple[str, ...] | None:
+    peers = {one.peer: one for one in (peer("a", 0, 3), peer("b", 3, 6), *others)}
+    found = second_route(ROUTE, peers, random.Random(1), avoid=avoid)
+    if found is not None:
+        assert [(hop.start, hop.end) for hop in found] == [(0, 3), (3, 6)]
+    return None if found is None else tuple(hop.peer for hop in found)
+
+
+def test_replicas_take_the_places_that_they_can() -> None:
+    assert second(peer("c", 0, 3), peer("d", 2, 6)) == ("c", "d")
+    assert second(peer("d", 2, 6)) == ("a", "d")
+    assert second(peer("e", 0, 6)) == ("e", "b"), "a peer has one place"
+    assert second() is None
+
+
+def test_who_computes_otherwise_is_still_loading_or_avoided_takes_no_part() -> None:
+    assert second(peer("c", 0, 3, "bfloat16-nf4"), peer("d", 3, 6, state=State.LOADING)) is None
+    assert second(peer("c", 0, 3), avoid=("c",)) is None
+
+
+def test_nobody_can_tell_who_it_will_be() -> None:
+    peers = {one.peer: one for one in (peer("a", 0, 3), peer("b", 3, 6), *(peer(f"c{n}", 0, 3) for n in range(4)))}
+    drawn = {second_route(ROUTE, peers, random.Random(seed))[0].peer for seed in range(64)}  # type: ignore[index]
+    assert drawn == {"c0", "c1", "c2", "c3"}

@@ -1,0 +1,76 @@
+"""What is kept about others: over restarts, for days, within bounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swarmnode.swarm.peers.standing import DOUBTS, HALF_LIFE_S, HALF_TRUST, MAX_PEERS, SHUN_S, Standing
+
+
+class Clock:
+    now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def standing(tmp_path: Path, clock: Clock) -> Standing:
+    return Standing(tmp_path / "standing" / "swarm.json", clock)
+
+
+def test_trust_grows_with_audits_and_fades_in_days(standing: Standing, clock: Clock) -> None:
+    assert standing.trust("newcomer") == 0
+    standing.pass_audit("old", int(HALF_TRUST))
+    assert standing.trust("old") == pytest.approx(0.5)
+    assert standing.weights(["old", "newcomer"]) == pytest.approx({"old": 1.0, "newcomer": 0.4})
+    clock.now += HALF_LIFE_S
+    assert standing.trust("old") == pytest.approx(1 / 3)
+
+
+def test_where_all_are_new_nobody_has_less_weight(standing: Standing) -> None:
+    assert standing.weights(["a", "b"]) == {"a": 1.0, "b": 1.0}
+
+
+def test_who_is_shunned_stays_so_over_restarts_and_begins_anew(
+    standing: Standing, clock: Clock, tmp_path: Path
+) -> None:
+    standing.pass_audit("false", 9_000)
+    standing.shun("false")
+    standing.save()
+    again = Standing(tmp_path / "standing" / "swarm.json", clock)
+    assert again.shunned == {"false"}
+    clock.now += SHUN_S + 1
+    assert not again.shunned
+    assert again.trust("false") == 0
+
+
+def test_doubts_with_one_peer_count_once_and_with_several_add_up(standing: Standing) -> None:
+    for _ in range(9):
+        assert not standing.doubt("one", "other")
+    for number in range(DOUBTS - 2):
+        assert not standing.doubt("one", f"peer {number}")
+    assert standing.doubt("one", "the last")
+    assert standing.shunned == {"one"}
+
+
+def test_a_crowd_of_names_does_not_make_the_shunned_forgotten(standing: Standing) -> None:
+    standing.shun("false")
+    for number in range(MAX_PEERS + 9):
+        standing.pass_audit(f"name {number}", 1)
+    assert standing.shunned == {"false"}
+
+
+def test_a_damaged_file_is_an_empty_one(standing: Standing, clock: Clock, tmp_path: Path) -> None:
+    standing.shun("false")
+    standing.save()
+    path = tmp_path / "standing" / "swarm.json"
+    path.write_bytes(path.read_bytes()[:-3])
+    assert not Standing(path, clock).shunned
