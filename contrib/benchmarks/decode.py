@@ -44,7 +44,9 @@ def build(path: str) -> tuple[LlamaForCausalLM, StageRunner]:
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(path)
     checkpoint = Checkpoint(path)
-    return model, StageRunner(load_span(checkpoint, 0, checkpoint.units), RunnerConfig(cache_bytes=1 << 30))
+    span = load_span(checkpoint, 0, checkpoint.units)
+    span.packing.run()
+    return model, StageRunner(span, RunnerConfig(cache_bytes=1 << 30))
 
 
 def run_generate(model: LlamaForCausalLM, prompt_BT: Tensor, new_tokens: int) -> tuple[float, Tensor]:

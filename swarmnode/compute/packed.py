@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -46,6 +47,36 @@ class PackedLinear(nn.Module):
         if self.bias is not None:
             y += self.bias
         return y.to(x.dtype)
+
+
+class Packing:
+    """Linear layers of a model that are still to be packed, by name. That takes one core some 10 ns for each weight, so a model
+    serves meanwhile: whichever of the two forms a pass meets, it multiplies the same numbers."""
+
+    def __init__(self, model: nn.Module, linears: Mapping[str, nn.Linear]) -> None:
+        self._model = model
+        self._left = dict(linears)
+
+    def __repr__(self) -> str:
+        return f"<Packing of {len(self._left)} layers>"
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Pack them all, by as many threads as torch computes with; once `stopped`, those that were begun."""
+
+        @torch.inference_mode()
+        def pack(entry: tuple[str, nn.Linear]) -> None:
+            name, linear = entry
+            if not stopped():
+                self._model.set_submodule(name, PackedLinear(linear.weight, linear.bias))
+                let_go(linear.weight)
+                del self._left[name]
+
+        with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="pack") as threads:
+            for _ in threads.map(pack, list(self._left.items())):
+                pass
 
 
 def can_pack() -> bool:

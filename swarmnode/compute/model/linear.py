@@ -12,26 +12,29 @@ import bisect
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmnode.compute.packed import PackedLinear, can_pack, let_go
+from swarmnode.compute.packed import PackedLinear, Packing, can_pack
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x (..., I), weight_OI, bias_O -> y (..., O)"""
 
+Sample = Mapping[torch.Size, Sequence[Tensor]]
+"""Per shape of a layer's matrix, the matrices (or their first rows) that are timed for it."""
+
 TIMED_ROWS = (1, 2, 4, 8, 16, 64)  # between two of them the lower one decides
 COMPARED_ROWS = (1, 8, 64)
-MANY_ROWS = 16  # from here on a product takes its time wherever the weights lie
+MANY_ROWS = 16  # from here on a product takes its time wherever the weights lie, and as long for each part of them
 REPEATS = 2
 HOPELESS = 1.5  # times the usual time
 MIN_GAIN = 0.9  # of the usual time: below it another way is taken
 SAMPLE_BYTES = 96 << 20
-SAMPLE_ROWS = 1024  # of a matrix that is packed to see whether it pays
+TALLEST = 8192  # outputs of a matrix that are timed: a head has 100,000
+SAMPLE_OUTPUTS = 1024  # where it meets many rows, or is packed to see whether that pays
 MIN_ELEMENTS = 1 << 16  # smaller matrices are all overhead
 HALVES = (torch.bfloat16, torch.float16)
 TILE_BYTES, MIN_TILE_ROWS = 1 << 20, 16
@@ -104,19 +107,22 @@ OTHERS: Mapping[torch.dtype, Sequence[Product]] = {
 
 
 @torch.inference_mode()
-def speed_up_linears(model: nn.Module) -> None:
-    """Let the large linear layers on the CPU choose how they multiply. Those that are packed give up their parameters."""
+def speed_up_linears(model: nn.Module) -> Packing:
+    """Let the large linear layers on the CPU choose how they multiply. Those that do best packed work as they are, until the
+    packing that is returned has `run`."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    to_pack: dict[str, nn.Linear] = {}
     for dtype, others in OTHERS.items():
         linears = {name: module for name, module in model.named_modules() if _is_candidate(module, dtype)}
         choices = _choose([module.weight for module in linears.values()], others)
         own = {name: module for name, module in linears.items() if dtype in HALVES and uses[id(module.weight)] == 1}
         packed = _shapes_to_pack(own.values(), choices)
-        _pack(model, {name: module for name, module in own.items() if module.weight.shape in packed})
+        to_pack.update((name, module) for name, module in own.items() if module.weight.shape in packed)
         for name, module in linears.items():
             chosen = choices[module.weight.shape]
-            if model.get_submodule(name) is module and any(product is not USUAL for product in chosen):
+            if any(product is not USUAL for product in chosen):
                 model.set_submodule(name, TimedLinear(module, chosen))
+    return Packing(model, to_pack)
 
 
 def _is_candidate(module: nn.Module, dtype: torch.dtype) -> TypeGuard[nn.Linear]:
@@ -130,10 +136,10 @@ def _choose(weights: Sequence[Tensor], others: Sequence[Product]) -> dict[torch.
     """Per shape, the product for each of TIMED_ROWS."""
     sample = _first_bytes(weights, SAMPLE_BYTES)
     others = [product for product in others if _works(product)] if sample else []
-    choices: dict[torch.Size, list[Product]] = {weight.shape: [] for weight in sample}
+    choices: dict[torch.Size, list[Product]] = {shape: [] for shape in sample}
     for rows in TIMED_ROWS:
         if rows == MANY_ROWS:
-            sample = _first_bytes(sample, 0)
+            sample = {shape: [weights[0][:SAMPLE_OUTPUTS]] for shape, weights in sample.items()}
         usual_s = _time_pass(USUAL, sample, rows)
         rivals_s = [(product, _time_pass(product, sample, rows)) for product in _rivals(others, sample, rows, usual_s)]
         for shape, chosen in choices.items():
@@ -143,10 +149,11 @@ def _choose(weights: Sequence[Tensor], others: Sequence[Product]) -> dict[torch.
 
 
 def _rivals(
-    products: Sequence[Product], sample: Sequence[Tensor], rows: int, usual_s: Mapping[torch.Size, float]
+    products: Sequence[Product], sample: Sample, rows: int, usual_s: Mapping[torch.Size, float]
 ) -> list[Product]:
     """Those that a single try of each shape does not show to be hopeless."""
-    tries = {product: _time_pass(product, _first_bytes(sample, 0), rows, repeats=1) for product in products}
+    one_of_each = {shape: weights[:1] for shape, weights in sample.items()}
+    tries = {product: _time_pass(product, one_of_each, rows, repeats=1) for product in products}
     return [
         product
         for product, took_s in tries.items()
@@ -158,31 +165,17 @@ def _shapes_to_pack(linears: Iterable[nn.Linear], choices: Mapping[torch.Size, S
     """The shapes that are faster when packed: on the average over one session, several, and a prompt."""
     shapes: set[torch.Size] = set()
     for linear in {module.weight.shape: module for module in linears}.values() if can_pack() else ():
-        shape, sample = linear.weight.shape, [linear.weight[:SAMPLE_ROWS]]
-        packed = PackedLinear(sample[0], None)
+        shape, sample = linear.weight.shape, {linear.weight.shape: [linear.weight[:SAMPLE_OUTPUTS]]}
+        packed = PackedLinear(linear.weight[:SAMPLE_OUTPUTS], None)
         ratios = [
-            _time_pass(lambda x, *_, packed=packed: packed(x), sample, rows)[sample[0].shape]
-            / _time_pass(product, sample, rows)[sample[0].shape]
+            _time_pass(lambda x, *_, packed=packed: packed(x), sample, rows)[shape]
+            / _time_pass(product, sample, rows)[shape]
             for product, rows in zip(choices[shape], TIMED_ROWS, strict=True)
             if rows in COMPARED_ROWS
         ]
         if sum(ratios) < MIN_GAIN * len(ratios):
             shapes.add(shape)
     return shapes
-
-
-def _pack(model: nn.Module, linears: Mapping[str, nn.Linear]) -> None:
-    """Packing takes one core some 10 ns for each number, so all cores do it."""
-
-    @torch.inference_mode()
-    def pack(entry: tuple[str, nn.Linear]) -> None:
-        name, linear = entry
-        model.set_submodule(name, PackedLinear(linear.weight, linear.bias))
-        let_go(linear.weight)
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        for _ in threads.map(pack, linears.items()):
-            pass
 
 
 def _works(product: Product) -> bool:
@@ -194,31 +187,28 @@ def _works(product: Product) -> bool:
     return True
 
 
-def _first_bytes(weights: Sequence[Tensor], limit_bytes: int) -> list[Tensor]:
+def _first_bytes(weights: Sequence[Tensor], limit_bytes: int) -> Sample:
     """The first weights up to a limit, and one of each shape that remains."""
-    sample: list[Tensor] = []
-    shapes: set[torch.Size] = set()
+    sample: dict[torch.Size, list[Tensor]] = {}
     used_bytes = 0
     for weight in weights:
-        if used_bytes < limit_bytes or weight.shape not in shapes:
-            sample.append(weight)
-            shapes.add(weight.shape)
+        if used_bytes < limit_bytes or weight.shape not in sample:
+            sample.setdefault(weight.shape, []).append(weight[:TALLEST])
             used_bytes += weight.nbytes
     return sample
 
 
-def _time_pass(
-    product: Product, weights: Sequence[Tensor], rows: int, repeats: int = REPEATS
-) -> dict[torch.Size, float]:
+def _time_pass(product: Product, sample: Sample, rows: int, repeats: int = REPEATS) -> dict[torch.Size, float]:
     """Per shape, the least seconds that one product took.
 
     Whole passes over many weights are timed, as in decoding, or they would lie in the processor's cache.
     """
     best_s: dict[torch.Size, float] = {}
     for _ in range(repeats):
-        for weight_OI in weights:
-            took_s = _time_product(product, weight_OI, torch.ones(rows, weight_OI.shape[1], dtype=weight_OI.dtype))
-            best_s[weight_OI.shape] = min(took_s, best_s.get(weight_OI.shape, took_s))
+        for shape, weights in sample.items():
+            for weight_OI in weights:
+                took_s = _time_product(product, weight_OI, torch.ones(rows, weight_OI.shape[1], dtype=weight_OI.dtype))
+                best_s[shape] = min(took_s, best_s.get(shape, took_s))
     return best_s
 
 

@@ -20,7 +20,7 @@ from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.linear import speed_up_linears
 from swarmnode.compute.model.quantize import Quantization, quantize_layers
 from swarmnode.compute.model.stack import Stack
-from swarmnode.compute.packed import PackedLinear, packed_bytes
+from swarmnode.compute.packed import PackedLinear, Packing, packed_bytes
 from swarmnode.errors import LocalError
 
 WIDTHS, WIDEST, LOGITS = 6, 3, 2  # tensors at once in a pass: of the hidden size, of a layer's widest, of logits
@@ -31,17 +31,24 @@ Progress = Callable[[str, int, int], None]
 class ModelSpan:
     """Units [start, end) of a model, ready to run.
 
-    `model` is the family's causal language model, cut down. Not safe for use from two threads at once.
+    `model` is the family's causal language model, cut down. Not safe for use from two threads at once, but for `packing`.
     """
 
     def __init__(
-        self, family: Family, model: Any, start: int, end: int, quantization: Quantization | None = None
+        self,
+        family: Family,
+        model: Any,
+        start: int,
+        end: int,
+        quantization: Quantization | None = None,
+        packing: Packing | None = None,
     ) -> None:
         self.family = family
         self.model = model
         self.start = start
         self.end = end
         self.quantization = quantization
+        self.packing = Packing(model, {}) if packing is None else packing
         self.stack: Stack = model.get_submodule(family.stack_name)
         parameter = next(p for p in model.parameters() if p.is_floating_point())
         self._device: torch.device = parameter.device
@@ -185,7 +192,8 @@ def load_span(
     """Load units [start, end). `dtype` "auto" is the checkpoint's own. Raises CheckpointError, LocalError.
 
     Reads only the tensors of the span, each once, from mapped files; nothing is copied where the dtype stays and the
-    device is the CPU. `check` tries the family on a tiny model first (some 0.3 s, once per process).
+    device is the CPU. `check` tries the family on a tiny model first (some 0.3 s, once per process). The span's `packing` is
+    left to the caller: it may run beside the first passes.
     """
     family = checkpoint.family
     model = load_model(checkpoint, start, end, dtype=dtype, check=check)
@@ -198,8 +206,7 @@ def load_span(
         quantize_layers(stack, quantize, device) if quantize != "none" and len(list(stack.children())) else None
     )
     model.to(device)
-    speed_up_linears(model)
-    return ModelSpan(family, model, start, end, quantization)
+    return ModelSpan(family, model, start, end, quantization, speed_up_linears(model))
 
 
 @lean()

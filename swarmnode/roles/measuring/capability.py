@@ -148,9 +148,11 @@ class Capability:
         conditions: Conditions,
         cache: SpeedCache,
         *,
+        lasting: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.speeds = speeds
+        self.lasting = lasting
         self._conditions = conditions
         self._cache = cache
         self._drift = {field: Drift(clock=clock) for field in Speeds.__dataclass_fields__}
@@ -159,13 +161,28 @@ class Capability:
         return f"<Capability {self.speeds} for {self._conditions.units} units>"
 
     @classmethod
-    def of(cls, conditions: Conditions, cache: SpeedCache, measure: Callable[[], Speeds], **clock: Any) -> Capability:
-        """From the cache, or measured now (on the calling thread) and kept."""
+    def of(
+        cls,
+        conditions: Conditions,
+        cache: SpeedCache,
+        measure: Callable[[], Speeds],
+        *,
+        lasting: bool = True,
+        **clock: Any,
+    ) -> Capability:
+        """From the cache, or measured now (on the calling thread) and kept, where that is `lasting`."""
         speeds = cache.find(conditions)
-        if speeds is None:
-            speeds = measure()
-            cache.put(conditions, speeds)
-        return cls(speeds, conditions, cache, **clock)
+        if speeds is not None:
+            return cls(speeds, conditions, cache, **clock)
+        capability = cls(Speeds(), conditions, cache, lasting=lasting, **clock)
+        capability.measure(measure, lasting=lasting)
+        return capability
+
+    def measure(self, measure: Callable[[], Speeds], *, lasting: bool = True) -> None:
+        """Announce what is measured now (on the calling thread), and keep it where it is `lasting`."""
+        self.speeds, self.lasting = measure(), lasting
+        if lasting:
+            self._cache.put(self._conditions, self.speeds)
 
     def note(self, field: str, unit_s: float) -> None:
         """A pass of real work took so many seconds for a position through a unit; `field` names the speed."""

@@ -27,8 +27,9 @@ class Ends:
         """Load unit 0 and the last unit. Raises CheckpointError."""
         units = checkpoint.units
         nothing = RunnerConfig(cache_bytes=0)
-        embedding = StageRunner(load_span(checkpoint, 0, 1), nothing)
-        return cls(embedding, StageRunner(load_span(checkpoint, units - 1, units), nothing))
+        head = load_span(checkpoint, units - 1, units)
+        head.packing.run()
+        return cls(StageRunner(load_span(checkpoint, 0, 1), nothing), StageRunner(head, nothing))
 
     @property
     def hidden_size(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,13 +27,14 @@ from swarmnode.compute.memory import (
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan, load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
-from swarmnode.compute.speed import PREFILL_POSITIONS, measure_serving
+from swarmnode.compute.speed import PREFILL_POSITIONS, Speeds, measure_serving
 from swarmnode.compute.throttle import Throttle
 from swarmnode.config import StageConfig
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.ledger import Account, MemoryLedger, Reservation
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.tasks import Tasks
 from swarmnode.plan.view import Span as Units
 from swarmnode.roles.host import Host
 from swarmnode.roles.measuring.capability import Capability, Conditions, SpeedCache, speeds_section
@@ -211,6 +212,7 @@ class ServingStage:
         audit_server: AuditServer,
         capability: Capability,
         memory: Sequence[Reservation],
+        tasks: Tasks,
     ) -> None:
         self._runner = runner
         self._memory = memory
@@ -218,6 +220,8 @@ class ServingStage:
         self._server = server
         self._audit_server = audit_server
         self._capability = capability
+        self._closed = False
+        self._tasks = tasks
         worker.on_lone_pass = self._note_pass
 
     def __repr__(self) -> str:
@@ -267,7 +271,10 @@ class ServingStage:
             cache = SpeedCache(host.config.home / SPEEDS_FILE, now=clock.unix)
             conditions = hardware.conditions(host.swarm.id, span.end - span.start)
             measure = partial(measure_serving, runner, clock=clock.compute)
-            capability = await worker.call(lambda: Capability.of(conditions, cache, measure, clock=clock.monotonic))
+            lasting = not span.packing
+            capability = await worker.call(
+                lambda: Capability.of(conditions, cache, measure, lasting=lasting, clock=clock.monotonic)
+            )
             worker.expect(capability.speeds)
             server = StageServer(
                 host.network,
@@ -290,7 +297,19 @@ class ServingStage:
             await worker.close()
             passes.release()
             raise
-        return cls(runner, worker, server, audit_server, capability, [passes] if weights is None else [passes, weights])
+        memory = [passes] if weights is None else [passes, weights]
+        tasks = Tasks("serving stage", on_crash=host.supervisor.ends_peer)
+        stage = cls(runner, worker, server, audit_server, capability, memory, tasks)
+        if span.packing:
+            stage._tasks.spawn(stage._pack(measure), "pack")
+        return stage
+
+    async def _pack(self, measure: Callable[[], Speeds]) -> None:
+        """Sessions go on beside it. What was measured before does not last; it is measured again if nobody computes now, else
+        real work will show it."""
+        await asyncio.to_thread(self._runner.span.packing.run, lambda: self._closed)
+        if not self._capability.lasting and not self._server.load:
+            await self._worker.call(lambda: self._capability.measure(measure))
 
     @property
     def bound(self) -> bool:
@@ -322,6 +341,8 @@ class ServingStage:
 
     async def close(self) -> None:
         """Free everything."""
+        self._closed = True  # a thread ends with the layer that it packs
+        await self._tasks.close()
         await self._audit_server.close()
         await self._server.close()
         await self._worker.close()

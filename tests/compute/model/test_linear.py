@@ -65,8 +65,11 @@ def test_what_is_packed_is_held_once_and_what_is_shared_stays(monkeypatch: pytes
     with torch.no_grad():
         expected, logits = model.own(x), model.head(x)
     monkeypatch.setattr(linear, "_shapes_to_pack", lambda linears, _choices: {one.weight.shape for one in linears})
-    speed_up_linears(model)
-    assert isinstance(model.own, PackedLinear) and packed_bytes(model) == size
+    packing = speed_up_linears(model)
+    packing.run(stopped=lambda: True)
+    assert len(packing) == 1 and isinstance(model.own, nn.Linear)
+    packing.run()
+    assert not len(packing) and isinstance(model.own, PackedLinear) and packed_bytes(model) == size
     assert model.head.weight is model.embedding.weight
     with torch.inference_mode():
         torch.testing.assert_close(model.own(x), expected)

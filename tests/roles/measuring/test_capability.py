@@ -46,6 +46,15 @@ def test_a_restart_announces_at_once(tmp_path, watch):
     assert again.section() == WorkSpeeds(decode_units_per_s=100.0, prefill_units_per_s=4000.0)
 
 
+def test_a_speed_that_does_not_last_is_announced_and_not_kept(tmp_path):
+    cache = SpeedCache(tmp_path / "speeds.json")
+    capability = Capability.of(CONDITIONS, cache, lambda: Speeds(7.0), lasting=False)
+    assert capability.speeds == Speeds(7.0) and cache.find(CONDITIONS) is None and not capability.lasting
+    capability.measure(lambda: SPEEDS)
+    assert capability.speeds == cache.find(CONDITIONS) == SPEEDS and capability.lasting
+    assert Capability.of(CONDITIONS, cache, never, lasting=False).lasting
+
+
 @pytest.mark.parametrize(
     "change",
     [
