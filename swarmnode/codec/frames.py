@@ -53,6 +53,7 @@ class FrameKind(IntEnum):
     TRACE = 24
     GET_STATEMENT = 25
     STATEMENT = 26
+    TRUNCATE = 27
     GET_MANIFEST = 32
     MANIFEST = 33
     GET_CHUNKS = 34

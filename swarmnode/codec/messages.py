@@ -198,6 +198,14 @@ class Input(Body, frozen=True):
             raise ProtocolError(f"an INPUT of {info.shape[0]} rows reorders them as {self.reorder}")
 
 
+class Truncate(Body, frozen=True):
+    """Before an INPUT: the positions from `to` on are forgotten, drafts that were rejected for example. `number` counts these
+    frames over a session's life, so that one that comes again, after a fault, changes nothing."""
+
+    number: Annotated[int, Meta(ge=1, le=MAX_SEQ)]
+    to: Position
+
+
 class Output(Body, frozen=True):
     """What the last hop made of the position before `seq`. RING: `ids` are the tokens at position `seq`, one per row.
 
@@ -260,6 +268,7 @@ BODIES: dict[FrameKind, type[Body]] = {
     FrameKind.READY: Ready,
     FrameKind.ATTACH: Attach,
     FrameKind.INPUT: Input,
+    FrameKind.TRUNCATE: Truncate,
     FrameKind.OUTPUT: Output,
     FrameKind.FAULT: Fault,
     FrameKind.GET_MANIFEST: GetManifest,

@@ -85,15 +85,16 @@ class ToyWorker:
         self.meter = StageMeter(Span(start, end), SERVE)
         self.caches: dict[int, tuple[int, list[int]]] = {}  # first unit, sums
         self.lengths: dict[int, int] = {}
+        self.held: dict[int, list[list[int]]] = {}  # the sums before each position
         self.positions = 0
         self.step_s = STEP_S
         self._jobs: deque[Job] = deque()
 
     def open(self, key: int, *, start: int, end: int, **_reservation: object) -> None:
-        self.caches[key], self.lengths[key] = (start, [0] * (end - start)), 0
+        self.caches[key], self.lengths[key], self.held[key] = (start, [0] * (end - start)), 0, []
 
     def forget(self, key: int) -> None:
-        del self.caches[key], self.lengths[key]
+        del self.caches[key], self.lengths[key], self.held[key]
 
     @property
     def running(self) -> Running:
@@ -114,12 +115,19 @@ class ToyWorker:
             job.done(job, self._result(job), Pass(ended_s - took_s, ended_s, 1))
 
     def _result(self, job: Job) -> JobResult:
+        first_unit, sums = self.caches[job.session]
+        held = self.held[job.session]
+        if job.truncate is not None and job.truncate.to < len(held):
+            sums[:], self.lengths[job.session] = held[job.truncate.to], job.truncate.to
+            del held[job.truncate.to :]
         assert job.start == self.lengths[job.session], "a gap or an overlap reached the worker"
         self.lengths[job.session] = job.end
         values = [value for info, payload in job.parts for value in unpack(info, payload)][job.skip :]
         self.positions += len(values)
-        first_unit, sums = self.caches[job.session]
-        outputs = [step(sums, first_unit, value) for value in values]
+        outputs = []
+        for value in values:
+            held.append(list(sums))
+            outputs.append(step(sums, first_unit, value))
         if isinstance(job.then, ForwardHidden):
             return JobResult(tensor=pack(outputs))
         if isinstance(job.then, Sample):

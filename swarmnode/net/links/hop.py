@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import Body, End, Error, Input, Open, Ready
+from swarmnode.codec.messages import Body, End, Error, Input, Open, Ready, Truncate
+from swarmnode.codec.tensors import Codec
 from swarmnode.errors import PeerError, PeerLost, refusal
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
@@ -26,6 +29,7 @@ class Entry:
     count: int
     body: Input
     payload: Sequence[Buffer]
+    truncate: Truncate | None = None  # before it
 
     @property
     def end(self) -> int:
@@ -50,6 +54,8 @@ class Hop:
         self._on_frame = on_frame
         self._on_fault = on_fault
         self._journal: list[Entry] = []
+        self._end = 0
+        self._truncations = 0  # the number of the last
         self._channel: Channel | None = None
         self._ready: asyncio.Future[int] | None = None
         self._error: PeerError | None = None
@@ -64,7 +70,7 @@ class Hop:
     @property
     def end(self) -> int:
         """Number of positions journalled."""
-        return self._journal[-1].end if self._journal else 0
+        return self._end
 
     @property
     def journal_bytes(self) -> int:
@@ -126,11 +132,13 @@ class Hop:
     async def _replay(self, attempt: int, channel: Channel, have: int) -> None:
         sent = 0
         self._check_bound(attempt, channel)  # an error may have come together with READY
+        # A peer that has not heard of a truncation holds what is not in the journal any more.
+        lacking = min([have, *(entry.start for entry in self._journal if entry.truncate is not None)])
         while sent < len(self._journal):  # the journal may grow while we wait for the link to drain
             entry = self._journal[sent]
             sent += 1
-            if entry.end > have:
-                channel.send(entry.body, seq=entry.start, payload=entry.payload)
+            if entry.end > lacking:
+                _send(channel, entry)
                 await channel.drain()
                 self._check_bound(attempt, channel)
         self._live = True
@@ -145,16 +153,32 @@ class Hop:
         """Journal an entry and, while the hop is live, send it. Entries already journalled are ignored."""
         if self.record(entry) and self._live and self._channel is not None:
             try:
-                self._channel.send(entry.body, seq=entry.start, payload=entry.payload)
+                _send(self._channel, entry)
             except PeerLost as error:
                 self._lost(self._attempt, error)
 
     def record(self, entry: Entry) -> bool:
         """Journal an entry without sending it (the peer got it in another way). False where it was there already."""
+        if entry.truncate is not None and entry.truncate.number > self._truncations:
+            self._truncate(entry.truncate)
         if entry.end <= self.end:
             return False
         self._journal.append(entry)
+        self._end = entry.end
         return True
+
+    def truncation(self, to: int) -> Truncate:
+        """The next one, for an entry that begins at position `to`."""
+        return Truncate(self._truncations + 1, to)
+
+    def _truncate(self, truncate: Truncate) -> None:
+        """Forget what lies beyond. Of an entry across it the front counts."""
+        self._truncations, self._end = truncate.number, truncate.to
+        self._journal = [
+            entry if entry.end <= truncate.to else _front(entry, truncate.to - entry.start)
+            for entry in self._journal
+            if entry.start < truncate.to
+        ]
 
     def tell(self, body: Body, *, seq: int = 0) -> None:
         """Send a frame that needs no journal, if the hop is bound."""
@@ -204,6 +228,23 @@ class Hop:
             self._ready.set_exception(error)
         elif was_live:
             self._on_fault(error)
+
+
+def _front(entry: Entry, count: int) -> Entry:
+    """The first positions of an entry. Where they are not the first bytes it is sent whole, and what follows it cuts it."""
+    info = entry.body.tensor
+    if info.shape[0] > 1 or info.codec not in (Codec.NONE, Codec.BF16, Codec.FP16):
+        return replace(entry, count=count)
+    whole = b"".join(entry.payload)
+    shape = (1, count, *info.shape[2:])
+    body = msgspec.structs.replace(entry.body, tensor=msgspec.structs.replace(info, shape=shape))
+    return replace(entry, count=count, body=body, payload=(whole[: len(whole) * count // info.shape[1]],))
+
+
+def _send(channel: Channel, entry: Entry) -> None:
+    if entry.truncate is not None:
+        channel.send(entry.truncate)
+    channel.send(entry.body, seq=entry.start, payload=entry.payload)
 
 
 def _superseded(peer: PeerId | None) -> PeerLost:

@@ -13,7 +13,7 @@ import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from swarmnode.codec.body import MAX_WANTED
+from swarmnode.codec.body import MAX_WANTED_POSITIONS
 from swarmnode.codec.messages import Input, Mode, Want
 from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
@@ -40,12 +40,29 @@ class RemoteCache(Cache):
         self._owner = owner
         self.session = session
         self.reorder: tuple[int, ...] = ()
+        self._cropped: int | None = None  # where the next input begins, if that is before the last one's end
 
     def __repr__(self) -> str:
         return f"<RemoteCache {self.session!r}>"
 
+    @property
+    def length(self) -> int:
+        """Positions that the next input follows."""
+        return self.session.length if self._cropped is None else self._cropped
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.session.length
+        return self.length
+
+    def crop(self, max_length: int) -> None:
+        """Forget the positions from `max_length` on, or as many as it is below zero: rejected drafts of assisted generation."""
+        kept = max_length if max_length >= 0 else self.length + max_length
+        if kept < self.length:
+            self._cropped = max(0, kept)
+
+    def begin(self) -> int:
+        """Where an input that is sent now begins."""
+        length, self._cropped = self.length, None
+        return length
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         return self.session.spec.max_length
@@ -56,7 +73,7 @@ class RemoteCache(Cache):
 
     def check(self, rows: int, count: int) -> None:
         """Raises UsageError where the session has not so many rows, or no room for so many positions more."""
-        spec, length = self.session.spec, self.session.length
+        spec, length = self.session.spec, self.length
         if rows != spec.rows:
             raise UsageError(f"the cache was made for {spec.rows} sequences, the input has {rows}")
         if length + count > spec.max_length:
@@ -259,9 +276,12 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
 
     async def _exchange(self, cache: RemoteCache, ids_BT: torch.Tensor, want: Want) -> list[Received]:
         """Send the input in chunks and gather the wanted outputs, one chunk after the other where all are wanted."""
-        session, size = cache.session, min(self._prompt_chunk_tokens, MAX_WANTED)
+        session, size = cache.session, min(self._prompt_chunk_tokens, MAX_WANTED_POSITIONS)
         reorder, cache.reorder = cache.reorder, ()
-        begin, end = session.length, session.length + ids_BT.shape[1]
+        begin = cache.begin()
+        if self._ends is not None and begin < session.length:
+            self._ends.truncate(session.id, begin)
+        end = begin + ids_BT.shape[1]
         outputs = []
         for start in range(begin, end, size):
             chunk_BT = ids_BT[:, start - begin : start - begin + size]

@@ -15,7 +15,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swarmnode.codec.body import SESSION_ID_BYTES
 from swarmnode.codec.frames import Frame
@@ -172,7 +172,10 @@ class ClientSession:
         self._tasks.spawn(self._mend(), "mend")
 
     def send(self, entry: Entry, *, expect: int | None = None) -> None:
-        """Send an input. `expect` is the position of the output that it will bring, where it brings one."""
+        """Send an input. `expect` is the position of the output that it will bring, where it brings one. One that begins before the
+        end of the last takes the positions from there on back."""
+        if entry.start < self.length:
+            entry = replace(entry, truncate=self._first.truncation(entry.start))
         if expect is not None:
             self._expected = expect
             self._wanted = entry.count if entry.body.want == Want.ALL else 1

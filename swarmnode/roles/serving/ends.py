@@ -46,6 +46,11 @@ class Ends:
         for runner in (self._embedding, self._head):
             runner.close(session)
 
+    def truncate(self, session: Hashable, length: int) -> None:
+        """Forget the positions from `length` on."""
+        for runner in (self._embedding, self._head):
+            runner.truncate(session, length)
+
     def embed(self, session: Hashable, ids_BT: Tensor, reorder: tuple[int, ...]) -> Tensor:
         """hidden_BTH of the next token ids."""
         return self._embedding.run([StepInput(session, ids_BT, want=WANT_NOTHING, reorder=reorder)])[0].output

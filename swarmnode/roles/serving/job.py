@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from swarmnode.codec.messages import Sampling, Want
+from swarmnode.codec.messages import Sampling, Truncate, Want
 from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import Buffer
@@ -51,6 +51,7 @@ class Job:
     skip: int = 0
     stages_after: int = 0
     submitted_s: float = field(default_factory=time.perf_counter)
+    truncate: Truncate | None = None  # what comes before it
 
     @property
     def phase(self) -> str:
@@ -97,7 +98,8 @@ def merge(first: Job, second: Job) -> Job | None:
     """
     held = sum(info.shape[1] for info, _ in first.parts)
     adjoining = first.end == second.start and first.skip + first.count == held
-    if not adjoining or first.want != Want.NOTHING or second.want == Want.ALL or second.reorder or second.skip:
+    alone = second.want == Want.ALL or second.reorder or second.skip or second.truncate
+    if not adjoining or first.want != Want.NOTHING or alone:
         return None
     return replace(first, count=first.count + second.count, parts=first.parts + second.parts, want=second.want)
 
@@ -106,7 +108,9 @@ def cut(job: Job, count: int) -> tuple[Job, Job | None]:
     """The first `count` positions of a job, and the others. One whose outputs are all wanted, as one answer, stays whole."""
     if job.count <= count or job.want == Want.ALL:
         return job, None
-    rest = replace(job, start=job.start + count, count=job.count - count, skip=job.skip + count, reorder=())
+    rest = replace(
+        job, start=job.start + count, count=job.count - count, skip=job.skip + count, reorder=(), truncate=None
+    )
     return replace(job, count=count, want=Want.NOTHING), rest
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarmnode.codec.body import MAX_WANTED
+from swarmnode.codec.body import MAX_WANTED_POSITIONS
 from swarmnode.codec.messages import Input, Mode, Open, Want
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES
 from swarmnode.errors import ErrorCode
@@ -50,5 +50,5 @@ def check_input(opened: Open, body: Input, start: int, accepted: int, hidden_siz
     )
     if not fits:
         return ErrorCode.MALFORMED
-    too_many = start + shape[1] > opened.max_length or (body.want == Want.ALL and shape[1] > MAX_WANTED)
+    too_many = start + shape[1] > opened.max_length or (body.want == Want.ALL and shape[1] > MAX_WANTED_POSITIONS)
     return ErrorCode.TOO_LARGE if too_many else None

@@ -22,7 +22,21 @@ import msgspec
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.measuring_messages import Ran
-from swarmnode.codec.messages import Attach, Body, End, Error, Fault, Input, Mode, Open, Output, Ready, Sampling, Want
+from swarmnode.codec.messages import (
+    Attach,
+    Body,
+    End,
+    Error,
+    Fault,
+    Input,
+    Mode,
+    Open,
+    Output,
+    Ready,
+    Sampling,
+    Truncate,
+    Want,
+)
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.codec.trace_messages import trace_id
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError
@@ -86,6 +100,9 @@ class StageSession:
         self.transcript = Transcript(self._downstream, keeps=opened.rows == 1)
         self._extended: Open | None = None  # for which the rest of the route is bound
         self._ring: Channel | None = None
+        self._known = opened.known  # the client has the outputs for positions below
+        self._truncations = 0  # the number of the last that was heard
+        self._truncate: Truncate | None = None  # that the next input follows
         self._ahead: dict[int, int] = {}  # tokens by position that wait for the ones before them
         self._output_stream = OutputStream()
         self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}", on_crash=self._crashed)
@@ -140,7 +157,7 @@ class StageSession:
         if self._orphaned is not None:
             self._orphaned.cancel()
             self._orphaned = None
-        self._open, self._upstream = opened, channel
+        self._open, self._upstream, self._known = opened, channel, opened.known
         self.moved_s = asyncio.get_running_loop().time()
         self.transcript.rebound(self.accepted)
         self._timing = self._new_timing()
@@ -195,16 +212,27 @@ class StageSession:
                 self.free()
         elif isinstance(body, End):
             self.free()
+        elif isinstance(body, Truncate) and body.to <= self.accepted:
+            self._forget(body)
         elif self._upstream is not None:
             self._upstream.close(Error(ErrorCode.MALFORMED))
             self.free()
+
+    def _forget(self, body: Truncate) -> None:
+        """Go on from an earlier position, with the next input; unless that was done before the session moved here."""
+        if body.number > self._truncations:
+            to = body.to if self._truncate is None else min(body.to, self._truncate.to)
+            self._truncations, self._truncate = body.number, Truncate(body.number, to)
+            self.accepted = body.to
+            self._known = min(self._known, body.to)
+            self._ahead = {position: token for position, token in self._ahead.items() if position < body.to}
 
     def _accept(self, start: int, body: Input, payload: Buffer) -> None:
         end = start + body.tensor.shape[1]
         if end <= self.accepted:
             return
         skip = self.accepted - start
-        want = Want(body.want) if end >= self._open.known else Want.NOTHING
+        want = Want(body.want) if end >= self._known else Want.NOTHING
         self._submit(end, ((body.tensor, payload),), want=want, reorder=body.reorder if not skip else (), skip=skip)
         self._feed_what_waits()
 
@@ -212,17 +240,18 @@ class StageSession:
         self, end: int, parts: tuple[tuple[TensorInfo, Buffer], ...], want: Want, reorder: tuple[int, ...], skip: int
     ) -> None:
         start, self.accepted = self.accepted, end
+        truncate, self._truncate = self._truncate, None
         self.moved_s = asyncio.get_running_loop().time()
         self.transcript.take(start - skip, parts)
         job = Job(self.key, start, end - start, parts, self._then(), self._done, want=want, reorder=reorder, skip=skip)
         stages_after = len(self._open.route) - 1 - self.index
-        self._stage.submit(replace(job, stages_after=stages_after, submitted_s=self._stage.clock()))
+        self._stage.submit(replace(job, stages_after=stages_after, submitted_s=self._stage.clock(), truncate=truncate))
 
     def _then(self) -> ForwardHidden | Sample | Return:
         if not self._is_last:
             return ForwardHidden(Codec(self._open.codec))
         if self._open.mode == Mode.RING:
-            return Sample(self._sampling, first=max(self._sampling.prompt_length, self._open.known))
+            return Sample(self._sampling, first=max(self._sampling.prompt_length, self._known))
         return Return()
 
     @property
@@ -265,7 +294,7 @@ class StageSession:
             assert result.tensor is not None
             info, payload = result.tensor
             body = Input(info, want=job.want, reorder=job.reorder)
-            self._downstream.send(Entry(job.start, job.count, body, (payload,)))
+            self._downstream.send(Entry(job.start, job.count, body, (payload,), job.truncate))
             if job.count == 1:
                 self._timing.sent(job.end)
         elif result.tensor is not None:

@@ -214,7 +214,8 @@ class Worker:
             raise ProtocolError("a token id is not in the vocabulary", code=ErrorCode.INVALID_REQUEST)
         wanted = job.wanted
         want = WANT_NOTHING if wanted == 0 else WANT_LAST if wanted == 1 else WANT_ALL
-        return StepInput(job.session, x, want=want, reorder=job.reorder, start=job.start)
+        truncate_to = None if job.truncate is None else job.truncate.to
+        return StepInput(job.session, x, want=want, reorder=job.reorder, start=job.start, truncate_to=truncate_to)
 
     def _encode(self, job: Job, y: torch.Tensor) -> JobResult:
         """`y` is hidden_BTH, or at the last hop logits_BKV (hidden_BTH where the client holds the head)."""
