@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from swarmnode.errors import LocalError
+from swarmnode.errors import LocalError, PeerError
 
 T = TypeVar("T")
 
@@ -37,7 +37,10 @@ class Supervisor:
             self._broken.set()
 
     def ends_conversation(self, error: BaseException) -> None:
-        """A conversation died, and both its ends know. Where that happens again and again, the peer is of no use to anybody."""
+        """A conversation died, and both its ends know. Where that happens again and again, the peer is of no use to anybody; but
+        not by what others do."""
+        if isinstance(error, PeerError):
+            return
         now_s = self._clock()
         self._crashed_at_s.append(now_s)
         if len(self._crashed_at_s) == MOST_CRASHES and now_s - self._crashed_at_s[0] <= PERIOD_S:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from swarmnode.errors import LocalError
+from swarmnode.errors import LocalError, PeerLost
 from swarmnode.net.supervisor import MOST_CRASHES, PERIOD_S, Supervisor
 from tests.net.virtual import in_virtual_time
 
@@ -35,6 +35,7 @@ async def test_conversations_may_crash_now_and_then_and_not_one_after_the_other(
     for _ in range(3 * MOST_CRASHES):
         now_s[0] += PERIOD_S
         supervisor.ends_conversation(ZeroDivisionError())
+        supervisor.ends_conversation(PeerLost("it went away"))
     supervisor.check()
     for _ in range(MOST_CRASHES):
         supervisor.ends_conversation(ZeroDivisionError())

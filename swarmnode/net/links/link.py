@@ -188,17 +188,16 @@ class Link:
     # -- sending
 
     def send(self, body: Body, *, channel: int = 0, seq: int = 0, payload: Sequence[Buffer] = ()) -> None:
-        """Queue a frame; all frames of one turn of the loop leave in one write. Raises PeerLost on a closed link, and where the
-        peer has not taken what was sent before.
+        """Queue a frame; all frames of one turn of the loop leave in one write. Raises PeerLost on a closed link; one whose peer
+        has not taken what was sent before is closed.
 
         The payload's parts are byte buffers that nobody changes until they are sent.
         """
         if self._closed:
             raise self._lost or PeerLost(f"the link to peer {self.peer} is closed", peer=self.peer)
         if self._sending.full:
-            error = PeerLost(f"peer {self.peer} does not take what it is sent", peer=self.peer)
-            self._fail(error)
-            raise error
+            self._fail(PeerLost(f"peer {self.peer} does not take what it is sent", peer=self.peer))
+            return  # as any other loss, it is heard of where the link is read
         data = encode_body(body)
         payload_bytes = 0
         for part in payload:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, Chunk, Error, GetChunks, Hello
-from swarmnode.errors import ErrorCode, PeerLost, ProtocolError
+from swarmnode.errors import ErrorCode, PeerError, ProtocolError
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
@@ -91,7 +91,7 @@ class ChunkServer:
                 refused = await self._send(channel, body)
                 channel.close(None if refused is None else Error(refused))
                 await channel.drain()
-        except PeerLost as error:
+        except PeerError as error:
             log.debug("%s", error)
         finally:
             asker.open -= 1

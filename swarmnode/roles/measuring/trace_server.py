@@ -10,7 +10,7 @@ from dataclasses import replace
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, Error, Hello
 from swarmnode.codec.trace_messages import GetTrace, Trace
-from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost
+from swarmnode.errors import ErrorCode, NetworkDown, PeerError
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
@@ -66,7 +66,7 @@ class TraceServer:
             channel.send(known.trace())
             channel.close()
             await channel.drain()
-        except PeerLost as error:
+        except PeerError as error:
             log.debug("%s", error)
         finally:
             self._answering.discard(channel.peer)
