@@ -26,12 +26,12 @@ from typing import Any
 
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.interfaces import Dht, PeerId, Record
-from swarmnode.net.libp2p.dht import BUCKET_PEERS
-from swarmnode.net.libp2p.nearest_peers import REMEMBERED_S, REPLICAS
 from swarmnode.net.memory.virtual_time import run_virtual
+from swarmnode.net.table.keepers import REMEMBERED_S, REPLICAS
+from swarmnode.net.table.routing_table import BUCKET_PEERS
 from swarmnode.swarm.peers import shards
 from swarmnode.swarm.peers.directory import Directory, DirectoryConfig
-from swarmnode.swarm.peers.shards import DOOR
+from swarmnode.swarm.peers.shards import SAMPLE
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State, peer_digest, sign_announcement
 from swarmnode.swarm.records.sections import (
     Hearsay,
@@ -107,7 +107,7 @@ class Population:
         self.at: dict[bytes, list[PeerId]] = defaultdict(list)
         for peer, span in self.spans.items():
             stands = [shards.own_shard(place, peer, sizes[place]) for place in shards.places_of(span)]
-            stands += [DOOR] if shards.stands_at_door(peer, peers) else []
+            stands += [SAMPLE] if shards.is_in_sample(peer, peers) else []
             for shard in stands:
                 self.at[shard.key(SWARM)].append(peer)
         self._period_s = DirectoryConfig().publish_period_s(peers)
@@ -196,6 +196,10 @@ class ChargedDht(Dht):
             found[key] = {subkey: record for subkey, record in there.items() if record.expires_at > now}
             self._bill.read([record.value for record in found[key].values()], thrifty=thrifty)
         return found
+
+    async def population(self) -> float:
+        self._bill.read([], thrifty=False)
+        return float(len(self._population.spans))
 
 
 class Watcher:

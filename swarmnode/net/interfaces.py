@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,11 +82,19 @@ class Dht(ABC):
         the traffic.
         """
 
+    @abstractmethod
+    async def population(self) -> float:
+        """About how many peers keep the table, by how densely they stand around keys that nobody can foresee."""
+
+
+def key_digest(key: bytes) -> bytes:
+    """A key of the table as it travels: 20 bytes, of which nobody can tell what they stand for who does not know it."""
+    return hashlib.sha1(key, usedforsecurity=False).digest()
+
 
 RecordValidator = Callable[[bytes, bytes, bytes, float], bool]
-"""(key, subkey, value, expires_at) -> whether this peer keeps or believes it. Called on every record, in and out.
-
-The key may be a hash of the one that was stored: what is believed should rest on the value alone."""
+"""(digest of the key, subkey, value, expires_at) -> whether this peer keeps or believes it there. Called on every record, in and
+out."""
 
 
 class Network(ABC):

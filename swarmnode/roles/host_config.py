@@ -13,8 +13,8 @@ from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.gate import OPEN_GATE
 from swarmnode.net.network_config import LOOPBACK_ANY_PORT, NetworkConfig
+from swarmnode.swarm.peers.announcement_rules import announcement_validator
 from swarmnode.swarm.peers.notices import notice_validator
-from swarmnode.swarm.records.announcement import record_validator
 from swarmnode.swarm.records.grant import Role
 from swarmnode.swarm.storage.swarmfile import Swarm
 
@@ -48,7 +48,7 @@ def network_config(
 ) -> NetworkConfig:
     """How a peer of this swarm is on its network."""
     vouch = None if access_control is None else access_control.vouch
-    keeps = record_validator(swarm.id, verify, clock.unix, vouch=vouch)
+    keeps = announcement_validator(swarm.id, verify, clock.unix, vouch=vouch)
     return NetworkConfig(
         identity_path=identity,
         host_maddrs=config.host_maddrs or (default_listen_address(swarm),),

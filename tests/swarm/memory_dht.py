@@ -29,6 +29,10 @@ class MemoryDht(Dht):
             for key in keys
         }
 
+    async def population(self):
+        self._check()
+        return float(len({sub for records in self.records.values() for sub in records}))
+
     def _check(self):
         if self.down:
             raise NetworkDown("the test cut the network")

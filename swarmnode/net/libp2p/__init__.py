@@ -1,1 +1,1 @@
-"""The real network: hivemind's p2pd, its child process, its sockets, and the Kademlia table."""
+"""The real network: hivemind's p2pd, its child process, its sockets, and the table's calls."""

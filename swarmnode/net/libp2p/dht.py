@@ -1,111 +1,97 @@
-"""The DHT of the real network: hivemind's Kademlia table with bounds on what strangers may put into it."""
+"""The DHT of the real network: the table of `net/table`, over p2pd's calls."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from swarmnode.errors import NetworkDown
 from swarmnode.net.interfaces import MAX_RECORD_BYTES, Dht, PeerId, Record, RecordValidator
-from swarmnode.net.libp2p.from_hivemind import (
-    DHTID,
-    P2P,
-    DHTLocalStorage,
-    DHTNode,
-    DHTRecord,
-    DictionaryDHTValue,
-    MSGPackSerializer,
-    PeerID,
-    RecordValidatorBase,
-    dht_pb2,
-)
-from swarmnode.net.libp2p.nearest_peers import REPLICAS, NearestPeers
+from swarmnode.net.libp2p.address_groups import AddressGroups
+from swarmnode.net.libp2p.from_hivemind import P2P
+from swarmnode.net.libp2p.table_calls import TableCalls
+from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.table.ids import id_bytes, key_id, node_id
+from swarmnode.net.table.keepers import REPLICAS, Keepers
+from swarmnode.net.table.lookup import LookUp
+from swarmnode.net.table.population import Population
+from swarmnode.net.table.record_store import RecordStore
+from swarmnode.net.table.routing_table import BUCKET_PEERS, RoutingTable
 
 log = logging.getLogger(__name__)
 
-BUCKET_PEERS = 8  # Kademlia's k, as BitTorrent has it: with hivemind's 20 a look-up asks 20 peers at least
-MAX_KEYS = 512
-MAX_SUBKEYS = 512  # per key
 MAX_CLOCK_SKEW_S = 3.0
 
 T = TypeVar("T")
 
 
 class EngineDht(Dht):
-    """A peer's place in the table. The hivemind node below is a new one after each restart of p2pd, the records stay."""
+    """A peer's place in the table. The calls below are new ones after each restart of p2pd, what is known and kept stays."""
 
-    def __init__(self, valid: RecordValidator | None, *, client_mode: bool, timeout_s: float) -> None:
-        self._validator = _Validator(valid)
+    def __init__(
+        self, valid: RecordValidator | None, groups: AddressGroups, *, client_mode: bool, timeout_s: float
+    ) -> None:
+        self._valid = valid
+        self._groups = groups
         self._client_mode = client_mode
         self._timeout_s = timeout_s
-        self._id = DHTID.generate()
-        self._storage = _BoundedStorage()
-        self._node: Any = None
-        self._nearest_peers = NearestPeers()
+        self._store = RecordStore()
+        self._keepers = Keepers()
+        self._population = Population()
+        self._peer: PeerId = ""
+        self._routing_table = RoutingTable("")
+        self._calls: TableCalls | None = None
         self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._skewed: set[PeerId] = set()
 
     def __repr__(self) -> str:
-        if self._node is None:
+        if self._calls is None:
             return "<EngineDht down>"
-        return f"<EngineDht knows {len(self._node.protocol.routing_table.uid_to_peer_id)} peers, keeps {len(self._storage)} keys>"
+        return f"<EngineDht knows {len(self._routing_table)} peers, keeps {len(self._store)} keys>"
 
     async def start(self, p2p: P2P) -> None:
         """Take part through a running p2pd."""
-        node = await DHTNode.create(
-            p2p=p2p,
-            node_id=self._id,
+        self._peer = p2p.peer_id.to_base58()
+        self._routing_table = RoutingTable(self._peer)
+        calls = TableCalls(
+            p2p,
+            self._store,
+            self._routing_table,
+            self._valid,
+            self._groups,
             client_mode=self._client_mode,
-            bucket_size=BUCKET_PEERS,
-            num_replicas=REPLICAS,
-            wait_timeout=self._timeout_s,
-            record_validator=self._validator,
-            cache_locally=False,  # readers want what is true now
-            cache_nearest=0,
-            cache_on_store=False,
-            cache_refresh_before_expiry=0,
+            timeout_s=self._timeout_s,
         )
-        node.protocol.storage = self._storage
-        node.protocol._validate_dictionary = self._validator.keep_valid
-        self._node = node
+        await calls.serve()
+        self._calls = calls
         self._stopped = asyncio.get_running_loop().create_future()
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """p2pd is gone."""
-        if self._node is not None:
-            self._node.is_alive = False
-            self._node = None
+        calls, self._calls = self._calls, None
+        if calls is not None:
             self._stopped.set_result(None)
+            await calls.close()
 
     async def meet(self, peer: PeerId) -> bool:
         """Ask a connected peer for its place in the table. False where it has none."""
-        node = self._running()
-        target = PeerID.from_base58(peer)
-        question = dht_pb2.PingRequest(peer=node.protocol.node_info)
-        try:
-            asked_at = time.time()
-            answer = await node.protocol.get_stub(target).rpc_ping(question, timeout=self._timeout_s)
-        except Exception as error:  # hivemind raises many kinds, asyncio's and the other side's among them
-            log.debug("peer %s is not in the DHT: %s", peer, error)
-            return False
-        if not answer.peer.node_id:
-            return False
-        self._check_clock(peer, answer.dht_time, asked_at)
-        await node.protocol.update_routing_table(DHTID.from_bytes(answer.peer.node_id), target, responded=True)
-        return True
+        asked_at = time.time()
+        theirs = await self._running().ping(peer)
+        if theirs is not None:
+            self._check_clock(peer, theirs, asked_at)
+        return theirs is not None
 
     def neighbours(self) -> set[PeerId]:
         """The peers that the table here has a place for."""
-        known = {} if self._node is None else self._node.protocol.routing_table.uid_to_peer_id
-        return {peer.to_base58() for peer in known.values()}
+        return self._routing_table.peers() if self._calls is not None else set()
 
     async def explore(self) -> None:
         """Learn our neighbourhood in the table from the peers that we have met."""
-        if self._node is not None:
-            await self._node.find_nearest_nodes([self._id])
+        if self._calls is not None:
+            await self._look_up([node_id(self._peer)])
 
     def _check_clock(self, peer: PeerId, theirs: float, asked_at: float) -> None:
         ahead_s = max(0.0, asked_at - theirs) + min(0.0, time.time() - theirs)
@@ -120,22 +106,64 @@ class EngineDht(Dht):
             )
 
     async def store(self, key: bytes, subkey: bytes, value: bytes, *, expires_at: float) -> bool:
-        node = self._running()
-        packed = MSGPackSerializer.dumps(value)
-        record = DHTRecord(b"", MSGPackSerializer.dumps(subkey), packed, expires_at)
-        if not self._validator.validate(record):
+        self._running()
+        place = key_id(key)
+        believed = self._valid is None or self._valid(id_bytes(place), subkey, value, expires_at)
+        if not believed or len(value) > MAX_RECORD_BYTES:
             return False
-        key_id = DHTID.generate(source=key)
-        taken, ours = await self._while_running(self._nearest_peers.store(node, key_id, subkey, packed, expires_at))
+        return await self._while_running(self._store_at_keepers(place, subkey, Record(value, expires_at)))
+
+    async def _store_at_keepers(self, key: int, subkey: bytes, record: Record) -> bool:
+        keepers = await self._keepers.of(key, self._find_keepers)
+        calls = self._running()
+        answers = await asyncio.gather(*(calls.store(keeper, key, [(subkey, record)]) for keeper in keepers))
+        if not all(answers):  # None: it is gone
+            self._keepers.forget(key)
+        taken = any(answer is not None and any(answer) for answer in answers)
         # Where there are few keepers we are one, so that whoever asks us finds it. Where there are enough we are not: a
         # reader who came upon a key with this record alone would take it for all.
-        return taken and (not ours or self._storage.store_subkey(key_id, subkey, packed, expires_at))
+        farthest = max((node_id(keeper) ^ key for keeper in keepers), default=0)
+        ours = len(keepers) < REPLICAS or node_id(self._peer) ^ key < farthest
+        own = Claimant("", self._peer)
+        return taken and (not ours or self._store.store(key, subkey, record.value, record.expires_at, own))
+
+    async def _find_keepers(self, key: int) -> Sequence[PeerId]:
+        return (await self._look_up([key])).nearest(key, REPLICAS)
 
     async def get(self, keys: Sequence[bytes], *, thrifty: bool = False) -> Mapping[bytes, Mapping[bytes, Record]]:
-        enough = time.time() if thrifty else float("inf")  # an answer with a record that lives now ends the search
-        finding = self._running().get_many(list(keys), sufficient_expiration_time=enough)
-        found = await self._while_running(finding)
-        return {key: _records(found.get(key)) for key in keys}
+        self._running()
+        places = {key: key_id(key) for key in keys}
+        ours = {key: dict(self._store.get(place)) for key, place in places.items()}
+        asked = {key: place for key, place in places.items() if not (thrifty and ours[key])}
+        if asked:
+            found = await self._while_running(self._look_up(asked.values(), thrifty=thrifty))
+            for key, place in asked.items():
+                for subkey, record in found.records(place).items():
+                    if subkey not in ours[key] or ours[key][subkey].expires_at < record.expires_at:
+                        ours[key][subkey] = record
+        return {key: self._believed(places[key], records) for key, records in ours.items()}
+
+    def _believed(self, key: int, records: Mapping[bytes, Record]) -> dict[bytes, Record]:
+        """What still holds of what this peer keeps, too: a member that was one until a moment ago."""
+        valid, digest = self._valid, id_bytes(key)
+        return {
+            subkey: record
+            for subkey, record in records.items()
+            if valid is None or valid(digest, subkey, record.value, record.expires_at)
+        }
+
+    async def population(self) -> float:
+        self._running()
+        place = self._population.next_place()
+        found = await self._while_running(self._look_up([place]))
+        self._population.saw(place, found.nearest(place, BUCKET_PEERS))
+        return self._population.peers
+
+    async def _look_up(self, keys: Iterable[int], *, thrifty: bool = False) -> LookUp:
+        calls = self._running()
+        return await LookUp(
+            self._peer, keys, self._routing_table.nearest, calls.find, self._groups.of, thrifty=thrifty
+        ).run()
 
     async def _while_running(self, work: Coroutine[Any, Any, T]) -> T:
         """hivemind's calls hang where p2pd dies under them: raise NetworkDown instead."""
@@ -149,58 +177,7 @@ class EngineDht(Dht):
         finally:
             task.cancel()
 
-    def _running(self) -> Any:
-        if self._node is None:
+    def _running(self) -> TableCalls:
+        if self._calls is None:
             raise NetworkDown("p2pd is not running")
-        return self._node
-
-
-def _records(found: Any) -> dict[bytes, Record]:
-    entries = getattr(found, "value", None)
-    if not isinstance(entries, Mapping):
-        return {}
-    return {
-        subkey: Record(entry.value, entry.expiration_time)
-        for subkey, entry in entries.items()
-        if isinstance(subkey, bytes) and isinstance(entry.value, bytes)
-    }
-
-
-class _Validator(RecordValidatorBase):
-    """hivemind's question put to our callable. Keys come as their hashes: what is believed rests on the value alone."""
-
-    def __init__(self, valid: RecordValidator | None) -> None:
-        self._valid = valid
-
-    def validate(self, record: DHTRecord) -> bool:
-        if len(record.value) > MAX_RECORD_BYTES:
-            return False
-        try:
-            subkey, value = MSGPackSerializer.loads(record.subkey), MSGPackSerializer.loads(record.value)
-        except Exception as error:  # msgpack raises many kinds on bytes of strangers
-            log.debug("refused a DHT record that cannot be read: %s", error)
-            return False
-        if not isinstance(subkey, bytes) or not isinstance(value, bytes):
-            return False
-        return self._valid is None or self._valid(record.key, subkey, value, record.expiration_time)
-
-    def keep_valid(self, key: bytes, entries: DictionaryDHTValue) -> bool:
-        """Drop what does not hold, and go on with the rest: hivemind would refuse all that a key has for a single record which
-        its keeper took in good faith, as one of a peer that was a member until a moment ago."""
-        for subkey, (value, expires_at) in list(entries.items()):
-            if not self.validate(DHTRecord(key, MSGPackSerializer.dumps(subkey), value, expires_at)):
-                del entries[subkey]
-        return bool(entries)
-
-
-class _BoundedStorage(DHTLocalStorage):
-    """Records kept for everybody. Where it is full, new ones are refused: evicting would let strangers push out what is true."""
-
-    def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        known = self.get(key)
-        if known is None:
-            full = len(self) >= MAX_KEYS
-        else:
-            entries = known.value
-            full = isinstance(entries, DictionaryDHTValue) and subkey not in entries and len(entries) >= MAX_SUBKEYS
-        return not full and bool(super().store_subkey(key, subkey, value, expiration_time))
+        return self._calls

@@ -1,4 +1,4 @@
-"""The real network: libp2p by hivemind's p2pd, and hivemind's Kademlia table. Everything of theirs stays behind `interfaces.py`.
+"""The real network: libp2p by hivemind's p2pd, and the table over its calls. Everything of theirs stays behind `interfaces.py`.
 
 p2pd runs as a child process with one identity and one set of ports from start to close. One that dies is started again:
 streams break at once, protocols are registered anew, and the table is entered again through the peers that led to it.
@@ -18,6 +18,7 @@ from swarmnode.errors import LocalError, NetworkDown, PeerError, PeerLost
 from swarmnode.net.addressing.addresses import check, check_port_free, peer_of, with_peer, with_ports
 from swarmnode.net.interfaces import Dht, Network, PeerId, RecordValidator, Stream, StreamHandler
 from swarmnode.net.libp2p import hole_punching
+from swarmnode.net.libp2p.address_groups import AddressGroups
 from swarmnode.net.libp2p.daemon import Daemon, SocketFolder
 from swarmnode.net.libp2p.dht import EngineDht
 from swarmnode.net.libp2p.from_hivemind import P2P, P2PD, HivemindMultiaddr
@@ -90,7 +91,10 @@ class Engine(Network):
         self.config = config
         self.peer_id: PeerId = ""
         self.restarts = 0
-        self._dht = EngineDht(config.record_validator, client_mode=config.client_mode, timeout_s=config.dht_timeout_s)
+        self._groups = AddressGroups(lambda: self._running().connected())
+        self._dht = EngineDht(
+            config.record_validator, self._groups, client_mode=config.client_mode, timeout_s=config.dht_timeout_s
+        )
         self._folder = SocketFolder()
         self._inbox = Inbox(self._folder.path / "in.sock", self._incoming)
         self._daemon: Daemon | None = None
@@ -146,7 +150,7 @@ class Engine(Network):
 
     async def _stop_daemon(self) -> None:
         self._control = None
-        self._dht.stop()
+        await self._dht.stop()
         if self._p2p is not None:
             await self._p2p.shutdown()
             self._p2p = None

@@ -1,4 +1,4 @@
-"""All that is taken from hivemind: its client of p2pd, its Kademlia table, their messages. The only file that imports it.
+"""All that is taken from hivemind: p2pd, its client of it, their messages. The only file that imports it.
 
 hivemind's packages import everything that hivemind can do (averaging, optimisers, torch, scipy) as soon as one module of
 them is wanted: 1.3 s and 150 MiB where these modules alone take 0.2 s and 23 MiB. So while they are imported, the packages
@@ -18,12 +18,9 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
-_HOLLOW = ("hivemind", "hivemind.utils", "hivemind.dht")
+_HOLLOW = ("hivemind", "hivemind.utils")
 _UTILS = {  # what the modules below ask of hivemind.utils itself, and where that has it from
     "get_logger": "logging",
-    "MSGPackSerializer": "serializer",
-    "SerializerBase": "serializer",
-    "get_dht_time": "timed_storage",
 }
 
 
@@ -52,15 +49,10 @@ def _hollow_packages() -> Iterator[None]:
 
 with _hollow_packages():
     import hivemind.hivemind_cli as _binaries
-    from hivemind.dht.node import DHTNode
-    from hivemind.dht.routing import DHTID
-    from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
-    from hivemind.dht.validation import DHTRecord, RecordValidatorBase
     from hivemind.p2p import P2P, PeerID
     from hivemind.proto import dht_pb2, p2pd_pb2
     from hivemind.utils.multiaddr import Multiaddr as HivemindMultiaddr
     from hivemind.utils.multiaddr import codecs as _codecs
-    from hivemind.utils.serializer import MSGPackSerializer
 
     for _codec in pkgutil.iter_modules(_codecs.__path__):
         _codecs.codec_by_name(_codec.name)  # else imported when first met, which would bring in the whole of hivemind
@@ -70,17 +62,10 @@ P2PD = Path(_binaries.__path__[0]) / "p2pd"
 logging.getLogger("hivemind").setLevel(logging.CRITICAL)  # its warnings are our normal life: peers come and go
 
 __all__ = [
-    "DHTID",
     "P2P",
     "P2PD",
-    "DHTLocalStorage",
-    "DHTNode",
-    "DHTRecord",
-    "DictionaryDHTValue",
     "HivemindMultiaddr",
-    "MSGPackSerializer",
     "PeerID",
-    "RecordValidatorBase",
     "dht_pb2",
     "p2pd_pb2",
 ]

@@ -32,6 +32,7 @@ from swarmnode.net.interfaces import (
     RecordValidator,
     Stream,
     StreamHandler,
+    key_digest,
 )
 from swarmnode.net.links.gate import OPEN_GATE, Gate
 from swarmnode.net.memory.island import Island
@@ -200,6 +201,9 @@ class FakeDht(Dht):
         alone = not answering and self._network.has_neighbours
         return {key: {} if alone else dict(self._believed(key)) for key in keys}
 
+    async def population(self) -> float:
+        return float(1 + len(await self._network.table_neighbours()))
+
     def _believed(self, key: bytes) -> list[tuple[bytes, Record]]:
         records = self._network.island.records.get(key, {})
         return [
@@ -367,7 +371,7 @@ class FakeNetwork(Network):
         """Whether this peer keeps a record, or believes one that it reads."""
         if len(value) > MAX_RECORD_BYTES or expires_at <= self._world.clock():
             return False
-        return self._valid is None or self._valid(key, subkey, value, expires_at)
+        return self._valid is None or self._valid(key_digest(key), subkey, value, expires_at)
 
     def _check_up(self) -> None:
         if self._down:

@@ -82,7 +82,8 @@ class Directory:
         self._sequence = 0
         self._expires_at = 0.0
         self._sampling = ShardSampling(network.peer_id)
-        self._stored: frozenset[Shard] = frozenset()  # where our announcement was put last
+        self._stored: frozenset[Shard] = frozenset()  # where our announcement was put last, and with which span
+        self._stood = (0, 0)
         self._rest_s = 0.0  # that the last read asks for
         self._next_save_at = 0.0
         self._speak = asyncio.Event()
@@ -186,19 +187,29 @@ class Directory:
             await self._look_at(self._sampling.whole(place))
 
     async def _look_at(self, look: Sequence[Shard]) -> None:
-        large = self._sampling.large
         keys = {shard: shard.key(self.swarm_id) for shard in look}
         try:
-            found = await self._on_dht(GET, self.network.dht.get(list(keys.values()), thrifty=large))
+            found = await self._on_dht(GET, self.network.dht.get(list(keys.values()), thrifty=self._sampling.thrifty))
         except (SwarmnodeError, asyncio.TimeoutError) as error:
             logger.warning("cannot read the swarm's announcements: %s", error or "no answer")
         else:
             values = {shard: [record.value for record in found.get(key, {}).values()] for shard, key in keys.items()}
-            self._sampling.saw({shard: self._observe(records) for shard, records in values.items()})
+            there = {shard: self._observe(records) for shard, records in values.items()}
+            if self._sampling.is_in_doubt(there):
+                self._sampling.population = await self._population()
+            self._sampling.saw(there)
             sizes = [len(value) for records in values.values() for value in records]
             self._rest_s = self.config.rest_s(len(keys), sizes, self.crowd)
         self._update()
         await self._remember()
+
+    async def _population(self) -> float:
+        """Peers of the table: a stranger's many identities near the sample's end do not make it larger."""
+        try:
+            return await self._on_dht(GET, self.network.dht.population())
+        except (SwarmnodeError, asyncio.TimeoutError) as error:
+            logger.debug("cannot tell how large the table is: %s", error or "no answer")
+            return self._sampling.population
 
     def _observe(self, values: Sequence[bytes]) -> list[Announcement]:
         """Take in records, passing over what is no announcement of this swarm. Returns those of peers that are there."""
@@ -279,10 +290,11 @@ class Directory:
         self._update()
         if self._sampling.large:  # who reads this knows few of the peers that we measured, but all coordinates
             own = msgspec.structs.replace(own, rtt_us={})
+        own = msgspec.structs.replace(own, left=self._stood if self._stood != own.span else (0, 0))
         record = sign_announcement(own, self._sign, self._certificate)
         belongs = frozenset(self._sampling.own_shards(own.peer, own.span))
         stores = [self._store(shard, record, own) for shard in sorted(belongs | self._stored)]  # where it was: it moved
-        self._stored = belongs
+        self._stored, self._stood = belongs, own.span
         return all(await asyncio.gather(*stores))
 
     async def _store(self, shard: Shard, record: bytes, own: Announcement) -> bool:

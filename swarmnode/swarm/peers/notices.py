@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from swarmnode.errors import ProtocolError
-from swarmnode.net.interfaces import Record, RecordValidator
+from swarmnode.net.interfaces import Record, RecordValidator, key_digest
 from swarmnode.swarm.records.announcement import MAX_SKEW_S
 from swarmnode.swarm.records.certificate import Member, open_certificate
 from swarmnode.swarm.records.membership import Membership
@@ -75,12 +75,14 @@ def notice_validator(
 ) -> RecordValidator:
     """What a table of members keeps: announcements, and notices that are what they should be and end soon."""
 
+    revocations_key, uses_key = map(key_digest, notice_keys(membership.swarm))
+
     def valid(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
         is_list, is_use = subkey == REVOCATIONS, subkey.startswith(USE)
         if not is_list and not is_use:
             return announcements(key, subkey, value, expires_at)
         now = clock()
-        if expires_at > now + LIFE_S + MAX_SKEW_S:
+        if key != (revocations_key if is_list else uses_key) or expires_at > now + LIFE_S + MAX_SKEW_S:
             return False
         try:
             if is_list:

@@ -13,13 +13,15 @@ from collections.abc import Mapping, Sequence
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.peers import shards
-from swarmnode.swarm.peers.shards import ALL, LARGE, SAMPLE, UNCERTAINTY, Place, Shard
+from swarmnode.swarm.peers.shards import ALL, LARGE, PEERS_PER_SHARD, SAMPLE, UNCERTAINTY, Place, Shard
 from swarmnode.swarm.records.announcement import Announcement
 
 WHOLE = 96  # peers up to which a place is read whole, at all levels that its peers may be at
 WHOLE_LEVELS = 3
 NEWEST = 0.5  # weight of a newer size
 SAMPLE_EVERY = 8  # reads
+THOROUGH_EVERY = 16  # reads of a large swarm: what one keeper holds back, another gives
+GROWTH = 2.0  # between two looks at the sample, once the size was known
 
 
 class ShardSampling:
@@ -28,6 +30,7 @@ class ShardSampling:
     def __init__(self, peer: PeerId, units: int = 0) -> None:
         self.units = units
         self.peers = 0.0
+        self.population = 0.0  # peers of the table, where somebody has looked
         self._sizes: dict[Place, float] = {}  # of places that were read
         self._visits: Counter[Place] = Counter()
         self._misses: Counter[Place] = Counter()  # reads in a row that found nobody
@@ -42,6 +45,22 @@ class ShardSampling:
     def large(self) -> bool:
         """Whether there are too many to read everything."""
         return self.peers >= LARGE
+
+    @property
+    def thrifty(self) -> bool:
+        """Whether the next read may take the first answer for all."""
+        return self.large and self._reads % THOROUGH_EVERY != 0
+
+    def is_in_doubt(self, found: Mapping[Shard, Sequence[Announcement]]) -> bool:
+        """Whether a read makes the swarm look so large that the table is to be asked how large it is."""
+        if SAMPLE not in found:
+            return False
+        claimed = shards.peers_from_sample([peer.peer for peer in found[SAMPLE]])
+        return claimed >= PEERS_PER_SHARD and claimed > shards.UNCERTAINTY * self._count_all(found)
+
+    @staticmethod
+    def _count_all(found: Mapping[Shard, Sequence[Announcement]]) -> float:
+        return float(len({peer.peer for shard, records in found.items() if shard.place == ALL for peer in records}))
 
     # -- reading
 
@@ -97,9 +116,13 @@ class ShardSampling:
             self._count({shard: records for shard, records in found.items() if shard.place == place}, place)
 
     def _look_at_sample(self, found: Mapping[Shard, Sequence[Announcement]]) -> None:
-        in_sample = [peer.peer for peer in found[SAMPLE]]
-        counted = len({peer.peer for shard, records in found.items() if shard.place == ALL for peer in records})
-        self.peers = max(float(counted), shards.peers_from_sample(in_sample))
+        counted = self._count_all(found)
+        claimed = shards.peers_from_sample([peer.peer for peer in found[SAMPLE]])
+        if self.is_in_doubt(found):  # identities can be tried out until they make the sample dense
+            claimed = min(claimed, self.population * shards.UNCERTAINTY)
+        if self.peers >= PEERS_PER_SHARD:  # one look alone does not blow it up
+            claimed = min(claimed, self.peers * GROWTH)
+        self.peers = max(counted, claimed)
         self._spans = [peer.span for peer in found[SAMPLE]]
         if not self.large:
             self._sizes.clear()

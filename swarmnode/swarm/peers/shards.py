@@ -17,9 +17,10 @@ and writers write to both.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
 from typing import NamedTuple
 
-from swarmnode.net.interfaces import PeerId
+from swarmnode.net.interfaces import PeerId, key_digest
 from swarmnode.swarm.records.announcement import peer_digest
 
 PEERS_PER_SHARD = 64
@@ -51,6 +52,15 @@ class Shard(NamedTuple):
 SAMPLE = Shard(ALL, 0, 0)
 
 
+@lru_cache(maxsize=4096)
+def homes(swarm_id: bytes, peer: PeerId, places: tuple[Place, ...]) -> frozenset[bytes]:
+    """The digests of all keys under which a peer of these places may lie, however large it takes the swarm for."""
+    shards = [
+        Shard(place, level, _number(peer, level)) for place in (ALL, WIDE, *places) for level in range(MAX_LEVEL + 1)
+    ]
+    return frozenset(key_digest(shard.key(swarm_id)) for shard in shards)
+
+
 def level_for(peers: float) -> int:
     """The level of a place with so many peers."""
     level = 0
@@ -75,7 +85,11 @@ def places_of(span: tuple[int, int]) -> list[Place]:
 def own_shard(place: Place, peer: PeerId, peers: float) -> Shard:
     """Where `peer` is at a place of about `peers` peers."""
     level = level_for(peers)
-    return Shard(place, level, int.from_bytes(peer_digest(peer)[:2], "big") >> (16 - level))
+    return Shard(place, level, _number(peer, level))
+
+
+def _number(peer: PeerId, level: int) -> int:
+    return int.from_bytes(peer_digest(peer)[:2], "big") >> (16 - level)
 
 
 def all_shards(place: Place, peers: float) -> list[Shard]:

@@ -18,7 +18,7 @@ import msgspec
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.addressing.reachability import Reachability
-from swarmnode.net.interfaces import PeerId, RecordValidator
+from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.signed import Signed, first_broken
 
 VERSION = 1
@@ -99,6 +99,7 @@ class Announcement(msgspec.Struct, array_like=True, frozen=True):
     reachability: int = Reachability.UNKNOWN
     unit_us: dict[bytes, int] = {}  # of a few peers, by digest: how long a unit took them while this peer used them
     number_format: str = ""  # in which it computes: bfloat16, bfloat16-nf4
+    left: tuple[int, int] = (0, 0)  # units that it held until now, and under whose keys it says so once more
 
     def __repr__(self) -> str:
         start, end = self.span
@@ -215,32 +216,6 @@ def announcement_reader(swarm_id: bytes, verify: Verify, vouch: Vouch | None = N
     return read
 
 
-def record_validator(
-    swarm_id: bytes,
-    verify: Verify,
-    now: Callable[[], float],
-    max_life_s: float = MAX_LIFE_S,
-    vouch: Vouch | None = None,
-) -> RecordValidator:
-    """What the DHT keeps of this swarm: announcements under its keys, each under its peer's id, that expire soon.
-
-    The key says nothing, since engines hand it over hashed: what is believed rests on the signed value, which names its swarm.
-    """
-
-    read = announcement_reader(swarm_id, verify, vouch)
-
-    def valid(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
-        try:
-            announcement = read(value)
-        except ProtocolError:
-            return False
-        own_subkey = announcement.peer.encode() == subkey
-        in_bounds = expires_at <= announcement.expires_at + 1e-3 and expires_at <= now() + max_life_s + MAX_SKEW_S
-        return own_subkey and in_bounds
-
-    return valid
-
-
 def _rules(announcement: Announcement) -> dict[str, bool]:
     """What each field must keep to, and whether it does."""
     numbers = (
@@ -273,7 +248,7 @@ def _rules(announcement: Announcement) -> dict[str, bool]:
         "device": len(announcement.device) <= MAX_DEVICE_CHARS,
         "number format": len(announcement.number_format) <= MAX_FORMAT_CHARS and announcement.number_format.isascii(),
         "control characters": all(text.isprintable() for text in texts),
-        "span": _is_span(announcement.span) and _is_span(announcement.seeds),
+        "span": all(map(_is_span, (announcement.span, announcement.seeds, announcement.left))),
         "numbers": all(0 <= number < 1e18 for number in numbers) and all(0 <= count < 1 << 63 for count in counts),
         "times": 0 < announcement.expires_at - announcement.issued_at <= MAX_LIFE_S,
         "addresses": len(announcement.addresses) <= MAX_ADDRESSES

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
-from swarmnode.net.interfaces import Record
-from swarmnode.swarm.peers.notices import LIFE_S, RENEW_S, due, notice_validator, own_notices, take_in
+from swarmnode.net.interfaces import Record, key_digest
+from swarmnode.swarm.peers.notices import LIFE_S, RENEW_S, due, notice_keys, notice_validator, own_notices, take_in
 from swarmnode.swarm.records.revocation import open_list
 from tests.swarm.society import ALICE, BOB, NOW, OWNER, SWARM, Ticket, listed, private
+
+REVOCATIONS_KEY, USES_KEY = map(key_digest, notice_keys(SWARM))
 
 
 def filled():
@@ -46,12 +48,15 @@ def test_false_notices_are_neither_kept_nor_believed():
     valid = notice_validator(membership, lambda *_: False, lambda: NOW)
     good = {notice.subkey: notice for notice in own_notices(filled())}
     for subkey, notice in good.items():
-        assert valid(b"hash", subkey, notice.value, NOW + LIFE_S)
-        assert not valid(b"hash", subkey, notice.value, NOW + 2 * LIFE_S), "lives too long"
-        assert not valid(b"hash", subkey, notice.value[:-1], NOW + LIFE_S), "damaged"
-        assert not valid(b"hash", subkey + b"x", notice.value, NOW + LIFE_S), "at another's place"
+        assert valid(key_digest(notice.key), subkey, notice.value, NOW + LIFE_S)
+        assert not valid(key_digest(notice.key), subkey, notice.value, NOW + 2 * LIFE_S), "lives too long"
+        assert not valid(key_digest(notice.key), subkey, notice.value[:-1], NOW + LIFE_S), "damaged"
+        assert not valid(key_digest(notice.key), subkey + b"x", notice.value, NOW + LIFE_S), "at another's place"
+        assert not valid(key_digest(b"invented"), subkey, notice.value, NOW + LIFE_S), (
+            "under a key where it does not belong"
+        )
     unlimited = Ticket(uses=0).certificate(ALICE)
-    assert not valid(b"hash", next(iter(good)), unlimited, NOW + LIFE_S)
+    assert not valid(USES_KEY, next(iter(good)), unlimited, NOW + LIFE_S)
 
 
 def test_an_older_list_is_not_kept_once_a_newer_one_is_known():
@@ -59,9 +64,9 @@ def test_an_older_list_is_not_kept_once_a_newer_one_is_known():
     valid = notice_validator(membership, lambda *_: False, lambda: NOW)
     first = listed(peers=(ALICE,))
     second = listed(peers=(BOB,), after=open_list(first, SWARM, OWNER.public))
-    assert valid(b"hash", b"revocations", first, NOW + LIFE_S)
-    assert valid(b"hash", b"revocations", second, NOW + LIFE_S)
-    assert not valid(b"hash", b"revocations", first, NOW + LIFE_S)
+    assert valid(REVOCATIONS_KEY, b"revocations", first, NOW + LIFE_S)
+    assert valid(REVOCATIONS_KEY, b"revocations", second, NOW + LIFE_S)
+    assert not valid(REVOCATIONS_KEY, b"revocations", first, NOW + LIFE_S)
     assert membership.revocations.number == 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swarmnode.swarm.peers import shards
+from swarmnode.swarm.peers.directory_config import DirectoryConfig
 from swarmnode.swarm.peers.shard_sampling import ShardSampling
 from swarmnode.swarm.peers.shards import LARGE, SAMPLE, WIDE
 from tests.swarm.population import Population, Span
@@ -24,9 +25,12 @@ class Reader:
 
     def read(self, look: list[shards.Shard]) -> set[str]:
         found = {shard: self.population.at.get(shard, []) for shard in look}
-        self.sampling.saw(
-            {shard: [make(peer, span=self.population.spans[peer]) for peer in peers] for shard, peers in found.items()}
-        )
+        there = {
+            shard: [make(peer, span=self.population.spans[peer]) for peer in peers] for shard, peers in found.items()
+        }
+        if self.sampling.is_in_doubt(there):
+            self.sampling.population = float(len(self.population.spans))
+        self.sampling.saw(there)
         everybody = {peer for peers in found.values() for peer in peers}
         self.known |= everybody
         self.looks.append(look)
@@ -131,3 +135,47 @@ def test_nobody_writes_to_many_keys():
         sampling.peers = peers
         assert all(len(sampling.own_shards(f"p{n}", (n % 32, n % 32 + 8))) <= 4 for n in range(200))
     assert len(sampling.own_shards("p", (0, 4096))) <= 2
+
+
+def ground(share: float, count: int) -> list[str]:
+    """Identities that were tried out until their digests were among the smallest."""
+    found, number = [], 0
+    while len(found) < count:
+        number += 1
+        if shards.digest_share(f"tried {number}") < share:
+            found.append(f"tried {number}")
+    return found
+
+
+def test_forged_identities_do_not_make_a_small_swarm_large():
+    """40 of them made 30 peers look like 171,721, and everybody spoke every 150 s instead of every 5."""
+    honest, forged = [f"peer {number}" for number in range(30)], ground(1 / 1000, 40)
+    assert shards.peers_from_sample([*honest, *forged]) > 10_000
+    sampling = ShardSampling("reader")
+    for _ in range(20):
+        there = {SAMPLE: [make(peer) for peer in (*honest, *forged)]}
+        assert sampling.is_in_doubt(there)
+        sampling.population = 70.0  # the table has what there are
+        sampling.saw(there)
+    assert not sampling.large and DirectoryConfig().publish_period_s(sampling.peers) < 20
+
+
+def test_the_size_grows_by_steps():
+    population = Population.draw(3000, 40)
+    reader = Reader(population)
+    reader.look(40)
+    before = reader.sampling.peers
+    forged = ground(1 / 2000, 60)
+    reader.sampling.population = 1e6
+    reader.sampling.saw({SAMPLE: [make(peer) for peer in forged]})
+    assert before <= reader.sampling.peers <= 2 * before
+
+
+def test_in_a_large_swarm_some_reads_are_thorough():
+    reader = Reader(Population.draw(3000, 40))
+    thrifty = []
+    for _ in range(64):
+        look = reader.sampling.next_look(reader.span)
+        thrifty.append(reader.sampling.thrifty)
+        reader.read(look)
+    assert thrifty[4:].count(False) == 4

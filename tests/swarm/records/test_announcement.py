@@ -28,7 +28,6 @@ from swarmnode.swarm.records.announcement import (
     fit,
     open_announcement,
     peer_digest,
-    record_validator,
     sign_announcement,
 )
 
@@ -191,21 +190,6 @@ def test_newer_versions_append_fields_and_states():
     newer = open_announcement(msgspec.msgpack.encode([body, fake_sign("peer-a")(DOMAIN + body)]), SWARM, fake_verify)
     assert newer.life is State.OFFLINE
     assert make(reachability=9).reach is Reachability.UNKNOWN
-
-
-def test_validator():
-    valid = record_validator(SWARM, fake_verify, lambda: NOW)
-    good = record(make())
-    assert valid(KEY, b"peer-a", good, NOW + 16)
-    assert valid(bytes(20), b"peer-a", good, NOW + 16), (
-        "engines hand keys over hashed: the signed value names the swarm"
-    )
-    assert not valid(KEY, b"peer-b", good, NOW + 16), "another peer's subkey"
-    assert not valid(KEY, b"peer-a", good, NOW + 17), "kept longer than its author wanted"
-    assert not valid(KEY, b"peer-a", good[:-1] + bytes([good[-1] ^ 1]), NOW + 16), "damaged signature"
-    assert not valid(KEY, b"peer-a", bytes(2000), NOW + 16), "too large"
-    ahead = make(issued_at=NOW + 1000, expires_at=NOW + 1016)
-    assert not valid(KEY, b"peer-a", record(ahead), NOW + 1016), "from a far future"
 
 
 @given(st.binary(max_size=300))

@@ -10,7 +10,16 @@ from msgspec import UnsetType
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.sections import SECTIONS, Introduction, Place, ServingLoad, said
 
-ENVELOPE = {"version", "swarm", "peer", "sequence", "issued_at", "expires_at", "started_at"}  # the directory's own
+ENVELOPE = {
+    "version",
+    "swarm",
+    "peer",
+    "sequence",
+    "issued_at",
+    "expires_at",
+    "started_at",
+    "left",
+}  # the directory's own
 NEVER_CHANGED = {"codecs"}
 
 

@@ -1,0 +1,38 @@
+"""Address groups: who is likely one and the same, however many peer ids it has.
+
+Of the open internet a /24 or a /48, which is what one customer gets; of a private network every address for itself.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import NamedTuple
+
+from swarmnode.net.addressing.addresses import host_of, is_relayed
+from swarmnode.net.interfaces import PeerId
+
+IPV4_BITS, IPV6_BITS = 24, 48
+
+
+class Claimant(NamedTuple):
+    """Whom a limit counts something for. `group` is that of the peer's address; its id where the address is not known."""
+
+    group: str
+    peer: PeerId
+
+
+def address_group(address: str) -> str:
+    """The group of a multiaddr. Who comes over a relay is of the relay's."""
+    host = host_of(address) or ""
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if ip.is_global:
+        host = str(ipaddress.ip_network((ip, IPV4_BITS if ip.version == 4 else IPV6_BITS), strict=False))
+    return f"{host} relayed" if is_relayed(address) else host
+
+
+def is_wide(group: str) -> bool:
+    """Whether a group is one of the open internet: its peers should not be all that is asked, or all that is believed."""
+    return "/" in group

@@ -1,0 +1,76 @@
+"""Fair shares of what is bounded: where all places are taken, who holds most gives one up for who holds less (max-min fairness)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.address_group import Claimant
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+class FairShare(Generic[Item]):
+    """Places, counted by address group and, within one, by peer. A flood takes what nobody else wants, and no more."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._claimants: dict[Item, Claimant] = {}
+        self._groups: dict[str, dict[PeerId, dict[Item, None]]] = {}  # items in the order in which they came
+        self._sizes: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<FairShare {len(self)} of {self._places} places by {len(self._groups)} groups>"
+
+    def __len__(self) -> int:
+        return len(self._claimants)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._claimants
+
+    def take(self, item: Item, claimant: Claimant) -> Item | None:
+        """Give `item` a place. Returns whose place it takes, to be removed; `item` itself where it gets none."""
+        yielding = self._yields_to(claimant) if len(self) >= self._places else None
+        if len(self) >= self._places and yielding is None:
+            return item
+        if yielding is not None:
+            self.leave(yielding)
+        self._claimants[item] = claimant
+        self._groups.setdefault(claimant.group, {}).setdefault(claimant.peer, {})[item] = None
+        self._sizes[claimant.group] = self._sizes.get(claimant.group, 0) + 1
+        return yielding
+
+    def leave(self, item: Item) -> None:
+        """Free the place of an item; no error where it has none."""
+        claimant = self._claimants.pop(item, None)
+        if claimant is None:
+            return
+        peers = self._groups[claimant.group]
+        del peers[claimant.peer][item]
+        self._sizes[claimant.group] -= 1
+        if not peers[claimant.peer]:
+            del peers[claimant.peer]
+        if not peers:
+            del self._groups[claimant.group], self._sizes[claimant.group]
+
+    def move(self, item: Item, claimant: Claimant) -> None:
+        """From now on the item counts for this claimant."""
+        if self._claimants[item] != claimant:
+            self.leave(item)
+            self.take(item, claimant)
+
+    def held(self, claimant: Claimant) -> int:
+        """Places of a peer."""
+        return len(self._groups.get(claimant.group, {}).get(claimant.peer, ()))
+
+    def _yields_to(self, newcomer: Claimant) -> Item | None:
+        """The newest item of the peer with most in the group with most; None where the newcomer would then hold more than they."""
+        group = max(self._sizes, key=self._sizes.__getitem__)
+        if self._sizes[group] <= self._sizes.get(newcomer.group, 0):
+            group = newcomer.group
+        peers = self._groups.get(group, {})
+        peer = max(peers, key=lambda peer: len(peers[peer]), default=None)
+        if peer is None or (group == newcomer.group and len(peers[peer]) <= len(peers.get(newcomer.peer, ())) + 1):
+            return None
+        return next(reversed(peers[peer]))

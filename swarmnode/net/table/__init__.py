@@ -1,0 +1,1 @@
+"""The distributed table: Kademlia, for records that anybody may store and nobody should be able to keep from others."""

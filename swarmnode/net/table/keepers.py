@@ -1,0 +1,43 @@
+"""Keepers: the peers nearest to a key of the table, who keep its records. Remembered for a while, as finding them costs most."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from swarmnode.net.interfaces import PeerId
+
+REPLICAS = 5
+REMEMBERED_S = 500.0  # newcomers nearer to the key are overlooked for so long; readers ask the next nearest, too
+MAX_KEYS = 64
+
+Find = Callable[[int], Awaitable[Sequence[PeerId]]]
+"""(place of a key) -> the peers nearest to it"""
+
+
+class Keepers:
+    """Of the keys that this peer writes to. Where fewer than `REPLICAS` are there, they are looked for each time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._known: dict[int, tuple[float, Sequence[PeerId]]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Keepers of {len(self._known)} keys>"
+
+    async def of(self, key: int, find: Find) -> Sequence[PeerId]:
+        """The keepers of a key, nearest first."""
+        now_s = self._clock()
+        until_s, keepers = self._known.get(key, (0.0, ()))
+        if now_s >= until_s:
+            keepers = await find(key)
+            self._known.pop(key, None)
+            if len(keepers) == REPLICAS:
+                self._known[key] = (now_s + REMEMBERED_S, keepers)
+            if len(self._known) > MAX_KEYS:
+                del self._known[next(iter(self._known))]
+        return keepers
+
+    def forget(self, key: int) -> None:
+        """One of them is gone, or does not take what it is given: look for others the next time."""
+        self._known.pop(key, None)

@@ -1,0 +1,146 @@
+"""A look-up: asks its way to the peers that are nearest to keys, and merges what all of them have there.
+
+No answer counts for more than what it brings: a peer that tells of its friends alone, or keeps something back, is one of several.
+Those near a key may all be one stranger's, who can try identities until they are: so of an address group of the open internet few
+are asked while there are others, and who was named by them alone is taken for one of them until it has answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from swarmnode.net.interfaces import PeerId, Record
+from swarmnode.net.table.ids import node_id
+from swarmnode.net.table.routing_table import BUCKET_PEERS, GROUP_PEERS, diverse
+
+AT_ONCE = 4  # calls
+MAX_ASKED = 48  # peers for one key, however many are named
+MAX_KNOWN = 512
+MAX_FIND_KEYS = 8  # in one call: its answer has a bound
+
+
+@dataclass(frozen=True)
+class FoundThere:
+    """What one peer answers of a key."""
+
+    records: Mapping[bytes, Record]
+    nearer: Sequence[PeerId]
+
+
+Ask = Callable[[PeerId, Sequence[int]], Awaitable[Sequence[FoundThere] | None]]
+"""(peer, places of keys) -> what it has of each and whom it knows near it; None where it does not answer"""
+
+GroupOf = Callable[[PeerId], str]
+
+
+@dataclass
+class _Search:
+    """Of one key."""
+
+    known: dict[PeerId, set[str]]  # with the address groups of those who named them
+    asked: set[PeerId] = field(default_factory=set)
+    silent: set[PeerId] = field(default_factory=set)
+    answered: set[PeerId] = field(default_factory=set)
+    records: dict[bytes, Record] = field(default_factory=dict)
+    done: bool = False
+
+    def take(self, found: FoundThere, named_by: str, *, own: PeerId) -> None:
+        for subkey, record in found.records.items():
+            known = self.records.get(subkey)
+            if known is None or known.expires_at < record.expires_at:
+                self.records[subkey] = record
+        for peer in found.nearer[:BUCKET_PEERS]:
+            if peer != own and (peer in self.known or len(self.known) < MAX_KNOWN):
+                self.known.setdefault(peer, set()).add(named_by)
+
+
+class LookUp:
+    """One look-up of the peer `own` for some keys. `thrifty` ends the search for a key with the first answer that has something."""
+
+    def __init__(
+        self,
+        own: PeerId,
+        keys: Iterable[int],
+        start: Callable[[int], Iterable[PeerId]],
+        ask: Ask,
+        group_of: GroupOf,
+        *,
+        thrifty: bool = False,
+    ) -> None:
+        self._searches = {key: _Search({peer: set() for peer in start(key)}) for key in keys}
+        self._own = own
+        self._ask = ask
+        self._group_of = group_of
+        self._thrifty = thrifty
+
+    def __repr__(self) -> str:
+        return f"<LookUp of {len(self._searches)} keys>"
+
+    def records(self, key: int) -> dict[bytes, Record]:
+        """What was found under a key, from all that answered."""
+        return self._searches[key].records
+
+    def nearest(self, key: int, count: int) -> list[PeerId]:
+        """The nearest peers that answered, of different address groups where there are some."""
+        search = self._searches[key]
+        answered = sorted(search.answered, key=lambda peer: node_id(peer) ^ key)
+        return diverse(answered, {peer: self._group_of(peer) for peer in answered}, count)
+
+    async def run(self) -> LookUp:
+        """Ask until nobody nearer is known."""
+        calls: dict[asyncio.Future[Sequence[FoundThere] | None], tuple[PeerId, list[int]]] = {}
+        try:
+            while True:
+                while len(calls) < AT_ONCE and (question := self._next()) is not None:
+                    calls[asyncio.ensure_future(self._ask(*question))] = question
+                if not calls:
+                    return self
+                done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+                for call in done:
+                    self._take(*calls.pop(call), call.result())
+        finally:
+            for call in calls:
+                call.cancel()
+
+    def _next(self) -> tuple[PeerId, list[int]] | None:
+        """Whom to ask next about which keys: the nearest for one, and for all others for which it is among the nearest."""
+        fronts = {key: self._front(key) for key, search in self._searches.items() if not search.done}
+        for key, front in fronts.items():
+            if front:
+                peer = front[0]
+                others = [other for other, nearest in fronts.items() if other != key and peer in nearest]
+                keys = [key, *others][:MAX_FIND_KEYS]
+                for each in keys:
+                    self._searches[each].asked.add(peer)
+                return peer, keys
+        return None
+
+    def _front(self, key: int) -> list[PeerId]:
+        """Who is to be asked of those nearest to a key, nearest first."""
+        search = self._searches[key]
+        if len(search.asked) >= MAX_ASKED:
+            return []
+        living = sorted(search.known.keys() - search.silent, key=lambda peer: node_id(peer) ^ key)
+        groups = {peer: self._supposed_group(search, peer) for peer in living}
+        return [peer for peer in diverse(living, groups, BUCKET_PEERS) if peer not in search.asked]
+
+    def _supposed_group(self, search: _Search, peer: PeerId) -> str:
+        """The group of a peer; before it has answered, that of those who named it, where they are many of one."""
+        if peer not in search.answered and len(search.known[peer]) == 1:
+            (group,) = search.known[peer]
+            if sum(self._group_of(other) == group for other in search.answered) >= GROUP_PEERS:
+                return group
+        return self._group_of(peer)
+
+    def _take(self, peer: PeerId, keys: Sequence[int], found: Sequence[FoundThere] | None) -> None:
+        group = self._group_of(peer)
+        for number, key in enumerate(keys):
+            search = self._searches[key]
+            if found is None:
+                search.silent.add(peer)
+            else:
+                search.answered.add(peer)
+                search.take(found[number], group, own=self._own)
+                search.done = self._thrifty and bool(search.records)

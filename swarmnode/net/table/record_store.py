@@ -1,0 +1,91 @@
+"""Records that this peer keeps for everybody, bounded, and shared fairly among those who stored them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from swarmnode.net.interfaces import MAX_RECORD_BYTES, Record
+from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.limits.fair_share import FairShare
+
+MAX_RECORDS = 4096
+MAX_SUBKEYS = 256  # of a key
+MAX_SUBKEY_BYTES = 256
+
+Slot = tuple[int, bytes]
+"""(place of the key, subkey)"""
+
+
+class RecordStore:
+    """Of each subkey the record that expires last. Where it is full, writers with most records give way to those with few: who
+    fills it with invented peers pushes out their own, and who wrote before a flood stays."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._keys: dict[int, dict[bytes, Record]] = {}
+        self._all: FairShare[Slot] = FairShare(MAX_RECORDS)
+        self._of_key: dict[int, FairShare[Slot]] = {}
+
+    def __repr__(self) -> str:
+        return f"<RecordStore of {len(self._all)} records under {len(self._keys)} keys>"
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def get(self, key: int) -> Mapping[bytes, Record]:
+        """The records under a key that live."""
+        self._expire(key)
+        return dict(self._keys.get(key, {}))
+
+    def items(self) -> Iterator[tuple[int, bytes, Record]]:
+        """All that live."""
+        for key in list(self._keys):
+            for subkey, record in self.get(key).items():
+                yield key, subkey, record
+
+    def store(self, key: int, subkey: bytes, value: bytes, expires_at: float, claimant: Claimant) -> bool:
+        """Keep a record that was found valid. False where one that expires later is known, or there is no room for it."""
+        if len(value) > MAX_RECORD_BYTES or len(subkey) > MAX_SUBKEY_BYTES or expires_at <= self._clock():
+            return False
+        known = self._keys.get(key, {}).get(subkey)
+        if known is not None and known.expires_at >= expires_at:
+            return False
+        if known is None and not self._take_place((key, subkey), claimant):
+            return False
+        if known is not None and subkey == claimant.peer.encode():  # its author's, whoever brought it first
+            self._all.move((key, subkey), claimant)
+            self._of_key[key].move((key, subkey), claimant)
+        self._keys.setdefault(key, {})[subkey] = Record(value, expires_at)
+        return True
+
+    def _take_place(self, slot: Slot, claimant: Claimant) -> bool:
+        if len(self._all) >= MAX_RECORDS:
+            for key in list(self._keys):
+                self._expire(key)
+        self._expire(slot[0])
+        for shares in (self._of_key.setdefault(slot[0], FairShare(MAX_SUBKEYS)), self._all):
+            yielding = shares.take(slot, claimant)
+            if yielding is not None:
+                self._remove(yielding)
+            if yielding == slot:
+                return False
+        return True
+
+    def _expire(self, key: int) -> None:
+        now = self._clock()
+        for subkey, record in list(self._keys.get(key, {}).items()):
+            if record.expires_at <= now:
+                self._remove((key, subkey))
+
+    def _remove(self, slot: Slot) -> None:
+        key, subkey = slot
+        self._all.leave(slot)
+        if key in self._of_key:
+            self._of_key[key].leave(slot)
+        if key in self._keys:
+            self._keys[key].pop(subkey, None)
+        if not self._keys.get(key):
+            self._keys.pop(key, None)
+            if not len(self._of_key.get(key, ())):
+                self._of_key.pop(key, None)

@@ -1,0 +1,83 @@
+"""The peers of the table that this one knows: some of every distance, most of the nearest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.address_group import is_wide
+from swarmnode.net.table.ids import node_id
+
+BUCKET_PEERS = 8  # Kademlia's k, as BitTorrent has it
+GROUP_PEERS = 2  # of one address group of the open internet that are preferred to those of no other
+
+
+class RoutingTable:
+    """A bucket for each length of the prefix that is shared with our own place. Whoever is known and answers stays: newcomers, who
+    cost nothing, do not push them out, but for those of address groups that have more than their share."""
+
+    def __init__(self, own: PeerId) -> None:
+        self._own = node_id(own)
+        self._buckets: dict[int, dict[PeerId, str]] = {}  # peers with their address groups, least recently heard first
+
+    def __repr__(self) -> str:
+        return f"<RoutingTable of {len(self)} peers>"
+
+    def __len__(self) -> int:
+        return sum(map(len, self._buckets.values()))
+
+    def __contains__(self, peer: PeerId) -> bool:
+        return peer in self._buckets.get(self._bucket_of(peer), {})
+
+    def peers(self) -> set[PeerId]:
+        """All of them."""
+        return {peer for bucket in self._buckets.values() for peer in bucket}
+
+    def heard(self, peer: PeerId, group: str) -> PeerId | None:
+        """A peer has spoken. Where there is no room for it, returns whom to ask whether it still lives."""
+        number = self._bucket_of(peer)
+        if number == 0:
+            return None  # ourselves
+        bucket = self._buckets.setdefault(number, {})
+        if peer not in bucket and len(bucket) >= BUCKET_PEERS:
+            crowding = self._crowding(bucket, group)
+            if crowding is None:
+                return next(iter(bucket))
+            del bucket[crowding]
+        bucket.pop(peer, None)
+        bucket[peer] = group
+        return None
+
+    def lost(self, peer: PeerId) -> None:
+        """A peer does not answer."""
+        self._buckets.get(self._bucket_of(peer), {}).pop(peer, None)
+
+    def nearest(self, place: int, count: int = BUCKET_PEERS) -> list[PeerId]:
+        """Those nearest to a place, nearest first, without us."""
+        return sorted(self.peers(), key=lambda peer: node_id(peer) ^ place)[:count]
+
+    def _bucket_of(self, peer: PeerId) -> int:
+        return (node_id(peer) ^ self._own).bit_length()
+
+    @staticmethod
+    def _crowding(bucket: dict[PeerId, str], newcomer: str) -> PeerId | None:
+        """The latest of a group that has more than its share, where the newcomer's has less."""
+        sizes = Counter(group for group in bucket.values() if is_wide(group))
+        if is_wide(newcomer) and sizes[newcomer] >= GROUP_PEERS:
+            return None
+        return next((peer for peer in reversed(bucket) if sizes[bucket[peer]] > GROUP_PEERS), None)
+
+
+def diverse(peers: Iterable[PeerId], groups: Mapping[PeerId, str], count: int) -> list[PeerId]:
+    """The first `count` peers, but of one address group of the open internet no more than `GROUP_PEERS` while there are others."""
+    chosen: list[PeerId] = []
+    passed_by: list[PeerId] = []
+    sizes: Counter[str] = Counter()
+    for peer in peers:
+        group = groups.get(peer, "")
+        sizes[group] += is_wide(group)
+        (passed_by if sizes[group] > GROUP_PEERS else chosen).append(peer)
+        if len(chosen) == count:
+            break
+    return (chosen + passed_by)[:count]

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+
+from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.table.ids import key_id, node_id
+from swarmnode.net.table.lookup import MAX_ASKED
+from tests.net.table.kademlia import LATER, NOW, Kademlia, TablePeer
+
+KEY = key_id(b"a swarm's peers")
+
+
+@pytest.mark.parametrize("peers", [5, 30, 200])
+async def test_whatever_was_stored_is_found_from_everywhere(peers):
+    table = Kademlia(peers + 1)
+    writer, *readers = table.peers.values()
+    keepers = await table.store(writer, KEY)
+    others = sorted((peer for peer in table.peers if peer != writer.name), key=lambda peer: node_id(peer) ^ KEY)
+    assert keepers == others[:5]
+    for reader in readers[:20]:
+        assert set((await table.look_up(reader, KEY)).records(KEY)) == {writer.name.encode()}
+
+
+async def test_answers_are_merged():
+    table = Kademlia(30)
+    reader, *others = table.peers.values()
+    nearest = sorted(others, key=lambda peer: node_id(peer.name) ^ KEY)[:3]
+    for number, keeper in enumerate(nearest):
+        for subkey in (b"only %d" % number, b"all"):
+            keeper.store.store(KEY, subkey, b"of %d" % number, LATER + number, Claimant("", keeper.name))
+    found = (await table.look_up(reader, KEY)).records(KEY)
+    assert set(found) == {b"only 0", b"only 1", b"only 2", b"all"}
+    assert found[b"all"].value == b"of 2", "the one that expires last"
+    assert (await table.look_up(reader, KEY, thrifty=True)).records(KEY)
+
+
+async def test_several_keys_share_calls():
+    table = Kademlia(8)
+    reader = next(iter(table.peers.values()))
+    await table.look_up(reader, *(key_id(b"%d" % number) for number in range(8)))
+    assert table.calls == 7, "each peer once"
+
+
+async def test_the_dead_are_passed_by():
+    table = Kademlia(60)
+    writer, reader, *_ = table.peers.values()
+    keepers = await table.store(writer, KEY)
+    for keeper in keepers[:4]:
+        del table.peers[keeper]
+    assert (await table.look_up(reader, KEY)).records(KEY)
+
+
+@pytest.mark.parametrize("liars", [5, 30, 100])
+async def test_one_address_group_does_not_become_all_keepers_of_a_key(liars):
+    """Five ids next to a key were all of its keepers, and all that readers asked."""
+    table = Kademlia(60)
+    writer, reader, *_ = table.peers.values()
+    named = {liar.name for liar in table.invade(KEY, liars)}
+    keepers = await table.store(writer, KEY)
+    assert len(keepers) == 5 and len(named & set(keepers)) <= 2
+    assert set((await table.look_up(reader, KEY)).records(KEY)) == {writer.name.encode()}
+
+
+async def test_on_a_network_of_ones_own_everybody_may_be_a_keeper():
+    table = Kademlia(0)
+    for number in range(12):
+        table.add(TablePeer(f"lan {number}", "192.168.1.7"))
+    for peer in table.peers.values():
+        for other in table.peers:
+            peer.routing_table.heard(other, "192.168.1.7")
+    writer = next(iter(table.peers.values()))
+    assert len(await table.store(writer, KEY)) == 5
+
+
+async def test_a_look_up_ends_however_many_are_named():
+    table = Kademlia(3)
+    reader = next(iter(table.peers.values()))
+    table.invade(KEY, 200)
+    before = table.calls
+    await table.look_up(reader, KEY)
+    assert table.calls - before <= MAX_ASKED
+
+
+async def test_expired_records_are_not_given():
+    table = Kademlia(2)
+    keeper, reader = table.peers.values()
+    assert not keeper.store.store(KEY, b"old", b"", NOW, Claimant("", "a"))
+    assert (await table.look_up(reader, KEY)).records(KEY) == {}
