@@ -20,6 +20,10 @@ class Stream(ABC):
 
     peer: PeerId
     protocol: str
+    group: str = ""  # of the peer's address, as the network sees it (`limits/address_group.py`)
+
+    def let_in(self) -> None:  # noqa: B027  # most streams have nobody who counts them
+        """The peer that opened it has been admitted: it is no stranger's any more."""
 
     @abstractmethod
     async def read_into(self, buffer: memoryview) -> int:

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import os
+import resource
 import shutil
 import tempfile
 import time
@@ -27,6 +28,7 @@ FOLDER_PREFIX = "swarmnode-"  # short: a socket's path may have 103 bytes (macOS
 MAX_FOLDER_CHARS = 76
 START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 3.0
+DESCRIPTORS = 16_384
 
 
 class SocketFolder:
@@ -70,6 +72,15 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         pass
     return True
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process and its p2pd have as many sockets as the system permits: 256 is what some shells leave them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # macOS has a lower bound of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Daemon:

@@ -19,11 +19,12 @@ from swarmnode.net.addressing.addresses import check, check_port_free, peer_of, 
 from swarmnode.net.interfaces import Dht, Network, PeerId, RecordValidator, Stream, StreamHandler
 from swarmnode.net.libp2p import hole_punching
 from swarmnode.net.libp2p.address_groups import AddressGroups
-from swarmnode.net.libp2p.daemon import Daemon, SocketFolder
+from swarmnode.net.libp2p.daemon import Daemon, SocketFolder, raise_descriptor_limit
 from swarmnode.net.libp2p.dht import EngineDht
 from swarmnode.net.libp2p.from_hivemind import P2P, P2PD, HivemindMultiaddr
 from swarmnode.net.libp2p.p2pd_control import Inbox, P2pdControl
 from swarmnode.net.libp2p.socket_stream import SocketStream
+from swarmnode.net.limits.stream_limits import StreamLimits
 from swarmnode.net.links.gate import OPEN_GATE, Gate
 from swarmnode.net.supervisor import Supervisor
 from swarmnode.net.tasks import Tasks
@@ -70,6 +71,8 @@ class EngineConfig:
             "-autonat=1",
             "-connManager=1",
             "-relay=1",
+            f"-relayService={int(self.public)}",  # else whoever libp2p finds public relays, asked or not
+            "-persistentConnMaxMsgSize=1048576",
             "-tls=1",
             "-dhtClient=1" if self.client_mode else "-dhtServer=1",
             "-b=0",
@@ -106,6 +109,7 @@ class Engine(Network):
         self._tasks = Tasks("engine", on_crash=config.supervisor.ends_peer)
         self._dialling = Tasks("dialling", on_crash=None)  # whoever is alone dials again
         self._streams = Tasks("streams", on_crash=config.supervisor.ends_conversation)
+        self._limits = StreamLimits()
         self._closing = False
 
     def __repr__(self) -> str:
@@ -122,6 +126,7 @@ class Engine(Network):
             check(address)
         for address in config.host_maddrs:
             check_port_free(address)
+        raise_descriptor_limit()
         engine = cls(config)
         try:
             await engine._inbox.open()
@@ -203,10 +208,13 @@ class Engine(Network):
 
     async def _handle(self, stream: SocketStream) -> None:
         try:
-            await self._handlers[stream.protocol](stream)
+            stream.group, stream.limits = await self._groups.learn(stream.peer), self._limits
+            if self._limits.enter(stream):
+                await self._handlers[stream.protocol](stream)
         except PeerError as error:
             log.debug("incoming stream ended: %s", error)
         finally:
+            self._limits.leave(stream)
             stream.abort()
 
     # -- where we are, and who else is there

@@ -8,6 +8,7 @@ from typing import cast
 
 from swarmnode.errors import PeerLost, ProtocolError
 from swarmnode.net.interfaces import Buffer, PeerId, Stream
+from swarmnode.net.limits.stream_limits import StreamLimits
 
 PIECE_BYTES = 1 << 20  # p2pd is slower with larger writes
 WRITE_HIGH_BYTES = 1 << 20
@@ -26,6 +27,7 @@ class SocketStream(Stream, asyncio.BufferedProtocol):
     def __init__(self, on_preamble: Callable[[SocketStream, bytes], None] = lambda _stream, _preamble: None) -> None:
         self.peer: PeerId = ""
         self.protocol = ""
+        self.limits: StreamLimits | None = None  # that counts it, where it was opened by the peer
         self._loop = asyncio.get_running_loop()
         self._on_preamble = on_preamble
         self._preamble: asyncio.Future[bytes] = self._loop.create_future()
@@ -161,6 +163,10 @@ class SocketStream(Stream, asyncio.BufferedProtocol):
             await asyncio.shield(self._writable)
         if self._transport is None or self._transport.is_closing():
             raise PeerLost(f"the stream to peer {self.peer} was lost", peer=self.peer)
+
+    def let_in(self) -> None:
+        if self.limits is not None:
+            self.limits.let_in(self)
 
     async def close(self) -> None:
         if self._transport is None:

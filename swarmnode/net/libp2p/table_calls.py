@@ -67,7 +67,7 @@ class TableCalls:
         self._answers_bytes = FairPace(*ANSWERS_BYTES)
         self._failed: dict[PeerId, tuple[float, float]] = {}  # until when, and how long it was
         self._handed_over: dict[PeerId, None] = {}
-        self._tasks = Tasks("table calls")
+        self._tasks = Tasks("table calls", on_crash=None)
         self._closed = False
         own = b"" if client_mode else id_bytes(node_id(p2p.peer_id.to_base58()))
         self._info = dht_pb2.NodeInfo(node_id=own)

@@ -14,8 +14,10 @@ Item = TypeVar("Item", bound=Hashable)
 class FairShare(Generic[Item]):
     """Places, counted by address group and, within one, by peer. A flood takes what nobody else wants, and no more."""
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, places: int, *, of_peer: int | None = None, of_group: int | None = None) -> None:
         self._places = places
+        self._of_peer = of_peer or places
+        self._of_group = of_group or places
         self._claimants: dict[Item, Claimant] = {}
         self._groups: dict[str, dict[PeerId, dict[Item, None]]] = {}  # items in the order in which they came
         self._sizes: dict[str, int] = {}
@@ -31,6 +33,8 @@ class FairShare(Generic[Item]):
 
     def take(self, item: Item, claimant: Claimant) -> Item | None:
         """Give `item` a place. Returns whose place it takes, to be removed; `item` itself where it gets none."""
+        if self.held(claimant) >= self._of_peer or self._sizes.get(claimant.group, 0) >= self._of_group:
+            return item
         yielding = self._yields_to(claimant) if len(self) >= self._places else None
         if len(self) >= self._places and yielding is None:
             return item

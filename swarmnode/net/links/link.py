@@ -24,6 +24,8 @@ from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, Protoc
 from swarmnode.ledger import Full, MemoryLedger
 from swarmnode.net.deadlines import Deadline
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
+from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.limits.fair_pace import FairPace, Pace
 from swarmnode.net.links.gate import OPEN_GATE, Gate
 from swarmnode.net.links.greeting import check_greeting, read_greeting
 from swarmnode.net.links.heartbeat import Heartbeat, HeartbeatConfig
@@ -39,6 +41,8 @@ OnFrame = Callable[[Frame, Body], None]
 
 ROOM_TIMEOUT_S = 1.0  # for a payload to find memory: less than the peer's patience with our silence
 ROOM_AGAIN_S = 0.05
+FRAMES = Pace(10_000, 20_000), Pace(20_000, 40_000)  # of a peer, of an address group
+MAX_PAUSE_S = 0.25  # in which whoever sends too much is not read: less than its patience with our silence
 KNOWN_KINDS = frozenset(int(kind) for kind in FrameKind)
 
 CONNECTING = Deadline(floor_s=2.0, ceiling_s=5.0, slack=8.0)  # a peer whose round trip is known was reached lately
@@ -55,6 +59,7 @@ class LinkConfig:
     link_statistics: LinkStatistics = field(default_factory=LinkStatistics)  # what all the node's links measure
     traffic: Traffic = field(default_factory=Traffic)  # of all the node's links together
     gate: Gate = OPEN_GATE  # of all the node's links together
+    pace: FairPace = field(default_factory=lambda: FairPace(*FRAMES))  # of what others send, over all the node's links
     ledger: MemoryLedger = field(default_factory=MemoryLedger)  # of the host: payloads that came in, journals
     supervisor: Supervisor = field(default_factory=Supervisor)  # of the peer: hears where its tasks die of a bug
     clock: Callable[[], float] = time.perf_counter  # for round trips: uvloop's own has milliseconds only
@@ -68,6 +73,7 @@ class Link:
         self.received_bytes = 0
         self.bandwidth_bps: float | None = None  # of what we send, as the peer has measured it
         self._config = config
+        self._claimant = Claimant(stream.group or stream.peer, stream.peer)
         self._protocol = protocol_name(stream.protocol)
         self._loop = asyncio.get_running_loop()
         self._heartbeat = Heartbeat(config.heartbeat, self._loop.time(), paced=config.rate_limiter is not None)
@@ -157,6 +163,7 @@ class Link:
         except BaseException:
             link.abort()
             raise
+        stream.let_in()
         link.send(config.gate.greeting(hello))
         config.gate.opened(link)
         return link
@@ -234,7 +241,9 @@ class Link:
             self._tick()
             ended = self._dispatch(self._early, on_frame)
             while not ended:
-                ended = self._dispatch(self._advance(await self._read()), on_frame)
+                frames = list(self._advance(await self._read()))
+                ended = self._dispatch(frames, on_frame)
+                await self._keep_pace(len(frames))
             await self._stream.close()
         except ProtocolError as error:
             error.peer = self.peer
@@ -259,6 +268,12 @@ class Link:
         self.received_bytes += count
         self._config.traffic.received_bytes[self._protocol] += count
         return count
+
+    async def _keep_pace(self, frames: int) -> None:
+        """Read no further for a moment from a peer that sends more frames than its share: it slows down, others do not."""
+        wait_s = self._config.pace.wait_s(self._claimant, frames)
+        if wait_s:
+            await asyncio.sleep(min(wait_s, MAX_PAUSE_S))
 
     async def _room(self) -> memoryview:
         """Where the next bytes belong. Raises ProtocolError (BUSY) where a payload has waited for memory for too long."""

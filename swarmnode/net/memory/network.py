@@ -34,6 +34,8 @@ from swarmnode.net.interfaces import (
     StreamHandler,
     key_digest,
 )
+from swarmnode.net.limits.address_group import address_group
+from swarmnode.net.limits.stream_limits import StreamLimits
 from swarmnode.net.links.gate import OPEN_GATE, Gate
 from swarmnode.net.memory.island import Island
 from swarmnode.net.memory.stream import FakeStream, Pipe, connect
@@ -82,10 +84,11 @@ class FakeWorld:
         client_mode: bool = False,
         gate: Gate = OPEN_GATE,
         supervisor: Supervisor | None = None,
+        host: str | None = None,
     ) -> FakeNetwork:
-        """A new peer, or one that comes back by its `identity`; alone until it connects to another one."""
+        """A new peer at the IP address `host`, or one that comes back by its `identity`; alone until it connects to another one."""
         identity = identity or Identity(self._random.randbytes(32))
-        address = self._homes.setdefault(identity.peer_id, f"/ip4/{next(self._hosts)}/tcp/4001")
+        address = self._homes.setdefault(identity.peer_id, f"/ip4/{host or next(self._hosts)}/tcp/4001")
         supervisor = supervisor or Supervisor()
         network = FakeNetwork(
             self, identity, address, record_validator, client_mode=client_mode, gate=gate, supervisor=supervisor
@@ -240,6 +243,7 @@ class FakeNetwork(Network):
         self._handlers: dict[str, StreamHandler] = {}
         self._streams: list[FakeStream] = []
         self._tasks = Tasks("streams", on_crash=supervisor.ends_conversation)
+        self._limits = StreamLimits(lambda: asyncio.get_running_loop().time())
         self._down = False
 
     def __repr__(self) -> str:
@@ -276,6 +280,11 @@ class FakeNetwork(Network):
         handler = self._handlers.get(stream.protocol)
         if handler is None:
             raise PeerLost(f"peer {self.peer_id} does not speak {stream.protocol}", peer=self.peer_id)
+        opener = self._world.find(stream.peer)
+        stream.group, stream.limits = address_group(opener.address) if opener is not None else stream.peer, self._limits
+        if not self._limits.enter(stream):
+            stream.abort()
+            return
         self._keep(stream)
         self._tasks.spawn(self._handle(handler, stream), stream.protocol)
 
@@ -285,6 +294,7 @@ class FakeNetwork(Network):
         except PeerError as error:
             log.debug("incoming stream ended: %s", error)
         finally:
+            self._limits.leave(stream)
             stream.abort()
 
     async def serve(self, protocol: str, handler: StreamHandler) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from swarmnode.errors import PeerLost
 from swarmnode.net.interfaces import Buffer, PeerId, Stream
+from swarmnode.net.limits.stream_limits import StreamLimits
 
 HIGH_WATER_BYTES = 1 << 20
 PIECE_BYTES = 1 << 16
@@ -102,6 +103,7 @@ class FakeStream(Stream):
     def __init__(self, peer: PeerId, protocol: str, incoming: Pipe, outgoing: Pipe) -> None:
         self.peer = peer
         self.protocol = protocol
+        self.limits: StreamLimits | None = None  # that counts it, where it was opened by the peer
         self._incoming = incoming
         self._outgoing = outgoing
         self._closed = False
@@ -135,6 +137,10 @@ class FakeStream(Stream):
     def over(self) -> bool:
         """Whether nothing will be read or written here any more."""
         return self._closed or self._incoming.broken
+
+    def let_in(self) -> None:
+        if self.limits is not None:
+            self.limits.let_in(self)
 
     async def close(self) -> None:
         self._end()

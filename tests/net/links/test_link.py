@@ -10,6 +10,7 @@ from swarmnode.codec.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, Frame, Frame
 from swarmnode.codec.messages import VERSION, Body, Chunk, End, Error, Hello, Output, Ready, encode_body
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError
 from swarmnode.net.interfaces import Buffer, Stream
+from swarmnode.net.limits.fair_pace import FairPace, Pace
 from swarmnode.net.links.link import Link, LinkConfig, OnFrame
 from swarmnode.net.measuring.link_statistics import LinkStatistics
 from swarmnode.net.memory.network import FakeWorld, Path
@@ -523,3 +524,51 @@ async def test_an_idle_link_beats_as_seldom_as_it_asks() -> None:
     assert link.sent_bytes + link.received_bytes > begun, "it still asks whether the peer is there"
     await link.close()
     await running
+
+
+@in_virtual_time
+async def test_who_sends_more_frames_than_its_share_is_slowed_and_others_are_not() -> None:
+    world = FakeWorld(seed=3)
+    bob, greedy, other = world.join(), world.join(), world.join()
+    config = replace(CONFIG, pace=FairPace(Pace(1000, 1000), Pace(2000, 2000), clock=now_s))
+    handled: dict[str, int] = {greedy.peer_id: 0, other.peer_id: 0}
+
+    async def answer(stream: Stream) -> None:
+        link = await Link.accept(stream, HELLO, config=config)
+
+        def count(_frame: Frame, _body: Body) -> None:
+            handled[link.peer] += 1
+            link.send(End(), channel=1)
+
+        await link.run(count)
+
+    await bob.serve(PROTOCOL, answer)
+    links = {}
+    for peer in (greedy, other):
+        await peer.connect(await bob.addresses(), timeout_s=1)
+        links[peer.peer_id] = await Link.connect(peer, bob.peer_id, PROTOCOL, HELLO, config=replace(CONFIG))
+    waits_s: list[float] = []
+
+    async def flood() -> None:
+        while True:
+            for _ in range(500):
+                links[greedy.peer_id].send(End(), channel=1)
+            await asyncio.sleep(0.01)
+
+    answered = asyncio.Event()
+    runs = [asyncio.ensure_future(flood()), asyncio.ensure_future(links[greedy.peer_id].run(nothing))]
+    runs.append(asyncio.ensure_future(links[other.peer_id].run(lambda _frame, _body: answered.set())))
+    await asyncio.sleep(5)
+    for _ in range(100):
+        answered.clear()
+        began_s = now_s()
+        links[other.peer_id].send(End(), channel=1)
+        await answered.wait()
+        waits_s.append(now_s() - began_s)
+        await asyncio.sleep(0.05)
+    seconds = 10.0 + sum(waits_s)
+    assert handled[greedy.peer_id] < 1000 * seconds + 1000 + 40_000, "what one read brings is handled"
+    assert max(waits_s) < 0.001
+    for run in runs:
+        run.cancel()
+    await asyncio.gather(*runs, return_exceptions=True)

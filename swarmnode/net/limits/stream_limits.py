@@ -1,0 +1,62 @@
+"""What streams others may open here, before and after they have been let in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from swarmnode.net.interfaces import Stream
+from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.limits.fair_pace import FairPace, Pace
+from swarmnode.net.limits.fair_share import FairShare
+
+HALF_OPEN, HALF_OPEN_OF_PEER, HALF_OPEN_OF_GROUP = (
+    512,
+    32,
+    128,
+)  # not greeted yet; who does not greet is dropped after seconds
+OPEN, OPEN_OF_PEER, OPEN_OF_GROUP = 2048, 64, 512
+NEW_OF_PEER, NEW_OF_GROUP = Pace(32, 128), Pace(128, 512)  # streams
+
+
+class StreamLimits:
+    """Incoming streams of all protocols together. Each is a socket and some 128 KiB, so none is free."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._half_open: FairShare[Stream] = FairShare(
+            HALF_OPEN, of_peer=HALF_OPEN_OF_PEER, of_group=HALF_OPEN_OF_GROUP
+        )
+        self._open: FairShare[Stream] = FairShare(OPEN, of_peer=OPEN_OF_PEER, of_group=OPEN_OF_GROUP)
+        self._pace = FairPace(NEW_OF_PEER, NEW_OF_GROUP, clock=clock)
+
+    def __repr__(self) -> str:
+        return f"<StreamLimits {len(self._open)} open, {len(self._half_open)} not greeted>"
+
+    @property
+    def half_open(self) -> int:
+        """How many have not been greeted yet."""
+        return len(self._half_open)
+
+    def enter(self, stream: Stream) -> bool:
+        """A stream has come in; whether it may stay. One of whoever has most may have to go for it."""
+        claimant = Claimant(stream.group, stream.peer)
+        return self._pace.wait_s(claimant) == 0 and _take(self._half_open, stream, claimant)
+
+    def let_in(self, stream: Stream) -> None:
+        """Its peer was let in: it counts among the open ones."""
+        if stream in self._half_open:
+            self._half_open.leave(stream)
+            if not _take(self._open, stream, Claimant(stream.group, stream.peer)):
+                stream.abort()
+
+    def leave(self, stream: Stream) -> None:
+        """It is over. Safe to call twice."""
+        self._half_open.leave(stream)
+        self._open.leave(stream)
+
+
+def _take(shares: FairShare[Stream], stream: Stream, claimant: Claimant) -> bool:
+    yielding = shares.take(stream, claimant)
+    if yielding is not None and yielding is not stream:
+        yielding.abort()
+    return yielding is not stream
