@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -16,8 +17,8 @@ class FairShare(Generic[Item]):
 
     def __init__(self, places: int, *, of_peer: int | None = None, of_group: int | None = None) -> None:
         self._places = places
-        self._of_peer = of_peer or places
-        self._of_group = of_group or places
+        self._of_peer = math.inf if of_peer is None else of_peer
+        self._of_group = math.inf if of_group is None else of_group
         self._claimants: dict[Item, Claimant] = {}
         self._groups: dict[str, dict[PeerId, dict[Item, None]]] = {}  # items in the order in which they came
         self._sizes: dict[str, int] = {}

@@ -38,7 +38,7 @@ def test_a_peer_and_a_group_have_so_many_that_are_not_greeted():
 def test_who_comes_when_all_places_are_taken_gets_one_from_who_has_most():
     limits = StreamLimits(lambda: 0.0)
     held = [
-        stream for group in range(8) for peer in range(4) for stream in enter(limits, f"{group} {peer}", f"{group}", 32)
+        stream for group in range(4) for peer in range(4) for stream in enter(limits, f"{group} {peer}", f"{group}", 32)
     ]
     assert len(held) == HALF_OPEN == limits.half_open
     assert len(enter(limits, "friend", "home")) == 1
