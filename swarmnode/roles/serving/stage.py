@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import shutil
 from collections.abc import Callable, Sequence
@@ -293,6 +294,7 @@ class ServingStage:
             author = Author(host.peer_id, host.swarm.id, hardware.number_format, host.identity.sign)
             audit_server = AuditServer(host.network, host.hello, host.link_config, author, server.session)
             await audit_server.start()
+            gc.freeze()  # what libraries made is here to stay: to look through it again would keep every session waiting
         except BaseException:
             await worker.close()
             passes.release()
