@@ -1,5 +1,4 @@
 import random
-import time
 from itertools import combinations, pairwise
 
 import pytest
@@ -12,6 +11,7 @@ from swarmnode.plan.routes.lattice import RoutingConfig, SessionSize
 from swarmnode.plan.routes.routing import find_route
 from swarmnode.plan.view import PeerView, Span, View
 from swarmnode.swarm.records.announcement import State
+from tests.work import lines_run
 
 CONFIG = RoutingConfig()
 
@@ -151,7 +151,7 @@ def test_clients_spread_over_equal_peers_and_each_is_constant():
 
 
 @pytest.mark.parametrize("measured", [0, 12])
-def test_two_hundred_peers_within_milliseconds(measured):
+def test_a_route_among_two_hundred_peers_is_little_work(measured):
     chance = random.Random(3)
     peers = []
     for i in range(200):
@@ -161,13 +161,9 @@ def test_two_hundred_peers_within_milliseconds(measured):
         (f"p{i}", f"p{chance.randrange(200)}"): chance.uniform(0.001, 0.2) for i in range(200) for _ in range(measured)
     }
     view = View(82, tuple(peers), rtts)
-    times = []
-    for client in range(20):
-        started = time.perf_counter()
-        find_route(view, client=str(client))
-        times.append(time.perf_counter() - started)
-    print(f"{sorted(times)[10] * 1000:.2f} ms")
-    assert sorted(times)[10] < 0.05  # measured 3-5 ms; the bound leaves room for a busy machine
+    assert all(
+        lines_run(lambda client=str(client): find_route(view, client=client)) < 50_000 for client in range(3)
+    )  # 5 ms
 
 
 def test_a_session_keeps_away_from_peers_without_room_for_it():

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from swarmnode.plan.spans.placement import Joiner, MovePolicy, choose_span, gaps, reconsider
 from swarmnode.plan.view import PeerView, Span, View
 from swarmnode.swarm.records.announcement import State
+from tests.work import lines_run
 
 
 def peer(name, start, end, state=State.READY, speed=100.0, **more):
@@ -158,14 +159,11 @@ def test_nobody_moves_at_rest():
     assert [move(view, name, 3) for name in "abcd"] == [None] * 4
 
 
-def test_large_view_is_quick(benchmark_s=0.5):
-    import time
-
+def test_a_large_view_is_little_work():
     chance = random.Random(1)
     peers = []
     for i in range(200):
         start = chance.randrange(74)
         peers.append(peer(f"p{i}", start, start + 8, speed=chance.uniform(10, 1000)))
-    started = time.perf_counter()
-    choose_span(View(82, tuple(peers)), Joiner("me", 8, 100, 0))
-    assert time.perf_counter() - started < benchmark_s
+    view = View(82, tuple(peers))
+    assert lines_run(lambda: choose_span(view, Joiner("me", 8, 100, 0))) < 100_000  # some 10 ms
