@@ -6,6 +6,7 @@ signatures knowing the id alone.
 
 from __future__ import annotations
 
+import secrets
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from swarmnode.errors import LocalError
 from swarmnode.net.interfaces import PeerId
 
-# protobuf: field 1 (type) varint 1 = Ed25519; field 2 (data), length
+SEED_BYTES = 32  # any are a private key (RFC 8032, section 5.1.5)
 REMEMBERED_SIGNATURES = 1024
 
+# protobuf: field 1 (type) varint 1 = Ed25519; field 2 (data), length
 _PRIVATE_HEAD = bytes([0x08, 0x01, 0x12, 0x40])
 _PUBLIC_HEAD = bytes([0x08, 0x01, 0x12, 0x20])
 _MULTIHASH_HEAD = bytes([0x00, 0x24])  # identity hash of 36 bytes
@@ -39,7 +41,7 @@ class Identity:
     @classmethod
     def generate(cls) -> Identity:
         """A new one."""
-        return cls(Ed25519PrivateKey.generate().private_bytes_raw())
+        return cls(secrets.token_bytes(SEED_BYTES))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Identity:

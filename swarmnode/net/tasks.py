@@ -21,7 +21,7 @@ class Tasks:
         self.name = name
         self.crashes = 0
         self._on_crash = on_crash
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # in the order in which they began
         self._closed = False
 
     def __repr__(self) -> str:
@@ -40,18 +40,18 @@ class Tasks:
             coroutine.close()
             raise RuntimeError(f"{self.name} is closed: cannot start {name}")
         task = asyncio.get_running_loop().create_task(coroutine, name=f"{self.name}: {name}")
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._heard if awaited else self._ended)
         return task
 
     def _heard(self, task: asyncio.Task[Any]) -> None:
         """Whoever waits hears of its error; if nobody does any more, then nobody cares."""
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if not task.cancelled():
             task.exception()
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if task.cancelled() or (error := task.exception()) is None:
             return
         self.crashes += 1
@@ -67,9 +67,10 @@ class Tasks:
     async def close(self) -> None:
         """Cancel everything and wait for its end. Safe to call twice, and from one of the tasks."""
         self._closed = True
-        tasks = {task for task in self._tasks if task is not asyncio.current_task()}
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         while tasks:
             for task in tasks:
                 task.cancel()
             # Again after a while: before Python 3.12, wait_for loses a cancellation that comes together with its result.
-            _, tasks = await asyncio.wait(tasks, timeout=CANCEL_AGAIN_S)
+            await asyncio.wait(tasks, timeout=CANCEL_AGAIN_S)
+            tasks = [task for task in tasks if not task.done()]

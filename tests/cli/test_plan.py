@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,8 @@ def test_the_same_seed_gives_the_same_plan(network: Path) -> None:
 def test_the_clock_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told by a clock that goes on by 5 ms whenever somebody looks, so that it is the same on every machine."""
     looks = itertools.count()
-    monkeypatch.setattr("swarmnode.cli.terminal.effort.time.monotonic", lambda: 0.005 * next(looks))
+    clock = SimpleNamespace(monotonic=lambda: 0.005 * next(looks))
+    monkeypatch.setattr("swarmnode.cli.terminal.effort.time", clock)
     random = np.random.default_rng(0)
     matrix = random.uniform(0.1, 1.0, (200, 200)).tolist()
     large = write(tmp_path / "large.json", devices=200, delay_ms=matrix, bandwidth_gbps=matrix)

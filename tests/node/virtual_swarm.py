@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import random
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from swarmnode.bootstrap import Bootstrap
 from swarmnode.cli.options.quantities import parse_span
@@ -213,14 +217,17 @@ class VirtualTrainer:
 
 
 class VirtualSwarm:
-    """A swarm's file, its door and its nodes. `async with VirtualSwarm(folder) as swarm: ...` ends them all."""
+    """A swarm's file, its door and its nodes. `async with VirtualSwarm(folder) as swarm: ...` ends them all.
 
-    def __init__(self, folder: Path, *, seed: int = 1) -> None:
+    Whatever somebody draws meanwhile (identities, ids of sessions, keys) follows from `seed`."""
+
+    def __init__(self, folder: Path, *, seed: int = 1, epoch_s: float | None = None) -> None:
         self.folder = folder
         self.file = folder / "virtual.swarm"
         self.members: dict[str, VirtualMember] = {}
         self._trainers: list[VirtualTrainer] = []
-        self._epoch_s = time.time()
+        self._seed = seed
+        self._epoch_s = time.time() if epoch_s is None else epoch_s
         self._loop = asyncio.get_running_loop()
         self.world = FakeWorld(seed, clock=self.unix)
         self.world.default_path = NetworkPath(latency_s=LATENCY_S)
@@ -231,6 +238,10 @@ class VirtualSwarm:
         return f"<VirtualSwarm {list(self.members.values())}>"
 
     async def __aenter__(self) -> VirtualSwarm:
+        chance = random.Random(f"drawn by peers, {self._seed}")  # the world draws, too
+        patch = self._ends.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(secrets, "token_bytes", chance.randbytes)
+        patch.setattr(secrets, "randbelow", chance.randrange)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -140,7 +140,7 @@ class Switchboard:
         self._accept = accept
         self._on_peer_lost = on_peer_lost
         self._outgoing: dict[PeerId, _Line] = {}
-        self._incoming: set[_Line] = set()
+        self._incoming: dict[_Line, None] = {}  # in the order in which they came
         self._dialing: dict[PeerId, asyncio.Task[_Line]] = {}
         self.peer_id = network.peer_id  # our own
         self._tasks = Tasks(f"links of {protocol}", on_crash=config.supervisor.ends_conversation)
@@ -197,7 +197,7 @@ class Switchboard:
     async def _serve(self, stream: Stream) -> None:
         link = await Link.accept(stream, self._hello, config=self._config)
         line = _Line(link, self._accept)
-        self._incoming.add(line)
+        self._incoming[line] = None
         await self._run(line)
 
     async def _run(self, line: _Line) -> None:
@@ -210,7 +210,7 @@ class Switchboard:
         finally:
             if self._outgoing.get(line.link.peer) is line:
                 del self._outgoing[line.link.peer]
-            self._incoming.discard(line)
+            self._incoming.pop(line, None)
             line.lost(error)
 
     async def close(self) -> None:

@@ -30,7 +30,7 @@ class Pipe:
         self._deliver = deliver
         self._travelling: deque[bytes] = deque()
         self._arrived: deque[memoryview] = deque()
-        self._changed: set[asyncio.Future[None]] = set()
+        self._changed: dict[asyncio.Future[None], None] = {}  # in the order in which they wait
 
     def __repr__(self) -> str:
         state = "broken" if self.broken else "ended" if self.ended else "open"
@@ -85,11 +85,11 @@ class Pipe:
 
     async def _change(self) -> None:
         future = asyncio.get_running_loop().create_future()
-        self._changed.add(future)
+        self._changed[future] = None
         try:
             await future
         finally:
-            self._changed.discard(future)
+            del self._changed[future]
 
     def _wake(self) -> None:
         for future in self._changed:

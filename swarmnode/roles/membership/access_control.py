@@ -70,7 +70,7 @@ class AccessControl(Gate):
         self._file = file
         self._clock = clock
         self._look_s = look_s
-        self._links: set[GuardedLink] = set()
+        self._links: dict[GuardedLink, None] = {}  # in the order in which they came
         self._introductions: dict[PeerId, asyncio.Task[None]] = {}
         self._network: Network | None = None
         self._hello: Hello | None = None
@@ -109,12 +109,12 @@ class AccessControl(Gate):
             raise ProtocolError(text, code=ErrorCode.REFUSED, peer=peer)
 
     def opened(self, link: GuardedLink) -> None:
-        self._links.add(link)
+        self._links[link] = None
         if self.membership.revocations.number:
             link.send(Revocations(self.membership.revocations.number))
 
     def closed(self, link: GuardedLink) -> None:
-        self._links.discard(link)
+        self._links.pop(link, None)
 
     def heard(self, link: GuardedLink, number: int, revocations: bytes) -> None:
         ours = self.membership.revocations.number
@@ -158,7 +158,7 @@ class AccessControl(Gate):
     def _spread(self, source: GuardedLink | None = None) -> None:
         """Follow a newer list, and pass it on."""
         log.info("the owner's revocation list is now %r", self.membership.revocations)
-        for link in self._links - {source}:
+        for link in [link for link in self._links if link is not source]:
             link.send(Revocations(self.membership.revocations.number, self.membership.revocations_bytes))
         self._cut()  # after who is on it was told, too
         self._look.set()
