@@ -330,7 +330,7 @@ class ClientSession:
         faulty = self._tasks.spawn(self._next_fault(), "hear of faults", awaited=True)
         try:
             await asyncio.wait([opening, faulty], return_when=asyncio.FIRST_COMPLETED)
-            if not opening.done():
+            if faulty.done():  # though it may be open by now: who mends hears of no fault twice
                 raise faulty.result()
             opening.result()
         finally:

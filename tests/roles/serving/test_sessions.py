@@ -10,7 +10,7 @@ import pytest
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, Error, HopSpec, Mode, Open, Ready, Want
 from swarmnode.config import ServerConfig
-from swarmnode.errors import Busy, ErrorCode, NoRoute, SwarmnodeError
+from swarmnode.errors import Busy, ErrorCode, NoRoute, PeerRefused, SwarmnodeError
 from swarmnode.net.interfaces import Stream
 from swarmnode.roles.serving.client import ClientSession, ids_entry
 from swarmnode.roles.serving.session_spec import SessionSpec
@@ -256,3 +256,24 @@ async def test_a_bug_in_the_client_ends_its_session_with_a_sentence() -> None:
             if len(stream.result.ids) == 4:
                 swarm.router.suspected = None  # type: ignore[assignment]  # the router fails of what nobody expected
                 swarm.world.kill(swarm.volunteers[1].peer)
+
+
+@in_virtual_time
+async def test_a_hop_that_fails_in_the_moment_in_which_it_is_open_is_replaced_at_once() -> None:
+    """That fault is not lost with the opening: nobody else would tell, and all links are alive."""
+    swarm, loop = await ToySwarm.start(*THREE, *THREE), asyncio.get_running_loop()
+    session = ClientSession(
+        swarm.switchboard, swarm.router, SessionSpec(Mode.DRIVEN, max_length=20), swarm.config, clock=loop.time
+    )
+    opens = session._open
+
+    async def open_and_fail() -> None:
+        await opens()
+        if session.epoch == 1:
+            session._fault(1, 0, PeerRefused("leaving", code=ErrorCode.DRAINING, peer=session.route[0].peer))
+
+    session._open = open_and_fail  # type: ignore[method-assign]
+    await session.start()
+    await settle()
+    assert session.epoch == 2 and session.route[0].peer == swarm.volunteers[3].peer
+    await session.close()
