@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.localswarm import LocalSwarm
+from swarmnode.localswarm import STOP_TIMEOUT_S, LocalSwarm
 from tests.cli.command import assert_clear, swarmnode
 from tests.real.conftest import Stages
 from tests.tiny import PROMPT, TinyModel
@@ -67,5 +67,5 @@ def test_ctrl_c_twice_leaves_now(stages: Stages) -> None:
     member.kill(signal.SIGINT)
     member.wait_for("draining")
     member.kill(signal.SIGINT)
-    assert member.process.wait(10) in (0, 1)
+    assert member.finish(STOP_TIMEOUT_S) in (0, 1)
     assert "Traceback" not in member.tail()

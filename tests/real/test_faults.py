@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import psutil
 
 from swarmnode.client import SwarmClient
+from swarmnode.localswarm import STOP_TIMEOUT_S
 from swarmnode.roles.serving.generation import Generation
 from tests.real.conftest import Stages
 from tests.tiny import PROMPT, TinyModel
@@ -96,7 +97,7 @@ async def test_a_leaving_node_hands_its_sessions_over(stages: Stages, tiny: Tiny
             leaving[0].kill(signal.SIGINT)
 
         result = await generate_and(client, 10, strike)
-        await asyncio.to_thread(leaving[0].process.wait, 30)
+        await asyncio.to_thread(leaving[0].finish, STOP_TIMEOUT_S)
     assert result.ids == tiny.alone(PROMPT, TOKENS)
     assert leaving[0].process.returncode == 0
 
