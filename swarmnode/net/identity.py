@@ -14,6 +14,7 @@ import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from swarmnode.durable import replace_durably, sync
 from swarmnode.errors import LocalError
 from swarmnode.net.interfaces import PeerId
 
@@ -48,7 +49,10 @@ class Identity:
         """From the bytes of a libp2p key file. Raises LocalError where they are not an Ed25519 private key."""
         if len(data) != len(_PRIVATE_HEAD) + 64 or not data.startswith(_PRIVATE_HEAD):
             raise LocalError("not an Ed25519 identity")
-        return cls(data[len(_PRIVATE_HEAD) : len(_PRIVATE_HEAD) + 32])
+        identity = cls(data[len(_PRIVATE_HEAD) : len(_PRIVATE_HEAD) + 32])
+        if identity.to_bytes() != data:  # torn by a power cut: another private key than the public one says
+            raise LocalError("not an Ed25519 identity")
+        return identity
 
     def to_bytes(self) -> bytes:
         """As libp2p's private key message; a secret."""
@@ -76,7 +80,8 @@ class Identity:
             temporary.unlink(missing_ok=True)
             temporary.touch(mode=0o600)
             temporary.write_bytes(self.to_bytes())
-            temporary.replace(path)
+            sync(temporary)
+            replace_durably(temporary, path)
         except OSError as error:
             raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
 

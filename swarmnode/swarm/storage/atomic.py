@@ -1,4 +1,4 @@
-"""Small private files that are never seen half written."""
+"""Small private files that are never seen half written, and are still there after a power cut."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from swarmnode.durable import replace_durably
 from swarmnode.errors import LocalError
 
 
@@ -19,7 +20,7 @@ def write_private(path: Path, data: bytes) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            Path(temporary).replace(path)
+            replace_durably(Path(temporary), path)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 Path(temporary).unlink()

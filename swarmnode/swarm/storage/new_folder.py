@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from swarmnode.durable import replace_durably, sync_tree
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.swarm.storage.content import is_allowed_name
 
@@ -42,7 +43,8 @@ def new_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
         check_free(out, force=force)
         if out.is_dir():
             shutil.rmtree(out)
-        partial.replace(out)
+        sync_tree(partial)
+        replace_durably(partial, out)
     except OSError as error:
         raise LocalError(
             f"cannot write {out}: {error.strerror or error}; free disk space or name another place"

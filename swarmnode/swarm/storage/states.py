@@ -26,6 +26,7 @@ import msgspec
 
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.decoding import DECODE_ERRORS
+from swarmnode.durable import sync
 from swarmnode.errors import CheckpointError, LocalError, ProtocolError
 from swarmnode.swarm.records.run import Run, decode_run, encode_run
 from swarmnode.swarm.storage.atomic import write_private
@@ -64,8 +65,7 @@ class StateStore:
         try:
             self.folder, self._claim = _take_folder(root, run.id)
             self._clean_up()
-            if not (self.folder / RUN_FILE).exists():
-                write_private(self.folder / RUN_FILE, encode_run(run))
+            self._keep_run()
             # Never changed, only exchanged: other threads may be reading.
             self._steps = {step: self._read_files(path) for step, path in self._step_folders().items()}
         except OSError as error:
@@ -75,6 +75,12 @@ class StateStore:
         return (
             f"<StateStore of run {self.run.id.hex()[:8]}: steps {', '.join(map(str, sorted(self._steps))) or 'none'}>"
         )
+
+    def _keep_run(self) -> None:
+        """Have the run's own file here. Who exports looks for it, so a damaged one is written anew."""
+        path, described = self.folder / RUN_FILE, encode_run(self.run)
+        if not path.exists() or path.read_bytes() != described:
+            write_private(path, described)
 
     def close(self) -> None:
         """Let another process take the folder."""
@@ -147,7 +153,7 @@ class StateStore:
         paths = {block: partial / file_name(block) for block in blocks}
         for block, path in paths.items():
             write_block(block, path)
-            _sync(path)
+            sync(path)
         self._publish(partial, step, dict(zip(paths, describe_files(list(paths.values())), strict=True)))
 
     def hold(self, step: int, seconds: float) -> None:
@@ -187,7 +193,7 @@ class StateStore:
             with self._writing:
                 for block, file in fetched.items():
                     (folder / file.name).rename(folder / file_name(block))
-                    _sync(folder / file_name(block))
+                    sync(folder / file_name(block))
                 for path in set(folder.iterdir()) - {folder / file.name for file in files.values()}:
                     path.unlink()  # marks, hash lists, and what came of other versions
                 self._publish(folder, step, files)
@@ -212,14 +218,14 @@ class StateStore:
                 os.link(target / file.name, folder / file.name)
                 files[block] = file
         (folder / FILES).write_bytes(msgspec.msgpack.encode(files))
-        _sync(folder / FILES)
-        _sync(folder)
+        sync(folder / FILES)
+        sync(folder)
         if target.exists():
             target.rename(old)
         folder.rename(target)
         self._steps = {**self._steps, step: files}
         self._damaged -= {(step, block) for block in files}
-        _sync(self.folder)
+        sync(self.folder)
         shutil.rmtree(old, ignore_errors=True)
         self._remove_old(step)
 
@@ -296,12 +302,3 @@ def _take_folder(root: Path, run_id: bytes) -> tuple[Path, IO[bytes]]:
         except BlockingIOError:
             lock.close()
     raise LocalError(f"{MAX_SLOTS} nodes already keep states of this run in {root}; give this one another --home")
-
-
-def _sync(path: Path) -> None:
-    """Have a file or folder on the disk, whatever happens to the power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
