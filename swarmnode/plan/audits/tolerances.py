@@ -1,8 +1,9 @@
-"""How far honest replicas lie apart: measured, by number format and codec, with `contrib/benchmarks/audits.py --table`.
+"""How far honest replicas lie apart, by number format and codec.
 
 Floating-point sums depend on their order, and so on who shares a pass and on whether a position came alone or in a prompt. The
-table holds what was found over a small Llama of 8 layers; noise grows with the square root of the units that it went through. How
-another model differs from that one is learnt from honest replicas of it: `Calibration`.
+table is of 12,000 honest comparisons of most kinds over a small Llama of 8 layers; FP16 as a codec, and float16 with INT4, are set
+after their neighbours. Noise is taken to grow with the square root of the units that it went through. How another model differs
+from that one is learnt from honest replicas of it: `Calibration`.
 """
 
 from __future__ import annotations
