@@ -1,0 +1,364 @@
+"""Audits on a small Llama: what honest replicas differ by, false alarms, and how soon who computes falsely is out. Prints JSON.
+
+    OMP_NUM_THREADS=1 python contrib/benchmarks/audits.py [--comparisons 1000000] [--trials 100] [--table] [--seed 1]
+
+An honest pair computes the same text twice, through three hops. Once as it is served: a prompt, then steps, in passes of ever
+other sessions and of several positions now and then; one session in four loses its caches half-way and replays. Once as an audit
+does: the whole text in chunks. Compared is what the two hops send on, in sketches, and the tokens of the third.
+
+A liar's work is judged by the code that clients run, at the default budget and the mean share: half of what newcomers get.
+`--table` prints the rows of `swarmnode/plan/audits/tolerances.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # after the line above: it reads OMP_NUM_THREADS when it is imported
+from torch import Tensor
+
+from swarmnode.codec.tensors import Codec
+from swarmnode.compress.codecs import decode, encode
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
+from swarmnode.compute.serving.sketch import deviations, sketch
+from swarmnode.plan.audits.budget import AuditBudget, cost_of
+from swarmnode.plan.audits.judgement import judge_states, judge_tokens
+from swarmnode.plan.audits.tolerances import Calibration
+
+LAYERS, WIDTH, VOCABULARY = 8, 64, 512
+HOPS = ((0, 4), (4, 8), (8, LAYERS + 2))
+SESSIONS, POSITIONS, PROMPT, CHUNK = 48, 128, 32, 128
+SEGMENT = 64
+FORMATS = ("float32", "bfloat16", "float16", "bfloat16-int8", "bfloat16-nf4")
+CODECS = (Codec.NONE, Codec.BF16, Codec.FP16, Codec.INT8, Codec.INT4)
+STEP_S, PROMPT_POSITION_S = 1.0, 4 / 64  # of a card: a pass of 64 positions costs four decode steps
+MEAN_TRUST = 2 / 3  # of whom the mean share is audited
+NOISE_FACTOR, ONE_STEP_IN = 5.0, 10
+MAX_STEPS = 20_000  # of a liar that is never found
+
+Passes = Iterator[list[tuple[int, int, int]]]
+"""Pass after pass: (session, first position, end) of all that take part"""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What one set of peers computes with."""
+
+    checkpoint: Checkpoint
+    number_format: str
+
+    def runners(self) -> list[StageRunner]:
+        dtype, _, quantize = self.number_format.partition("-")
+        spans = (
+            load_span(self.checkpoint, *hop, dtype=getattr(torch, dtype), quantize=quantize or "none") for hop in HOPS
+        )
+        return [StageRunner(span, RunnerConfig(cache_bytes=1 << 30)) for span in spans]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What came of a set of sessions: hidden_STH that each hop but the last sent on, and tokens_ST."""
+
+    hidden: list[Tensor]
+    tokens_ST: Tensor
+
+
+def save_model(folder: Path, seed: int) -> Checkpoint:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return Checkpoint(folder)
+
+
+def as_served(dice: random.Random) -> Passes:
+    """Prompts alone, then steps in passes of ever other sessions."""
+    held = [0] * SESSIONS
+    for session in range(SESSIONS):
+        yield [(session, 0, PROMPT)]
+        held[session] = PROMPT
+    while min(held) < POSITIONS:
+        going = [session for session in range(SESSIONS) if held[session] < POSITIONS]
+        present = dice.sample(going, max(1, int(len(going) * dice.choice((0.3, 0.9, 1.0, 1.0)))))
+        drafted = dice.choice((1, 1, 1, 1, 1, 3))
+        works = [(session, held[session], min(POSITIONS, held[session] + drafted)) for session in present]
+        for session, _start, end in works:
+            held[session] = end
+        yield works
+
+
+def as_audited() -> Passes:
+    for session in range(SESSIONS):
+        for start in range(0, POSITIONS, CHUNK):
+            yield [(session, start, min(POSITIONS, start + CHUNK))]
+
+
+@torch.inference_mode()
+def compute(replica: Replica, ids_ST: Tensor, passes: Passes, codec: Codec, resumed: Sequence[int] = ()) -> Work:
+    """All sessions through all hops. Those that are `resumed` lose their caches half-way, and replay what came before."""
+    runners = replica.runners()
+    lost = set(resumed)
+
+    def open_session(session: int) -> None:
+        for runner in runners:
+            runner.open(session, rows=1, max_length=POSITIONS)
+
+    def run(works: list[tuple[int, int, int]], keep: bool) -> None:
+        x = {session: ids_ST[session : session + 1, start:end] for session, start, end in works}
+        for index, runner in enumerate(runners):
+            results = runner.run([StepInput(session, x[session], want=WANT_ALL) for session in x])
+            for (session, start, end), result in zip(works, results, strict=True):
+                if index + 1 == len(runners):
+                    tokens_ST[session, start:end] = result.output[0].float().argmax(-1)
+                    continue
+                sent_BTH = decode(*encode(result.output, codec))
+                x[session] = sent_BTH.to(runner.span.dtype)
+                if keep:
+                    hidden[index][session, start:end] = sent_BTH[0]
+
+    dtype = runners[0].span.dtype
+    hidden = [torch.zeros(SESSIONS, POSITIONS, WIDTH, dtype=dtype) for _ in HOPS[:-1]]
+    tokens_ST = torch.zeros(SESSIONS, POSITIONS, dtype=torch.int64)
+    for session in range(SESSIONS):
+        open_session(session)
+    for works in passes:
+        for session, start, _end in works:
+            if session in lost and start >= POSITIONS // 2:
+                lost.discard(session)
+                for runner in runners:
+                    runner.close(session)
+                open_session(session)
+                run([(session, 0, start)], keep=False)
+        run(works, keep=True)
+    return Work(hidden, tokens_ST)
+
+
+def pair(replica: Replica, codec: Codec, seed: int, other: Replica | None = None) -> tuple[Work, Work]:
+    """The same texts as `replica` serves them, and as an audit computes them on `other` (default: on its like)."""
+    generator = torch.Generator().manual_seed(seed)
+    ids_ST = torch.randint(0, VOCABULARY, (SESSIONS, POSITIONS), generator=generator)
+    served = compute(replica, ids_ST, as_served(random.Random(seed)), codec, range(0, SESSIONS, 4))
+    return served, compute(other or replica, ids_ST, as_audited(), codec)
+
+
+def apart(one_TH: Tensor, other_TH: Tensor, dice: random.Random) -> list[float]:
+    seed = dice.randbytes(16)
+    return deviations(sketch(one_TH, seed), sketch(other_TH, seed))
+
+
+# -- honest pairs
+
+
+def honest(checkpoint: Checkpoint, comparisons: int, seed: int) -> dict[str, Any]:
+    """So many compared positions, over all formats and codecs in turn."""
+    began_s, dice, calibration = time.perf_counter(), random.Random(seed), Calibration()
+    done = alarms = segments = 0
+    worst = 0.0
+    kinds = [(number_format, codec) for number_format in FORMATS for codec in CODECS]
+    kinds = [(f, c) for f, c in kinds if f in ("float32", "bfloat16") or c in (Codec.NONE, Codec.INT8)]
+    by_kind: dict[str, int] = {}
+    while done < comparisons:
+        seed += 1
+        for number_format, codec in kinds:
+            served, again = pair(Replica(checkpoint, number_format), codec, seed)
+            for session in range(SESSIONS):
+                for start in range(0, POSITIONS, SEGMENT):
+                    part = slice(start, start + SEGMENT)
+                    for index, (_start, units) in enumerate(HOPS):
+                        tolerance = calibration.tolerance(number_format, codec, units=units)
+                        if index + 1 < len(HOPS):
+                            found = apart(served.hidden[index][session, part], again.hidden[index][session, part], dice)
+                            judged = judge_states(found, tolerance)
+                            worst = max(worst, judged.worst)
+                        else:
+                            drawn = (work.tokens_ST[session, part].tolist() for work in (served, again))
+                            judged = judge_tokens(*drawn, tolerance)
+                        done, segments, alarms = done + judged.compared, segments + 1, alarms + judged.false
+                        if judged.false:
+                            name = f"{number_format} {codec.name}"
+                            by_kind[name] = by_kind.get(name, 0) + 1
+            if done >= comparisons:
+                break
+    return {
+        "comparisons": done,
+        "segments": segments,
+        "false_alarms": alarms,
+        "false_alarms_by_kind": by_kind,
+        "worst_over_tolerance": round(worst, 3),
+        "seconds": round(time.perf_counter() - began_s, 1),
+    }
+
+
+def table(checkpoint: Checkpoint, seed: int) -> dict[str, Any]:
+    """Median, the 99.99th percentile and the share of other tokens, of each format and codec, behind the second hop."""
+    rows = {}
+    for number_format in ("float32", "bfloat16", "float16"):
+        for codec in CODECS:
+            served, again = pair(Replica(checkpoint, number_format), codec, seed)
+            found = torch.tensor(apart(served.hidden[1].flatten(0, 1), again.hidden[1].flatten(0, 1), random.Random(1)))
+            rows[f"{number_format} {codec.name}"] = {
+                "median": float(found.median()),
+                "p9999": float(found.double().quantile(0.9999)),
+                "other_tokens": float((served.tokens_ST != again.tokens_ST).float().mean()),
+            }
+    return rows
+
+
+# -- liars
+
+
+def perturbed(hidden_TH: Tensor, size: float, generator: torch.Generator) -> Tensor:
+    """One step in ten off by `size` of its length."""
+    hidden_TH = hidden_TH.float()
+    noise_TH = torch.randn(hidden_TH.shape, generator=generator)
+    noise_TH *= size * hidden_TH.norm(dim=-1, keepdim=True) / noise_TH.norm(dim=-1, keepdim=True)
+    chosen_T = torch.rand(len(hidden_TH), generator=generator) < 1 / ONE_STEP_IN
+    return hidden_TH + noise_TH * chosen_T[:, None]
+
+
+def steps_until_out(served: Tensor, again: Tensor, size: float, number_format: str, seed: int) -> int:
+    """How many steps a peer has served that perturbs them, when it is found for the first time."""
+    dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    budget, steps = AuditBudget(), 0
+    cost = cost_of(PROMPT, POSITIONS - PROMPT, decode_s=STEP_S, prefill_s=PROMPT_POSITION_S)
+    tolerance = Calibration().tolerance(number_format, Codec.NONE, units=HOPS[0][1])
+    while steps < MAX_STEPS:
+        session = dice.randrange(SESSIONS)
+        steps += POSITIONS - PROMPT
+        if dice.random() >= budget.chance(cost, MEAN_TRUST):
+            continue
+        budget.spend(cost)
+        lied_TH = perturbed(served[session], size, generator)
+        if judge_states(apart(lied_TH, again[session], dice), tolerance).false:
+            return steps
+    return steps
+
+
+def perturbers(checkpoint: Checkpoint, trials: int, seed: int) -> dict[str, Any]:
+    """Peers that perturb one step in ten by five times the honest noise of their number format."""
+    results = {}
+    for number_format in ("float32", "bfloat16"):
+        served, again = (work.hidden[0] for work in pair(Replica(checkpoint, number_format), Codec.NONE, seed))
+        differences = (served.double() - again.double()).norm(dim=-1) / again.double().norm(dim=-1)
+        noise = float(differences.square().mean().sqrt())
+        size = NOISE_FACTOR * noise
+        steps = sorted(steps_until_out(served, again, size, number_format, seed + n) for n in range(trials))
+        results[number_format] = {
+            "noise": noise,
+            "steps_median": statistics.median(steps),
+            "steps_p99": steps[min(len(steps) - 1, round(0.99 * len(steps)) - 1)],
+            "steps_most": steps[-1],
+        }
+    return results
+
+
+def gross_liars(checkpoint: Checkpoint, other: Checkpoint, seed: int) -> dict[str, Any]:
+    """In how many audited segments each of these is found, of the segments of all sessions in turn: the most that it took."""
+    bf16 = Replica(checkpoint, "bfloat16")
+    liars = {
+        "nf4 for bf16": Replica(checkpoint, "bfloat16-nf4"),
+        "another seed's weights": Replica(other, "bfloat16"),
+    }
+    results: dict[str, Any] = {}
+    for name, liar in liars.items():
+        served, again = pair(liar, Codec.NONE, seed, bf16)
+        results[name] = most_segments(served.hidden[0], again.hidden[0], seed)
+    results["fewer layers"] = most_segments(*skipped(checkpoint, seed), seed)
+    served, again = pair(bf16, Codec.NONE, seed)
+    replayed = torch.cat([served.hidden[0][:, :1], served.hidden[0][:, :-1]], dim=1)
+    results["replayed states"] = most_segments(replayed, again.hidden[0], seed)
+    return results
+
+
+@torch.inference_mode()
+def skipped(checkpoint: Checkpoint, seed: int) -> tuple[Tensor, Tensor]:
+    """What the first hop sends on when it leaves out its last layer, and what it should."""
+    generator = torch.Generator().manual_seed(seed)
+    ids_ST = torch.randint(0, VOCABULARY, (SESSIONS, POSITIONS), generator=generator)
+    sent = []
+    for units in (HOPS[0][1] - 1, HOPS[0][1]):
+        runner = StageRunner(load_span(checkpoint, 0, units, dtype=torch.bfloat16), RunnerConfig(cache_bytes=1 << 30))
+        for session in range(SESSIONS):
+            runner.open(session, rows=1, max_length=POSITIONS)
+        outputs = [runner.run([StepInput(n, ids_ST[n : n + 1], want=WANT_ALL)])[0].output for n in range(SESSIONS)]
+        sent.append(torch.cat(outputs))
+    return sent[0], sent[1]
+
+
+def most_segments(sent_STH: Tensor, honest_STH: Tensor, seed: int) -> int | None:
+    """The longest run of segments, one found false included; None where the last ones all passed."""
+    dice = random.Random(seed)
+    tolerance = Calibration().tolerance("bfloat16", Codec.NONE, units=HOPS[0][1])
+    most, since = 0, 0
+    for session in range(SESSIONS):
+        for start in range(0, POSITIONS, SEGMENT):
+            part = slice(start, start + SEGMENT)
+            since += 1
+            if judge_states(apart(sent_STH[session, part], honest_STH[session, part], dice), tolerance).false:
+                most, since = max(most, since), 0
+    return most if since == 0 else None
+
+
+@torch.inference_mode()
+def steps_of_a_pass(checkpoint: Checkpoint) -> float:
+    """What a pass over 64 positions costs on this machine, in decode steps of one session."""
+    runner = StageRunner(load_span(checkpoint, *HOPS[0]), RunnerConfig(cache_bytes=1 << 28))
+    times: dict[int, list[float]] = {1: [], SEGMENT: []}
+    for number in range(30):
+        for count, seconds in times.items():
+            runner.open(number, rows=1, max_length=SEGMENT)
+            began_s = time.perf_counter()
+            runner.run([StepInput(number, torch.zeros(1, count, dtype=torch.int64), want=WANT_ALL)])
+            seconds.append(time.perf_counter() - began_s)
+            runner.close(number)
+    return statistics.median(times[SEGMENT]) / statistics.median(times[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--comparisons", type=int, default=1_000_000)
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = save_model(Path(folder, "model"), args.seed)
+        if args.table:
+            print(json.dumps(table(checkpoint, args.seed), indent=2))
+            return
+        other = save_model(Path(folder, "other"), args.seed + 1)
+        result = {
+            "a_pass_of_64_in_steps_here": round(steps_of_a_pass(checkpoint), 2),
+            "one_step_in_ten_off_by_5_times_the_noise": perturbers(checkpoint, args.trials, args.seed),
+            "most_segments_until_found": gross_liars(checkpoint, other, args.seed),
+            "honest": honest(checkpoint, args.comparisons, args.seed),
+        }
+        print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
