@@ -225,6 +225,7 @@ class StageSession:
             self._truncations, self._truncate = body.number, Truncate(body.number, to)
             self.accepted = body.to
             self._known = min(self._known, body.to)
+            self.transcript.end()
             self._ahead = {position: token for position, token in self._ahead.items() if position < body.to}
 
     def _accept(self, start: int, body: Input, payload: Buffer) -> None:

@@ -91,6 +91,10 @@ class Transcript:
             for info, payload in parts:
                 self._received.append(Entry(start, info.shape[1], Input(info), (payload,)))
 
+    def end(self) -> None:
+        """Positions are taken back: what went over the edges is not one text any more. Nothing is kept or stated from here on."""
+        self._keeps, self._received = False, []
+
     @property
     def received(self) -> Conveyed:
         """What came in so far."""

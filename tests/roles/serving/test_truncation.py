@@ -53,6 +53,8 @@ async def test_the_text_is_as_if_nothing_had_been_taken_back(killed: int | None)
         if killed is not None and len(tokens) == 5:
             swarm.world.kill(swarm.volunteers[killed].peer)
     assert tokens == expected(PROMPT, 10)
+    for one in swarm.volunteers[:3]:
+        assert all(session.transcript.received.length == 0 for session in one.server._sessions.values())
     await drafting.session.close()
     await asyncio.sleep(0.5)
     assert sum(one.server.load for number, one in enumerate(swarm.volunteers) if number != killed) == 0
