@@ -51,7 +51,7 @@ from swarmnode.codec.measuring_messages import Ran as Ran
 from swarmnode.codec.state_messages import STATE_BODIES
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, TensorInfo, check_tensor
 from swarmnode.codec.trace_messages import TRACE_BODIES
-from swarmnode.codec.training_messages import TRAINING_BODIES, Discard
+from swarmnode.codec.training_messages import TRAINING_BODIES
 from swarmnode.errors import ProtocolError
 
 
@@ -285,9 +285,7 @@ KIND_OF: dict[type[Body], FrameKind] = {body: kind for kind, body in BODIES.item
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {int(kind): msgspec.msgpack.Decoder(body) for kind, body in BODIES.items()}
-_EMPTY: dict[int, Body] = {
-    int(KIND_OF[body]): body() for body in (Ping, Pong, End, GetManifest, ManifestReply, Discard)
-}
+_EMPTY: dict[int, Body] = {int(KIND_OF[body]): body() for body in (Ping, Pong, End, GetManifest, ManifestReply)}
 
 
 def encode_body(body: Body) -> bytes:

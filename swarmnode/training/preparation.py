@@ -54,9 +54,10 @@ def check_trains(manifest: Manifest) -> None:
 
 def _for_text(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prepared:
     config = load_config(folder / CONFIG_FILE)
-    positions = getattr(config, "max_position_embeddings", None) or SEQUENCE
-    sequence = settings.sequence or min(SEQUENCE, positions)
-    if sequence > positions:
+    usual = getattr(config, "max_position_embeddings", None) or SEQUENCE  # where positions are computed there are more
+    sequence = settings.sequence or min(SEQUENCE, usual)
+    positions = manifest.model.positions
+    if positions and sequence > positions:
         raise UsageError(f"--sequence {sequence} is more than the {positions} positions that the model has")
     run = _with(settings, sequence, settings.microbatch or min(MICROBATCH, settings.batch))
     check_run(run)  # before the data, which may take long to read

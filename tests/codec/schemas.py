@@ -14,11 +14,12 @@ import msgspec
 from msgspec import NODEFAULT
 from msgspec import inspect as types
 
+from swarmnode.codec.averaging_messages import Group, MemberSpec
 from swarmnode.codec.messages import BODIES, HopSpec, Sampling
 from swarmnode.codec.state_messages import StateEntry
 from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.trace_messages import TraceStep
-from swarmnode.codec.training_messages import Counted, Group, MemberSpec, Wait
+from swarmnode.codec.training_messages import Counted, Wait
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.certificate import Certificate
 from swarmnode.swarm.records.grant import Grant

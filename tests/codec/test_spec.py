@@ -17,6 +17,7 @@ from msgspec import inspect as types
 
 from swarmnode.codec import (
     audit_messages,
+    averaging_messages,
     body,
     frames,
     measuring_messages,
@@ -24,6 +25,7 @@ from swarmnode.codec import (
     state_messages,
     tensors,
     trace_messages,
+    training_fields,
     training_messages,
 )
 from swarmnode.errors import ERROR_TEXT, ErrorCode
@@ -43,7 +45,7 @@ MODULES = (
         measuring_messages,
         trace_messages,
         state_messages,
-        training_messages,
+        training_fields,
         tensors,
     ),
     *(announcement, content, invite, manifest, run, shards, grant, certificate, revocation),
@@ -179,7 +181,7 @@ def test_limits_are_the_ones_of_the_code() -> None:
             "messages",
             "state_messages",
             "trace_messages",
-            "training_messages",
+            "training_fields",
         )
         for name in constants(body)
     }
@@ -193,7 +195,7 @@ def test_limits_are_the_ones_of_the_code() -> None:
 # -- fields ------------------------------------------------------------------------------------------------------------
 
 STRUCTS = {name: struct for struct, name in NAMES.items()}
-PARTS = (training_messages.Counted, training_messages.Group, training_messages.MemberSpec, training_messages.Wait)
+PARTS = (training_messages.Counted, averaging_messages.Group, averaging_messages.MemberSpec, training_messages.Wait)
 PAGES = {
     **dict.fromkeys(("announcement", "manifest", "model", "file", "hop_statement", "edge"), "records"),
     **{NAMES[body]: "training" for body in (*training_messages.TRAINING_BODIES.values(), *PARTS) if body in NAMES},

@@ -40,7 +40,7 @@ from swarmnode.swarm.records.run import Run
 from tests.compute.training.toy import CLASSES, FEATURES, ToySegment
 
 HELLO = Hello(VERSION, bytes(32), "toy")
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 ACTIVATION_BYTES, BOUNDARY_BYTES = 1000, 100  # of one unit for a microbatch
 ITEM_S = 0.002  # of virtual time, for whatever an executor does
 SUSPICION_S = 15.0  # until its next announcement is believed
@@ -176,7 +176,7 @@ class Volunteer:
 
     @property
     def ready(self) -> bool:
-        return self.stage.condition == Condition.READY
+        return self.stage.state.condition == Condition.READY
 
     @property
     def leads(self) -> bool:
@@ -274,7 +274,7 @@ class TrainingSwarm:
     async def settled(self, steps: int) -> None:
         """Everybody has made the update of the last step."""
         for volunteer in self.live:
-            await until(lambda v=volunteer: v.ready and v.stage.step == steps, f"step {steps} at {volunteer}")
+            await until(lambda v=volunteer: v.ready and v.stage.state.step == steps, f"step {steps} at {volunteer}")
             await volunteer.stage.bench.call(Urgency.IDLE, lambda: None)
 
     def replicas(self) -> Iterator[tuple[int, list[Mapping[str, Tensor]]]]:

@@ -26,7 +26,7 @@ SETTINGS = Run(data=NO_DATA, steps=3, batch=8, microbatch=0)
 
 def manifest(kind: str, *names: str, mode: str = TRAIN) -> Manifest:
     files = tuple(FileContent(name, 1, bytes(32)) for name in names)
-    return Manifest("school", ModelInfo("any", 3, 1), files, created=0, kind=kind, mode=mode)
+    return Manifest("school", ModelInfo("any", 3, 1, positions=48), files, created=0, kind=kind, mode=mode)
 
 
 LANGUAGE = manifest(CAUSAL_LM, "config.json", "model.safetensors")

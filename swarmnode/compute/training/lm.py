@@ -40,6 +40,11 @@ class SpanSegment(Segment):
     def __repr__(self) -> str:
         return f"SpanSegment([{self.start}:{self.end}) of {self.units} units on {self.device})"
 
+    @property
+    def positions(self) -> int | None:
+        """Of the family's position table, where it has one that ends."""
+        return self.span.position_limit
+
     def parameters(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
         """A tied head's matrix goes by the embedding's name, wherever it is held."""
         ties = self.span.model.all_tied_weights_keys

@@ -24,6 +24,11 @@ class Segment(ABC):
     units: int
     device: torch.device
 
+    @property
+    def positions(self) -> int | None:
+        """Of tokens in a sample; None where the model knows no end, or no tokens."""
+        return None
+
     @abstractmethod
     def parameters(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
         """By block, then by name as in the model's state dict; no parameter twice."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from swarmnode.codec.averaging_messages import Group, How, MemberSpec
 from swarmnode.codec.body import SHARED
-from swarmnode.codec.training_messages import Group, How, MemberSpec
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.run import Run

@@ -25,7 +25,11 @@ class Replica:
     unit_s: float = 0.0
     booked_units: int = 0
     in_flight: int = 0
-    room: int = 0  # microbatches that it takes at once; 0: no bound of its own
+    window: int = 0  # microbatches that it has room for at once; 0: not known
+
+    def is_free(self, in_flight: int) -> bool:
+        """Whether it takes one more, where nobody is given more than `in_flight`."""
+        return self.in_flight < (min(in_flight, self.window) if self.window else in_flight)
 
     def finish_s(self, units: int) -> float:
         """When it would be done with so many units more."""
@@ -42,7 +46,7 @@ def wire(
 
     `fixed` names, for each unit, the peer that it must pass there, if any.
     """
-    free = {peer: worker for peer, worker in workers.items() if worker.in_flight < (worker.room or in_flight)}
+    free = {peer: worker for peer, worker in workers.items() if worker.is_free(in_flight)}
     begins = sorted({worker.span.start for worker in free.values()})  # where one may hand over early
     reaches = [(peer, worker, _reach(peer, worker.span, fixed)) for peer, worker in sorted(free.items())]
     nowhere: list[Wire] = []

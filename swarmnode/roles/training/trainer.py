@@ -187,7 +187,9 @@ class _FeedingSession:
 
     def _hear(self, _frame: Frame, body: Body) -> None:
         self._silent_ticks = 0
-        if isinstance(body, Lease):
+        if isinstance(body, StepReport | Stopped | Release) and body.run != self._run.id:
+            log.info("coordinator %s tells of another run", self._coordinator)
+        elif isinstance(body, Lease):
             self._take(body)
         elif isinstance(body, Release):
             for lease in body.leases:
@@ -238,7 +240,9 @@ class _FeedingSession:
                 answer.set_exception(error)
 
         def hear(_frame: Frame, body: Body) -> None:
-            if isinstance(body, Backward) and not answer.done():
+            if isinstance(body, Backward) and body.run != lease.run:
+                fail(refusal(ErrorCode.WRONG_RUN, peer=first.peer))
+            elif isinstance(body, Backward) and not answer.done():
                 answer.set_result(body)
             elif isinstance(body, Fault):
                 fail(refusal(body.code, peer=route[min(body.index, len(route) - 1)].peer))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from swarmnode.codec.averaging_messages import Group, How
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from swarmnode.codec.training_messages import Group, How
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.compression import encoded_bytes
 from swarmnode.simulate.environment.links import Links

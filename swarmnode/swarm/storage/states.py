@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 RUN_FILE = "run.msgpack"
 FILES = "files.msgpack"
 MAX_SLOTS = 64
+NAME_CHARS = 16  # of a run's id, in the name of its folder
 MAX_HELD = 4  # so that nobody can fill a disk by asking for ever newer steps
 _STEP = re.compile(r"step-(\d{8,})")
 _INCOMING = re.compile(r"\.incoming-(\d{8,})")
@@ -289,9 +290,39 @@ def stored_runs(root: Path) -> list[Run]:
     return list(runs.values())
 
 
+def remove_old_runs(root: Path, current: Run) -> None:
+    """Keep the run in force and the one that came furthest beside it: whoever begins runs again and again fills no disk by that,
+    and takes nobody's training away. Folders that another process uses stay."""
+    others = [path.parent for path in root.glob(f"*/{RUN_FILE}") if not _is_of(path.parent, current.id)]
+    furthest = max(others, key=_furthest_step, default=None)
+    for folder in others:
+        if furthest is not None and folder != furthest and not _is_of(folder, furthest):
+            _remove_unused(folder)
+
+
+def _is_of(folder: Path, run: bytes | Path) -> bool:
+    """Whether a folder is of a run, or of the same one as another folder: nodes that share a home have one each."""
+    name = run.name if isinstance(run, Path) else run.hex()
+    return folder.name[:NAME_CHARS] == name[:NAME_CHARS]
+
+
+def _furthest_step(folder: Path) -> tuple[int, float]:
+    steps = [int(found[1]) for path in folder.iterdir() if (found := _STEP.fullmatch(path.name))]
+    return max(steps, default=0), folder.stat().st_mtime
+
+
+def _remove_unused(folder: Path) -> None:
+    with (folder / ".lock").open("wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _take_folder(root: Path, run_id: bytes) -> tuple[Path, IO[bytes]]:
     """The first folder of this run that no other process uses, locked."""
-    name = run_id.hex()[:16]
+    name = run_id.hex()[:NAME_CHARS]
     for slot in range(1, MAX_SLOTS + 1):
         folder = root / (name if slot == 1 else f"{name}-{slot}")
         folder.mkdir(parents=True, exist_ok=True)

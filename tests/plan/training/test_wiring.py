@@ -34,11 +34,12 @@ def test_who_has_enough_takes_no_more() -> None:
     assert wire(UNITS, workers, ANYWHERE, in_flight=3) is None
 
 
-def test_a_bound_of_its_own_counts_before_the_common_one() -> None:
-    workers = {"a": Replica(Span(0, 4), in_flight=1, room=1)}
+def test_nobody_is_given_more_than_its_window() -> None:
+    workers = {"a": Replica(Span(0, 4), in_flight=1, window=1)}
     assert wire(UNITS, workers, ANYWHERE, in_flight=3) is None
-    workers["a"].room = 2
-    assert wire(UNITS, workers, ANYWHERE, in_flight=1) is not None
+    workers["a"].window = 2
+    assert wire(UNITS, workers, ANYWHERE, in_flight=3) is not None
+    assert wire(UNITS, workers, ANYWHERE, in_flight=1) is None, "a larger window does not make a pipeline longer"
 
 
 def test_a_route_may_enter_and_leave_in_the_middle_of_a_span() -> None:
@@ -104,7 +105,7 @@ def assert_fits(route: list[Wire], workers: dict[str, Replica], fixed: list[str 
     for peer, span in route:
         worker = workers[peer]
         assert worker.span.start <= span.start < span.end <= worker.span.end
-        assert worker.in_flight < (worker.room or in_flight)
+        assert worker.is_free(in_flight)
         assert all(fixed[unit] in (None, peer) for unit in range(*span))
 
 
@@ -119,6 +120,6 @@ def test_every_route_fits(workers: dict[str, Replica], fixed: list[str | None]) 
 @settings(max_examples=200, deadline=None)
 @given(workers=crews)
 def test_there_is_a_route_where_free_workers_hold_all_units(workers: dict[str, Replica]) -> None:
-    free = [worker for worker in workers.values() if worker.in_flight < (worker.room or 2)]
+    free = [worker for worker in workers.values() if worker.is_free(2)]
     covered = {unit for worker in free for unit in range(*worker.span)}
     assert (wire(UNITS, workers, ANYWHERE, in_flight=2) is not None) == (covered == set(range(UNITS)))

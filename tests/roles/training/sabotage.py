@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
+from swarmnode.codec.averaging_messages import Reduced
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame, FrameKind, FrameReader, pack_header
 from swarmnode.codec.messages import KIND_OF, Fault, decode_body, encode_body
-from swarmnode.codec.training_messages import Done, Failed, Reduced
+from swarmnode.codec.training_messages import Done, Failed
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import Buffer, Dht, Network, PeerId, Stream, StreamHandler
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
@@ -59,9 +60,9 @@ def _failed(frame: Frame) -> Frame:
     if frame.kind == FrameKind.BACKWARD:
         answer = Fault(0, 0, ErrorCode.INTERNAL)
     elif isinstance(body, Done):
-        answer = Failed(body.lease, "", ErrorCode.INTERNAL)
+        answer = Failed(body.lease, "", ErrorCode.INTERNAL, run=body.run)
     elif isinstance(body, Reduced):
-        answer = Failed(body.attempt, "", ErrorCode.INTERNAL)
+        answer = Failed(body.attempt, "", ErrorCode.INTERNAL, run=body.run)
     elif frame.kind == FrameKind.STATUS:
         answer = Failed(0, "", ErrorCode.INTERNAL)
     else:
@@ -94,6 +95,10 @@ class SabotagedStream(Stream):
                 head = pack_header(sent.kind, len(sent.body), len(sent.payload), sent.channel, sent.seq)
                 out += [head + sent.body, sent.payload]
         self._inner.write(out)
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self._inner.unsent_bytes
 
     async def drain(self) -> None:
         await self._inner.drain()

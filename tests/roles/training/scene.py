@@ -15,12 +15,12 @@ from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
-from swarmnode.roles.training.seal import seal_lease
+from swarmnode.roles.training.coordinator.seal import seal_lease
 from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
 from swarmnode.roles.training.worker.values import encode_values
 from swarmnode.swarm.records.run import encode_run
 from tests.compute.training.toy import ToySegment, toy_values
-from tests.roles.training_swarm import HELLO, toy_batches, toy_run
+from tests.roles.training_swarm import HELLO, PATIENCE_S, toy_batches, toy_run
 
 TERM = 5
 KEY = bytes(range(32))
@@ -48,7 +48,7 @@ class Talk:
         self.channel.send(body, payload=payload)  # type: ignore[arg-type]
 
     async def next(self) -> Body | PeerError:
-        return await asyncio.wait_for(self._heard.get(), 5)
+        return await asyncio.wait_for(self._heard.get(), PATIENCE_S)
 
     async def ask(self, body: Body, payload: object = ()) -> Body | PeerError:
         self.send(body, payload)

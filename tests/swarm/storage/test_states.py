@@ -15,7 +15,7 @@ from swarmnode.codec.body import SHARED
 from swarmnode.errors import CheckpointError, LocalError
 from swarmnode.swarm.records.run import Averaging, Run, differences
 from swarmnode.swarm.storage.content import FileContent, describe_files
-from swarmnode.swarm.storage.states import StateStore, stored_runs
+from swarmnode.swarm.storage.states import StateStore, remove_old_runs, stored_runs
 
 BLOCKS = (SHARED, 0, 1)
 
@@ -193,6 +193,30 @@ def test_nodes_that_share_a_home_keep_out_of_each_others_way(home: Home) -> None
     home.write(10)
     assert other.steps() == {}
     other.close()
+
+
+def test_runs_that_are_begun_again_and_again_fill_no_disk(tmp_path: Path) -> None:
+    """Kept are the one in force and the one that came furthest, whatever was begun after it."""
+    long = Home(tmp_path)
+    long.write(10, 20)
+    long.store.close()
+    for seed in range(1, 6):
+        run = make_run(seed=seed)
+        store = long.open(run)
+        store.write(0, (0,), lambda _block, path: path.write_bytes(b"state"))
+        remove_old_runs(tmp_path, run)
+        assert {found.seed for found in stored_runs(tmp_path)} == {0, seed}
+        store.close()
+    assert sorted(long.reopen().steps()) == [10, 20]
+    long.store.close()
+
+
+def test_what_another_process_uses_is_not_removed(tmp_path: Path) -> None:
+    used = [StateStore(tmp_path, make_run(seed=seed)) for seed in range(3)]
+    remove_old_runs(tmp_path, make_run(seed=3))
+    assert {run.seed for run in stored_runs(tmp_path)} == {0, 1, 2}
+    for store in used:
+        store.close()
 
 
 def test_what_differs_between_runs_is_told(home: Home) -> None:

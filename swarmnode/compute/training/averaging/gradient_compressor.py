@@ -204,6 +204,11 @@ def make_gradient_compressor(averaging: Averaging, shapes: Sequence[Size]) -> Gr
     return (PowerSgdCompressor if averaging.rank else PlainGradientCompressor)(averaging, shapes)
 
 
+def feeds_back(averaging: Averaging) -> bool:
+    """Whether a member remembers what it could not say: a residual as long as the vector."""
+    return averaging.codec in ACCOUNTED or averaging.rank > 0
+
+
 def _is_worth(shape: Size, rank: int) -> bool:
     """Whether factors are smaller than the tensor, taken as a matrix of its first size."""
     if len(shape) < 2 or not shape.numel():

@@ -16,10 +16,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from swarmnode.codec.averaging_messages import Group, How, Pull, Reduce
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import Error
 from swarmnode.codec.tensors import Codec
-from swarmnode.codec.training_messages import Group, How, Pull, Reduce
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.gradient_compressor import (
@@ -33,8 +33,8 @@ from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.roles.training.averaging.attempt import Attempt, Circle
-from swarmnode.roles.training.averaging.partner import AttemptId
-from swarmnode.roles.training.averaging.pulls import EarlyPulls, attempt_of
+from swarmnode.roles.training.averaging.partner import AttemptId, attempt_of
+from swarmnode.roles.training.averaging.pulls import EarlyPulls
 from swarmnode.swarm.records.run import Averaging
 
 Blocks = tuple[int, ...]
@@ -52,6 +52,11 @@ class Agreed:
     squares: list[float] = field(default_factory=list)
     gradient_compressors: list[GradientCompressor] = field(default_factory=list)
 
+    @property
+    def size_bytes(self) -> int:
+        """Of its vectors."""
+        return sum(vector_N.nbytes for vector_N in (*self.sums.values(), *self.pseudo_gradients.values()))
+
     def commit(self, learner: Learner, norm: float) -> None:
         """Update with it; on the executor."""
         learner.commit(self.sums, norm, summed=self.summed, apart=self.apart, pseudo_gradients=self.pseudo_gradients)
@@ -68,7 +73,7 @@ class AllReducer:
         self._executor = executor
         self._early = EarlyPulls()
         self._attempt: Attempt | None = None
-        self._newest = AttemptId(-1, -1, -1)
+        self._newest = AttemptId(-1, -1, -1, b"")
         self._learner: Learner | None = None
         self._gradient_compressors: dict[tuple[Blocks, int], GradientCompressor] = {}
 
@@ -96,7 +101,7 @@ class AllReducer:
             self._learner = learner
             self._gradient_compressors.clear()
         circles = {group.number: _circle(group) for group in body.groups if len(group.members) > 1}
-        attempt = self._begin(AttemptId(term, body.step, body.attempt), list(circles.values()))
+        attempt = self._begin(AttemptId(term, body.step, body.attempt, body.run), list(circles.values()))
         agreed = Agreed()
         try:
             async with attempt:

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from swarmnode.codec.training_messages import MAX_PULLED, Part
+from swarmnode.codec.averaging_messages import Part
+from swarmnode.codec.training_fields import MAX_PULLED
 from swarmnode.compute.training.averaging.parts import Contribution, Encoded, cut, longest_part
 from swarmnode.compute.training.averaging.round import Round
 from swarmnode.errors import ProtocolError
@@ -139,7 +140,7 @@ class Attempt:
         places: dict[PeerId, list[tuple[int, slice]]] = {owner: [] for owner in owners}
         for part, cut_out in enumerate(cut(len(round_), len(owners))):
             places[owners[cut_out.owner]].append((part, cut_out.place))
-        head = Part(circle.group, number, 0, False, ())
+        head = Part(circle.group, number, 0, False, (), self.id.run)
         jobs: list[Coroutine[Any, Any, None]] = []
         for owner, theirs in places.items():
             if owner == self._peer:

@@ -16,9 +16,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from swarmnode.codec.averaging_messages import Part, Pull, Waiting
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error
-from swarmnode.codec.training_messages import MAX_PULLED, Failed, Part, Pull, Waiting
+from swarmnode.codec.training_fields import MAX_PULLED
+from swarmnode.codec.training_messages import Failed
 from swarmnode.compute.training.averaging.parts import LARGEST_PART, Encoded
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError
 from swarmnode.net.interfaces import Buffer, PeerId
@@ -34,6 +36,12 @@ class AttemptId(NamedTuple):
     term: int
     step: int
     attempt: int
+    run: bytes  # the run's id
+
+
+def attempt_of(body: Pull) -> AttemptId:
+    """Which attempt it is about."""
+    return AttemptId(body.term, body.step, body.attempt, body.run)
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,7 @@ class Partner:
     def _hear_outgoing(self, channel: Channel, body: Body) -> None:
         if channel is not self._outgoing:
             return
-        if isinstance(body, Pull) and AttemptId(body.term, body.step, body.attempt) == self._attempt:
+        if isinstance(body, Pull) and attempt_of(body) == self._attempt:
             self._grant(body)
         elif isinstance(body, End):  # it has all that it needs; what we wait for may still be on its way
             self._outgoing, self._outstanding_leases = None, {False: 0, True: 0}
@@ -153,7 +161,7 @@ class Partner:
     # -- both
 
     def _hear_other(self, body: Body, channel: Channel | None) -> None:
-        if isinstance(body, Waiting):
+        if isinstance(body, Waiting) and body.run == self._attempt.run:
             self.progress.excused()
         elif isinstance(body, Failed) and body.peer not in ("", self._own):
             self.progress.fail(PeerLost(f"replica {self.peer} lost replica {body.peer}", peer=body.peer))
@@ -173,7 +181,7 @@ class Partner:
         """Tell it that we are here, and whom we wait for."""
         channel = self._incoming or self._outgoing
         if channel is not None and channel.open:
-            channel.send(Waiting(waits_for))
+            channel.send(Waiting(self._attempt.run, waits_for))
 
     def _is_moving(self) -> bool:
         return any(channel is not None and channel.moving for channel in (self._incoming, self._outgoing))
@@ -189,5 +197,5 @@ class Partner:
 
 def _last_word(error: BaseException, attempt: AttemptId) -> Body:
     if isinstance(error, PeerError) and error.peer is not None:
-        return Failed(attempt.attempt, error.peer, ErrorCode.PEER_LOST)
+        return Failed(attempt.attempt, error.peer, ErrorCode.PEER_LOST, run=attempt.run)
     return Error(ErrorCode.STALE)

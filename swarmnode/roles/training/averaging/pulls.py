@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from swarmnode.codec.averaging_messages import Pull, Waiting
 from swarmnode.codec.messages import Body, Error
-from swarmnode.codec.training_messages import MAX_MEMBERS, Pull, Waiting
+from swarmnode.codec.training_fields import MAX_MEMBERS
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
-from swarmnode.roles.training.averaging.partner import AttemptId
+from swarmnode.roles.training.averaging.partner import AttemptId, attempt_of
 
 MAX_EARLY = 2 * MAX_MEMBERS  # of strangers, too: nobody knows yet who the members are
 
@@ -67,8 +68,3 @@ class EarlyPulls:
     def _forget(self, pull: _EarlyPull) -> None:
         if self._pulls.get(pull.channel.peer) is pull:
             del self._pulls[pull.channel.peer]
-
-
-def attempt_of(body: Pull) -> AttemptId:
-    """Which attempt it is about."""
-    return AttemptId(body.term, body.step, body.attempt)

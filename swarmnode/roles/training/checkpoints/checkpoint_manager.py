@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from swarmnode.codec.messages import Hello
@@ -10,10 +10,10 @@ from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.snapshot import read_step, write_step
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.link import LinkConfig
-from swarmnode.roles.training.checkpoints.state_server import StateServer
+from swarmnode.roles.training.checkpoints.state_server import Fresh, StateServer
 from swarmnode.roles.training.checkpoints.states import fetch_states, state_board
 from swarmnode.swarm.records.run import Run
-from swarmnode.swarm.storage.states import StateStore, stored_runs
+from swarmnode.swarm.storage.states import StateStore, remove_old_runs, stored_runs
 
 MAX_TOLD = 16
 
@@ -48,13 +48,14 @@ class CheckpointManager:
             if self._store is not None:
                 self._store.close()
             self._store = StateStore(self._root, run)
+            remove_old_runs(self._root, run)
 
     def kept(self) -> tuple[int, ...]:
         """Steps on the disk, newest first."""
         return () if self._store is None else tuple(sorted(self._store.steps(), reverse=True)[:MAX_TOLD])
 
-    async def serve(self, fresh: Callable[[], Awaitable[int]]) -> None:
-        """Give states to peers; `fresh` writes down the step that the stage is at."""
+    async def serve(self, fresh: Fresh) -> None:
+        """Give states to peers; `fresh` writes down the step that the stage is at, or is about to come to."""
         assert self._store is not None
         if self._served is self._store:
             return

@@ -18,7 +18,8 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.roles.fetching.weights import Weights
 from swarmnode.roles.host import Host
-from swarmnode.roles.training.checkpoints.states import Listing, choose, fetch_states, state_board, survey
+from swarmnode.roles.training.checkpoints.states import Listing, fetch_states, state_board, survey
+from swarmnode.roles.training.checkpoints.votes import Votes
 from swarmnode.swarm.records.manifest import CAUSAL_LM
 from swarmnode.swarm.records.run import Run, decode_run
 from swarmnode.swarm.storage.content import Progress
@@ -76,24 +77,24 @@ async def _look(host: Host, board: Switchboard, patience_s: float) -> tuple[Run,
         listings = await survey(board, _others(host))
         found = _of_one_run(listings)
         if found is not None:
-            run, entries = found
-            blocks = (SHARED, *units) if any(entry.block == SHARED for entry in entries) else units
-            chosen = choose(entries, blocks)
+            run, of_it = found
+            shares = any(entry.block == SHARED for entries in of_it.values() for entry in entries)
+            blocks = (SHARED, *units) if shares else units
+            chosen = Votes(of_it).choose(blocks)
             if chosen is not None:
-                return run, blocks, chosen[0]
+                return run, blocks, chosen.step
         if asyncio.get_running_loop().time() > deadline_s:
             raise PeerRefused(_lack(units, listings), code=ErrorCode.NOT_FOUND)
         await asyncio.sleep(AGAIN_S)
 
 
-def _of_one_run(listings: Mapping[PeerId, Listing]) -> tuple[Run, list[StateEntry]] | None:
-    """The run of most peers, and what they have of it."""
+def _of_one_run(listings: Mapping[PeerId, Listing]) -> tuple[Run, dict[PeerId, Sequence[StateEntry]]] | None:
+    """The run of most peers, and what each of them has of it."""
     votes = Counter(listing.run for listing in listings.values() if listing.entries and _is_run(listing.run))
     if not votes:
         return None
     encoded = max(votes, key=lambda run: (votes[run], run))
-    of_it = [listing for listing in listings.values() if listing.run == encoded]
-    return decode_run(encoded), [entry for listing in of_it for entry in listing.entries]
+    return decode_run(encoded), {peer: listing.entries for peer, listing in listings.items() if listing.run == encoded}
 
 
 def _is_run(encoded: bytes) -> bool:
@@ -113,7 +114,10 @@ def _lack(units: Sequence[int], listings: Mapping[PeerId, Listing]) -> str:
         )
     if missing:
         return f"no peer has a training state of units {missing}; the model can be exported when one is there again"
-    return "the peers have no step of all units together yet; try again after the next checkpoint of the training"
+    return (
+        "the peers have no step of all units together yet, or more than half of a unit's holders do not agree on one; "
+        "try again after the next checkpoint of the training"
+    )
 
 
 async def _write(host: Host, files: Sequence[Path], out: Path, force: bool) -> None:

@@ -24,9 +24,13 @@ HOLD_S = 60.0  # a step that was asked for stays for so long
 FRESH_EVERY_S = 1.0  # at most this often a snapshot is made because somebody asks
 FRESH_SHARE = 0.05  # of the time, whoever asks: anybody may
 
+Fresh = Callable[[int], Awaitable[int]]
+"""(at_least): see `StateServer`"""
+
 
 class StateServer(ChunkServer):
-    """Answers for one store. `fresh` writes down the step that the node is at, unless it is there, and returns it."""
+    """Answers for one store. `fresh` writes down the step that the node is at, unless it is there, and returns it; the step that is
+    asked for, where the node is about to come to it."""
 
     questions = (ListStates,)
 
@@ -36,7 +40,7 @@ class StateServer(ChunkServer):
         hello: Hello,
         link_config: LinkConfig,
         store: StateStore,
-        fresh: Callable[[], Awaitable[int]],
+        fresh: Fresh,
     ) -> None:
         super().__init__(network, (STATE_PROTOCOL,), hello, link_config)
         self._store = store
@@ -54,7 +58,7 @@ class StateServer(ChunkServer):
         hello: Hello,
         link_config: LinkConfig,
         store: StateStore,
-        fresh: Callable[[], Awaitable[int]],
+        fresh: Fresh,
     ) -> StateServer:
         """Serve the store from now on."""
         server = cls(network, hello, link_config, store, fresh)
@@ -75,7 +79,7 @@ class StateServer(ChunkServer):
         """Newest step first: where there is more than an answer holds, the oldest are left out."""
         newest = self._store.newest()
         if newest is None or newest < question.at_least:
-            await self._refresh()
+            await self._refresh(question.at_least)
         self._forget_offers()
         steps = self._store.steps()
         if steps:
@@ -92,18 +96,18 @@ class StateServer(ChunkServer):
             channel.send(States(run, listed[first : first + MAX_ENTRIES]))
             await channel.drain()
 
-    async def _refresh(self) -> None:
+    async def _refresh(self, at_least: int) -> None:
         """Have a snapshot made; who asks meanwhile waits for the same one."""
         if self._refreshing is None or self._refreshing.done():
-            self._refreshing = self._tasks.spawn(self._make_snapshot(), "snapshot")
+            self._refreshing = self._tasks.spawn(self._make_snapshot(at_least), "snapshot")
         await asyncio.shield(self._refreshing)
 
-    async def _make_snapshot(self) -> None:
+    async def _make_snapshot(self, at_least: int) -> None:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(self._fresh_again_at - loop.time())
         began_s = loop.time()
         try:
-            await self._fresh()
+            await self._fresh(at_least)
         except SwarmnodeError as error:
             log.warning("no snapshot could be made for a peer: %s", error)
         took_s = loop.time() - began_s

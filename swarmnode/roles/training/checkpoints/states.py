@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -26,7 +25,9 @@ from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.roles.fetching.chunk_server import weights_link
 from swarmnode.roles.fetching.fetcher import Fetcher
 from swarmnode.roles.fetching.sources import PeerSource, ask
+from swarmnode.roles.training.checkpoints.second_voice import SecondVoice
 from swarmnode.roles.training.checkpoints.state_server import STATE_PROTOCOL
+from swarmnode.roles.training.checkpoints.votes import ChosenStep, Version, Votes
 from swarmnode.swarm.storage.content import CHUNK_BYTES, HASH_BYTES, FileContent, Progress
 from swarmnode.swarm.storage.states import StateStore, file_name
 
@@ -36,9 +37,7 @@ LISTING_S = 120.0  # for a list: the peer may have to write a snapshot of gigaby
 IDLE_S = 5.0  # without anybody who gives what is missing, before all are asked anew what they have
 AGAIN_S = 1.0  # between two such rounds
 PEERS_AT_ONCE = 32
-
-Version = tuple[int, bytes]
-"""Size and root of a block's state. Replicas on unlike devices may have different ones of the same step."""
+MAX_AHEAD = 64
 
 
 @dataclass(frozen=True)
@@ -98,27 +97,6 @@ async def survey(
     return {peer: listing for peer, listing in zip(asked, listings, strict=True) if listing is not None}
 
 
-def choose(
-    entries: Iterable[StateEntry], blocks: Collection[int], *, begun: Collection[int] = ()
-) -> tuple[int, dict[int, Version]] | None:
-    """The step to fetch, and which version of each block; None where no step has all blocks.
-
-    It is the newest one, unless a fetch of another one was begun. Of several versions the one that most peers have.
-    """
-    votes: dict[int, dict[int, Counter[Version]]] = {}
-    for entry in entries:
-        votes.setdefault(entry.step, {}).setdefault(entry.block, Counter())[entry.size, entry.root] += 1
-    possible = [step for step, of in votes.items() if all(block in of for block in blocks)]
-    if not possible:
-        return None
-    step = max(possible, key=lambda step: (step in begun, step))
-    return step, {block: _most(votes[step][block]) for block in blocks}
-
-
-def _most(votes: Counter[Version]) -> Version:
-    return max(votes, key=lambda version: (votes[version], version))
-
-
 class StateSource(PeerSource):
     """A peer that listed these roots; for others it is not even asked."""
 
@@ -154,23 +132,28 @@ async def fetch_states(
 
     `step` says which one; else it is the newest that the peers have together, not older than `at_least` (where all are, they
     are asked to write down the step that they are at), unless a fetch of another such step was begun and is still possible.
-    A lost peer's part comes from others; what came stays on the disk for the next attempt. Raises PeerRefused (NOT_FOUND)
-    after `patience_s` without a byte, LocalError where the disk is full.
+    What counts is what more than half of a block's holders have (`votes.py`). A lost peer's part comes from others; what came
+    stays on the disk for the next attempt. Raises PeerRefused (NOT_FOUND) after `patience_s` without a byte, LocalError where the
+    disk is full.
     """
     fetch = _Fetch(board, peers, tuple(sorted(blocks)), into, step, at_least)
     idle_since = asyncio.get_running_loop().time()
     while True:
         listings = await fetch.listings()
-        chosen = fetch.choose(listings)
+        votes = Votes({peer: listing.entries for peer, listing in listings.items()})
+        chosen = fetch.choose(votes)
         if chosen is not None:
             before = fetch.fetched_bytes
-            if await fetch.bring(*chosen, listings, progress):
-                return chosen[0]
+            if await fetch.bring(chosen, votes, listings, progress):
+                return chosen.step
             if fetch.fetched_bytes > before:
                 idle_since = asyncio.get_running_loop().time()
         if asyncio.get_running_loop().time() - idle_since > patience_s:
             what = "state" if step is None else f"state of step {step}"
-            raise PeerRefused(f"the peers have no {what} of all units {list(fetch.blocks)}", code=ErrorCode.NOT_FOUND)
+            raise PeerRefused(
+                f"the peers have no {what} of all units {list(fetch.blocks)} that more than half of a unit's holders agree on",
+                code=ErrorCode.NOT_FOUND,
+            )
         await asyncio.sleep(AGAIN_S)
 
 
@@ -194,48 +177,43 @@ class _Fetch:
         self._step = step
         self._at_least = at_least
         self._ask_for = at_least if step is None else 0
+        self._ahead = 0  # steps: where peers go on faster than they are asked, they meet at one that is still to come
         self._liars: set[PeerId] = set()
-        self._failed: set[Version] = set()  # listed, and then not given
+        self._second_voice = SecondVoice()
+        self._failed: set[Version] = set()  # listed, and then not given or not confirmed
 
     def __repr__(self) -> str:
         return f"<_Fetch of units {list(self.blocks)} into {self._into!r}, {len(self._liars)} peers dropped>"
 
     async def listings(self) -> dict[PeerId, Listing]:
         """What the honest peers have of our run."""
-        asked = [peer for peer in self._peers() if peer not in self._liars]
+        left = self._liars | self._second_voice.mute
+        asked = [peer for peer in self._peers() if peer not in left]
         found = await survey(self._board, asked, self.blocks, at_least=self._ask_for)
         return {peer: listing for peer, listing in found.items() if listing.run_id == self._into.run.id}
 
-    def choose(self, listings: Mapping[PeerId, Listing]) -> tuple[int, dict[int, Version]] | None:
+    def choose(self, votes: Votes) -> ChosenStep | None:
         """What to fetch now, if possible nothing that nobody gave before."""
-        entries = [entry for listing in listings.values() for entry in listing.entries]
-        wanted = [entry for entry in entries if self._step in (None, entry.step) and entry.step >= self._at_least]
-        untried = [entry for entry in wanted if (entry.size, entry.root) not in self._failed]
         begun = self._into.begun()
-        chosen = choose(untried, self.blocks, begun=begun)
-        if chosen is None:
+        for failed in (self._failed, ()):
+            chosen = votes.choose(self.blocks, at_least=self._at_least, step=self._step, begun=begun, failed=failed)
+            if chosen is not None:
+                return chosen
             self._failed.clear()
-            chosen = choose(wanted, self.blocks, begun=begun)
-        if chosen is None and self._ask_for:
+        if self._ask_for:
             # Each wrote down its own step: those behind shall come up to the others.
-            self._ask_for = max([self._ask_for, *(entry.step for entry in entries)])
-        return chosen
+            self._ask_for = max(self._ask_for, votes.reached(self.blocks)) + self._ahead
+            self._ahead = min(MAX_AHEAD, 2 * self._ahead or 1)
+        return None
 
     async def bring(
-        self,
-        step: int,
-        versions: Mapping[int, Version],
-        listings: Mapping[PeerId, Listing],
-        progress: Progress | None,
+        self, chosen: ChosenStep, votes: Votes, listings: Mapping[PeerId, Listing], progress: Progress | None
     ) -> bool:
-        """Fetch these versions, and take the step into the store; False where nobody gives what is missing."""
-        files = {
-            block: FileContent(f"{file_name(block)}-{root.hex()[:16]}", size, root)
-            for block, (size, root) in versions.items()
-        }
-        sources = [StateSource(self._board, peer, listing.roots) for peer, listing in listings.items()]
-        incoming = self._into.incoming(step)
-        fetcher = Fetcher(incoming, lambda: sources, lambda *_: None)
+        """Fetch the chosen versions, and take the step into the store; False where nobody gives or confirms what is missing."""
+        files = {block: _file_of(block, version) for block, version in chosen.versions.items()}
+        sources = {peer: StateSource(self._board, peer, listing.roots) for peer, listing in listings.items()}
+        incoming = self._into.incoming(chosen.step)
+        fetcher = Fetcher(incoming, lambda: list(sources.values()), lambda *_: None)
         wanted = {file: range(file.chunks()) for file in files.values()}
         try:
             await fetcher.fetch(wanted, news=_never, progress=progress, patience_s=IDLE_S)
@@ -246,13 +224,24 @@ class _Fetch:
                     self._failed.add((file.size, file.root))
             return False
         except LocalError:
-            self._into.give_up(step)
+            self._into.give_up(chosen.step)
             raise
         finally:
             self._liars |= fetcher.liars
             self.fetched_bytes += fetcher.fetched_bytes
-        await asyncio.to_thread(self._into.take_in, step, files)
+        for block, lacking in chosen.lacking.items():
+            others = [(sources[peer], _file_of(block, own)) for peer, own in votes.others(chosen, block).items()]
+            if not await self._second_voice.confirmed(incoming, files[block], others, lacking):
+                log.warning("one version of unit %d at step %d has nobody else's word", block, chosen.step)
+                self._failed.add(chosen.versions[block])
+                return False
+        await asyncio.to_thread(self._into.take_in, chosen.step, files)
         return True
+
+
+def _file_of(block: int, version: Version) -> FileContent:
+    size, root = version
+    return FileContent(f"{file_name(block)}-{root.hex()[:16]}", size, root)
 
 
 async def _never() -> None:

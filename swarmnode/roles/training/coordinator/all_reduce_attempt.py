@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from swarmnode.codec.training_messages import Group, How, Reduce, Reduced
+from swarmnode.codec.averaging_messages import Group, How, Reduce, Reduced
 from swarmnode.net.interfaces import PeerId
+
+log = logging.getLogger(__name__)
+
+LARGEST_SQUARE = 1e90  # no vector of float32 numbers has a larger one
+LARGEST_RATIO = 1e4  # of what one peer alone tells to what all others tell: a hundred times their norm
 
 
 class AllReduceAttempt:
@@ -33,7 +39,7 @@ class AllReduceAttempt:
         self._run = run
         self._groups = groups
         self._waiting = set(peers)
-        self._squares: dict[int, list[float]] = {}
+        self._squares: dict[int, dict[PeerId, float]] = {}  # by group and who tells it
 
     def __repr__(self) -> str:
         return f"<AllReduce {self.attempt} of step {self.step}, waiting for {len(self._waiting)}>"
@@ -59,19 +65,19 @@ class AllReduceAttempt:
     def _groups_of(self, peer: PeerId) -> list[Group]:
         return [group for group in self._groups if any(member.peer == peer for member in group.members)]
 
-    def hear(self, peer: PeerId, body: Reduced) -> None:
-        """An answer. One to an earlier attempt, or a second one, does nothing; squares that are none are its own failure."""
+    def hear(self, peer: PeerId, body: Reduced) -> bool:
+        """An answer; whether it counts. One to an earlier attempt, or a second one, does nothing; squares that are none are its own
+        failure."""
         if body.attempt != self.attempt or body.step != self.step or peer not in self._waiting:
-            return
+            return False
         groups = self._groups_of(peer)
-        if len(body.squares) != len(groups) or not all(
-            math.isfinite(square) and square >= 0 for square in body.squares
-        ):
+        if len(body.squares) != len(groups) or not all(0 <= square <= LARGEST_SQUARE for square in body.squares):
             self.fail(peer, None)
-            return
+            return False
         for group, square in zip(groups, body.squares, strict=True):
-            self._squares.setdefault(group.number, []).append(square)
+            self._squares.setdefault(group.number, {})[peer] = square
         self._waiting.discard(peer)
+        return True
 
     def fail(self, peer: PeerId, accused: PeerId | None) -> None:
         """One of them could not, because of `accused` as it says."""
@@ -96,10 +102,21 @@ class AllReduceAttempt:
         return min(self.failures, default=None)
 
     def norm(self) -> float:
-        """Of the gradient over the whole model. Replicas that update apart have different ones: their mean square counts."""
-        return math.sqrt(sum(self._square(group) for group in self._groups))
+        """Of the gradient over the whole model. What one peer alone tells counts for so much beside the others' word at most: by a
+        norm out of all reason it would take all units' updates away."""
+        squares = {group.number: self._square(group) for group in self._groups}
+        alone = {number: next(iter(told)) for number, told in self._squares.items() if len(told) == 1}
+        for peer in set(alone.values()):
+            own = [number for number in squares if alone.get(number) == peer]
+            others = math.fsum(square for number, square in squares.items() if number not in own)
+            total = math.fsum(squares[number] for number in own)
+            if others > 0 and total > LARGEST_RATIO * others:
+                log.warning("stage %s alone tells %.1e times the square of all others", peer, total / others)
+                squares |= {number: squares[number] / total * LARGEST_RATIO * others for number in own}
+        return math.sqrt(math.fsum(squares.values()))
 
     def _square(self, group: Group) -> float:
-        """Replicas that have the same sum tell the same square: the median of what they say, so that one liar moves nothing."""
-        squares = self._squares.get(group.number, [0.0])
-        return statistics.median_low(squares) if group.how == How.SUM else math.fsum(squares) / len(squares)
+        """Replicas that have the same sum tell the same square: the median of what they say, so that one liar moves nothing. Those
+        that update apart have different ones: their mean."""
+        told = [*self._squares.get(group.number, {}).values()] or [0.0]
+        return statistics.median_low(told) if group.how == How.SUM else math.fsum(told) / len(told)

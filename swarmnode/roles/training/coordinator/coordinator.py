@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable
 
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import Body, End, Error
-from swarmnode.codec.training_messages import KEY_BYTES, Done, Failed, ProgressReport, Status, Work
+from swarmnode.codec.training_fields import KEY_BYTES
+from swarmnode.codec.training_messages import Done, Failed, ProgressReport, Status, Work
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
@@ -34,6 +35,7 @@ from swarmnode.roles.training.coordinator.trainer_connections import TrainerConn
 from swarmnode.roles.training.coordinator.waits import longest_waits
 from swarmnode.roles.training.coordinator.worker_group import Dial, WorkerGroup
 from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.roles.training.worker.following import MAX_TERM_JUMP
 from swarmnode.swarm.records.run import Run, decode_run
 
 log = logging.getLogger(__name__)
@@ -45,7 +47,8 @@ TERM_BITS = 16  # of a term that tell coordinators apart
 
 class Coordinator:
     """A peer's time in office, with a new term for each rendezvous. `machine` is the node's own, in office; `dial` opens a
-    conversation with a stage; `resigned` is called where a higher term was heard of, or something failed here."""
+    conversation with a stage; `check_run` raises ProtocolError for a run that the model cannot do; `resigned` is called where a
+    higher term was heard of, or something failed here."""
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class Coordinator:
         machine: Coordination,
         strikes: Strikes,
         *,
+        check_run: Callable[[Run], None],
         resigned: Callable[[int], None],
         clock: Callable[[], float],
     ) -> None:
@@ -62,6 +66,7 @@ class Coordinator:
         self._units = units
         self._machine = machine
         self._strikes = strikes
+        self._check_run = check_run
         self._resigned = resigned
         self._clock = clock
         self._worker_group = WorkerGroup(
@@ -171,8 +176,10 @@ class Coordinator:
                 self._going.released(record)
 
     def _hear_higher_term(self, member: WorkerHandle, term: int) -> None:
-        """Another one leads, as a stage says. One that says so again and again is alone with that."""
-        if self._strikes.strike(member.peer) < OUT:
+        """Another one leads, as a stage says. One that says so again and again is alone with that, and stages would not follow us
+        past a term that is out of all reason."""
+        believable = term - self.term <= MAX_TERM_JUMP // 2
+        if believable and self._strikes.strike(member.peer) < OUT:
             self._resigned(term)
         else:
             self._worker_group.dismiss(member.peer, "it follows a term that nobody else has heard of")
@@ -190,6 +197,7 @@ class Coordinator:
         """A trainer offers itself. It is refused where the swarm is in the middle of another run."""
         try:
             run = decode_run(body.run)
+            self._check_run(run)
         except ProtocolError:
             channel.close(Error(ErrorCode.MALFORMED))
             return
@@ -212,7 +220,10 @@ class Coordinator:
         return accepted
 
     def _hear_trainer(self, trainer: TrainerLine, body: Body) -> None:
-        if isinstance(body, Done):
+        if isinstance(body, Done | Failed) and body.run != trainer.run.id:
+            trainer.channel.close(Error(ErrorCode.WRONG_RUN))
+            self._lose_trainer(trainer)
+        elif isinstance(body, Done):
             record = self._dispatcher.done(trainer, body)
             if record is not None and self._step_loop is not None:
                 self._step_loop.count(record, body.loss)

@@ -16,10 +16,10 @@ from swarmnode.plan.training.step_ledger import StepLedger
 from swarmnode.plan.training.wiring import Wire, wire
 from swarmnode.roles.training.coordinator.answer_times import AnswerTimes
 from swarmnode.roles.training.coordinator.leases import OutstandingLease, OutstandingLeases
+from swarmnode.roles.training.coordinator.seal import seal_lease
 from swarmnode.roles.training.coordinator.strikes import Strikes
 from swarmnode.roles.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
 from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
-from swarmnode.roles.training.seal import seal_lease
 
 log = logging.getLogger(__name__)
 

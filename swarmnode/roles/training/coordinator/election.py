@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, Error
@@ -21,8 +22,8 @@ from swarmnode.roles.training.coordinator.coordinator import TERM_BITS, Coordina
 from swarmnode.roles.training.coordinator.loopback import Loopback
 from swarmnode.roles.training.coordinator.strikes import Strikes
 from swarmnode.roles.training.coordinator.worker_handle import Line
-from swarmnode.roles.training.worker.following import MAX_TERM_JUMP
 from swarmnode.roles.training.worker.stage import TrainingStage
+from swarmnode.roles.training.worker.stage_state import check_positions
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import State, peer_digest
 
@@ -143,6 +144,7 @@ class CoordinatorElection:
             self._dial,
             self._machine,
             self._strikes,
+            check_run=partial(check_positions, self._stage.segment),
             resigned=self._heard_term,
             clock=self._clock,
         )
@@ -157,7 +159,7 @@ class CoordinatorElection:
     def _heard_term(self, term: int) -> None:
         """Our coordinator heard of a higher term, or failed: it lets go, and the next one has a higher term still."""
         following = self._stage.following
-        following.term = max(following.term, min(term, following.term + MAX_TERM_JUMP))
+        following.term = max(following.term, term)
         self._let_go()
 
     def _let_go(self) -> None:

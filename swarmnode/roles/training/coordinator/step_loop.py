@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from swarmnode.codec.averaging_messages import Reduced
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import Body
-from swarmnode.codec.training_messages import Commit, Condition, Failed, Reduced, Status, StepReport, Stopped
+from swarmnode.codec.training_messages import Commit, Condition, Failed, Status, StepReport, Stopped
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.coordination import Event, Phase
@@ -103,7 +104,7 @@ class StepLoop:
             if peer in found.commit:
                 assert told is not None  # nobody commits without one who has
                 member.state = WorkerState.COMING
-                member.command(Commit(found.step - 1, told.norm, told.loss, run=self.run.id))
+                member.command(Commit(found.step - 1, told.norm, self.run.id, told.loss))
             elif peer in found.restore:
                 member.restore(self._raw_run, found.step)
             elif member.status is not None and self._is_here(member.status):
@@ -143,9 +144,9 @@ class StepLoop:
         """A stage says something; what it says of itself the member has heard, but for answers to RELEASE."""
         if isinstance(body, Status):
             self._hear_status(member, body)
-        elif isinstance(body, Reduced):
+        elif isinstance(body, Reduced) and body.run == self.run.id:
             self._hear_reduced(member, body)
-        elif isinstance(body, Failed):
+        elif isinstance(body, Failed) and body.run == self.run.id:
             self._hear_failed(member, body)
 
     def _hear_status(self, member: WorkerHandle, status: Status) -> None:
@@ -180,8 +181,9 @@ class StepLoop:
 
     def _hear_reduced(self, member: WorkerHandle, body: Reduced) -> None:
         if self._all_reduce is not None and body.attempt == self._all_reduce.attempt:
-            self._answer_all_reduce(member)
-            self._all_reduce.hear(member.peer, body)
+            member.answered(FrameKind.REDUCE)
+            if self._all_reduce.hear(member.peer, body):
+                self._office.strikes.forgive(member.peer)
             self._note_failure()
 
     def _hear_failed(self, member: WorkerHandle, body: Failed) -> None:
@@ -200,16 +202,14 @@ class StepLoop:
         if body.code == ErrorCode.NOT_FINITE:
             self._hear_claim(member, body.unit)
 
-    def _answer_all_reduce(self, member: WorkerHandle) -> None:
-        if member.answered(FrameKind.REDUCE) is not None:
-            self._office.strikes.forgive(member.peer)
-
     def _note_failure(self) -> None:
         if self._all_reduce is not None and self._all_reduce.failed and self._failed_at_s is None:
             self._failed_at_s = self._office.clock()
 
     def _hear_claim(self, member: WorkerHandle, unit: int) -> None:
         """NaN, by the word of one stage. It is asked again, of another one where there is one; twice, and the run is stopped."""
+        if unit >= 0 and not member.span.start <= unit < member.span.end:
+            return  # of what it does not hold it knows nothing
         self._claims[member.peer] += 1
         ends = (0, self._units - 1)
         held = ends if unit < 0 else (unit,)
@@ -219,7 +219,7 @@ class StepLoop:
             if other.peer != member.peer and any(other.span.start <= one < other.span.end for one in held)
         ]
         if len(self._claims) > 1 or (not others and self._claims[member.peer] > 1):
-            self._stopped = Stopped(self.step, ErrorCode.NOT_FINITE, unit, self.run.id)
+            self._stopped = Stopped(self.step, self.run.id, ErrorCode.NOT_FINITE, unit)
         else:
             self._office.strikes.strike(member.peer)
 
@@ -306,7 +306,7 @@ class StepLoop:
         self._all_reduce = None
         beat_s = max((member.span.units * member.worker.unit_s for member in usable), default=0.0)
         saves = (self.step + 1) % self.run.checkpoint_steps == 0 or self.step + 1 == self.run.steps
-        word = Commit(self.step, norm, loss, beat_s, self.run.id)
+        word = Commit(self.step, norm, self.run.id, loss, beat_s)
         for member in self._worker_group.hearing(self.step):
             if member.state is WorkerState.LISTENING:
                 member.send(word)  # which it answers only where it came too late
@@ -320,11 +320,11 @@ class StepLoop:
 
     def _tell_step(self, loss: float, step_s: float, norm: float, peers: int, step: int | None = None) -> None:
         done = self.step - 1 if step is None else step
-        self._trainer_connections.tell(StepReport(done, loss, step_s, norm, peers, self.run.id))
+        self._trainer_connections.tell(StepReport(done, self.run.id, loss, step_s, norm, peers))
 
     def stop(self) -> None:
         """The run is over, or cannot go on: the last good step stays."""
-        stopped, self._stopped = self._stopped or Stopped(self.step, run=self.run.id), None
+        stopped, self._stopped = self._stopped or Stopped(self.step, self.run.id), None
         self._all_reduce = None
         self._dispatcher.clear()
         if stopped.code:

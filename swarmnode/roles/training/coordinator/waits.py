@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from swarmnode.codec.frames import FrameKind
-from swarmnode.codec.training_messages import MAX_WAITS, ProgressReport, Wait
+from swarmnode.codec.training_fields import MAX_WAITS
+from swarmnode.codec.training_messages import ProgressReport, Wait
 from swarmnode.roles.training.coordinator.leases import OutstandingLeases
 from swarmnode.roles.training.coordinator.strikes import Strikes
 from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle

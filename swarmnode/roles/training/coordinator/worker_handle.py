@@ -141,7 +141,7 @@ class WorkerHandle:
         self.status = status
         self.worker.span = Span(status.start, status.end)
         self.worker.unit_s = status.unit_s
-        self.worker.room = status.in_flight
+        self.worker.window = status.window
 
     def hears(self, step: int) -> bool:
         """Whether it hears the all-reduce of a step."""

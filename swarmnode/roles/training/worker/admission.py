@@ -5,7 +5,7 @@ from __future__ import annotations
 from swarmnode.codec.training_messages import Forward
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
-from swarmnode.roles.training.seal import is_sealed
+from swarmnode.roles.training.coordinator.seal import is_sealed
 from swarmnode.swarm.records.run import Run
 
 
@@ -18,4 +18,11 @@ def refusal_of(body: Forward, sender: PeerId, here: PeerId, run: Run, key: bytes
         return ErrorCode.MALFORMED
     if sender != before or not is_sealed(key, body):
         return ErrorCode.REFUSED
-    return None
+    return None if _is_of_its_size(body, run) else ErrorCode.MALFORMED
+
+
+def _is_of_its_size(body: Forward, run: Run) -> bool:
+    """Whether it has as many samples and tokens as the run says: who holds a lease decides nothing about memory. Of modules that
+    are no language models the shapes are known to the graph alone."""
+    sample = (run.microbatch, run.sequence)
+    return not run.sequence or (bool(body.values) and all(info.shape[:2] == sample for info in body.values))

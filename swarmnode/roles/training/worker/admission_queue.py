@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from swarmnode.codec.training_messages import Forward
 from swarmnode.net.links.switchboard import Channel
-from swarmnode.roles.training.worker.memory import TrainingMemory
+from swarmnode.roles.training.worker.memory import MAX_IN_FLIGHT, TrainingMemory
 from swarmnode.roles.training.worker.microbatch_in_flight import MicrobatchInFlight, place_of
 
-MAX_IN_FLIGHT = 64  # microbatches at once, those of the step to come included
 MAX_HELD_BYTES = 1 << 30  # of what they brought in
 
 

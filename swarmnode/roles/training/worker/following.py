@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from swarmnode.codec.training_messages import Lead
 from swarmnode.errors import PeerError, PeerLost
+from swarmnode.net.deadlines import Backoff
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.roles.training.coordinator.answer_times import SILENCE_S
@@ -30,6 +31,7 @@ class Following:
         self.on_followed: Callable[[PeerId], None] = lambda _peer: None
         self.on_lost: Callable[[PeerId, PeerError | None], None] = lambda _peer, _error: None
         self._silent_ticks = 0
+        self._deserters = Backoff(asyncio.get_running_loop().time)  # led, and then said nothing
         self._tasks = Tasks("following", on_crash=on_crash)
         self._watch: asyncio.Task[None] | None = None
 
@@ -40,7 +42,7 @@ class Following:
         """Follow the sender from now on, unless one of a newer term is in force or the term is out of all reason."""
         jumps = self.term > 0 and body.term - self.term > MAX_TERM_JUMP
         rivals = body.term == self.term and self.coordinator not in (None, line.peer)
-        if body.term < self.term or rivals or jumps:
+        if body.term < self.term or rivals or jumps or self._deserters.pause_s(line.peer):
             return False
         self.term, self.key, self.coordinator, self.line = body.term, body.key, line.peer, line
         self.heard()
@@ -67,6 +69,7 @@ class Following:
             line = self.line
             if line is not None and self._silent_ticks * TICK_S >= SILENCE_S:
                 log.warning("coordinator %s says nothing any more", line.peer)
+                self._deserters.failed(line.peer)
                 self.lost(line, PeerLost(f"coordinator {line.peer} says nothing for {SILENCE_S:.0f} s", peer=line.peer))
                 line.close()
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
+from swarmnode.compute.training.averaging.gradient_compressor import feeds_back
 from swarmnode.compute.training.heap import give_back_large_tensors
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Segment
@@ -21,6 +22,7 @@ from swarmnode.swarm.records.run import Run
 log = logging.getLogger(__name__)
 
 IN_FLIGHT = 4  # microbatches at once, in short pipelines
+MAX_IN_FLIGHT = 64  # whatever room there is, those of the step to come included
 CHUNKS_BYTES = 64 << 20  # of all-reduces that are here at any time, at most
 
 Estimates = Callable[[Run], Sequence[UnitEstimate]]
@@ -36,7 +38,7 @@ class TrainingMemory:
     """Of one stage, from `begin` of its first run to `close`."""
 
     def __init__(self, ledger: MemoryLedger, segment: Segment, estimates: Estimates = no_estimates) -> None:
-        self._ledger = ledger
+        self.ledger = ledger
         self._segment = segment
         self._estimates = estimates
         self._for_good = {account: ledger.count(account) for account in Account}
@@ -46,7 +48,7 @@ class TrainingMemory:
 
     def __repr__(self) -> str:
         size = self._microbatch_bytes / 1e6
-        return f"<TrainingMemory {len(self._microbatches)} microbatches of {size:.1f} MB, {self._ledger!r}>"
+        return f"<TrainingMemory {len(self._microbatches)} microbatches of {size:.1f} MB, {self.ledger!r}>"
 
     def begin(self, run: Run) -> bool:
         """A run is about to begin: whether the graphs of some microbatches are too large to be kept, and computed again.
@@ -77,10 +79,12 @@ class TrainingMemory:
         self._for_good[Account.GRADIENTS].count(learner.gradient_bytes)
         self._for_good[Account.OPTIMIZER].count(learner.optimizer_bytes)
 
-    def average(self) -> None:
-        """This stage has replicas: what they agree on is a vector as long as the gradients, and chunks of it are on their way."""
+    def average(self, run: Run) -> None:
+        """This stage has replicas: what they agree on is a vector as long as the gradients, chunks of it are on their way, and with
+        error feedback there are the residuals of the last step and of this one."""
         gradient_bytes = self._for_good[Account.GRADIENTS].size_bytes
-        self._for_good[Account.AVERAGING].count(gradient_bytes + min(CHUNKS_BYTES, gradient_bytes))
+        vectors = 1 + (2 if feeds_back(run.averaging) else 0)
+        self._for_good[Account.AVERAGING].count(vectors * gradient_bytes + min(CHUNKS_BYTES, gradient_bytes))
 
     def admit(self, place: int) -> bool:
         """Whether there is room for a microbatch at this place (`place_of`); it has it then, until it is `ended`."""
@@ -88,12 +92,18 @@ class TrainingMemory:
             return True
         first = not self._microbatches
         try:
-            self._microbatches[place] = self._ledger.reserve(
-                Account.ACTIVATIONS, 0 if first else self._microbatch_bytes
-            )
+            self._microbatches[place] = self.ledger.reserve(Account.ACTIVATIONS, 0 if first else self._microbatch_bytes)
         except Full:
             return False
         return True
+
+    @property
+    def window(self) -> int:
+        """Microbatches that have room at once, those that are here among them; 0 where nothing is known of their size."""
+        if not self._microbatch_bytes:
+            return 0
+        kept_bytes = sum(reservation.size_bytes for reservation in self._microbatches.values())
+        return int(min(MAX_IN_FLIGHT, 1 + (self.ledger.free_bytes + kept_bytes) // self._microbatch_bytes))
 
     def ended(self, place: int) -> None:
         """A microbatch keeps nothing any more. Safe to call twice."""
@@ -114,7 +124,7 @@ class TrainingMemory:
     def _room_bytes(self) -> float:
         """What there is beside weights, of which a run before may hold some."""
         own = (Account.GRADIENTS, Account.OPTIMIZER, Account.AVERAGING, Account.ACTIVATIONS)
-        return self._ledger.free_bytes + sum(self._for_good[account].size_bytes for account in own)
+        return self.ledger.free_bytes + sum(self._for_good[account].size_bytes for account in own)
 
 
 def segment_bytes(segment: Segment) -> int:

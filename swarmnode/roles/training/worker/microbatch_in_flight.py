@@ -47,7 +47,11 @@ class MicrobatchStage(Protocol):
     compressor: ActivationCompressor
     meter: TrainingMeter
     unit_time: UnitTime
-    run: Run | None
+
+    @property
+    def run(self) -> Run | None:
+        """The one in force."""
+        ...
 
     @property
     def learner(self) -> Learner:
@@ -118,7 +122,7 @@ class MicrobatchInFlight:
                     BACKWARD, lambda: self._backward(self._gradients(answer, payload))
                 )
             if not self._ended:
-                self._finish(Backward(loss, present, encoded[0]), encoded[1])
+                self._finish(Backward(loss, present, encoded[0], body.run), encoded[1])
         except SwarmnodeError as error:
             if isinstance(error, NotFinite):
                 self._stage.blame(error)
@@ -241,8 +245,10 @@ class MicrobatchInFlight:
     def _hear_next(self, frame: Frame, body: Body) -> None:
         if self._answer is None or self._answer.done():
             return
-        if isinstance(body, Backward):
+        if isinstance(body, Backward) and body.run == self.body.run:
             self._answer.set_result((body, frame.payload))
+        elif isinstance(body, Backward):
+            self._answer.set_exception(refusal(ErrorCode.WRONG_RUN, peer=self.body.route[self.body.hop + 1].peer))
         elif isinstance(body, Fault):
             peer = self.body.route[min(body.index, len(self.body.route) - 1)].peer
             self._answer.set_exception(refusal(body.code, peer=peer))

@@ -1,6 +1,6 @@
 """TrainingStage: the units that a node trains. It computes microbatches for whoever sends them, and follows the coordinator.
 
-Shared state changes on the loop without an await in between; tensors live on the bench's thread. `step` is what the next
+Shared state changes on the loop without an await in between; tensors live on the bench's thread. `state.step` is what the next
 FORWARD must be of; one of the step after it waits for the COMMIT that may still be on its way.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
+from swarmnode.codec.averaging_messages import Pull, Reduce, Reduced
 from swarmnode.codec.frames import Frame, FrameKind
-from swarmnode.codec.messages import Body, End, Error, Fault, Hello
+from swarmnode.codec.messages import KIND_OF, Body, End, Error, Fault, Hello
 from swarmnode.codec.training_messages import (
     Begin,
     Commit,
@@ -22,9 +22,6 @@ from swarmnode.codec.training_messages import (
     Failed,
     Forward,
     Lead,
-    Pull,
-    Reduce,
-    Reduced,
     Release,
     Restore,
     Status,
@@ -34,14 +31,14 @@ from swarmnode.codec.training_messages import (
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Segment
-from swarmnode.errors import ErrorCode, LocalError, NotFinite, PeerError, ProtocolError, SwarmnodeError
+from swarmnode.errors import ErrorCode, NotFinite, PeerError, ProtocolError, SwarmnodeError
 from swarmnode.ledger import MemoryLedger
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.view import Span
-from swarmnode.roles.training.averaging.all_reduce import Agreed, AllReducer
+from swarmnode.roles.training.averaging.all_reduce import AllReducer
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.roles.training.coordinator.answer_times import SAVE_S
 from swarmnode.roles.training.coordinator.worker_handle import Line
@@ -52,6 +49,7 @@ from swarmnode.roles.training.worker.following import Following
 from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.meter import TrainingMeter
 from swarmnode.roles.training.worker.microbatch_in_flight import MicrobatchInFlight, place_of
+from swarmnode.roles.training.worker.stage_state import StageState
 from swarmnode.roles.training.worker.status import counted_of
 from swarmnode.roles.training.worker.unit_time import UnitTime
 from swarmnode.swarm.records.run import Run, decode_run, encode_run
@@ -90,27 +88,20 @@ class TrainingStage:
         )
         self.gate = link_config.gate
         self.following = Following(on_crash=link_config.supervisor.ends_peer)
-        self.step = 0
-        self.condition = Condition.BLANK
-        self.run: Run | None = None
+        self.state = StageState(segment, checkpoint_manager, executor, self._memory)
         self.may_lead: Callable[[PeerId], bool] = lambda _peer: True
         self.on_work: Callable[[Channel, Work], None] = lambda channel, _body: channel.close(Error(ErrorCode.ELSEWHERE))
-        self._learner: Learner | None = None
         self._checkpoint_manager = checkpoint_manager
         self._all_reducer = AllReducer(network.peer_id, self.switchboard, self.bench)
         self._admission_queue = AdmissionQueue(self._memory)
         self.unit_time = unit_time or UnitTime()
-        self._agreed: Agreed | None = None
-        self._heard: list[tuple[int, Agreed, float]] = []  # while listening: agreed gradients and norms by step
-        self._losses: dict[int, float] = {}
-        self.last = (0.0, 0.0)  # norm and loss of the step before
         self._move: asyncio.Task[None] | None = None  # to another run or step
         self._all_reduce: asyncio.Task[None] | None = None
         self._tasks = Tasks("training stage", on_crash=link_config.supervisor.ends_peer)
         self._in_flight = Tasks("microbatches", on_crash=link_config.supervisor.ends_conversation)
 
     def __repr__(self) -> str:
-        return f"<TrainingStage {self.segment!r} {self.condition.name} at step {self.step}, {self.following!r}>"
+        return f"<TrainingStage {self.segment!r} {self.state!r}, {self.following!r}>"
 
     @property
     def term(self) -> int:
@@ -123,16 +114,14 @@ class TrainingStage:
         return self.following.coordinator
 
     @property
-    def run_id(self) -> bytes:
-        """Empty before a run has begun."""
-        return b"" if self.run is None else self.run.id
+    def run(self) -> Run | None:
+        """The run that it is in."""
+        return self.state.run
 
     @property
     def learner(self) -> Learner:
         """Raises LocalError before a run has begun."""
-        if self._learner is None:
-            raise LocalError("no training has begun here")
-        return self._learner
+        return self.state.learner
 
     async def start(self) -> None:
         """Answer from now on."""
@@ -144,11 +133,11 @@ class TrainingStage:
         await self._tasks.close()
         await self.following.close()
         await self.switchboard.close()
-        if self._learner is not None and self.condition == Condition.READY:
+        if self.state.condition == Condition.READY:
             try:
-                await asyncio.wait_for(self._save(self._learner), SAVE_S)
+                await asyncio.wait_for(self.state.save(), SAVE_S)
             except asyncio.TimeoutError:
-                log.warning("step %d could not be kept within %.0f s", self.step, SAVE_S)
+                log.warning("step %d could not be kept within %.0f s", self.state.step, SAVE_S)
         self._memory.close()
 
     # -- conversations
@@ -178,7 +167,7 @@ class TrainingStage:
         refusal = self._refusal_of(arrival)
         if refusal is not None:
             arrival.channel.close(Fault(0, body.hop, refusal))
-        elif body.step > self.step:
+        elif body.step > self.state.step:
             self._admission_queue.wait(arrival)
         else:
             microbatch = MicrobatchInFlight(self, *arrival)
@@ -186,12 +175,12 @@ class TrainingStage:
             self._in_flight.spawn(microbatch.run(), f"lease {body.lease}")
 
     def _refusal_of(self, arrival: Arrival) -> ErrorCode | None:
-        body, sender = arrival.body, arrival.channel.peer
+        body, sender, state = arrival.body, arrival.channel.peer, self.state
         hop = body.route[body.hop]
-        able = self.condition == Condition.READY and self.step <= body.step <= self.step + 1
-        if body.term != self.term or not able or self.run is None or self._admission_queue.is_released(body.lease):
+        able = state.condition == Condition.READY and state.step <= body.step <= state.step + 1
+        if body.term != self.term or not able or state.run is None or self._admission_queue.is_released(body.lease):
             return ErrorCode.STALE
-        refusal = refusal_of(body, sender, self._peer, self.run, self.following.key)
+        refusal = refusal_of(body, sender, self._peer, state.run, self.following.key)
         if refusal is not None:
             return refusal
         if not self.segment.start <= hop.start < hop.end <= self.segment.end:
@@ -201,20 +190,18 @@ class TrainingStage:
     def ended(self, microbatch: MicrobatchInFlight) -> None:
         """A microbatch is over, in whatever way: what it kept goes."""
         self._admission_queue.ended(microbatch)
-        learner, place = self._learner, place_of(microbatch.body)
-        if learner is not None:
-            self._on_bench(lambda: learner.drop(place))
+        self._on_bench(lambda: self.state.drop(place_of(microbatch.body)))
 
     def note_loss(self, number: int, loss: float) -> None:
         """Of a microbatch that the model's last unit has counted; on the bench."""
-        self._losses[number] = loss
+        self.state.losses[number] = loss
 
     def blame(self, error: NotFinite) -> None:
         """Let the coordinator know which unit met NaN."""
         self.meter.not_finite += 1
         line = self.following.line
         if line is not None and line.open:
-            line.send(Failed(0, "", error.code, error.unit, self.run_id))
+            line.send(Failed(0, "", error.code, error.unit, self.state.run_id))
 
     # -- the coordinator's word
 
@@ -240,21 +227,18 @@ class TrainingStage:
         if isinstance(body, Commit):
             self._commit(line, body)
         elif isinstance(body, Release):
-            self._admission_queue.release(body.leases)
+            if body.run == self.state.run_id:
+                self._admission_queue.release(body.leases)
             self._answer(line, FrameKind.RELEASE)
         elif isinstance(body, Discard):
-            self._admission_queue.give_up_all()
-            if self._learner is not None and body.run == self.run_id:
-                self._on_bench(self._learner.discard)
+            if body.run == self.state.run_id:
+                self._admission_queue.give_up_all()
+                self._on_bench(self.learner.discard)
             self._answer(line, FrameKind.DISCARD)
         elif isinstance(body, Reduce):
             self._all_reduce = self._instead_of(self._all_reduce, self._reduce(line, body))
-        elif isinstance(body, Begin):
-            self._move = self._instead_of(self._move, self._moving(line, FrameKind.BEGIN, self._begin(body)))
-        elif isinstance(body, Sync):
-            self._move = self._instead_of(self._move, self._moving(line, FrameKind.SYNC, self._sync(body)))
-        elif isinstance(body, Restore):
-            self._move = self._instead_of(self._move, self._moving(line, FrameKind.RESTORE, self._restore(body)))
+        elif isinstance(body, Begin | Sync | Restore):
+            self._move = self._instead_of(self._move, self._moving(line, body))
 
     def _lead(self, line: Line, body: Lead) -> None:
         """Let go of what is in flight and follow the sender, or tell it which term is in force."""
@@ -279,138 +263,87 @@ class TrainingStage:
 
     def _status(self, kind: int) -> Status:
         """Made on the bench, where the masks are."""
-        masks = {} if self._learner is None else dict(self._learner.counted)
+        state, kept = self.state, self._checkpoint_manager
+        masks = state.masks
         last = masks.get(self.segment.units - 1, 0)
-        losses = tuple(self._losses.get(number, 0.0) for number in range(last.bit_length()) if last >> number & 1)
-        run = self.run or self._checkpoint_manager.run
-        norm, loss = self.last
+        losses = tuple(state.losses.get(number, 0.0) for number in range(last.bit_length()) if last >> number & 1)
+        run = state.run or kept.run
+        norm, loss = state.last
         return Status(
             self.term,
-            self.condition,
+            state.condition,
             self.segment.start,
             self.segment.end,
             b"" if run is None else encode_run(run),
-            self.step,
+            state.step,
             counted_of(masks),
-            self._checkpoint_manager.kept(),
-            self._agreed is not None,
+            kept.kept(),
+            state.agreed is not None,
             losses,
             norm,
             loss,
             kind,
             self.unit_time.unit_s,
+            self._memory.window,
         )
 
-    async def _moving(self, line: Line, kind: FrameKind, move: Coroutine[Any, Any, None]) -> None:
+    async def _moving(self, line: Line, body: Begin | Sync | Restore) -> None:
         """Go to another run or step, and say where that led; what goes wrong leaves the stage where it can be asked again."""
         try:
-            await move
+            run = decode_run(body.run)
+            if isinstance(body, Begin):
+                await self.state.begin(run)
+            elif isinstance(body, Restore):
+                await self.state.restore(run, body.step)
+            else:
+                self._admission_queue.give_up_all()
+                await self.state.sync(run, body.step, body.peers)
         except SwarmnodeError as error:
-            log.warning("%s failed: %s", kind.name, error)
-            if kind == FrameKind.SYNC:
+            log.warning("%s failed: %s", type(body).__name__.upper(), error)
+            if isinstance(body, Sync):
                 await asyncio.sleep(RETRY_S)
-        await self._tell(line, kind)
-
-    async def _begin(self, body: Begin) -> None:
-        """Step 0 of a run, with the parameters as they are."""
-        again = self.run is not None  # parameters are not the founding ones any more: a joiner must find step 0 here
-        learner = await self._take_up(decode_run(body.run), 0)
-        if again:
-            await self._save(learner)
-        self.condition = Condition.READY
-
-    async def _take_up(self, run: Run, step: int) -> Learner:
-        """A new learner, which is not ready yet."""
-        self.condition = Condition.BLANK
-        self._checkpoint_manager.open(run)
-        await self._checkpoint_manager.serve(self._fresh)
-        self.run, self.step, self._agreed, self._losses = run, step, None, {}
-        learner = await self.bench.call(
-            Urgency.CONTROL, lambda: Learner(self.segment, run, step=step, recompute=self._memory.begin(run))
-        )
-        self._memory.hold(learner)
-        self._learner = learner
-        return learner
-
-    async def _fresh(self) -> int:
-        """Write down the step that this stage is at, for a replica that asks."""
-        if self.condition != Condition.READY:
-            raise LocalError("this stage is behind itself")
-        learner = self.learner
-        return await self.bench.call(Urgency.CONTROL, lambda: self._checkpoint_manager.save(learner))
-
-    async def _restore(self, body: Restore) -> None:
-        """A step on the disk."""
-        learner = await self._take_up(decode_run(body.run), body.step)
-        await self.bench.call(Urgency.CONTROL, lambda: self._checkpoint_manager.load(learner, body.step))
-        self.condition = Condition.READY
-
-    async def _sync(self, body: Sync) -> None:
-        """Fetch a state while the all-reduces are heard, then catch up."""
-        self._admission_queue.give_up_all()
-        self._heard = []
-        learner = await self._take_up(decode_run(body.run), body.step)
-        self.condition = Condition.LISTENING
-        step = await self._checkpoint_manager.fetch(lambda: body.peers, learner.blocks, at_least=body.step)
-        await self.bench.call(Urgency.CONTROL, lambda: self._checkpoint_manager.load(learner, step))
-        self.step = step
-        while self._heard:
-            missed, agreed, norm = self._heard.pop(0)
-            if missed == self.step:
-                await self.bench.call(Urgency.CONTROL, partial(agreed.commit, learner, norm))
-                self.step += 1
-        self.condition = Condition.READY
+        await self._tell(line, KIND_OF[type(body)])
 
     async def _reduce(self, line: Line, body: Reduce) -> None:
-        listening = self.condition == Condition.LISTENING
-        self._agreed = None
-        if any(len(group.members) > 1 for group in body.groups):
-            self._memory.average()
+        state = self.state
+        listening = state.condition == Condition.LISTENING
+        state.agreed = None
+        if state.run is not None and any(len(group.members) > 1 for group in body.groups):
+            self._memory.average(state.run)
         answer: Body
         try:
-            if body.run != self.run_id:
+            if body.run != self.state.run_id:
                 raise ProtocolError("a REDUCE of another run", code=ErrorCode.WRONG_RUN)
             with self.meter.averaging.timing():
                 reducing = self._all_reducer.reduce(self.term, body, self.learner, listening=listening)
-                self._agreed = await asyncio.wait_for(reducing, body.within_s or None)
-            answer = Reduced(body.step, body.attempt, tuple(self._agreed.squares), self.run_id)
+                state.agreed = agreed = await asyncio.wait_for(reducing, body.within_s or None)
+            answer = Reduced(body.step, body.attempt, tuple(agreed.squares), body.run)
         except asyncio.TimeoutError:
-            answer = Failed(body.attempt, "", ErrorCode.PEER_LOST, run=self.run_id)
+            answer = Failed(body.attempt, "", ErrorCode.PEER_LOST, run=body.run)
         except SwarmnodeError as error:
             log.warning("step %d, attempt %d to reduce: %s", body.step, body.attempt, error)
             unit, peer = getattr(error, "unit", None), getattr(error, "peer", None)
-            answer = Failed(body.attempt, peer or "", error.code, -1 if unit is None else unit, self.run_id)
+            answer = Failed(body.attempt, peer or "", error.code, -1 if unit is None else unit, body.run)
         if line.open:
             line.send(answer)
 
     def _commit(self, line: Line, body: Commit) -> None:
-        agreed, self._agreed = self._agreed, None
-        if self.condition == Condition.LISTENING and agreed is not None:
-            self._heard.append((body.step, agreed, body.norm))
-        elif agreed is None or body.step != self.step or body.run != self.run_id:
+        if self.state.misses(body):
+            return
+        done = self.state.commit(body)
+        if done is None:
             self._answer(line, FrameKind.COMMIT)
-        else:
-            learner = self.learner
-            self.step, self.last, self._losses = body.step + 1, (body.norm, body.loss), {}
-            self.compressor.beat_s = body.beat_s
-            done = self.bench.call(Urgency.CONTROL, lambda: agreed.commit(learner, body.norm))
-            self._tasks.spawn(self._after_commit(line, done), "commit")
-            for arrival in self._admission_queue.next_step():
-                self._forward(arrival)
+            return
+        self.compressor.beat_s = body.beat_s
+        self._tasks.spawn(self._after_commit(line, done), "commit")
+        for arrival in self._admission_queue.next_step():
+            self._forward(arrival)
 
     async def _after_commit(self, line: Line, done: asyncio.Future[None]) -> None:
         await asyncio.shield(done)  # the update is made, whatever becomes of us
-        assert self.run is not None
-        if self.step % self.run.checkpoint_steps == 0 or self.step == self.run.steps:
-            await self._save(self.learner)
+        if self.state.is_due:
+            await self.state.save()
         await self._tell(line)
-
-    async def _save(self, learner: Learner) -> None:
-        """Write the step down. A full disk costs the step, not the training: earlier ones stay."""
-        try:
-            await self.bench.call(Urgency.CONTROL, lambda: self._checkpoint_manager.save(learner))
-        except LocalError as error:
-            log.warning("%s", error)
 
     def _on_bench(self, function: Callable[[], object]) -> None:
         self._tasks.spawn(_settle(self.bench.call(Urgency.CONTROL, function)), "bench")

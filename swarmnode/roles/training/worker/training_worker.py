@@ -103,12 +103,12 @@ class TrainingWorker:
     @property
     def bound(self) -> bool:
         """Whether these units hold something that others may not have: a training has begun."""
-        return self._training.step > 0
+        return self._training.state.step > 0
 
     def sections(self) -> tuple[Section, ...]:
         """What the announcement says of this stage."""
         self._compare_with_real_work()
-        own = TrainingNews(training_step=self._training.step, sends=self._sends()), self._capability.section()
+        own = TrainingNews(training_step=self._training.state.step, sends=self._sends()), self._capability.section()
         return own if self._serving is None else (*self._serving.sections(), *own)
 
     def _compare_with_real_work(self) -> None:
@@ -119,9 +119,9 @@ class TrainingWorker:
     def readings(self) -> Readings:
         """What Prometheus may know of this stage."""
         training, span = self._training, self._training.meter.label
-        norm, loss = training.last
-        yield Reading(table.TRAINING_STEP, training.step, (span,))
-        if training.step:
+        norm, loss = training.state.last
+        yield Reading(table.TRAINING_STEP, training.state.step, (span,))
+        if training.state.step:
             yield Reading(table.TRAINING_LOSS, loss, (span,))
             yield Reading(table.TRAINING_NORM, norm, (span,))
         links = Counter((choice.codec, direction) for (_, direction), choice in training.compressor.choices.items())

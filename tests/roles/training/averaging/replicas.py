@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from swarmnode.codec.averaging_messages import Group, MemberSpec, Pull, Reduce
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import VERSION, Body, Error, Hello
-from swarmnode.codec.training_messages import Group, MemberSpec, Pull, Reduce
 from swarmnode.compute.executor import Urgency
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Segment, Values
@@ -75,6 +75,9 @@ def _compute(function: Callable[[], T], future: asyncio.Future[T]) -> None:
         future.set_exception(error)
 
 
+RUN_ID = bytes(range(32))
+
+
 class Replica:
     """One of them, with gradients of its own."""
 
@@ -102,7 +105,7 @@ class Replica:
 
     def reduce(self, groups: Sequence[Group], attempt: int = 0, *, listening: bool = False) -> asyncio.Task[Agreed]:
         own = tuple(group for group in groups if any(member.peer == self.peer for member in group.members))
-        work = self.all_reducer.reduce(1, Reduce(0, attempt, own), self.learner, listening=listening)
+        work = self.all_reducer.reduce(1, Reduce(0, attempt, own, RUN_ID), self.learner, listening=listening)
         return asyncio.ensure_future(work)
 
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from swarmnode.codec.averaging_messages import How, Part, Pull, Waiting
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, Error
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from swarmnode.codec.training_messages import Failed, How, Part, Pull, Waiting
+from swarmnode.codec.training_messages import Failed
 from swarmnode.compute.training.averaging.parts import LARGEST_PART
 from swarmnode.errors import ErrorCode, PeerLost, ProtocolError
 from swarmnode.net.links.switchboard import Channel
@@ -21,7 +22,7 @@ from swarmnode.roles.training.averaging.attempt import STILL
 from swarmnode.roles.training.averaging.pulls import MAX_EARLY
 from swarmnode.swarm.records.run import Averaging
 from tests.net.virtual import in_virtual_time
-from tests.roles.training.averaging.replicas import Replica, group_of, replicas, within
+from tests.roles.training.averaging.replicas import RUN_ID, Replica, group_of, replicas, within
 
 LONG = 40 * LARGEST_PART + 77  # many windows
 
@@ -47,7 +48,7 @@ async def test_contributions_that_are_not_taken_hold_up_no_sums() -> None:
     stranger = Stranger(other, lambda channel, _pull: channel.send(part(), payload=[PAYLOAD]))
     reducing = honest.reduce([group_of([honest, other])])
     channel = await other.board.call(honest.peer, lambda _frame, body: stranger.heard.append(body), lambda _error: None)
-    channel.send(Pull(1, 0, 0, 2, 2))
+    channel.send(Pull(1, 0, 0, RUN_ID, 2, 2))
     await asyncio.sleep(1)
     parts = [(body.part, body.agreed) for body in stranger.heard if isinstance(body, Part)]
     assert len(parts) == 3 and sorted(agreed for _, agreed in parts) == [False, False, True]
@@ -187,7 +188,7 @@ class Stranger:
 
 
 def part(number: int = 0, elements: int = LARGEST_PART, **changes: object) -> Part:
-    fields = {"group": 0, "round": 0, "part": number, "agreed": False, **changes}
+    fields = {"group": 0, "round": 0, "part": number, "agreed": False, "run": RUN_ID, **changes}
     return Part(**fields, values=(TensorInfo(Codec.NONE, DType.FLOAT32, (elements,)),))  # type: ignore[arg-type]
 
 
@@ -208,10 +209,12 @@ WRONG: dict[str, Callable[[Channel, Pull], None]] = {
     "another part": says(part(3)),
     "another group": says(part(group=2)),
     "another round": says(part(round=1)),
+    "another run": says(part(run=bytes(32))),
+    "another run waits": lambda channel, _pull: channel.send(Waiting(bytes(32))),
     "a wrong length": says(part(elements=64), bytes(256)),
     "a payload that does not fit": says(part(), bytes(64)),
     "a huge payload": says(part(), bytes(16 << 20)),
-    "no vector": lambda channel, _pull: channel.send(Part(0, 0, 0, False, ())),
+    "no vector": lambda channel, _pull: channel.send(Part(0, 0, 0, False, (), RUN_ID)),
     "NaN": says(part(), b"\xff" * (4 * LARGEST_PART)),
     "something else": lambda channel, pull: channel.send(pull),
 }
@@ -225,7 +228,7 @@ async def test_one_that_breaks_the_rules_is_named_and_nothing_else_of_its_link_i
     _, (honest, liar) = await replicas(2, LONG)
     Stranger(liar, wrong)
     other = await honest.board.call(liar.peer, lambda _frame, _body: None, lambda _error: None)
-    other.send(Pull(9, 9, 9, 1, 1))
+    other.send(Pull(9, 9, 9, RUN_ID, 1, 1))
     (result,) = await within(20, [honest.reduce([group_of([honest, liar])])])
     assert isinstance(result, ProtocolError) and result.peer == liar.peer
     assert other.open
@@ -252,19 +255,20 @@ async def test_what_is_pulled_is_answered_to_members_of_the_attempt_alone() -> N
     _, (one, other, stranger) = await replicas(3, LONG)
     heard: list[Body] = []
 
-    async def pull(*attempt: int) -> None:
+    async def pull(*attempt: int, run: bytes = RUN_ID) -> None:
         channel = await stranger.board.call(one.peer, lambda _frame, body: heard.append(body), lambda _error: None)
-        channel.send(Pull(*attempt, 4, 4))
+        channel.send(Pull(*attempt, run, 4, 4))
 
     await pull(1, 0, 0)  # early: kept until it is known who the members are
     await asyncio.sleep(1)
     reducing = [member.reduce([group_of([one, other])]) for member in (one, other)]
     await asyncio.sleep(0.1)
     await pull(1, 0, 0)
+    await pull(1, 0, 0, run=bytes(32))
     await pull(0, 9, 9)
     sums(await within(20, reducing))
     codes = [body.code for body in heard if isinstance(body, Error)]
-    assert codes == [ErrorCode.STALE, ErrorCode.REFUSED, ErrorCode.STALE]
+    assert codes == [ErrorCode.STALE, ErrorCode.REFUSED, ErrorCode.STALE, ErrorCode.STALE]
 
 
 @in_virtual_time
@@ -276,7 +280,7 @@ async def test_early_pulls_are_few_and_the_oldest_go() -> None:
             channel = await stranger.board.call(
                 target.peer, lambda _frame, body: heard.append(body), lambda _error: None
             )
-            channel.send(Pull(1, 0, attempt, 1, 1))
+            channel.send(Pull(1, 0, attempt, RUN_ID, 1, 1))
     await asyncio.sleep(1)
     assert len(target.all_reducer._early) == len(strangers), "one of each"
     assert all(isinstance(body, Error) and body.code == ErrorCode.STALE for body in heard)
@@ -289,7 +293,7 @@ async def test_who_only_excuses_itself_is_not_waited_for_for_ever() -> None:
     def excuse(channel: Channel, _pull: Pull) -> None:
         def again() -> None:
             if channel.open:
-                channel.send(Waiting())
+                channel.send(Waiting(RUN_ID))
                 asyncio.get_running_loop().call_later(1, again)
 
         again()
@@ -302,6 +306,6 @@ async def test_who_only_excuses_itself_is_not_waited_for_for_ever() -> None:
 @in_virtual_time
 async def test_who_gives_up_says_whom_it_lost() -> None:
     _, (honest, other) = await replicas(2, LONG)
-    Stranger(other, lambda channel, _pull: channel.close(Failed(0, "somebody", ErrorCode.PEER_LOST)))
+    Stranger(other, lambda channel, _pull: channel.close(Failed(0, "somebody", ErrorCode.PEER_LOST, run=RUN_ID)))
     (result,) = await within(5, [honest.reduce([group_of([honest, other])])])
     assert isinstance(result, PeerLost) and result.peer == "somebody"

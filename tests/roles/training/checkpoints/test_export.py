@@ -60,7 +60,7 @@ class World:
         network = MemoryNetwork(self.peers, f"stage {stage}")  # type: ignore[no-untyped-call]
         store = StateStore(self.folder / network.peer_id, RUN)
 
-        async def fresh() -> int:
+        async def fresh(_at_least: int) -> int:
             return self.stages[stage].step
 
         self.stores.append(store)

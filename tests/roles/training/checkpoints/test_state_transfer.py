@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -19,7 +19,8 @@ from swarmnode.codec.state_messages import ListStates, StateEntry, States
 from swarmnode.errors import LocalError, PeerRefused, ProtocolError
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.roles.training.checkpoints.state_server import StateServer
-from swarmnode.roles.training.checkpoints.states import choose, fetch_states, list_states, state_board, survey
+from swarmnode.roles.training.checkpoints.states import fetch_states, list_states, state_board, survey
+from swarmnode.roles.training.checkpoints.votes import ChosenStep, Votes
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.content import CHUNK_BYTES
 from swarmnode.swarm.storage.states import StateStore
@@ -32,8 +33,10 @@ SWARM = b"s" * 32
 
 
 def content(step: int, block: int, version: int = 0) -> bytes:
-    """What a block is at a step; replicas on other devices have other versions."""
-    return random.Random(f"{step} {block} {version}").randbytes(CHUNKS * CHUNK_BYTES - 5)
+    """What a block is at a step; replicas on other devices have other versions, which differ in last bits."""
+    generator = np.random.default_rng([step, block + 1])
+    values_N = generator.normal(size=CHUNKS * CHUNK_BYTES // 4).astype("<f4") * np.float32(1 + version * 1e-6)
+    return values_N.tobytes()[:-5]
 
 
 class Peer:
@@ -48,7 +51,7 @@ class Peer:
         self.store = StateStore(world.folder / name, run)
         self.server = StateServer(self.network, world.hello, LinkConfig(), self.store, self._fresh)
 
-    async def _fresh(self) -> int:
+    async def _fresh(self, _at_least: int) -> int:
         self.snapshots.append(self.step)
         self.has(self.step, *self.blocks)
         return self.step
@@ -169,9 +172,9 @@ async def test_who_asks_again_and_again_costs_a_twentieth_of_the_time(tmp_path: 
     node.has(0, 0)
     fresh, took_s = node._fresh, 2.0
 
-    async def slow() -> int:
+    async def slow(at_least: int) -> int:
         await asyncio.sleep(took_s)
-        return await fresh()
+        return await fresh(at_least)
 
     node.server._fresh = slow
     until_s = asyncio.get_running_loop().time() + 400
@@ -190,8 +193,8 @@ async def test_peers_at_different_steps_come_to_a_common_one(world: World) -> No
     ahead.step, behind.step = 18, 17
     make = behind._fresh
 
-    async def fresh() -> int:
-        step = await make()
+    async def fresh(at_least: int) -> int:
+        step = await make(at_least)
         behind.step = 18  # commits afterwards
         return step
 
@@ -205,7 +208,7 @@ async def test_a_peer_that_cannot_make_a_snapshot_still_gives_what_it_has(world:
     node = await world.peer("a")
     node.has(10, 0)
 
-    async def full() -> int:
+    async def full(_at_least: int) -> int:
         raise LocalError("disk full")
 
     node.server._fresh = full
@@ -296,8 +299,8 @@ async def test_a_liar_alone_is_not_believed(world: World) -> None:
 
 
 async def test_one_that_promises_what_it_does_not_have_holds_nobody_up(world: World) -> None:
-    braggart, honest = await world.peer("braggart"), await world.peer("honest")
-    for node in (braggart, honest):
+    braggart, honest, other = [await world.peer(name) for name in ("braggart", "honest", "other")]
+    for node in (braggart, honest, other):
         node.has(10, 0)
 
     async def brag(channel: Any, _question: ListStates) -> None:
@@ -371,14 +374,49 @@ def entry(step: int, block: int, root: bytes) -> StateEntry:
     return StateEntry(step, block, 7, root * 32)
 
 
+A, B, C = ((7, root * 32) for root in (b"a", b"b", b"c"))
+
+
 def test_the_choice() -> None:
-    entries = [
-        *(entry(20, 0, root) for root in (b"b", b"a", b"a")),
-        *(entry(step, 1, b"c") for step in (10, 20)),
-        entry(10, 0, b"d"),
-        entry(30, 0, b"e"),
-    ]
-    assert choose(entries, (0, 1)) == (20, {0: (7, b"a" * 32), 1: (7, b"c" * 32)})
-    assert choose(entries, (0, 1), begun=(5, 10)) == (10, {0: (7, b"d" * 32), 1: (7, b"c" * 32)})
-    assert choose(entries, (0,)) == (30, {0: (7, b"e" * 32)})
-    assert choose(entries, (0, 2)) is None
+    votes = Votes(
+        {
+            "one": [entry(20, 0, b"b"), entry(30, 0, b"e"), entry(20, 0, b"a")],
+            "two": [entry(20, 0, b"a"), entry(10, 0, b"a")],
+            "three": [entry(20, 0, b"a"), entry(10, 0, b"a"), entry(20, 1, b"c"), entry(10, 1, b"c")],
+        }
+    )
+    assert votes.choose((0, 1)) == ChosenStep(20, {0: A, 1: C})
+    assert votes.choose((0, 1), begun=(5, 10)) == ChosenStep(10, {0: A, 1: C})
+    assert votes.choose((0,)) == ChosenStep(20, {0: A}), "one alone says that it has step 30"
+    assert votes.choose((0,), failed=[A]) == ChosenStep(20, {0: B}, {0: 1}), "which one of the others must confirm"
+    assert votes.choose((1,), at_least=21) is None and votes.choose((1,), step=20) == ChosenStep(20, {1: C})
+    assert votes.choose((0, 2)) is None
+    assert votes.reached((0,)) == 20 and votes.reached((1,)) == 20
+
+
+@pytest.mark.parametrize("honest", [1, 2, 9])
+async def test_a_step_that_one_alone_claims_is_not_believed(world: World, honest: int) -> None:
+    """A liar at step 2**40 beat nine honest replicas. Of two that disagree neither is believed."""
+    for number in range(honest):
+        (await world.peer(f"honest {number}")).has(10, 0)
+    (await world.peer("liar")).has(1 << 40, 0)
+    if honest > 1:
+        assert await world.fetch(0, at_least=5) == 10
+        world.assert_has(10, 0)
+    else:
+        with pytest.raises(PeerRefused, match="agree on"):
+            await world.fetch(0, patience_s=0.1)
+
+
+@pytest.mark.parametrize("liars", [1, 2])
+async def test_a_state_that_nobody_else_has_is_not_believed(world: World, liars: int) -> None:
+    """All say step 10, and have other values: those of the majority count, whatever the order."""
+    for number in range(3):
+        node = await world.peer(f"{number}")
+        node.has(10, 0, version=number if number < 3 - liars else 10**5 * (number + 1))
+    if liars == 1:
+        assert await world.fetch(0) == 10
+        assert world.store.path(10, 0).read_bytes() in (content(10, 0), content(10, 0, 1))
+    else:
+        with pytest.raises(PeerRefused, match="agree on"):
+            await world.fetch(0, patience_s=0.3)

@@ -18,7 +18,7 @@ def claim(volunteer: Volunteer, unit: int) -> None:
     """As of a device that computes NaN where others do not."""
     line = volunteer.stage.following.line
     assert line is not None
-    line.send(Failed(0, "", ErrorCode.NOT_FINITE, unit, volunteer.stage.run_id))
+    line.send(Failed(0, "", ErrorCode.NOT_FINITE, unit, volunteer.stage.state.run_id))
 
 
 def phase_of(volunteer: Volunteer) -> Phase:

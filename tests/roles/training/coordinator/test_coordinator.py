@@ -36,7 +36,7 @@ async def test_a_stage_that_is_in_no_run_stops_no_training(tmp_path: Path) -> No
         await until(lambda: any(isinstance(body, Lead) for body in asked), "the coordinator's call")
         _, trainer = await swarm.trainer(toy_run(toy_batches(), STEPS), toy_batches(), lambda _report: None)
         assert await asyncio.wait_for(trainer.train(asyncio.Event()), 20) == STEPS
-        assert honest.stage.step == STEPS
+        assert honest.stage.state.step == STEPS
     finally:
         await board.close()
         await liar.close()

@@ -81,7 +81,7 @@ def office() -> Office:
 
 def test_a_microbatch_is_done_once_and_by_whom_it_was_given_to(office: Office) -> None:
     one, other = office.trainers
-    done = Done(office.leases[0], 1.0)
+    done = Done(office.leases[0], 1.0, RUN.id)
     assert office.dispatcher.done(other, done) is None
     assert len(office.dispatcher.leases) == 2, "it is still out"
     record = office.dispatcher.done(one, done)
@@ -91,13 +91,13 @@ def test_a_microbatch_is_done_once_and_by_whom_it_was_given_to(office: Office) -
 
 def test_a_loss_that_no_stage_would_have_let_pass_is_its_tellers_fault(office: Office) -> None:
     one, _ = office.trainers
-    assert office.dispatcher.done(one, Done(office.leases[0], math.nan)) is None
+    assert office.dispatcher.done(one, Done(office.leases[0], math.nan, RUN.id)) is None
     assert office.dispatcher.blame(office.release(office.leases[0]), office.ledger) == {"one"}
 
 
 def test_nobody_gives_up_what_is_another_ones(office: Office) -> None:
     one, other = office.trainers
-    given_up = Failed(office.leases[0], "stage", ErrorCode.PEER_LOST)
+    given_up = Failed(office.leases[0], "stage", ErrorCode.PEER_LOST, run=RUN.id)
     office.dispatcher.failed(other, given_up)
     assert not office.stage.told and office.held(other)
     office.dispatcher.failed(one, given_up)
@@ -106,7 +106,7 @@ def test_nobody_gives_up_what_is_another_ones(office: Office) -> None:
 
 def test_who_failed_is_left_alone_for_a_while(office: Office) -> None:
     one, _ = office.trainers
-    office.dispatcher.failed(one, Failed(office.leases[0], "stage", ErrorCode.INTERNAL))
+    office.dispatcher.failed(one, Failed(office.leases[0], "stage", ErrorCode.INTERNAL, run=RUN.id))
     assert office.dispatcher.blame(office.release(office.leases[0]), office.ledger) == {"one", "stage"}
     office.dispatcher.dispatch(office.ledger)
     assert not office.held(one), "not at once"

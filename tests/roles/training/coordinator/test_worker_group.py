@@ -83,7 +83,7 @@ async def test_each_is_called_once_and_again_if_it_could_not_be_reached(stages: 
 
 async def test_one_that_lets_go_is_lost_once_and_not_heard_any_more(stages: Stages) -> None:
     await stages.enlist("a")
-    said = Discard()
+    said = Discard(bytes(32))
     stages.lines["a"].send(said)
     await turn()
     assert stages.heard == [("a", said)]

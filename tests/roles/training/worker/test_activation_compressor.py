@@ -24,7 +24,7 @@ def test_a_fixed_codec_for_floats_alone() -> None:
     assert codecs(ActivationCompressor("int8", TRAINING_CODECS), None) == [Codec.INT8, Codec.NONE]
 
 
-@pytest.mark.parametrize("mode", ["int4", "adatopk", "gzip"])
+@pytest.mark.parametrize("mode", ["int4", "adatopk"])
 def test_what_the_swarm_does_not_allow(mode: str) -> None:
     with pytest.raises(UsageError, match=f"--compress {mode}"):
         ActivationCompressor(mode, SERVING_CODECS)

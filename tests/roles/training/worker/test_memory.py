@@ -8,7 +8,7 @@ from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.graph.costs.work import ComputeWork
 from swarmnode.compute.training.learner import Learner
 from swarmnode.ledger import Account, MemoryLedger
-from swarmnode.roles.training.worker.memory import TrainingMemory, segment_bytes
+from swarmnode.roles.training.worker.memory import MAX_IN_FLIGHT, TrainingMemory, segment_bytes
 from swarmnode.swarm.records.run import Run
 from tests.compute.training.toy import ToySegment
 from tests.roles.training_swarm import toy_batches, toy_run
@@ -33,7 +33,7 @@ def test_everything_is_counted_and_comes_back() -> None:
     assert accounts[Account.OPTIMIZER] == learner.optimizer_bytes > learner.gradient_bytes
     assert accounts[Account.ACTIVATIONS] == 2 * KEPT + KEPT  # a microbatch, and the pass that runs
     assert accounts[Account.AVERAGING] == 0
-    memory.average()
+    memory.average(RUN)
     assert ledger.accounts()[Account.AVERAGING] == 2 * learner.gradient_bytes
     memory.close()
     assert ledger.used_bytes == 0
@@ -50,6 +50,20 @@ def test_microbatches_are_let_in_while_there_is_room() -> None:
     memory.ended(1)
     assert memory.admit(2)
     assert ledger.used_bytes <= ledger.limit_bytes
+
+
+def test_the_window_is_what_is_let_in() -> None:
+    ledger, segment = MemoryLedger(), ToySegment(0, 2)
+    memory = TrainingMemory(ledger, segment, estimates)
+    assert memory.window == 0, "nothing is known"
+    memory.begin(RUN)
+    assert memory.window == MAX_IN_FLIGHT
+    ledger.limit_bytes = ledger.used_bytes + 5 * KEPT  # two more, and a half
+    assert memory.window == 3
+    assert [memory.admit(place) for place in range(4)] == [True, True, True, False]
+    assert memory.window == 3
+    ledger.limit_bytes = 1
+    assert memory.window == 3, "what is here has its room"
 
 
 def test_one_microbatch_is_let_in_however_full_it_is() -> None:

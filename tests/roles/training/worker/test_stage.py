@@ -7,21 +7,9 @@ import asyncio
 import msgspec
 import pytest
 
+from swarmnode.codec.averaging_messages import Group, MemberSpec, Reduce, Reduced
 from swarmnode.codec.messages import Body, End, Error, Fault
-from swarmnode.codec.training_messages import (
-    Backward,
-    Commit,
-    Counted,
-    Discard,
-    Failed,
-    Group,
-    Lead,
-    MemberSpec,
-    Reduce,
-    Reduced,
-    Release,
-    Status,
-)
+from swarmnode.codec.training_messages import Backward, Commit, Counted, Discard, Failed, Lead, Release, Status
 from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.roles.training.worker.following import MAX_TERM_JUMP
 from tests.roles.training.scene import KEY, RUN, TERM, Scene
@@ -36,7 +24,7 @@ async def test_a_microbatch_is_counted_and_told(scene: Scene) -> None:
     line = await scene.lead()
     answer = await scene.feed(2)
     assert isinstance(answer, Backward) and answer.present == (False, False) and answer.loss > 0
-    assert masks(await line.ask(Release(()))) == (Counted(0, 3, b"\x04"),)
+    assert masks(await line.ask(Release((), RUN.id))) == (Counted(0, 3, b"\x04"),)
     assert masks(await line.ask(Discard(RUN.id))) == ()
 
 
@@ -44,12 +32,12 @@ async def test_the_same_microbatch_is_counted_once(scene: Scene) -> None:
     line = await scene.lead()
     first, second = await scene.feed(2), await scene.feed(2, lease=2)
     assert isinstance(first, Backward) and isinstance(second, Backward) and first.loss == second.loss
-    assert masks(await line.ask(Release(()))) == (Counted(0, 3, b"\x04"),)
+    assert masks(await line.ask(Release((), RUN.id))) == (Counted(0, 3, b"\x04"),)
 
 
 async def test_a_released_lease_that_comes_late_is_not_counted(scene: Scene) -> None:
     line = await scene.lead()
-    assert masks(await line.ask(Release((1,)))) == ()
+    assert masks(await line.ask(Release((1,), RUN.id))) == ()
     assert await scene.feed(2, lease=1) == Fault(0, 0, ErrorCode.STALE)
     assert isinstance(await scene.feed(2, lease=2), Backward)
 
@@ -77,7 +65,7 @@ async def test_values_that_do_not_fit_are_the_senders_fault(scene: Scene) -> Non
     body, payload = scene.forward(0)
     answer = await (await scene.talk(1)).ask(body, payload[:1])
     assert answer == Fault(0, 0, ErrorCode.MALFORMED)
-    assert masks(await line.ask(Release(()))) == ()
+    assert masks(await line.ask(Release((), RUN.id))) == ()
 
 
 async def test_a_lower_term_is_told_which_one_is_in_force(scene: Scene) -> None:
@@ -86,7 +74,7 @@ async def test_a_lower_term_is_told_which_one_is_in_force(scene: Scene) -> None:
     status = await rival.ask(Lead(TERM - 1))
     assert isinstance(status, Status) and status.term == TERM
     assert await rival.ask(Discard(RUN.id)) == Error(ErrorCode.STALE)
-    assert isinstance(await line.ask(Release(())), Status), "the first coordinator's word still counts"
+    assert isinstance(await line.ask(Release((), RUN.id)), Status), "the first coordinator's word still counts"
 
 
 async def test_a_higher_term_takes_over_and_finds_what_is_counted(scene: Scene) -> None:
@@ -103,9 +91,9 @@ async def test_a_higher_term_takes_over_and_finds_what_is_counted(scene: Scene) 
 async def test_a_commit_without_an_all_reduce_changes_nothing(scene: Scene) -> None:
     line = await scene.lead()
     await scene.feed(3)
-    status = await line.ask(Commit(0, 1.0, run=RUN.id))
+    status = await line.ask(Commit(0, 1.0, RUN.id))
     assert masks(status) == (Counted(0, 3, b"\x08"),)
-    assert scene.stage.step == 0
+    assert scene.stage.state.step == 0
 
 
 async def test_a_microbatch_of_the_next_step_waits_for_the_commit(scene: Scene) -> None:
@@ -117,13 +105,13 @@ async def test_a_microbatch_of_the_next_step_waits_for_the_commit(scene: Scene) 
     reduced = await line.ask(Reduce(0, 0, (group,), RUN.id))
     assert isinstance(reduced, Reduced) and len(reduced.squares) == 1
     assert not early.done()
-    status = await line.ask(Commit(0, reduced.squares[0] ** 0.5, run=RUN.id))
+    status = await line.ask(Commit(0, reduced.squares[0] ** 0.5, RUN.id))
     assert isinstance(status, Status) and status.step == 1
     assert isinstance(await early, Backward)
 
 
 async def test_a_first_frame_that_begins_nothing(scene: Scene) -> None:
-    assert await (await scene.talk()).ask(Release(())) == Error(ErrorCode.MALFORMED)
+    assert await (await scene.talk()).ask(Release((), RUN.id)) == Error(ErrorCode.MALFORMED)
     assert await (await scene.talk()).ask(End()) == Error(ErrorCode.MALFORMED)
 
 
@@ -131,7 +119,6 @@ async def test_a_first_frame_that_begins_nothing(scene: Scene) -> None:
     ("changes", "code"),
     [
         ({"run": bytes(32)}, ErrorCode.WRONG_RUN),
-        ({"run": b""}, ErrorCode.WRONG_RUN),
         ({"number": RUN.microbatches}, ErrorCode.MALFORMED),
         ({"number": 1}, ErrorCode.REFUSED),  # of another microbatch than the lease's
         ({"lease": 9}, ErrorCode.REFUSED),
@@ -145,7 +132,7 @@ async def test_a_lease_is_for_what_it_was_given_for(scene: Scene, changes: dict[
     wrong = msgspec.structs.replace(body, **changes)
     assert await (await scene.talk(1)).ask(wrong, payload) == Fault(0, 0, code)
     assert isinstance(await scene.feed(2), Backward), "who keeps to the rules is served"
-    assert masks(await line.ask(Release(()))) == (Counted(0, 3, b"\x04"),)
+    assert masks(await line.ask(Release((), RUN.id))) == (Counted(0, 3, b"\x04"),)
 
 
 async def test_a_lease_is_taken_from_its_holder_alone(scene: Scene) -> None:
@@ -157,10 +144,25 @@ async def test_a_lease_is_taken_from_its_holder_alone(scene: Scene) -> None:
     assert isinstance(await (await scene.talk(1)).ask(body, payload), Backward)
 
 
+async def test_commands_of_another_run_do_nothing(scene: Scene) -> None:
+    line = await scene.lead()
+    assert isinstance(await scene.feed(2), Backward)
+    assert masks(await line.ask(Discard(bytes(32)))) == (Counted(0, 3, b"\x04"),)
+    assert masks(await line.ask(Release((1,), bytes(32)))) == (Counted(0, 3, b"\x04"),)
+    assert isinstance(await scene.feed(3, lease=1), Backward), "the lease is not forgotten"
+    status = await line.ask(Commit(0, 1.0, bytes(32)))
+    assert isinstance(status, Status) and status.step == 0
+
+
 async def test_an_all_reduce_of_another_run_is_refused(scene: Scene) -> None:
     line = await scene.lead()
     answer = await line.ask(Reduce(0, 3, (), bytes(32)))
-    assert isinstance(answer, Failed) and answer.lease == 3 and answer.code == ErrorCode.WRONG_RUN
+    assert (
+        isinstance(answer, Failed)
+        and answer.lease == 3
+        and answer.code == ErrorCode.WRONG_RUN
+        and answer.run == bytes(32)
+    )
 
 
 async def test_a_term_out_of_all_reason_is_not_followed(scene: Scene) -> None:
@@ -168,4 +170,4 @@ async def test_a_term_out_of_all_reason_is_not_followed(scene: Scene) -> None:
     line = await scene.lead()
     status = await (await scene.talk(1)).ask(Lead(TERM + MAX_TERM_JUMP + 1, KEY))
     assert isinstance(status, Status) and status.term == TERM
-    assert isinstance(await line.ask(Release(())), Status), "the one in force goes on"
+    assert isinstance(await line.ask(Release((), RUN.id)), Status), "the one in force goes on"

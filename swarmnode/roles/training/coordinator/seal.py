@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import msgspec
 
 from swarmnode.codec.messages import HopSpec
-from swarmnode.codec.training_messages import SEAL_BYTES, Forward
+from swarmnode.codec.training_fields import SEAL_BYTES
+from swarmnode.codec.training_messages import Forward
 from swarmnode.net.interfaces import PeerId
 
 

@@ -1,0 +1,134 @@
+"""Bodies of an all-reduce (`protocol/training.md`).
+
+coordinator -> stage    REDUCE
+stage -> coordinator    REDUCED, FAILED
+replica -> replica      PULL, WAITING           PART, WAITING, FAILED back
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+from swarmnode.codec.body import MAX_PEER_CHARS, Block, Body, Step
+from swarmnode.codec.frames import FrameKind
+from swarmnode.codec.training_fields import (
+    MAX_BLOCKS,
+    MAX_GROUPS,
+    MAX_MASK_BYTES,
+    MAX_MEMBERS,
+    MAX_PARTS,
+    MAX_PULLED,
+    MAX_ROUND,
+    Attempt,
+    Duration,
+    Number,
+    Peer,
+    RunId,
+    Term,
+    Values,
+    are_different,
+    check_rules,
+    check_values,
+)
+
+
+class MemberSpec(Body, frozen=True):
+    """A replica in an all-reduce. `count` is how many microbatches it has counted; 0: it only listens."""
+
+    peer: Peer
+    count: Annotated[int, Meta(ge=0, le=8 * MAX_MASK_BYTES)]
+
+
+class How(IntEnum):
+    """What the replicas of a group do at the end of a step."""
+
+    SUM = 0  # sum their gradients, and update alike
+    APART = 1  # update by themselves, each with the mean of its own gradients
+    AVERAGE = 2  # average how far their parameters came since the last averaging, then as APART
+
+
+class Group(Body, frozen=True):
+    """Blocks that the same replicas hold: together they have counted every microbatch of the step once."""
+
+    number: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
+    blocks: Annotated[tuple[Block, ...], Meta(min_length=1, max_length=MAX_BLOCKS)]
+    members: Annotated[tuple[MemberSpec, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
+    how: Annotated[int, Meta(ge=0, le=2)] = How.SUM
+
+
+class Reduce(Body, frozen=True):
+    """Agree on the gradients of `step` with the members of each group. An earlier attempt is given up."""
+
+    step: Step
+    attempt: Attempt
+    groups: Annotated[tuple[Group, ...], Meta(max_length=MAX_GROUPS)]
+    run: RunId
+    within_s: Duration = 0.0  # after which the attempt is over
+
+    def check(self) -> None:
+        blocks = [block for group in self.groups for block in group.blocks]
+        rules = {
+            "groups of different numbers": are_different([group.number for group in self.groups]),
+            "blocks of one group each": are_different(blocks),
+            "members that are named once": all(
+                are_different([member.peer for member in group.members]) for group in self.groups
+            ),
+            "a member that has counted something": all(
+                any(member.count for member in group.members) for group in self.groups
+            ),
+        }
+        check_rules("REDUCE", rules)
+
+
+class Reduced(Body, frozen=True):
+    """The gradients are agreed; `squares` are their squared norms, one for each group."""
+
+    step: Step
+    attempt: Attempt
+    squares: Annotated[tuple[Number, ...], Meta(max_length=MAX_GROUPS)]
+    run: RunId
+
+
+class Pull(Body, frozen=True):
+    """Send so many parts more of an attempt to reduce: contributions to what the receiver owns, and sums. Nothing is sent that was
+    not pulled, and neither kind takes the place of the other."""
+
+    term: Term
+    step: Step
+    attempt: Attempt
+    run: RunId
+    contributions: Annotated[int, Meta(ge=0, le=MAX_PULLED)]
+    sums: Annotated[int, Meta(ge=0, le=MAX_PULLED)]
+
+
+class Part(Body, frozen=True):
+    """A part of a group's vector in one round of the attempt that was pulled: a contribution, or (`agreed`) the sum that counts."""
+
+    group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
+    round: Annotated[int, Meta(ge=0, le=MAX_ROUND)]
+    part: Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
+    agreed: bool
+    values: Values
+    run: RunId
+
+    def check(self) -> None:
+        check_values(self.values)
+
+
+class Waiting(Body, frozen=True):
+    """The sender still takes part in the attempt, and is held up by `peer` (empty: by nobody)."""
+
+    run: RunId
+    peer: Annotated[str, Meta(max_length=MAX_PEER_CHARS)] = ""
+
+
+AVERAGING_BODIES: dict[FrameKind, type[Body]] = {
+    FrameKind.REDUCE: Reduce,
+    FrameKind.REDUCED: Reduced,
+    FrameKind.PULL: Pull,
+    FrameKind.PART: Part,
+    FrameKind.WAITING: Waiting,
+}

@@ -1,0 +1,178 @@
+"""Stage state: the run that a stage is in, the step that it is at, and the ways in which it gets to another one.
+
+Shared state changes on the loop without an await in between; the learner's tensors live on the executor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from swarmnode.codec.training_messages import Commit, Condition
+from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.segment import Segment
+from swarmnode.errors import LocalError, ProtocolError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.roles.training.averaging.all_reduce import Agreed
+from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
+from swarmnode.roles.training.worker.memory import TrainingMemory
+from swarmnode.roles.training.worker.missed_steps import MissedSteps
+from swarmnode.swarm.records.run import Run
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MEET_S = 5.0  # for a step that replicas are to write down together to come
+
+
+def check_positions(segment: Segment, run: Run) -> None:
+    """Raises ProtocolError where a run's samples are longer than the model's positions."""
+    if segment.positions is not None and run.sequence > segment.positions:
+        raise ProtocolError(f"samples of {run.sequence} tokens, but the model has {segment.positions} positions")
+
+
+class StageState:
+    """`agreed` is what the replicas agreed on at `step`, if they have; `last` the norm and loss of the step before."""
+
+    def __init__(
+        self, segment: Segment, checkpoint_manager: CheckpointManager, executor: Executor, memory: TrainingMemory
+    ) -> None:
+        self.step = 0
+        self.condition = Condition.BLANK
+        self.run: Run | None = None
+        self.agreed: Agreed | None = None
+        self.losses: dict[int, float] = {}  # of what the model's last unit has counted, by microbatch
+        self.last = (0.0, 0.0)
+        self._segment = segment
+        self._checkpoint_manager = checkpoint_manager
+        self._executor = executor
+        self._memory = memory
+        self._learner: Learner | None = None
+        self._missed = MissedSteps(memory.ledger)
+        self._meetings: dict[int, asyncio.Future[asyncio.Future[int]]] = {}  # steps to be written down when they come
+
+    def __repr__(self) -> str:
+        return f"<StageState {self.condition.name} at step {self.step}, {self._missed!r}>"
+
+    @property
+    def run_id(self) -> bytes:
+        """Empty before a run has begun."""
+        return b"" if self.run is None else self.run.id
+
+    @property
+    def learner(self) -> Learner:
+        """Raises LocalError before a run has begun."""
+        if self._learner is None:
+            raise LocalError("no training has begun here")
+        return self._learner
+
+    @property
+    def masks(self) -> dict[int, int]:
+        """What is counted, by unit; on the executor."""
+        return {} if self._learner is None else dict(self._learner.counted)
+
+    def drop(self, place: int) -> None:
+        """Forget a microbatch that will not come back."""
+        if self._learner is not None:
+            self._learner.drop(place)
+
+    # -- ways to a step
+
+    async def begin(self, run: Run) -> None:
+        """Step 0 of a run, with the parameters as they are."""
+        again = self.run is not None  # parameters are not the founding ones any more: a joiner must find step 0 here
+        await self._take_up(run, 0)
+        if again:
+            await self.save()
+        self.condition = Condition.READY
+
+    async def restore(self, run: Run, step: int) -> None:
+        """A step on the disk. Raises CheckpointError."""
+        learner = await self._take_up(run, step)
+        await self._call(lambda: self._checkpoint_manager.load(learner, step))
+        self.condition = Condition.READY
+
+    async def sync(self, run: Run, step: int, peers: Sequence[PeerId]) -> None:
+        """Fetch a state of `step` or later while the all-reduces are heard, then catch up. Raises PeerRefused, LocalError."""
+        self._missed.clear()
+        learner = await self._take_up(run, step)
+        self.condition = Condition.LISTENING
+        fetched = await self._checkpoint_manager.fetch(lambda: peers, learner.blocks, at_least=step)
+        await self._call(lambda: self._checkpoint_manager.load(learner, fetched))
+        self.step = fetched
+        while (missed := self._missed.take(self.step)) is not None:
+            with missed.memory:
+                await self._call(partial(missed.agreed.commit, learner, missed.norm))
+            self.step += 1
+        self.condition = Condition.READY
+
+    async def _take_up(self, run: Run, step: int) -> Learner:
+        """A new learner, which is not ready yet. Raises ProtocolError where the model has no such positions."""
+        check_positions(self._segment, run)
+        self.condition = Condition.BLANK
+        self._checkpoint_manager.open(run)
+        await self._checkpoint_manager.serve(self._fresh)
+        self.run, self.step, self.agreed, self.losses = run, step, None, {}
+        learner = await self._call(lambda: Learner(self._segment, run, step=step, recompute=self._memory.begin(run)))
+        self._memory.hold(learner)
+        self._learner = learner
+        return learner
+
+    # -- the end of a step
+
+    def misses(self, body: Commit) -> bool:
+        """Whether a step ends that a listener makes up for when it has its state."""
+        if self.condition != Condition.LISTENING or self.agreed is None or body.run != self.run_id:
+            return False
+        agreed, self.agreed = self.agreed, None
+        self._missed.keep(body.step, agreed, body.norm)
+        return True
+
+    def commit(self, body: Commit) -> asyncio.Future[None] | None:
+        """Go to the next step by what was agreed on: the update under way. None where that is not what is to be done here."""
+        agreed, self.agreed = self.agreed, None
+        if agreed is None or body.step != self.step or body.run != self.run_id:
+            return None
+        learner = self.learner
+        self.step, self.last, self.losses = body.step + 1, (body.norm, body.loss), {}
+        done = self._call(lambda: agreed.commit(learner, body.norm))
+        meeting = self._meetings.pop(self.step, None)
+        if meeting is not None and not meeting.done():
+            meeting.set_result(self._call(lambda: self._checkpoint_manager.save(learner)))
+        return done
+
+    # -- what is written down
+
+    @property
+    def is_due(self) -> bool:
+        """Whether all peers write this step down."""
+        return self.run is not None and (self.step % self.run.checkpoint_steps == 0 or self.step == self.run.steps)
+
+    async def save(self) -> None:
+        """Write the step down. A full disk costs the step, not the training: earlier ones stay."""
+        learner = self.learner
+        try:
+            await self._call(lambda: self._checkpoint_manager.save(learner))
+        except LocalError as error:
+            log.warning("%s", error)
+
+    async def _fresh(self, at_least: int) -> int:
+        """Write down the step that this stage is at, for who asks; the one that is asked for where that comes soon: so replicas
+        that go on meanwhile all write the same one. Raises LocalError."""
+        if self.condition != Condition.READY:
+            raise LocalError("this stage is behind itself")
+        if self.step < at_least:
+            meeting = self._meetings.setdefault(at_least, asyncio.get_running_loop().create_future())
+            await asyncio.wait([meeting], timeout=MEET_S)
+            self._meetings.pop(at_least, None)
+            if meeting.done():
+                return await meeting.result()
+        learner = self.learner
+        return await self._call(lambda: self._checkpoint_manager.save(learner))
+
+    def _call(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        return self._executor.call(Urgency.CONTROL, function)
