@@ -11,8 +11,8 @@ from swarmnode.net.addressing.addresses import tcp_service
 
 async def answering(addresses: Sequence[str], *, timeout_s: float) -> list[str]:
     """Those multiaddrs at which somebody accepts a TCP connection; all of them where nobody does: then it may be us."""
-    answers = await asyncio.gather(*(answers(address, timeout_s) for address in addresses))
-    return [address for address, yes in zip(addresses, answers, strict=True) if yes] or list(addresses)
+    tried = await asyncio.gather(*(answers(address, timeout_s) for address in addresses))
+    return [address for address, yes in zip(addresses, tried, strict=True) if yes] or list(addresses)
 
 
 async def answers(address: str, timeout_s: float) -> bool:
