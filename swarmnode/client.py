@@ -323,12 +323,19 @@ def _import_causal_lm() -> tuple[Any, Any]:
 
 
 async def aconnect(
-    swarm: str | Path, *, home: Path | None = None, patience_s: float = 60.0, trust: Sequence[str] = ()
+    swarm: str | Path,
+    *,
+    home: Path | None = None,
+    patience_s: float = 60.0,
+    trust: Sequence[str] = (),
+    audit_share: float = ClientConfig.audit_share,
 ) -> SwarmClient:
     """Join a swarm (a .swarm file, an invite, or a public swarm's name) as an asyncio client:
     `async with await aconnect(...) as swarm`.
 
     `trust` restricts who computes: peer ids or their ends, `group:NAME`, `net:203.0.113.0/24`; empty is everybody.
+    `audit_share`, as 0.03, is how much of what the answers cost is spent on having some computed once more by other peers.
     Raises NetworkDown, UsageError, NotAdmitted.
     """
-    return await SwarmClient.join(load_swarm(swarm, home), home=home, patience_s=patience_s, trust=parse_trust(trust))
+    known, trusted = load_swarm(swarm, home), parse_trust(trust)
+    return await SwarmClient.join(known, home=home, patience_s=patience_s, trust=trusted, audit_share=audit_share)

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarmnode.client import GeneratedText, SwarmClient, TextStream
+from swarmnode.config import ClientConfig
 from swarmnode.roles.serving.generation import GenerateOptions, Generation
 from swarmnode.swarm.peers.trust import Trust, parse_trust
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
@@ -56,14 +57,16 @@ class SyncStream:
 class SyncSwarm:
     """Runs the client, in a thread that ends with `close`. Made by `connect`."""
 
-    def __init__(self, swarm: Swarm, *, home: Path | None, patience_s: float, trust: Trust) -> None:
+    def __init__(self, swarm: Swarm, *, home: Path | None, patience_s: float, trust: Trust, audit_share: float) -> None:
         import uvloop
 
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="swarmnode-client", daemon=True)
         self._thread.start()
         try:
-            self._client = self.run(SwarmClient.join(swarm, home=home, patience_s=patience_s, trust=trust))
+            self._client = self.run(
+                SwarmClient.join(swarm, home=home, patience_s=patience_s, trust=trust, audit_share=audit_share)
+            )
         except BaseException:
             self._stop()
             raise
@@ -124,7 +127,13 @@ async def _cancel_the_rest() -> None:
 
 
 def connect(
-    swarm: str | Path, *, home: Path | None = None, patience_s: float = 60.0, trust: Sequence[str] = ()
+    swarm: str | Path,
+    *,
+    home: Path | None = None,
+    patience_s: float = 60.0,
+    trust: Sequence[str] = (),
+    audit_share: float = ClientConfig.audit_share,
 ) -> SyncSwarm:
     """Join a swarm as a client: `with connect(...) as swarm`. Arguments and errors are those of `aconnect`."""
-    return SyncSwarm(load_swarm(swarm, home), home=home, patience_s=patience_s, trust=parse_trust(trust))
+    known, trusted = load_swarm(swarm, home), parse_trust(trust)
+    return SyncSwarm(known, home=home, patience_s=patience_s, trust=trusted, audit_share=audit_share)
