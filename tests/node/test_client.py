@@ -133,7 +133,10 @@ async def test_wrong_input_is_the_users_mistake(founded: Founded, tmp_path: Path
         ids, mask = torch.tensor([PROMPT]), torch.tensor([[1] * 7 + [0]])
         with pytest.raises(UsageError, match="left padding"):
             await turns.run(lambda: model.generate(ids, attention_mask=mask, max_new_tokens=2))
-    async with two_stages(founded, tmp_path) as client:
+    (
+        second := tmp_path / "second"
+    ).mkdir()  # in the first one's folder its client would draw who the first one's node is
+    async with two_stages(founded, second) as client:
         for prompt, words in (([], "no tokens"), ([511, 512], "vocabulary"), ("text", "no tokenizer")):
             with pytest.raises(UsageError, match=words):
                 await client.generate(prompt, max_new_tokens=2)

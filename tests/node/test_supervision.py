@@ -16,8 +16,9 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.signing_key import SigningKey
 from tests.net.virtual import in_virtual_time
-from tests.node.conftest import PROMPT, Founded, TinyModel
+from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
+from tests.tiny import PROMPT, TinyModel
 
 BOOTSTRAP = [
     "host: keep joined",
