@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -17,6 +18,8 @@ import typer
 from swarmnode.cli.terminal.log_lines import JsonLines, TextLines
 from swarmnode.cli.terminal.printable import json_line, printable
 from swarmnode.errors import SwarmnodeError
+
+LEAVE_NOW_S = 10.0  # after the second Ctrl-C
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -118,6 +121,7 @@ def run_async(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
         def on_signal() -> None:
             if stop.is_set():
                 task.cancel()
+                _end_soon()
             stop.set()
 
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -139,6 +143,13 @@ def run_async(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
         loop.run_until_complete(loop.shutdown_asyncgens())
         asyncio.set_event_loop(None)
         loop.close()
+
+
+def _end_soon() -> None:
+    """Whatever hangs on its way out, who asked twice does not wait for it. The kernel ends our p2pd with us."""
+    ending = threading.Timer(LEAVE_NOW_S, os._exit, (1,))
+    ending.daemon = True
+    ending.start()
 
 
 async def unless_stopped(work: Awaitable[T], stop: asyncio.Event) -> T | None:
