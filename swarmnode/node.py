@@ -77,6 +77,11 @@ class Node:
     def __repr__(self) -> str:
         return f"<Node {self._host!r} {self._stage!r}>"
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether it is a peer already."""
+        return self._host is not None
+
     def readings(self) -> Readings:
         """What Prometheus may know of this node; before it has joined little."""
         yield Reading(table.MOVES, self._moves)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from itertools import chain
 
 from swarmnode.bootstrap import Bootstrap
 from swarmnode.metrics.metric import Readings
@@ -31,8 +30,9 @@ class SwarmHost:
 
     def readings(self) -> Readings:
         """What Prometheus may know: the node's figures, and before it is there the door's."""
-        node = list(self._node.readings())
-        return chain(node, () if len(node) > 1 or self._door is None else self._door.readings())
+        if self._door is not None and not self._node.has_joined:
+            return self._door.readings()
+        return self._node.readings()
 
     async def run(self, stop: asyncio.Event, opened: Callable[[list[str]], Awaitable[None]]) -> None:
         """Live until `stop`; `opened` hears the addresses at which newcomers knock.

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnode.cli.options.founding import keep, new_owner, new_swarm_file
+from swarmnode.cli.options.founding import found, new_owner, new_swarm_file
 from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE
-from swarmnode.cli.terminal.bars import bytes_bar
 from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors, say
 
 if TYPE_CHECKING:
@@ -91,8 +90,6 @@ def create(
     if private and public:
         fail("a swarm is --private or --public, not both", 2)
     from swarmnode.roles.creation.bootstraps import Bootstraps
-    from swarmnode.roles.creation.swarm_creation import create_swarm
-    from swarmnode.swarm.records.manifest import OPEN, PRIVATE
 
     path = new_swarm_file(name, force=force)
     bootstraps = Bootstraps(bootstrap, listen, announce).settled()
@@ -106,17 +103,7 @@ def create(
         model_source = from_module(module, weights, units=units or None, force=force)
     else:
         model_source = from_checkpoint(model, byte_level=byte_level)
-    with bytes_bar("Hashing the weights", quiet=quiet or as_json) as progress:
-        swarm = create_swarm(
-            path.stem,
-            model_source,
-            bootstraps,
-            mode=mode,
-            membership=PRIVATE if private else OPEN,
-            owner=owner.key if owner else None,
-            progress=progress,
-        )
-    swarm = keep(swarm, owner, path)
+    swarm = found(path, model_source, bootstraps, owner, mode=mode, private=private, quiet=quiet or as_json)
     if as_json:
         _print_json(swarm, path, model_source)
     elif quiet:

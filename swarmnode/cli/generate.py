@@ -115,7 +115,8 @@ def _what_is_meant(swarm: str, prompt: str, ids: str, home: Path) -> tuple[str, 
     of - is read from standard input."""
     from swarmnode.swarm.storage.swarmfile import names_a_swarm
 
-    if swarm and not prompt and not ids and not names_a_swarm(swarm, home):
+    alone = swarm and not prompt and not ids
+    if alone and swarm != STANDARD_INPUT and not names_a_swarm(swarm, home):
         swarm, prompt = "", swarm
     return swarm, sys.stdin.read(MAX_PROMPT_CHARS).rstrip("\n") if prompt == STANDARD_INPUT else prompt
 

@@ -6,31 +6,27 @@ import asyncio
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnode.cli.options.founding import SUFFIX, keep, new_owner, new_swarm_file
+from swarmnode.cli.options.founding import SUFFIX, found, new_owner, new_swarm_file
 from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
 from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE, owner_key_of
-from swarmnode.cli.terminal.bars import bytes_bar
 from swarmnode.cli.terminal.console import (
     HOME,
     LOG_FORMAT,
     VERBOSE,
     default_home,
     fail,
-    print_json,
     reports_errors,
     run_async,
-    say,
     set_up_logging,
+    teller,
 )
 
 if TYPE_CHECKING:
-    from swarmnode.cli.options.founding import NewOwner
     from swarmnode.node import Tell
-    from swarmnode.roles.creation.bootstraps import Bootstraps
     from swarmnode.roles.membership.owner import InviteTerms
     from swarmnode.swarm.records.signing_key import SigningKey
     from swarmnode.swarm.storage.swarmfile import Swarm
@@ -89,8 +85,10 @@ def host(
     from swarmnode.net.addressing.addresses import check_all
     from swarmnode.node import NodeConfig
     from swarmnode.roles.creation.bootstraps import Bootstraps
+    from swarmnode.roles.creation.model_source import from_checkpoint
     from swarmnode.roles.host import HostConfig
     from swarmnode.roles.membership.owner import InviteTerms
+    from swarmnode.swarm.records.manifest import SERVE
 
     folder = default_home(home)
     stage = StageConfig(
@@ -107,15 +105,11 @@ def host(
     else:
         bootstraps = Bootstraps(listen=listen or [_free_everywhere()], announce=announce).settled()
         owner = new_owner(path, owner_key, password_file) if private else None
-        swarm, key = _found(model, path, bootstraps, owner, quiet=as_json), owner.key if owner else None
+        swarm = found(path, from_checkpoint(model), bootstraps, owner, mode=SERVE, private=private, quiet=as_json)
+        key = owner.key if owner else None
     invite = swarm.invite if key is None else _invite(swarm, path, terms, key)
     watch = Watch(metrics_host, metrics_port, folder, as_json)
-
-    def tell(event: str, text: str, **details: Any) -> None:
-        if as_json:
-            print_json({"event": event, **details})
-        else:
-            say(text)
+    tell = teller(as_json)
 
     async def serve(stop: asyncio.Event) -> None:
         from swarmnode.swarm_host import SwarmHost
@@ -143,25 +137,6 @@ def _known(model: str, name: str, listen: list[str], announce: list[str]) -> tup
     if listen or announce:
         fail(f"{path} says already where newcomers knock; --listen and --announce are for a new swarm", 2)
     return swarm, path
-
-
-def _found(model: str, path: Path, bootstraps: Bootstraps, owner: NewOwner | None, *, quiet: bool) -> Swarm:
-    from swarmnode.roles.creation.model_source import from_checkpoint
-    from swarmnode.roles.creation.swarm_creation import create_swarm
-    from swarmnode.swarm.records.manifest import OPEN, PRIVATE
-    from swarmnode.swarm.storage.swarmfile import load_swarm
-
-    with bytes_bar("Hashing the weights", quiet=quiet) as progress:
-        swarm = create_swarm(
-            path.stem,
-            from_checkpoint(model),
-            bootstraps,
-            membership=OPEN if owner is None else PRIVATE,
-            owner=None if owner is None else owner.key,
-            progress=progress,
-        )
-    keep(swarm, owner, path)
-    return load_swarm(path)
 
 
 def _name_of(model: str) -> str:

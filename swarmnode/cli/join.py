@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from swarmnode.cli.options.swarm import STANDARD_INPUT, read_line
+from swarmnode.cli.options.swarm import MAX_LINE_CHARS, STANDARD_INPUT, read_line
 from swarmnode.cli.terminal.console import HOME, JSON, default_home, fail, print_json, reports_errors, say
 
 
@@ -57,7 +57,7 @@ def _invite(text: str) -> str:
     elif text in ("", STANDARD_INPUT):
         text = read_line()
     if not looks_like_invite(text):
-        data = read_user_file(Path(text), max_bytes=1 << 16, what="an invite")
+        data = read_user_file(Path(text), max_bytes=MAX_LINE_CHARS, what="an invite")
         if data is None:
             fail("this is neither an invite (swarm1… or swarm2…) nor a file with one", 2)
         text = data.decode(errors="replace")

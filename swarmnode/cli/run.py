@@ -16,11 +16,10 @@ from swarmnode.cli.terminal.console import (
     LOG_FORMAT,
     VERBOSE,
     default_home,
-    print_json,
     reports_errors,
     run_async,
-    say,
     set_up_logging,
+    teller,
 )
 
 
@@ -108,12 +107,7 @@ def run(
     )
 
     watch = Watch(metrics_host, metrics_port, config.host.home, as_json)
-
-    def tell(event: str, text: str, **details: Any) -> None:
-        if as_json:
-            print_json({"event": event, **details})
-        else:
-            say(text)
+    tell = teller(as_json)
 
     async def serve(stop: asyncio.Event) -> None:
         pause = CollectorPause()

@@ -1,16 +1,19 @@
-"""What `create` and `host` share: the file that is written, and the owner's key, both at the very end."""
+"""Founding a swarm, for `create` and `host`: its file and its owner's key are written at the very end."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnode.cli.options.owner import KEY_VARIABLE, new_password, owner_key_of
+from swarmnode.cli.terminal.bars import bytes_bar
 from swarmnode.cli.terminal.console import fail
 
 if TYPE_CHECKING:
+    from swarmnode.roles.creation.bootstraps import Bootstraps
+    from swarmnode.roles.creation.model_source import ModelSource
     from swarmnode.swarm.records.signing_key import SigningKey
     from swarmnode.swarm.storage.swarmfile import Swarm
 
@@ -61,7 +64,34 @@ def new_owner(path: Path, given: Path | None, password_file: Path | None, *, for
     return NewOwner(SigningKey.generate(), file, new_password(password_file))
 
 
-def keep(swarm: Swarm, owner: NewOwner | None, path: Path) -> Swarm:
+def found(
+    path: Path,
+    source: ModelSource,
+    bootstraps: Bootstraps,
+    owner: NewOwner | None,
+    *,
+    mode: str,
+    private: bool,
+    quiet: bool,
+) -> Swarm:
+    """A new swarm of this model, kept in its file. Raises UsageError, CheckpointError, LocalError."""
+    from swarmnode.roles.creation.swarm_creation import create_swarm
+    from swarmnode.swarm.records.manifest import OPEN, PRIVATE
+
+    with bytes_bar("Hashing the weights", quiet=quiet) as progress:
+        swarm = create_swarm(
+            path.stem,
+            source,
+            bootstraps,
+            mode=mode,
+            membership=PRIVATE if private else OPEN,
+            owner=owner.key if owner else None,
+            progress=progress,
+        )
+    return _keep(swarm, owner, path)
+
+
+def _keep(swarm: Swarm, owner: NewOwner | None, path: Path) -> Swarm:
     """Write the new swarm, its owner's key, and of a private one the grant for the host's own machines. Raises LocalError."""
     from swarmnode.roles.membership.owner import with_host_grant
     from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path
@@ -74,4 +104,4 @@ def keep(swarm: Swarm, owner: NewOwner | None, path: Path) -> Swarm:
         swarm = with_host_grant(swarm, owner.key, book)
         book.save()
     save_swarm(swarm, path)
-    return swarm
+    return replace(swarm, file=path)

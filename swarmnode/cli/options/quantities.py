@@ -1,9 +1,8 @@
-"""Sizes, rates, spans and choices as people type them. Whatever could be read in two ways is refused with what to add."""
+"""Sizes, rates and spans as people type them. Whatever could be read in two ways is refused with what to add."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 
 from swarmnode.errors import UsageError
 from swarmnode.plan.view import Span
@@ -44,10 +43,3 @@ def parse_span(text: str, option: str = "--span") -> Span:
     if match is None or int(match[1]) >= int(match[2]):
         raise UsageError(f"{option} {text}: not a span; write it as A:B with A < B, for units A to B-1")
     return Span(int(match[1]), int(match[2]))
-
-
-def parse_choice(text: str, option: str, choices: Collection[str]) -> str:
-    """One of the words that the option takes. Raises UsageError."""
-    if text not in choices:
-        raise UsageError(f"{option} {text}: choose {', '.join(choices)}")
-    return text

@@ -166,9 +166,7 @@ def swarm_path(source: str | Path) -> Path:
 
 def names_a_swarm(source: str, home: Path | None) -> bool:
     """Whether this is an invite, a file that is there, or a known name, rather than something else that was typed."""
-    return (
-        looks_like_invite(source) or source == "-" or swarm_path(source).is_file() or _named(source, home) is not None
-    )
+    return looks_like_invite(source) or swarm_path(source).is_file() or _named(source, home) is not None
 
 
 def _named(name: str, home: Path | None) -> str | None:
