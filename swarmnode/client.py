@@ -35,7 +35,7 @@ from swarmnode.swarm.peers.trust import EVERYBODY, Trust, parse_trust
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.storage.content import has_tokenizer
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
-from swarmnode.tokenizer import ByteTokenizer, Tokenizer, stop_ids, vocabulary_size
+from swarmnode.tokenizer import ByteTokenizer, Tokenizer, Turn, stop_ids, vocabulary_size
 
 if TYPE_CHECKING:
     from swarmnode.roles.fetching.weights import Weights
@@ -219,6 +219,15 @@ class SwarmClient:
             clock=self._clock,
         )
         return TextStream(ring, tokenizer)
+
+    async def chat(self, turns: Sequence[Turn], options: GenerateOptions | None = None, **changes: Any) -> TextStream:
+        """Generate what the model answers to a conversation; see `stream`. Raises CheckpointError where its chat template fails."""
+        tokenizer = await self._load_tokenizer()
+        if tokenizer is None:
+            raise UsageError(
+                "this swarm's checkpoint has no tokenizer: it cannot chat; `generate --ids` takes token ids"
+            )
+        return await self.stream(await asyncio.to_thread(tokenizer.encode_chat, turns), options, **changes)
 
     async def generate(
         self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any

@@ -26,6 +26,7 @@ ROOMS = (
     {
         "bootstrap",
         "client",
+        "conversation",
         "demo",
         "localswarm",
         "node",

@@ -96,7 +96,7 @@ def generate(
         waited_s = time.monotonic() - started_s
         client.config = dataclasses.replace(client.config, patience_s=max(1.0, patience - waited_s))
         pause.end()
-        _leave_torch_out()
+        leave_torch_out()
         try:
             async with watch.over(loaded.name, client.readings):
                 return await unless_stopped(_produce(client, tokens or prompt, options, stream=not as_json), stop)
@@ -140,7 +140,7 @@ async def _produce(client: Any, prompt: str | list[int], options: Any, *, stream
     return generation_json(result)
 
 
-def _leave_torch_out() -> None:
+def leave_torch_out() -> None:
     """This process computes nothing, and transformers' tokenizers take a fourth of the time where they find no torch."""
     if "torch" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]

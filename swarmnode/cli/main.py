@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 
 from swarmnode.cli.bootstrap import bootstrap
+from swarmnode.cli.chat import chat
 from swarmnode.cli.create import create
 from swarmnode.cli.demo import demo
 from swarmnode.cli.export import export
@@ -17,44 +18,39 @@ from swarmnode.cli.identity import show_identity
 from swarmnode.cli.invite import invite
 from swarmnode.cli.join import join
 from swarmnode.cli.members import members
+from swarmnode.cli.models import models
 from swarmnode.cli.plan import plan
 from swarmnode.cli.revoke import revoke
 from swarmnode.cli.run import run
 from swarmnode.cli.simulate import simulate
 from swarmnode.cli.status import status
+from swarmnode.cli.terminal.grouped_help import GroupedHelp
 from swarmnode.cli.trace import trace
 from swarmnode.cli.train import train
 from swarmnode.version import __version__
 
+GROUPS = {
+    "Use a swarm": (join, models, generate, chat, status, trace),
+    "Lend this machine": (run,),
+    "Host a swarm": (host, create, bootstrap, invite, revoke, members),
+    "Train": (train, export),
+    "Plan and try": (plan, simulate, demo),
+}
+
 app = typer.Typer(
     name="swarmnode",
     help="Lend your GPU to a swarm that serves or trains large neural networks, or use one.",
+    cls=GroupedHelp,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help is three times faster than a decorated one
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (
-    host,
-    create,
-    join,
-    invite,
-    revoke,
-    members,
-    bootstrap,
-    run,
-    status,
-    generate,
-    trace,
-    train,
-    export,
-    plan,
-    simulate,
-    demo,
-):
-    app.command()(command)
-app.command("id")(show_identity)
+for heading, commands in GROUPS.items():
+    for command in commands:
+        app.command(rich_help_panel=heading)(command)
+app.command("id", rich_help_panel="Lend this machine")(show_identity)
 
 
 def _print_version(wanted: bool) -> None:

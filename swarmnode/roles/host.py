@@ -41,6 +41,7 @@ from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, 
 from swarmnode.swarm.records.grant import Role
 from swarmnode.swarm.records.sections import Introduction
 from swarmnode.swarm.storage.known_peers import KnownPeers
+from swarmnode.swarm.storage.manifest_cache import ManifestCache
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.version import __version__
 
@@ -277,8 +278,13 @@ class Host:
             self.check_welcome()
 
     async def manifest(self, *, patience_s: float) -> None:
-        """Make sure that the swarm's manifest is here, asking the peers for it. Raises NetworkDown where nobody has it."""
+        """Make sure that the swarm's manifest is here, asking the peers where this machine has not seen it yet. Raises NetworkDown
+        where nobody has it, ProtocolError where the invite is not its owner's."""
         if self.swarm.manifest is not None:
+            return
+        cache = ManifestCache(self.config.home)
+        if (seen := cache.get(self.swarm.id)) is not None:
+            self.swarm = self.swarm.with_manifest(seen)
             return
         deadline_s = self.clock.monotonic() + patience_s
         while True:
@@ -291,6 +297,7 @@ class Host:
                     drop=self.directory.suspect,
                 )
                 self.swarm = self.swarm.with_manifest(raw)
+                cache.keep(raw)
                 return
             except PeerError as error:
                 if self.clock.monotonic() > deadline_s:

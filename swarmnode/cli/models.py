@@ -1,0 +1,71 @@
+"""`swarmnode models`: which models this machine can ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from swarmnode.cli.terminal.console import HOME, JSON, default_home, print_json, reports_errors, say
+
+if TYPE_CHECKING:
+    from swarmnode.swarm.storage.swarmfile import Swarm
+
+UNKNOWN = "not seen yet"
+
+
+class KnownModel(NamedTuple):
+    """A swarm that has a name here, and its model, as far as this machine has seen it."""
+
+    name: str
+    model: str
+    mode: str
+    units: int | None
+    size_bytes: int | None
+    members: str
+    last: bool
+
+
+@reports_errors
+def models(home: Path = HOME, as_json: bool = JSON) -> None:
+    """List the swarms that this machine knows by name (joined and public ones), and the models that they serve or train.
+
+    Example: swarmnode models
+    """
+    known = sorted(_known(default_home(home)))
+    if as_json:
+        print_json([model._asdict() for model in known])
+        return
+    if not known:
+        say("No swarm has a name here yet. Next: swarmnode join, and paste an invite; or swarmnode host MODEL")
+        return
+    from swarmnode.cli.terminal.tables import new_table, show
+
+    table = new_table("", ("swarm", "model", "", "units", "GB", "who"), numbers=("units", "GB"))
+    for one in known:
+        size = "" if one.size_bytes is None else f"{one.size_bytes / 1e9:.1f}"
+        used = "used last" if one.last else ""
+        table.add_row(one.name, one.model, one.mode, str(one.units or ""), size, " ".join((one.members, used)).strip())
+    show(table)
+
+
+def _known(home: Path) -> Iterator[KnownModel]:
+    from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
+    from swarmnode.swarm.storage.manifest_cache import ManifestCache
+    from swarmnode.swarm.storage.public_swarms import known_swarms
+    from swarmnode.swarm.storage.swarmfile import load_swarm
+
+    joined, cache = JoinedSwarms(home), ManifestCache(home)
+    for name in {*joined.names(), *known_swarms(home)}:
+        swarm = load_swarm(joined.invite_to(name) or known_swarms(home)[name].invite)
+        raw = cache.get(swarm.id)
+        yield _describe(name, swarm if raw is None else swarm.with_manifest(raw), last=name == joined.last)
+
+
+def _describe(name: str, swarm: Swarm, *, last: bool) -> KnownModel:
+    members = "invited" if swarm.private else "everybody"
+    if swarm.manifest is None:
+        return KnownModel(name, UNKNOWN, "", None, None, members, last)
+    model, manifest = swarm.manifest.model, swarm.manifest
+    named = model.hub_id or model.family
+    return KnownModel(name, named, manifest.mode, model.units, manifest.total_bytes, members, last)

@@ -1,0 +1,50 @@
+"""`swarmnode models`, and help in groups."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from swarmnode.cli.main import GROUPS
+from swarmnode.swarm.records.manifest import encode_manifest, swarm_id
+from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
+from swarmnode.swarm.storage.manifest_cache import ManifestCache
+from swarmnode.swarm.storage.swarmfile import new_swarm
+from tests.cli.command import invoke
+from tests.swarm.records.test_manifest import make_manifest
+from tests.swarm.storage.test_joined_swarms import FRIENDS
+
+
+def test_known_swarms_are_listed_with_what_was_seen_of_them(tmp_path: Path) -> None:
+    assert "swarmnode join" in invoke("models", home=tmp_path).stdout
+    raw = encode_manifest(make_manifest())
+    joined = JoinedSwarms(tmp_path)
+    joined.remember(new_swarm(raw).invite, "seen")
+    joined.used(joined.remember(FRIENDS))
+    ManifestCache(tmp_path).keep(raw)
+    listed = {one["name"]: one for one in json.loads(invoke("models", "--json", home=tmp_path).stdout)}
+    assert listed["friends"]["last"] and listed["friends"]["units"] is None
+    assert listed["seen"]["units"] == make_manifest().model.units
+    assert "not seen yet" in invoke("models", home=tmp_path).stdout
+
+
+def test_a_damaged_manifest_is_not_taken(tmp_path: Path) -> None:
+    raw, cache = encode_manifest(make_manifest()), ManifestCache(tmp_path)
+    cache.keep(raw)
+    assert cache.get(swarm_id(raw)) == raw
+    next((tmp_path / "manifests").iterdir()).write_bytes(raw[:-1])
+    assert cache.get(swarm_id(raw)) is None
+
+
+def test_a_home_that_cannot_be_written_costs_no_more_than_a_fetch(tmp_path: Path) -> None:
+    (tmp_path / "manifests").write_text("no folder")
+    cache = ManifestCache(tmp_path)
+    cache.keep(encode_manifest(make_manifest()))
+    assert cache.get(b"x" * 32) is None
+
+
+def test_help_is_in_groups() -> None:
+    told = invoke("--help").stdout
+    places = [told.index(f"{heading}:") for heading in GROUPS]
+    assert places == sorted(places)
+    assert all(f"\n  {command.__name__} " in told for commands in GROUPS.values() for command in commands)

@@ -1,0 +1,86 @@
+"""Conversations: what the model is asked, turn by turn."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from swarmnode.cli.chat import _talk
+from swarmnode.conversation import Conversation
+from swarmnode.errors import CheckpointError, UsageError
+from swarmnode.roles.serving.generation import GenerateOptions
+from swarmnode.tokenizer import ByteTokenizer, Turn
+from swarmnode.tokenizer import Tokenizer as ModelTokenizer
+from tests.llama import save_llama
+from tests.net.virtual import in_virtual_time
+from tests.node.virtual_swarm import VirtualSwarm
+
+TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}<assistant>"
+TURNS = [Turn("user", "hi"), Turn("assistant", "yes"), Turn("user", "why")]
+
+
+def save_tokenizer(folder: Path, template: str | None = None) -> None:
+    """Every byte a token."""
+    letters = {chr(code): code for code in range(33, 127)}
+    characters = Tokenizer(models.BPE(vocab={**letters, "Ġ": 32, "Ċ": 10}, merges=[]))
+    characters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    characters.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=characters, chat_template=template).save_pretrained(folder)
+
+
+def test_a_conversation_is_asked_by_the_models_template(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, TEMPLATE)
+    tokenizer = ModelTokenizer(tmp_path)
+    assert bytes(tokenizer.encode_chat(TURNS)) == b"<user>hi<assistant>yes<user>why<assistant>"
+    assert bytes(tokenizer.encode("a b")) == b"a b"
+
+
+def test_without_a_template_it_is_one_text(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    assert bytes(ModelTokenizer(tmp_path).encode_chat(TURNS)) == b"hi\nyes\nwhy\n"
+    assert bytes(ByteTokenizer().encode_chat(TURNS)) == b"hi\nyes\nwhy\n"
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% for", "{{ messages.__class__.__mro__ }}"])
+def test_a_template_that_fails_is_told(tmp_path: Path, template: str) -> None:
+    """Also one that reaches for what a template must not have: it runs in a sandbox."""
+    save_tokenizer(tmp_path, template)
+    with pytest.raises(CheckpointError, match="chat template"):
+        ModelTokenizer(tmp_path).encode_chat(TURNS)
+
+
+@in_virtual_time
+async def test_each_turn_is_asked_with_all_that_was_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_llama(tmp_path / "model", layers=1)
+    save_tokenizer(tmp_path / "model", TEMPLATE)
+    said = iter(["hello", "", "too long", "and now?", "/new", "bye", None])
+    monkeypatch.setattr("swarmnode.cli.chat.TypedLines.next", lambda _self: asyncio.sleep(0, next(said)))
+    async with VirtualSwarm(tmp_path / "swarm") as swarm:
+        (tmp_path / "swarm").mkdir()
+        swarm.create(tmp_path / "model")
+        await swarm.bootstrap()
+        await swarm.node("a").wait_for("ready")
+        async with swarm.client() as client:
+            asked: list[str] = []
+            stream = client.stream
+
+            async def overheard(prompt: list[int], *options: object) -> object:
+                asked.append(bytes(prompt).decode())
+                if "too long" in asked[-1]:
+                    raise UsageError("shorten it")
+                return await stream(prompt, *options)  # type: ignore[arg-type]
+
+            monkeypatch.setattr(client, "stream", overheard)
+            await _talk(Conversation(client, GenerateOptions(4), system="short"))
+    told = capsys.readouterr()
+    system = "<system>short<user>"
+    assert asked[0] == f"{system}hello<assistant>"
+    assert asked[2].startswith(asked[0]) and asked[2].endswith("<user>and now?<assistant>")
+    assert "too long" not in asked[2] and "shorten it" in told.err, "what cannot be asked is told, and forgotten"
+    assert asked[3] == f"{system}bye<assistant>"
