@@ -14,11 +14,9 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from swarmnode.errors import NetworkDown, PeerError, PeerLost
 from swarmnode.net.addressing.addresses import peer_of, without_peer
@@ -38,40 +36,26 @@ from swarmnode.net.limits.address_group import address_group
 from swarmnode.net.limits.stream_limits import StreamLimits
 from swarmnode.net.links.gate import OPEN_GATE, Gate
 from swarmnode.net.memory.island import Island
-from swarmnode.net.memory.stream import FakeStream, Pipe, connect
+from swarmnode.net.memory.medium import Medium
+from swarmnode.net.memory.medium import Path as Path
+from swarmnode.net.memory.stream import FakeStream, connect
 from swarmnode.net.network_config import NetworkConfig
 from swarmnode.net.supervisor import Supervisor
 from swarmnode.net.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-RETRANSMISSION_S = 0.2  # TCP's minimum (Linux)
 
-
-@dataclass(frozen=True)
-class Path:
-    """One direction between two peers. `loss` is the share of writes that are lost once and come by retransmission."""
-
-    latency_s: float = 0.0
-    bytes_per_s: float = math.inf
-    loss: float = 0.0
-
-
-class FakeWorld:
+class FakeWorld(Medium):
     """All peers and what lies between them. `clock` gives unix time in seconds, for the expiry of records."""
 
     def __init__(self, seed: int = 0, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(random.Random(seed))
         self.clock = clock
-        self.default_path = Path()
-        self._random = random.Random(seed)
         self._hosts = (str(host) for host in ipaddress.ip_network("10.0.0.0/8").hosts())
         self._homes: dict[PeerId, str] = {}  # where each peer that there ever was listens
         self._connections: set[frozenset[PeerId]] = set()
         self._networks: dict[PeerId, FakeNetwork] = {}
-        self._paths: dict[tuple[PeerId, PeerId], Path] = {}
-        self._free_at: dict[tuple[PeerId, PeerId], float] = {}  # when a direction has sent what it was given
-        self._hanging: dict[PeerId, asyncio.Event] = {}
-        self._held: list[Pipe] = []  # whose next bytes wait for a hanging peer
 
     def __repr__(self) -> str:
         return f"<FakeWorld of {len(self._networks)} peers, {len(self._hanging)} hanging>"
@@ -106,33 +90,12 @@ class FakeWorld:
             supervisor=config.supervisor,
         )
 
-    def path(self, source: PeerId, target: PeerId) -> Path:
-        """What lies between two peers in this direction."""
-        return self._paths.get((source, target), self.default_path)
-
-    def set_path(self, one: PeerId, other: PeerId, path: Path) -> None:
-        """Change what lies between two peers, in both directions."""
-        self._paths[one, other] = self._paths[other, one] = path
-
     def kill(self, peer: PeerId) -> None:
         """As by kill -9: its streams break, the others notice after the latency."""
         network = self._networks[peer]
         self.leave(peer)
         self.wake(peer)
         network.die()
-
-    def hang(self, peer: PeerId) -> None:
-        """As by SIGSTOP, seen from outside: what it was sent and what it sent stays on the way. (Its own timers go on.)"""
-        self._hanging.setdefault(peer, asyncio.Event())
-
-    def wake(self, peer: PeerId) -> None:
-        """End a `hang`: everything that was held arrives."""
-        awake = self._hanging.pop(peer, None)
-        if awake is not None:
-            awake.set()
-            held, self._held = self._held, []
-            for pipe in held:
-                self._arrive(pipe)
 
     # -- what peers ask of the world
 
@@ -152,35 +115,6 @@ class FakeWorld:
     def connected(self, peer: PeerId) -> set[PeerId]:
         """Whom a peer is connected with."""
         return {other for pair in self._connections if peer in pair for other in pair if other != peer}
-
-    async def travel(self, source: PeerId, target: PeerId) -> None:
-        """Wait as long as a message takes that is too small to count; for a hanging peer, until it wakes."""
-        await asyncio.sleep(self.path(source, target).latency_s)
-        for peer in (source, target):
-            await self.awake(peer)
-
-    async def awake(self, peer: PeerId) -> None:
-        """Wait until a peer does not hang."""
-        while (hanging := self._hanging.get(peer)) is not None:
-            await hanging.wait()
-
-    def deliver(self, pipe: Pipe, size_bytes: int) -> None:
-        """Let what the pipe was given arrive in time."""
-        loop = asyncio.get_running_loop()
-        direction = (pipe.source, pipe.target)
-        path = self.path(*direction)
-        sent_at = max(loop.time(), self._free_at.get(direction, 0.0)) + size_bytes / path.bytes_per_s
-        self._free_at[direction] = sent_at
-        lost = path.loss > 0 and self._random.random() < path.loss
-        delay_s = path.latency_s + (max(RETRANSMISSION_S, 2 * path.latency_s) if lost else 0.0)
-        pipe.last_arrival_s = max(pipe.last_arrival_s, sent_at + delay_s)
-        loop.call_at(pipe.last_arrival_s, self._arrive, pipe)
-
-    def _arrive(self, pipe: Pipe) -> None:
-        if pipe.source in self._hanging or pipe.target in self._hanging:
-            self._held.append(pipe)
-        elif not pipe.broken:
-            pipe.arrive()
 
 
 class FakeDht(Dht):

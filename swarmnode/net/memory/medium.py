@@ -1,0 +1,87 @@
+"""What lies between the peers of a fake world: latency, rate and loss of every path, and peers that hang."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from dataclasses import dataclass
+
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.memory.stream import Pipe
+
+RETRANSMISSION_S = 0.2  # TCP's minimum (Linux)
+
+
+@dataclass(frozen=True)
+class Path:
+    """One direction between two peers. `loss` is the share of writes that are lost once and come by retransmission."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
+    loss: float = 0.0
+
+
+class Medium:
+    """Carries bytes from pipe to pipe in the loop's time. `random` draws what is lost."""
+
+    def __init__(self, random: random.Random) -> None:
+        self.default_path = Path()
+        self._random = random
+        self._paths: dict[tuple[PeerId, PeerId], Path] = {}
+        self._free_at: dict[tuple[PeerId, PeerId], float] = {}  # when a direction has sent what it was given
+        self._hanging: dict[PeerId, asyncio.Event] = {}
+        self._held: list[Pipe] = []  # whose next bytes wait for a hanging peer
+
+    def __repr__(self) -> str:
+        return f"<Medium with {len(self._paths)} paths of their own, {len(self._hanging)} peers hang>"
+
+    def path(self, source: PeerId, target: PeerId) -> Path:
+        """What lies between two peers in this direction."""
+        return self._paths.get((source, target), self.default_path)
+
+    def set_path(self, one: PeerId, other: PeerId, path: Path) -> None:
+        """Change what lies between two peers, in both directions."""
+        self._paths[one, other] = self._paths[other, one] = path
+
+    def hang(self, peer: PeerId) -> None:
+        """As by SIGSTOP, seen from outside: what it was sent and what it sent stays on the way. (Its own timers go on.)"""
+        self._hanging.setdefault(peer, asyncio.Event())
+
+    def wake(self, peer: PeerId) -> None:
+        """End a `hang`: everything that was held arrives."""
+        awake = self._hanging.pop(peer, None)
+        if awake is not None:
+            awake.set()
+            held, self._held = self._held, []
+            for pipe in held:
+                self._arrive(pipe)
+
+    async def travel(self, source: PeerId, target: PeerId) -> None:
+        """Wait as long as a message takes that is too small to count; for a hanging peer, until it wakes."""
+        await asyncio.sleep(self.path(source, target).latency_s)
+        for peer in (source, target):
+            await self.awake(peer)
+
+    async def awake(self, peer: PeerId) -> None:
+        """Wait until a peer does not hang."""
+        while (hanging := self._hanging.get(peer)) is not None:
+            await hanging.wait()
+
+    def deliver(self, pipe: Pipe, size_bytes: int) -> None:
+        """Let what the pipe was given arrive in time."""
+        loop = asyncio.get_running_loop()
+        direction = (pipe.source, pipe.target)
+        path = self.path(*direction)
+        sent_at = max(loop.time(), self._free_at.get(direction, 0.0)) + size_bytes / path.bytes_per_s
+        self._free_at[direction] = sent_at
+        lost = path.loss > 0 and self._random.random() < path.loss
+        delay_s = path.latency_s + (max(RETRANSMISSION_S, 2 * path.latency_s) if lost else 0.0)
+        pipe.last_arrival_s = max(pipe.last_arrival_s, sent_at + delay_s)
+        loop.call_at(pipe.last_arrival_s, self._arrive, pipe)
+
+    def _arrive(self, pipe: Pipe) -> None:
+        if pipe.source in self._hanging or pipe.target in self._hanging:
+            self._held.append(pipe)
+        elif not pipe.broken:
+            pipe.arrive()
