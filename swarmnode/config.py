@@ -17,7 +17,6 @@ DEVICES = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
 class ServerConfig:
     """The serving role."""
 
-    ready_timeout_s: float = 10.0  # for a next hop to answer OPEN
     orphan_grace_s: float = 10.0  # how long a session without upstream keeps its cache
     idle_s: float = 5.0  # a session without input for so long makes room for peers that have less
     forgotten_s: float = 600.0  # one without input for so long is ended
@@ -34,7 +33,6 @@ class ClientConfig:
     """A client's sessions."""
 
     prompt_chunk_tokens: int = 128  # prompts travel in chunks, so that hops work on them at once
-    ready_timeout_s: float = 10.0  # for the first hop to answer OPEN
     patience_s: float = 60.0  # how long to look for a route before giving up
     progress_s: float = 30.0  # silence of a session, all links being alive, after which it is opened anew
     avoid_s: float = 1.0  # how long a peer that failed is not asked again; doubles each time

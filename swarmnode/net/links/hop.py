@@ -17,8 +17,11 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Input, Open, Ready, Truncate
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import PeerError, PeerLost, refusal
+from swarmnode.net.deadlines import Deadline
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
+
+OPENING = Deadline(floor_s=2.0, ceiling_s=10.0, slack=8.0)  # for READY, which a peer says before it computes anything
 
 
 @dataclass(frozen=True)
@@ -97,19 +100,19 @@ class Hop:
         """Round trip to the current peer in seconds, as far as it is known."""
         return self._channel.rtt_s if self._channel else None
 
-    async def open(self, peer: PeerId, body: Open, *, timeout_s: float) -> None:
+    async def open(self, peer: PeerId, body: Open) -> None:
         """Bind to `peer` for the epoch of `body`, wait for READY, send what the peer lacks, and go live.
 
         Raises PeerLost, PeerRefused or NetworkDown; the hop is then unbound and keeps its journal.
         """
         former = self._release()
         try:
-            await self._bind(self._attempt, peer, body, timeout_s)
+            await self._bind(self._attempt, peer, body)
         finally:
             if former is not None:
                 former.close()  # only now: before the OPEN, END would free the cache of a peer that stays
 
-    async def _bind(self, attempt: int, peer: PeerId, body: Open, timeout_s: float) -> None:
+    async def _bind(self, attempt: int, peer: PeerId, body: Open) -> None:
         channel = await self._switchboard.call(
             peer, lambda frame, body: self._hear(attempt, frame, body), lambda error: self._lost(attempt, error)
         )
@@ -120,11 +123,8 @@ class Hop:
         self._ready, self._channel, self._error = ready, channel, None
         try:
             channel.send(body)
-            have = self._have = await asyncio.wait_for(ready, timeout_s)
+            have = self._have = await _answer(channel, ready)
             await self._replay(attempt, channel, have)
-        except asyncio.TimeoutError:
-            self._leave(attempt)
-            raise PeerLost(f"peer {peer} did not get ready within {timeout_s:.1f} s", peer=peer) from None
         except (PeerError, asyncio.CancelledError):
             self._leave(attempt)
             raise
@@ -228,6 +228,19 @@ class Hop:
             self._ready.set_exception(error)
         elif was_live:
             self._on_fault(error)
+
+
+async def _answer(channel: Channel, ready: asyncio.Future[int]) -> int:
+    """What READY says. Raises PeerLost where it does not come in time; a payload of another session may be ahead of it."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    while not ready.done():
+        timeout_s = OPENING.wait_s(rtt_s=None if channel.moving else channel.rtt_s)
+        left_s = began_s + timeout_s - loop.time()
+        if left_s <= 0:
+            raise PeerLost(f"peer {channel.peer} did not get ready within {timeout_s:.1f} s", peer=channel.peer)
+        await asyncio.wait([ready], timeout=min(left_s, OPENING.floor_s))  # of a new link little is known yet
+    return ready.result()
 
 
 def _front(entry: Entry, count: int) -> Entry:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
-from swarmnode.codec.frames import MAX_PAYLOAD_BYTES, Frame, FrameKind, FrameReader, pack_header
+from swarmnode.codec.frames import Frame, FrameKind, FrameReader, pack_header
 from swarmnode.codec.messages import (
     KIND_OF,
     Body,
@@ -21,48 +19,24 @@ from swarmnode.codec.messages import (
     encode_body,
 )
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError, refusal
-from swarmnode.ledger import Full, MemoryLedger
-from swarmnode.net.deadlines import Deadline
+from swarmnode.ledger import Full
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.limits.fair_pace import FairPace, Pace
-from swarmnode.net.links.gate import OPEN_GATE, Gate
 from swarmnode.net.links.greeting import check_greeting, read_greeting
-from swarmnode.net.links.heartbeat import Heartbeat, HeartbeatConfig
-from swarmnode.net.links.rate_limiter import RateLimitedStream, RateLimiter
+from swarmnode.net.links.heartbeat import Heartbeat
+from swarmnode.net.links.link_config import LinkConfig as LinkConfig
+from swarmnode.net.links.rate_limiter import RateLimitedStream
 from swarmnode.net.links.send_queue import SendQueue
-from swarmnode.net.measuring.link_statistics import LinkStatistics
 from swarmnode.net.measuring.round_trips import RoundTrips
 from swarmnode.net.measuring.throughput_meter import MEASURED_BYTES, ThroughputMeter
-from swarmnode.net.measuring.traffic import Traffic, protocol_name
-from swarmnode.net.supervisor import Supervisor
+from swarmnode.net.measuring.traffic import protocol_name
 
 OnFrame = Callable[[Frame, Body], None]
 
 ROOM_TIMEOUT_S = 1.0  # for a payload to find memory: less than the peer's patience with our silence
 ROOM_AGAIN_S = 0.05
-FRAMES = Pace(10_000, 20_000), Pace(20_000, 40_000)  # of a peer, of an address group
 MAX_PAUSE_S = 0.25  # in which whoever sends too much is not read: less than its patience with our silence
 KNOWN_KINDS = frozenset(int(kind) for kind in FrameKind)
-
-CONNECTING = Deadline(floor_s=2.0, ceiling_s=5.0, slack=8.0)  # a peer whose round trip is known was reached lately
-
-
-@dataclass(frozen=True)
-class LinkConfig:
-    """How patient a link is, how large its frames are, and what it shares with the node's other links."""
-
-    connecting: Deadline = CONNECTING  # to reach a peer, and again to be greeted by it
-    heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
-    max_payload_bytes: int = MAX_PAYLOAD_BYTES
-    rate_limiter: RateLimiter | None = None  # of all the node's links together; None: as fast as it goes
-    link_statistics: LinkStatistics = field(default_factory=LinkStatistics)  # what all the node's links measure
-    traffic: Traffic = field(default_factory=Traffic)  # of all the node's links together
-    gate: Gate = OPEN_GATE  # of all the node's links together
-    pace: FairPace = field(default_factory=lambda: FairPace(*FRAMES))  # of what others send, over all the node's links
-    ledger: MemoryLedger = field(default_factory=MemoryLedger)  # of the host: payloads that came in, journals
-    supervisor: Supervisor = field(default_factory=Supervisor)  # of the peer: hears where its tasks die of a bug
-    clock: Callable[[], float] = time.perf_counter  # for round trips: uvloop's own has milliseconds only
 
 
 class Link:
@@ -135,12 +109,13 @@ class Link:
     @classmethod
     async def connect(cls, network: Network, peer: PeerId, protocol: str, hello: Hello, *, config: LinkConfig) -> Link:
         """Open a stream to a peer and greet. Raises PeerLost, PeerRefused, ProtocolError or NetworkDown."""
-        timeout_s = config.connecting.wait_s(rtt_s=config.link_statistics.rtt_s(peer))
-        stream = await network.open(peer, protocol, timeout_s=timeout_s)
+        began_s, rtt_s = asyncio.get_running_loop().time(), config.link_statistics.expected_rtt_s(peer)
+        stream = await network.open(peer, protocol, timeout_s=config.connecting.wait_s(rtt_s=rtt_s))
         link = cls(stream, config)
         try:
             link.send(config.gate.greeting(hello))
-            theirs = await link._handshake()
+            # To reach it took a round trip at least: so a process that hangs is told from a way that is long.
+            theirs = await link._handshake(link._loop.time() - began_s)
             check_greeting(theirs, hello, link.peer)
             config.gate.admit(peer, protocol, theirs, answers=True)
             config.gate.opened(link)
@@ -154,7 +129,7 @@ class Link:
         """Answer a peer's greeting. One of another swarm or version gets a refusal and nothing more."""
         link = cls(stream, config)
         try:
-            theirs = await link._handshake()
+            theirs = await link._handshake(config.link_statistics.rtt_s(stream.peer))
             check_greeting(theirs, hello, link.peer)
             config.gate.admit(stream.peer, stream.protocol, theirs, answers=False)
         except ProtocolError as error:
@@ -168,10 +143,9 @@ class Link:
         config.gate.opened(link)
         return link
 
-    async def _handshake(self) -> Hello:
+    async def _handshake(self, rtt_s: float | None) -> Hello:
         try:
-            timeout_s = self._config.connecting.wait_s(rtt_s=self._config.link_statistics.rtt_s(self.peer))
-            frame = await asyncio.wait_for(self._first_frame(), timeout_s)
+            frame = await asyncio.wait_for(self._first_frame(), self._config.connecting.wait_s(rtt_s=rtt_s))
         except asyncio.TimeoutError:
             raise PeerLost(f"peer {self.peer} did not greet in time", peer=self.peer) from None
         return read_greeting(frame, self.peer)

@@ -15,6 +15,8 @@ PEERS_KEPT = 256
 FRESH_S = 3600.0  # older bandwidths say little of now
 
 OnRtt = Callable[[PeerId, float], None]
+Guess = Callable[[PeerId], float | None]
+"""A round trip to a peer in seconds, told from something else than its answers; None where nothing tells it"""
 
 
 @dataclass(slots=True)
@@ -37,8 +39,15 @@ class PathMeasurement:
 class LinkStatistics:
     """Shared by all links of a node. Who has not been heard of for longest is forgotten first."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic, on_rtt: OnRtt | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_rtt: OnRtt | None = None,
+        guess: Guess = lambda _peer: None,
+    ) -> None:
         self.on_rtt = on_rtt
+        self._guess = guess
         self._clock = clock
         self._peers: dict[PeerId, PathMeasurement] = {}
 
@@ -67,6 +76,16 @@ class LinkStatistics:
         """The round trip to a peer, as far as it is known."""
         path_measurement = self._peers.get(peer)
         return None if path_measurement is None else path_measurement.rtt_s
+
+    def expected_rtt_s(self, peer: PeerId) -> float | None:
+        """The round trip to a peer that may never have been reached: measured, else guessed, else as to most others that were
+        measured; None where nothing was."""
+        rtt_s = self.rtt_s(peer)
+        if rtt_s is None:
+            rtt_s = self._guess(peer)
+        if rtt_s is None:
+            rtt_s = statistics.median_high(others) if (others := self.rtts_s().values()) else None
+        return rtt_s
 
     def sent(self, peer: PeerId, rate_bps: float) -> None:
         """The peer has seen our large frames come in at this rate."""

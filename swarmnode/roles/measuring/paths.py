@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from swarmnode.net.addressing.reachability import Evidence, Reachability, conclude, own_interfaces
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.measuring.coordinate import Coordinate, Surveyor
+from swarmnode.net.measuring.coordinate import MAX_ERROR, Coordinate, Surveyor
 from swarmnode.net.measuring.link_statistics import LinkStatistics
 from swarmnode.swarm.records.announcement import MAX_RTTS, Announcement, peer_digest
 from swarmnode.swarm.records.sections import PathNews
@@ -20,7 +20,7 @@ class Paths:
     """Filled by the links in ordinary traffic (`link_statistics`), told by announcements (`section`)."""
 
     def __init__(self, peer: PeerId, known: Known, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.link_statistics = LinkStatistics(clock=clock, on_rtt=self._measured)
+        self.link_statistics = LinkStatistics(clock=clock, on_rtt=self._measured, guess=self._by_coordinates)
         self.reachability = Reachability.UNKNOWN
         self._surveyor = Surveyor(peer)
         self._known = known
@@ -38,6 +38,13 @@ class Paths:
         announcement = self._known(peer)
         if announcement is not None:
             self._surveyor.measured(Coordinate.unpacked(announcement.coordinate), rtt_s)
+
+    def _by_coordinates(self, peer: PeerId) -> float | None:
+        announcement = self._known(peer)
+        theirs = None if announcement is None else Coordinate.unpacked(announcement.coordinate)
+        if theirs is None or self.coordinate.error >= MAX_ERROR:
+            return None
+        return self.coordinate.rtt_ms(theirs) / 1e3
 
     def look(self, addresses: Sequence[str], promised: Sequence[str], visitors: Sequence[str]) -> None:
         """Conclude anew how others get here (`net/addressing/reachability.py`)."""

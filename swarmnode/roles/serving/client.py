@@ -381,7 +381,7 @@ class ClientSession:
         self._timing = Timing(self.route, -1, observed_latency, self._clock, ring=ring)
         self._cadence = Cadence(self.route[0], observed_latency, self._clock) if ring and len(self.route) == 1 else None
         try:
-            await self._first.open(self.route[0].peer, opened, timeout_s=self._config.ready_timeout_s)
+            await self._first.open(self.route[0].peer, opened)
             index = len(self.route) - 1
             epoch = self.epoch
             self._last = await self._switchboard.call(

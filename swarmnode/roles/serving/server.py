@@ -74,7 +74,6 @@ class StageServer:
         )
         self.hidden_size = self._runner.span.hidden_size
         self._position_limit = self._runner.span.position_limit  # of every session
-        self.ready_timeout_s = config.ready_timeout_s
         self.orphan_grace_s = config.orphan_grace_s
         self.observed_latency = observed_latency or ObservedLatency()
         self.clock = link_config.clock

@@ -62,7 +62,6 @@ class SessionHost(Protocol):
 
     switchboard: Switchboard
     hidden_size: int
-    ready_timeout_s: float
     orphan_grace_s: float
     observed_latency: ObservedLatency
     clock: Callable[[], float]
@@ -179,7 +178,7 @@ class StageSession:
         peer = opened.route[opened.index + 1].peer
         try:
             forwarded = msgspec.structs.replace(opened, index=opened.index + 1)
-            await self._downstream.open(peer, forwarded, timeout_s=self._stage.ready_timeout_s)
+            await self._downstream.open(peer, forwarded)
             self._extended = opened
         except (PeerError, NetworkDown) as error:
             if opened is self._open:

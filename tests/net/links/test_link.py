@@ -181,6 +181,21 @@ async def test_who_does_not_greet_is_not_waited_for() -> None:
 
 
 @in_virtual_time
+async def test_a_stream_that_opened_at_once_is_not_waited_for_as_one_that_is_far_away() -> None:
+    pair = Pair(Path(latency_s=0.01))
+
+    async def hang(stream: Stream) -> None:
+        await asyncio.sleep(60)
+
+    await pair.bob.serve(PROTOCOL, hang)
+    await pair.alice.connect(await pair.bob.addresses(), timeout_s=1)
+    started_s = now_s()
+    with pytest.raises(PeerLost, match="did not greet in time"):
+        await Link.connect(pair.alice, pair.bob.peer_id, PROTOCOL, HELLO, config=pair.config)
+    assert now_s() - started_s == pytest.approx(CONFIG.connecting.floor_s, abs=0.1)
+
+
+@in_virtual_time
 @pytest.mark.parametrize(
     ("sent", "code"),
     [

@@ -28,6 +28,16 @@ def test_a_round_trip_that_stood_in_a_queue_does_not_count():
     assert [rtt_s for _, rtt_s in heard] == [0.05, 0.05, 0.06, 0.055]
 
 
+def test_a_peer_that_was_never_reached_is_expected_to_be_where_it_says_or_as_far_as_others():
+    guesses = {"far": 0.4}
+    link_statistics = LinkStatistics(guess=guesses.get)
+    assert link_statistics.expected_rtt_s("near") is None
+    for peer, rtt_s in (("a", 0.01), ("b", 0.02), ("c", 0.3)):
+        link_statistics.round_trip(peer, rtt_s)
+    expected = {peer: link_statistics.expected_rtt_s(peer) for peer in ("a", "far", "unknown")}
+    assert expected == {"a": 0.01, "far": 0.4, "unknown": 0.02}
+
+
 def test_who_was_heard_of_last_comes_first():
     link_statistics = LinkStatistics()
     for peer in "abcab":

@@ -80,6 +80,21 @@ async def test_a_hop_that_fails_is_replaced_and_the_tokens_stay_the_same(harm: s
     assert [load for one, load in zip(swarm.volunteers, swarm.loads, strict=True) if one.peer != victim] == [0] * 5
 
 
+@pytest.mark.parametrize("index", [0, 1, 2], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("met", [True, False], ids=["met before", "never met"])
+@in_virtual_time
+async def test_a_hop_that_hangs_as_it_is_opened_costs_less_than_3_s(met: bool, index: int) -> None:
+    swarm = await ToySwarm.start(*THREE, *THREE, *THREE)
+    first, second = swarm.volunteers[index], swarm.volunteers[index + 3]
+    assert [token async for token in swarm.ring(PROMPT, 5)] == expected(PROMPT, 5)
+    if not met:
+        swarm.router.suspect(first.peer, "for another one to be called that nobody has a link to")
+    swarm.world.hang((first if met else second).peer)
+    stream = swarm.ring(PROMPT, 5)
+    assert [token async for token in stream] == expected(PROMPT, 5)
+    assert max(stream.result.first_token_s, stream.result.longest_stall_s) < 3.0
+
+
 @pytest.mark.parametrize("harm", ["kill", "hang"])
 @pytest.mark.parametrize("index", [0, 1, 2], ids=["first", "middle", "last"])
 @in_virtual_time

@@ -1,0 +1,38 @@
+"""What a link is told: how patient it is, how large its frames are, and what it shares with the node's other links."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from swarmnode.codec.frames import MAX_PAYLOAD_BYTES
+from swarmnode.ledger import MemoryLedger
+from swarmnode.net.deadlines import Deadline
+from swarmnode.net.limits.fair_pace import FairPace, Pace
+from swarmnode.net.links.gate import OPEN_GATE, Gate
+from swarmnode.net.links.heartbeat import HeartbeatConfig
+from swarmnode.net.links.rate_limiter import RateLimiter
+from swarmnode.net.measuring.link_statistics import LinkStatistics
+from swarmnode.net.measuring.traffic import Traffic
+from swarmnode.net.supervisor import Supervisor
+
+FRAMES = Pace(10_000, 20_000), Pace(20_000, 40_000)  # of a peer, of an address group
+CONNECTING = Deadline(floor_s=2.0, ceiling_s=5.0, slack=8.0)
+
+
+@dataclass(frozen=True)
+class LinkConfig:
+    """How patient a link is, how large its frames are, and what it shares with the node's other links."""
+
+    connecting: Deadline = CONNECTING  # to reach a peer, and again to be greeted by it
+    heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
+    rate_limiter: RateLimiter | None = None  # of all the node's links together; None: as fast as it goes
+    link_statistics: LinkStatistics = field(default_factory=LinkStatistics)  # what all the node's links measure
+    traffic: Traffic = field(default_factory=Traffic)  # of all the node's links together
+    gate: Gate = OPEN_GATE  # of all the node's links together
+    pace: FairPace = field(default_factory=lambda: FairPace(*FRAMES))  # of what others send, over all the node's links
+    ledger: MemoryLedger = field(default_factory=MemoryLedger)  # of the host: payloads that came in, journals
+    supervisor: Supervisor = field(default_factory=Supervisor)  # of the peer: hears where its tasks die of a bug
+    clock: Callable[[], float] = time.perf_counter  # for round trips: uvloop's own has milliseconds only
