@@ -1,8 +1,7 @@
-"""Linear layers in half precision for CPUs that cannot multiply it: packed for FBGEMM, two bytes a weight, sums in float32.
+"""Linear layers in half precision whose weights lie in the order in which a library multiplies them, two bytes a weight.
 
-FBGEMM's numbers are float16. Scaled by a power of two, a bfloat16 matrix keeps all of its bits there: only what is smaller
-than 2^-32 of its largest element loses some, which is below the last bit of a float32 sum. A packed layer takes the place of
-the one that it was made of: one copy is in memory, and the pages that were mapped from a file are let go.
+A packed layer takes the place of the one that it was made of: one copy is in memory, and the pages that were mapped from a file
+are let go. Which form is of use, if any, is found by timing (`model/linear.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 LARGEST_EXPONENT = 15  # of float16
+FEW_ROWS = 64  # for which oneDNN is asked to block: a chunk of a prompt, or many sessions
 PAGEOUT = 21  # MADV_PAGEOUT: let go of the pages; whoever touches them again gets them back
 
 
 class PackedLinear(nn.Module):
-    """An nn.Linear of these values. Its own `weight` is empty, for families that look at its dtype."""
+    """An nn.Linear of these values, which subclasses pack. Its own `weight` is empty, for families that look at its dtype."""
 
     def __init__(self, weight_OI: Tensor, bias_O: nn.Parameter | None) -> None:
         super().__init__()
@@ -30,15 +30,36 @@ class PackedLinear(nn.Module):
         self.weight_bytes = weight_OI.nbytes
         self.weight = nn.Parameter(weight_OI.new_empty(0), requires_grad=False)
         self.bias = bias_O
+
+    @staticmethod
+    def works() -> bool:
+        """Whether this build of torch has what it takes."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """As nn.Linear's."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.weight_bytes / 1e6:.1f} MB"
+
+
+class FbgemmLinear(PackedLinear):
+    """For CPUs that cannot multiply half precision: by FBGEMM, sums in float32.
+
+    Its numbers are float16. Scaled by a power of two, a bfloat16 matrix keeps all of its bits there: only what is smaller than
+    2^-32 of its largest element loses some, which is below the last bit of a float32 sum.
+    """
+
+    def __init__(self, weight_OI: Tensor, bias_O: nn.Parameter | None) -> None:
+        super().__init__(weight_OI, bias_O)
         largest = max(abs(float(extreme)) for extreme in weight_OI.aminmax())
         exponent = LARGEST_EXPONENT - math.frexp(largest)[1] if largest > 0 else 0
         self._unscale = 2.0**-exponent
         # A scale beside the sums, not in the inputs: these may be as large as they like.
         self._packed: Any = torch.ops.quantized.linear_prepack_fp16(weight_OI.float().mul_(2.0**exponent), None)
 
-    def extra_repr(self) -> str:
-        """As nn.Linear's."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.weight_bytes / 1e6:.1f} MB"
+    @staticmethod
+    def works() -> bool:
+        """Whether this build of torch has FBGEMM."""
+        return "fbgemm" in torch.backends.quantized.supported_engines
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., I) -> (..., O) in the dtype of x."""
@@ -49,11 +70,36 @@ class PackedLinear(nn.Module):
         return y.to(x.dtype)
 
 
-class Packing:
-    """Linear layers of a model that are still to be packed, by name. That takes one core some 10 ns for each weight, so a model
-    serves meanwhile: whichever of the two forms a pass meets, it multiplies the same numbers."""
+class OneDnnLinear(PackedLinear):
+    """For CPUs that can (AMX, AVX-512 with bfloat16): in oneDNN's blocks, into which it else puts the matrix at every product."""
 
-    def __init__(self, model: nn.Module, linears: Mapping[str, nn.Linear]) -> None:
+    def __init__(self, weight_OI: Tensor, bias_O: nn.Parameter | None) -> None:
+        super().__init__(weight_OI, bias_O)
+        self._packed: Any = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), FEW_ROWS)
+
+    @staticmethod
+    def works() -> bool:
+        """Whether this build of torch has oneDNN, and this CPU what that needs for half precision."""
+        try:
+            OneDnnLinear(torch.zeros(16, 16, dtype=torch.bfloat16), None)(torch.zeros(1, 16, dtype=torch.bfloat16))
+        except (RuntimeError, AttributeError):
+            return False
+        return True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., I) -> (..., O)."""
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), self._packed, self.bias, "none", [], "")
+        return y
+
+
+FORMS: Sequence[type[PackedLinear]] = (FbgemmLinear, OneDnnLinear)
+
+
+class Packing:
+    """Linear layers of a model that are still to be packed, by name, and what into. It takes one core up to 10 ns for a weight; a
+    model serves meanwhile: whichever of the two forms a pass meets, it multiplies the same numbers."""
+
+    def __init__(self, model: nn.Module, linears: Mapping[str, tuple[nn.Linear, type[PackedLinear]]]) -> None:
         self._model = model
         self._left = dict(linears)
 
@@ -67,21 +113,16 @@ class Packing:
         """Pack them all, by as many threads as torch computes with; once `stopped`, those that were begun."""
 
         @torch.inference_mode()
-        def pack(entry: tuple[str, nn.Linear]) -> None:
-            name, linear = entry
+        def pack(entry: tuple[str, tuple[nn.Linear, type[PackedLinear]]]) -> None:
+            name, (linear, form) = entry
             if not stopped():
-                self._model.set_submodule(name, PackedLinear(linear.weight, linear.bias))
+                self._model.set_submodule(name, form(linear.weight, linear.bias))
                 let_go(linear.weight)
                 del self._left[name]
 
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="pack") as threads:
             for _ in threads.map(pack, list(self._left.items())):
                 pass
-
-
-def can_pack() -> bool:
-    """Whether this build of torch has FBGEMM."""
-    return "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def packed_bytes(model: nn.Module) -> int:

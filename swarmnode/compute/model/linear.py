@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmnode.compute.packed import PackedLinear, Packing, can_pack
+from swarmnode.compute.packed import FORMS, PackedLinear, Packing
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x (..., I), weight_OI, bias_O -> y (..., O)"""
@@ -30,6 +30,7 @@ TIMED_ROWS = (1, 2, 4, 8, 16, 64)  # between two of them the lower one decides
 COMPARED_ROWS = (1, 8, 64)
 MANY_ROWS = 16  # from here on a product takes its time wherever the weights lie, and as long for each part of them
 REPEATS = 2
+TURNS = 4  # of a packed matrix and one that is not
 HOPELESS = 1.5  # times the usual time
 MIN_GAIN = 0.9  # of the usual time: below it another way is taken
 SAMPLE_BYTES = 96 << 20
@@ -111,13 +112,14 @@ def speed_up_linears(model: nn.Module) -> Packing:
     """Let the large linear layers on the CPU choose how they multiply. Those that do best packed work as they are, until the
     packing that is returned has `run`."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    to_pack: dict[str, nn.Linear] = {}
+    to_pack: dict[str, tuple[nn.Linear, type[PackedLinear]]] = {}
     for dtype, others in OTHERS.items():
         linears = {name: module for name, module in model.named_modules() if _is_candidate(module, dtype)}
         choices = _choose([module.weight for module in linears.values()], others)
         own = {name: module for name, module in linears.items() if dtype in HALVES and uses[id(module.weight)] == 1}
-        packed = _shapes_to_pack(own.values(), choices)
-        to_pack.update((name, module) for name, module in own.items() if module.weight.shape in packed)
+        forms = _forms_to_pack(own.values(), choices)
+        packable = {name: (module, forms.get(module.weight.shape)) for name, module in own.items()}
+        to_pack.update((name, (module, form)) for name, (module, form) in packable.items() if form is not None)
         for name, module in linears.items():
             chosen = choices[module.weight.shape]
             if any(product is not USUAL for product in chosen):
@@ -161,21 +163,35 @@ def _rivals(
     ]
 
 
-def _shapes_to_pack(linears: Iterable[nn.Linear], choices: Mapping[torch.Size, Sequence[Product]]) -> set[torch.Size]:
-    """The shapes that are faster when packed: on the average over one session, several, and a prompt."""
-    shapes: set[torch.Size] = set()
-    for linear in {module.weight.shape: module for module in linears}.values() if can_pack() else ():
-        shape, sample = linear.weight.shape, {linear.weight.shape: [linear.weight[:SAMPLE_OUTPUTS]]}
-        packed = PackedLinear(linear.weight[:SAMPLE_OUTPUTS], None)
-        ratios = [
-            _time_pass(lambda x, *_, packed=packed: packed(x), sample, rows)[shape]
-            / _time_pass(product, sample, rows)[shape]
-            for product, rows in zip(choices[shape], TIMED_ROWS, strict=True)
-            if rows in COMPARED_ROWS
-        ]
-        if sum(ratios) < MIN_GAIN * len(ratios):
-            shapes.add(shape)
-    return shapes
+def _forms_to_pack(
+    linears: Iterable[nn.Linear], choices: Mapping[torch.Size, Sequence[Product]]
+) -> dict[torch.Size, type[PackedLinear]]:
+    """The shapes that are faster when packed, and in which form: on the average over one session, several, and a prompt."""
+    forms = [form for form in FORMS if form.works()]
+    faster: dict[torch.Size, type[PackedLinear]] = {}
+    for linear in {module.weight.shape: module for module in linears}.values():
+        shape, part = linear.weight.shape, linear.weight[:SAMPLE_OUTPUTS]
+        times = {form: _time_beside(form(part, None), part, choices[shape]) for form in forms}
+        best = min(times, key=times.__getitem__, default=None)
+        if best is not None and times[best] < MIN_GAIN:
+            faster[shape] = best
+    return faster
+
+
+def _time_beside(packed: PackedLinear, weight_OI: Tensor, chosen: Sequence[Product]) -> float:
+    """The time of packed products, in multiples of what those chosen take. Both in turn: a busy machine is as busy for one as for
+    the other."""
+    ratios: list[float] = []
+    for product, rows in zip(chosen, TIMED_ROWS, strict=True):
+        if rows in COMPARED_ROWS:
+            x_RI = torch.ones(rows, weight_OI.shape[1], dtype=weight_OI.dtype)
+            turns = [
+                (_time_product(lambda x, *_: packed(x), None, x_RI), _time_product(product, weight_OI, x_RI))
+                for _ in range(TURNS)
+            ]
+            packed_s, chosen_s = map(min, zip(*turns, strict=True))
+            ratios.append(packed_s / chosen_s)
+    return sum(ratios) / len(ratios)
 
 
 def _works(product: Product) -> bool:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from swarmnode.compute.model import linear
 from swarmnode.compute.model.linear import TIMED_ROWS, TimedLinear, speed_up_linears
-from swarmnode.compute.packed import PackedLinear, can_pack, packed_bytes
+from swarmnode.compute.packed import FORMS, PackedLinear, packed_bytes
 
 INPUTS, OUTPUTS = 300, 260
 WAYS = (linear.weight_first_linear, linear.onednn_linear, linear.plain_linear, linear.tiled_linear)
@@ -31,14 +31,21 @@ def test_all_ways_come_to_the_same(way: linear.Product, shape: tuple[int, ...], 
     assert torch.backends.mkldnn.enabled
 
 
-@pytest.mark.skipif(not can_pack(), reason="this torch has no FBGEMM")
+@pytest.fixture(params=FORMS, ids=lambda form: form.__name__)
+def form(request: pytest.FixtureRequest) -> type[PackedLinear]:
+    if not request.param.works():
+        pytest.skip("this torch cannot, or not on this CPU")
+    chosen: type[PackedLinear] = request.param
+    return chosen
+
+
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_packed_weights_lose_nothing(scale: float, has_bias: bool) -> None:
+def test_packed_weights_lose_nothing(form: type[PackedLinear], scale: float, has_bias: bool) -> None:
     weight = drawn(OUTPUTS, INPUTS, dtype=torch.bfloat16, seed=1) * scale
     weight[0] = 0
     bias = nn.Parameter(drawn(OUTPUTS, dtype=torch.bfloat16)) if has_bias else None
-    layer, x = PackedLinear(weight, bias), drawn(3, 5, INPUTS, dtype=torch.bfloat16)
+    layer, x = form(weight, bias), drawn(3, 5, INPUTS, dtype=torch.bfloat16)
     expected = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     with torch.no_grad():
         y = layer(x)
@@ -58,18 +65,19 @@ class Two(nn.Module):
         self.tiny = nn.Linear(2, 2)
 
 
-@pytest.mark.skipif(not can_pack(), reason="this torch has no FBGEMM")
-def test_what_is_packed_is_held_once_and_what_is_shared_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_packed_is_held_once_and_what_is_shared_stays(
+    form: type[PackedLinear], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Two().to(torch.bfloat16)
     size, x = model.own.weight.nbytes, drawn(2, INPUTS, dtype=torch.bfloat16)
     with torch.no_grad():
         expected, logits = model.own(x), model.head(x)
-    monkeypatch.setattr(linear, "_shapes_to_pack", lambda linears, _choices: {one.weight.shape for one in linears})
+    monkeypatch.setattr(linear, "_forms_to_pack", lambda linears, _choices: {one.weight.shape: form for one in linears})
     packing = speed_up_linears(model)
     packing.run(stopped=lambda: True)
     assert len(packing) == 1 and isinstance(model.own, nn.Linear)
     packing.run()
-    assert not len(packing) and isinstance(model.own, PackedLinear) and packed_bytes(model) == size
+    assert not len(packing) and isinstance(model.own, form) and packed_bytes(model) == size
     assert model.head.weight is model.embedding.weight
     with torch.inference_mode():
         torch.testing.assert_close(model.own(x), expected)
