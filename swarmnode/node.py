@@ -10,6 +10,7 @@ import asyncio
 import importlib
 import logging
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from types import ModuleType
@@ -21,6 +22,7 @@ from swarmnode.compute.executor import Executor
 from swarmnode.config import StageConfig
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.plan.spans.placement import Move
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
@@ -96,22 +98,33 @@ class Node:
         Raises LocalError (also where a part of it died of a bug), NetworkDown, CheckpointError, NotAdmitted; ExecutorDied where it
         cannot compute any more.
         """
-        heavy = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, "swarmnode.roles.serving.stage"))
-        if self.config.stage.device not in (
-            "auto",
-            "cpu",
-        ):  # a card that is not here is told before anybody hears of us
-            await asyncio.to_thread((await heavy).probe_device, self.config.stage.device)
-        host = self._host = await Host.join(self._swarm, self.config.host, platform=self.platform)
-        executor = self._executor = self.platform.start_executor(self.config.stage.threads)
-        living = asyncio.ensure_future(self._live(host, heavy))
+        async with AsyncExitStack() as closing:  # each in its turn, also where the one before was interrupted
+            heavy = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, "swarmnode.roles.serving.stage"))
+            closing.push_async_callback(cancel_and_wait, heavy)
+            if self.config.stage.device not in ("auto", "cpu"):
+                # A card that is not here is told before anybody hears of us.
+                await asyncio.to_thread((await heavy).probe_device, self.config.stage.device)
+            host = self._host = await Host.join(self._swarm, self.config.host, platform=self.platform)
+            closing.push_async_callback(host.close)
+            executor = self._executor = self.platform.start_executor(self.config.stage.threads)
+            closing.push_async_callback(executor.close)
+            services = await closing.enter_async_context(AsyncExitStack())
+            closing.push_async_callback(self._close_stage)
+            living = asyncio.ensure_future(self._live(host, heavy, services))
+            closing.push_async_callback(cancel_and_wait, living)
+            await self._until(stop, living, host, executor)
+            await cancel_and_wait(living)  # else it would find another place while this one is left
+            await self._leave(host)
+
+    async def _until(self, stop: asyncio.Event, living: asyncio.Task[None], host: Host, executor: Executor) -> None:
+        """Watch over the node's life until it is to leave. Raises what else ended it."""
         stopped = asyncio.ensure_future(stop.wait())
         turned_away = asyncio.ensure_future(host.wait_turned_away())
         reporting = asyncio.ensure_future(self._report(host))
         broken = asyncio.ensure_future(host.supervisor.broken())
+        deaths = (executor.died, broken)
+        endings: set[asyncio.Future[Any]] = {living, stopped, turned_away, reporting, *deaths}
         try:
-            deaths = (executor.died, broken)
-            endings: set[asyncio.Future[Any]] = {living, stopped, turned_away, reporting, *deaths}
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
             for death in deaths:
                 if death.done():
@@ -119,18 +132,11 @@ class Node:
             for ended in (living, turned_away, reporting):
                 if ended.done():
                     ended.result()
-            await self._leave(host)
         finally:
-            tasks = (living, stopped, turned_away, reporting, broken)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, heavy, return_exceptions=True)
-            if self._stage is not None:
-                await self._stage.close()
-            await executor.close()
-            await host.close()
+            await cancel_and_wait(stopped, turned_away, reporting, broken)
 
-    async def _live(self, host: Host, heavy: asyncio.Future[ModuleType]) -> None:
+    async def _live(self, host: Host, heavy: asyncio.Future[ModuleType], services: AsyncExitStack) -> None:
+        """From joining to serving, and on to other places. `services` last longer: sessions move away before they end."""
         addresses = await host.network.addresses()
         self._tell(
             "joined",
@@ -151,27 +157,24 @@ class Node:
         from swarmnode.roles.serving.stage import Hardware
 
         weights = Weights(host)
-        try:
-            await prober.start(host.directory.peers)
-            trains = host.swarm.manifest.mode == TRAIN
-            probe = partial(Hardware.probe, trains=trains, host=host.link_config.ledger)
-            hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
-            machine = hardware.machine(self.config.host.home)
-            self._tell("machine", f"This machine: {hardware.device}, {machine['cpu_cores']} cores", **machine)
-            place = self._place(host, hardware)
-            span = await self._first_span(place, host, hardware)
-            while True:
-                await self._serve(host, seeder, weights, hardware, span)
-                place.arrived()
-                move = await place.reason_to_move(bound=self._bound, news=self._news)
-                self._tell("moving", _reason(move), span=list(move.span), gain=None if move.fills else move.gain)
-                self._moves += 1
-                await self._leave_stage(host)
-                span = move.span
-        finally:
-            await prober.close()
-            await seeder.close()
-            await weights.close()
+        for service in (weights, seeder, prober):
+            services.push_async_callback(service.close)
+        await prober.start(host.directory.peers)
+        trains = host.swarm.manifest.mode == TRAIN
+        probe = partial(Hardware.probe, trains=trains, host=host.link_config.ledger)
+        hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
+        machine = hardware.machine(self.config.host.home)
+        self._tell("machine", f"This machine: {hardware.device}, {machine['cpu_cores']} cores", **machine)
+        place = self._place(host, hardware)
+        span = await self._first_span(place, host, hardware)
+        while True:
+            await self._serve(host, seeder, weights, hardware, span)
+            place.arrived()
+            move = await place.reason_to_move(bound=self._bound, news=self._news)
+            self._tell("moving", _reason(move), span=list(move.span), gain=None if move.fills else move.gain)
+            self._moves += 1
+            await self._leave_stage(host)
+            span = move.span
 
     async def _report(self, host: Host) -> None:
         """Tell now and then what this node has done for others, where there is something new."""
@@ -262,11 +265,15 @@ class Node:
         self._tell("left", "Left the swarm. Thank you.")
 
     async def _leave_stage(self, host: Host) -> None:
-        stage, self._stage = self._stage, None
-        if stage is not None:
+        if self._stage is not None:
             host.directory.announce(Place(state=State.DRAINING))
-            await stage.drain(self.config.stage.server.drain_s)
-            await stage.close()
+            await self._stage.drain(self.config.stage.server.drain_s)
+            await self._close_stage()
+
+    async def _close_stage(self) -> None:
+        if self._stage is not None:
+            await self._stage.close()
+            self._stage = None
 
 
 def _introduce(manifest: Manifest) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarmnode.client import GeneratedText, SwarmClient, TextStream
 from swarmnode.config import ClientConfig
+from swarmnode.net.tasks import cancel_the_rest
 from swarmnode.roles.serving.generation import GenerateOptions, Generation
 from swarmnode.swarm.peers.trust import Trust, parse_trust
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
@@ -112,18 +113,10 @@ class SyncSwarm:
             self._stop()
 
     def _stop(self) -> None:
-        self.run(_cancel_the_rest())
+        self.run(cancel_the_rest())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-async def _cancel_the_rest() -> None:
-    """Searches of the DHT that nobody waits for any more go with the loop that was theirs."""
-    rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in rest:
-        task.cancel()
-    await asyncio.gather(*rest, return_exceptions=True)
 
 
 def connect(

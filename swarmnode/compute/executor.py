@@ -204,8 +204,14 @@ class Executor:
         await self.call(Urgency.CONTROL, lambda: self._sources.append(source), kind="add a source")
 
     async def remove(self, source: WorkSource, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """After the item that is running, ask a source for nothing any more. A thread that hangs is not waited for."""
-        removed = self.call(Urgency.CONTROL, lambda: self._sources.remove(source), kind="remove a source")
+        """After the item that is running, ask a source for nothing any more. A thread that hangs is not waited for. Safe to call
+        twice."""
+
+        def remove() -> None:
+            if source in self._sources:
+                self._sources.remove(source)
+
+        removed = self.call(Urgency.CONTROL, remove, kind="remove a source")
         await asyncio.wait({removed}, timeout=timeout_s)
 
     async def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:

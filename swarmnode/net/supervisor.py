@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from swarmnode.errors import LocalError, PeerError
+from swarmnode.net.tasks import cancel_and_wait
 
 T = TypeVar("T")
 
@@ -66,6 +67,4 @@ class Supervisor:
                 raise broken.result()
             return task.result()
         finally:
-            for each in (task, broken):
-                each.cancel()
-            await asyncio.gather(task, broken, return_exceptions=True)
+            await cancel_and_wait(task, broken)

@@ -67,10 +67,25 @@ class Tasks:
     async def close(self) -> None:
         """Cancel everything and wait for its end. Safe to call twice, and from one of the tasks."""
         self._closed = True
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        while tasks:
-            for task in tasks:
-                task.cancel()
-            # Again after a while: before Python 3.12, wait_for loses a cancellation that comes together with its result.
-            await asyncio.wait(tasks, timeout=CANCEL_AGAIN_S)
-            tasks = [task for task in tasks if not task.done()]
+        await cancel_and_wait(*(task for task in self._tasks if task is not asyncio.current_task()))
+
+
+async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended; nobody hears of their errors.
+
+    Those that go on are cancelled again after a while: before Python 3.12, `asyncio.wait_for` loses a cancellation that comes
+    together with its result.
+    """
+    running = {task for task in tasks if not task.done()}
+    while running:
+        for task in running:
+            task.cancel()
+        _, running = await asyncio.wait(running, timeout=CANCEL_AGAIN_S)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # seen, so that asyncio does not log it
+
+
+async def cancel_the_rest() -> None:
+    """Searches of the table that nobody waits for any more, say, go with the loop that is theirs."""
+    await cancel_and_wait(*(task for task in asyncio.all_tasks() if task is not asyncio.current_task()))

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 
 import pytest
 
-from swarmnode.net.tasks import Tasks
+from swarmnode.net.tasks import Tasks, cancel_and_wait
 
 
 async def forever() -> None:
@@ -65,3 +66,29 @@ async def test_a_task_may_close_its_owner() -> None:
     other = tasks.spawn(forever(), "other")
     await tasks.spawn(tasks.close(), "closer")
     assert other.cancelled()
+
+
+async def test_a_cancellation_that_was_lost_comes_again() -> None:
+    """As `wait_for` loses it, before Python 3.12, where it comes together with the result."""
+    lost = []
+
+    async def deaf() -> None:
+        try:
+            await forever()
+        except asyncio.CancelledError:
+            lost.append(True)
+        await forever()
+
+    task = asyncio.ensure_future(deaf())
+    await asyncio.sleep(0)
+    await cancel_and_wait(task)
+    assert lost == [True] and task.cancelled()
+
+
+async def test_what_they_die_of_is_nobodys_business(caplog: pytest.LogCaptureFixture) -> None:
+    task = asyncio.ensure_future(crash())
+    await asyncio.sleep(0)
+    await cancel_and_wait(task)
+    del task
+    gc.collect()
+    assert not caplog.records

@@ -83,6 +83,7 @@ class ToyWorker:
             reservation_bytes=lambda rows, length, start, end: rows * length * (end - start),
         )
         self.meter = StageMeter(Span(start, end), SERVE)
+        self.clock = asyncio.get_running_loop().time
         self.caches: dict[int, tuple[int, list[int]]] = {}  # first unit, sums
         self.lengths: dict[int, int] = {}
         self.held: dict[int, list[list[int]]] = {}  # the sums before each position

@@ -18,6 +18,7 @@ import typer
 from swarmnode.cli.terminal.log_lines import JsonLines, TextLines
 from swarmnode.cli.terminal.printable import json_line, printable
 from swarmnode.errors import SwarmnodeError
+from swarmnode.net.tasks import cancel_and_wait, cancel_the_rest
 
 LEAVE_NOW_S = 10.0  # after the second Ctrl-C
 
@@ -148,10 +149,7 @@ def run_async(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
         asyncio.set_event_loop(loop)
         return loop.run_until_complete(supervised())
     finally:
-        rest = asyncio.all_tasks(loop)  # searches of the DHT that nobody waits for any more
-        for task in rest:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
+        loop.run_until_complete(cancel_the_rest())
         loop.run_until_complete(loop.shutdown_asyncgens())
         asyncio.set_event_loop(None)
         loop.close()
@@ -174,6 +172,4 @@ async def unless_stopped(work: Awaitable[T], stop: asyncio.Event) -> T | None:
             return task.result()
         return None
     finally:
-        for each in (task, stopped):
-            each.cancel()
-        await asyncio.gather(task, stopped, return_exceptions=True)
+        await cancel_and_wait(task, stopped)

@@ -21,6 +21,7 @@ from typing import Any
 
 from swarmnode.errors import LocalError
 from swarmnode.net.libp2p.parent import die_with_parent
+from swarmnode.net.tasks import cancel_and_wait
 
 log = logging.getLogger(__name__)
 
@@ -165,5 +166,4 @@ class Daemon:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self.exited
-        self._output.cancel()
-        await asyncio.gather(self._output, return_exceptions=True)
+        await cancel_and_wait(self._output)

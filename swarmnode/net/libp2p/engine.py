@@ -27,7 +27,7 @@ from swarmnode.net.libp2p.socket_stream import SocketStream
 from swarmnode.net.limits.stream_limits import StreamLimits
 from swarmnode.net.links.gate import OPEN_GATE, Gate
 from swarmnode.net.supervisor import Supervisor
-from swarmnode.net.tasks import Tasks
+from swarmnode.net.tasks import Tasks, cancel_and_wait
 
 log = logging.getLogger(__name__)
 
@@ -322,5 +322,5 @@ class _Client(P2P):
     async def shutdown(self) -> None:
         """Also after p2pd's death, without a word about the connection that it took along."""
         await super().shutdown()
-        tasks = [self._client.control._read_task, self._client.control._write_task]
-        await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
+        tasks = (self._client.control._read_task, self._client.control._write_task)
+        await cancel_and_wait(*(task for task in tasks if task is not None))

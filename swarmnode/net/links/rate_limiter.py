@@ -13,6 +13,7 @@ from swarmnode.net.interfaces import Buffer, Stream
 
 PIECE_BYTES = 16 * 1024  # links take turns by pieces: small frames of one do not wait for a payload of another
 BURST_S = 0.02
+CLOSE_TIMEOUT_S = 10.0
 
 
 class RateLimiter:
@@ -98,9 +99,11 @@ class RateLimitedStream(Stream):
         return await self._stream.read_into(buffer)
 
     async def close(self) -> None:
-        """Let everything out, then end the stream."""
+        """Let everything out that leaves soon, then end the stream."""
         if self._pump is not None:
-            await asyncio.wait([self._pump])  # an abort cancels it
+            _, late = await asyncio.wait([self._pump], timeout=CLOSE_TIMEOUT_S)  # an abort cancels it
+            if late:
+                self.abort()
         await self._stream.close()
 
     def abort(self) -> None:

@@ -216,6 +216,5 @@ class Switchboard:
     async def close(self) -> None:
         """End every link in order; none is opened any more."""
         self._closed = True
-        for line in [*self._outgoing.values(), *self._incoming]:
-            await line.link.close()
+        await asyncio.gather(*(line.link.close() for line in (*self._outgoing.values(), *self._incoming)))
         await self._tasks.close()

@@ -41,7 +41,7 @@ from swarmnode.net.memory.medium import Path as Path
 from swarmnode.net.memory.stream import FakeStream, connect
 from swarmnode.net.network_config import NetworkConfig
 from swarmnode.net.supervisor import Supervisor
-from swarmnode.net.tasks import Tasks
+from swarmnode.net.tasks import Tasks, cancel_and_wait
 
 log = logging.getLogger(__name__)
 
@@ -249,9 +249,7 @@ class FakeNetwork(Network):
         except asyncio.TimeoutError:
             pass
         finally:
-            for attempt in attempts:
-                attempt.cancel()
-            await asyncio.gather(*attempts, return_exceptions=True)
+            await cancel_and_wait(*attempts)
         return False
 
     async def _meet(self, peer: PeerId) -> bool:

@@ -12,6 +12,8 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from swarmnode.net.tasks import cancel_the_rest
+
 T = TypeVar("T")
 
 
@@ -72,12 +74,5 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     try:
         return loop.run_until_complete(main)
     finally:
-        loop.run_until_complete(_cancel_the_rest())
+        loop.run_until_complete(cancel_the_rest())
         loop.close()
-
-
-async def _cancel_the_rest() -> None:
-    rest = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in rest:
-        task.cancel()
-    await asyncio.gather(*rest, return_exceptions=True)

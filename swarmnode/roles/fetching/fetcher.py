@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
-from typing import Any
 
 from swarmnode.errors import CheckpointError, ErrorCode, NetworkDown, PeerError, PeerRefused, ProtocolError
 from swarmnode.net.interfaces import Buffer
+from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.roles.fetching.download import ChunkRange, Download
 from swarmnode.roles.fetching.sources import Source
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder
@@ -89,7 +89,7 @@ class Fetcher:
                 if listening in ended:
                     listening = asyncio.ensure_future(news())
         finally:
-            await _cancel([listening, *working.values()])
+            await cancel_and_wait(listening, *working.values())
 
     def _missing(self, wanted: Mapping[FileContent, Iterable[int]]) -> dict[FileContent, list[int]]:
         return {file: self._cache.missing(file, numbers) for file, numbers in wanted.items()}
@@ -129,7 +129,7 @@ class Fetcher:
                 if False in [task.result() for task in came]:
                     return
         finally:
-            await _cancel([*asked])
+            await cancel_and_wait(*asked)
 
     async def _ask(self, source: Source, run: ChunkRange, download: Download, progress: Progress | None) -> bool:
         """Fetch one run; whether the source may be asked for another.
@@ -189,9 +189,3 @@ class Fetcher:
                 raise ProtocolError(f"{source.name} gave hashes of {file.name} that are not its own")
             self._cache.keep_hashes(file, known)
         return known
-
-
-async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -11,6 +11,7 @@ from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost, PeerRe
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.roles.fetching.seeder import MANIFEST_PROTOCOL
 from swarmnode.roles.fetching.sources import ask
 from swarmnode.swarm.records.manifest import MAX_MANIFEST_BYTES, swarm_id
@@ -51,9 +52,7 @@ async def fetch_manifest(
     except asyncio.TimeoutError:
         raise PeerLost(f"no peer gave the manifest within {timeout_s:.0f} s") from failure
     finally:
-        for task in questions:
-            task.cancel()
-        await asyncio.gather(*questions, return_exceptions=True)
+        await cancel_and_wait(*questions)
         await board.close()
 
 

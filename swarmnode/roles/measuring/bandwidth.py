@@ -21,7 +21,7 @@ from swarmnode.codec.messages import Body, Error, Hello
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError, refusal
 from swarmnode.net.interfaces import Network, PeerId, Stream
 from swarmnode.net.links.link import Link, LinkConfig
-from swarmnode.net.tasks import Tasks
+from swarmnode.net.tasks import Tasks, cancel_and_wait
 
 log = logging.getLogger(__name__)
 
@@ -147,9 +147,7 @@ class Prober:
                 await link.close()
             await running
         finally:
-            for task in (rounds, running):
-                task.cancel()
-            await asyncio.gather(rounds, running, return_exceptions=True)
+            await cancel_and_wait(rounds, running)
             link.abort()
 
     async def _rounds(self, link: Link, answers: asyncio.Queue[Body]) -> None:

@@ -55,9 +55,9 @@ class StageMeter:
         self.tokens[phase] += tokens
         self.unit_tokens[phase] += unit_tokens
 
-    def note_hop(self, phase: str, since_s: float) -> None:
-        """The result of what came at `since_s` (of `time.perf_counter`) is there."""
-        self.hops[phase].observe(time.perf_counter() - since_s)
+    def note_hop(self, phase: str, seconds: float) -> None:
+        """Work came and its result is there, waiting included."""
+        self.hops[phase].observe(seconds)
 
     def note_tensors(self, codec: Codec, direction: str, *, raw_bytes: int, encoded_bytes: int) -> None:
         """Values were encoded for another stage."""

@@ -50,7 +50,7 @@ from swarmnode.errors import (
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.hop import Entry, Hop
 from swarmnode.net.links.switchboard import Channel, Switchboard
-from swarmnode.net.tasks import Tasks
+from swarmnode.net.tasks import Tasks, cancel_and_wait
 from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.roles.measuring.meters import ClientMeter
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
@@ -334,9 +334,7 @@ class ClientSession:
                 raise faulty.result()
             opening.result()
         finally:
-            for task in (opening, faulty):
-                task.cancel()
-            await asyncio.wait([opening, faulty])
+            await cancel_and_wait(opening, faulty)
 
     async def _next_fault(self) -> PeerError:
         """Of the epoch in force, by a hop of its route."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from swarmnode.codec.messages import Sampling, Truncate, Want
@@ -46,11 +45,11 @@ class Job:
     parts: tuple[tuple[TensorInfo, Buffer], ...]
     then: ForwardHidden | Sample | Return
     done: Callable[[Job, JobResult, Pass], None]
+    submitted_s: float  # on the executor's clock
     want: Want = Want.NOTHING
     reorder: tuple[int, ...] = ()
     skip: int = 0
     stages_after: int = 0
-    submitted_s: float = field(default_factory=time.perf_counter)
     truncate: Truncate | None = None  # what comes before it
 
     @property

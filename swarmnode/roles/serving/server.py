@@ -76,7 +76,7 @@ class StageServer:
         self._position_limit = self._runner.span.position_limit  # of every session
         self.orphan_grace_s = config.orphan_grace_s
         self.observed_latency = observed_latency or ObservedLatency()
-        self.clock = link_config.clock
+        self.clock = worker.clock  # on which what its jobs take is told, too
         self._traces = TraceLog()  # of sessions that are over
         self._trace_server = TraceServer(network, hello, link_config, self.trace)
 

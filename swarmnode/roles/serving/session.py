@@ -243,9 +243,9 @@ class StageSession:
         truncate, self._truncate = self._truncate, None
         self.moved_s = asyncio.get_running_loop().time()
         self.transcript.take(start - skip, parts)
-        job = Job(self.key, start, end - start, parts, self._then(), self._done, want=want, reorder=reorder, skip=skip)
-        stages_after = len(self._open.route) - 1 - self.index
-        self._stage.submit(replace(job, stages_after=stages_after, submitted_s=self._stage.clock(), truncate=truncate))
+        job = Job(self.key, start, end - start, parts, self._then(), self._done, self._stage.clock())
+        after = len(self._open.route) - 1 - self.index
+        self._stage.submit(replace(job, want=want, reorder=reorder, skip=skip, stages_after=after, truncate=truncate))
 
     def _then(self) -> ForwardHidden | Sample | Return:
         if not self._is_last:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import operator
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -45,23 +44,25 @@ T = TypeVar("T")
 
 OnLonePass = Callable[[str, int, int, float], None]
 """(phase, positions, units, seconds) of a pass of one session alone; called on the compute thread"""
+OnJobs = Callable[[Sequence[Job]], None]
 
 
 class _Batch(WorkItem):
     """Jobs of several sessions that go through the model together."""
 
-    def __init__(self, jobs: Sequence[Job], run: Callable[[Sequence[Job]], None]) -> None:
+    def __init__(self, jobs: Sequence[Job], run: OnJobs, give_up: OnJobs) -> None:
         owner = f"session {jobs[0].session}" if len(jobs) == 1 else f"{len(jobs)} sessions"
         super().__init__(jobs[0].phase, urgency=Urgency.FORWARD, owner=owner, size=sum(job.count for job in jobs))
         self._jobs = jobs
         self._run = run
+        self._give_up = give_up
 
     def run(self) -> None:
         with torch.inference_mode():
             self._run(self._jobs)
 
     def abandon(self, error: Exception) -> None:
-        _give_up(self._jobs)
+        self._give_up(self._jobs)
 
 
 class Worker:
@@ -69,6 +70,7 @@ class Worker:
 
     def __init__(self, runner: StageRunner, executor: Executor, *, chunk_tokens: int = 128) -> None:
         self.runner = runner
+        self.clock = executor.clock
         self.scheduler = PassScheduler(longest_step=LONGEST_SHARED, longest_chunk=chunk_tokens)
         self._executor = executor
         self._waiting: dict[int, deque[Job]] = {}
@@ -139,7 +141,7 @@ class Worker:
         if not jobs:
             return None
         self.scheduler.took({job.session: job.count for job in jobs})
-        return _Batch(jobs, self._run)
+        return _Batch(jobs, self._run, self._give_up)
 
     def _take(self, session: int, count: int) -> Job:
         jobs = self._waiting[session]
@@ -149,12 +151,17 @@ class Worker:
         return job
 
     def abandon(self, items: Iterable[Job], error: Exception) -> None:
-        _give_up([*(job for jobs in self._waiting.values() for job in jobs), *items])
+        self._give_up([*(job for jobs in self._waiting.values() for job in jobs), *items])
         self._waiting.clear()
+
+    def _give_up(self, jobs: Sequence[Job]) -> None:
+        """Tell on the loop that these jobs come to nothing, for a reason of this node's own."""
+        now_s = self.clock()
+        _deliver(jobs, [JobResult(error=ErrorCode.INTERNAL)] * len(jobs), Pass(now_s, now_s, len(jobs)))
 
     def _run(self, batch: Sequence[Job]) -> None:
         results = self._compute(batch)
-        run = Pass(self._executor.began_s, self._executor.clock(), len(batch))
+        run = Pass(self._executor.began_s, self.clock(), len(batch))
         self.scheduler.ran(len(batch) * max(job.count for job in batch), run.ended_s - run.began_s)
         self._executor.post(_deliver, batch, results, run)
 
@@ -175,7 +182,7 @@ class Worker:
         self.steps += 1
         self.positions += sum(job.count for job in ready)
         for job in ready:
-            self.meter.note_hop(job.phase, job.submitted_s)
+            self.meter.note_hop(job.phase, self.clock() - job.submitted_s)
         return [failed.get(id(job)) or done[id(job)] for job in batch]
 
     def _pass(self, works: Sequence[StepInput]) -> list[Output | Exception]:
@@ -184,10 +191,10 @@ class Worker:
         units = [self.runner.units(work.session_id) for work in works]
         unit_tokens = sum(map(operator.mul, tokens, units))
         with self.meter.passing(phase, microbatches=len(works), tokens=sum(tokens), unit_tokens=unit_tokens):
-            began_s = self._executor.clock()
+            began_s = self.clock()
             outcomes = self.runner.run_each(works)
             if len(works) == 1 and not isinstance(outcomes[0], Exception):
-                self.on_lone_pass(phase, works[0].count, units[0], self._executor.clock() - began_s)
+                self.on_lone_pass(phase, works[0].count, units[0], self.clock() - began_s)
         return outcomes
 
     def _finish(self, job: Job, outcome: Output | Exception) -> JobResult:
@@ -241,12 +248,6 @@ def _failure(job: Job, error: Exception) -> JobResult:
         raise error
     log.error("session %d failed at position %d", job.session, job.start, exc_info=error)
     return JobResult(error=ErrorCode.INTERNAL)
-
-
-def _give_up(jobs: Sequence[Job]) -> None:
-    """Tell on the loop that these jobs come to nothing, for a reason of this node's own."""
-    now_s = time.perf_counter()
-    _deliver(jobs, [JobResult(error=ErrorCode.INTERNAL)] * len(jobs), Pass(now_s, now_s, len(jobs)))
 
 
 def _deliver(batch: Sequence[Job], results: Sequence[JobResult], run: Pass) -> None:

@@ -11,7 +11,7 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, Ready
 from swarmnode.errors import PeerLost
 from swarmnode.net.links.link import Link
-from swarmnode.net.links.rate_limiter import BURST_S, RateLimiter
+from swarmnode.net.links.rate_limiter import BURST_S, CLOSE_TIMEOUT_S, RateLimiter
 from swarmnode.net.measuring.throughput_meter import ThroughputMeter
 from swarmnode.net.memory.network import Path
 from tests.net.links.test_link import CONFIG, HELLO, Pair, now_s
@@ -145,6 +145,15 @@ async def test_what_was_sent_before_the_end_arrives() -> None:
     await link.close()
     await receiver.wait_for(2)
     assert [seq for seq, _ in receiver.arrivals] == [0, 1]
+    await reading
+
+
+@in_virtual_time
+async def test_who_leaves_does_not_wait_for_minutes() -> None:
+    link, reading = await rate_limited_link(RateLimiter(1e4, clock=now_s), Receiver())
+    link.send(Ready(0), channel=1, payload=[bytes(MEGABYTE)])  # 800 s
+    await link.close()
+    assert now_s() <= CLOSE_TIMEOUT_S + 1.0
     await reading
 
 

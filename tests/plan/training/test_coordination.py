@@ -28,7 +28,7 @@ def test_the_page_has_the_table() -> None:
     assert written() == dict(TRANSITIONS)
 
 
-@pytest.mark.parametrize(("phase", "event"), itertools.product(Phase, Event))
+@pytest.mark.parametrize(("phase", "event"), [*itertools.product(Phase, Event)])
 def test_every_event_in_every_phase(phase: Phase, event: Event) -> None:
     after, actions = transition(phase, event)
     if (phase, event) not in TRANSITIONS:

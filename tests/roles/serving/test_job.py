@@ -17,7 +17,7 @@ def job(start: int, count: int, want: Want = Want.NOTHING, **more: object) -> Jo
     """Positions whose payload is their own numbers, one byte each; after `skip` others."""
     skip = int(more.get("skip", 0))  # type: ignore[call-overload]
     part = (TensorInfo(Codec.NONE, DType.INT64, (1, skip + count)), bytes(range(start - skip, start + count)))
-    made = Job(1, start, count, (part,), ForwardHidden(Codec.NONE), lambda *_: None, want=want)
+    made = Job(1, start, count, (part,), ForwardHidden(Codec.NONE), lambda *_: None, 0.0, want=want)
     return replace(made, **more)  # type: ignore[arg-type]
 
 

@@ -70,7 +70,8 @@ class Desk:
     def submit(self, session: int, *ids: int) -> None:
         info = TensorInfo(Codec.NONE, DType.INT64, (1, len(ids)))
         payload = struct.pack(f"<{len(ids)}q", *ids)
-        self.worker.submit(Job(session, 0, len(ids), ((info, payload),), ForwardHidden(Codec.NONE), self._done))
+        then, now_s = ForwardHidden(Codec.NONE), self.worker.clock()
+        self.worker.submit(Job(session, 0, len(ids), ((info, payload),), then, self._done, now_s))
 
     def _done(self, job: Job, result: JobResult, _run: object) -> None:
         self.results.put_nowait((job.session, result))

@@ -1,19 +1,23 @@
-"""A training stage of the toy model, alone, and two peers who speak to it."""
+"""A training stage of the toy model, alone, and two peers who speak to it, in virtual time."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, HopSpec
 from swarmnode.codec.training_messages import Begin, Condition, Forward, Lead, Status
-from swarmnode.compute.executor import Executor
+from swarmnode.compute.inline_executor import InlineExecutor
 from swarmnode.errors import PeerError
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeWorld
+from swarmnode.net.memory.virtual_time import run_virtual
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.roles.training.coordinator.seal import seal_lease
 from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
@@ -63,17 +67,18 @@ class Scene:
         self.networks = [world.join() for _ in range(3)]
         checkpoint_manager = CheckpointManager(self.networks[0], HELLO, LinkConfig(), folder)
         self.checkpoint_manager = checkpoint_manager
-        self.executor = Executor()
+        self.executor = InlineExecutor()
         self.stage = TrainingStage(
             self.networks[0], HELLO, LinkConfig(), ToySegment(), checkpoint_manager, self.executor
         )
         self.boards = [Switchboard(network, TRAIN_PROTOCOL, HELLO, LinkConfig()) for network in self.networks[1:]]
         self.peer = self.networks[0].peer_id
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> Scene:
         await self.stage.start()
         for network in self.networks[1:]:
             await network.connect(await self.networks[0].addresses(), timeout_s=1)
+        return self
 
     async def talk(self, board: int = 0) -> Talk:
         return await Talk.begin(self.boards[board], self.peer)
@@ -99,7 +104,7 @@ class Scene:
         seal = seal_lease(KEY, RUN.id, term, lease, step, number, route, feeder)
         return Forward(term, lease, step, number, route, 0, infos, RUN.id, feeder, 0.0, seal), payload
 
-    async def close(self) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for board in self.boards:
             await board.close()
         await self.stage.close()
@@ -107,3 +112,21 @@ class Scene:
         await self.checkpoint_manager.close()
         for network in self.networks:
             await network.close()
+
+
+def in_scene(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test, whose first parameter is a Scene, on a VirtualLoop."""
+
+    async def play(folder: Path, named: dict[str, Any]) -> None:
+        async with Scene(folder) as scene:
+            await test(scene, **named)
+
+    @functools.wraps(test)
+    def run(tmp_path: Path, **named: Any) -> None:
+        run_virtual(play(tmp_path, named))
+
+    folder = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.signature(test)
+    _, *named = signature.parameters.values()
+    run.__signature__ = signature.replace(parameters=[folder, *named])  # type: ignore[attr-defined]  # for pytest's fixtures
+    return run

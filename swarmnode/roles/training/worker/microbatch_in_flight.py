@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
@@ -156,9 +155,10 @@ class MicrobatchInFlight:
 
     async def _compute(self, phase: str, function: Callable[[], T]) -> T:
         """Wait for the bench, and have it done there. At the last hop the way forward leads back as well."""
-        came_s = time.perf_counter()
-        result = await self._stage.bench.call(URGENCY[phase], function)
-        self._stage.meter.note_hop(phase, came_s)
+        bench = self._stage.bench
+        came_s = bench.clock()
+        result = await bench.call(URGENCY[phase], function)
+        self._stage.meter.note_hop(phase, bench.clock() - came_s)
         return result
 
     # -- compute, on the bench

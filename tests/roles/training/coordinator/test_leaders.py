@@ -11,7 +11,7 @@ from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.gate import Gate
 from swarmnode.swarm.records.run import encode_run
-from tests.roles.training.scene import KEY, RUN, TERM, Scene
+from tests.roles.training.scene import KEY, RUN, TERM, Scene, in_scene
 from tests.roles.training_swarm import TrainingSwarm, until
 
 
@@ -28,6 +28,7 @@ class TrainersFirst(Gate):
         return peer in self.trainers or self.trainers.isdisjoint(stages)
 
 
+@in_scene
 async def test_who_may_not_lead_is_refused_and_changes_nothing(scene: Scene) -> None:
     line = await scene.lead()
     leader = scene.networks[1].peer_id
@@ -38,6 +39,7 @@ async def test_who_may_not_lead_is_refused_and_changes_nothing(scene: Scene) -> 
     assert isinstance(await line.ask(Lead(TERM, KEY)), Status), "the one in force goes on"
 
 
+@in_scene
 async def test_who_may_not_feed_is_refused(scene: Scene) -> None:
     await scene.lead()
     gate = scene.stage.gate = TrainersFirst()

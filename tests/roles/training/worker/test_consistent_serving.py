@@ -64,6 +64,7 @@ class TrainedAndServed:
                 (encode(IDS_BT, Codec.NONE),),
                 Return(),
                 lambda _job, result, _run: done.set_result(result),
+                self.worker.clock(),
                 want=Want.ALL,
             )
         )

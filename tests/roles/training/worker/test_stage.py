@@ -12,7 +12,7 @@ from swarmnode.codec.messages import Body, End, Error, Fault
 from swarmnode.codec.training_messages import Backward, Commit, Counted, Discard, Failed, Lead, Release, Status
 from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.roles.training.worker.following import MAX_TERM_JUMP
-from tests.roles.training.scene import KEY, RUN, TERM, Scene
+from tests.roles.training.scene import KEY, RUN, TERM, Scene, in_scene
 
 
 def masks(status: Body | PeerError) -> tuple[Counted, ...]:
@@ -20,6 +20,7 @@ def masks(status: Body | PeerError) -> tuple[Counted, ...]:
     return status.counted
 
 
+@in_scene
 async def test_a_microbatch_is_counted_and_told(scene: Scene) -> None:
     line = await scene.lead()
     answer = await scene.feed(2)
@@ -28,6 +29,7 @@ async def test_a_microbatch_is_counted_and_told(scene: Scene) -> None:
     assert masks(await line.ask(Discard(RUN.id))) == ()
 
 
+@in_scene
 async def test_the_same_microbatch_is_counted_once(scene: Scene) -> None:
     line = await scene.lead()
     first, second = await scene.feed(2), await scene.feed(2, lease=2)
@@ -35,6 +37,7 @@ async def test_the_same_microbatch_is_counted_once(scene: Scene) -> None:
     assert masks(await line.ask(Release((), RUN.id))) == (Counted(0, 3, b"\x04"),)
 
 
+@in_scene
 async def test_a_released_lease_that_comes_late_is_not_counted(scene: Scene) -> None:
     line = await scene.lead()
     assert masks(await line.ask(Release((1,), RUN.id))) == ()
@@ -51,15 +54,18 @@ async def test_a_released_lease_that_comes_late_is_not_counted(scene: Scene) -> 
         ({"end": 4}, ErrorCode.WRONG_SPAN),
     ],
 )
+@in_scene
 async def test_what_is_not_of_now_and_here_is_refused(scene: Scene, changes: dict[str, int], code: ErrorCode) -> None:
     await scene.lead()
     assert await scene.feed(0, **changes) == Fault(0, 0, code)
 
 
+@in_scene
 async def test_nothing_is_computed_before_a_run_has_begun(scene: Scene) -> None:
     assert await scene.feed(0, term=0) == Fault(0, 0, ErrorCode.STALE)
 
 
+@in_scene
 async def test_values_that_do_not_fit_are_the_senders_fault(scene: Scene) -> None:
     line = await scene.lead()
     body, payload = scene.forward(0)
@@ -68,6 +74,7 @@ async def test_values_that_do_not_fit_are_the_senders_fault(scene: Scene) -> Non
     assert masks(await line.ask(Release((), RUN.id))) == ()
 
 
+@in_scene
 async def test_a_lower_term_is_told_which_one_is_in_force(scene: Scene) -> None:
     line = await scene.lead()
     rival = await scene.talk(1)
@@ -77,6 +84,7 @@ async def test_a_lower_term_is_told_which_one_is_in_force(scene: Scene) -> None:
     assert isinstance(await line.ask(Release((), RUN.id)), Status), "the first coordinator's word still counts"
 
 
+@in_scene
 async def test_a_higher_term_takes_over_and_finds_what_is_counted(scene: Scene) -> None:
     line = await scene.lead()
     await scene.feed(3)
@@ -88,6 +96,7 @@ async def test_a_higher_term_takes_over_and_finds_what_is_counted(scene: Scene) 
     assert isinstance(await scene.feed(4, term=TERM + 1), Backward)
 
 
+@in_scene
 async def test_a_commit_without_an_all_reduce_changes_nothing(scene: Scene) -> None:
     line = await scene.lead()
     await scene.feed(3)
@@ -96,6 +105,7 @@ async def test_a_commit_without_an_all_reduce_changes_nothing(scene: Scene) -> N
     assert scene.stage.state.step == 0
 
 
+@in_scene
 async def test_a_microbatch_of_the_next_step_waits_for_the_commit(scene: Scene) -> None:
     line = await scene.lead()
     for number in range(RUN.microbatches):
@@ -110,6 +120,7 @@ async def test_a_microbatch_of_the_next_step_waits_for_the_commit(scene: Scene) 
     assert isinstance(await early, Backward)
 
 
+@in_scene
 async def test_a_first_frame_that_begins_nothing(scene: Scene) -> None:
     assert await (await scene.talk()).ask(Release((), RUN.id)) == Error(ErrorCode.MALFORMED)
     assert await (await scene.talk()).ask(End()) == Error(ErrorCode.MALFORMED)
@@ -126,6 +137,7 @@ async def test_a_first_frame_that_begins_nothing(scene: Scene) -> None:
         ({"seal": b""}, ErrorCode.REFUSED),
     ],
 )
+@in_scene
 async def test_a_lease_is_for_what_it_was_given_for(scene: Scene, changes: dict[str, object], code: ErrorCode) -> None:
     line = await scene.lead()
     body, payload = scene.forward(0)
@@ -135,6 +147,7 @@ async def test_a_lease_is_for_what_it_was_given_for(scene: Scene, changes: dict[
     assert masks(await line.ask(Release((), RUN.id))) == (Counted(0, 3, b"\x04"),)
 
 
+@in_scene
 async def test_a_lease_is_taken_from_its_holder_alone(scene: Scene) -> None:
     await scene.lead()
     body, payload = scene.forward(0)
@@ -144,6 +157,7 @@ async def test_a_lease_is_taken_from_its_holder_alone(scene: Scene) -> None:
     assert isinstance(await (await scene.talk(1)).ask(body, payload), Backward)
 
 
+@in_scene
 async def test_commands_of_another_run_do_nothing(scene: Scene) -> None:
     line = await scene.lead()
     assert isinstance(await scene.feed(2), Backward)
@@ -154,6 +168,7 @@ async def test_commands_of_another_run_do_nothing(scene: Scene) -> None:
     assert isinstance(status, Status) and status.step == 0
 
 
+@in_scene
 async def test_an_all_reduce_of_another_run_is_refused(scene: Scene) -> None:
     line = await scene.lead()
     answer = await line.ask(Reduce(0, 3, (), bytes(32)))
@@ -165,6 +180,7 @@ async def test_an_all_reduce_of_another_run_is_refused(scene: Scene) -> None:
     )
 
 
+@in_scene
 async def test_a_term_out_of_all_reason_is_not_followed(scene: Scene) -> None:
     """Else one peer could use up all that there are."""
     line = await scene.lead()
