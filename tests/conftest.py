@@ -6,13 +6,20 @@ import os
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Before torch is imported, here or in a process that a test starts: models of tests are so small that a second thread
 costs more than it brings, and much more on a machine that does other things, too."""
 
+settings.register_profile("check", deadline=None, derandomize=True)
+settings.register_profile("deep", deadline=None, max_examples=5000)  # --hypothesis-profile deep
+settings.load_profile("check")
+
 REAL = "tests/real/"
+TOGETHER = (REAL, "tests/compute/graph/")
+"""Folders for one worker: real swarms would disturb one another, and a ResNet-101 need be exported only once."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,8 +32,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 
 class FileScheduling(LoadScopeScheduling):
-    """Gives each worker file after file, which shares fixtures; all of tests/real to one, so that real swarms do not disturb
-    one another."""
+    """Gives each worker file after file, which shares fixtures, or a folder."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return REAL if nodeid.startswith(REAL) else nodeid.split("::", 1)[0]
+        folders = (folder for folder in TOGETHER if nodeid.startswith(folder))
+        return next(folders, nodeid.split("::", 1)[0])

@@ -7,7 +7,7 @@ import tracemalloc
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.codec.frames import ALLOCATE_BYTES, HEADER, HEADER_BYTES, FrameKind, FrameReader, pack_header
@@ -36,13 +36,11 @@ def decode_or_refuse(kind: int, data: bytes) -> Body | None:
         return None
 
 
-@settings(max_examples=300, deadline=None)
 @given(kind=st.integers(0, 255), data=st.binary(max_size=300))
 def test_random_bytes_as_bodies(kind: int, data: bytes) -> None:
     decode_or_refuse(kind, data)
 
 
-@settings(max_examples=300, deadline=None)
 @given(kind=st.sampled_from(FrameKind), fields=st.lists(plain_values, max_size=12))
 def test_random_fields_as_bodies(kind: FrameKind, fields: list[object]) -> None:
     body = decode_or_refuse(kind, msgspec.msgpack.encode(fields))
@@ -50,7 +48,6 @@ def test_random_fields_as_bodies(kind: FrameKind, fields: list[object]) -> None:
         assert decode_body(kind, encode_body(body)) == body
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.binary(max_size=400), cuts=st.lists(st.integers(1, 60), max_size=10))
 def test_random_bytes_as_a_stream(data: bytes, cuts: list[int]) -> None:
     reader = FrameReader(max_payload_bytes=100)
@@ -71,7 +68,6 @@ frame_parts = st.tuples(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(parts=st.lists(frame_parts, max_size=8), cuts=st.lists(st.integers(1, 50), max_size=30))
 def test_frames_survive_any_cutting(parts: list[tuple[FrameKind, bytes, bytes, int, int]], cuts: list[int]) -> None:
     data = b"".join(

@@ -28,9 +28,9 @@ from tests.training_results import assert_same_curve, assert_same_parameters
 
 DATA = Path(typing.__file__)
 SPANS = ("0:2", "2:4", "4:6")
-STEPS = 40
+STEPS = 24
 KILL_EVERY = 6
-CHECKPOINT_STEPS = 10
+CHECKPOINT_STEPS = 6
 SETTINGS = Run(
     data=NO_DATA,
     steps=STEPS,
@@ -129,14 +129,14 @@ async def test_the_curve_of_one_process(
         trainer = school.trainer("trainer", DATA, SETTINGS)
         assert await trainer.finish() == STEPS
         assert_same_curve(trainer.losses, alone, steps=STEPS)
-        assert alone[STEPS - 1] < 0.75 * alone[0]
+        assert alone[STEPS - 1] < 0.85 * alone[0]
         await school.stop(names)
         assert_same_parameters(school, names, spans=len(SPANS))
 
 
 @in_virtual_time
 async def test_replicas_killed_and_others_joining(founded: Founded, alone: dict[int, float], tmp_path: Path) -> None:
-    """Every 8 steps one of the replicas is killed, in turn of all spans, and another one comes."""
+    """Every 6 steps one of the replicas is killed, in turn of all spans, and another one comes."""
     async with school_of(founded, tmp_path) as school:
         await school.start_all(PAIRS)
         nodes = list(PAIRS)
@@ -163,7 +163,7 @@ async def test_a_trainer_killed(founded: Founded, alone: dict[int, float], tmp_p
         await school.start_all(PAIRS)
         first, second = school.trainer("first", DATA, SETTINGS), school.trainer("second", DATA, SETTINGS)
         await second.wait_for_step(5)
-        await first.wait_for_step(20)
+        await first.wait_for_step(12)
         await first.kill()
         assert await second.finish() == STEPS
         assert_same_curve({**first.losses, **second.losses}, alone, steps=STEPS)
@@ -178,7 +178,7 @@ async def test_a_swarm_killed_whole_goes_on_where_it_was(
     async with school_of(founded, tmp_path) as school:
         await school.start_all(SPANS)
         before = school.trainer("before", DATA, SETTINGS)
-        await before.wait_for_step(17)
+        await before.wait_for_step(10)
         for member in (*school.members.values(), before):
             await member.kill()
         await school.start_all(SPANS)
@@ -195,7 +195,7 @@ async def test_a_unit_without_anybody_is_waited_for(founded: Founded, alone: dic
     async with school_of(founded, tmp_path) as school:
         await school.start_all(SPANS)
         trainer = school.trainer("trainer", DATA, SETTINGS)
-        await trainer.wait_for_step(12)
+        await trainer.wait_for_step(8)
         await school.members[SPANS[1]].kill()
         trainer.missing = None
         await trainer.wait_until(lambda: bool(trainer.missing))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -24,6 +25,7 @@ class RecordStore:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._keys: dict[int, dict[bytes, Record]] = {}
+        self._soonest_end = math.inf  # unix time, before which no record expires
         self._all: FairShare[Slot] = FairShare(MAX_RECORDS)
         self._of_key: dict[int, FairShare[Slot]] = {}
 
@@ -57,12 +59,12 @@ class RecordStore:
             self._all.move((key, subkey), claimant)
             self._of_key[key].move((key, subkey), claimant)
         self._keys.setdefault(key, {})[subkey] = Record(value, expires_at)
+        self._soonest_end = min(self._soonest_end, expires_at)
         return True
 
     def _take_place(self, slot: Slot, claimant: Claimant) -> bool:
         if len(self._all) >= MAX_RECORDS:
-            for key in list(self._keys):
-                self._expire(key)
+            self._expire_all()
         self._expire(slot[0])
         for shares in (self._of_key.setdefault(slot[0], FairShare(MAX_SUBKEYS)), self._all):
             yielding = shares.take(slot, claimant)
@@ -71,6 +73,14 @@ class RecordStore:
             if yielding == slot:
                 return False
         return True
+
+    def _expire_all(self) -> None:
+        if self._clock() < self._soonest_end:  # a flood of records would have us look at all of them for each
+            return
+        for key in list(self._keys):
+            self._expire(key)
+        ends = (record.expires_at for records in self._keys.values() for record in records.values())
+        self._soonest_end = min(ends, default=math.inf)
 
     def _expire(self, key: int) -> None:
         now = self._clock()

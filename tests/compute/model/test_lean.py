@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 TORCH = """
 import sys
 from swarmnode.compute.model.lean import lean
@@ -20,9 +22,9 @@ with lean():
 """
 
 
-def run(program: str, begin: str = TORCH + NAMES) -> str:
+def run(program: str) -> str:
     """In a process of its own: imports cannot be undone."""
-    done = subprocess.run([sys.executable, "-c", begin + program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -38,23 +40,10 @@ with lean():
 left_out = ("sympy", "torch._dynamo", "torch.distributed.fsdp", "scipy.optimize")
 print([name for name in left_out if name in sys.modules])
 """
-    assert run(program, TORCH) == "[]"
+    assert run(TORCH + program) == "[]"
 
 
-def test_afterwards_everybody_gets_the_real_ones() -> None:
-    program = """
-import sympy, torch.fx.experimental.symbolic_shapes as shapes
-from torch.distributed.fsdp import FullyShardedDataParallel as Real
-print(sympy.Integer(3) + 4, sympy.oo == named.oo, hasattr(shapes, "ShapeEnv"))
-print(isinstance(torch.nn.Linear(1, 1), FullyShardedDataParallel))
-function = torch.compile(lambda x: x * 2, backend="eager", dynamic=True)
-print(function(torch.ones(3)).sum().item(), issubclass(type("Mine", (Real,), {}), Real))
-"""
-    assert run(program).splitlines() == ["7 True True", "False", "6.0 True"]
-
-
-def test_a_late_thing_is_checked_for_called_looked_into_and_derived_from() -> None:
-    program = """
+BEFORE = """
 print(isinstance(4, named.Integer), "sympy.core" in sys.modules)
 number = named.Integer(4)
 print(number, isinstance(number, named.Integer), isinstance(4, named.Integer), named.Integer.is_integer)
@@ -65,4 +54,24 @@ class Twice(named.Function):
 print(Twice(3), type(Twice).__name__)
 print(symbolic_shapes.expect_true(True), symbolic_shapes.sym_and(True, False), symbolic_shapes.is_nested_int(3))
 """
-    assert run(program).splitlines() == ["False False", "4 True False True", "6 FunctionClass", "True False False"]
+AFTERWARDS = """
+import sympy, torch.fx.experimental.symbolic_shapes as shapes
+from torch.distributed.fsdp import FullyShardedDataParallel as Real
+print(sympy.Integer(3) + 4, sympy.oo == named.oo, hasattr(shapes, "ShapeEnv"))
+print(isinstance(torch.nn.Linear(1, 1), FullyShardedDataParallel))
+function = torch.compile(lambda x: x * 2, backend="eager", dynamic=True)
+print(function(torch.ones(3)).sum().item(), issubclass(type("Mine", (Real,), {}), Real))
+"""
+
+
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    return run(TORCH + NAMES + BEFORE + AFTERWARDS).splitlines()
+
+
+def test_a_late_thing_is_checked_for_called_looked_into_and_derived_from(said: list[str]) -> None:
+    assert said[:4] == ["False False", "4 True False True", "6 FunctionClass", "True False False"]
+
+
+def test_afterwards_everybody_gets_the_real_ones(said: list[str]) -> None:
+    assert said[4:] == ["7 True True", "False", "6.0 True"]

@@ -69,7 +69,7 @@ def test_nothing_to_send_costs_the_delays() -> None:
 
 def test_same_seed_same_grid() -> None:
     problem = Problem.on(noisy_regions(24, 4, seed=2), stages=4, replicas=6, traffic=GPT3_XL)
-    first, again, other = (Search(problem, seed=seed, effort=0.1).run() for seed in (3, 3, 4))
+    first, again, other = (Search(problem, seed=seed, effort=0.03).run() for seed in (3, 3, 4))
     assert first.tolist() == again.tolist()
     assert first.tolist() != other.tolist()
 
@@ -127,7 +127,7 @@ def test_progress_ends_at_one_and_costs_only_fall() -> None:
     assert costs_s[-1] == problem.cost(grid).total_s
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_better_than_plain_annealing(seed: int) -> None:
     """Swaps of two places at random, accepted by Metropolis' rule: as many as take three times the search's processor time."""
     problem = Problem.on(noisy_regions(24, 4, seed=seed), stages=4, replicas=6, traffic=GPT3_XL)

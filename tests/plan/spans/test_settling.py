@@ -11,6 +11,7 @@ from swarmnode.plan.spans.placement import Joiner
 from swarmnode.plan.spans.settling import BEST_RESPONSE, Rule, Settling
 
 ROUNDS = 5
+SWARMS = 10
 
 
 def random_joiners(seed: int, units: int) -> list[Joiner]:
@@ -43,7 +44,7 @@ def settled(rule: Rule, seed: int, units: int = 16) -> tuple[float, float, bool]
 
 
 def test_best_response_comes_close_to_the_bound_and_to_rest() -> None:
-    outcomes = [settled(BEST_RESPONSE, seed) for seed in range(20)]
+    outcomes = [settled(BEST_RESPONSE, seed) for seed in range(SWARMS)]
     for figures in ([before for before, _, _ in outcomes], [after for _, after, _ in outcomes]):
         assert statistics.median(figures) >= 0.95
         assert min(figures) >= 0.85
@@ -52,8 +53,8 @@ def test_best_response_comes_close_to_the_bound_and_to_rest() -> None:
 
 @pytest.mark.parametrize("other", [petals(), swarm(16, 2)], ids=lambda rule: rule.name)
 def test_other_rules_recover_less(other: Rule) -> None:
-    ours = [settled(BEST_RESPONSE, seed)[1] for seed in range(20)]
-    theirs = [settled(other, seed)[1] for seed in range(20)]
+    ours = [settled(BEST_RESPONSE, seed)[1] for seed in range(SWARMS)]
+    theirs = [settled(other, seed)[1] for seed in range(SWARMS)]
     assert statistics.median(ours) > statistics.median(theirs)
     assert statistics.mean(ours) > statistics.mean(theirs) + 0.03
 

@@ -107,7 +107,7 @@ def test_the_only_holder_of_a_unit_takes_nobodys_updates_away(tmp_path: Path, va
         if value < 1e90:
             assert len(scene.losses) == STEPS
             moved = [
-                float((now - then).abs().max())
+                float((now - then).detach().abs().max())
                 for now, then in zip(scene.swarm.volunteers[0].segment.parameters()[0].values(), before, strict=True)
             ]
             assert min(moved) > 1e-3, "the others go on learning"

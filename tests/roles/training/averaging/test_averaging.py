@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.codec.training_messages import StepReport
 from swarmnode.swarm.records.run import Averaging
+from tests.net.virtual import in_virtual_time
 from tests.roles.training_swarm import PATIENCE_S, TrainingSwarm, local_losses, toy_batches, toy_run
 
 STEPS = 40
@@ -28,9 +29,12 @@ LOSSY = {
 }
 
 
-@pytest_asyncio.fixture
-async def swarm(tmp_path: Path) -> AsyncIterator[TrainingSwarm]:
-    swarm = TrainingSwarm(tmp_path)
+@contextlib.asynccontextmanager
+async def two_by_two(folder: Path) -> AsyncIterator[TrainingSwarm]:
+    """Two stages of two replicas each."""
+    swarm = TrainingSwarm(folder, virtual=True)
+    for start, end in ((0, 2), (0, 2), (2, 3), (2, 3)):
+        await swarm.join(start, end)
     yield swarm
     await swarm.close()
 
@@ -65,22 +69,22 @@ def assert_close(losses: list[float], averaging: Averaging) -> None:
 
 
 @pytest.mark.parametrize("averaging", LOSSY.values(), ids=LOSSY)
-async def test_replicas_end_equal_and_have_learnt(swarm: TrainingSwarm, averaging: Averaging) -> None:
-    for start, end in ((0, 2), (0, 2), (2, 3), (2, 3)):
-        await swarm.join(start, end)
-    assert_close(await losses_of(swarm, averaging), averaging)
-    swarm.assert_replicas_are_equal()
+@in_virtual_time
+async def test_replicas_end_equal_and_have_learnt(tmp_path: Path, averaging: Averaging) -> None:
+    async with two_by_two(tmp_path) as swarm:
+        assert_close(await losses_of(swarm, averaging), averaging)
+        swarm.assert_replicas_are_equal()
 
 
 @pytest.mark.parametrize("name", ["int8", "PowerSGD", "DiLoCo"])
-async def test_a_replica_dies_and_another_joins(swarm: TrainingSwarm, name: str) -> None:
-    for start, end in ((0, 2), (0, 2), (2, 3), (2, 3)):
-        await swarm.join(start, end)
-    joining: list[asyncio.Task[object]] = []
-    after = {
-        7: lambda: swarm.kill(swarm.volunteers[1]),
-        12: lambda: joining.append(asyncio.ensure_future(swarm.join(0, 2))),
-    }
-    assert_close(await losses_of(swarm, LOSSY[name], after), LOSSY[name])  # type: ignore[arg-type]
-    await asyncio.gather(*joining)
-    swarm.assert_replicas_are_equal()
+@in_virtual_time
+async def test_a_replica_dies_and_another_joins(tmp_path: Path, name: str) -> None:
+    async with two_by_two(tmp_path) as swarm:
+        joining: list[asyncio.Task[object]] = []
+        after = {
+            7: lambda: swarm.kill(swarm.volunteers[1]),
+            12: lambda: joining.append(asyncio.ensure_future(swarm.join(0, 2))),
+        }
+        assert_close(await losses_of(swarm, LOSSY[name], after), LOSSY[name])  # type: ignore[arg-type]
+        await asyncio.gather(*joining)
+        swarm.assert_replicas_are_equal()
