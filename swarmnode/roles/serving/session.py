@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import struct
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
@@ -37,7 +36,7 @@ from swarmnode.codec.messages import (
     Truncate,
     Want,
 )
-from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.codec.trace_messages import trace_id
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError
 from swarmnode.net.interfaces import Buffer
@@ -47,14 +46,13 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.measuring.timing import Timing
 from swarmnode.roles.measuring.trace_log import SessionTrace
+from swarmnode.roles.serving.input_cursor import InputCursor
 from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample
 from swarmnode.roles.serving.opened import check_input, units_of
 from swarmnode.roles.serving.output_stream import OutputStream
 from swarmnode.roles.serving.transcript import Transcript
 
 log = logging.getLogger(__name__)
-
-IDS_INFO = TensorInfo(Codec.NONE, DType.INT64, (1, 1))
 
 
 class SessionHost(Protocol):
@@ -79,11 +77,6 @@ class SessionHost(Protocol):
         """The session is over."""
 
 
-def id_payload(token: int) -> bytes:
-    """The payload of one token id, as IDS_INFO describes it."""
-    return struct.pack("<q", token)
-
-
 class StageSession:
     """One session at one hop. Created on its first OPEN; `rebind` moves it to the epoch of a later one."""
 
@@ -92,17 +85,13 @@ class StageSession:
         self._open = opened
         self.trace_id = trace_id(opened.session)
         self.key = key  # names the cache: a session that had to start over has another
-        self.accepted = 0  # positions that are run or wait to be run
+        self._cursor = InputCursor(opened.known)
         self.moved_s = asyncio.get_running_loop().time()  # when it was bound, or its last input came
         self._upstream: Channel | None = None
         self._downstream = Hop(stage.switchboard, self._from_downstream, self._downstream_failed)
         self.transcript = Transcript(self._downstream, keeps=opened.rows == 1)
         self._extended: Open | None = None  # for which the rest of the route is bound
         self._ring: Channel | None = None
-        self._known = opened.known  # the client has the outputs for positions below
-        self._truncations = 0  # the number of the last that was heard
-        self._truncate: Truncate | None = None  # that the next input follows
-        self._ahead: dict[int, int] = {}  # tokens by position that wait for the ones before them
         self._output_stream = OutputStream()
         self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}", on_crash=self._crashed)
         self._log = logging.LoggerAdapter(log, {"trace": self.trace_id.hex()})
@@ -113,7 +102,7 @@ class StageSession:
 
     def __repr__(self) -> str:
         state = "freed" if self._freed else "orphaned" if self._orphaned else "bound"
-        return f"<StageSession {self.trace_id.hex()[:8]} epoch {self.epoch} hop {self.index} {state} at {self.accepted} positions>"
+        return f"<StageSession {self.trace_id.hex()[:8]} epoch {self.epoch} hop {self.index} {state} {self._cursor!r}>"
 
     @property
     def id(self) -> bytes:
@@ -156,13 +145,14 @@ class StageSession:
         if self._orphaned is not None:
             self._orphaned.cancel()
             self._orphaned = None
-        self._open, self._upstream, self._known = opened, channel, opened.known
+        self._open, self._upstream, self._cursor.known = opened, channel, opened.known
+        accepted = self._cursor.accepted
         self.moved_s = asyncio.get_running_loop().time()
-        self.transcript.rebound(self.accepted)
+        self.transcript.rebound(accepted)
         self._timing = self._new_timing()
         channel.on_frame, channel.on_lost = self._from_upstream, self._upstream_lost
-        channel.send(Ready(have=self.accepted))
-        self._log.info("session %s: epoch %d begins at position %d", self.trace_id.hex()[:8], self.epoch, self.accepted)
+        channel.send(Ready(have=accepted))
+        self._log.info("session %s: epoch %d begins at position %d", self.trace_id.hex()[:8], self.epoch, accepted)
         self._output_stream.close()
         if self._ring is not None:
             self._ring.close()
@@ -171,8 +161,8 @@ class StageSession:
             self._tasks.spawn(self._extend(opened), "extend the route")
             if self._feeds_itself:
                 self._tasks.spawn(self._close_the_ring(opened), "close the ring")
-        elif self._feeds_itself and (held := self._output_stream.held(self.accepted)) is not None:
-            self._feed(self.accepted, held)  # it came while an older epoch led elsewhere
+        elif self._feeds_itself and (held := self._output_stream.held(accepted)) is not None:
+            self._feed(accepted, held)  # it came while an older epoch led elsewhere
 
     async def _extend(self, opened: Open) -> None:
         peer = opened.route[opened.index + 1].peer
@@ -194,7 +184,7 @@ class StageSession:
                 channel.close()
                 return
             self._ring = channel
-            channel.send(Attach(opened.session, opened.epoch, start=self.accepted))
+            channel.send(Attach(opened.session, opened.epoch, start=self._cursor.accepted))
         except (PeerError, NetworkDown) as error:
             if opened is self._open:
                 self._fault(last, error)
@@ -203,7 +193,7 @@ class StageSession:
 
     def _from_upstream(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Input):
-            code = check_input(self._open, body, frame.seq, self.accepted, self._stage.hidden_size)
+            code = check_input(self._open, body, frame.seq, self._cursor.accepted, self._stage.hidden_size)
             if code is None:
                 self._accept(frame.seq, body, frame.payload)
             elif self._upstream is not None:
@@ -211,36 +201,26 @@ class StageSession:
                 self.free()
         elif isinstance(body, End):
             self.free()
-        elif isinstance(body, Truncate) and body.to <= self.accepted:
-            self._forget(body)
+        elif isinstance(body, Truncate) and body.to <= self._cursor.accepted:
+            if self._cursor.truncate(body):
+                self.transcript.end()
         elif self._upstream is not None:
             self._upstream.close(Error(ErrorCode.MALFORMED))
             self.free()
 
-    def _forget(self, body: Truncate) -> None:
-        """Go on from an earlier position, with the next input; unless that was done before the session moved here."""
-        if body.number > self._truncations:
-            to = body.to if self._truncate is None else min(body.to, self._truncate.to)
-            self._truncations, self._truncate = body.number, Truncate(body.number, to)
-            self.accepted = body.to
-            self._known = min(self._known, body.to)
-            self.transcript.end()
-            self._ahead = {position: token for position, token in self._ahead.items() if position < body.to}
-
     def _accept(self, start: int, body: Input, payload: Buffer) -> None:
         end = start + body.tensor.shape[1]
-        if end <= self.accepted:
+        skip = self._cursor.accepted - start
+        if skip >= body.tensor.shape[1]:
             return
-        skip = self.accepted - start
-        want = Want(body.want) if end >= self._known else Want.NOTHING
+        want = Want(body.want) if end >= self._cursor.known else Want.NOTHING
         self._submit(end, ((body.tensor, payload),), want=want, reorder=body.reorder if not skip else (), skip=skip)
         self._feed_what_waits()
 
     def _submit(
         self, end: int, parts: tuple[tuple[TensorInfo, Buffer], ...], want: Want, reorder: tuple[int, ...], skip: int
     ) -> None:
-        start, self.accepted = self.accepted, end
-        truncate, self._truncate = self._truncate, None
+        start, truncate = self._cursor.advance(end)
         self.moved_s = asyncio.get_running_loop().time()
         self.transcript.take(start - skip, parts)
         job = Job(self.key, start, end - start, parts, self._then(), self._done, self._stage.clock())
@@ -251,7 +231,7 @@ class StageSession:
         if not self._is_last:
             return ForwardHidden(Codec(self._open.codec))
         if self._open.mode == Mode.RING:
-            return Sample(self._sampling, first=max(self._sampling.prompt_length, self._known))
+            return Sample(self._sampling, first=max(self._sampling.prompt_length, self._cursor.known))
         return Return()
 
     @property
@@ -267,17 +247,14 @@ class StageSession:
             self._send_fault(len(self._open.route) - 1, code)
 
     def _feed(self, position: int, output: Output) -> None:
-        """A token that the last hop drew is the next input, unless it is here already or nothing follows it.
-
-        After a fault it may come before the replay of what precedes it: then it waits.
-        """
-        if self.accepted <= position < self._open.max_length and not output.final:
-            self._ahead[position] = output.ids[0]
+        """A token that the last hop drew is the next input, unless nothing follows it."""
+        if position < self._open.max_length and not output.final:
+            self._cursor.hold(position, output.ids[0])
         self._feed_what_waits()
 
     def _feed_what_waits(self) -> None:
-        while (token := self._ahead.pop(self.accepted, None)) is not None:
-            self._submit(self.accepted + 1, ((IDS_INFO, id_payload(token)),), Want.NOTHING, (), 0)
+        while (token := self._cursor.next_token()) is not None:
+            self._submit(self._cursor.accepted + 1, (token,), Want.NOTHING, (), 0)
 
     # -- results
 
@@ -405,7 +382,7 @@ class StageSession:
         if self._freed:
             return
         self._freed = True
-        self._log.info("session %s: over after %d positions", self.trace_id.hex()[:8], self.accepted)
+        self._log.info("session %s: over after %d positions", self.trace_id.hex()[:8], self._cursor.accepted)
         if self._orphaned is not None:
             self._orphaned.cancel()
         self._downstream.unbind()
