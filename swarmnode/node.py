@@ -218,7 +218,7 @@ class Node:
             Place(state=State.LOADING, span=(span.start, span.end)), *hardware.sections(host), await host.introduction()
         )
         self._tell("loading", f"Units {span}: {hardware.describe(span)}", span=list(span))
-        checkpoint = await weights.span(span, self._show_progress())
+        checkpoint = await self._fetch(weights, hardware, span)
         if weights.cache is not None:
             seeder.add_cache(weights.cache, (span.start, span.end))
         elif host.swarm.checkpoint is not None:
@@ -227,6 +227,17 @@ class Node:
         host.directory.announce(Place(state=State.READY, seeds=seeder.units), *self._stage.sections())
         doing = "Training" if hardware.trains else "Serving"
         self._tell("ready", f"{doing} units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
+
+    async def _fetch(self, weights: Weights, hardware: Hardware, span: Span) -> Checkpoint:
+        """Get the weights of a span; what else loading takes is done while they are on their way."""
+        outline = await weights.outline()
+        fetching = asyncio.ensure_future(weights.span(span, self._show_progress()))
+        try:
+            if not hardware.trains:
+                await asyncio.to_thread(hardware.prepare, outline, span)
+            return await fetching
+        finally:
+            await cancel_and_wait(fetching)
 
     async def _load(
         self, host: Host, checkpoint: Checkpoint, hardware: Hardware, span: Span

@@ -50,6 +50,13 @@ def assemble(family: Family, tensors: Mapping[str, Any], start: int, end: int, *
     return model
 
 
+def outline(family: Family, start: int, end: int, *, dtype: torch.dtype) -> Any:
+    """The same without weights, on the meta device."""
+    model_class = _cut_class(family, start, end)
+    with torch.device("meta"):
+        return model_class(family.config).to(dtype)
+
+
 def _cut_class(family: Family, start: int, end: int) -> type[Any]:
     """A subclass of the family's class whose instances lack the modules of other units from the moment they are built."""
 

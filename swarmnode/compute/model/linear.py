@@ -1,4 +1,4 @@
-"""Matrix products on the CPU, each by whichever way is the fastest on this machine: found by timing, once per shape, at load.
+"""Matrix products on the CPU, each by whichever way is the fastest on this machine: found by timing, once per shape in a process.
 
 One decode step multiplies each weight matrix by one to some ten rows, one for each session; libraries were made for many. What
 is fast differs: for float32, a single-threaded MKL on an AMD EPYC takes 8.7 ms for 8 rows and a matrix of 5632 x 2048, where
@@ -11,14 +11,17 @@ from __future__ import annotations
 import bisect
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeGuard
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmnode.compute.packed import FORMS, PackedLinear, Packing
+
+T = TypeVar("T")
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x (..., I), weight_OI, bias_O -> y (..., O)"""
@@ -39,6 +42,9 @@ SAMPLE_OUTPUTS = 1024  # where it meets many rows, or is packed to see whether t
 MIN_ELEMENTS = 1 << 16  # smaller matrices are all overhead
 HALVES = (torch.bfloat16, torch.float16)
 TILE_BYTES, MIN_TILE_ROWS = 1 << 20, 16
+
+Kind = tuple[torch.dtype, torch.Size, int]
+"""(number format, shape, threads): what a choice holds for"""
 
 
 class TimedLinear(nn.Linear):
@@ -107,18 +113,26 @@ OTHERS: Mapping[torch.dtype, Sequence[Product]] = {
 }
 
 
+_products: dict[Kind, list[Product]] = {}  # one for each of TIMED_ROWS
+_forms: dict[Kind, type[PackedLinear] | None] = {}  # None: as it is
+
+
 @torch.inference_mode()
 def speed_up_linears(model: nn.Module) -> Packing:
     """Let the large linear layers on the CPU choose how they multiply. Those that do best packed work as they are, until the
-    packing that is returned has `run`."""
+    packing that is returned has `run`. A model on the meta device chooses ahead for one that will be loaded."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     to_pack: dict[str, tuple[nn.Linear, type[PackedLinear]]] = {}
     for dtype, others in OTHERS.items():
         linears = {name: module for name, module in model.named_modules() if _is_candidate(module, dtype)}
-        choices = _choose([module.weight for module in linears.values()], others)
+        choices = _remembered(
+            _products, [module.weight for module in linears.values()], partial(_choose, others=others)
+        )
         own = {name: module for name, module in linears.items() if dtype in HALVES and uses[id(module.weight)] == 1}
-        forms = _forms_to_pack(own.values(), choices)
-        packable = {name: (module, forms.get(module.weight.shape)) for name, module in own.items()}
+        forms = _remembered(
+            _forms, [module.weight for module in own.values()], partial(_forms_to_pack, choices=choices)
+        )
+        packable = {name: (module, forms[module.weight.shape]) for name, module in own.items()}
         to_pack.update((name, (module, form)) for name, (module, form) in packable.items() if form is not None)
         for name, module in linears.items():
             chosen = choices[module.weight.shape]
@@ -131,7 +145,22 @@ def _is_candidate(module: nn.Module, dtype: torch.dtype) -> TypeGuard[nn.Linear]
     if type(module) is not nn.Linear:
         return False
     weight = module.weight
-    return weight.device.type == "cpu" and weight.dtype is dtype and weight.numel() >= MIN_ELEMENTS
+    return weight.device.type in ("cpu", "meta") and weight.dtype is dtype and weight.numel() >= MIN_ELEMENTS
+
+
+def _remembered(
+    known: dict[Kind, T], weights: Sequence[Tensor], find: Callable[[Sequence[Tensor]], Mapping[torch.Size, T]]
+) -> dict[torch.Size, T]:
+    """Per shape what is known, or what is found now and known from then on."""
+    kinds = {weight.shape: (weight.dtype, weight.shape, torch.get_num_threads()) for weight in weights}
+    for shape, found in find([weight for weight in weights if kinds[weight.shape] not in known]).items():
+        known[kinds[shape]] = found
+    return {shape: known[kind] for shape, kind in kinds.items()}
+
+
+def _material(weight_OI: Tensor) -> Tensor:
+    """A weight, or where it has no values yet another one that is as large."""
+    return torch.ones(weight_OI.shape, dtype=weight_OI.dtype) if weight_OI.is_meta else weight_OI
 
 
 def _choose(weights: Sequence[Tensor], others: Sequence[Product]) -> dict[torch.Size, list[Product]]:
@@ -164,18 +193,17 @@ def _rivals(
 
 
 def _forms_to_pack(
-    linears: Iterable[nn.Linear], choices: Mapping[torch.Size, Sequence[Product]]
-) -> dict[torch.Size, type[PackedLinear]]:
-    """The shapes that are faster when packed, and in which form: on the average over one session, several, and a prompt."""
-    forms = [form for form in FORMS if form.works()]
-    faster: dict[torch.Size, type[PackedLinear]] = {}
-    for linear in {module.weight.shape: module for module in linears}.values():
-        shape, part = linear.weight.shape, linear.weight[:SAMPLE_OUTPUTS]
+    weights: Sequence[Tensor], choices: Mapping[torch.Size, Sequence[Product]]
+) -> dict[torch.Size, type[PackedLinear] | None]:
+    """Per shape, the form in which it is faster, if any: on the average over one session, several, and a prompt."""
+    forms = [form for form in FORMS if form.works()] if weights else []
+    best: dict[torch.Size, type[PackedLinear] | None] = {}
+    for shape, weight_OI in {weight.shape: weight for weight in weights}.items():
+        part = _material(weight_OI[:SAMPLE_OUTPUTS])
         times = {form: _time_beside(form(part, None), part, choices[shape]) for form in forms}
-        best = min(times, key=times.__getitem__, default=None)
-        if best is not None and times[best] < MIN_GAIN:
-            faster[shape] = best
-    return faster
+        fastest = min(times, key=times.__getitem__, default=None)
+        best[shape] = fastest if fastest is not None and times[fastest] < MIN_GAIN else None
+    return best
 
 
 def _time_beside(packed: PackedLinear, weight_OI: Tensor, chosen: Sequence[Product]) -> float:
@@ -209,7 +237,7 @@ def _first_bytes(weights: Sequence[Tensor], limit_bytes: int) -> Sample:
     used_bytes = 0
     for weight in weights:
         if used_bytes < limit_bytes or weight.shape not in sample:
-            sample.setdefault(weight.shape, []).append(weight[:TALLEST])
+            sample.setdefault(weight.shape, []).append(_material(weight[:TALLEST]))
             used_bytes += weight.nbytes
     return sample
 

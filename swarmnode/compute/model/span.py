@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmnode.compute.model.assemble import assemble
+from swarmnode.compute.model.assemble import assemble, outline
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.lean import lean
@@ -207,6 +207,19 @@ def load_span(
     )
     model.to(device)
     return ModelSpan(family, model, start, end, quantization, speed_up_linears(model))
+
+
+@lean()
+def prepare_span(
+    checkpoint: Checkpoint, start: int, end: int, *, device: torch.device | str, dtype: torch.dtype
+) -> None:
+    """What loading a span takes besides its weights, while they are still on their way: to try the family on a tiny model, and to
+    time products. Raises CheckpointError."""
+    from swarmnode.compute.model.selfcheck import check_family  # which itself runs spans
+
+    check_family(checkpoint.family)
+    if torch.device(device).type == "cpu":
+        speed_up_linears(outline(checkpoint.family, start, end, dtype=dtype))
 
 
 @lean()

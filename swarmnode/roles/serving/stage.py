@@ -26,7 +26,7 @@ from swarmnode.compute.memory import (
     units_that_fit,
 )
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.span import ModelSpan, load_span
+from swarmnode.compute.model.span import ModelSpan, load_span, prepare_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.compute.speed import PREFILL_POSITIONS, Speeds, measure_serving
 from swarmnode.compute.throttle import Throttle
@@ -170,6 +170,10 @@ class Hardware:
         known = SpeedCache(host.config.home / SPEEDS_FILE, now=host.clock.unix).nearest(conditions)
         machine = Machine(device=self.device_name, number_format=self.number_format, memory_bytes=self.memory_bytes)
         return machine, speeds_section(known)
+
+    def prepare(self, outline: Checkpoint, units: Units) -> None:
+        """Do what loading a span takes besides its weights. Raises CheckpointError where the family cannot be split."""
+        prepare_span(outline, units.start, units.end, device=self.device.torch_device, dtype=self.dtype)
 
     def describe(self, units: Units) -> str:
         """As in "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens"."""

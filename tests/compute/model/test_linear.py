@@ -14,6 +14,15 @@ from swarmnode.compute.model.linear import TIMED_ROWS, TimedLinear, speed_up_lin
 from swarmnode.compute.packed import FORMS, PackedLinear, packed_bytes
 
 INPUTS, OUTPUTS = 300, 260
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What earlier tests have timed."""
+    monkeypatch.setattr(linear, "_products", {})
+    monkeypatch.setattr(linear, "_forms", {})
+
+
 WAYS = (linear.weight_first_linear, linear.onednn_linear, linear.plain_linear, linear.tiled_linear)
 
 
@@ -72,7 +81,7 @@ def test_what_is_packed_is_held_once_and_what_is_shared_stays(
     size, x = model.own.weight.nbytes, drawn(2, INPUTS, dtype=torch.bfloat16)
     with torch.no_grad():
         expected, logits = model.own(x), model.head(x)
-    monkeypatch.setattr(linear, "_forms_to_pack", lambda linears, _choices: {one.weight.shape: form for one in linears})
+    monkeypatch.setattr(linear, "_forms_to_pack", lambda weights, choices: {one.shape: form for one in weights})
     packing = speed_up_linears(model)
     packing.run(stopped=lambda: True)
     assert len(packing) == 1 and isinstance(model.own, nn.Linear)
@@ -104,3 +113,21 @@ def test_the_faster_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(model.own, TimedLinear)
     assert [product is fast_for_few for product in model.own.products] == [rows <= 4 for rows in TIMED_ROWS]
     assert type(model.tiny) is nn.Linear
+
+
+def test_what_is_chosen_without_weights_holds_when_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[torch.Size] = []
+    time_pass = linear._time_pass
+
+    def noted(product: linear.Product, sample: linear.Sample, rows: int, repeats: int = 1) -> dict[torch.Size, float]:
+        timed.extend(sample)
+        return time_pass(product, sample, rows, repeats)
+
+    monkeypatch.setattr(linear, "_time_pass", noted)
+    with torch.device("meta"):
+        outline = Two()
+    assert len(speed_up_linears(outline)) == 0 and timed
+    timed.clear()
+    model = Two()
+    speed_up_linears(model)
+    assert not timed and type(model.own) is type(outline.own)
