@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,14 +189,14 @@ def honest(checkpoint: Checkpoint, comparisons: int, seed: int) -> dict[str, Any
                 for start in range(0, POSITIONS, SEGMENT):
                     part = slice(start, start + SEGMENT)
                     for index, (_start, units) in enumerate(HOPS):
-                        tolerance = calibration.tolerance(number_format, codec, units=units)
+                        tolerance = partial(calibration.tolerance, number_format, codec, units=units)
                         if index + 1 < len(HOPS):
                             found = apart(served.hidden[index][session, part], again.hidden[index][session, part], dice)
-                            judged = judge_states(found, tolerance)
+                            judged = judge_states(found, tolerance(deviations=found))
                             worst = max(worst, judged.worst)
                         else:
                             drawn = (work.tokens_ST[session, part].tolist() for work in (served, again))
-                            judged = judge_tokens(*drawn, tolerance)
+                            judged = judge_tokens(*drawn, tolerance())
                         done, segments, alarms = done + judged.compared, segments + 1, alarms + judged.false
                         if judged.false:
                             name = f"{number_format} {codec.name}"
@@ -239,12 +240,17 @@ def perturbed(hidden_TH: Tensor, size: float, generator: torch.Generator) -> Ten
     return hidden_TH + noise_TH * chosen_T[:, None]
 
 
+def is_false(deviations: list[float], number_format: str) -> bool:
+    """As a client judges the first hop that has seen nobody before."""
+    tolerance = Calibration().tolerance(number_format, Codec.NONE, units=HOPS[0][1], deviations=deviations)
+    return judge_states(deviations, tolerance).false
+
+
 def steps_until_out(served: Tensor, again: Tensor, size: float, number_format: str, seed: int) -> int:
     """How many steps a peer has served that perturbs them, when it is found for the first time."""
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     budget, steps = AuditBudget(), 0
     cost = cost_of(PROMPT, POSITIONS - PROMPT, decode_s=STEP_S, prefill_s=PROMPT_POSITION_S)
-    tolerance = Calibration().tolerance(number_format, Codec.NONE, units=HOPS[0][1])
     while steps < MAX_STEPS:
         session = dice.randrange(SESSIONS)
         steps += POSITIONS - PROMPT
@@ -252,7 +258,7 @@ def steps_until_out(served: Tensor, again: Tensor, size: float, number_format: s
             continue
         budget.spend(cost)
         lied_TH = perturbed(served[session], size, generator)
-        if judge_states(apart(lied_TH, again[session], dice), tolerance).false:
+        if is_false(apart(lied_TH, again[session], dice), number_format):
             return steps
     return steps
 
@@ -311,13 +317,12 @@ def skipped(checkpoint: Checkpoint, seed: int) -> tuple[Tensor, Tensor]:
 def most_segments(sent_STH: Tensor, honest_STH: Tensor, seed: int) -> int | None:
     """The longest run of segments, one found false included; None where the last ones all passed."""
     dice = random.Random(seed)
-    tolerance = Calibration().tolerance("bfloat16", Codec.NONE, units=HOPS[0][1])
     most, since = 0, 0
     for session in range(SESSIONS):
         for start in range(0, POSITIONS, SEGMENT):
             part = slice(start, start + SEGMENT)
             since += 1
-            if judge_states(apart(sent_STH[session, part], honest_STH[session, part], dice), tolerance).false:
+            if is_false(apart(sent_STH[session, part], honest_STH[session, part], dice), "bfloat16"):
                 most, since = max(most, since), 0
     return most if since == 0 else None
 

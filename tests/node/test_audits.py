@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
 from swarmnode.client import SwarmClient
-from swarmnode.codec.audit_messages import SEED_BYTES, GetStatement
-from swarmnode.roles.serving.audit_server import fetch_account
+from swarmnode.codec.audit_messages import SEED_BYTES
+from swarmnode.demo.lesson import write_untaught
+from swarmnode.roles.serving.hop_account import fetch_account
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
@@ -36,6 +39,14 @@ async def three_by_two(founded: Founded, folder: Path) -> AsyncIterator[tuple[Vi
             while sum(peer["state"] == "ready" and peer["span"][1] > 0 for peer in client.status()["peers"]) < 6:
                 await client.changed()
             yield swarm, client
+
+
+@pytest.fixture(scope="module")
+def untaught(tmp_path_factory: pytest.TempPathFactory) -> Founded:
+    """A swarm with the model of the demo, whose honest replicas lie three times as far apart as the table of tolerances says."""
+    folder = tmp_path_factory.mktemp("untaught")
+    write_untaught(folder / "model")
+    return Founded.on(folder / "model", folder)
 
 
 def tamper(member: VirtualMember, change: Callable[[Tensor], Tensor]) -> None:
@@ -118,11 +129,45 @@ async def test_neighbours_state_the_same_of_what_went_between_them(founded: Foun
         for _ in range(8):
             await anext(tokens)
         session = stream._ring._session
-        question = GetStatement(session.id, bytes(SEED_BYTES), 0, len(PROMPT))
-        board, swarm_id = client.auditor.statements, client._host.swarm.id
-        first, last = [await fetch_account(board, hop.peer, question, swarm_id) for hop in session.route]
+        asked = session.id, bytes(SEED_BYTES), len(PROMPT), client._host.swarm.id
+        first, last = [await fetch_account(client.auditor.statements, hop.peer, *asked) for hop in session.route]
         assert first.received_TK is None and last.sent_TK is None
         assert first.sent_TK is not None and last.received_TK is not None
         assert torch.equal(first.sent_TK, last.received_TK)
         assert first.statement.number_format == "float32"
         await tokens.aclose()
+
+
+async def come_and_go(swarm: VirtualSwarm) -> None:
+    """One node after another is killed, hangs for a while or leaves; who is gone is replaced."""
+    for number, (name, how) in enumerate({"a0": "kill", "b0": "hang", "a1": "leave", "b1": "kill"}.items()):
+        await asyncio.sleep(1.3)
+        member = swarm.members[name]
+        if how == "hang":
+            with member.hanging():
+                await asyncio.sleep(5.0)
+        elif how == "leave":
+            member.leave()
+        else:
+            await member.kill()
+        if how != "hang":
+            await swarm.node(f"new{number}", "0:3" if name.startswith("a") else "3:6").wait_for("ready")
+
+
+@in_virtual_time
+async def test_nobody_is_accused_while_honest_peers_come_and_go(untaught: Founded, tmp_path: Path) -> None:
+    """Sessions that moved, hops that went during an audit, passes of ever other sessions."""
+    async with three_by_two(untaught, tmp_path) as (swarm, client):
+        going = asyncio.ensure_future(come_and_go(swarm))
+        moved = 0
+        while not going.done():
+            both = (client.generate([5 + number, 17, 7], max_new_tokens=TOKENS) for number in range(2))
+            moved += sum(generation.reroutes > 0 for generation in await asyncio.gather(*both))
+        await going
+        await client.auditor.idle()
+        found = results(client)
+        assert found.keys() <= {"passed", "void"}
+        assert found["passed"] >= 5
+        assert moved, "the test is to be about sessions that moved"
+        assert not client.auditor.standing.shunned
+        assert not client.auditor.standing.doubted

@@ -7,76 +7,39 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import Body, Error, Hello
+from swarmnode.codec.messages import Error, Hello
 from swarmnode.codec.trace_messages import GetTrace, Trace
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.link import LinkConfig
-from swarmnode.net.links.switchboard import Channel, Switchboard
-from swarmnode.net.tasks import Tasks
+from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.roles.fetching.sources import ask
 from swarmnode.roles.measuring.trace_log import SessionTrace
+from swarmnode.roles.question_server import Answer, QuestionServer
 
 log = logging.getLogger(__name__)
 
 TRACE_PROTOCOL = "/swarmnode/trace/1"
 ANSWER_S = 5.0
-BUSY_RETRY_S = 1.0
 
 
-class TraceServer:
-    """Answers with what `find` has of a session: to each peer one question at a time, since an answer is so much longer."""
+def trace_server(
+    network: Network, hello: Hello, link_config: LinkConfig, find: Callable[[bytes], SessionTrace | None]
+) -> QuestionServer:
+    """Answers with what `find` has of a session."""
 
-    def __init__(
-        self, network: Network, hello: Hello, link_config: LinkConfig, find: Callable[[bytes], SessionTrace | None]
-    ) -> None:
-        self._find = find
-        self._answering: set[PeerId] = set()
-        self._tasks = Tasks("trace answers", on_crash=link_config.supervisor.ends_conversation)
-        self._board = Switchboard(network, TRACE_PROTOCOL, hello, _lean(link_config), accept=self._accept)
+    async def answer(question: GetTrace) -> Answer:
+        known = find(question.trace)
+        return Answer(Error(ErrorCode.NO_SESSION) if known is None else known.trace())
 
-    def __repr__(self) -> str:
-        return f"<TraceServer {self._board!r}>"
-
-    async def start(self) -> None:
-        """Answer from now on."""
-        await self._board.start()
-
-    async def close(self) -> None:
-        """End all links."""
-        await self._board.close()
-        await self._tasks.close()
-
-    def _accept(self, channel: Channel, _frame: Frame, body: Body) -> None:
-        if not isinstance(body, GetTrace):
-            channel.close(Error(ErrorCode.MALFORMED))
-            return
-        known = self._find(body.trace)
-        if known is None:
-            channel.close(Error(ErrorCode.NO_SESSION))
-        elif channel.peer in self._answering:
-            channel.close(Error(ErrorCode.BUSY, BUSY_RETRY_S))
-        else:
-            self._answering.add(channel.peer)
-            self._tasks.spawn(self._answer(channel, known), f"answer {channel.peer}")
-
-    async def _answer(self, channel: Channel, known: SessionTrace) -> None:
-        try:
-            channel.send(known.trace())
-            channel.close()
-            await channel.drain()
-        except PeerError as error:
-            log.debug("%s", error)
-        finally:
-            self._answering.discard(channel.peer)
+    return QuestionServer(network, TRACE_PROTOCOL, hello, link_config, GetTrace, answer)
 
 
 async def fetch_traces(
     network: Network, peers: Iterable[PeerId], hello: Hello, link_config: LinkConfig, trace: bytes
 ) -> dict[PeerId, Trace]:
     """What each of the peers has kept of the session with this trace id; without those that know nothing of it or do not answer."""
-    board = Switchboard(network, TRACE_PROTOCOL, hello, _lean(link_config))
+    board = Switchboard(network, TRACE_PROTOCOL, hello, replace(link_config, max_payload_bytes=0))
     peers = list(peers)
     try:
         answers = await asyncio.gather(*(_fetch(board, peer, trace) for peer in peers))
@@ -98,8 +61,3 @@ async def _ask(board: Switchboard, peer: PeerId, trace: bytes) -> Trace | None:
         if isinstance(body, Trace):
             return body
     return None
-
-
-def _lean(config: LinkConfig) -> LinkConfig:
-    """Neither questions nor answers carry a payload."""
-    return replace(config, max_payload_bytes=0)

@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from swarmnode.codec.audit_messages import MAX_SKETCHED, SEED_BYTES, GetStatement
+import msgspec
+
+from swarmnode.codec.audit_messages import MAX_SKETCHED, SEED_BYTES
 from swarmnode.codec.messages import HopSpec, Want
+from swarmnode.codec.tensors import Codec
 from swarmnode.errors import NoRoute, PeerRefused, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.audits.replicas import second_route
 from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
-from swarmnode.roles.serving.audit_server import HopAccount, fetch_account
 from swarmnode.roles.serving.client import ClientSession, Route, Router, ids_entry
 from swarmnode.roles.serving.comparison import TextRun, compare
+from swarmnode.roles.serving.hop_account import HopAccount, fetch_account
 
 if TYPE_CHECKING:
     from swarmnode.roles.serving.auditor import Auditor
@@ -53,99 +57,124 @@ class FixedRoute(Router):
 
 
 class AuditCase:
-    """Of one session that has brought forth the last of `ids`, and is still open."""
+    """Of one session that has brought forth the last of `ids`, and is still open.
+
+    Its text is judged from the beginning on, as what a hop makes of a position depends on all before it: were a part left out,
+    who lies there could make others look false behind it.
+    """
 
     def __init__(self, auditor: Auditor, session: ClientSession, ids: Sequence[int]) -> None:
         assert session.spec.sampling is not None
         self._auditor = auditor
         self._session = session
         self._ids = ids
-        self._prompt = session.spec.sampling.prompt_length
+        self._sampling = session.spec.sampling
         held = len(ids) - 1  # positions: the last token is told and not fed
-        window = auditor.dice.randrange(-(-held // MAX_SKETCHED))
-        self._end = max(self._prompt, min(held, (window + 1) * MAX_SKETCHED))
-        self._first = max(0, self._end - MAX_SKETCHED)
+        part = auditor.dice.randrange(-(-held // MAX_SKETCHED)) + 1
+        self._end = max(self._sampling.prompt_length, min(held, part * MAX_SKETCHED))
         self._seed = auditor.dice.randbytes(SEED_BYTES)
 
     def __repr__(self) -> str:
-        return f"<AuditCase of {self._session!r} positions {self._first} to {self._end - 1}>"
+        return f"<AuditCase of {self._session!r} up to position {self._end - 1}>"
 
     async def decide(self) -> str:
         """What came of it: `passed`, `false`, `doubt` or `void`; standings are kept. Raises what made it come to nothing."""
-        session, standing = self._session, self._auditor.standing
-        drawn = self._ids[max(self._prompt, self._first + 1) : self._end + 1]
-        accounts = await asyncio.wait_for(self._ask(session.id, session.route), RUN_S)
-        await session.close()  # its hops have said what they did
-        original = TextRun(session.route, accounts, drawn)
-        if self._contradicts(original):
-            return "doubt"
-        second = await self._run_again(session.route)
-        if second is None or self._contradicts(second):
-            return "void"
-        found = compare(original, second, self._auditor.calibration)
+        original = await asyncio.wait_for(self._original(), RUN_S)
+        if original.contradiction(self._ids) is not None:
+            return self._contradicted(original)
+        second = await self._run_again(original.route)
+        if second is None or second.contradiction(self._ids) is not None:
+            return "void"  # and no doubt: what it drew may have come back to it sooner than what it was sent
+        found = compare(original, second, self._codec, self._auditor.calibration)
         agreed = found.judgements if found.false_hop is None else found.judgements[:-1]
         for judgement, hop, other in zip(agreed, original.route, second.route, strict=False):
             for peer in {hop.peer, other.peer} if hop.peer != other.peer else ():
-                standing.pass_audit(peer, judgement.compared)
-        if found.false_hop is None:
-            return "passed"
-        return await self._who(original, second, found.false_hop)
+                self._auditor.standing.pass_audit(peer, judgement.compared)
+        if found.false_hop is not None:
+            return await self._who(original, second, found.false_hop)
+        return "void" if found.unclear else "passed"
 
     async def _who(self, original: TextRun, second: TextRun, index: int) -> str:
         """Two runs part at a hop: a third one, by other peers, says which of the two is false."""
         suspects = original.route[index].peer, second.route[index].peer
         if suspects[0] == suspects[1]:  # one time may be noise that nobody has measured
-            if self._auditor.standing.doubt(suspects[0], f"session {self._session.trace_id.hex()}"):
-                return self._shun(suspects[0], "contradicts itself again and again")
-            return "doubt"
-        third = await self._run_again(self._session.route, avoid=suspects[1])
-        if third is not None and third.route[index].peer not in suspects and not self._contradicts(third):
-            with_first, with_second = (self._agree_at(index, one, third) for one in (original, second))
-            if with_first != with_second:
-                return self._shun(suspects[with_first], "computes falsely")
-        for one, other in (suspects, suspects[::-1]):
-            if self._auditor.standing.doubt(one, other):
-                log.warning("peer %s contradicts one peer after another: it is left out", one)
+            return "false" if self._doubt(suspects[0], f"session {self._session.trace_id.hex()}") else "doubt"
+        third = await self._run_again(original.route, avoid=suspects[1])
+        if third is not None and third.route[index].peer not in suspects and third.contradiction(self._ids) is None:
+            agrees = [
+                compare(run, third, self._codec, self._auditor.calibration).agree_at(index)
+                for run in (original, second)
+            ]
+            if sorted(agrees, key=str) == [False, True]:
+                return self._shun(suspects[agrees.index(False)], "computes falsely")
+        self._doubt(suspects[0], suspects[1])
+        self._doubt(suspects[1], suspects[0])
         return "doubt"
 
-    def _agree_at(self, index: int, one: TextRun, other: TextRun) -> bool:
-        false_hop = compare(one, other, self._auditor.calibration).false_hop
-        return false_hop is None or false_hop > index
+    def _contradicted(self, run: TextRun) -> str:
+        """Two neighbours of a route say different things of what went between them: one of the two is to be doubted."""
+        edge = run.contradiction(self._ids)
+        assert edge is not None
+        if edge == 0 and run.moved:
+            return "void"  # a token may have been drawn twice: who was lost told it to one of us
+        one, other = run.route[edge - 1].peer, run.route[edge].peer  # into the first hop the last one feeds
+        log.info("peers %s and %s contradict one another", one, other)
+        self._doubt(one, other)
+        if one != other:
+            self._doubt(other, one)
+        return "doubt"
+
+    # -- what follows
+
+    def _doubt(self, peer: PeerId, other: str) -> bool:
+        """Whether it is shunned now, with the doubts that there were."""
+        shunned = self._auditor.standing.doubt(peer, other)
+        if shunned:
+            log.warning("peer %s contradicts one after another: it is left out from now on", peer)
+        return shunned
 
     def _shun(self, peer: PeerId, why: str) -> str:
         log.warning("peer %s %s: it is left out from now on", peer, why)
         self._auditor.standing.shun(peer)
         return "false"
 
-    def _contradicts(self, run: TextRun) -> bool:
-        """Whether two neighbours of a route say different things of what went between them: one of the two is to be doubted."""
-        edge = run.contradiction(self._ids)
-        if edge is None:
-            return False
-        one, other = run.route[edge - 1].peer, run.route[edge].peer  # into the first hop the last one feeds
-        log.info("peers %s and %s contradict one another", one, other)
-        if one != other:
-            self._auditor.standing.doubt(one, other)
-        self._auditor.standing.doubt(other, one)
-        return True
-
     # -- asking
 
+    @property
+    def _codec(self) -> Codec:
+        return self._session.spec.codec
+
+    async def _original(self) -> TextRun:
+        """What the session's hops say, which it then lets go."""
+        session = self._session
+        await session.stay()
+        accounts = await self._ask(session.id, session.route)
+        await session.close()
+        prompt = self._sampling.prompt_length
+        drawn = {at: self._ids[at] for at in range(max(prompt, session.known), self._end + 1)}
+        return TextRun(session.route, accounts, drawn, moved=session.epoch > 1)
+
     async def _ask(self, session: bytes, route: Route) -> list[HopAccount]:
-        """What every hop says of the judged positions. Raises what the first one raised that does not say it."""
-        question = GetStatement(session, self._seed, self._first, self._end - self._first)
-        asked = (self._fetch(hop.peer, question) for hop in route)
-        return list(await asyncio.gather(*asked))
+        """What every hop says. Raises what the first one raised that does not say it."""
+        return list(await asyncio.gather(*(self._fetch(hop.peer, session) for hop in route)))
 
-    async def _fetch(self, peer: PeerId, question: GetStatement) -> HopAccount:
-        auditor = self._auditor
+    async def _fetch(self, peer: PeerId, session: bytes) -> HopAccount:
+        auditor, swarm = self._auditor, self._auditor.host.swarm.id
         try:
-            return await fetch_account(auditor.statements, peer, question, auditor.host.swarm.id)
-        except (PeerRefused, ProtocolError):
-            auditor.standing.doubt(peer, f"session {self._session.trace_id.hex()}")  # who is there and does not answer
+            account = await fetch_account(auditor.statements, peer, session, self._seed, self._end, swarm)
+        except PeerRefused:
+            auditor.standing.forfeit(peer)  # who is there and does not answer may have had to let go of it
             raise
+        except ProtocolError:
+            self._doubt(peer, f"session {self._session.trace_id.hex()}")
+            raise
+        announced = auditor.host.directory.peers().get(peer)
+        if announced is not None and announced.number_format != account.statement.number_format:
+            auditor.standing.forfeit(peer)
+            raise ProtocolError("a statement in another number format than announced", peer=peer)
+        return account
 
-    async def _run_again(self, route: Route, avoid: PeerId | None = None) -> TextRun | None:
+    async def _run_again(self, route: Sequence[HopSpec], avoid: PeerId | None = None) -> TextRun | None:
         """The text along another route. None where nobody else is there; raises what made it fail."""
         auditor = self._auditor
         avoided = auditor.standing.shunned | ({avoid} if avoid else frozenset())
@@ -153,21 +182,24 @@ class AuditCase:
         return None if again is None else await asyncio.wait_for(self._run(again), RUN_S)
 
     async def _run(self, route: Route) -> TextRun:
-        auditor = self._auditor
+        auditor, prompt = self._auditor, self._sampling.prompt_length
         router = FixedRoute(route, auditor.host.observed_latency)
+        sampling = msgspec.structs.replace(self._sampling, max_new_tokens=self._end + 1 - prompt)  # and then it stands
+        spec = replace(self._session.spec, sampling=sampling, max_length=self._end)
         clock = auditor.host.clock.monotonic
-        session = ClientSession(auditor.sessions, router, self._session.spec, auditor.config, clock=clock)
+        session = ClientSession(auditor.sessions, router, spec, auditor.config, clock=clock)
         try:
             await session.start()
             size = auditor.config.prompt_chunk_tokens
             for start in range(0, self._end, size):  # at once: what the last hop draws must find its position taken
                 entry = ids_entry(start, [self._ids[start : min(start + size, self._end)]], Want.NOTHING)
-                session.send(entry, expect=self._prompt)
+                session.send(entry, expect=prompt)
             drawn: dict[int, int] = {}
             while self._end not in drawn:
                 received = await session.receive()
                 drawn[received.position] = received.output.ids[0]
+            await session.stay()
             accounts = await self._ask(session.id, route)
         finally:
             await session.close()
-        return TextRun(route, accounts, [drawn[at] for at in sorted(drawn) if at > self._first])
+        return TextRun(route, accounts, drawn)

@@ -149,6 +149,7 @@ class ClientSession:
         self._last: Channel | None = None
         self._expected = 0  # position of the next output
         self._wanted = 1  # positions that it is of
+        self.known = 0  # outputs for positions below this one came over earlier routes
         self._tainted = False  # whether some hop may hold what no honest one made
         self._received: asyncio.Queue[Received | SwarmnodeError] = asyncio.Queue()
         self._faults: asyncio.Queue[tuple[int, int, PeerError]] = asyncio.Queue()
@@ -191,6 +192,10 @@ class ClientSession:
             self._received.put_nowait(item)
             raise item
         return item
+
+    async def stay(self) -> None:
+        """All outputs have come: from now on no route is mended, and the hops keep what they have until `close`."""
+        await self._tasks.close()
 
     async def close(self) -> None:
         """End the session in order; the hops free its cache."""
@@ -357,7 +362,7 @@ class ClientSession:
             await asyncio.wait_for(self._router.changed(), max(0.05, timeout_s))
 
     async def _open(self) -> None:
-        self.epoch += 1
+        self.epoch, self.known = self.epoch + 1, self._expected
         spec = self.spec
         opened = Open(
             session=self.id,
@@ -370,7 +375,7 @@ class ClientSession:
             codec=spec.codec,
             sampling=spec.sampling,
             padding=spec.padding,
-            known=self._expected,
+            known=self.known,
         )
         if self._last is not None:
             self._last.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,20 +13,28 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.compute.serving.sketch import deviations
 from swarmnode.plan.audits.judgement import Judgement, judge_states, judge_tokens
 from swarmnode.plan.audits.tolerances import Calibration
-from swarmnode.roles.serving.audit_server import HopAccount
+from swarmnode.roles.serving.hop_account import HopAccount
 from swarmnode.roles.serving.transcript import id_bytes
-from swarmnode.swarm.records.statement import Edge
 
 SAME = 1e-4  # two sketches of the same bytes, on different machines
 
 
 @dataclass(frozen=True)
 class TextRun:
-    """One way that a text went: the route, what each hop said of it, and the tokens that were drawn at the judged positions."""
+    """One way that a text went: the route, what each hop said of it, and the tokens that this route drew, by position.
+
+    Where the route is not the session's first (`moved`), a hop may hold positions that others have sent it: those below its edge's
+    base. Nobody of the route answers for them.
+    """
 
     route: Sequence[HopSpec]
     accounts: Sequence[HopAccount]
-    drawn: Sequence[int]
+    drawn: Mapping[int, int]
+    moved: bool = False
+
+    def base(self, index: int) -> int:
+        """From which position on hop `index` has its input from the one before it."""
+        return self.accounts[index].statement.received.base
 
     def contradiction(self, ids: Sequence[int]) -> int | None:
         """The first edge whose two ends say different things of what went over it: k is the edge into hop k. None where there is
@@ -35,50 +43,61 @@ class TextRun:
         fed_T = torch.tensor(ids[: taken.length], dtype=torch.int64)
         if taken.digest != hashlib.sha256(id_bytes(fed_T)).digest():
             return 0
-        for index in range(1, len(self.accounts)):
-            if not _agree(self.accounts[index - 1], self.accounts[index]):
-                return index
-        return None
+        return next((index for index in range(1, len(self.accounts)) if not self._agree(index)), None)
+
+    def _agree(self, index: int) -> bool:
+        sender, receiver, base = self.accounts[index - 1], self.accounts[index], self.base(index)
+        if sender.sent_TK is None or receiver.received_TK is None or (base > 0 and not self.moved):
+            return False
+        if sender.statement.sent != receiver.statement.received:
+            return False
+        return max(deviations(sender.sent_TK[base:], receiver.received_TK[base:]), default=0.0) <= SAME
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Hop by hop: `judgements` up to and with the first false one, behind which nothing can be said."""
+    """Hop by hop: `judgements` up to and with the first false one, behind which nothing can be said. `unclear` where the runs part
+    at positions for which nobody of the routes answers."""
 
     judgements: Sequence[Judgement] = field(default_factory=tuple)
+    unclear: bool = False
 
     @property
     def false_hop(self) -> int | None:
         """The index of the hop at which the two runs part, having agreed before it."""
         return len(self.judgements) - 1 if self.judgements and self.judgements[-1].false else None
 
+    def agree_at(self, index: int) -> bool | None:
+        """Whether the runs agree up to and with this hop; None where they part before it, so that it cannot be told."""
+        if self.false_hop == index:
+            return False
+        return True if len(self.judgements) > index else None
 
-def compare(one: TextRun, other: TextRun, calibration: Calibration) -> Comparison:
-    """What came out of each hop in two runs of the same text: states as the next hop got them, and in the end tokens."""
+
+def compare(one: TextRun, other: TextRun, codec: Codec, calibration: Calibration) -> Comparison:
+    """What came out of each hop in two runs of the same text, whose states travelled by `codec`: as the next hop got them, and in
+    the end tokens."""
     judgements: list[Judgement] = []
     for index in range(len(one.route)):
         said = one.accounts[index].statement
-        tolerance = calibration.tolerance(said.number_format, Codec(said.codec), units=said.end)
         if index + 1 == len(one.route):
-            judgements.append(judge_tokens(one.drawn, other.drawn, tolerance))
+            tolerance = calibration.tolerance(said.number_format, codec, units=said.end)
+            both = [at for at in one.drawn if at in other.drawn]
+            drawn, again = ([run.drawn[at] for at in both] for run in (one, other))
+            judgements.append(judge_tokens(drawn, again, tolerance))
+            break
+        mine_TK, yours_TK = one.accounts[index + 1].received_TK, other.accounts[index + 1].received_TK
+        assert mine_TK is not None and yours_TK is not None, "only the first hop takes ids in"
+        apart = deviations(mine_TK, yours_TK)
+        tolerance = calibration.tolerance(said.number_format, codec, units=said.end, deviations=apart)
+        judged = judge_states(apart, tolerance)
+        if judged.false:
+            judged = judge_states(apart[max(one.base(index + 1), other.base(index + 1)) :], tolerance)
+            if not judged.false:  # it was sent by a hop that has left the route, and whatever follows is made of it
+                return Comparison(tuple(judgements), unclear=True)
         else:
-            mine, yours = one.accounts[index + 1].received_TK, other.accounts[index + 1].received_TK
-            assert mine is not None and yours is not None, "only the first hop takes ids in"
-            apart = deviations(mine, yours)
-            judgements.append(judge_states(apart, tolerance))
-            if not judgements[-1].false:
-                calibration.note(one.route[index].peer, said.number_format, Codec(said.codec), apart, units=said.end)
-        if judgements[-1].false:
+            calibration.note(one.route[index].peer, said.number_format, codec, apart, units=said.end)
+        judgements.append(judged)
+        if judged.false:
             break
     return Comparison(tuple(judgements))
-
-
-def _agree(sender: HopAccount, receiver: HopAccount) -> bool:
-    sent, received = sender.statement.sent, receiver.statement.received
-    if sender.sent_TK is None or receiver.received_TK is None or not _same_digest(sent, received):
-        return False
-    return max(deviations(sender.sent_TK, receiver.received_TK)) <= SAME
-
-
-def _same_digest(sent: Edge, received: Edge) -> bool:
-    return (sent.digest, sent.base, sent.length) == (received.digest, received.base, received.length)

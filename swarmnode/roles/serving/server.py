@@ -17,12 +17,13 @@ from swarmnode.errors import ErrorCode, PeerError, PeerLost
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.limits.address_group import Claimant, owner_of
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.roles.measuring.meters import SERVE, cause_of
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.measuring.trace_log import SessionTrace, TraceLog
-from swarmnode.roles.measuring.trace_server import TraceServer
+from swarmnode.roles.measuring.trace_server import trace_server
 from swarmnode.roles.serving.client import SESSION_PROTOCOL
 from swarmnode.roles.serving.compute_watch import ComputeWatch
 from swarmnode.roles.serving.job import Job, Pass
@@ -52,14 +53,13 @@ class StageServer:
         observed_latency: ObservedLatency | None = None,
         *,
         on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
-        group_of: Callable[[PeerId], str] = lambda peer: peer,
     ) -> None:
         self.config = config
         self._network = network
         self._worker = worker
         self._runner = worker.runner
         self._sessions: dict[bytes, StageSession] = {}
-        self._memory = SessionMemory(worker.runner.pool.budget, link_config.ledger, group_of)
+        self._memory = SessionMemory(worker.runner.pool.budget, link_config.ledger)
         self._early: OrderedDict[bytes, list[tuple[Channel, Attach]]] = OrderedDict()
         self._keys = itertools.count()
         self._refusals: Counter[ErrorCode] = Counter()
@@ -78,7 +78,7 @@ class StageServer:
         self.observed_latency = observed_latency or ObservedLatency()
         self.clock = worker.clock  # on which what its jobs take is told, too
         self._traces = TraceLog()  # of sessions that are over
-        self._trace_server = TraceServer(network, hello, link_config, self.trace)
+        self._trace_server = trace_server(network, hello, link_config, self.trace)
 
     def __repr__(self) -> str:
         state = "draining" if self._draining else "serving"
@@ -222,7 +222,7 @@ class StageServer:
             session = None
         if session is None:
             session = StageSession(self, body, next(self._keys))
-            refusal = self._admit(session.key, channel.peer, body)
+            refusal = self._admit(session.key, channel.claimant, body)
             if refusal is not None:
                 return refusal
             self._sessions[body.session] = session
@@ -245,7 +245,7 @@ class StageServer:
             and (body.mode != Mode.RING or (body.sampling is not None and body.rows == 1))
         )
 
-    def _admit(self, key: int, peer: PeerId, body: Open) -> Error | None:
+    def _admit(self, key: int, claimant: Claimant, body: Open) -> Error | None:
         """Reserve memory for a new session: it can then never fail half-way for want of it."""
         if self._draining:
             return Error(ErrorCode.DRAINING)
@@ -257,21 +257,24 @@ class StageServer:
         cache_bytes = self._runner.reservation_bytes(body.rows, body.max_length, start, end)
         if cache_bytes > self._runner.pool.budget.limit_bytes:
             return Error(ErrorCode.TOO_LARGE)
-        if not self._reserve(key, peer, cache_bytes, journal_bytes(body, self.hidden_size)):
+        if not self._reserve(key, claimant, cache_bytes, journal_bytes(body, self.hidden_size)):
             return Error(ErrorCode.BUSY, retry_s=self.config.retry_s)
-        self._worker.open(key, rows=body.rows, max_length=body.max_length, padding=body.padding, start=start, end=end)
+        owner = owner_of(claimant) if body.index == 0 else ""  # for whom it is only the first hop knows
+        self._worker.open(
+            key, owner=owner, rows=body.rows, max_length=body.max_length, padding=body.padding, start=start, end=end
+        )
         return None
 
-    def _reserve(self, key: int, peer: PeerId, cache_bytes: int, journal_bytes: int) -> bool:
+    def _reserve(self, key: int, claimant: Claimant, cache_bytes: int, journal_bytes: int) -> bool:
         """Whether there is room for a session; it is reserved then. Those that nobody is bound to make room, then those of peers
         that have more."""
         memory = self._memory
-        while not memory.reserve(key, peer, cache_bytes=cache_bytes, journal_bytes=journal_bytes):
+        while not memory.reserve(key, claimant, cache_bytes=cache_bytes, journal_bytes=journal_bytes):
             orphan = next((session for session in self._sessions.values() if session.orphaned), None)
             if orphan is not None:
                 orphan.free()
                 continue
-            ended = set(memory.who_gives_way(peer, cache_bytes, journal_bytes, self._idle_sessions()))
+            ended = set(memory.who_gives_way(claimant, cache_bytes, journal_bytes, self._idle_sessions()))
             if not ended:
                 return False
             for session in [session for session in self._sessions.values() if session.key in ended]:

@@ -40,7 +40,8 @@ from swarmnode.plan.view import Span as Units
 from swarmnode.roles.host import Host
 from swarmnode.roles.measuring.capability import Capability, Conditions, SpeedCache, speeds_section
 from swarmnode.roles.measuring.meters import DECODE
-from swarmnode.roles.serving.audit_server import AuditServer, Author
+from swarmnode.roles.question_server import QuestionServer
+from swarmnode.roles.serving.audit_server import Author, audit_server
 from swarmnode.roles.serving.server import StageServer
 from swarmnode.roles.serving.worker import Worker
 from swarmnode.swarm.records.sections import Machine, Section, ServingLoad
@@ -214,7 +215,7 @@ class ServingStage:
         runner: StageRunner,
         worker: Worker,
         server: StageServer,
-        audit_server: AuditServer,
+        statements: QuestionServer,
         capability: Capability,
         memory: Sequence[Reservation],
         tasks: Tasks,
@@ -223,7 +224,7 @@ class ServingStage:
         self._memory = memory
         self._worker = worker
         self._server = server
-        self._audit_server = audit_server
+        self._statements = statements
         self._capability = capability
         self._closed = False
         self._tasks = tasks
@@ -296,8 +297,8 @@ class ServingStage:
                 server.watch.expect(step_s=step_s, position_s=position_s)
             await server.start()
             author = Author(host.peer_id, host.swarm.id, hardware.number_format, host.identity.sign)
-            audit_server = AuditServer(host.network, host.hello, host.link_config, author, server.session)
-            await audit_server.start()
+            statements = audit_server(host.network, host.hello, host.link_config, author, server.session)
+            await statements.start()
             gc.freeze()  # what libraries made is here to stay: to look through it again would keep every session waiting
         except BaseException:
             await worker.close()
@@ -305,7 +306,7 @@ class ServingStage:
             raise
         memory = [passes] if weights is None else [passes, weights]
         tasks = Tasks("serving stage", on_crash=host.supervisor.ends_peer)
-        stage = cls(runner, worker, server, audit_server, capability, memory, tasks)
+        stage = cls(runner, worker, server, statements, capability, memory, tasks)
         if span.packing:
             stage._tasks.spawn(stage._pack(measure), "pack")
         return stage
@@ -349,7 +350,7 @@ class ServingStage:
         """Free everything."""
         self._closed = True  # a thread ends with the layer that it packs
         await self._tasks.close()
-        await self._audit_server.close()
+        await self._statements.close()
         await self._server.close()
         await self._worker.close()
         self._runner.pool.budget.close()

@@ -51,6 +51,11 @@ class Standing:
         now = self._now()
         return frozenset(peer for peer, known in self._peers.items() if known.shunned_until > now)
 
+    @property
+    def doubted(self) -> frozenset[PeerId]:
+        """Who contradicted somebody, and is not shunned for it."""
+        return frozenset(peer for peer, known in self._peers.items() if known.doubts)
+
     def trust(self, peer: PeerId) -> float:
         """From 0, of a newcomer, towards 1."""
         passed = self._passed(peer)
@@ -66,6 +71,11 @@ class Standing:
         """So many of its positions were found right."""
         known = self._known(peer)
         known.passed, known.at = self._passed(peer) + positions, self._now()
+
+    def forfeit(self, peer: PeerId) -> None:
+        """It did not say what it did, which may be no fault of its own: what it has passed counts no more."""
+        if peer in self._peers:
+            self._known(peer).passed = 0.0
 
     def doubt(self, peer: PeerId, other: str) -> bool:
         """It contradicts `other`, and one of the two is wrong. Whether it is shunned for it, with the doubts that there were."""

@@ -9,7 +9,7 @@ import pytest
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.plan.audits.judgement import judge_states, judge_tokens
-from swarmnode.plan.audits.tolerances import MAX_FACTOR, NOISE, VOICES, Calibration, noise_of
+from swarmnode.plan.audits.tolerances import MAX_FACTOR, NOISE, SPREAD, VOICES, Calibration, noise_of
 
 TOLERANCE = Calibration().tolerance("bfloat16", Codec.NONE, units=8)
 
@@ -47,17 +47,36 @@ def test_tokens_may_differ_now_and_then() -> None:
     assert not judge_tokens([], [], TOLERANCE).false
 
 
-def test_a_model_with_more_noise_is_learnt_from_several_peers_and_only_so_far() -> None:
+def test_a_comparison_is_held_against_its_own_median() -> None:
+    """Over an untaught Llama of 4 layers honest pairs lie three times as far apart as the table says: they were accused."""
+    noisy = [3 * deviation for deviation in honest(64)]
+    tolerance = Calibration().tolerance("bfloat16", Codec.NONE, units=8, deviations=noisy)
+    assert not judge_states(noisy, tolerance).false
+    noisy[::10] = [5 * 3 * NOISE["bfloat16", Codec.NONE].median] * len(noisy[::10])
+    tolerance = Calibration().tolerance("bfloat16", Codec.NONE, units=8, deviations=noisy)
+    assert judge_states(noisy, tolerance).false
+
+
+def test_who_is_false_everywhere_is_not_held_against_itself() -> None:
+    calibration, far = Calibration(), [0.08] * 64
+    assert judge_states(far, calibration.tolerance("bfloat16", Codec.NONE, units=8, deviations=far)).false
+    for number in range(VOICES):  # honest peers have shown how little this model's noise is
+        calibration.note(f"peer {number}", "bfloat16", Codec.NONE, honest(9), units=8)
+    near = [4 * NOISE["bfloat16", Codec.NONE].high] * 64
+    assert judge_states(near, calibration.tolerance("bfloat16", Codec.NONE, units=8, deviations=near)).false
+
+
+def test_a_models_noise_is_learnt_from_several_peers_and_only_so_far() -> None:
     calibration = Calibration()
     for number in range(VOICES - 1):
-        calibration.note(f"peer {number}", "bfloat16", Codec.NONE, [0.0082] * 9, units=8)
-    assert calibration.factor == 1.0, "too few voices"
+        calibration.note(f"peer {number}", "bfloat16", Codec.NONE, [0.0041] * 9, units=8)
+    assert calibration.most == MAX_FACTOR, "too few voices"
     for _ in range(40):
         calibration.note("a liar", "bfloat16", Codec.NONE, [1.0] * 9, units=8)
-    assert calibration.factor == pytest.approx(2.0), "one voice of five"
+    assert calibration.most == pytest.approx(SPREAD), "one voice of five"
     for number in range(40):
         calibration.note(f"another {number}", "bfloat16", Codec.NONE, [1.0] * 9, units=8)
-    assert calibration.factor == MAX_FACTOR
+    assert calibration.most == MAX_FACTOR
 
 
 def test_tolerances_grow_with_the_depth_and_unknown_formats_have_wide_ones() -> None:

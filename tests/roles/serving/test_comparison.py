@@ -10,8 +10,8 @@ from swarmnode.codec.messages import HopSpec
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.serving.sketch import sketch
 from swarmnode.plan.audits.tolerances import Calibration
-from swarmnode.roles.serving.audit_server import HopAccount
 from swarmnode.roles.serving.comparison import TextRun, compare
+from swarmnode.roles.serving.hop_account import HopAccount
 from swarmnode.roles.serving.transcript import id_bytes
 from swarmnode.swarm.records.statement import Edge, Statement
 
@@ -25,9 +25,11 @@ def states(layer: int, noise: float = 0.0) -> torch.Tensor:
     return torch.randn(64, 96, generator=generator) + noise * torch.randn(64, 96, generator=generator)
 
 
-def run(first: torch.Tensor, second: torch.Tensor, drawn: list[int], name: str = "") -> TextRun:
-    """Three hops; `first` and `second` are what went over the edges between them."""
-    edges = [FED, *(Edge(hashlib.sha256(sent.numpy()).digest(), 0, 64) for sent in (first, second)), Edge()]
+def run(first: torch.Tensor, second: torch.Tensor, drawn: list[int], name: str = "", base: int = 0) -> TextRun:
+    """Three hops; `first` and `second` are what went over the edges between them. The last one held `base` positions when the
+    route began."""
+    digests = (hashlib.sha256(sent.numpy()).digest() for sent in (first, second))
+    edges = [FED, *(Edge(digest, held, 64) for digest, held in zip(digests, (0, base), strict=True)), Edge()]
     sketches = [None, sketch(first, SEED), sketch(second, SEED), None]
     route = [HopSpec(f"{name}{unit}", unit, unit + 2) for unit in (0, 2, 4)]
     accounts = [
@@ -36,13 +38,12 @@ def run(first: torch.Tensor, second: torch.Tensor, drawn: list[int], name: str =
                 *(bytes(32), hop.peer, bytes(16), hop.start, hop.end, "float32", Codec.NONE, SEED, 0, 64),
                 *(edges[index], edges[index + 1], bytes(32)),
             ),
-            b"",
             sketches[index],
             sketches[index + 1],
         )
         for index, hop in enumerate(route)
     ]
-    return TextRun(route, accounts, drawn)
+    return TextRun(route, accounts, dict(enumerate(drawn)), moved=base > 0)
 
 
 HONEST = run(states(1), states(2), IDS)
@@ -50,7 +51,7 @@ HONEST = run(states(1), states(2), IDS)
 
 def false_hop(other: TextRun) -> int | None:
     assert other.contradiction(IDS) is None
-    return compare(HONEST, other, Calibration()).false_hop
+    return compare(HONEST, other, Codec.NONE, Calibration()).false_hop
 
 
 def test_the_first_hop_that_differs_is_named_and_nothing_is_said_behind_it() -> None:
@@ -63,9 +64,41 @@ def test_the_first_hop_that_differs_is_named_and_nothing_is_said_behind_it() -> 
 def test_who_states_something_else_than_it_sent_contradicts_its_neighbour() -> None:
     honest, lied = run(states(1), states(2), IDS), run(states(1, 1e-2), states(2), IDS)
     keeps_its_digest = HopAccount(
-        honest.accounts[0].statement, b"", None, lied.accounts[0].sent_TK
+        honest.accounts[0].statement, None, lied.accounts[0].sent_TK
     )  # of what was sent, beside a sketch of what was not
     changes_both = lied.accounts[0]
     for account in (keeps_its_digest, changes_both):
-        assert TextRun(honest.route, [account, *honest.accounts[1:]], IDS).contradiction(IDS) == 1
+        assert TextRun(honest.route, [account, *honest.accounts[1:]], {}).contradiction(IDS) == 1
     assert honest.contradiction([*IDS[:-1], 7]) == 0, "it was fed other tokens"
+
+
+def test_nobody_answers_for_what_a_hop_had_from_one_that_has_left() -> None:
+    """The last hop got its first 32 positions from a liar who was then replaced: they part there, and nobody here is false."""
+    lied = states(2)
+    lied[:32] = states(3)[:32]
+    took_over = run(states(1), lied, [9] * 64, base=32)
+    found = compare(took_over, HONEST, Codec.NONE, Calibration())
+    assert found.unclear
+    assert found.false_hop is None
+    assert found.agree_at(0) is True
+    assert found.agree_at(1) is None
+    lied[40:] = states(4)[40:]
+    assert compare(took_over, HONEST, Codec.NONE, Calibration()).false_hop is None, "sketches are of what was sent"
+    assert compare(run(states(1), lied, IDS, base=32), HONEST, Codec.NONE, Calibration()).false_hop == 1
+
+
+def test_a_replaced_hops_sketches_count_from_where_it_took_over() -> None:
+    """Who takes over computes all positions anew, in another format of rounding: the next hop holds those of the one before."""
+    moved = run(states(1), states(2), IDS, base=32)
+    sender = moved.accounts[1]
+    assert sender.sent_TK is not None
+    anew_TK = sender.sent_TK.clone()
+    anew_TK[:32] *= 1.01
+    accounts = [moved.accounts[0], HopAccount(sender.statement, sender.received_TK, anew_TK), moved.accounts[2]]
+    assert TextRun(moved.route, accounts, {}, moved=True).contradiction(IDS) is None
+    assert TextRun(moved.route, accounts, {}).contradiction(IDS) == 2, "the session's first route has no such edge"
+
+
+def test_of_two_runs_that_part_earlier_nothing_can_be_said() -> None:
+    found = compare(HONEST, run(states(5), states(2), IDS), Codec.NONE, Calibration())
+    assert (found.agree_at(0), found.agree_at(1), found.agree_at(2)) == (False, None, None)
