@@ -36,3 +36,8 @@ def address_group(address: str) -> str:
 def is_wide(group: str) -> bool:
     """Whether a group is one of the open internet: its peers should not be all that is asked, or all that is believed."""
     return "/" in group
+
+
+def owner_of(claimant: Claimant) -> str:
+    """Whose something is where only one name counts: the group's on the open internet, else the peer's."""
+    return claimant.group if is_wide(claimant.group) else claimant.peer

@@ -47,7 +47,7 @@ class Link:
         self.received_bytes = 0
         self.bandwidth_bps: float | None = None  # of what we send, as the peer has measured it
         self._config = config
-        self._claimant = Claimant(stream.group or stream.peer, stream.peer)
+        self.claimant = Claimant(stream.group or stream.peer, stream.peer)
         self._protocol = protocol_name(stream.protocol)
         self._loop = asyncio.get_running_loop()
         self._heartbeat = Heartbeat(config.heartbeat, self._loop.time(), paced=config.rate_limiter is not None)
@@ -245,7 +245,7 @@ class Link:
 
     async def _keep_pace(self, frames: int) -> None:
         """Read no further for a moment from a peer that sends more frames than its share: it slows down, others do not."""
-        wait_s = self._config.pace.wait_s(self._claimant, frames)
+        wait_s = self._config.pace.wait_s(self.claimant, frames)
         if wait_s:
             await asyncio.sleep(min(wait_s, MAX_PAUSE_S))
 

@@ -13,6 +13,7 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Hello
 from swarmnode.errors import NetworkDown, PeerError, PeerLost
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
+from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link import Link, LinkConfig
 from swarmnode.net.tasks import Tasks
 
@@ -38,6 +39,11 @@ class Channel:
     def peer(self) -> PeerId:
         """Who is at the other end."""
         return self._line.link.peer
+
+    @property
+    def claimant(self) -> Claimant:
+        """For whom a limit counts what is done here."""
+        return self._line.link.claimant
 
     @property
     def rtt_s(self) -> float | None:

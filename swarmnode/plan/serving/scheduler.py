@@ -10,6 +10,8 @@ positions beside B steps would be one of (B + 1) T.
 How long a chunk is, from what passes were seen to cost (a fixed time f, and p for each position):
 
   - While others decode it takes at most STALL times what their step takes: that is the longest that a step waits for it.
+  - Who has had much more of the device than others (`device_shares.py`) has a few positions of its prompt beside their steps, as
+    many as lengthen that pass by half, and a short chunk where no step waits: others hardly notice.
   - Where stages follow, they are to work on its beginning while this one works on its end. Of L positions in n chunks, h stages one
     after another make (n + h - 1) (f + p L / n), which is least for n = sqrt((h - 1) p L / f); f is taken as that of one position.
 """
@@ -17,9 +19,10 @@ How long a chunk is, from what passes were seen to cost (a fixed time f, and p f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from swarmnode.plan.serving.device_shares import SLOWDOWN, DeviceShares
 from swarmnode.plan.serving.pass_cost import PassCost
 
 STALL = 1.5  # times a step: who comes just after a chunk has begun waits for it and for a step
@@ -41,6 +44,7 @@ class PassScheduler:
 
     def __init__(self, *, longest_step: int, longest_chunk: int) -> None:
         self.cost = PassCost()
+        self.shares = DeviceShares(self.cost)
         self._longest_step = longest_step
         self._longest_chunk = longest_chunk
         self._backlogs: dict[int, Backlog] = {}  # who had a turn last stands last
@@ -51,8 +55,14 @@ class PassScheduler:
     def __repr__(self) -> str:
         return f"<PassScheduler {len(self._backlogs)} sessions wait, {len(self._stepped_at)} decode, {self.cost!r}>"
 
+    def open(self, session: int, owner: str) -> None:
+        """What the session takes counts for this owner."""
+        self.shares.open(session, owner)
+
     def add(self, session: int, positions: int, *, stages_after: int = 0) -> None:
         """More of a session waits."""
+        if session not in self._backlogs and session not in self._stepped_at:
+            self.shares.arrive(session, self._present)
         backlog = self._backlogs.setdefault(session, Backlog())
         backlog.positions += positions
         backlog.prompt = max(backlog.prompt, backlog.positions)
@@ -62,24 +72,41 @@ class PassScheduler:
         """The session is over."""
         self._backlogs.pop(session, None)
         self._stepped_at.pop(session, None)
+        self.shares.close(session)
+
+    @property
+    def _present(self) -> set[int]:
+        return self._backlogs.keys() | self._stepped_at.keys()
 
     def next(self) -> dict[int, int]:
         """How many positions of which sessions are to go together; of none where nothing waits."""
-        steps = self._steps()
-        prompts = [session for session in self._backlogs if session not in steps]
+        waiting = [session for session, backlog in self._backlogs.items() if backlog.positions <= self._longest_step]
+        turn = self.shares.steps(waiting, self._stepped_at)
+        steps = self._steps(turn)
+        out_of_turn = set(waiting).difference(turn)
+        prompts = [session for session in self._backlogs if session not in steps and session not in out_of_turn]
+        ahead_s = self.shares.ahead_s(prompts, self._present)
+        prompts.sort(key=ahead_s.__getitem__)  # whose turn it is, where all have had as much
+        held_back = [session for session in prompts if self._stepped_at and ahead_s[session] > self.shares.allowed_s]
+        prompts = [session for session in prompts if session not in held_back]
         self._prompts_next = bool(steps) and not (prompts and self._prompts_next)
-        return steps if self._prompts_next or not prompts else self._chunks(prompts)
+        if self._prompts_next:
+            return self._beside(steps, held_back[0]) if held_back else steps
+        if prompts:
+            return self._chunks(prompts, self._room())
+        return self._chunks(held_back[:1], SHORTEST_CHUNK) if held_back else {}
 
     def took(self, counts: Mapping[int, int]) -> None:
         """These go into a pass now, which may be somewhat more or less than what `next` said."""
         self._passes += 1
+        self.shares.charge(counts)
         for session, count in counts.items():
             backlog = self._backlogs.pop(session)
+            if self._prompts_next and backlog.positions <= self._longest_step:  # it is a step, in a pass of steps
+                self._stepped_at[session] = self._passes
             backlog.positions -= count
             if backlog.positions > 0:
                 self._backlogs[session] = backlog
-            if self._prompts_next:  # it is a pass of steps
-                self._stepped_at[session] = self._passes
         oldest = self._passes - RECENT_PASSES
         self._stepped_at = {session: number for session, number in self._stepped_at.items() if number > oldest}
 
@@ -87,21 +114,29 @@ class PassScheduler:
         """A pass over so many positions, all rows filled up to the longest, is over."""
         self.cost.note(positions, took_s)
 
-    def _steps(self) -> dict[int, int]:
-        """All sessions at a step. Some have several positions (drafts, the end of a prompt), to which all rows are filled up: they
+    def _steps(self, turn: Sequence[int]) -> dict[int, int]:
+        """Those whose turn it is. Some have several positions (drafts, the end of a prompt), to which all rows are filled up: they
         are left to the prompts unless that costs less than another pass."""
-        waiting = ((backlog.positions, session) for session, backlog in self._backlogs.items())
         steps: dict[int, int] = {}
         longest = 0
-        for count, session in sorted(entry for entry in waiting if entry[0] <= self._longest_step):
+        for count, session in sorted((self._backlogs[session].positions, session) for session in turn):
             if steps and len(steps) * (count - longest) * self.cost.position_s > self.cost.fixed_s:
                 break
             steps[session] = longest = count
         return steps
 
-    def _chunks(self, prompts: list[int]) -> dict[int, int]:
+    def _beside(self, steps: Mapping[int, int], prompt: int) -> dict[int, int]:
+        """Steps, and as much of a prompt, to which all rows are filled up, as lengthens the steps of others by half; at least as
+        much as a step of its owner would."""
+        longest, rows = max(steps.values()), len(steps) + 1
+        others = self.shares.of_others(steps, prompt)
+        fit = int(self.cost.positions(SLOWDOWN * self.cost.seconds(len(others) * longest)) / rows)
+        if fit < longest and len(others) < len(steps):
+            return dict(steps)
+        return {**steps, prompt: min(max(fit, longest), self._longest_step, self._backlogs[prompt].positions)}
+
+    def _chunks(self, prompts: list[int], room: int) -> dict[int, int]:
         """Of the prompt whose turn it is, and of others that are about as long while there is room."""
-        room = self._room()
         longest = min(self._chunk(self._backlogs[prompts[0]]), room)
         chunks: dict[int, int] = {}
         for session in prompts:

@@ -9,12 +9,13 @@ from two in turn. One that computes gives way only to somebody who has less than
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swarmnode.compute.serving.cache_budget import CacheBudget, Claim, OutOfCache
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.address_group import Claimant
 
 BUSY_WEIGHT = 2  # how many times as much a peer must have for a session of it to be cut off in the middle of its work
 
@@ -23,7 +24,7 @@ BUSY_WEIGHT = 2  # how many times as much a peer must have for a session of it t
 class Promise:
     """What one session of a peer may take."""
 
-    peer: PeerId
+    claimant: Claimant
     cache_bytes: int
     journal: Reservation
 
@@ -34,26 +35,23 @@ class Promise:
 
 
 class SessionMemory:
-    """The promises to all sessions of a stage, by session key. `group_of` tells which peers may be one machine's."""
+    """The promises to all sessions of a stage, by session key."""
 
-    def __init__(
-        self, budget: CacheBudget, ledger: MemoryLedger, group_of: Callable[[PeerId], str] = lambda peer: peer
-    ) -> None:
+    def __init__(self, budget: CacheBudget, ledger: MemoryLedger) -> None:
         self._budget = budget
         self._ledger = ledger
-        self._group_of = group_of
         self._promises: dict[int, Promise] = {}
 
     def __repr__(self) -> str:
         return f"<SessionMemory of {len(self._promises)} sessions, {self._budget!r}>"
 
-    def reserve(self, key: int, peer: PeerId, *, cache_bytes: int, journal_bytes: int) -> bool:
+    def reserve(self, key: int, claimant: Claimant, *, cache_bytes: int, journal_bytes: int) -> bool:
         """Whether there is room for a session; it is promised then."""
         try:
             journal = self._ledger.reserve(Account.JOURNALS, journal_bytes)
         except Full:
             return False
-        self._promises[key] = Promise(peer, cache_bytes, journal)
+        self._promises[key] = Promise(claimant, cache_bytes, journal)
         try:
             self._claim()
         except OutOfCache:
@@ -69,21 +67,23 @@ class SessionMemory:
     def _claim(self) -> None:
         self._budget.claim(Claim.PROMISED, sum(promise.cache_bytes for promise in self._promises.values()))
 
-    def who_gives_way(self, peer: PeerId, cache_bytes: int, journal_bytes: int, idle: Sequence[int]) -> list[int]:
-        """The sessions to be ended so that a peer may have one of this size; none where that is not to be had.
+    def who_gives_way(self, asker: Claimant, cache_bytes: int, journal_bytes: int, idle: Sequence[int]) -> list[int]:
+        """The sessions to be ended so that somebody may have one of this size; none where that is not to be had.
 
         `idle` are the sessions that do nothing now, the one that has done nothing for the longest first.
         """
         asked_bytes = cache_bytes + journal_bytes
         lacking_bytes = max(cache_bytes - self._budget.free_bytes, asked_bytes - self._ledger.free_bytes)
-        held = _Shares(self._promises.values(), self._group_of)
+        held = _Shares(self._promises.values())
         busy = [key for key in reversed(self._promises) if key not in idle]  # who came last goes first
         ended: list[int] = []
         for keys, weight in ((list(idle), 1), (busy, BUSY_WEIGHT)):
             while lacking_bytes > 0 and keys:
-                key = max(keys, key=lambda key: held.excess_bytes(self._promises[key].peer, peer, weight, asked_bytes))
+                key = max(
+                    keys, key=lambda key: held.excess_bytes(self._promises[key].claimant, asker, weight, asked_bytes)
+                )
                 promise = self._promises[key]
-                if held.excess_bytes(promise.peer, peer, weight, asked_bytes) <= 0:
+                if held.excess_bytes(promise.claimant, asker, weight, asked_bytes) <= 0:
                     break
                 keys.remove(key)
                 ended.append(key)
@@ -95,21 +95,19 @@ class SessionMemory:
 class _Shares:
     """What peers and groups of peers hold."""
 
-    def __init__(self, promises: Iterable[Promise], group_of: Callable[[PeerId], str]) -> None:
-        self._group_of = group_of
-        self._by_peer: Counter[str] = Counter()
+    def __init__(self, promises: Iterable[Promise]) -> None:
+        self._by_peer: Counter[PeerId] = Counter()
         self._by_group: Counter[str] = Counter()
         for promise in promises:
-            self._by_peer[promise.peer] += promise.total_bytes
-            self._by_group[group_of(promise.peer)] += promise.total_bytes
+            self._by_peer[promise.claimant.peer] += promise.total_bytes
+            self._by_group[promise.claimant.group] += promise.total_bytes
 
     def take(self, promise: Promise) -> None:
-        self._by_peer[promise.peer] -= promise.total_bytes
-        self._by_group[self._group_of(promise.peer)] -= promise.total_bytes
+        self._by_peer[promise.claimant.peer] -= promise.total_bytes
+        self._by_group[promise.claimant.group] -= promise.total_bytes
 
-    def excess_bytes(self, holder: PeerId, asker: PeerId, weight: int, asked_bytes: int) -> int:
+    def excess_bytes(self, holder: Claimant, asker: Claimant, weight: int, asked_bytes: int) -> int:
         """How much more a peer holds than `weight` times what the asker would; of two groups, how much more the groups."""
-        one, two = self._group_of(holder), self._group_of(asker)
-        if one == two:
-            return self._by_peer[holder] - weight * (self._by_peer[asker] + asked_bytes)
-        return self._by_group[one] - weight * (self._by_group[two] + asked_bytes)
+        if holder.group == asker.group:
+            return self._by_peer[holder.peer] - weight * (self._by_peer[asker.peer] + asked_bytes)
+        return self._by_group[holder.group] - weight * (self._by_group[asker.group] + asked_bytes)

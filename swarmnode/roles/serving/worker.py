@@ -15,7 +15,6 @@ import logging
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -111,9 +110,16 @@ class Worker:
         """Run a function on the compute thread, before the jobs that wait. Raises ExecutorDied."""
         return self._executor.call(Urgency.CONTROL, torch.inference_mode()(function), kind="serving")
 
-    def open(self, session: int, **reservation: Any) -> None:
-        """Make room for a session (`StageRunner.open`) before any job of it is run; the caller has seen that it fits."""
-        self.call(partial(self.runner.open, session, **reservation))
+    def open(self, session: int, *, owner: str = "", **reservation: Any) -> None:
+        """Make room for a session (`StageRunner.open`) before any job of it is run; the caller has seen that it fits. Its time is
+        counted for the `owner`, where somebody is named."""
+
+        def make_room() -> None:
+            if owner:
+                self.scheduler.open(session, owner)
+            self.runner.open(session, **reservation)
+
+        self.call(make_room)
 
     def forget(self, session: int) -> None:
         """Drop what waits for a session and free its cache."""

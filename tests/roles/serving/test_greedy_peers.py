@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from swarmnode.compute.serving.cache_budget import CacheBudget
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, ErrorCode
 from swarmnode.ledger import MemoryLedger
+from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.roles.serving.client import SESSION_PROTOCOL
 from swarmnode.roles.serving.generation import GenerateOptions, RingStream
@@ -135,35 +137,40 @@ async def test_subscriptions_to_nothing_push_out_only_their_own() -> None:
 
 
 def memory(cache_bytes: int) -> SessionMemory:
-    return SessionMemory(CacheBudget(cache_bytes), MemoryLedger(), group_of=lambda peer: peer[0])
+    return SessionMemory(CacheBudget(cache_bytes), MemoryLedger())
+
+
+def of(peer: str) -> Claimant:
+    """The first letter of the peer is its network."""
+    return Claimant(peer[0], peer)
 
 
 async def reserve(memory: SessionMemory, key: int, peer: str, size: int) -> bool:
-    return memory.reserve(key, peer, cache_bytes=size, journal_bytes=0)
+    return memory.reserve(key, of(peer), cache_bytes=size, journal_bytes=0)
 
 
 async def test_a_hundred_peers_of_one_network_hold_no_more_than_one() -> None:
     shares = memory(100)
     for number in range(10):
         assert await reserve(shares, number, f"a{number}", 10)
-    assert shares.who_gives_way("b0", 10, 0, idle=[]) == [9]  # the last that came
-    assert shares.who_gives_way("a99", 10, 0, idle=[]) == []  # its network has most of it already
-    assert shares.who_gives_way("b0", 10, 0, idle=[3, 4]) == [3]  # the longest idle
+    assert shares.who_gives_way(of("b0"), 10, 0, idle=[]) == [9]  # the last that came
+    assert shares.who_gives_way(of("a99"), 10, 0, idle=[]) == []  # its network has most of it already
+    assert shares.who_gives_way(of("b0"), 10, 0, idle=[3, 4]) == [3]  # the longest idle
 
 
 async def test_who_computes_gives_way_only_to_who_would_have_less_than_half() -> None:
     shares = memory(100)
     for number in range(10):
         assert await reserve(shares, number, "a", 10)
-    assert shares.who_gives_way("b", 30, 0, idle=[]) == [9, 8, 7]
-    assert shares.who_gives_way("b", 40, 0, idle=[]) == []
+    assert shares.who_gives_way(of("b"), 30, 0, idle=[]) == [9, 8, 7]
+    assert shares.who_gives_way(of("b"), 40, 0, idle=[]) == []
 
 
 async def test_nobody_is_cut_off_in_vain() -> None:
     shares = memory(100)
     for number in range(10):
         assert await reserve(shares, number, "a", 10)
-    assert shares.who_gives_way("b", 70, 0, idle=list(range(10))) == []
+    assert shares.who_gives_way(of("b"), 70, 0, idle=list(range(10))) == []
 
 
 @in_virtual_time
@@ -184,3 +191,25 @@ async def test_what_is_decoded_fits_the_session() -> None:
     await asyncio.sleep(0.1)
     assert [body.code for body in greedy.heard if isinstance(body, Error)]
     assert swarm.loads == [0]
+
+
+class Owners:
+    """Of sessions, as the scheduler hears of them."""
+
+    def __init__(self, worker: Any) -> None:
+        self.seen: list[str] = []
+        self._open = worker.open
+        worker.open = self.open
+
+    def open(self, session: int, *, owner: str = "", **reservation: Any) -> None:
+        self.seen.append(owner)
+        self._open(session, **reservation)
+
+
+@in_virtual_time
+async def test_a_devices_time_is_counted_for_who_asks_the_first_hop() -> None:
+    """What a later hop sees is the hop before it, which asks for many."""
+    swarm = await ToySwarm.start((0, 2), (2, 4))
+    owners = [Owners(one.worker) for one in swarm.volunteers]
+    assert [token async for token in swarm.ring([1, 2, 3], 4)] == expected([1, 2, 3], 4)
+    assert [seen.seen for seen in owners] == [[swarm.client.peer_id], [""]]

@@ -1,0 +1,52 @@
+"""A stage in virtual time, for tests of the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from swarmnode.plan.serving.scheduler import PassScheduler
+
+LONGEST_STEP, LONGEST_CHUNK = 8, 128
+FIXED_S, POSITION_S = 0.010, 0.001
+
+
+def cost_s(counts: Mapping[int, int]) -> float:
+    """Of a pass: all rows are filled up to the longest."""
+    return FIXED_S + POSITION_S * len(counts) * max(counts.values())
+
+
+class Stage:
+    """A stage whose passes cost what `cost_s` says. Who decodes asks for the next step as soon as one is done."""
+
+    def __init__(self) -> None:
+        self.scheduler = PassScheduler(longest_step=LONGEST_STEP, longest_chunk=LONGEST_CHUNK)
+        self.passes: list[dict[int, int]] = []
+        self.now_s = 0.0
+        self.decoding: set[int] = set()
+
+    def turn(self) -> dict[int, int]:
+        counts = self.scheduler.next()
+        if counts:
+            self.scheduler.took(counts)
+            self.now_s += cost_s(counts)
+            self.scheduler.ran(len(counts) * max(counts.values()), cost_s(counts))
+            self.passes.append(counts)
+        for session in self.decoding.intersection(counts):
+            self.scheduler.add(session, 1)
+        return counts
+
+    def decode(self, *sessions: int, turns: int = 20) -> None:
+        """Let them decode. The stage then knows what passes cost."""
+        for positions in (1, LONGEST_CHUNK):
+            self.scheduler.ran(positions, cost_s({0: positions}))
+        for session in sessions:
+            self.scheduler.add(session, 1)
+            self.decoding.add(session)
+        for _ in range(turns):
+            self.turn()
+        self.passes.clear()
+
+    def run(self) -> list[dict[int, int]]:
+        while self.turn():
+            pass
+        return self.passes
