@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.address_group import wide_group
 from swarmnode.net.measuring.coordinate import MAX_ERROR, Coordinate
 from swarmnode.swarm.records.announcement import Announcement, State, peer_digest
 
 DEFAULT_RTT_S = 0.05  # between home machines of one continent, where nothing was measured
 PREFILL_GAIN = 10.0  # a position within a long chunk, as against one alone, where it was not measured
+MIN_MEASURED = 3  # peers, before it is known what is usual
 UNMEASURED_UNITS_PER_S = 100.0  # a home machine with a small model, as a first guess
 
 
@@ -50,6 +53,7 @@ class PeerView:
     down_bps: float = 0.0
     prefill_units_per_s: float = 0.0
     cache_tokens_free: int | None = None  # None: it did not say
+    group: str = ""  # its address group, of the open internet
 
     @property
     def assumed_units_per_s(self) -> float:
@@ -104,9 +108,9 @@ def view_of(
     """The view that announcements give, with the round trips that `observer` measured itself and its own coordinate.
 
     A peer's speed is what those measured who used it: the observer's own experience (`unit_s`, seconds per unit), else the
-    median of what others announce of it. Its own word counts only where nobody has used it, and as much as `weights` says, 1 where
-    nothing is said. Where the swarm `trains`, speeds are
-    those of training, of which sessions tell nothing.
+    median of what others announce of it, of which an address group has one voice, and none for its own. Its own word counts only
+    where nobody has used it; for an observer no more than the usual speed of those that were measured. All count as much as
+    `weights` says, 1 where nothing is said. Where the swarm `trains`, speeds are those of training, of which sessions tell nothing.
     """
     announced = sorted(announcements, key=lambda announcement: announcement.peer)
     by_digest = {peer_digest(announcement.peer): announcement.peer for announcement in announced}
@@ -119,18 +123,22 @@ def view_of(
         links.update({(observer, peer): rtt for peer, rtt in (rtt_s or {}).items()})
     weights = weights or {}
     measured_s = {} if trains else {**_hearsay(announced, by_digest), **(unit_s or {})}
+    used_s = [measured_s[one.peer] for one in announced if one.peer in measured_s]
+    believed = 1 / statistics.median(used_s) if observer is not None and len(used_s) >= MIN_MEASURED else math.inf
     peers = tuple(
         PeerView(
             announcement.peer,
             Span(min(announcement.span[0], units), min(announcement.span[1], units)),
             announcement.life,
-            _speed(announcement, measured_s.get(announcement.peer), trains) * weights.get(announcement.peer, 1.0),
+            _speed(announcement, measured_s.get(announcement.peer), believed, trains)
+            * weights.get(announcement.peer, 1.0),
             announcement.sessions,
             announcement.started_at,
             announcement.up_bps,
             announcement.down_bps,
             announcement.prefill_units_per_s,
             announcement.cache_tokens_free if announcement.life is State.READY and not trains else None,
+            wide_group(announcement.addresses),
         )
         for announcement in announced
     )
@@ -141,21 +149,22 @@ def view_of(
     return View(units, peers, links, places, position_bytes)
 
 
-def _speed(announcement: Announcement, measured_s: float | None, trains: bool) -> float:
+def _speed(announcement: Announcement, measured_s: float | None, believed: float, trains: bool) -> float:
     if trains:
         return announcement.training_units_per_s
-    return 1 / measured_s if measured_s is not None else announcement.decode_units_per_s
+    return 1 / measured_s if measured_s is not None else min(announcement.decode_units_per_s, believed)
 
 
 def _hearsay(announced: Sequence[Announcement], by_digest: Mapping[bytes, PeerId]) -> dict[PeerId, float]:
-    """Seconds per unit by peer: the median of what others announce. What a peer says of itself is not asked."""
-    told: dict[PeerId, list[float]] = {}
+    """Seconds per unit by peer, as others announce. What a peer says of itself, or one of its own address group, is not asked."""
+    groups = {announcement.peer: wide_group(announcement.addresses) or announcement.peer for announcement in announced}
+    told: dict[PeerId, dict[str, list[float]]] = {}
     for announcement in announced:
         for digest, unit_us in announcement.unit_us.items():
-            peer = by_digest.get(digest)
-            if peer is not None and peer != announcement.peer and unit_us > 0:
-                told.setdefault(peer, []).append(unit_us / 1e6)
-    return {peer: statistics.median(times_s) for peer, times_s in told.items()}
+            peer, group = by_digest.get(digest), groups[announcement.peer]
+            if peer is not None and group != groups[peer] and unit_us > 0:
+                told.setdefault(peer, {}).setdefault(group, []).append(unit_us / 1e6)
+    return {peer: statistics.median(map(statistics.median, voices.values())) for peer, voices in told.items()}
 
 
 def draw(*parts: object) -> int:

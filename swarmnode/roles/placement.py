@@ -129,7 +129,8 @@ class Placement:
     def _view(self) -> View:
         manifest = self._host.swarm.manifest
         assert manifest is not None
-        model, announced = manifest.model, self._host.directory.peers().values()
+        model, shunned = manifest.model, self._host.standing.shunned
+        announced = [peer for peer in self._host.directory.peers().values() if peer.peer not in shunned]
         position_bytes, trains = model.hidden * BYTES_PER_HIDDEN, manifest.mode == TRAIN
         return self._hysteresis.view(view_of(model.units, announced, position_bytes=position_bytes, trains=trains))
 

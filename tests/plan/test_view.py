@@ -52,3 +52,26 @@ def test_who_trains_is_as_fast_as_it_trains() -> None:
     assert all(peer.has_room(1 << 40) for peer in view_of(2, [a, b], trains=True).peers), (
         "sessions are not what it is for"
     )
+
+
+def home(number: int) -> tuple[str, ...]:
+    return (f"/ip4/8.8.{number}.1/tcp/4001",)
+
+
+def test_claims_count_no_more_than_what_is_usual_once_that_is_known() -> None:
+    measured = [announced(name, decode_units_per_s=9e9, addresses=home(n)) for n, name in enumerate("abc")]
+    boaster = announced("z", decode_units_per_s=9e9, addresses=home(9))
+    times_s = {"a": 0.01, "b": 0.02, "c": 0.04}
+    view = view_of(2, [*measured, boaster], observer="me", unit_s=times_s)
+    assert [peer.decode_units_per_s for peer in view.peers] == [100.0, 50.0, 25.0, 50.0]
+
+
+def test_an_address_group_has_one_voice_and_none_for_its_own() -> None:
+    sybils = [
+        announced(f"s{n}", unit_us={peer_digest("s0"): 1, peer_digest("h0"): 90_000}, addresses=home(7))
+        for n in range(5)
+    ]
+    others = [announced(f"h{n}", unit_us={peer_digest("h0"): 10_000}, addresses=home(n)) for n in range(3)]
+    speeds = {peer.peer: peer.decode_units_per_s for peer in view_of(2, [*sybils, *others]).peers}
+    assert speeds["s0"] == 0.0, "only its own have used it"
+    assert speeds["h0"] == 100.0, "two of three voices"

@@ -6,6 +6,7 @@ Of the open internet a /24 or a /48, which is what one customer gets; of a priva
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 from typing import NamedTuple
 
 from swarmnode.net.addressing.addresses import host_of, is_relayed
@@ -36,6 +37,14 @@ def address_group(address: str) -> str:
 def is_wide(group: str) -> bool:
     """Whether a group is one of the open internet: its peers should not be all that is asked, or all that is believed."""
     return "/" in group
+
+
+@lru_cache(maxsize=4096)
+def wide_group(addresses: tuple[str, ...]) -> str:
+    """The group of the open internet in which somebody with these multiaddrs is; empty where in none. Homes behind one relay have
+    nothing in common."""
+    groups = (address_group(address) for address in addresses if not is_relayed(address))
+    return next(filter(is_wide, groups), "")
 
 
 def owner_of(claimant: Claimant) -> str:

@@ -6,6 +6,7 @@ peer has one place in a route.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from swarmnode.codec.messages import HopSpec
@@ -38,7 +39,7 @@ def find_route(
     request = Request(units or Span(0, view.units), client, ring)
     candidates = _candidates(view, request, avoid, keep, size, config)
     _check_covered(candidates, request.span, view.units, avoid)
-    route = _without_repeats(view, candidates, request, config, MAX_SPLITS)
+    route = _spread(view, candidates, request, config, MAX_SPLITS)
     assert route is not None, "covered units always have a route"
     return route
 
@@ -109,6 +110,33 @@ def _ranges(units: Sequence[int]) -> str:
             runs.append([unit, unit])
     words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
     return f"unit{'s' if len(units) > 1 else ''} {words}"
+
+
+def _spread(
+    view: View, candidates: Sequence[Candidate], request: Request, config: RoutingConfig, splits: int
+) -> Route | None:
+    """The best route of which no two hops are of one address group of the open internet: its peers may all be one stranger. Where
+    there is none, or none is found after so many `splits`, the best one."""
+    route = _without_repeats(view, candidates, request, config, MAX_SPLITS) if candidates else None
+    group = None if route is None else _shared_group(view, route.hops)
+    if route is None or group is None or splits == 0:
+        return route
+    members = {peer.peer for peer in view.peers if peer.group == group}
+    one_of_them = (
+        [candidate for candidate in candidates if candidate.peer == hop.peer or candidate.peer not in members]
+        for hop in route.hops
+        if hop.peer in members
+    )
+    routes = (_spread(view, choice, request, config, splits - 1) for choice in one_of_them)
+    spread = [found for found in routes if found is not None and _shared_group(view, found.hops) is None]
+    return min(spread, key=lambda found: found.cost_s, default=route)
+
+
+def _shared_group(view: View, hops: Sequence[HopSpec]) -> str | None:
+    """The first address group of which there are several hops."""
+    groups = {peer.peer: peer.group for peer in view.peers}
+    counts = Counter(groups[hop.peer] for hop in hops if groups[hop.peer])
+    return next((group for group, count in counts.items() if count > 1), None)
 
 
 def _without_repeats(

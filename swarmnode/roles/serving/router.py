@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Iterable, Mapping, Sequence
 
 from swarmnode.codec.messages import HopSpec
 from swarmnode.errors import NoRoute
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.cost import BYTES_PER_HIDDEN
+from swarmnode.plan.routes import newcomers
 from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.routes.routing import find_route
-from swarmnode.plan.view import Span, view_of
+from swarmnode.plan.view import Span, View, view_of
 from swarmnode.roles.host import Host
 from swarmnode.roles.serving.client import Route, Router
 from swarmnode.swarm.peers.trust import EVERYBODY, Trust
@@ -33,6 +35,7 @@ class DirectoryRouter(Router):
         self._span = span
         self._ring = ring
         self._trust = trust
+        self._dice = random.Random(host.directory.network.peer_id)
         self._group = (lambda _peer: "") if host.access_control is None else host.access_control.group
 
     def __repr__(self) -> str:
@@ -65,11 +68,19 @@ class DirectoryRouter(Router):
             position_bytes=self._position_bytes,
         )
         own = self._directory.network.peer_id
+        avoid |= self._newcomers_left_out(view, avoid) - {hop.peer for hop in keep}
         try:
             route = find_route(view, units=self._span, client=own, ring=self._ring, avoid=avoid, keep=keep, size=size)
         except NoRoute as error:
             raise error if self._trust == EVERYBODY else NoRoute(f"among those you trust, {error}") from None
         return tuple(route.hops)
+
+    def _newcomers_left_out(self, view: View, avoid: frozenset[PeerId]) -> frozenset[PeerId]:
+        """Of most sessions."""
+        if self._dice.random() < newcomers.SHARE:
+            return frozenset()
+        trust = {peer.peer: self._standing.trust(peer.peer) for peer in view.peers}
+        return newcomers.dispensable(view, trust, avoid)
 
     def _trusted(self, peers: Iterable[Announcement]) -> list[Announcement]:
         return [peer for peer in peers if self._trust.covers(peer, self._group(peer.peer))]

@@ -195,3 +195,21 @@ def test_a_long_prompt_goes_where_prompts_are_fast():
     view = View(4, (quick_tokens, quick_prompts))
     assert hops_of(find_route(view, size=SessionSize(10, 100))) == [("quick tokens", 0, 4)]
     assert hops_of(find_route(view, size=SessionSize(4000, 100))) == [("quick prompts", 0, 4)]
+
+
+def of_group(name, start, end, group, speed=100.0):
+    return PeerView(name, Span(start, end), decode_units_per_s=speed, group=group)
+
+
+def test_ids_of_one_address_group_are_not_two_hops_of_a_route():
+    sybils = [of_group(f"s{i}", i % 3 * 2, i % 3 * 2 + 2, "203.0.113.0/24", speed=1e6) for i in range(9)]
+    honest = [of_group(f"h{i}", i * 2, i * 2 + 2, f"198.51.{i}.0/24") for i in range(3)]
+    route = find_route(View(6, (*sybils, *honest)), client="client")
+    assert sum(hop.peer.startswith("s") for hop in route.hops) == 1
+
+
+def test_where_only_one_group_holds_some_units_it_has_several_hops():
+    sybils = [of_group(f"s{i}", i * 2, i * 2 + 2, "203.0.113.0/24") for i in range(3)]
+    assert len(find_route(View(6, tuple(sybils)), client="client").hops) == 3
+    at_home = [peer(f"p{i}", i * 2, i * 2 + 2) for i in range(3)]  # of no group of the open internet
+    assert len(find_route(View(6, tuple(at_home)), client="client").hops) == 3
