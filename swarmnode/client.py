@@ -29,6 +29,7 @@ from swarmnode.roles.serving.auditor import Auditor
 from swarmnode.roles.serving.client import SESSION_PROTOCOL, ClientSession
 from swarmnode.roles.serving.generation import GenerateOptions, Generation, RingStream
 from swarmnode.roles.serving.limits import ModelLimits
+from swarmnode.roles.serving.reports import Reports
 from swarmnode.roles.serving.router import DirectoryRouter
 from swarmnode.roles.serving.session_spec import SessionSpec
 from swarmnode.swarm.peers.trust import EVERYBODY, Trust, parse_trust
@@ -102,6 +103,10 @@ class SwarmClient:
         )
         self._meter = ClientMeter()
         self.auditor = Auditor(host, self._switchboard, config)
+        self.reports = Reports(self.auditor, self._router(Span(0, self.units), ring=True))
+        if config.audit_share > 0:
+            self.auditor.on_found = self.reports.tell
+            self.reports.start()
         self._tokenizer: Tokenizer | ByteTokenizer | None = None
         self._weights: Weights | None = None
         self._small_files: Path | None = None
@@ -145,6 +150,7 @@ class SwarmClient:
 
     async def close(self) -> None:
         """Leave the swarm. Audits that are under way are given up."""
+        await self.reports.close()
         await self.auditor.close()
         await self._switchboard.close()
         if self._weights is not None:
@@ -343,7 +349,7 @@ async def aconnect(
     `async with await aconnect(...) as swarm`.
 
     `trust` restricts who computes: peer ids or their ends, `group:NAME`, `net:203.0.113.0/24`; empty is everybody.
-    `audit_share`, as 0.03, is how much of what the answers cost is spent on having some computed once more by other peers.
+    `audit_share` is how much of what the answers cost is spent on having some computed once more by other peers; 0 for none.
     Raises NetworkDown, UsageError, NotAdmitted.
     """
     known, trusted = load_swarm(swarm, home), parse_trust(trust)

@@ -37,7 +37,7 @@ class ClientConfig:
     progress_s: float = 30.0  # silence of a session, all links being alive, after which it is opened anew
     avoid_s: float = 1.0  # how long a peer that failed is not asked again; doubles each time
     audit_share: float = (
-        0.0  # of the throughput, for having some sessions computed once more; see docs/decisions/audits.md
+        0.03  # of the throughput, for having some sessions computed once more; docs/decisions/audits.md
     )
 
 

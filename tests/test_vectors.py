@@ -28,6 +28,7 @@ from swarmnode.swarm.records.certificate import Certificate, open_certificate
 from swarmnode.swarm.records.grant import open_grant
 from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, encode_invite
 from swarmnode.swarm.records.manifest import decode_manifest, encode_manifest, swarm_id
+from swarmnode.swarm.records.report import open_report, sign_report
 from swarmnode.swarm.records.revocation import open_list, sign_list
 from swarmnode.swarm.records.signing_key import SigningKey
 from swarmnode.swarm.records.statement import open_statement, sign_statement
@@ -225,6 +226,21 @@ def test_good_statements(vector: Vector) -> None:
 def test_bad_statements(vector: Vector) -> None:
     with pytest.raises(ProtocolError) as caught:
         open_statement(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
+    assert caught.value.code.name == vector["error"]
+
+
+@pytest.mark.parametrize("vector", vectors("reports", good=True))
+def test_good_reports(vector: Vector) -> None:
+    report, _ = open_report(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
+    assert plain(report) == vector["value"]
+    assert sign_report(report, Identity(bytes.fromhex(vector["key"])).sign) == data_of(vector)
+    assert_fits("report", vector["value"])
+
+
+@pytest.mark.parametrize("vector", vectors("reports", good=False))
+def test_bad_reports(vector: Vector) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        open_report(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
     assert caught.value.code.name == vector["error"]
 
 

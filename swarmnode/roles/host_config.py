@@ -15,6 +15,7 @@ from swarmnode.net.links.gate import OPEN_GATE
 from swarmnode.net.network_config import LOOPBACK_ANY_PORT, NetworkConfig
 from swarmnode.swarm.peers.announcement_rules import announcement_validator
 from swarmnode.swarm.peers.notices import notice_validator
+from swarmnode.swarm.peers.report_rules import report_validator
 from swarmnode.swarm.records.grant import Role
 from swarmnode.swarm.storage.swarmfile import Swarm
 
@@ -48,7 +49,8 @@ def network_config(
 ) -> NetworkConfig:
     """How a peer of this swarm is on its network."""
     vouch = None if access_control is None else access_control.vouch
-    keeps = announcement_validator(swarm.id, verify, clock.unix, vouch=vouch)
+    announcements = announcement_validator(swarm.id, verify, clock.unix, vouch=vouch)
+    keeps = report_validator(swarm.id, verify, announcements, clock.unix)
     return NetworkConfig(
         identity_path=identity,
         host_maddrs=config.host_maddrs or (default_listen_address(swarm),),

@@ -31,7 +31,7 @@ from swarmnode.codec import (
 from swarmnode.errors import ERROR_TEXT, ErrorCode
 from swarmnode.net.addressing import reachability
 from swarmnode.swarm.peers import shards
-from swarmnode.swarm.records import announcement, certificate, grant, invite, manifest, revocation, run
+from swarmnode.swarm.records import announcement, certificate, grant, invite, manifest, report, revocation, run
 from swarmnode.swarm.storage import content
 from tests.codec.schemas import NAMES, plain
 
@@ -48,7 +48,7 @@ MODULES = (
         training_fields,
         tensors,
     ),
-    *(announcement, content, invite, manifest, run, shards, grant, certificate, revocation),
+    *(announcement, content, invite, manifest, run, shards, grant, certificate, report, revocation),
 )
 Row = dict[str, str]
 
@@ -189,6 +189,7 @@ def test_limits_are_the_ones_of_the_code() -> None:
     imported |= {
         f"certificate.MAX_{name}" for name in ("CERTIFICATE_BYTES", "GRANT_BYTES", "PEER_CHARS", "PROOF_BYTES")
     }
+    imported |= {f"report.MAX_{name}" for name in ("PEER_CHARS", "STATEMENT_BYTES", "TOKEN_ID")}
     assert written == {name: value for name, value in defined.items() if name not in imported}
 
 
@@ -197,7 +198,7 @@ def test_limits_are_the_ones_of_the_code() -> None:
 STRUCTS = {name: struct for struct, name in NAMES.items()}
 PARTS = (training_messages.Counted, averaging_messages.Group, averaging_messages.MemberSpec, training_messages.Wait)
 PAGES = {
-    **dict.fromkeys(("announcement", "manifest", "model", "file", "hop_statement", "edge"), "records"),
+    **dict.fromkeys(("announcement", "manifest", "model", "file", "hop_statement", "edge", "report"), "records"),
     **{NAMES[body]: "training" for body in (*training_messages.TRAINING_BODIES.values(), *PARTS) if body in NAMES},
     **dict.fromkeys(("run", "averaging"), "training"),
     "tensor": "tensors",
@@ -215,6 +216,7 @@ CHECKED_ELSEWHERE = {
     "averaging",
     "hop_statement",
     "edge",
+    "report",
 } | {*("owned_invite", "grant", "certificate", "revocation_list")}
 
 

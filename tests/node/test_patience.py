@@ -22,7 +22,9 @@ async def test_nobody_who_holds_the_model_is_told_in_time(founded: Founded, tmp_
         founded.into(swarm)
         await swarm.bootstrap()
         home, loop = swarm.folder / "client", asyncio.get_running_loop()
-        client = await SwarmClient.join(load_swarm(swarm.file), home=home, patience_s=6.0, platform=swarm.platform())
+        client = await SwarmClient.join(
+            load_swarm(swarm.file), home=home, patience_s=6.0, audit_share=0.0, platform=swarm.platform()
+        )
         try:
             began_s = loop.time()
             with pytest.raises(NoRoute, match="hold"):

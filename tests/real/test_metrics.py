@@ -35,7 +35,7 @@ from swarmnode.cli.options.metrics import Watch
 from swarmnode.client import aconnect
 
 async def ask(file, home, port):
-    async with await aconnect(file, home=Path(home)) as swarm:
+    async with await aconnect(file, home=Path(home), audit_share=0.0) as swarm:
         async with Watch("127.0.0.1", int(port), Path(home)).over("local", swarm.readings):
             while True:
                 await swarm.generate(list(range(1, 200)), max_new_tokens=100)

@@ -55,6 +55,13 @@ class AuditBudget:
             return 0.0
         return min(1.0, factor(trust) * self.share * cost.served_s / cost.audit_s)
 
+    def afford(self, cost: SessionCost) -> bool:
+        """Whether there is as much for what others ask to have looked at; it is spent then."""
+        able = self.share > 0 and self._spent_s <= self._earned_s + self._burst * cost.audit_s
+        if able:
+            self.spend(cost)
+        return able
+
     def spend(self, cost: SessionCost) -> None:
         """An audit is made."""
         self._spent_s += cost.audit_s

@@ -16,15 +16,15 @@ import msgspec
 
 from swarmnode.codec.audit_messages import MAX_SKETCHED, SEED_BYTES
 from swarmnode.codec.messages import HopSpec, Want
-from swarmnode.codec.tensors import Codec
 from swarmnode.errors import NoRoute, PeerRefused, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.audits.replicas import second_route
 from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.serving.client import ClientSession, Route, Router, ids_entry
-from swarmnode.roles.serving.comparison import TextRun, compare
+from swarmnode.roles.serving.comparison import Comparison, TextRun, compare
 from swarmnode.roles.serving.hop_account import HopAccount, fetch_account
+from swarmnode.roles.serving.session_spec import SessionSpec
 
 if TYPE_CHECKING:
     from swarmnode.roles.serving.auditor import Auditor
@@ -57,35 +57,36 @@ class FixedRoute(Router):
 
 
 class AuditCase:
-    """Of one session that has brought forth the last of `ids`, and is still open.
+    """Of one text `ids`, whose first tokens were a prompt, and which `spec` says how to draw.
 
-    Its text is judged from the beginning on, as what a hop makes of a position depends on all before it: were a part left out,
-    who lies there could make others look false behind it.
+    It is judged from the beginning on, as what a hop makes of a position depends on all before it: were a part left out, who lies
+    there could make others look false behind it.
     """
 
-    def __init__(self, auditor: Auditor, session: ClientSession, ids: Sequence[int]) -> None:
-        assert session.spec.sampling is not None
+    def __init__(self, auditor: Auditor, spec: SessionSpec, ids: Sequence[int]) -> None:
+        assert spec.sampling is not None
+        self.accused: HopAccount | None = None  # of whoever was found false, what it said in the first run
         self._auditor = auditor
-        self._session = session
-        self._ids = ids
-        self._sampling = session.spec.sampling
+        self._spec = spec
+        self.ids = ids
+        self._sampling = spec.sampling
         held = len(ids) - 1  # positions: the last token is told and not fed
         part = auditor.dice.randrange(-(-held // MAX_SKETCHED)) + 1
         self._end = max(self._sampling.prompt_length, min(held, part * MAX_SKETCHED))
         self._seed = auditor.dice.randbytes(SEED_BYTES)
+        self._name = f"text {self._seed.hex()[:8]}"
 
     def __repr__(self) -> str:
-        return f"<AuditCase of {self._session!r} up to position {self._end - 1}>"
+        return f"<AuditCase of {self._name} up to position {self._end - 1}>"
 
-    async def decide(self) -> str:
-        """What came of it: `passed`, `false`, `doubt` or `void`; standings are kept. Raises what made it come to nothing."""
-        original = await asyncio.wait_for(self._original(), RUN_S)
-        if original.contradiction(self._ids) is not None:
+    async def decide(self, original: TextRun) -> str:
+        """What comes of it: `passed`, `false`, `doubt` or `void`; standings are kept. Raises what made it come to nothing."""
+        if original.contradiction(self.ids) is not None:
             return self._contradicted(original)
         second = await self._run_again(original.route)
-        if second is None or second.contradiction(self._ids) is not None:
+        if second is None or second.contradiction(self.ids) is not None:
             return "void"  # and no doubt: what it drew may have come back to it sooner than what it was sent
-        found = compare(original, second, self._codec, self._auditor.calibration)
+        found = self._compare(original, second)
         agreed = found.judgements if found.false_hop is None else found.judgements[:-1]
         for judgement, hop, other in zip(agreed, original.route, second.route, strict=False):
             for peer in {hop.peer, other.peer} if hop.peer != other.peer else ():
@@ -98,22 +99,23 @@ class AuditCase:
         """Two runs part at a hop: a third one, by other peers, says which of the two is false."""
         suspects = original.route[index].peer, second.route[index].peer
         if suspects[0] == suspects[1]:  # one time may be noise that nobody has measured
-            return "false" if self._doubt(suspects[0], f"session {self._session.trace_id.hex()}") else "doubt"
+            return "false" if self._doubt(suspects[0], self._name) else "doubt"
         third = await self._run_again(original.route, avoid=suspects[1])
-        if third is not None and third.route[index].peer not in suspects and third.contradiction(self._ids) is None:
-            agrees = [
-                compare(run, third, self._codec, self._auditor.calibration).agree_at(index)
-                for run in (original, second)
-            ]
+        if third is not None and third.route[index].peer not in suspects and third.contradiction(self.ids) is None:
+            agrees = [self._compare(run, third).agree_at(index) for run in (original, second)]
             if sorted(agrees, key=str) == [False, True]:
-                return self._shun(suspects[agrees.index(False)], "computes falsely")
+                self.accused = (original, second)[agrees.index(False)].accounts[index]
+                return self._shun(self.accused.statement.peer, "computes falsely")
         self._doubt(suspects[0], suspects[1])
         self._doubt(suspects[1], suspects[0])
         return "doubt"
 
+    def _compare(self, one: TextRun, other: TextRun) -> Comparison:
+        return compare(one, other, self._spec.codec, self._auditor.calibration)
+
     def _contradicted(self, run: TextRun) -> str:
         """Two neighbours of a route say different things of what went between them: one of the two is to be doubted."""
-        edge = run.contradiction(self._ids)
+        edge = run.contradiction(self.ids)
         assert edge is not None
         if edge == 0 and run.moved:
             return "void"  # a token may have been drawn twice: who was lost told it to one of us
@@ -140,19 +142,18 @@ class AuditCase:
 
     # -- asking
 
-    @property
-    def _codec(self) -> Codec:
-        return self._session.spec.codec
-
-    async def _original(self) -> TextRun:
-        """What the session's hops say, which it then lets go."""
-        session = self._session
+    async def heard(self, session: ClientSession) -> TextRun:
+        """What the hops of a session say that has brought forth the last of the tokens. It ends then."""
         await session.stay()
-        accounts = await self._ask(session.id, session.route)
+        accounts = await asyncio.wait_for(self._ask(session.id, session.route), RUN_S)
         await session.close()
         prompt = self._sampling.prompt_length
-        drawn = {at: self._ids[at] for at in range(max(prompt, session.known), self._end + 1)}
+        drawn = {at: self.ids[at] for at in range(max(prompt, session.known), self._end + 1)}
         return TextRun(session.route, accounts, drawn, moved=session.epoch > 1)
+
+    async def run(self, route: Route) -> TextRun:
+        """The text along this route. Raises what made it fail."""
+        return await asyncio.wait_for(self._run(route), RUN_S)
 
     async def _ask(self, session: bytes, route: Route) -> list[HopAccount]:
         """What every hop says. Raises what the first one raised that does not say it."""
@@ -166,7 +167,7 @@ class AuditCase:
             auditor.standing.forfeit(peer)  # who is there and does not answer may have had to let go of it
             raise
         except ProtocolError:
-            self._doubt(peer, f"session {self._session.trace_id.hex()}")
+            self._doubt(peer, self._name)
             raise
         announced = auditor.host.directory.peers().get(peer)
         if announced is not None and announced.number_format != account.statement.number_format:
@@ -179,20 +180,20 @@ class AuditCase:
         auditor = self._auditor
         avoided = auditor.standing.shunned | ({avoid} if avoid else frozenset())
         again = second_route(route, auditor.host.directory.peers(), auditor.dice, avoid=avoided)
-        return None if again is None else await asyncio.wait_for(self._run(again), RUN_S)
+        return None if again is None else await self.run(again)
 
     async def _run(self, route: Route) -> TextRun:
         auditor, prompt = self._auditor, self._sampling.prompt_length
         router = FixedRoute(route, auditor.host.observed_latency)
         sampling = msgspec.structs.replace(self._sampling, max_new_tokens=self._end + 1 - prompt)  # and then it stands
-        spec = replace(self._session.spec, sampling=sampling, max_length=self._end)
+        spec = replace(self._spec, sampling=sampling, max_length=self._end)
         clock = auditor.host.clock.monotonic
         session = ClientSession(auditor.sessions, router, spec, auditor.config, clock=clock)
         try:
             await session.start()
             size = auditor.config.prompt_chunk_tokens
             for start in range(0, self._end, size):  # at once: what the last hop draws must find its position taken
-                entry = ids_entry(start, [self._ids[start : min(start + size, self._end)]], Want.NOTHING)
+                entry = ids_entry(start, [self.ids[start : min(start + size, self._end)]], Want.NOTHING)
                 session.send(entry, expect=prompt)
             drawn: dict[int, int] = {}
             while self._end not in drawn:

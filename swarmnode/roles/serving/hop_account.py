@@ -24,10 +24,11 @@ from swarmnode.swarm.records.statement import Statement, open_statement
 
 @dataclass(frozen=True)
 class HopAccount:
-    """Of positions [0, T): `statement` is the one of the last of them. Sketches are None of token ids, and of what the last hop
-    brings forth."""
+    """Of positions [0, T): `statement` is the one of the last of them, `raw` as it was signed. Sketches are None of token ids, and
+    of what the last hop brings forth."""
 
     statement: Statement
+    raw: bytes
     received_TK: Tensor | None
     sent_TK: Tensor | None
 
@@ -75,7 +76,7 @@ def read_account(raw: bytes, payload: Buffer, swarm: bytes) -> HopAccount:
     received_TK = read_sketches(payload[:size_bytes], statement.count) if statement.start > 0 else None
     rest = payload[size_bytes:] if received_TK is not None else payload
     sent_TK = read_sketches(rest, statement.count) if len(rest) else None
-    return HopAccount(statement, received_TK, sent_TK)
+    return HopAccount(statement, raw, received_TK, sent_TK)
 
 
 def _joined(parts: Sequence[HopAccount]) -> HopAccount:
@@ -86,9 +87,10 @@ def _joined(parts: Sequence[HopAccount]) -> HopAccount:
         as_last = msgspec.structs.replace(said, first=last.first, count=last.count, sketches=last.sketches)
         if as_last != last or (part.sent_TK is None) != (parts[-1].sent_TK is None):
             raise ProtocolError("one session, and two statements that do not fit", peer=last.peer)
-    return HopAccount(
-        last, _together([part.received_TK for part in parts]), _together([part.sent_TK for part in parts])
+    received_TK, sent_TK = (
+        _together(edge) for edge in zip(*((part.received_TK, part.sent_TK) for part in parts), strict=True)
     )
+    return HopAccount(last, parts[-1].raw, received_TK, sent_TK)
 
 
 def _together(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -15,11 +15,11 @@ from functools import lru_cache
 
 import msgspec
 
-from swarmnode.codec.decoding import DECODE_ERRORS
-from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.addressing.reachability import Reachability
 from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.records.signed import Signed, first_broken
+from swarmnode.swarm.records.signed import PeerSigned, Signed, first_broken
+from swarmnode.swarm.records.signed import Sign as Sign
+from swarmnode.swarm.records.signed import Verify as Verify
 
 VERSION = 1
 DOMAIN = b"swarmnode announcement 1\n"
@@ -43,10 +43,6 @@ MAX_COORDINATE = 1 << 20  # 105 s in steps of 0.1 ms: far beyond any round trip
 REMEMBERED_RECORDS = 1024
 MAX_LIFE_S = 600.0
 MAX_SKEW_S = 10.0
-
-Sign = Callable[[bytes], bytes]
-Verify = Callable[[PeerId, bytes, bytes], bool]
-"""(peer id, data, signature) -> whether the peer's key made the signature over the data"""
 
 
 class State(IntEnum):
@@ -129,7 +125,6 @@ class _Certified(Signed, frozen=True):
     certificate: bytes = b""
 
 
-_body_decoder = msgspec.msgpack.Decoder(Announcement)
 _record_decoder = msgspec.msgpack.Decoder(_Certified)
 
 
@@ -146,12 +141,11 @@ def sign_announcement(announcement: Announcement, sign: Sign, certificate: bytes
     broken = first_broken(_rules(announcement))
     if broken is not None:
         raise ValueError(f"announcement not valid: {broken}")
-    body = msgspec.msgpack.encode(announcement)
-    signed = Signed(body, sign(DOMAIN + body))
+    signed = _KIND.sign(announcement, sign)
     record = msgspec.msgpack.encode(signed)
     if len(record) > MAX_RECORD_BYTES:
         raise ValueError(f"announcement of {len(record)} bytes; the bound is {MAX_RECORD_BYTES}")
-    return msgspec.msgpack.encode(_Certified(body, signed.signature, certificate)) if certificate else record
+    return msgspec.msgpack.encode(_Certified(signed.body, signed.signature, certificate)) if certificate else record
 
 
 def fit(announcement: Announcement) -> Announcement:
@@ -176,24 +170,10 @@ def open_announcement(record: bytes, swarm_id: bytes, verify: Verify) -> Announc
 
 
 def _open_record(record: bytes, swarm_id: bytes, verify: Verify, max_bytes: int) -> tuple[Announcement, bytes]:
-    """The announcement and the certificate beside it, which is empty in an open swarm, and not checked here."""
-    if len(record) > max_bytes:
-        raise ProtocolError(f"an announcement of {len(record)} bytes", code=ErrorCode.TOO_LARGE)
-    try:
-        signed = _record_decoder.decode(record)
-        announcement = _body_decoder.decode(signed.body)
-    except DECODE_ERRORS as error:
-        raise ProtocolError(f"bad announcement: {error}") from None
+    signed = _KIND.decode(record, _record_decoder, max_bytes)
     if len(record) - len(signed.certificate) > MAX_RECORD_BYTES:
-        raise ProtocolError(f"an announcement of {len(record)} bytes", code=ErrorCode.TOO_LARGE)
-    broken = first_broken(_rules(announcement))
-    if broken is not None:
-        raise ProtocolError(f"bad announcement: {broken}", peer=announcement.peer)
-    if announcement.swarm != swarm_id:
-        raise ProtocolError("an announcement of another swarm", code=ErrorCode.WRONG_SWARM, peer=announcement.peer)
-    if not verify(announcement.peer, DOMAIN + signed.body, signed.signature):
-        raise ProtocolError("an announcement with a false signature", code=ErrorCode.REFUSED, peer=announcement.peer)
-    return announcement, signed.certificate
+        raise _KIND.too_large(record)
+    return _KIND.open(signed, swarm_id, verify), signed.certificate
 
 
 def announcement_reader(swarm_id: bytes, verify: Verify, vouch: Vouch | None = None) -> Callable[[bytes], Announcement]:
@@ -274,3 +254,8 @@ def _are_measured(times_us: dict[bytes, int], most: int) -> bool:
 
 def _is_span(span: tuple[int, int]) -> bool:
     return 0 <= span[0] <= span[1] <= MAX_UNITS
+
+
+_KIND = PeerSigned(
+    "announcement", Announcement, domain=DOMAIN, rules=_rules, author=lambda announcement: announcement.peer
+)

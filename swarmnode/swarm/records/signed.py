@@ -12,7 +12,12 @@ import msgspec
 
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.signing_key import SigningKey, is_signed
+
+Sign = Callable[[bytes], bytes]
+Verify = Callable[[PeerId, bytes, bytes], bool]
+"""(peer id, data, signature) -> whether the peer's key made the signature over the data"""
 
 
 class _OfSwarm(Protocol):
@@ -29,6 +34,8 @@ class Signed(msgspec.Struct, array_like=True, frozen=True):
     body: bytes
     signature: bytes
 
+
+Envelope = TypeVar("Envelope", bound=Signed)
 
 _signed_decoder = msgspec.msgpack.Decoder(Signed)
 
@@ -80,6 +87,66 @@ class OwnerSigned(Generic[Content]):
             raise ProtocolError(f"a {self.name} of another swarm", code=ErrorCode.WRONG_SWARM)
         if not is_signed(owner, self._domain + signed.body, signed.signature):
             raise ProtocolError(f"a {self.name} that the owner did not sign", code=ErrorCode.REFUSED)
+        return content
+
+
+class PeerSigned(Generic[Content]):
+    """One kind of what peers sign with keys of their own. `author` says of a content whose it is, `rules` as for OwnerSigned."""
+
+    def __init__(
+        self,
+        name: str,
+        content: type[Content],
+        *,
+        domain: bytes,
+        rules: Callable[[Content], Mapping[str, bool]],
+        author: Callable[[Content], PeerId],
+    ) -> None:
+        self.name = name
+        self._a = f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+        self._domain = domain
+        self._rules = rules
+        self._author = author
+        self._decoder = msgspec.msgpack.Decoder(content)
+
+    def __repr__(self) -> str:
+        return f"<PeerSigned {self.name}>"
+
+    def sign(self, content: Content, sign: Sign) -> Signed:
+        """What its author gives out."""
+        body = msgspec.msgpack.encode(content)
+        return Signed(body, sign(self._domain + body))
+
+    def read(self, raw: bytes, max_bytes: int) -> Signed:
+        """The body and its signature, of which nothing is known yet. Raises ProtocolError."""
+        return self.decode(raw, _signed_decoder, max_bytes)
+
+    def decode(self, raw: bytes, decoder: msgspec.msgpack.Decoder[Envelope], max_bytes: int) -> Envelope:
+        """As `read`, of an envelope in which there is more."""
+        if len(raw) > max_bytes:
+            raise self.too_large(raw)
+        try:
+            return decoder.decode(raw)
+        except DECODE_ERRORS as error:
+            raise ProtocolError(f"bad {self.name}: {error}") from None
+
+    def too_large(self, raw: bytes) -> ProtocolError:
+        """It has more bytes than it may."""
+        return ProtocolError(f"{self._a} of {len(raw)} bytes", code=ErrorCode.TOO_LARGE)
+
+    def open(self, signed: Signed, swarm: bytes, verify: Verify) -> Content:
+        """The content, if its author signed it for this swarm. Raises ProtocolError."""
+        try:
+            content = self._decoder.decode(signed.body)
+        except DECODE_ERRORS as error:
+            raise ProtocolError(f"bad {self.name}: {error}") from None
+        author, broken = self._author(content), first_broken(self._rules(content))
+        if broken is not None:
+            raise ProtocolError(f"bad {self.name}: {broken}", peer=author)
+        if content.swarm != swarm:
+            raise ProtocolError(f"{self._a} of another swarm", code=ErrorCode.WRONG_SWARM, peer=author)
+        if not verify(author, self._domain + signed.body, signed.signature):
+            raise ProtocolError(f"{self._a} with a false signature", code=ErrorCode.REFUSED, peer=author)
         return content
 
 

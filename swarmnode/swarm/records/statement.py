@@ -10,11 +10,9 @@ import msgspec
 
 from swarmnode.codec.audit_messages import MAX_SKETCHED, MAX_STATEMENT_BYTES, SEED_BYTES
 from swarmnode.codec.body import MAX_POSITIONS, MAX_UNITS, SESSION_ID_BYTES
-from swarmnode.codec.decoding import DECODE_ERRORS
-from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.records.announcement import MAX_FORMAT_CHARS, MAX_PEER_CHARS, Sign, Verify
-from swarmnode.swarm.records.signed import Signed, first_broken
+from swarmnode.swarm.records.announcement import MAX_FORMAT_CHARS, MAX_PEER_CHARS
+from swarmnode.swarm.records.signed import PeerSigned, Sign, Verify
 
 DOMAIN = b"swarmnode statement 1\n"
 DIGEST_BYTES = 32
@@ -54,35 +52,6 @@ class Statement(msgspec.Struct, array_like=True, frozen=True):
         return f"<Statement of {self.peer[-8:]} on [{self.start}:{self.end}) positions {self.first} to {end - 1}>"
 
 
-_signed_decoder = msgspec.msgpack.Decoder(Signed)
-_decoder = msgspec.msgpack.Decoder(Statement)
-
-
-def sign_statement(statement: Statement, sign: Sign) -> bytes:
-    """The bytes that bind its author."""
-    body = msgspec.msgpack.encode(statement)
-    return msgspec.msgpack.encode(Signed(body, sign(DOMAIN + body)))
-
-
-def open_statement(raw: bytes, swarm: bytes, verify: Verify) -> Statement:
-    """The statement in these bytes. Raises ProtocolError where it is not its peer's, or not of this swarm."""
-    if len(raw) > MAX_STATEMENT_BYTES:
-        raise ProtocolError(f"a statement of {len(raw)} bytes", code=ErrorCode.TOO_LARGE)
-    try:
-        signed = _signed_decoder.decode(raw)
-        statement = _decoder.decode(signed.body)
-    except DECODE_ERRORS as error:
-        raise ProtocolError(f"bad statement: {error}") from None
-    broken = first_broken(_rules(statement))
-    if broken is not None:
-        raise ProtocolError(f"bad statement: {broken}", peer=statement.peer)
-    if statement.swarm != swarm:
-        raise ProtocolError("a statement of another swarm", code=ErrorCode.WRONG_SWARM, peer=statement.peer)
-    if not verify(statement.peer, DOMAIN + signed.body, signed.signature):
-        raise ProtocolError("a statement with a false signature", code=ErrorCode.REFUSED, peer=statement.peer)
-    return statement
-
-
 def _rules(statement: Statement) -> dict[str, bool]:
     """What each field must keep to, and whether it does."""
     return {
@@ -103,3 +72,16 @@ def _is_edge(edge: Edge, statement: Statement) -> bool:
         return True
     covers = edge.base <= edge.length and statement.first + statement.count <= edge.length <= MAX_POSITIONS
     return len(edge.digest) == DIGEST_BYTES and edge.base >= 0 and covers
+
+
+_KIND = PeerSigned("statement", Statement, domain=DOMAIN, rules=_rules, author=lambda statement: statement.peer)
+
+
+def sign_statement(statement: Statement, sign: Sign) -> bytes:
+    """The bytes that bind its author."""
+    return msgspec.msgpack.encode(_KIND.sign(statement, sign))
+
+
+def open_statement(raw: bytes, swarm: bytes, verify: Verify) -> Statement:
+    """The statement in these bytes. Raises ProtocolError where it is not its peer's, or not of this swarm."""
+    return _KIND.open(_KIND.read(raw, MAX_STATEMENT_BYTES), swarm, verify)

@@ -38,6 +38,7 @@ def run(first: torch.Tensor, second: torch.Tensor, drawn: list[int], name: str =
                 *(bytes(32), hop.peer, bytes(16), hop.start, hop.end, "float32", Codec.NONE, SEED, 0, 64),
                 *(edges[index], edges[index + 1], bytes(32)),
             ),
+            b"",
             sketches[index],
             sketches[index + 1],
         )
@@ -64,7 +65,7 @@ def test_the_first_hop_that_differs_is_named_and_nothing_is_said_behind_it() -> 
 def test_who_states_something_else_than_it_sent_contradicts_its_neighbour() -> None:
     honest, lied = run(states(1), states(2), IDS), run(states(1, 1e-2), states(2), IDS)
     keeps_its_digest = HopAccount(
-        honest.accounts[0].statement, None, lied.accounts[0].sent_TK
+        honest.accounts[0].statement, b"", None, lied.accounts[0].sent_TK
     )  # of what was sent, beside a sketch of what was not
     changes_both = lied.accounts[0]
     for account in (keeps_its_digest, changes_both):
@@ -94,7 +95,7 @@ def test_a_replaced_hops_sketches_count_from_where_it_took_over() -> None:
     assert sender.sent_TK is not None
     anew_TK = sender.sent_TK.clone()
     anew_TK[:32] *= 1.01
-    accounts = [moved.accounts[0], HopAccount(sender.statement, sender.received_TK, anew_TK), moved.accounts[2]]
+    accounts = [moved.accounts[0], HopAccount(sender.statement, b"", sender.received_TK, anew_TK), moved.accounts[2]]
     assert TextRun(moved.route, accounts, {}, moved=True).contradiction(IDS) is None
     assert TextRun(moved.route, accounts, {}).contradiction(IDS) == 2, "the session's first route has no such edge"
 
