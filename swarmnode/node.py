@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from swarmnode.compute.executor import Executor
+from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.config import StageConfig
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -163,6 +163,8 @@ class Node:
         trains = host.swarm.manifest.mode == TRAIN
         probe = partial(Hardware.probe, trains=trains, host=host.link_config.ledger)
         hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
+        assert self._executor is not None
+        await self._executor.call(Urgency.CONTROL, hardware.device.use)
         machine = hardware.machine(self.config.host.home)
         self._tell("machine", f"This machine: {hardware.device}, {machine['cpu_cores']} cores", **machine)
         place = self._place(host, hardware)

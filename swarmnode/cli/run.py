@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from swarmnode.cli.terminal.console import (
     set_up_logging,
     teller,
 )
+from swarmnode.cli.terminal.restart import begin_anew
+from swarmnode.errors import ExecutorDied
 
 
 @reports_errors
@@ -73,6 +76,8 @@ def run(
 ) -> None:
     """Lend this machine to a swarm. Ctrl-C lets running sessions move to others before it leaves; twice leaves now.
 
+    Where its card fails it leaves, waits, and begins anew; the pause doubles each time, up to five minutes.
+
     Example: swarmnode run swarm1… --device cuda --memory 6GB
     """
     set_up_logging(verbose, log_format)
@@ -122,4 +127,8 @@ def run(
         async with watch.over(loaded.name, node.readings):
             await node.run(stop)
 
-    run_async(serve)
+    began_s = time.monotonic()
+    try:
+        run_async(serve)
+    except ExecutorDied as error:
+        begin_anew(error, time.monotonic() - began_s)

@@ -12,6 +12,9 @@ import torch
 
 from swarmnode.errors import LocalError
 
+_REMEDY = "update its driver, install a torch that was built for it, or say --device cpu"
+AMPERE = 8  # major compute capability
+
 
 @dataclass(frozen=True)
 class Device:
@@ -33,16 +36,29 @@ class Device:
     def default_dtype(self) -> torch.dtype:
         """bfloat16 where the device computes in it at speed, float16 on older GPUs, float32 on CPUs."""
         if self.kind == "cuda":
-            return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+            return torch.bfloat16 if computes_in_bfloat16(self.torch_device) else torch.float16
         return torch.float16 if self.kind == "mps" else torch.float32
+
+    def use(self) -> None:
+        """Let what this thread computes, and waits for, be on this device where nothing else is said."""
+        if self.kind == "cuda":
+            torch.cuda.set_device(self.torch_device)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.kind}, {self.free_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB free)"
 
 
+def computes_in_bfloat16(card: torch.device) -> bool:
+    """Whether this CUDA device does so at speed: since Ampere, and on all of AMD's. Older ones emulate it."""
+    major, _minor = torch.cuda.get_device_capability(card)
+    return torch.version.hip is not None or major >= AMPERE
+
+
 def probe_device(wanted: str = "auto") -> Device:
     """The device asked for ("auto": the GPU with most free memory, else the CPU). Raises LocalError where it is not here."""
     kind, _, number = wanted.partition(":")
+    if number and not number.isdecimal():
+        raise LocalError(f"no device {wanted!r}: cards are numbered, as in cuda:1")
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if kind == "cuda" and torch.cuda.is_available():
@@ -78,8 +94,24 @@ def _probe_cuda(index: int | None) -> Device:
     indices = range(count) if index is None else [index]
     memory = {number: _card_memory(number) for number in indices}
     best = max(memory, key=lambda number: memory[number][0])
-    free_bytes, total_bytes = memory[best]
-    return Device("cuda", best, torch.cuda.get_device_name(best), total_bytes, free_bytes, shared=False)
+    name = torch.cuda.get_device_name(best)
+    _compute_on(torch.device("cuda", best), name)
+    free_bytes, total_bytes = _card_memory(best)  # without what its context takes
+    return Device("cuda", best, name, total_bytes, free_bytes, shared=False)
+
+
+def _compute_on(card: torch.device, name: str) -> None:
+    """Let it multiply two matrices, for which libraries take their workspaces. Raises LocalError where it cannot."""
+    try:
+        ones = torch.ones(16, 16, device=card)
+        works = float((ones @ ones).sum()) == 16**3
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise LocalError(
+            f"{name} is here, but torch {torch.__version__} cannot compute on it: {reason}; {_REMEDY}"
+        ) from error
+    if not works:
+        raise LocalError(f"{name} computes wrong results with torch {torch.__version__}; {_REMEDY}")
 
 
 def _card_memory(index: int) -> tuple[int, int]:

@@ -28,14 +28,14 @@ from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Any, Generic, Protocol, TypeVar
 
+from swarmnode.compute.device_fault import forget_traceback, is_device_fault
 from swarmnode.compute.loop_bridge import LoopBridge, fail
-from swarmnode.errors import ExecutorDied
+from swarmnode.errors import ExecutorDied, SwarmnodeError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 30.0  # for the item that is running; a device that hangs is left behind
-DEVICE_FAULTS = ("CUDA error", "HIP error")  # how the texts of such RuntimeErrors begin, in torch before 2.8
 
 
 class Urgency(IntEnum):
@@ -101,6 +101,9 @@ class Call(WorkItem, Generic[T]):
         except Exception as error:
             if is_device_fault(error):
                 raise
+            text = forget_traceback(error)
+            if not isinstance(error, SwarmnodeError):
+                log.error("%r failed\n%s", self, text)
             self._bridge.fail(self.future, error)
         else:
             self._bridge.resolve(self.future, result)
@@ -306,10 +309,3 @@ class Executor:
                 self._sources.append(source)
                 return item
         return None
-
-
-def is_device_fault(error: BaseException) -> bool:
-    """Whether an error says that the device is lost to this process, as a failed assertion on a GPU does."""
-    if any(kind.__name__ == "AcceleratorError" for kind in type(error).__mro__):  # torch 2.8 and later
-        return True
-    return isinstance(error, RuntimeError) and str(error).startswith(DEVICE_FAULTS)

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from swarmnode.compute.model.checkpoint import Checkpoint
 
-# Bytes per weight of a quantised matrix, block scales included (bitsandbytes: int8 by rows; NF4 by blocks of 64 with
-# double quantisation, arXiv 2305.14314 section 3). Other tensors keep their dtype.
+# Bytes per weight of a quantised matrix, block scales included (int8 by rows; NF4 by blocks of 64 with double quantisation,
+# arXiv 2305.14314 section 3). Other tensors keep their dtype.
 QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + 0.127 / 8}
 TRAINING_BYTES = 16  # per parameter
 BUFFER_BYTES = 64 << 20  # activations and the allocator's own, journals, messages

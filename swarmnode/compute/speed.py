@@ -11,6 +11,7 @@ from torch import Tensor
 
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.runner import WANT_LAST, WANT_NOTHING, StageRunner, StepInput
+from swarmnode.compute.stopwatch import synchronize
 from swarmnode.compute.training.lm import SpanSegment
 
 PROBE_SESSION = -1
@@ -43,8 +44,8 @@ def measure_serving(runner: StageRunner, *, clock: Clock = time.perf_counter) ->
     runner.open(PROBE_SESSION, rows=1, max_length=positions)
     try:
         step, chunk = _inputs(runner, 1), _inputs(runner, positions)
-        step_s = _best_s(lambda: run(step, WANT_LAST), clock)
-        chunk_s = _best_s(lambda: run(chunk, WANT_NOTHING), clock)
+        step_s = _best_s(lambda: run(step, WANT_LAST), runner.span.device, clock)
+        chunk_s = _best_s(lambda: run(chunk, WANT_NOTHING), runner.span.device, clock)
     finally:
         runner.close(PROBE_SESSION)
     return Speeds(units / step_s, units * positions / chunk_s)
@@ -59,12 +60,17 @@ def measure_training(segment: SpanSegment, *, clock: Clock = time.perf_counter) 
     values = (ids_BT,) if segment.start == 0 else (hidden_BTH.requires_grad_(), ids_BT)
 
     def there_and_back() -> None:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=_cards(segment.device)):
             output = segment.forward(values, segment.start, segment.end, 0)[0]
         torch.autograd.grad(output.float().sum(), parameters, allow_unused=True)
 
-    pass_s = _best_s(there_and_back, clock)
+    pass_s = _best_s(there_and_back, segment.device, clock)
     return Speeds(training_units_per_s=(segment.end - segment.start) * positions / pass_s)
+
+
+def _cards(device: torch.device) -> list[torch.device]:
+    """Those that have a generator of their own: no other card is touched."""
+    return [device] if device.type == "cuda" else []
 
 
 def _context(span: ModelSpan) -> int:
@@ -80,14 +86,14 @@ def _inputs(runner: StageRunner, positions: int) -> Tensor:
     return torch.zeros((1, positions, span.hidden_size), dtype=span.dtype)
 
 
-def _best_s(work: Callable[[], object], clock: Clock) -> float:
+def _best_s(work: Callable[[], object], device: torch.device, clock: Clock) -> float:
     """The shortest of several passes; the first ones warm up caches, and others may have disturbed some."""
+    synchronize(device)  # what it does still is not of these passes
     best_s, deadline_s = float("inf"), clock() + BUDGET_S
     for _ in range(MOST_PASSES):
         began_s = clock()
         work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        synchronize(device)
         best_s = min(best_s, clock() - began_s)
         if clock() >= deadline_s:
             break

@@ -8,6 +8,7 @@ import pynvml
 import pytest
 import torch
 
+from swarmnode.compute import device
 from swarmnode.compute.device import probe_device
 
 CARDS = {"GPU-aaaa": (4 << 30, 24 << 30), "GPU-bbbb": (20 << 30, 24 << 30)}  # free, total bytes
@@ -20,6 +21,7 @@ def two_cards(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"card {index}")
     uuids = [name.removeprefix("GPU-") for name in CARDS]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index]))
+    monkeypatch.setattr(device, "_compute_on", lambda card, name: None)
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
     monkeypatch.setattr(
@@ -29,8 +31,8 @@ def two_cards(monkeypatch):
 
 
 def test_the_card_with_most_free_memory_is_taken_by_the_drivers_word(two_cards):
-    device = probe_device("auto")
-    assert (device.index, device.name, device.free_bytes, device.total_bytes) == (1, "card 1", 20 << 30, 24 << 30)
+    found = probe_device("auto")
+    assert (found.index, found.name, found.free_bytes, found.total_bytes) == (1, "card 1", 20 << 30, 24 << 30)
     assert probe_device("cuda:0").free_bytes == 4 << 30
 
 

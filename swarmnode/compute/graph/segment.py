@@ -15,6 +15,7 @@ from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.graph import Argument, Graph, OperatorCall, Poly, Ref, TensorType
 from swarmnode.compute.graph.layout import Layout, Unit
 from swarmnode.compute.graph.operators import is_random, resolve
+from swarmnode.compute.graph.ranges import RangeCheck
 from swarmnode.compute.training.randomness import reseed
 from swarmnode.compute.training.segment import Segment, Values
 from swarmnode.errors import CheckpointError, ProtocolError
@@ -58,6 +59,7 @@ class GraphSegment(Segment):
         self.start, self.end, self.units = start, end, graph.units
         self.device = torch.device(device)
         self._slots: dict[Ref, int] = {}
+        self._ranges = RangeCheck()
         held = {name for unit in self.layout.units[start:end] for name in unit.weights}
         self._weights = {weight.name: weight for weight in graph.weights if weight.name in held}
         self._tensors = {
@@ -89,20 +91,27 @@ class GraphSegment(Segment):
         return units
 
     def forward(self, values: Values, start: int, end: int, seed: int) -> Values:
-        """See `Segment`. Raises ProtocolError for values that are not those of the boundary."""
+        """See `Segment`. Raises ProtocolError for values that are not those of the boundary, or out of an operator's range."""
         boundary = self.layout.boundaries[start]
         batch = self._check(values, start)
         slots = self._template.copy()
         for value, tensor in zip(boundary, values, strict=True):
-            slots[self._slots[value.ref]] = tensor if value.trained else tensor.detach()
+            slots[self._slots[value.ref]] = tensor if value.trained else tensor.detach().to(self.device)
+        self._ranges.begin()
         for number in range(start, end):
             self._run(number, slots, batch, seed)
-        return tuple(slots[self._slots[value.ref]] for value in self.layout.boundaries[end])
+        if not self._ranges.all_well():
+            raise ProtocolError(
+                f"units [{start}:{end}) of the graph cannot work with this batch: a number is out of range"
+            )
+        passing = {value.ref: tensor for value, tensor in zip(boundary, values, strict=True) if not value.trained}
+        leaving = self.layout.boundaries[end]
+        return tuple(passing.get(value.ref, slots[self._slots[value.ref]]) for value in leaving)
 
     def _run(self, number: int, slots: list[Any], batch: int, seed: int) -> None:
         program = self._programs[number]
         if program.is_random:
-            reseed(seed, number)
+            reseed(seed, number, self.device)
         try:
             for call in program.calls:
                 args = [_fill(argument, slots, batch) for argument in call.args]
@@ -163,7 +172,7 @@ class GraphSegment(Segment):
         else:
             results = [(item, self._slot(Ref(node.name, item))) for item in range(len(node.types))]
         return _Call(
-            function=resolve(node.operator),
+            function=self._ranges.guarded(node.operator, resolve(node.operator)),
             args=tuple(map(self._compile_argument, node.args)),
             kwargs={key: self._compile_argument(argument) for key, argument in node.kwargs.items()},
             results=tuple(results),

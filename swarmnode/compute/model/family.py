@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.rope import is_dynamic
 from swarmnode.compute.model.trace import trace_model
 from swarmnode.errors import CheckpointError
 
@@ -123,6 +124,10 @@ def _refuse_by_config(config: Any, model_class: type[Any]) -> None:
         )
     if getattr(model_class, "_is_stateful", False):
         raise CheckpointError(f"{kind} keeps a recurrent state (linear attention or Mamba) that cannot be batched yet")
+    if is_dynamic(config):
+        raise CheckpointError(
+            f"{kind} has rotary frequencies that change with every position (dynamic): who shares a pass would get other numbers"
+        )
     other = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - SPLITTABLE_LAYER_TYPES)
     if other:
         raise CheckpointError(f"{kind} has layers of type {', '.join(other)}: only attention layers can be split")

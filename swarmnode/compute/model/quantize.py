@@ -1,8 +1,8 @@
-"""Weights in 8 or 4 bits by bitsandbytes, made from full ones while a span is loaded. Saves memory, not time.
+"""Weights in 8 or 4 bits, made from full ones while a span is loaded. Saves memory, not time.
 
-int8: rows of each matrix with a scale, outlier columns apart (LLM.int8, arXiv 2208.07339). nf4: blocks of 64 in the 16 levels
-of a normal distribution, scales themselves in 8 bits (QLoRA, arXiv 2305.14314, section 3). Relative error of a product with
-normal weights: 0.004 and 0.09. Only plain linear layers inside blocks are quantised; bitsandbytes is imported only here.
+int8: rows of each matrix with a scale (`int8.py`). nf4: blocks of 64 in the 16 levels of a normal distribution, scales themselves
+in 8 bits (QLoRA, arXiv 2305.14314, section 3), by bitsandbytes, which is imported only here. Relative error of a product with
+normal weights: 0.008 and 0.09. Only plain linear layers inside blocks are quantised.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from swarmnode.compute.memory import format_bytes
+from swarmnode.compute.model.int8 import Int8Linear
 from swarmnode.errors import LocalError
 
 METHODS = ("none", "int8", "nf4")
-OUTLIER_THRESHOLD = 6.0  # of LLM.int8: columns of activations beyond it stay in full precision
 MIN_FEATURES = 32  # narrower matrices (routers of experts) stay as they are
 
 
@@ -44,13 +44,13 @@ def quantize_layers(layers: nn.Module, method: str, device: torch.device) -> Qua
     """
     if method not in METHODS[1:]:
         raise LocalError(f"no quantisation {method!r}: use one of {', '.join(METHODS)}")
-    if device.type not in ("cuda", "cpu"):
-        raise LocalError(f"{method} is not available on {device.type}: use cuda or cpu, or no quantisation")
+    if method == "nf4" and device.type not in ("cuda", "cpu"):
+        raise LocalError(f"{method} is not available on {device.type}: use cuda or cpu, or int8")
     before = after = matrices = 0
     for name, module in list(layers.named_modules()):
         if type(module) is not nn.Linear or min(module.weight.shape) < MIN_FEATURES:
             continue
-        quantized = _quantize_linear(module, method, device)
+        quantized = Int8Linear(module, device) if method == "int8" else _nf4_linear(module, device)
         before += module.weight.nbytes
         after += _weight_bytes(quantized)
         matrices += 1
@@ -63,38 +63,28 @@ def quantize_layers(layers: nn.Module, method: str, device: torch.device) -> Qua
     return Quantization(method, matrices, before, after, kept)
 
 
-def _quantize_linear(linear: nn.Linear, method: str, device: torch.device) -> nn.Module:
+def _nf4_linear(linear: nn.Linear, device: torch.device) -> nn.Module:
     try:
         import bitsandbytes
 
         bnb: Any = bitsandbytes  # untyped
 
         with torch.device("meta"):
-            quantized = _empty_linear(bnb, linear, method)
-        make = bnb.nn.Params4bit if method == "nf4" else bnb.nn.Int8Params
-        options = {"quant_type": "nf4", "compress_statistics": True} if method == "nf4" else {"has_fp16_weights": False}
-        quantized.weight = make(linear.weight.data, requires_grad=False, **options)
+            quantized = bnb.nn.Linear4bit(
+                linear.in_features, linear.out_features, linear.bias is not None, linear.weight.dtype, quant_type="nf4"
+            )
+        quantized.weight = bnb.nn.Params4bit(
+            linear.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True
+        )
         quantized.bias = linear.bias
         on_device: nn.Module = quantized.to(device)
         return on_device
     except (ImportError, RuntimeError, NotImplementedError, AssertionError) as error:
-        raise LocalError(
-            f"{method} does not work on this machine's {device.type} ({error}): load without it"
-        ) from error
-
-
-def _empty_linear(bnb: Any, like: nn.Linear, method: str) -> Any:
-    has_bias = like.bias is not None
-    if method == "nf4":
-        dtype = like.weight.dtype
-        return bnb.nn.Linear4bit(like.in_features, like.out_features, has_bias, dtype, quant_type="nf4")
-    return bnb.nn.Linear8bitLt(
-        like.in_features, like.out_features, has_bias, has_fp16_weights=False, threshold=OUTLIER_THRESHOLD
-    )
+        raise LocalError(f"nf4 does not work on this machine's {device.type} ({error}): load without it") from error
 
 
 def _weight_bytes(quantized: Any) -> int:
-    """Of a quantised matrix and its scales, which are no parameters."""
+    """Of a quantised matrix and its scales, but for those that are buffers and counted with the others."""
     weight = quantized.weight
     size = int(weight.nbytes)
     state = getattr(weight, "quant_state", None)
@@ -102,5 +92,4 @@ def _weight_bytes(quantized: Any) -> int:
         size += int(state.absmax.nbytes)
         if state.nested:
             size += int(state.state2.absmax.nbytes)
-    scales = getattr(weight, "SCB", None)
-    return size + (int(scales.nbytes) if scales is not None else 0)
+    return size

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from swarmnode.compute.model.assemble import assemble, outline
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.dismantle import dismantle
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.linear import speed_up_linears
@@ -118,6 +119,10 @@ class ModelSpan:
         shapes = [tuple(p.shape) for p in self.stack.parameters() if p.dim() == 2]
         shapes += [(m.out_features, m.in_features) for m in self.stack.modules() if isinstance(m, PackedLinear)]
         return max((max(shape) for shape in shapes), default=self.hidden_size)
+
+    def close(self) -> None:
+        """Free the memory of the weights, at once. Nothing can be run any more."""
+        dismantle(self.model, self.device)
 
     def layers_of(self, start: int, end: int) -> range:
         """Numbers of the layers among units [start, end)."""

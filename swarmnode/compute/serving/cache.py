@@ -80,6 +80,13 @@ class CachePool:
         self.budget.claim(Claim.RESERVED, self.reserved_bytes)
         self.budget.claim(Claim.ALLOCATED, self.allocated_bytes)
 
+    def close_all(self) -> None:
+        """Free all sessions, and let the budget go."""
+        for cohort in self.cohorts:
+            cohort.buffers.clear()
+        self.sessions.clear()
+        self.budget.close()
+
     def truncate(self, session_id: Hashable, length: int) -> None:
         """Forget the positions from `length` on. Raises ProtocolError where a window has moved past what would be seen again."""
         session = self.sessions[session_id]

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swarmnode.compute.executor import is_device_fault
+from swarmnode.compute.device_fault import forget_traceback, is_device_fault
+from swarmnode.compute.model.rope import switching_position
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cache import CachePool
 from swarmnode.compute.serving.cohort import CachedSession, Cohort
@@ -100,6 +101,7 @@ class StageRunner:
         self._longest_pass = min(
             (window.room for window in self.pool.windows.values()), default=config.prefill_positions
         )
+        self._switch = switching_position(span.config)
         self._longest_shared = min(LONGEST_SHARED, self._longest_pass)
         self._sessions: dict[Hashable, _Opened] = {}
 
@@ -136,6 +138,12 @@ class StageRunner:
         """Free a session. An unknown one is no error."""
         if self._sessions.pop(session_id, None) is not None:
             self.pool.close(session_id)
+
+    def close_all(self) -> None:
+        """Free the sessions and the span: nothing runs here any more."""
+        self._sessions.clear()
+        self.pool.close_all()
+        self.span.close()
 
     def reservation_bytes(self, rows: int, max_length: int, start: int, end: int) -> int:
         """What a session over units [start, end) takes of `pool.budget`."""
@@ -195,11 +203,13 @@ class StageRunner:
 
     def _group(self, works: Sequence[StepInput]) -> list[list[StepInput]]:
         """Works that go through the model together: over the same units, steps with steps and chunks with chunks."""
-        alike: dict[tuple[int, int, bool], list[StepInput]] = {}
+        alike: dict[tuple[int, int, bool, bool], list[StepInput]] = {}
         for work in works:
             opened = self._sessions[work.session_id]
             is_short = work.count <= self._longest_shared
-            alike.setdefault((opened.start, opened.end, is_short), []).append(work)
+            alike.setdefault((opened.start, opened.end, is_short, self._before_switch(opened.cached) > 0), []).append(
+                work
+            )
         return [group for candidates in alike.values() for group in self._fill_up(candidates)]
 
     def _fill_up(self, works: list[StepInput]) -> list[list[StepInput]]:
@@ -215,7 +225,13 @@ class StageRunner:
     def _room(self, work: StepInput) -> int:
         """How far a step may be filled up: what would lie beyond its session's last position may be beyond the model's too."""
         cached = self._sessions[work.session_id].cached
-        return cached.max_length - cached.length
+        return min(cached.max_length - cached.length, self._before_switch(cached) or cached.max_length)
+
+    def _before_switch(self, cached: CachedSession) -> int:
+        """How many more positions of a session come before those that longrope turns by other frequencies; 0 is none."""
+        if self._switch is None:
+            return cached.max_length
+        return max(0, self._switch - (cached.length - min(cached.padding)))
 
     def _run_together(self, works: Sequence[StepInput]) -> dict[Hashable, StepOutput | Exception]:
         """New positions of several sessions over the same units, or any number of one session alone."""
@@ -223,7 +239,7 @@ class StageRunner:
         outcomes: dict[Hashable, StepOutput | Exception] = {}
         try:
             with self._throttle.pass_over(opened.end - opened.start, longest):
-                if longest > self._longest_shared and len(works) == 1:
+                if len(works) == 1 and longest > min(self._longest_shared, self._room(works[0])):
                     outcomes[works[0].session_id] = self._run_prompt(works[0])
                 else:
                     for result in self._run_steps(opened, works, longest):
@@ -231,6 +247,7 @@ class StageRunner:
         except Exception as error:
             if is_device_fault(error):
                 raise
+            log.warning("a pass over %d sessions failed\n%s", len(works), forget_traceback(error))
             outcomes |= self._run_apart([work for work in works if work.session_id not in outcomes], error)
         return outcomes
 
@@ -238,7 +255,6 @@ class StageRunner:
         """After a pass that failed: each half of its works, unless it was only one or there is nothing left to go on from."""
         if len(failed) == 1 or any(self._sessions[work.session_id].cached.lost for work in failed):
             return {work.session_id: error for work in failed}
-        log.warning("a pass over %d sessions failed, they are tried apart", len(failed), exc_info=error)
         middle = len(failed) // 2
         return self._run_together(failed[:middle]) | self._run_together(failed[middle:])
 
@@ -271,9 +287,11 @@ class StageRunner:
         chunk = max(min(self.config.prefill_positions // rows, self._longest_pass), 1)
         outputs = []
         try:
-            for begin in range(0, length, chunk):
-                x = work.x[:, begin : begin + chunk]
-                is_last = begin + chunk >= length
+            end = 0
+            while end < length:
+                begin, end = end, min(length, end + min(chunk, self._before_switch(opened.cached) or chunk))
+                x = work.x[:, begin:end]
+                is_last = end == length
                 keep_last = -1 if work.want == WANT_ALL else int(work.want == WANT_LAST and is_last)
                 for cohort in self.pool.prepare([opened.cached], x.shape[1]):
                     output = self._forward(opened, cohort, {opened.cached: x}, keep_last=keep_last)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.body import SHARED
+from swarmnode.compute.device import computes_in_bfloat16
 from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.block import Block, Changes
 from swarmnode.compute.training.optimizer import clip_factor
@@ -179,9 +180,10 @@ class Learner:
         """Run units; running statistics are as before it, and what it would have changed is returned."""
         saved = {unit: self._blocks[unit].save() for unit in range(start, end)}
         seed = microbatch_seed(self.run.seed, self.step, index)
-        device = self.segment.device.type
+        device = self.segment.device
+        is_fast = self.run.autocast and device.type == "cuda" and computes_in_bfloat16(device)
         try:
-            with torch.autocast(device, torch.bfloat16, enabled=self.run.autocast and device == "cuda"):
+            with torch.autocast(device.type, torch.bfloat16, enabled=is_fast):
                 outputs = self.segment.forward(inputs, start, end, seed)
         finally:
             changes = {unit: self._blocks[unit].take_back(values) for unit, values in saved.items()}

@@ -68,17 +68,18 @@ class SpanSegment(Segment):
     def forward(self, values: Values, start: int, end: int, seed: int) -> Values:
         """See `Segment`. The loss is the mean over the B * (T - 1) tokens that have a token before them."""
         self._check(values, start)
-        x, ids_BT = values[0], values[-1]
+        ids_BT = values[-1].to(self.device)
+        x = ids_BT if start == 0 else values[0]
         self._seed = seed
-        reseed(seed, start)
+        reseed(seed, start, self.device)
         output = self.span.forward(x, cache=None, start=start, end=end)
-        return (next_token_loss(output, ids_BT),) if end == self.units else (output, ids_BT)
+        return (next_token_loss(output, ids_BT),) if end == self.units else (output, values[-1])
 
     def _reseeding(self, unit: int) -> Any:
         """A hook that comes before a unit's own code: what ran before it may have drawn, and another split runs less."""
 
         def hook(*_: Any) -> None:
-            reseed(self._seed, unit)
+            reseed(self._seed, unit, self.device)
 
         return hook
 
@@ -89,6 +90,8 @@ class SpanSegment(Segment):
         ids_BT = values[-1]
         if ids_BT.dtype != torch.int64 or ids_BT.dim() != 2 or ids_BT.shape[1] < 2 or ids_BT.numel() == 0:
             raise ProtocolError(f"token ids of dtype {ids_BT.dtype} and shape {tuple(ids_BT.shape)}")
+        if self.positions is not None and ids_BT.shape[1] > self.positions:
+            raise ProtocolError(f"{ids_BT.shape[1]} positions, but the model has {self.positions}")
         low, high = int(ids_BT.min()), int(ids_BT.max())
         if low < 0 or high >= self.span.vocab_size:
             raise ProtocolError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from functools import lru_cache
 
 import torch
 
@@ -18,18 +17,15 @@ def microbatch_seed(run_seed: int, step: int, index: int) -> int:
     return _hash(run_seed, step, index)
 
 
-def reseed(seed: int, unit: int) -> None:
-    """Set torch's generators, of the CPU and of all devices, for the code of one unit on the microbatch of this seed."""
+def reseed(seed: int, unit: int, device: torch.device) -> None:
+    """Set torch's generators, of the CPU and of this device, for the code of one unit on the microbatch of this seed."""
     value = _hash(seed, unit)
-    if _has_accelerator():
-        torch.manual_seed(value)
-    else:  # what manual_seed does for devices that are not there takes milliseconds: it formats the whole stack for each
-        torch.default_generator.manual_seed(value)
-
-
-@lru_cache
-def _has_accelerator() -> bool:
-    return torch.accelerator.is_available()
+    torch.default_generator.manual_seed(value)  # torch.manual_seed would seed every card of the machine
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(value)
+    elif device.type == "mps":
+        torch.mps.manual_seed(value)
 
 
 def _hash(*numbers: int) -> int:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 Values = tuple[Tensor, ...]
-"""What crosses the boundary before a unit: floats (some of which take gradients), and whole numbers that only pass by."""
+"""What crosses the boundary before a unit: floats (some of which take gradients), and whole numbers that only pass by. These may
+stay on the host, where they are looked at before anything is computed: what a unit needs of them it takes to its device."""
 
 
 class Segment(ABC):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import ErrorCode
@@ -44,12 +42,9 @@ class StageMeter:
         """The span as metrics and `--span` write it."""
         return f"{self.span.start}:{self.span.end}"
 
-    @contextmanager
-    def passing(self, phase: str, *, microbatches: int, tokens: int, unit_tokens: int) -> Iterator[None]:
-        """Around one pass; what fails is not counted. `unit_tokens`: tokens times the units that each of them passes."""
-        began_s = time.perf_counter()
-        yield
-        self.passes[phase].observe(time.perf_counter() - began_s)
+    def note_pass(self, phase: str, pass_s: float, *, microbatches: int, tokens: int, unit_tokens: int) -> None:
+        """One pass is over. `unit_tokens`: tokens times the units that each of them passes."""
+        self.passes[phase].observe(pass_s)
         self.batches[phase].observe(microbatches)
         self.microbatches[phase] += microbatches
         self.tokens[phase] += tokens

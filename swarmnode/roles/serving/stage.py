@@ -353,6 +353,7 @@ class ServingStage:
         await self._statements.close()
         await self._server.close()
         await self._worker.close()
-        self._runner.pool.budget.close()
+        self._runner.close_all()
+        gc.unfreeze()  # what this stage was made of may be collected
         for reservation in self._memory:
             reservation.release()

@@ -21,12 +21,14 @@ import torch
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
-from swarmnode.compute.executor import Executor, Urgency, WorkItem, is_device_fault
+from swarmnode.compute.device_fault import is_device_fault
+from swarmnode.compute.executor import Executor, Urgency, WorkItem
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, StepInput, is_finite
 from swarmnode.compute.serving.runner import StepOutput as Output
 from swarmnode.compute.serving.sampling import sample
 from swarmnode.compute.serving.window import LONGEST_SHARED
 from swarmnode.compute.speed import PREFILL_POSITIONS, Speeds
+from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.errors import ErrorCode, LocalError, ProtocolError
 from swarmnode.plan.serving.scheduler import PassScheduler
 from swarmnode.plan.view import Span
@@ -72,6 +74,7 @@ class Worker:
         self.clock = executor.clock
         self.scheduler = PassScheduler(longest_step=LONGEST_SHARED, longest_chunk=chunk_tokens)
         self._executor = executor
+        self._stopwatch = Stopwatch(runner.span.device, clock=executor.clock)
         self._waiting: dict[int, deque[Job]] = {}
         self.steps = 0
         self.positions = 0
@@ -196,11 +199,15 @@ class Worker:
         tokens = [work.x.shape[0] * work.count for work in works]
         units = [self.runner.units(work.session_id) for work in works]
         unit_tokens = sum(map(operator.mul, tokens, units))
-        with self.meter.passing(phase, microbatches=len(works), tokens=sum(tokens), unit_tokens=unit_tokens):
-            began_s = self.clock()
-            outcomes = self.runner.run_each(works)
+        outcomes: list[Output | Exception] = []
+
+        def told(pass_s: float) -> None:
+            self.meter.note_pass(phase, pass_s, microbatches=len(works), tokens=sum(tokens), unit_tokens=unit_tokens)
             if len(works) == 1 and not isinstance(outcomes[0], Exception):
-                self.on_lone_pass(phase, works[0].count, units[0], self.clock() - began_s)
+                self.on_lone_pass(phase, works[0].count, units[0], pass_s)
+
+        with self._stopwatch.timing(told):
+            outcomes += self.runner.run_each(works)
         return outcomes
 
     def _finish(self, job: Job, outcome: Output | Exception) -> JobResult:

@@ -35,6 +35,17 @@ def test_a_quantised_span(model, checkpoint_path, method, max_error, max_size):
     assert estimated == pytest.approx(span.weight_bytes, rel=0.1)
 
 
+def test_neighbours_with_outliers_change_nobodys_numbers():
+    """Which columns have an outlier was the batch's affair with LLM.int8."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 48))
+    quantize_layers(layers, "int8", CPU)
+    x_BI = torch.randn(3, 64)
+    calm = layers(x_BI)
+    x_BI[1:, ::7] = 200.0
+    torch.testing.assert_close(layers(x_BI)[0], calm[0], atol=1e-6, rtol=0)
+
+
 def test_fused_experts_are_named_as_kept():
     layers = nn.ModuleDict({"experts": nn.ParameterList([torch.zeros(4, 64, 64)]), "plain": nn.Linear(64, 64)})
     done = quantize_layers(layers, "int8", CPU)
@@ -45,7 +56,7 @@ def test_fused_experts_are_named_as_kept():
 def test_what_cannot_be_is_told():
     with pytest.raises(LocalError, match="no quantisation 'int3'"):
         quantize_layers(nn.Sequential(nn.Linear(64, 64)), "int3", CPU)
-    with pytest.raises(LocalError, match="not available on mps"):
+    with pytest.raises(LocalError, match="not available on mps: use cuda or cpu, or int8"):
         quantize_layers(nn.Sequential(nn.Linear(64, 64)), "nf4", torch.device("mps"))
     with pytest.raises(LocalError, match="no plain matrices"):
         quantize_layers(nn.Sequential(nn.LayerNorm(64)), "nf4", CPU)

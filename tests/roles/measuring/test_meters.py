@@ -41,13 +41,9 @@ def figures(readings: Readings, metric: Metric) -> dict[tuple[str, ...], float]:
 
 def test_a_stage_counts_passes_by_phase() -> None:
     meter = StageMeter(Span(2, 5), SERVE)
-    with meter.passing(PREFILL, microbatches=1, tokens=7, unit_tokens=21):
-        pass
+    meter.note_pass(PREFILL, 0.5, microbatches=1, tokens=7, unit_tokens=21)
     for _ in range(2):
-        with meter.passing(DECODE, microbatches=4, tokens=4, unit_tokens=12):
-            pass
-    with pytest.raises(ValueError), meter.passing(DECODE, microbatches=1, tokens=1, unit_tokens=3):
-        raise ValueError
+        meter.note_pass(DECODE, 0.25, microbatches=4, tokens=4, unit_tokens=12)
     expected_passes = {("2:5", PREFILL): 1, ("2:5", DECODE): 2}
     assert figures(meter.readings(), table.PASS_SECONDS) == expected_passes
     assert figures(meter.readings(), table.BATCH_SIZE) == expected_passes

@@ -26,6 +26,7 @@ from swarmnode.compute.graph.costs.work import (
     ComputeWork,
     WorkCounter,
 )
+from swarmnode.compute.stopwatch import synchronize
 
 _TRIALS = 5
 
@@ -110,7 +111,6 @@ def _fastest_s(trial: Callable[[], Any], device: torch.device) -> float:
     for _ in range(_TRIALS):
         start = time.perf_counter()
         trial()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - start)
     return min(seconds)

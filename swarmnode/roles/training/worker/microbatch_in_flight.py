@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -19,6 +19,7 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Fault
 from swarmnode.codec.training_messages import Backward, Forward
 from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
 from swarmnode.net.interfaces import PeerId
@@ -45,6 +46,7 @@ class MicrobatchStage(Protocol):
     switchboard: Switchboard
     compressor: ActivationCompressor
     meter: TrainingMeter
+    stopwatch: Stopwatch
     unit_time: UnitTime
 
     @property
@@ -197,15 +199,17 @@ class MicrobatchInFlight:
         channel = self._channel
         return self._encode(flowing, channel.peer, BACKWARD, channel.bandwidth_bps), present
 
-    @contextmanager
-    def _passing(self, phase: str) -> Iterator[None]:
+    def _passing(self, phase: str) -> AbstractContextManager[None]:
         """Around the pass itself."""
         stage, hop = self._stage, self.body.route[self.body.hop]
         assert stage.run is not None
         units, tokens = hop.end - hop.start, stage.run.microbatch * max(1, stage.run.sequence)
-        counting = stage.meter.passing(phase, microbatches=1, tokens=tokens, unit_tokens=units * tokens)
-        with stage.unit_time.timing(units), counting:
-            yield
+
+        def told(pass_s: float) -> None:
+            stage.unit_time.note(units, pass_s)
+            stage.meter.note_pass(phase, pass_s, microbatches=1, tokens=tokens, unit_tokens=units * tokens)
+
+        return stage.stopwatch.timing(told)
 
     def _encode(self, values: Sequence[Tensor], peer: PeerId, direction: str, bandwidth_bps: float | None) -> Encoded:
         compressor = self._stage.compressor

@@ -29,6 +29,7 @@ from swarmnode.codec.training_messages import (
     Work,
 )
 from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Segment
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, ProtocolError, SwarmnodeError
@@ -74,7 +75,7 @@ class TrainingStage:
         *,
         compressor: ActivationCompressor | None = None,
         memory: TrainingMemory | None = None,
-        unit_time: UnitTime | None = None,
+        stopwatch: Stopwatch | None = None,
         on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
     ) -> None:
         self.segment = segment
@@ -94,7 +95,8 @@ class TrainingStage:
         self._checkpoint_manager = checkpoint_manager
         self._all_reducer = AllReducer(network.peer_id, self.switchboard, self.bench)
         self._admission_queue = AdmissionQueue(self._memory)
-        self.unit_time = unit_time or UnitTime()
+        self.unit_time = UnitTime()
+        self.stopwatch = stopwatch or Stopwatch(segment.device)
         self._move: asyncio.Task[None] | None = None  # to another run or step
         self._all_reduce: asyncio.Task[None] | None = None
         self._tasks = Tasks("training stage", on_crash=link_config.supervisor.ends_peer)

@@ -17,6 +17,7 @@ from swarmnode.compute.graph.costs.span_estimate import estimate_span
 from swarmnode.compute.graph.segment import load_segment as load_graph_segment
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.speed import Speeds, measure_training
+from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.compute.training.lm import SpanSegment, load_segment, load_twin
 from swarmnode.compute.training.segment import Segment
 from swarmnode.metrics import table
@@ -33,7 +34,6 @@ from swarmnode.roles.training.coordinator.election import CoordinatorElection
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.stage import TrainingStage
-from swarmnode.roles.training.worker.unit_time import UnitTime
 from swarmnode.swarm.records.announcement import MAX_RTTS, peer_digest
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.records.sections import Section, TrainingNews
@@ -84,7 +84,7 @@ class TrainingWorker:
             executor,
             compressor=ActivationCompressor(hardware.config.compress, host.swarm.manifest.codecs),
             memory=TrainingMemory(hardware.ledger, segment, functools.partial(estimates, checkpoint)),
-            unit_time=UnitTime(clock=clock.compute),
+            stopwatch=Stopwatch(segment.device, clock=clock.compute),
             on_neighbour_lost=host.lost_neighbour,
         )
         cache = SpeedCache(host.config.home / SPEEDS_FILE, now=clock.unix)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 NEWEST = 0.1  # weight of the newest measurement
 
 
 class UnitTime:
     """Seconds for one unit, forward and back: a moving average of what was timed."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._one_way_s = 0.0
 
     def __repr__(self) -> str:
@@ -24,10 +19,7 @@ class UnitTime:
         """0 before anything was timed."""
         return 2 * self._one_way_s
 
-    @contextmanager
-    def timing(self, units: int) -> Iterator[None]:
-        """Around a pass through so many units, there or back: there are as many of each."""
-        began_s = self._clock()
-        yield
-        one_way_s = (self._clock() - began_s) / units
+    def note(self, units: int, pass_s: float) -> None:
+        """A pass through so many units, there or back, took so long: there are as many of each."""
+        one_way_s = pass_s / units
         self._one_way_s = (1 - NEWEST) * self._one_way_s + NEWEST * one_way_s if self._one_way_s else one_way_s

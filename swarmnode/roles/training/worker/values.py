@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swarmnode.codec.tensors import Codec, TensorInfo, payload_bytes
+from swarmnode.codec.tensors import FLOAT_DTYPES, Codec, TensorInfo, payload_bytes
 from swarmnode.compress.codecs import DTYPE_OF, decode, encode
 from swarmnode.errors import ProtocolError
 from swarmnode.net.interfaces import Buffer
@@ -34,12 +34,13 @@ def encode_values(values: Sequence[Tensor], codec: Codec = Codec.NONE, keep: flo
 def decode_values(
     infos: Sequence[TensorInfo], payload: bytes | bytearray, device: torch.device | str
 ) -> tuple[Tensor, ...]:
-    """The tensors, on `device`. Raises ProtocolError where the payload is not what the descriptors imply."""
+    """The tensors: floats on `device`, whole numbers on the host. Raises ProtocolError where the payload is not what they
+    imply."""
     view = memoryview(payload)
     values: list[Tensor] = []
     for info in infos:
         size = payload_bytes(info)
-        values.append(decode(info, view[:size], device=device))
+        values.append(decode(info, view[:size], device=device if info.dtype in FLOAT_DTYPES else "cpu"))
         view = view[size:]
     if len(view):
         raise ProtocolError(f"a payload has {len(view)} bytes more than its descriptors imply")

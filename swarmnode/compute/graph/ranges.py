@@ -1,0 +1,154 @@
+"""Numbers that operators of a graph take for places in a table, or for probabilities: looked at before they are used.
+
+They come out of samples and out of what other peers sent. On a CPU one that is out of range is an IndexError. On a CUDA device it
+is a failed assertion, and with it the whole process has lost the device. So they are compared on the device, without waiting
+for it, those that are out of range are replaced by ones that are not, and the pass is refused when it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Given = Mapping[str, Any]
+"""Arguments of an operator, by their names in its schema"""
+
+
+class RangeCheck:
+    """Of one pass at a time: whether everything was in its range so far."""
+
+    def __init__(self) -> None:
+        self._wrong: Tensor | None = None  # bool, on the device
+
+    def __repr__(self) -> str:
+        return f"<RangeCheck {'of nothing yet' if self._wrong is None else 'under way'}>"
+
+    def guarded(self, operator: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of an operator, like "aten.gather.default", called with what is safe for it."""
+        rule = _RULES.get(operator.split(".")[1])
+        if rule is None:
+            return function
+        arguments = function._schema.arguments  # type: ignore[attr-defined]
+        names = [argument.name for argument in arguments]
+        defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            return function(**given | rule(self, defaults | given))
+
+        return call
+
+    def begin(self) -> None:
+        """A new pass."""
+        self._wrong = None
+
+    def all_well(self) -> bool:
+        """Whether everything was in range since `begin`; waits for the device where there was anything to compare."""
+        return self._wrong is None or not bool(self._wrong)
+
+    def places(self, places: Tensor, low: int, high: int, *, passes: int | None = None) -> Tensor:
+        """Whole numbers from `low` to below `high`; `passes` is one more that is no mistake."""
+        wrong = (places < low) | (places >= high)
+        return self._replaced(places, wrong if passes is None else wrong & (places != passes))
+
+    def probabilities(self, values: Tensor) -> Tensor:
+        """From 0 to 1; NaN is not."""
+        return self._replaced(values, ~((values >= 0) & (values <= 1)))
+
+    def _replaced(self, values: Tensor, wrong: Tensor) -> Tensor:
+        found = wrong.any()
+        self._wrong = found if self._wrong is None else self._wrong | found
+        return values.masked_fill(wrong, 0)
+
+
+def _rows(check: RangeCheck, given: Given) -> dict[str, Any]:
+    return {"indices": check.places(given["indices"], 0, given["weight"].shape[0])}
+
+
+def _along(check: RangeCheck, given: Given) -> dict[str, Any]:
+    source = given["self"]
+    size = source.shape[given["dim"]] if source.dim() else 1
+    return {"index": check.places(given["index"], 0, size)}
+
+
+def _fill(check: RangeCheck, given: Given) -> dict[str, Any]:
+    size = given["self"].shape[given["dim"]]
+    return {"index": check.places(given["index"], -size, size)}
+
+
+def _take(check: RangeCheck, given: Given) -> dict[str, Any]:
+    size = given["self"].numel()
+    return {"index": check.places(given["index"], -size, size)}
+
+
+def _take_along(check: RangeCheck, given: Given) -> dict[str, Any]:
+    source, dim = given["self"], given["dim"]
+    size = source.numel() if dim is None else source.shape[dim]
+    return {"indices": check.places(given["indices"], 0, size)}
+
+
+def _index(check: RangeCheck, given: Given) -> dict[str, Any]:
+    """One index for each of the first dimensions; a mask stands for as many as it has itself."""
+    indices: list[Any] = []
+    dim = 0
+    for index in given["indices"]:
+        is_places = index is not None and index.dtype not in (torch.bool, torch.uint8)
+        size = given["self"].shape[dim]
+        indices.append(check.places(index, -size, size) if is_places else index)
+        dim += 1 if index is None or is_places else index.dim()
+    return {"indices": indices}
+
+
+def _classes(check: RangeCheck, given: Given) -> dict[str, Any]:
+    scores, target = given["self"], given["target"]
+    if target.is_floating_point():
+        return {}
+    count = scores.shape[1 if scores.dim() > 1 else 0]
+    return {"target": check.places(target, 0, count, passes=given.get("ignore_index"))}
+
+
+def _labels(check: RangeCheck, given: Given) -> dict[str, Any]:
+    return {"target": check.places(given["target"], -1, given["self"].shape[-1])}
+
+
+def _one_hot(check: RangeCheck, given: Given) -> dict[str, Any]:
+    count = given["num_classes"]
+    return {"self": check.places(given["self"], 0, count if count > 0 else torch.iinfo(torch.int32).max)}
+
+
+def _probabilities(check: RangeCheck, given: Given) -> dict[str, Any]:
+    return {"self": check.probabilities(given["self"])}
+
+
+def _drawn(check: RangeCheck, given: Given) -> dict[str, Any]:
+    """A tensor of probabilities, unless one number is given for all elements."""
+    return {} if "p" in given else _probabilities(check, given)
+
+
+def _masked(check: RangeCheck, given: Given) -> dict[str, Any]:
+    """Places that the mask chooses beyond the source's elements."""
+    mask = given["mask"].expand(torch.broadcast_shapes(given["mask"].shape, given["self"].shape))
+    beyond = mask & (mask.flatten().cumsum(0).view(mask.shape) > prod(given["source"].shape))
+    return {"mask": check._replaced(mask, beyond)}
+
+
+_RULES: dict[str, Callable[[RangeCheck, Given], dict[str, Any]]] = {
+    **dict.fromkeys(("embedding", "embedding_bag"), _rows),
+    **dict.fromkeys(("index_select", "gather", "index_add", "index_copy"), _along),
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), _along),
+    **dict.fromkeys(("index", "index_put"), _index),
+    **dict.fromkeys(("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"), _classes),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward", "multi_margin_loss"), _classes),
+    "multilabel_margin_loss": _labels,
+    "index_fill": _fill,
+    "take": _take,
+    "take_along_dim": _take_along,
+    "one_hot": _one_hot,
+    "binary_cross_entropy": _probabilities,
+    "bernoulli": _drawn,
+    "masked_scatter": _masked,
+}

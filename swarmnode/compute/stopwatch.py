@@ -1,0 +1,61 @@
+"""How long work takes on a device. A card is told what to do and does it later: what the host needs for that says nothing of it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+MOST_UNREAD = 64  # passes behind which nobody has waited
+
+Tell = Callable[[float], None]
+"""(seconds): called once, when they are known"""
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything that a device was told until now, and for no other device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+class Stopwatch:
+    """Times passes on one device, from one thread.
+
+    On a card, events go before and behind a pass. They are read when another pass begins or somebody asks, if the card has come to
+    them by then; whoever fetches results waits for it anyway.
+    """
+
+    def __init__(self, device: torch.device, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._device = device
+        self._clock = clock
+        self._unread: deque[tuple[torch.Event, torch.Event, Tell]] = deque(maxlen=MOST_UNREAD)
+
+    def __repr__(self) -> str:
+        return f"<Stopwatch of {self._device}, {len(self._unread)} passes unread>"
+
+    @contextmanager
+    def timing(self, tell: Tell) -> Iterator[None]:
+        """Around one pass; what fails is not told."""
+        self.read()
+        if self._device.type == "cuda":
+            began, ended = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+            began.record(torch.accelerator.current_stream(self._device))  # this card's, whichever is the thread's
+            yield
+            ended.record(torch.accelerator.current_stream(self._device))
+            self._unread.append((began, ended, tell))
+            return
+        began_s = self._clock()
+        yield
+        synchronize(self._device)
+        tell(self._clock() - began_s)
+
+    def read(self) -> None:
+        """Tell of the passes that the card is done with."""
+        while self._unread and self._unread[0][1].query():
+            began, ended, tell = self._unread.popleft()
+            tell(began.elapsed_time(ended) / 1000)

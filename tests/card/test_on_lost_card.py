@@ -1,0 +1,73 @@
+"""What would lose a card its context is refused before it gets there, and a card that is lost is known at once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarmnode.compute.device_fault import is_device_fault
+from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.graph.exporting.export import export_module
+from swarmnode.compute.graph.partition import partition
+from swarmnode.compute.graph.segment import GraphSegment
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.training.lm import load_segment
+from swarmnode.errors import ExecutorDied, ProtocolError
+from tests.card.conftest import LAYERS, POSITIONS
+from tests.card.simulated import SimulatedCards
+from tests.card.tables import SAMPLES, Tables, batch_of_tables
+
+
+def answers(card: torch.device) -> bool:
+    """Whether the card computes still."""
+    return float((torch.ones(3, device=card) * 2).sum()) == 6
+
+
+def test_numbers_out_of_a_graphs_tables_are_the_peers_fault(card: torch.device) -> None:
+    exported = export_module(Tables(), batch_of_tables())
+    graph = partition(exported.graph).graph
+    segment = GraphSegment(graph, exported.weights, 0, graph.units, device=card)
+    for name, wrong in itertools.product(("word", "place", "label"), (-200, 1000)):
+        batch = {**batch_of_tables(), name: torch.full((SAMPLES,), wrong)}
+        with pytest.raises(ProtocolError, match="cannot work with this batch"):
+            segment.forward(tuple(batch.values()), 0, graph.units, seed=0)
+    (loss,) = segment.forward(tuple(batch_of_tables().values()), 0, graph.units, seed=0)
+    assert answers(card) and bool(loss.isfinite())
+
+
+@pytest.mark.parametrize("end", [2, LAYERS + 2])
+def test_positions_beyond_the_table_are_refused_in_training(
+    end: int, card: torch.device, checkpoints: dict[str, Checkpoint]
+) -> None:
+    segment = load_segment(checkpoints["gpt2"], 0, end, device=card)
+    ids_BT = torch.zeros((1, POSITIONS + 1), dtype=torch.int64, device=card)
+    with pytest.raises(ProtocolError, match=f"{POSITIONS + 1} positions"):
+        segment.forward((ids_BT,), 0, end, seed=0)
+    assert answers(card)
+
+
+async def test_a_lost_card_is_known_by_whatever_error_comes_first(cards: SimulatedCards, card: torch.device) -> None:
+    executor = Executor()
+
+    def strange() -> None:
+        torch.cuda.set_device(card)
+        assert not is_device_fault(ValueError("of a session alone"))
+        cards.lose()
+        raise ValueError("something quite different")
+
+    with pytest.raises(ExecutorDied):
+        await executor.call(Urgency.FORWARD, strange)
+    assert "something quite different" in str(await asyncio.wait_for(executor.died, 5))
+    await executor.close()
+
+
+def test_an_index_out_of_range_would_have_lost_it(cards: SimulatedCards, card: torch.device, tmp_path: Path) -> None:
+    """The simulated card does what a real one does; without this no test here would say anything."""
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        torch.nn.functional.embedding(torch.tensor([7], device=card), torch.ones(3, 2, device=card))
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        torch.ones(3, device=card)

@@ -1,0 +1,89 @@
+"""Memory of a card is free as soon as nobody needs it, whatever still refers to it, and whatever failed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
+from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.lm import load_segment
+from swarmnode.swarm.records.run import Run
+from tests.card.conftest import LAYERS
+from tests.card.simulated import SimulatedCards
+
+UNITS = LAYERS + 2
+CARD = 1
+RUN = Run(data=bytes(32), steps=6, batch=4, microbatch=2, sequence=12)
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    """Who waits for it holds two spans meanwhile."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def begin_serving(checkpoint: Checkpoint, device: torch.device) -> StageRunner:
+    runner = StageRunner(load_span(checkpoint, 0, UNITS, device=device), RunnerConfig(1 << 20))
+    runner.open("session", rows=1, max_length=20)
+    runner.run([StepInput("session", torch.ones(1, 5, dtype=torch.int64))])
+    return runner
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_node_moves_without_room_for_two_spans(
+    kind: str, cards: SimulatedCards, card: torch.device, checkpoints: dict[str, Checkpoint]
+) -> None:
+    before = cards.counts(CARD).used_bytes
+    runner = begin_serving(checkpoints[kind], card)
+    runner.close_all()
+    cards.limit(CARD, before + int(1.2 * (cards.counts(CARD).peak_bytes - before)))
+    spans = []
+    for _ in range(20):
+        runner = begin_serving(checkpoints[kind], card)
+        spans.append(runner.span)  # somebody remembers it
+        runner.close_all()
+    assert cards.counts(CARD).used_bytes == before
+
+
+async def test_a_microbatch_that_found_no_memory_leaves_none_taken(
+    cards: SimulatedCards, card: torch.device, checkpoints: dict[str, Checkpoint]
+) -> None:
+    learner = Learner(load_segment(checkpoints["llama"], 0, UNITS, device=card), RUN)
+    ids_BT = torch.ones((2, 12), dtype=torch.int64, device=card)
+    executor = Executor()
+
+    async def once(lease: int) -> None:
+        forward = executor.call(Urgency.FORWARD, lambda: learner.forward(lease, 0, 0, UNITS, (ids_BT,)))
+        await forward
+        del forward
+        await executor.call(Urgency.BACKWARD, lambda: learner.backward(lease, ()))
+
+    await once(0)
+    learner.discard()
+    used: list[int] = []
+    errors: list[Exception] = []
+    for room in (20_000, 60_000, 100_000, 140_000):
+        idle = cards.counts(CARD).used_bytes
+        cards.limit(CARD, idle + room)
+        try:
+            await once(room)
+        except torch.OutOfMemoryError as error:
+            errors.append(error)  # somebody remembers it
+        cards.limit(CARD, 1 << 62)
+        learner.drop(room)
+        used.append(cards.counts(CARD).used_bytes)
+    assert len(errors) == 4 and len(set(used)) == 1, used
+    await once(1)
+    await executor.close()
+    await asyncio.sleep(0)

@@ -1,0 +1,117 @@
+"""Training on a card is training on the CPU, to the last bits of float32; codecs make the very same bytes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swarmnode.codec.tensors import Codec
+from swarmnode.compress.codecs import decode, encode
+from swarmnode.compute.graph.exporting.export import export_module
+from swarmnode.compute.graph.partition import partition
+from swarmnode.compute.graph.segment import GraphSegment
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.training.averaging.gradient_compressor import make_gradient_compressor
+from swarmnode.compute.training.averaging.together import agree
+from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.lm import load_segment
+from swarmnode.compute.training.segment import Values
+from swarmnode.swarm.records.run import Averaging, Run
+from tests.card.conftest import LAYERS
+from tests.card.tables import SAMPLES, Tables, batch_of_tables
+
+UNITS = LAYERS + 2
+CPU = torch.device("cpu")
+CLOSE = {"atol": 2e-4, "rtol": 1e-3}
+
+
+def train(learners: list[Learner], batches: list[Values], steps: int) -> list[Tensor]:
+    """What comes out of each stage, and all that the stages hold in the end."""
+    outputs: list[Tensor] = []
+    for _ in range(steps):
+        for index, batch in enumerate(batches):
+            values = batch
+            for learner in learners:
+                values = learner.forward(index, index, learner.segment.start, learner.segment.end, values)
+                outputs.append(values[0].detach().cpu())
+            gradients: tuple[Tensor | None, ...] = ()
+            for learner in reversed(learners):
+                gradients = learner.backward(index, gradients)
+        norm = math.sqrt(sum(learner.squared_norm([b for b in learner.blocks if b >= 0]) for learner in learners))
+        for learner in learners:
+            learner.commit({}, norm)
+    held = (learner.state(block) for learner in learners for block in learner.blocks)
+    return outputs + [tensor.detach().float().cpu() for tensors in held for tensor in tensors.values()]
+
+
+@pytest.mark.parametrize(("kind", "recompute"), [("llama", False), ("gpt2", True)])
+def test_language_models(kind: str, recompute: bool, card: torch.device, checkpoints: dict[str, Checkpoint]) -> None:
+    run = Run(
+        data=bytes(32),
+        steps=6,
+        batch=4,
+        microbatch=2,
+        sequence=12,
+        learning_rate=1e-2,
+        warmup_steps=1,
+        clip=0.5,
+        seed=7,
+    )
+    generator = torch.Generator().manual_seed(0)
+    batches: list[Values] = [(torch.randint(0, 99, (2, 12), generator=generator),) for _ in range(2)]
+
+    def on(device: torch.device) -> list[Tensor]:
+        segments = [load_segment(checkpoints[kind], *cut, device=device) for cut in ((0, 2), (2, UNITS))]
+        return train([Learner(segment, run, recompute=recompute) for segment in segments], batches, steps=2)
+
+    for got, wanted in zip(on(card), on(CPU), strict=True):
+        torch.testing.assert_close(got, wanted, **CLOSE)
+
+
+def test_graphs(cards: Any, card: torch.device) -> None:
+    """With dropout, which a simulated card draws as the CPU does."""
+    settings: dict[str, Any] = {"clip": 0.0, "optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.5}
+    run = Run(data=bytes(32), steps=4, batch=SAMPLES, microbatch=SAMPLES, **settings)
+
+    def on(device: torch.device) -> list[Tensor]:
+        exported = export_module(Tables(), batch_of_tables())
+        graph = partition(exported.graph).graph
+        segment = GraphSegment(graph, exported.weights, 0, graph.units, device=device)
+        return train([Learner(segment, run)], [tuple(batch_of_tables().values())], steps=2)
+
+    for got, wanted in zip(on(card), on(CPU), strict=True):
+        torch.testing.assert_close(got, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("averaging", [{"codec": 0}, {"codec": 3}, {"codec": 5, "keep": 0.05}, {"codec": 0, "rank": 2}])
+def test_replicas_agree_on_the_same_sums(averaging: dict[str, Any], card: torch.device) -> None:
+    shapes = [torch.Size((40, 30)), torch.Size((30,)), torch.Size((30, 64))]
+    size = sum(shape.numel() for shape in shapes)
+
+    def on(device: torch.device) -> Tensor:
+        compressors = [make_gradient_compressor(Averaging(**averaging), shapes) for _ in range(2)]
+        for seed in range(2):
+            own = [torch.randn(size, generator=torch.Generator().manual_seed(9 * seed + one)) / 2 for one in range(2)]
+            sums, _ = agree(compressors, [gradient.to(device) for gradient in own], [0.5, 0.5])
+            for compressor in compressors:
+                compressor.accept()
+        return sums[0].cpu()
+
+    torch.testing.assert_close(on(card), on(CPU), **CLOSE)
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_payloads_are_those_of_the_cpu(codec: Codec, dtype: torch.dtype, card: torch.device) -> None:
+    for count in (1, 100, 5000, 200_000):
+        x_N = torch.randn(count, generator=torch.Generator().manual_seed(count))
+        x_N[::77] *= 30
+        x_N = x_N.to(dtype)
+        info, payload = encode(x_N.to(card), codec, param=count // 30 + 1 if codec == Codec.TOPK else 0)
+        wanted_info, wanted = encode(x_N, codec, param=count // 30 + 1 if codec == Codec.TOPK else 0)
+        assert info == wanted_info and bytes(payload) == bytes(wanted)
+        assert torch.equal(decode(info, bytes(payload), device=card).cpu(), decode(info, bytes(payload)))
