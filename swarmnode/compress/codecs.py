@@ -18,7 +18,7 @@ from swarmnode.compress.int8 import decode_int8, encode_int8
 from swarmnode.compress.topk import decode_topk, encode_topk
 from swarmnode.errors import ProtocolError
 
-__all__ = ["Buffer", "decode", "encode", "payload_bytes"]
+__all__ = ["Buffer", "decode", "encode", "encode_in_place", "payload_bytes", "to_buffer"]
 
 Buffer = Union[bytes, bytearray, memoryview]
 
@@ -43,15 +43,21 @@ def encode(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[TensorInfo,
     a large payload is a view of the tensor's memory: do not write to the tensor before the payload is sent.
     Raises ValueError on a dtype that the codec does not carry.
     """
+    info, payload_M = encode_in_place(tensor, codec, param=param)
+    return info, to_buffer(payload_M)
+
+
+def encode_in_place(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[TensorInfo, Tensor]:
+    """As `encode`, with the payload uint8_M where the tensor is: who has several brings them to the host at once."""
     dtype = DTYPE_OF.get(tensor.dtype)
     if dtype is None or (codec != Codec.NONE and dtype not in FLOAT_DTYPES):
         raise ValueError(f"codec {Codec(codec).name} does not carry tensors of {tensor.dtype}")
     shape = tuple(tensor.shape)
     if not tensor.numel():
-        return TensorInfo(int(codec), int(dtype), shape), b""
+        return TensorInfo(int(codec), int(dtype), shape), torch.empty(0, dtype=torch.uint8)
     with torch.inference_mode():  # cheaper than no_grad; no tensor made here leaves
         payload_M, param = _encode_flat(tensor.detach().reshape(-1), codec, param)
-    return TensorInfo(int(codec), int(dtype), shape, param), _to_buffer(payload_M)
+    return TensorInfo(int(codec), int(dtype), shape, param), payload_M
 
 
 def _encode_flat(x_N: Tensor, codec: Codec, param: int) -> tuple[Tensor, int]:
@@ -68,7 +74,8 @@ def _encode_flat(x_N: Tensor, codec: Codec, param: int) -> tuple[Tensor, int]:
     return encode_topk(x_N, param)
 
 
-def _to_buffer(payload_M: Tensor) -> Buffer:
+def to_buffer(payload_M: Tensor) -> Buffer:
+    """A payload's bytes on the host; of a large one they are a view of the tensor's memory."""
     payload = payload_M.cpu().numpy()
     return payload.tobytes() if payload.nbytes < COPY_BYTES else payload.data
 
@@ -100,8 +107,8 @@ def _from_buffer(payload: Buffer, device: torch.device) -> Tensor:
     view = memoryview(payload)
     # torch warns about read-only memory; unaligned views are slow or refused on some machines. One copy answers both.
     payload_M = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
-    if device.type != "cpu":
-        return payload_M.to(device)
+    if device.type != "cpu":  # CUDA has copied pageable memory when it returns, and needs nobody to wait
+        return payload_M.to(device, non_blocking=device.type == "cuda")
     return payload_M if payload_M.data_ptr() % ALIGNMENT_BYTES == 0 else payload_M.clone()
 
 

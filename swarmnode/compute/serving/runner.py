@@ -308,7 +308,7 @@ class StageRunner:
         counts = {member: x.shape[1] for member, x in inputs.items()}
         longest = max(counts.values())
         output = self.span.forward(
-            _gather(cohort, inputs, longest).to(self.span.device),
+            _gather(cohort, inputs, longest).to(self.span.device, non_blocking=self.span.device.type == "cuda"),
             cache=cohort,
             attention_mask=cohort.attention_mask(longest),
             position_ids=cohort.position_ids(longest),
@@ -364,7 +364,10 @@ def _gather(cohort: Cohort, inputs: Mapping[CachedSession, Tensor], longest: int
     return torch.cat(rows)
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite. One sum finds it: both survive additions, and no mask is made."""
-    total = tensor.sum(dtype=torch.float32)
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
+def finiteness(tensor: Tensor) -> Tensor:
+    """Whether no element is NaN or infinite: a bool on the tensor's device, for which nobody has waited. NaN is both the least and
+    the largest of any elements."""
+    if not tensor.numel():
+        return torch.ones((), dtype=torch.bool)
+    low, high = torch.aminmax(tensor)
+    return low.isfinite() & high.isfinite()

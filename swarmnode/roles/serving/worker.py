@@ -18,12 +18,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from swarmnode.codec.tensors import Codec
-from swarmnode.compress.codecs import decode, encode
+from swarmnode.codec.tensors import FLOAT_DTYPES, Codec, TensorInfo
+from swarmnode.compress.codecs import decode, encode_in_place, to_buffer
 from swarmnode.compute.device_fault import is_device_fault
 from swarmnode.compute.executor import Executor, Urgency, WorkItem
-from swarmnode.compute.serving.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, StepInput, is_finite
+from swarmnode.compute.serving.download import Download
+from swarmnode.compute.serving.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, StepInput, finiteness
 from swarmnode.compute.serving.runner import StepOutput as Output
 from swarmnode.compute.serving.sampling import sample
 from swarmnode.compute.serving.window import LONGEST_SHARED
@@ -34,7 +36,7 @@ from swarmnode.plan.serving.scheduler import PassScheduler
 from swarmnode.plan.view import Span
 from swarmnode.roles.measuring.meters import DECODE, FORWARD, PREFILL, SERVE, StageMeter
 from swarmnode.roles.serving.compute_watch import Running
-from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Return, take
+from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample, take
 
 if TYPE_CHECKING:
     from swarmnode.compute.serving.runner import StageRunner
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+
+Finish = Callable[[Sequence[Tensor]], JobResult]
+"""From what a download has fetched to what came of a job, on the host"""
 
 OnLonePass = Callable[[str, int, int, float], None]
 """(phase, positions, units, seconds) of a pass of one session alone; called on the compute thread"""
@@ -175,24 +180,32 @@ class Worker:
         self._executor.post(_deliver, batch, results, run)
 
     def _compute(self, batch: Sequence[Job]) -> list[JobResult]:
-        works: list[StepInput] = []
+        """Everything up to the results is only launched; then the device is waited for, once."""
+        download = Download()
+        finishes: dict[int, Finish] = {}
         ready: list[Job] = []
-        failed: dict[int, JobResult] = {}
+        works: list[StepInput] = []
+        sound: list[int | None] = []
         for job in batch:
             try:
-                works.append(self._decode(job))
+                work = self._decode(job)
+                sound.append(download.add(finiteness(work.x)) if work.x.is_floating_point() else None)
+                works.append(work)
                 ready.append(job)
             except ProtocolError as error:
-                failed[id(job)] = JobResult(error=error.code, bad_input=True)
+                finishes[id(job)] = _told(JobResult(error=error.code, bad_input=True))
             except Exception as error:
-                failed[id(job)] = _failure(job, error)
+                finishes[id(job)] = _told(_failure(job, error))
         outcomes = self._pass(works) if works else []
-        done = {id(job): self._finish(job, outcome) for job, outcome in zip(ready, outcomes, strict=True)}
+        for job, flag, outcome in zip(ready, sound, outcomes, strict=True):
+            finishes[id(job)] = self._leave(job, flag, outcome, download)
         self.steps += 1
         self.positions += sum(job.count for job in ready)
+        fetched = download.fetch()
+        results = [self._finish(job, finishes[id(job)], fetched) for job in batch]
         for job in ready:
             self.meter.note_hop(job.phase, self.clock() - job.submitted_s)
-        return [failed.get(id(job)) or done[id(job)] for job in batch]
+        return results
 
     def _pass(self, works: Sequence[StepInput]) -> list[Output | Exception]:
         phase = DECODE if min(work.count for work in works) == 1 else PREFILL
@@ -210,12 +223,23 @@ class Worker:
             outcomes += self.runner.run_each(works)
         return outcomes
 
-    def _finish(self, job: Job, outcome: Output | Exception) -> JobResult:
-        """What came of a job in a pass; its own error is nobody else's."""
+    def _leave(self, job: Job, sound: int | None, outcome: Output | Exception, download: Download) -> Finish:
+        """On the device: what of a job's outcome shall come to the host, and what to make of it there. Its own error is nobody
+        else's."""
         try:
             if isinstance(outcome, Exception):
                 raise outcome
-            return self._encode(job, outcome.output)
+            finish = self._encode(job, outcome.output, download)
+        except Exception as error:
+            return _told(_failure(job, error))
+        if sound is None:
+            return finish
+        unsound = JobResult(error=ErrorCode.NOT_FINITE, bad_input=True)
+        return lambda fetched: finish(fetched) if bool(fetched[sound]) else unsound
+
+    def _finish(self, job: Job, finish: Finish, fetched: Sequence[Tensor]) -> JobResult:
+        try:
+            return finish(fetched)
         except Exception as error:
             return _failure(job, error)
 
@@ -223,12 +247,10 @@ class Worker:
         if job.session not in self.runner:
             raise LocalError("its cache could not be opened")
         # The session has checked the shapes: whatever the codec, no payload makes more than they say.
-        tensors = [decode(info, payload, device=self.runner.span.device) for info, payload in job.parts]
+        tensors = [decode(info, payload, device=self._home_of(info)) for info, payload in job.parts]
         x = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
         x = x[:, job.skip : job.skip + job.count]
         if x.is_floating_point():
-            if not is_finite(x):
-                raise ProtocolError("the input is not finite", code=ErrorCode.NOT_FINITE)
             x = x.to(self.runner.span.dtype)
         elif int(x.min()) < 0 or int(x.max()) >= self.runner.span.vocab_size:
             raise ProtocolError("a token id is not in the vocabulary", code=ErrorCode.INVALID_REQUEST)
@@ -237,22 +259,48 @@ class Worker:
         truncate_to = None if job.truncate is None else job.truncate.to
         return StepInput(job.session, x, want=want, reorder=job.reorder, start=job.start, truncate_to=truncate_to)
 
-    def _encode(self, job: Job, y: torch.Tensor) -> JobResult:
+    def _home_of(self, info: TensorInfo) -> torch.device:
+        """Token ids are looked at on the host first."""
+        return self.runner.span.device if info.dtype in FLOAT_DTYPES else torch.device("cpu")
+
+    def _encode(self, job: Job, y: Tensor, download: Download) -> Finish:
         """`y` is hidden_BTH, or at the last hop logits_BKV (hidden_BTH where the client holds the head)."""
-        then = job.then
+        then, wanted = job.then, job.wanted
         if isinstance(then, ForwardHidden):
-            info, payload = encode(y, then.codec)
-            self.meter.note_tensors(then.codec, FORWARD, raw_bytes=y.nbytes, encoded_bytes=len(payload))
-            return JobResult(tensor=(info, payload))
-        wanted = job.wanted
+            info, payload_M = encode_in_place(y, then.codec)
+            self.meter.note_tensors(then.codec, FORWARD, raw_bytes=y.nbytes, encoded_bytes=payload_M.nbytes)
+            place = download.add(payload_M)
+            return lambda fetched: JobResult(tensor=(info, to_buffer(fetched[place])))
+        if not wanted:
+            return _told(JobResult())
         y = y[:, y.shape[1] - wanted :]
-        if not is_finite(y):
-            return JobResult(error=ErrorCode.NOT_FINITE)
-        if isinstance(then, Return):
-            return JobResult(tensor=encode(y, Codec.NONE)) if wanted else JobResult()
-        first = job.end - wanted + 1  # logits at p draw the token at p + 1
-        tokens = ((first + column, sample(y[:, column], then.sampling, first + column)) for column in range(wanted))
-        return JobResult(tokens=tuple((position, tuple(ids_B.tolist())) for position, ids_B in tokens))
+        sound = download.add(finiteness(y))
+        finish = self._return(y, download) if isinstance(then, Return) else self._sample(job, then, y, download)
+        return lambda fetched: finish(fetched) if bool(fetched[sound]) else JobResult(error=ErrorCode.NOT_FINITE)
+
+    def _return(self, y: Tensor, download: Download) -> Finish:
+        info, payload_M = encode_in_place(y, Codec.NONE)
+        place = download.add(payload_M)
+        return lambda fetched: JobResult(tensor=(info, to_buffer(fetched[place])))
+
+    def _sample(self, job: Job, then: Sample, logits_BKV: Tensor, download: Download) -> Finish:
+        first = job.end - job.wanted + 1  # logits at p draw the token at p + 1
+        greedy = then.sampling.temperature <= 0
+        place = download.add(logits_BKV.argmax(dim=-1) if greedy else logits_BKV)
+
+        def finish(fetched: Sequence[Tensor]) -> JobResult:
+            tokens = []
+            for position, column in enumerate(fetched[place].unbind(1), first):
+                ids_B = column if greedy else sample(column, then.sampling, position)
+                tokens.append((position, tuple(ids_B.tolist())))
+            return JobResult(tokens=tuple(tokens))
+
+        return finish
+
+
+def _told(result: JobResult) -> Finish:
+    """Of what is known already."""
+    return lambda _fetched: result
 
 
 def _failure(job: Job, error: Exception) -> JobResult:

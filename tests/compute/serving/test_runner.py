@@ -10,7 +10,7 @@ import torch
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import load_span
 from swarmnode.compute.serving.cache import OutOfCache
-from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput, is_finite
+from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput, finiteness
 from swarmnode.errors import ErrorCode, ProtocolError
 
 TOLERANCE = 1e-5
@@ -266,12 +266,12 @@ def test_sessions_that_cannot_be_are_refused(runner):
 
 def test_finite():
     x = torch.full((1000,), 1e38)
-    assert is_finite(x)  # though its sum is not
+    assert finiteness(x)  # though its sum is not
     x[7] = float("nan")
-    assert not is_finite(x)
+    assert not finiteness(x)
     x[7] = float("inf")
-    assert not is_finite(x)
-    assert is_finite(torch.empty(0))
+    assert not finiteness(x)
+    assert finiteness(torch.empty(0))
 
 
 @pytest.mark.parametrize("seed", range(12))

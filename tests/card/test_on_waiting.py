@@ -1,0 +1,100 @@
+"""How often a pass waits for the card: once, however many sessions share it."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from swarmnode.codec.messages import Sampling
+from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.compress.codecs import encode
+from swarmnode.compute.executor import Executor
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
+from swarmnode.errors import ErrorCode
+from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Sample
+from swarmnode.roles.serving.worker import Worker
+from tests.card.conftest import LAYERS
+from tests.card.simulated import SimulatedCards
+
+UNITS = LAYERS + 2
+HIDDEN = 32
+HOPS = {"first": (0, 2), "middle": (2, 3), "last": (3, UNITS)}
+GREEDY = Sampling(prompt_length=1, max_new_tokens=50, temperature=0.0, top_p=1.0, top_k=0, seed=1, stop_ids=())
+
+
+class Hop:
+    """One hop's sessions, all at the same position."""
+
+    def __init__(self, span: tuple[int, int], checkpoint: Checkpoint, card: torch.device, sessions: int) -> None:
+        self.is_first, self.is_last = span[0] == 0, span[1] == UNITS
+        self.executor = Executor()
+        self.runner = StageRunner(load_span(checkpoint, *span, device=card), RunnerConfig(1 << 22))
+        self.worker = Worker(self.runner, self.executor)
+        self.sessions = range(sessions)
+        self.start = 0
+        self.results: asyncio.Queue[tuple[int, JobResult]] = asyncio.Queue()
+        for session in self.sessions:
+            self.runner.open(session, rows=1, max_length=60)
+
+    async def step(self, codec: Codec = Codec.INT8, spoilt: int = -1) -> dict[int, JobResult]:
+        """One position of all sessions, in one pass."""
+        jobs = [self._job(session, codec, session == spoilt) for session in self.sessions]
+        self.start += 1
+        held = self.worker.call(lambda: [self.worker.put(job) for job in jobs])
+        await held
+        return dict([await asyncio.wait_for(self.results.get(), 30) for _ in self.sessions])
+
+    def _job(self, session: int, codec: Codec, is_spoilt: bool) -> Job:
+        if self.is_first:
+            part = (TensorInfo(Codec.NONE, DType.INT64, (1, 1)), struct.pack("<q", session + 1))
+        else:
+            hidden_BTH = torch.randn(1, 1, HIDDEN, generator=torch.Generator().manual_seed(session))
+            part = encode(hidden_BTH * float("nan") if is_spoilt else hidden_BTH, Codec.NONE if is_spoilt else codec)
+        then = Sample(GREEDY, first=1) if self.is_last else ForwardHidden(codec)
+        return Job(session, self.start, 1, (part,), then, self._done)
+
+    def _done(self, job: Job, result: JobResult, _run: object) -> None:
+        self.results.put_nowait((job.session, result))
+
+
+@pytest.fixture(params=[1, 8])
+def sessions(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(params=HOPS)
+async def hop(
+    request: pytest.FixtureRequest, sessions: int, card: torch.device, checkpoints: dict[str, Checkpoint]
+) -> AsyncIterator[Hop]:
+    hop = Hop(HOPS[request.param], checkpoints["llama"], card, sessions)
+    await hop.worker.start()
+    yield hop
+    await hop.worker.close()
+    await hop.executor.close()
+
+
+async def test_a_decode_pass_waits_once(hop: Hop, cards: SimulatedCards, card: torch.device) -> None:
+    for _ in range(3):
+        results = await hop.step()
+    before = cards.counts(card.index)
+    results = await hop.step()
+    after = cards.counts(card.index)
+    assert {result.error for result in results.values()} == {None}
+    assert (after.waits - before.waits, after.downloads - before.downloads) == (1, 1)
+
+
+async def test_who_sends_nan_fails_alone(hop: Hop, sessions: int) -> None:
+    if hop.is_first or sessions == 1:
+        return
+    await hop.step()
+    results = await hop.step(spoilt=3)
+    assert results[3].error == ErrorCode.NOT_FINITE and results[3].bad_input
+    assert all(result.error is None for session, result in results.items() if session != 3)
+    results = await hop.step()
+    assert all(result.error is None for session, result in results.items() if session != 3)
