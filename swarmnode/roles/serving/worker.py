@@ -24,7 +24,7 @@ from swarmnode.codec.tensors import FLOAT_DTYPES, Codec, TensorInfo
 from swarmnode.compress.codecs import decode, encode_in_place, to_buffer
 from swarmnode.compute.device_fault import is_device_fault
 from swarmnode.compute.executor import Executor, Urgency, WorkItem
-from swarmnode.compute.serving.download import Download
+from swarmnode.compute.serving.device_outputs import DeviceOutputs
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, StepInput, finiteness
 from swarmnode.compute.serving.runner import StepOutput as Output
 from swarmnode.compute.serving.sampling import sample
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 Finish = Callable[[Sequence[Tensor]], JobResult]
-"""From what a download has fetched to what came of a job, on the host"""
+"""From what was fetched to what came of a job, on the host"""
 
 OnLonePass = Callable[[str, int, int, float], None]
 """(phase, positions, units, seconds) of a pass of one session alone; called on the compute thread"""
@@ -181,7 +181,7 @@ class Worker:
 
     def _compute(self, batch: Sequence[Job]) -> list[JobResult]:
         """Everything up to the results is only launched; then the device is waited for, once."""
-        download = Download()
+        outputs = DeviceOutputs()
         finishes: dict[int, Finish] = {}
         ready: list[Job] = []
         works: list[StepInput] = []
@@ -189,7 +189,7 @@ class Worker:
         for job in batch:
             try:
                 work = self._decode(job)
-                sound.append(download.add(finiteness(work.x)) if work.x.is_floating_point() else None)
+                sound.append(outputs.add(finiteness(work.x)) if work.x.is_floating_point() else None)
                 works.append(work)
                 ready.append(job)
             except ProtocolError as error:
@@ -198,10 +198,10 @@ class Worker:
                 finishes[id(job)] = _told(_failure(job, error))
         outcomes = self._pass(works) if works else []
         for job, flag, outcome in zip(ready, sound, outcomes, strict=True):
-            finishes[id(job)] = self._leave(job, flag, outcome, download)
+            finishes[id(job)] = self._leave(job, flag, outcome, outputs)
         self.steps += 1
         self.positions += sum(job.count for job in ready)
-        fetched = download.fetch()
+        fetched = outputs.fetch()
         results = [self._finish(job, finishes[id(job)], fetched) for job in batch]
         for job in ready:
             self.meter.note_hop(job.phase, self.clock() - job.submitted_s)
@@ -223,13 +223,13 @@ class Worker:
             outcomes += self.runner.run_each(works)
         return outcomes
 
-    def _leave(self, job: Job, sound: int | None, outcome: Output | Exception, download: Download) -> Finish:
+    def _leave(self, job: Job, sound: int | None, outcome: Output | Exception, outputs: DeviceOutputs) -> Finish:
         """On the device: what of a job's outcome shall come to the host, and what to make of it there. Its own error is nobody
         else's."""
         try:
             if isinstance(outcome, Exception):
                 raise outcome
-            finish = self._encode(job, outcome.output, download)
+            finish = self._encode(job, outcome.output, outputs)
         except Exception as error:
             return _told(_failure(job, error))
         if sound is None:
@@ -263,30 +263,30 @@ class Worker:
         """Token ids are looked at on the host first."""
         return self.runner.span.device if info.dtype in FLOAT_DTYPES else torch.device("cpu")
 
-    def _encode(self, job: Job, y: Tensor, download: Download) -> Finish:
+    def _encode(self, job: Job, y: Tensor, outputs: DeviceOutputs) -> Finish:
         """`y` is hidden_BTH, or at the last hop logits_BKV (hidden_BTH where the client holds the head)."""
         then, wanted = job.then, job.wanted
         if isinstance(then, ForwardHidden):
             info, payload_M = encode_in_place(y, then.codec)
             self.meter.note_tensors(then.codec, FORWARD, raw_bytes=y.nbytes, encoded_bytes=payload_M.nbytes)
-            place = download.add(payload_M)
+            place = outputs.add(payload_M)
             return lambda fetched: JobResult(tensor=(info, to_buffer(fetched[place])))
         if not wanted:
             return _told(JobResult())
         y = y[:, y.shape[1] - wanted :]
-        sound = download.add(finiteness(y))
-        finish = self._return(y, download) if isinstance(then, Return) else self._sample(job, then, y, download)
+        sound = outputs.add(finiteness(y))
+        finish = self._return(y, outputs) if isinstance(then, Return) else self._sample(job, then, y, outputs)
         return lambda fetched: finish(fetched) if bool(fetched[sound]) else JobResult(error=ErrorCode.NOT_FINITE)
 
-    def _return(self, y: Tensor, download: Download) -> Finish:
+    def _return(self, y: Tensor, outputs: DeviceOutputs) -> Finish:
         info, payload_M = encode_in_place(y, Codec.NONE)
-        place = download.add(payload_M)
+        place = outputs.add(payload_M)
         return lambda fetched: JobResult(tensor=(info, to_buffer(fetched[place])))
 
-    def _sample(self, job: Job, then: Sample, logits_BKV: Tensor, download: Download) -> Finish:
+    def _sample(self, job: Job, then: Sample, logits_BKV: Tensor, outputs: DeviceOutputs) -> Finish:
         first = job.end - job.wanted + 1  # logits at p draw the token at p + 1
         greedy = then.sampling.temperature <= 0
-        place = download.add(logits_BKV.argmax(dim=-1) if greedy else logits_BKV)
+        place = outputs.add(logits_BKV.argmax(dim=-1) if greedy else logits_BKV)
 
         def finish(fetched: Sequence[Tensor]) -> JobResult:
             tokens = []

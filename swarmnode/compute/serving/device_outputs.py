@@ -9,14 +9,14 @@ from torch.nn.functional import pad
 ALIGNMENT_BYTES = 8  # of each tensor in what is brought: that of the widest elements
 
 
-class Download:
+class DeviceOutputs:
     """Of one pass. `add` what is wanted, `fetch` it all, and look it up under the number that `add` gave."""
 
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
 
     def __repr__(self) -> str:
-        return f"<Download of {len(self._parts)} tensors>"
+        return f"<DeviceOutputs of {len(self._parts)} tensors>"
 
     def add(self, tensor: Tensor) -> int:
         """Its number. It must not be written to any more."""
