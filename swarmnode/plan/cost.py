@@ -14,7 +14,7 @@ from swarmnode.plan.spans.flow import Floats
 BYTES_PER_HIDDEN = 2  # of a position between stages: bfloat16 or float16; float32 nodes send twice that
 
 
-def transfer_s(size_bytes: float, delay_s: Floats, bandwidth_bps: Floats) -> Floats:
+def transfer_s(size_bytes: float | Floats, delay_s: Floats, bandwidth_bps: Floats) -> Floats:
     """One message over each of some idle links: its delay, and its bytes through the narrowest place. All of one shape."""
     sending_s = np.divide(8 * size_bytes, bandwidth_bps, out=np.zeros(bandwidth_bps.shape), where=bandwidth_bps > 0)
     return delay_s + sending_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +29,10 @@ from swarmnode.net.links.gate import OPEN_GATE, Gate
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
+from swarmnode.plan.spans.flow import Floats
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.roles.training.coordinator.election import CoordinatorElection, ready_peers
+from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.trainer import Trainer
 from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
@@ -72,6 +74,13 @@ async def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert loop.time() < end_s, f"never came: {what}"
         await asyncio.sleep(0.005)
+
+
+class NoLinkTimes:
+    """Nothing is known of any link."""
+
+    def between(self, peers: Sequence[PeerId], _positions: int) -> tuple[Floats, Floats]:
+        return np.zeros((len(peers), len(peers))), np.zeros((len(peers), len(peers)))
 
 
 class Announced:
@@ -164,7 +173,10 @@ class Volunteer:
         config = replace(config, ledger=self.ledger)
         self.stage = TrainingStage(network, HELLO, config, segment, self.checkpoint_manager, executor, memory=memory)
         loop = asyncio.get_running_loop()
-        self.election = CoordinatorElection(cast("Directory", directory), self.stage, ToySegment.units, clock=loop.time)
+        links = cast("LinkTimes", NoLinkTimes())
+        self.election = CoordinatorElection(
+            cast("Directory", directory), self.stage, ToySegment.units, links, clock=loop.time
+        )
         self.alive = True
 
     def __repr__(self) -> str:

@@ -26,10 +26,10 @@ def one_way_delays(view: View, peers: Sequence[PeerId | None]) -> Floats:
 
 def position_times(view: View, peers: Sequence[PeerId | None]) -> Floats:
     """Seconds [N, N] that one position takes from one peer to another."""
-    return transfer_s(view.position_bytes, one_way_delays(view, peers), _bandwidths(view, peers))
+    return transfer_s(view.position_bytes, one_way_delays(view, peers), bandwidths(view, peers))
 
 
-def _bandwidths(view: View, peers: Sequence[PeerId | None]) -> Floats:
+def bandwidths(view: View, peers: Sequence[PeerId | None]) -> Floats:
     """Bits/s [N, N]: the sender's uplink or the receiver's downlink, whichever is narrower; infinite if neither was measured."""
     lines = {peer.peer: (peer.up_bps, peer.down_bps) for peer in view.peers}
     bps = np.array([lines.get(peer or "", (0.0, 0.0)) for peer in peers])

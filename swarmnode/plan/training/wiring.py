@@ -1,20 +1,27 @@
 """Which way a microbatch goes: through the replicas that will be done with it first.
 
-Each peer is booked for what was sent to it and has not come back (virtual finish times, as SWARM does, 2301.11913 section 3.2,
-with measured seconds per unit); a route is the cheapest chain of spans, mid-span entry included. So a peer with half the
-speed gets half the work.
+Peers and links are booked for what was sent to them and has not come back (virtual finish times, as SWARM does, 2301.11913
+section 3.2, with measured seconds per unit; links added); a route is the cheapest chain of spans, mid-span entry included. So a
+peer with half the speed gets half the work, and a slow link is crossed where waiting for a fast one would take longer. Of
+what costs the same a lot decides that no name favours.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.view import Span
+from swarmnode.plan.spans.flow import Bools, Floats, Indexes
+from swarmnode.plan.training.transfers import Transfers
+from swarmnode.plan.view import Span, draw
 
 UNMEASURED_UNIT_S = 0.01
+NOBODY, ABSENT = -1, -2  # who a unit is fixed to: nobody, or somebody who takes nothing
 
 
 @dataclass
@@ -31,42 +38,114 @@ class Replica:
         """Whether it takes one more, where nobody is given more than `in_flight`."""
         return self.in_flight < (min(in_flight, self.window) if self.window else in_flight)
 
+    @property
+    def assumed_unit_s(self) -> float:
+        """As measured, or a guess where it was not."""
+        return self.unit_s or UNMEASURED_UNIT_S
+
     def finish_s(self, units: int) -> float:
         """When it would be done with so many units more."""
-        return (self.booked_units + units) * (self.unit_s or UNMEASURED_UNIT_S)
+        return (self.booked_units + units) * self.assumed_unit_s
 
 
 Wire = tuple[PeerId, Span]
 
 
+def book(route: Sequence[Wire], workers: Mapping[PeerId, Replica], transfers: Transfers, change: int) -> None:
+    """A microbatch is sent along a route, or (-1) expected back no more."""
+    transfers.book([peer for peer, _ in route], change)
+    for peer, span in route:
+        worker = workers.get(peer)
+        if worker is not None:
+            worker.booked_units += change * span.units
+            worker.in_flight += change
+
+
 def wire(
-    units: int, workers: Mapping[PeerId, Replica], fixed: Sequence[PeerId | None], *, in_flight: int
+    units: int,
+    workers: Mapping[PeerId, Replica],
+    fixed: Sequence[PeerId | None],
+    transfers: Transfers,
+    *,
+    in_flight: int,
 ) -> list[Wire] | None:
     """The route of one microbatch; None where all who could take it have `in_flight` already, or nobody holds a unit.
 
     `fixed` names, for each unit, the peer that it must pass there, if any.
     """
-    free = {peer: worker for peer, worker in workers.items() if worker.is_free(in_flight)}
-    begins = sorted({worker.span.start for worker in free.values()})  # where one may hand over early
-    reaches = [(peer, worker, _reach(peer, worker.span, fixed)) for peer, worker in sorted(free.items())]
-    nowhere: list[Wire] = []
-    best = [(math.inf, nowhere)] * units + [(0.0, nowhere)]
-    for start in range(units - 1, -1, -1):
-        for peer, worker, reach in reaches:
-            end = reach.get(start, start)
-            for stop in (end, *(begin for begin in begins if start < begin < end)) if start < end else ():
-                rest_s, rest = best[stop]
-                if rest_s < math.inf and not (rest and rest[0][0] == peer):
-                    cost_s = worker.finish_s(stop - start) + rest_s
-                    if cost_s < best[start][0]:
-                        best[start] = (cost_s, [(peer, Span(start, stop)), *rest])
-    return best[0][1] or None
+    free = sorted((peer for peer, worker in workers.items() if worker.is_free(in_flight)), key=_lot)
+    if not free:
+        return None
+    able_PU = _able(units, [workers[peer].span for peer in free], free, fixed)
+    cheapest = _Cheapest(able_PU, [workers[peer] for peer in free], transfers.there_and_back_s(free))
+    route = cheapest.chain()
+    return [(free[number], span) for number, span in route] if route else None
 
 
-def _reach(peer: PeerId, span: Span, fixed: Sequence[PeerId | None]) -> dict[int, int]:
-    """How far a peer may take a microbatch that enters at a unit, by unit: to where its span or its claim on it ends."""
-    ends: dict[int, int] = {}
-    for unit in range(span.end - 1, span.start - 1, -1):
-        if fixed[unit] in (None, peer):
-            ends[unit] = ends.get(unit + 1, unit + 1)
-    return ends
+@lru_cache(maxsize=4096)
+def _lot(peer: PeerId) -> int:
+    return draw("wiring", peer)
+
+
+def _able(units: int, spans: Sequence[Span], peers: Sequence[PeerId], fixed: Sequence[PeerId | None]) -> Bools:
+    """[P, U]: whether a peer may take a unit: it holds it, and nobody else must take it."""
+    numbers = {peer: number for number, peer in enumerate(peers)}
+    fixed_U = np.array([NOBODY if peer is None else numbers.get(peer, ABSENT) for peer in fixed])
+    starts_P, ends_P = np.array(spans).T
+    units_U = np.arange(units)
+    held_PU = (starts_P[:, None] <= units_U) & (units_U < ends_P[:, None])
+    able_PU: Bools = held_PU & ((fixed_U == NOBODY) | (fixed_U == np.arange(len(peers))[:, None]))
+    return able_PU
+
+
+class _Cheapest:
+    """The cheapest chain, found from the model's end: what is left to pay by whoever is entered at a unit. Only where what
+    somebody may take begins or ends (C cuts) may a microbatch be handed on."""
+
+    def __init__(self, able_PU: Bools, workers: Sequence[Replica], there_and_back_PP: Floats) -> None:
+        peers, units = able_PU.shape
+        self.cuts_C: Indexes = np.concatenate(
+            [[0], 1 + np.flatnonzero((able_PU[:, 1:] != able_PU[:, :-1]).any(axis=0)), [units]]
+        )
+        self.reach_PU = _reach(able_PU)
+        self.unit_s_P = np.array([worker.assumed_unit_s for worker in workers])
+        self.booked_P = np.array([worker.booked_units for worker in workers])
+        self.hand_on_PP = there_and_back_PP + np.where(np.eye(peers, dtype=bool), np.inf, 0.0)  # to others
+        self.entered_PC = np.full((peers, len(self.cuts_C)), np.inf)
+        self.left_PC = np.full((peers, len(self.cuts_C)), np.inf)
+        self.left_PC[:, -1] = 0.0
+        self.stop_PC = np.zeros((peers, len(self.cuts_C)), np.intp)
+        self.next_PC = np.zeros((peers, len(self.cuts_C)), np.intp)
+        for cut in range(len(self.cuts_C) - 2, -1, -1):
+            self._enter(cut)
+
+    def _enter(self, cut: int) -> None:
+        """What whoever is entered at a cut has to pay, leaving at its best later one; and to whom it pays to hand on there."""
+        unit, stops = self.cuts_C[cut], self.cuts_C[cut + 1 :]
+        compute_PS = (self.booked_P[:, None] + stops - unit) * self.unit_s_P[:, None]
+        within_PS = stops <= self.reach_PU[:, unit, None]
+        cost_PS = np.where(within_PS, compute_PS + self.left_PC[:, cut + 1 :], np.inf)
+        self.stop_PC[:, cut] = cut + 1 + cost_PS.argmin(axis=1)
+        self.entered_PC[:, cut] = cost_PS.min(axis=1)
+        onward_PP = self.hand_on_PP + self.entered_PC[:, cut]
+        self.next_PC[:, cut] = onward_PP.argmin(axis=1)
+        self.left_PC[:, cut] = onward_PP.min(axis=1)
+
+    def chain(self) -> list[tuple[int, Span]]:
+        """Peers by number, and what each takes; empty where there is no chain."""
+        peer, cut, route = int(self.entered_PC[:, 0].argmin()), 0, list[tuple[int, Span]]()
+        if not np.isfinite(self.entered_PC[peer, 0]):
+            return route
+        while cut < len(self.cuts_C) - 1:
+            stop = int(self.stop_PC[peer, cut])
+            route.append((peer, Span(int(self.cuts_C[cut]), int(self.cuts_C[stop]))))
+            peer, cut = int(self.next_PC[peer, stop]), stop
+        return route
+
+
+def _reach(able_PU: Bools) -> npt.NDArray[np.intp]:
+    """[P, U]: how far a peer may take a microbatch that enters at a unit; the unit itself where it may not take it."""
+    units = able_PU.shape[1]
+    ends_PU = np.where(able_PU, units, np.arange(units))
+    reach_PU: npt.NDArray[np.intp] = np.minimum.accumulate(ends_PU[:, ::-1], axis=1)[:, ::-1]
+    return reach_PU

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.spans.flow import Floats
 
 LAN_DELAY_S, LAN_BANDWIDTH_BPS = 0.0005, 1e9  # between two peers at a place that has no neighbour in its region
 
@@ -24,6 +25,8 @@ class Links:
         self.places = list(places)
         self.bytes_sent: dict[tuple[int, int], float] = defaultdict(float)
         delay, bandwidth = _with_neighbours(scenario)
+        self._delay_SS: Floats = delay
+        self._bandwidth_SS: Floats = bandwidth
         self._delay_s: list[list[float]] = delay.tolist()  # lists: scalars out of arrays cost ten times as much
         self._bandwidth_bps: list[list[float]] = bandwidth.tolist()
         self._uplink_bps: list[float] = _uplinks_bps(scenario, bandwidth).tolist()
@@ -55,6 +58,12 @@ class Links:
     def bandwidth_bps(self, sender: int, receiver: int) -> float:
         """Of the path, if nobody else sends."""
         return self._bandwidth_bps[self.places[sender]][self.places[receiver]]
+
+    def between(self, peers: Sequence[int]) -> tuple[Floats, Floats]:
+        """[N, N] from each of these peers to each other: one-way delays in seconds, bandwidths in bits/s."""
+        places = [self.places[peer] for peer in peers]
+        pairs = np.ix_(places, places)
+        return self._delay_SS[pairs], self._bandwidth_SS[pairs]
 
     def send(self, now_s: float, sender: int, receiver: int, size_bytes: float) -> float:
         """When a message that is handed over now will have arrived."""

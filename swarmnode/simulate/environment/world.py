@@ -98,6 +98,8 @@ class World:
                 peer.span = self.choose(self.directory.view(), peer.joiner())
             else:
                 peer.span = self.peers[number % choosers].span
+            if not peer.span.units:
+                continue  # a plan without it
             self._serve(peer)
             self.directory.announce(peer.view())
             self.directory.know_now()

@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import numpy as np
 
 from swarmnode.codec.tensors import Codec, DType, TensorInfo, payload_bytes
 from swarmnode.errors import UsageError
+from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.training.compression import LADDER, Controller, Look, adatopk_keep, encoded_bytes
 from swarmnode.simulate.environment.links import Links
 
@@ -30,6 +34,7 @@ class Encoder:
         self._mode = mode
         self._controllers: dict[Direction, Controller] = {}
         self._slowest_s = 0.0  # of all links so far, uncompressed
+        self._last_bytes: dict[tuple[int, int], int] = {}  # of what went from one peer to another
 
     def __repr__(self) -> str:
         return f"<Encoder {self._mode}, {len(self._controllers)} directions, beat {self.beat_s:.3g} s>"
@@ -38,10 +43,23 @@ class Encoder:
         """Of values of this shape, encoded for a direction of a link."""
         plain = TensorInfo(Codec.NONE, DType.FLOAT32, shape)
         if self._mode == AUTO:
-            return encoded_bytes([plain], self._choose(link, plain))
-        if self._mode == ADATOPK:
-            return self._topk_bytes(link, plain)
-        return encoded_bytes([plain], Codec[self._mode.upper()])
+            size_bytes = encoded_bytes([plain], self._choose(link, plain))
+        elif self._mode == ADATOPK:
+            size_bytes = self._topk_bytes(link, plain)
+        else:
+            size_bytes = encoded_bytes([plain], Codec[self._mode.upper()])
+        self._last_bytes[link[:2]] = size_bytes
+        return size_bytes
+
+    def expected_bytes(self, peers: Sequence[int], shape: tuple[int, ...]) -> Floats:
+        """[N, N]: what values of this shape would weigh from each of these peers to each other: as the last ones there."""
+        fixed = Codec.NONE if self._mode in (AUTO, ADATOPK) else Codec[self._mode.upper()]
+        size_NN = np.full((len(peers), len(peers)), encoded_bytes([TensorInfo(fixed, DType.FLOAT32, shape)], fixed))
+        places = {peer: number for number, peer in enumerate(peers)}
+        for (sender, receiver), size_bytes in self._last_bytes.items():
+            if sender in places and receiver in places:
+                size_NN[places[sender], places[receiver]] = size_bytes
+        return size_NN.astype(float)
 
     def choices(self) -> dict[Direction, Codec]:
         """What each direction travels as now."""

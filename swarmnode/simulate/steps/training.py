@@ -14,7 +14,8 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
 from swarmnode.plan.training.groups import Holder, make_groups
 from swarmnode.plan.training.step_ledger import StepLedger
-from swarmnode.plan.training.wiring import Replica, wire
+from swarmnode.plan.training.transfers import Transfers
+from swarmnode.plan.training.wiring import Replica, book, wire
 from swarmnode.simulate.environment.peers import Peer
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import TrainSettings
@@ -43,6 +44,7 @@ class Training:
         self._pipelines = pipelines
         self._stages: dict[PeerId, SimulatedStage] = {}
         self._workers: dict[PeerId, Replica] = {}
+        self._transfers = Transfers()
         self._coming: list[Peer] = []
         self._flights: dict[int, SimulatedMicrobatch] = {}
         self._ledger = StepLedger(0, world.model.units, settings.microbatches)
@@ -217,6 +219,15 @@ class Training:
             self._stages[stage.name] = stage
             self._workers[stage.name] = Replica(peer.span, there_and_back_s / peer.span.units)
         self._coming = []
+        self._know_links()
+
+    def _know_links(self) -> None:
+        """As stages have measured them and use them now."""
+        indexes = [stage.peer.index for stage in self._stages.values()]
+        delay_NN, bandwidth_NN = self.world.links.between(indexes)
+        values = (self.settings.microbatch, self.settings.sequence, self.world.model.hidden)
+        size_NN = self.encoder.expected_bytes(indexes, values)
+        self._transfers.know(list(self._stages), delay_NN, 8 * size_NN / bandwidth_NN)
 
     def _missing_units(self) -> bool:
         held = {unit for worker in self._workers.values() for unit in range(*worker.span)}
@@ -229,9 +240,9 @@ class Training:
         missing = [number for number in self._ledger.missing() if number not in self._flights]
         if not missing:
             return
-        depth = len(wire(units, self._workers, [None] * units, in_flight=1 << 30) or ())
+        depth = len(wire(units, self._workers, [None] * units, self._transfers, in_flight=1 << 30) or ())
         for number in missing:
-            route = wire(units, self._workers, self._fixed(number), in_flight=depth + 1)
+            route = wire(units, self._workers, self._fixed(number), self._transfers, in_flight=depth + 1)
             if route is None:
                 if self._pipelines:
                     continue  # its own pipeline is full, another's may not be
@@ -254,11 +265,7 @@ class Training:
         return fixed
 
     def _book(self, flight: SimulatedMicrobatch, sign: int) -> None:
-        for stage, span in flight.route:
-            worker = self._workers.get(stage.name)
-            if worker is not None:
-                worker.booked_units += sign * span.units
-                worker.in_flight += sign
+        book([(stage.name, span) for stage, span in flight.route], self._workers, self._transfers, sign)
 
     def _count(self, flight: SimulatedMicrobatch, index: int) -> None:
         """A hop has counted a microbatch; what was counted before is work done again."""

@@ -28,6 +28,7 @@ from swarmnode.plan.training.coordination import Action, Coordination, Event, Ph
 from swarmnode.plan.training.recovery import RecoveryPlan
 from swarmnode.roles.training.coordinator.answer_times import SAVE_S
 from swarmnode.roles.training.coordinator.dispatcher import Dispatcher
+from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.coordinator.rendezvous import Rendezvous, furthest_run
 from swarmnode.roles.training.coordinator.step_loop import Office, StepLoop
 from swarmnode.roles.training.coordinator.strikes import OUT, Strikes
@@ -57,6 +58,7 @@ class Coordinator:
         dial: Dial,
         machine: Coordination,
         strikes: Strikes,
+        link_times: LinkTimes,
         *,
         check_run: Callable[[Run], None],
         resigned: Callable[[int], None],
@@ -79,7 +81,7 @@ class Coordinator:
         )
         self._trainer_connections = TrainerConnections()
         self._dispatcher = Dispatcher(
-            units, self._worker_group.members, self._trainer_connections, strikes, clock=clock
+            units, self._worker_group.members, self._trainer_connections, strikes, link_times, clock=clock
         )
         self._office = Office(
             units, self._worker_group, self._dispatcher, self._trainer_connections, strikes, itertools.count(1), clock

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import HopSpec
@@ -13,13 +13,16 @@ from swarmnode.codec.training_messages import Done, Failed, Lease, Release
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.step_ledger import StepLedger
-from swarmnode.plan.training.wiring import Wire, wire
+from swarmnode.plan.training.transfers import Transfers
+from swarmnode.plan.training.wiring import Wire, book, wire
 from swarmnode.roles.training.coordinator.answer_times import AnswerTimes
 from swarmnode.roles.training.coordinator.leases import OutstandingLease, OutstandingLeases
+from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.coordinator.seal import seal_lease
 from swarmnode.roles.training.coordinator.strikes import Strikes
 from swarmnode.roles.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
 from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.swarm.records.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -36,23 +39,32 @@ class Dispatcher:
         members: Mapping[PeerId, WorkerHandle],
         trainer_connections: TrainerConnections,
         strikes: Strikes,
+        link_times: LinkTimes,
         *,
         clock: Callable[[], float],
     ) -> None:
         self.leases = OutstandingLeases()
         self.term = 0
         self.key = b""  # of the term's seals
-        self.run = b""  # the id of the run in force
+        self._run = b""  # the id of the run in force
+        self._positions = 0  # of one of its microbatches
         self._units = units
         self._members = members
         self._trainer_connections = trainer_connections
         self._strikes = strikes
+        self._link_times = link_times
+        self._transfers = Transfers()
+        self._known: tuple[int, frozenset[PeerId]] | None = None  # for which step and whom links were looked up
         self._clock = clock
         self._numbers = itertools.count()
         self._times = AnswerTimes()
 
     def __repr__(self) -> str:
         return f"<Dispatcher of term {self.term}, {self.leases!r}>"
+
+    def begin(self, run: Run) -> None:
+        """From now on leases are of this run."""
+        self._run, self._positions = run.id, run.microbatch * max(1, run.sequence)
 
     # -- giving
 
@@ -62,7 +74,8 @@ class Dispatcher:
         busy = self.leases.numbers
         usable = [member for member in self._members.values() if member.state is WorkerState.USABLE]
         workers = {member.peer: member.worker for member in usable if not self._strikes.rests(member.peer)}
-        depth = len(wire(self._units, workers, [None] * self._units, in_flight=1 << 30) or ())
+        self._know_links(ledger.step, workers)
+        depth = len(wire(self._units, workers, [None] * self._units, self._transfers, in_flight=1 << 30) or ())
         for number in ledger.missing():
             trainer = self._free_trainer()
             if trainer is None:
@@ -70,11 +83,18 @@ class Dispatcher:
             if number in busy:
                 continue
             counters = ledger.counters(number)
-            route = wire(self._units, workers, counters, in_flight=depth + 1)
+            route = wire(self._units, workers, counters, self._transfers, in_flight=depth + 1)
             if route is not None:
                 self._give(trainer, number, ledger.step, tuple(route))
             elif not any(counters):
                 return  # else it is only this one that waits for a certain peer
+
+    def _know_links(self, step: int, workers: Collection[PeerId]) -> None:
+        """Anew in each step, and where other stages take part."""
+        known = step, frozenset(workers)
+        if known != self._known:
+            self._known, peers = known, sorted(workers)
+            self._transfers.know(peers, *self._link_times.between(peers, self._positions))
 
     def _free_trainer(self) -> TrainerLine | None:
         """Who has most room for another microbatch, if anybody has."""
@@ -89,8 +109,8 @@ class Dispatcher:
         self.leases.add(record)
         self._book(record, 1)
         hops = tuple(HopSpec(peer, span.start, span.end) for peer, span in route)
-        seal = seal_lease(self.key, self.run, self.term, lease, step, number, hops, trainer.peer)
-        trainer.send(Lease(self.term, lease, step, number, hops, self.run, within_s, seal))
+        seal = seal_lease(self.key, self._run, self.term, lease, step, number, hops, trainer.peer)
+        trainer.send(Lease(self.term, lease, step, number, hops, self._run, within_s, seal))
 
     def _work_s(self, route: tuple[Wire, ...]) -> float:
         """Of computing on the way, what is booked before it included; 0 where some stage was not measured yet."""
@@ -100,11 +120,8 @@ class Dispatcher:
         return sum(worker.finish_s(span.units) for worker, span in workers)
 
     def _book(self, record: OutstandingLease, sign: int) -> None:
-        for peer, span in record.route:
-            member = self._members.get(peer)
-            if member is not None:
-                member.worker.booked_units += sign * span.units
-                member.worker.in_flight += sign
+        workers = {peer: self._members[peer].worker for peer, _ in record.route if peer in self._members}
+        book(record.route, workers, self._transfers, sign)
 
     # -- what becomes of them
 
@@ -150,7 +167,7 @@ class Dispatcher:
         self._book(record, -1)
         record.suspects = suspects
         members = [self._members[peer] for peer, _ in record.route if peer in self._members]
-        release = Release((record.lease,), self.run)
+        release = Release((record.lease,), self._run)
         for trainer in self._trainer_connections:
             if trainer.peer == record.trainer:
                 trainer.send(release)
@@ -201,5 +218,6 @@ class Dispatcher:
     def clear(self) -> None:
         """All leases are void; the members' bookings with them."""
         self.leases.clear()
+        self._transfers.clear()
         for member in self._members.values():
             member.worker.booked_units = member.worker.in_flight = 0

@@ -19,6 +19,7 @@ from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
 from swarmnode.roles.training.coordinator.coordinator import TERM_BITS, Coordinator
+from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.coordinator.loopback import Loopback
 from swarmnode.roles.training.coordinator.strikes import Strikes
 from swarmnode.roles.training.coordinator.worker_handle import Line
@@ -44,6 +45,7 @@ class CoordinatorElection:
         directory: Directory,
         stage: TrainingStage,
         units: int,
+        link_times: LinkTimes,
         *,
         clock: Callable[[], float] = time.monotonic,
         on_crash: OnCrash | None = None,
@@ -51,6 +53,7 @@ class CoordinatorElection:
         self._directory = directory
         self._stage = stage
         self._units = units
+        self._link_times = link_times
         self._clock = clock
         self._machine = Coordination()
         self._strikes = Strikes(clock)
@@ -144,6 +147,7 @@ class CoordinatorElection:
             self._dial,
             self._machine,
             self._strikes,
+            self._link_times,
             check_run=partial(check_positions, self._stage.segment),
             resigned=self._heard_term,
             clock=self._clock,

@@ -61,7 +61,7 @@ class StepLoop:
         self._units = office.units
         self._worker_group = office.worker_group
         self._dispatcher = office.dispatcher
-        self._dispatcher.run = run.id
+        self._dispatcher.begin(run)
         self._trainer_connections = office.trainer_connections
         self._step_progress = self._new_step_progress()
         self._all_reduce: AllReduceAttempt | None = None

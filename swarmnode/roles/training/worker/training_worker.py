@@ -31,6 +31,7 @@ from swarmnode.roles.measuring.meters import TRAIN
 from swarmnode.roles.serving.stage import SPEEDS_FILE, Hardware, ServingStage
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.roles.training.coordinator.election import CoordinatorElection
+from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.stage import TrainingStage
@@ -93,8 +94,14 @@ class TrainingWorker:
             Urgency.CONTROL,
             lambda: Capability.of(conditions, cache, lambda: measure(segment, clock.compute), clock=clock.monotonic),
         )
+        link_times = LinkTimes(host.directory, checkpoint.units, host.swarm.manifest.model.hidden)
         election = CoordinatorElection(
-            host.directory, training, checkpoint.units, clock=clock.monotonic, on_crash=host.supervisor.ends_peer
+            host.directory,
+            training,
+            checkpoint.units,
+            link_times,
+            clock=clock.monotonic,
+            on_crash=host.supervisor.ends_peer,
         )
         await training.start()
         election.start()

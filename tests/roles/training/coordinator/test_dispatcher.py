@@ -19,6 +19,7 @@ from swarmnode.roles.training.coordinator.strikes import Strikes
 from swarmnode.roles.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
 from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
 from tests.roles.training.scene import KEY, RUN
+from tests.roles.training_swarm import NoLinkTimes
 
 UNITS = 3
 
@@ -52,8 +53,12 @@ class Office:
         for trainer in self.trainers:
             trainer_connections.add(trainer, 0)
         self.strikes = Strikes(clock)
-        self.dispatcher = Dispatcher(UNITS, {"stage": self.member}, trainer_connections, self.strikes, clock=clock)
-        self.dispatcher.term, self.dispatcher.key, self.dispatcher.run = 1, KEY, RUN.id
+        links = cast("Any", NoLinkTimes())
+        self.dispatcher = Dispatcher(
+            UNITS, {"stage": self.member}, trainer_connections, self.strikes, links, clock=clock
+        )
+        self.dispatcher.term, self.dispatcher.key = 1, KEY
+        self.dispatcher.begin(RUN)
         self.ledger = StepLedger(0, UNITS, RUN.microbatches)
         self.ledger.report("stage", Span(0, UNITS), {})
         self.dispatcher.dispatch(self.ledger)

@@ -1,0 +1,69 @@
+"""What handing a microbatch on costs: transfers between stages, booked for what is under way as computing is.
+
+A path takes one message after another, and so does the line of whoever sends: what a peer sends to different ones leaves it at
+the pace of its fastest path. Every hop carries activations there and gradients of the same size back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.spans.flow import Floats
+
+
+class Transfers:
+    """Between the stages of one training. Of whoever nothing is known, sending costs nothing."""
+
+    def __init__(self) -> None:
+        self._booked: Counter[tuple[PeerId, PeerId]] = Counter()  # messages that a path is yet to carry
+        self.know((), np.zeros((0, 0)), np.zeros((0, 0)))
+
+    def __repr__(self) -> str:
+        return f"<Transfers between {len(self._number)} peers, {self._booked.total()} messages booked>"
+
+    def know(self, peers: Sequence[PeerId], delay_NN: Floats, sending_NN: Floats) -> None:
+        """Seconds [from, to] between peers: how long a message is under way, and how long a microbatch's values take to be sent.
+        What is booked stays."""
+        self._number = {peer: number for number, peer in enumerate(peers)}
+        unknown = (0, 1)  # one more, for everybody else
+        self._delay_NN = np.pad(delay_NN, unknown)
+        self._sending_NN = np.pad(sending_NN, unknown)
+        apart_NN = np.where(np.eye(len(peers), dtype=bool), np.inf, sending_NN)
+        self._uplink_N = np.pad(apart_NN.min(axis=1, initial=np.inf), unknown)  # its fastest path
+        self._uplink_N[np.isinf(self._uplink_N)] = 0.0
+        self._booked_NN = np.zeros_like(self._sending_NN)
+        for (sender, receiver), count in self._booked.items():
+            self._booked_NN[self._at(sender), self._at(receiver)] += count
+
+    def book(self, route: Sequence[PeerId], change: int) -> None:
+        """A microbatch is sent along these peers, or (-1) is back."""
+        for here, there in pairwise(route):
+            for path in ((here, there), (there, here)):
+                self._booked[path] += change
+                if not self._booked[path]:
+                    del self._booked[path]
+                self._booked_NN[self._at(path[0]), self._at(path[1])] += change
+
+    def clear(self) -> None:
+        """Nothing is under way any more."""
+        self._booked.clear()
+        self._booked_NN[:] = 0.0
+
+    def there_and_back_s(self, peers: Sequence[PeerId]) -> Floats:
+        """[N, N]: when one more microbatch would have gone from one of these peers to another and its gradient come back, after
+        all that is booked."""
+        at_N = np.array([self._at(peer) for peer in peers], dtype=np.intp)
+        pairs = np.ix_(at_N, at_N)
+        path_NN = (self._booked_NN[pairs] + 1) * self._sending_NN[pairs]
+        line_N = (self._booked_NN.sum(axis=1) + 1)[at_N] * self._uplink_N[at_N]
+        one_way_NN = np.maximum(path_NN, line_N[:, None]) + self._delay_NN[pairs]
+        both_NN: Floats = one_way_NN + one_way_NN.T
+        return both_NN
+
+    def _at(self, peer: PeerId) -> int:
+        return self._number.get(peer, len(self._number))

@@ -1,0 +1,47 @@
+"""Link times: what a coordinator believes of the links between stages, by what they announce: measured round trips and coordinates,
+lines up and down, and the codecs that they send to one another with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.cost import transfer_s
+from swarmnode.plan.routes.delays import bandwidths, one_way_delays
+from swarmnode.plan.spans.flow import Floats
+from swarmnode.plan.training.compression import LADDER, encoded_bytes
+from swarmnode.plan.view import view_of
+from swarmnode.swarm.peers.directory import Directory
+from swarmnode.swarm.records.announcement import peer_digest
+
+
+class LinkTimes:
+    """Of one swarm. `width`: values of a position between stages; 0 where only its data tell that, so that delays alone count."""
+
+    def __init__(self, directory: Directory, units: int, width: int) -> None:
+        self._directory = directory
+        self._units = units
+        self._width = width
+
+    def __repr__(self) -> str:
+        return f"<LinkTimes of {len(self._directory.peers())} peers, {self._width} values a position>"
+
+    def between(self, peers: Sequence[PeerId], positions: int) -> tuple[Floats, Floats]:
+        """Seconds [N, N] from each of these peers to each other: the delay, and how long the values of a microbatch of so many
+        positions take to be sent."""
+        announced = self._directory.peers()
+        view = view_of(self._units, announced.values())
+        delay_NN = one_way_delays(view, peers)
+        sends = [announced[peer].sends if peer in announced else {} for peer in peers]
+        size_NN = self._sizes(sends, [peer_digest(peer) for peer in peers], positions)
+        return delay_NN, transfer_s(size_NN, np.zeros_like(delay_NN), bandwidths(view, peers))
+
+    def _sizes(self, sends: Sequence[Mapping[bytes, int]], receivers: Sequence[bytes], positions: int) -> Floats:
+        """Bytes [N, N]: with the codecs that each says it sends to others, else uncompressed."""
+        values = TensorInfo(Codec.NONE, DType.FLOAT32, (positions, self._width))
+        size_bytes = {int(codec): float(encoded_bytes([values], codec)) for codec in LADDER}
+        plain_bytes = size_bytes[Codec.NONE]
+        return np.array([[size_bytes.get(said.get(there, 0), plain_bytes) for there in receivers] for said in sends])
