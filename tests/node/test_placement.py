@@ -30,7 +30,8 @@ KILLED = ("quick", "large", "little")
 SETTLED_S = 60.0
 CALM_S = 15.0  # without any change: longer than a peer waits before it looks again, and its wish has to stand
 TOKENS = 120
-QUALITY = 0.8
+QUALITY = 0.95
+QUALITY_AFTER_LOSSES = 0.75  # of a few nodes that are left where they serve, by the luck of who looks first: 0.79 to 1
 
 Places = dict[str, tuple[int, int]]
 
@@ -78,10 +79,10 @@ def quality(places: Places) -> float:
     return throughput(supply_of(UNITS, spans)) / bound(UNITS, able)
 
 
-def assert_good(places: Places) -> None:
+def assert_good(places: Places, least: float) -> None:
     """All units are held, nearly as well as they could be."""
     assert {unit for start, end in places.values() for unit in range(start, end)} == set(range(UNITS))
-    assert quality(places) >= QUALITY, places
+    assert quality(places) >= least, places
 
 
 @in_virtual_time
@@ -94,7 +95,7 @@ async def test_eight_nodes_settle_lose_three_and_settle_again(
         for name, (speed, megabytes) in NODES.items():
             swarm.node(name, throttle_units_per_s=speed, memory_bytes=limit_bytes_for(megabytes * 1_200_000))
         async with swarm.client() as client:
-            assert_good(await settled(client, len(NODES)))
+            assert_good(await settled(client, len(NODES)), QUALITY)
             prompts = [[*PROMPT[:-1], last] for last in (11, 12, 13)]
             streams = [await client.stream(prompt, max_new_tokens=TOKENS) for prompt in prompts]
             texts = [aiter(stream) for stream in streams]
@@ -104,7 +105,7 @@ async def test_eight_nodes_settle_lose_three_and_settle_again(
                 await swarm.members[name].kill()
             places = await settled(client, len(NODES) - len(KILLED))
             assert set(places) == set(NODES) - set(KILLED)
-            assert_good(places)
+            assert_good(places, QUALITY_AFTER_LOSSES)
             for prompt, stream, text in zip(prompts, streams, texts, strict=True):
                 async for _ in text:
                     pass
