@@ -17,10 +17,12 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Input, Open, Ready, Truncate
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import PeerError, PeerLost, refusal
+from swarmnode.ledger import Reservation
 from swarmnode.net.deadlines import Deadline
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 
+ENTRY_BYTES = 768  # of Python's objects around one entry of a journal
 OPENING = Deadline(floor_s=2.0, ceiling_s=10.0, slack=8.0)  # for READY, which a peer says before it computes anything
 
 
@@ -39,12 +41,18 @@ class Entry:
         """The position after the last."""
         return self.start + self.count
 
+    @property
+    def payload_bytes(self) -> int:
+        """Of its inputs, encoded."""
+        return sum(map(len, self.payload))
+
 
 class Hop:
     """One session's edge to its next stage: a journal, and for each epoch a channel.
 
     `on_frame` hears all frames of the current channel but READY, ERROR and END. `on_fault(error)` is called once per epoch,
-    when the peer is lost or refuses after `open` had succeeded.
+    when the peer is lost or refuses after `open` had succeeded. `reservation` counts the journal, where nobody has reserved
+    memory for all that it may come to.
     """
 
     def __init__(
@@ -52,11 +60,14 @@ class Hop:
         switchboard: Switchboard,
         on_frame: Callable[[Frame, Body], None],
         on_fault: Callable[[PeerError], None],
+        reservation: Reservation | None = None,
     ) -> None:
         self._switchboard = switchboard
         self._on_frame = on_frame
         self._on_fault = on_fault
+        self._reservation = reservation
         self._journal: list[Entry] = []
+        self._journal_bytes = 0
         self._end = 0
         self._truncations = 0  # the number of the last
         self._channel: Channel | None = None
@@ -77,8 +88,8 @@ class Hop:
 
     @property
     def journal_bytes(self) -> int:
-        """Memory that the journal holds."""
-        return sum(len(part) for entry in self._journal for part in entry.payload)
+        """Payload that the journal holds."""
+        return self._journal_bytes
 
     @property
     def had(self) -> int:
@@ -164,7 +175,9 @@ class Hop:
         if entry.end <= self.end:
             return False
         self._journal.append(entry)
+        self._journal_bytes += entry.payload_bytes
         self._end = entry.end
+        self._count()
         return True
 
     def truncation(self, to: int) -> Truncate:
@@ -179,6 +192,12 @@ class Hop:
             for entry in self._journal
             if entry.start < truncate.to
         ]
+        self._journal_bytes = sum(entry.payload_bytes for entry in self._journal)
+        self._count()
+
+    def _count(self) -> None:
+        if self._reservation is not None:
+            self._reservation.count(self._journal_bytes + ENTRY_BYTES * len(self._journal))
 
     def tell(self, body: Body, *, seq: int = 0) -> None:
         """Send a frame that needs no journal, if the hop is bound."""

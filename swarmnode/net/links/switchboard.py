@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Hello
 from swarmnode.errors import NetworkDown, PeerError, PeerLost
+from swarmnode.ledger import MemoryLedger
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link import Link, LinkConfig
@@ -154,6 +155,11 @@ class Switchboard:
 
     def __repr__(self) -> str:
         return f"<Switchboard {self._protocol} outgoing={len(self._outgoing)} incoming={len(self._incoming)}>"
+
+    @property
+    def ledger(self) -> MemoryLedger:
+        """Of the memory that its conversations take."""
+        return self._config.ledger
 
     async def start(self) -> None:
         """Serve incoming links."""

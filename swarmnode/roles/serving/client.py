@@ -47,6 +47,7 @@ from swarmnode.errors import (
     SwarmnodeError,
     refusal,
 )
+from swarmnode.ledger import Account
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.hop import Entry, Hop
 from swarmnode.net.links.switchboard import Channel, Switchboard
@@ -143,7 +144,8 @@ class ClientSession:
         self._config = config
         self._meter = meter or ClientMeter()
         self._clock = clock
-        self._first = Hop(switchboard, self._from_first, lambda error: self._fault(self.epoch, 0, error))
+        self._journal = switchboard.ledger.count(Account.JOURNALS)
+        self._first = Hop(switchboard, self._from_first, lambda error: self._fault(self.epoch, 0, error), self._journal)
         self._timing: Timing | None = None
         self._cadence: Cadence | None = None
         self._last: Channel | None = None
@@ -203,6 +205,7 @@ class ClientSession:
         self._first.unbind()
         if self._last is not None:
             self._last.close()
+        self._journal.release()
 
     # -- frames
 

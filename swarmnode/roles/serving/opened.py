@@ -6,10 +6,10 @@ from swarmnode.codec.body import MAX_WANTED_POSITIONS
 from swarmnode.codec.messages import Input, Mode, Open, Want
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES
 from swarmnode.errors import ErrorCode
+from swarmnode.net.links.hop import ENTRY_BYTES
 
 WIDEST_BYTES = 4  # per element, whatever the codec
-ENTRY_BYTES = 768  # of Python's objects around one entry of a journal, and one output
-SESSION_BYTES = 16 * 1024  # and around the session itself
+SESSION_BYTES = 16 * 1024  # of Python's objects around a session
 
 
 def units_of(opened: Open) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,9 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, Error, HopSpec, Mode, Open, Ready, Want
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, ErrorCode, NoRoute, PeerRefused, SwarmnodeError
+from swarmnode.ledger import Account
 from swarmnode.net.interfaces import Stream
+from swarmnode.net.links.hop import ENTRY_BYTES
 from swarmnode.roles.serving.client import ClientSession, ids_entry
 from swarmnode.roles.serving.session_spec import SessionSpec
 from tests.net.virtual import in_virtual_time
@@ -36,6 +39,17 @@ async def test_the_ring_draws_what_the_whole_model_draws(spans: list[tuple[int, 
     assert stream.result.reroutes == 0
     await settle()
     assert swarm.loads == [0] * len(spans)
+
+
+@in_virtual_time
+async def test_what_a_client_keeps_for_sending_it_again_is_in_its_ledger() -> None:
+    swarm = await ToySwarm.start((0, 2), (2, 4))
+    journals = []
+    async for _ in swarm.ring(PROMPT, 8):
+        journals.append(swarm.switchboard.ledger.accounts()[Account.JOURNALS])
+    grows = [later - earlier for earlier, later in itertools.pairwise(journals)]
+    assert journals[0] >= len(PROMPT) * 8 and set(grows) == {ENTRY_BYTES + 8}
+    assert swarm.switchboard.ledger.used_bytes == 0
 
 
 @in_virtual_time
