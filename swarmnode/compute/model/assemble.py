@@ -17,7 +17,7 @@ from torch import nn
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import Absent, Stack
-from swarmnode.compute.model.trace import FOREIGN_ERRORS
+from swarmnode.compute.model.trace import FOREIGN_ERRORS, ONE_AT_A_TIME, build_on_meta
 from swarmnode.errors import CheckpointError
 
 with lean():
@@ -28,7 +28,7 @@ def assemble(family: Family, tensors: Mapping[str, Any], start: int, end: int, *
     """The family's class with the units [start, end) only, filled from `tensors` (of the span, checkpoint's names)."""
     model_class = _cut_class(family, start, end)
     try:
-        with _quiet_loader():
+        with ONE_AT_A_TIME, _quiet_loader():
             model, info = model_class.from_pretrained(
                 None,
                 config=family.config,
@@ -52,9 +52,7 @@ def assemble(family: Family, tensors: Mapping[str, Any], start: int, end: int, *
 
 def outline(family: Family, start: int, end: int, *, dtype: torch.dtype) -> Any:
     """The same without weights, on the meta device."""
-    model_class = _cut_class(family, start, end)
-    with torch.device("meta"):
-        return model_class(family.config).to(dtype)
+    return build_on_meta(_cut_class(family, start, end), family.config).to(dtype)
 
 
 def _cut_class(family: Family, start: int, end: int) -> type[Any]:

@@ -10,7 +10,7 @@ from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.model.family import family_of
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.selfcheck import check_family
-from swarmnode.compute.model.trace import FOREIGN_ERRORS
+from swarmnode.compute.model.trace import FOREIGN_ERRORS, ONE_AT_A_TIME
 from swarmnode.errors import CheckpointError
 
 with lean():
@@ -27,7 +27,7 @@ def write_fresh_model(config: Path, out: Path, seed: int) -> None:
     check_family(family)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        with torch.random.fork_rng():
+        with ONE_AT_A_TIME, torch.random.fork_rng():
             torch.manual_seed(seed)
             model = family.model_class(family.config).float()
     except FOREIGN_ERRORS as error:

@@ -17,7 +17,7 @@ from torch import Tensor
 from swarmnode.compute.model.assemble import assemble
 from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.model.trace import FOREIGN_ERRORS
+from swarmnode.compute.model.trace import FOREIGN_ERRORS, ONE_AT_A_TIME
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.window import Window, sliding_layers
 from swarmnode.errors import CheckpointError, SwarmnodeError
@@ -127,7 +127,8 @@ def _try(family: Family) -> tuple[float, bool]:
     """Largest difference of logits between spans with cohort caches and one pass of the whole model without a cache; and
     whether the whole model cannot take one position more than its config says."""
     torch.manual_seed(0)
-    whole = family.model_class(copy.deepcopy(family.config)).to(torch.float32).eval()
+    with ONE_AT_A_TIME:
+        whole = family.model_class(copy.deepcopy(family.config)).to(torch.float32).eval()
     for parameter in whole.parameters():
         parameter.add_(
             torch.randn_like(parameter) * 0.1

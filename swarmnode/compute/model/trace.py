@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +42,13 @@ class ModelTrace:
     cache_shapes: tuple[tuple[tuple[int, int], ...], ...]
 
 
+ONE_AT_A_TIME = threading.RLock()  # models are built under switches of transformers that are the whole process's
+
+
 def build_on_meta(model_class: type[Any], config: Any) -> Any:
     """The model without weights. Raises CheckpointError where its class refuses the config."""
     try:
-        with torch.device("meta"), no_init_weights():
+        with ONE_AT_A_TIME, torch.device("meta"), no_init_weights():
             return model_class(config).eval()
     except FOREIGN_ERRORS as error:
         raise CheckpointError(f"{model_class.__name__} cannot be built from this config: {error}") from error

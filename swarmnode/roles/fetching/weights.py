@@ -41,6 +41,7 @@ class Weights:
         if self._hint is not None and not self._hint.is_dir():
             log.info("%s is not on this machine; the weights come from peers", self._hint)
             self._hint = None
+        self._outline: Checkpoint | None = None
         self._damaged = False  # the founder's folder is here and cannot be used
         bounded = weights_link(host.link_config, largest_answer_bytes(self._manifest))
         self._board = Switchboard(host.network, WEIGHTS_PROTOCOL, host.hello, bounded)
@@ -68,13 +69,20 @@ class Weights:
         return await self._bring({file: range(file.chunks()) for file in self._manifest.files})
 
     async def outline(self) -> Checkpoint:
-        """Config, index and headers: enough to know every tensor's place and size."""
+        """Config, index and headers: enough to know every tensor's place and size. Read once."""
+        if self._outline is None:
+            self._outline = await self._read_outline()
+        return self._outline
+
+    async def _read_outline(self) -> Checkpoint:
         hint = self._hint
         await self.small_files()
         weights = [file for file in self._manifest.files if is_weights(file.name)]
         await self._bring({file: range(min(1, file.chunks())) for file in weights}, verify=False)
         if self._hint is None and hint is not None:
-            return await self.outline()  # the folder was given up in the middle: what it gave before does not count
+            return (
+                await self._read_outline()
+            )  # the folder was given up in the middle: what it gave before does not count
         folder = await self._bring({file: range(self._header_chunks(file)) for file in weights}, verify=False)
         try:
             return await asyncio.to_thread(self._open, folder)
@@ -82,7 +90,7 @@ class Weights:
             if self._hint is None:
                 raise
             self._give_up_hint(str(error))
-            return await self.outline()
+            return await self._read_outline()
 
     async def span(self, units: Span, progress: Progress | None = None) -> Checkpoint:
         """The checkpoint with the tensors of these units present and verified."""
@@ -171,7 +179,7 @@ class Weights:
 
     def _give_up_hint(self, fault: str) -> None:
         log.warning("%s (changed or damaged); asking the peers instead", fault)
-        self._hint, self._damaged = None, True
+        self._hint, self._damaged, self._outline = None, True, None
 
     async def _fetch(self, wanted: Mapping[FileContent, Iterable[int]], progress: Progress | None) -> None:
         config, directory = self._host.config, self._host.directory
