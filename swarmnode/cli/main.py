@@ -5,6 +5,8 @@ Nothing heavy is imported here: `swarmnode --help` must answer at once.
 
 from __future__ import annotations
 
+import os
+
 import typer
 
 from swarmnode.cli.bootstrap import bootstrap
@@ -70,6 +72,8 @@ def _options(
 
 def main() -> None:
     """Entry point of the `swarmnode` command. Exit codes: 0 done, 1 failed, 2 wrong usage."""
+    # Read when torch starts: caches that grow and go leave holes in a card's memory, which segments of one size cannot use.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     app()
 
 

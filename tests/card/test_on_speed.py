@@ -14,10 +14,12 @@ from swarmnode.compute.speed import measure_serving, measure_training
 from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
+from swarmnode.config import StageConfig
 from swarmnode.errors import LocalError
+from swarmnode.roles.serving.stage import Hardware
 from swarmnode.swarm.records.run import Run
 from tests.card.conftest import LAYERS
-from tests.card.simulated import SimulatedCards
+from tests.card.simulated import TOTAL_BYTES, SimulatedCards
 
 UNITS = LAYERS + 2
 LAUNCH_S = 0.001
@@ -111,3 +113,11 @@ def test_a_card_is_tried_before_it_is_lent(cards: SimulatedCards, card: torch.de
     cards.lose()
     with pytest.raises(LocalError, match="cannot compute on it: CUDA error"):
         probe_device(f"cuda:{card.index}")
+
+
+def test_no_more_is_lent_than_is_free(
+    cards: SimulatedCards, card: torch.device, checkpoints: dict[str, Checkpoint]
+) -> None:
+    config = StageConfig(device=f"cuda:{card.index}", memory_bytes=TOTAL_BYTES + 1)
+    with pytest.raises(LocalError, match="GB free now; lend less"):
+        Hardware.probe(checkpoints["llama"], config)

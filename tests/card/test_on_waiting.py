@@ -16,16 +16,20 @@ from swarmnode.compute.executor import Executor
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
+from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.lm import load_segment
 from swarmnode.errors import ErrorCode
 from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Sample
 from swarmnode.roles.serving.worker import Worker
+from swarmnode.roles.training.worker.values import decode_values, encode_values
+from swarmnode.swarm.records.run import Run
 from tests.card.conftest import LAYERS
 from tests.card.simulated import SimulatedCards
 
 UNITS = LAYERS + 2
 HIDDEN = 32
 HOPS = {"first": (0, 2), "middle": (2, 3), "last": (3, UNITS)}
-GREEDY = Sampling(prompt_length=1, max_new_tokens=50, temperature=0.0, top_p=1.0, top_k=0, seed=1, stop_ids=())
+SAMPLED = Sampling(prompt_length=1, max_new_tokens=50, temperature=1.0, top_p=1.0, top_k=0, seed=1, stop_ids=())
 
 
 class Hop:
@@ -56,8 +60,8 @@ class Hop:
         else:
             hidden_BTH = torch.randn(1, 1, HIDDEN, generator=torch.Generator().manual_seed(session))
             part = encode(hidden_BTH * float("nan") if is_spoilt else hidden_BTH, Codec.NONE if is_spoilt else codec)
-        then = Sample(GREEDY, first=1) if self.is_last else ForwardHidden(codec)
-        return Job(session, self.start, 1, (part,), then, self._done)
+        then = Sample(SAMPLED, first=1) if self.is_last else ForwardHidden(codec)
+        return Job(session, self.start, 1, (part,), then, self._done, self.executor.clock())
 
     def _done(self, job: Job, result: JobResult, _run: object) -> None:
         self.results.put_nowait((job.session, result))
@@ -98,3 +102,22 @@ async def test_who_sends_nan_fails_alone(hop: Hop, sessions: int) -> None:
     assert all(result.error is None for session, result in results.items() if session != 3)
     results = await hop.step()
     assert all(result.error is None for session, result in results.items() if session != 3)
+
+
+def test_a_training_stage_waits_three_times_there_and_twice_back(
+    cards: SimulatedCards, card: torch.device, checkpoints: dict[str, Checkpoint]
+) -> None:
+    """For finiteness, and for what comes out; transformers' masks look whether several samples share a row."""
+    run = Run(data=bytes(32), steps=6, batch=4, microbatch=2, sequence=12)
+    learner = Learner(load_segment(checkpoints["llama"], 2, 3, device=card), run)
+    hidden_BTH = torch.randn(2, 12, HIDDEN)
+    sent = encode_values((hidden_BTH, torch.ones(2, 12, dtype=torch.int64)))
+    returned = encode_values((hidden_BTH,))
+    for lease in range(2):
+        before = cards.counts(card.index).waits
+        values = decode_values(sent[0], bytearray(b"".join(sent[1])), card)
+        encode_values(learner.forward(lease, lease, 2, 3, values))
+        there = cards.counts(card.index).waits
+        (gradient_BTH,) = decode_values(returned[0], bytearray(b"".join(returned[1])), card)
+        encode_values([learner.backward(lease, (gradient_BTH, None))[0]])
+    assert (there - before, cards.counts(card.index).waits - there) == (3, 2)

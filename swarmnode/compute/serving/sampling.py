@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,13 +49,54 @@ def uniform(seed: int, row: int, position: int) -> float:
     return (int.from_bytes(digest[:8], "little") >> 11) / (1 << 53)
 
 
+class Candidates(NamedTuple):
+    """What most draws of some rows need of their logits: the largest values_BC (float32), in order, their ids_BC, and total_B
+    (float64), the logarithm of the sum of exponentials of all that are kept, over the temperature."""
+
+    values_BC: Tensor
+    ids_BC: Tensor
+    total_B: Tensor
+
+
+def candidates(logits_BV: Tensor, parameters: SamplingParameters) -> Candidates:
+    """On the logits' device, which need not be waited for. One more than are looked among, so that a tie at the edge shows."""
+    kept, count = _counts(logits_BV.shape[1], parameters)
+    values_BC, ids_BC = torch.topk(logits_BV.float(), min(count + 1, logits_BV.shape[1]))
+    all_BV = values_BC[:, :count] if count == kept else logits_BV
+    return Candidates(values_BC, ids_BC, (all_BV.double() / parameters.temperature).logsumexp(1))
+
+
+def sample_candidates(
+    known: Candidates, vocabulary: int, parameters: SamplingParameters, position: int
+) -> Tensor | None:
+    """ids_B as `sample` draws them, on the host; None where that takes all logits."""
+    kept, count = _counts(vocabulary, parameters)
+    ids = []
+    for row, (values_C, ids_C, total) in enumerate(zip(*known, strict=True)):
+        if len(values_C) > count and values_C[count] == values_C[count - 1]:
+            return None  # which of the equal ones are among the first is not known here
+        by_id = ids_C[:count].argsort()
+        ordered_C, order = torch.sort(values_C[by_id], descending=True, stable=True)
+        number = uniform(parameters.seed, row, position)
+        token = _pick(ordered_C, ids_C[by_id][order], total, count == kept, parameters, number)
+        if token is None:
+            return None
+        ids.append(token)
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _counts(vocabulary: int, parameters: SamplingParameters) -> tuple[int, int]:
+    """How many of the most likely tokens may be drawn, and among how many one is looked for first."""
+    kept = min(parameters.top_k or vocabulary, vocabulary)
+    return kept, kept if parameters.top_k else min(kept, HEAD)
+
+
 def _draw(logits_V: Tensor, parameters: SamplingParameters, number: float) -> int:
     """The token whose stretch of the cumulated probabilities, most likely first, holds `number`.
 
     The largest few logits nearly always hold it, so the whole vocabulary is put in order only where they do not.
     """
-    kept = min(parameters.top_k or len(logits_V), len(logits_V))
-    first = kept if parameters.top_k else min(kept, HEAD)
+    kept, first = _counts(len(logits_V), parameters)
     token = _draw_among(first, kept, logits_V, parameters, number)
     if token is None:
         token = _draw_among(kept, kept, logits_V, parameters, number)
@@ -68,16 +109,23 @@ def _draw_among(count: int, kept: int, logits_V: Tensor, parameters: SamplingPar
     ordered_C, ids_C = _largest(logits_V, count)
     scaled_C = ordered_C.double() / parameters.temperature
     total = scaled_C.logsumexp(0) if count == kept else (logits_V.double() / parameters.temperature).logsumexp(0)
-    cumulated_C = (scaled_C - total).exp().cumsum(0)
-    last = float(cumulated_C[-1]) if count == kept else 1.0
+    return _pick(ordered_C, ids_C, total, count == kept, parameters, number)
+
+
+def _pick(
+    ordered_C: Tensor, ids_C: Tensor, total: Tensor, are_all: bool, parameters: SamplingParameters, number: float
+) -> int | None:
+    """The token among these, which are in order, whose stretch holds `number`; None where it lies behind them."""
+    cumulated_C = (ordered_C.double() / parameters.temperature - total).exp().cumsum(0)
+    last = float(cumulated_C[-1]) if are_all else 1.0
     if parameters.top_p < 1:  # the smallest set of tokens that reaches top_p (nucleus sampling, arXiv 1904.09751)
         nucleus = int((cumulated_C < parameters.top_p).sum()) + 1
-        if nucleus > count and count < kept:
+        if nucleus > len(cumulated_C) and not are_all:
             return None
         cumulated_C = cumulated_C[:nucleus]
         last = float(cumulated_C[-1])
     index = int(torch.searchsorted(cumulated_C, number * last, right=True))
-    if index >= len(cumulated_C) and count < kept:
+    if index >= len(cumulated_C) and not are_all:
         return None
     return int(ids_C[min(index, len(cumulated_C) - 1)])
 

@@ -68,7 +68,8 @@ class SpanSegment(Segment):
     def forward(self, values: Values, start: int, end: int, seed: int) -> Values:
         """See `Segment`. The loss is the mean over the B * (T - 1) tokens that have a token before them."""
         self._check(values, start)
-        ids_BT = values[-1].to(self.device)
+        is_end = start == 0 or end == self.units  # elsewhere ids only pass by
+        ids_BT = values[-1].to(self.device, non_blocking=self.device.type == "cuda") if is_end else values[-1]
         x = ids_BT if start == 0 else values[0]
         self._seed = seed
         reseed(seed, start, self.device)

@@ -87,6 +87,9 @@ class Hardware:
         dtype = torch.float32 if trains else choose_dtype(config.dtype, checkpoint, device)
         sizes = training_sizes(checkpoint) if trains else unit_sizes(checkpoint, dtype=dtype, quantize=config.quantize)
         memory_bytes = config.memory_bytes or int(device.free_bytes * MEMORY_SHARE)
+        if not device.shared and memory_bytes > device.free_bytes:
+            wanted, free = format_bytes(memory_bytes), format_bytes(device.free_bytes)
+            raise LocalError(f"--memory {wanted}: {device.name} has {free} free now; lend less, or end what uses it")
         ledger = _ledger_of(device, memory_bytes, host or MemoryLedger())
         hardware = cls(device, dtype, config.quantize, memory_bytes, sizes, config, trains, ledger)
         if hardware.capacity_units == 0:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarmnode.codec.messages import Sampling
-from swarmnode.compute.serving.sampling import sample, uniform
+from swarmnode.compute.serving.sampling import candidates, sample, sample_candidates, uniform
 
 
 @dataclass(frozen=True)
@@ -85,3 +85,23 @@ def test_a_large_vocabulary_is_drawn_from_as_defined(parameters):
         number = uniform(0, 0, position) * cumulated[-1]
         wanted = ids[(cumulated <= number).sum()]
         assert sample(logits_V[None], parameters, position).item() == wanted
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 50])
+@pytest.mark.parametrize("top_p", [0.3, 0.95, 1.0])
+@pytest.mark.parametrize("vocabulary", [40, 5000])
+def test_the_largest_logits_alone_draw_the_same_or_say_that_they_are_too_few(
+    vocabulary: int, top_p: float, top_k: int
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    parameters = Parameters(temperature=0.8, top_p=top_p, top_k=top_k, seed=5)
+    drawn = 0
+    for position in range(30):
+        logits_BV = torch.randn(2, vocabulary, generator=generator) * (position % 5 + 1)
+        if position % 3 == 0:
+            logits_BV = logits_BV.round()  # ties
+        ids_B = sample_candidates(candidates(logits_BV, parameters), vocabulary, parameters, position)
+        if ids_B is not None:
+            drawn += 1
+            assert torch.equal(ids_B, sample(logits_BV, parameters, position))
+    assert drawn >= 5

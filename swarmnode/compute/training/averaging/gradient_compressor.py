@@ -150,7 +150,7 @@ class PowerSgdCompressor(GradientCompressor):
         first = _SmallRound([*(wanted.vector(place) for place in self._others), *products], weight, self.codec)
         yield first.round
         summed = first.totals()
-        bases = [torch.linalg.qr(product_OR).Q for product_OR in summed[len(self._others) :]]
+        bases = [_basis(product_OR) for product_OR in summed[len(self._others) :]]
         factors = [
             wanted.transposed_times(place, basis_OR) for place, basis_OR in zip(self._matrices, bases, strict=True)
         ]
@@ -207,6 +207,12 @@ def make_gradient_compressor(averaging: Averaging, shapes: Sequence[Size]) -> Gr
 def feeds_back(averaging: Averaging) -> bool:
     """Whether a member remembers what it could not say: a residual as long as the vector."""
     return averaging.codec in ACCOUNTED or averaging.rank > 0
+
+
+def _basis(product_OR: Tensor) -> Tensor:
+    """Orthonormal columns, the same on all members: on the CPU in float64, since devices differ in columns that are nearly zero."""
+    basis_OR: Tensor = torch.linalg.qr(product_OR.to("cpu", torch.float64)).Q
+    return basis_OR.to(product_OR)
 
 
 def _is_worth(shape: Size, rank: int) -> bool:
