@@ -2,6 +2,9 @@
 
 join -> choose a span -> get the weights -> load -> serve -> drain -> leave
              ^----------------- move, when units have nobody ------'
+                                                 pause <-'  '-> go on
+
+Its owner may have it pause or finish, by a command or by rules: `lending`.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -20,10 +23,12 @@ import msgspec
 
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.config import StageConfig
+from swarmnode.lending.lending import Keep, Lending
+from swarmnode.lending.lifecycle import LendingEvent, LendingState
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.tasks import cancel_and_wait
-from swarmnode.plan.spans.placement import Move
+from swarmnode.node_texts import LENDING, Tell, introduce, progress_of, reason_of
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.fetching.seeder import Seeder
@@ -32,25 +37,23 @@ from swarmnode.roles.measuring.bandwidth import Prober
 from swarmnode.roles.measuring.service_report import ServiceReporter
 from swarmnode.roles.placement import Placement, PlacementConfig
 from swarmnode.swarm.records.announcement import State
-from swarmnode.swarm.records.manifest import TRAIN, Manifest
+from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.sections import Place, Section
-from swarmnode.swarm.storage.content import Progress
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 if TYPE_CHECKING:
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.roles.fetching.weights import Weights
+    from swarmnode.roles.serving.kept_span import KeptSpan
     from swarmnode.roles.serving.stage import Hardware, ServingStage
     from swarmnode.roles.training.worker.training_worker import TrainingWorker
 
 log = logging.getLogger(__name__)
 
 MANIFEST_PATIENCE_S = 3600.0  # a volunteer has time
-PROGRESS_S = 15.0
 REPORT_S = 60.0
 
-Tell = Callable[..., None]
-"""(event, text for people, **details for scripts): what the node has to say as it lives"""
+NO_LONGER_FINISHING = (LendingState.RUNNING, LendingState.DRAINING)
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,10 @@ class Node:
         self._host: Host | None = None
         self._executor: Executor | None = None
         self._stage: ServingStage | TrainingWorker | None = None
+        self._span: Span | None = None
+        self._kept: KeptSpan | None = None  # while it pauses
         self._moves = 0
+        self.lending = Lending(self._tell_lending)
 
     def __repr__(self) -> str:
         return f"<Node {self._host!r} {self._stage!r}>"
@@ -91,6 +97,17 @@ class Node:
             yield from self._host.readings()
         if self._stage is not None:
             yield from self._stage.readings()
+
+    def describe(self) -> dict[str, Any]:
+        """What its owner may want to know at a glance."""
+        own = None if self._host is None else self._host.directory.own
+        return {
+            "swarm": self._swarm.name,
+            "name": self.config.host.name,
+            "peer": None if self._host is None else self._host.peer_id,
+            "span": None if self._span is None else list(self._span),
+            "sessions": 0 if own is None else own.sessions,
+        }
 
     async def run(self, stop: asyncio.Event) -> None:
         """Live until `stop` is set, then let the sessions move away and leave.
@@ -149,7 +166,7 @@ class Node:
             await host.joined.wait()
         await host.manifest(patience_s=MANIFEST_PATIENCE_S)
         assert host.swarm.manifest is not None
-        self._tell("model", _introduce(host.swarm.manifest), **msgspec.to_builtins(host.swarm.manifest.model))
+        self._tell("model", introduce(host.swarm.manifest), **msgspec.to_builtins(host.swarm.manifest.model))
         seeder = await Seeder.start(host.network, host.hello, host.swarm, host.link_config)
         prober = Prober(host.network, host.hello, host.link_config, busy=lambda: self._busy(host))
         await heavy
@@ -168,15 +185,24 @@ class Node:
         machine = hardware.machine(self.config.host.home)
         self._tell("machine", f"This machine: {hardware.device}, {machine['cpu_cores']} cores", **machine)
         place = self._place(host, hardware)
-        span = await self._first_span(place, host, hardware)
         while True:
-            await self._serve(host, seeder, weights, hardware, span)
+            await self._unless_held(host, self._work(host, seeder, weights, hardware, place))
+            await self._pause(host)
+
+    async def _work(self, host: Host, seeder: Seeder, weights: Weights, hardware: Hardware, place: Placement) -> None:
+        """Hold what the swarm needs most. Ends by errors alone."""
+        if self._span is None:
+            self._span = await self._first_span(place, host, hardware)
+        while True:
+            await self._serve(host, seeder, weights, hardware, self._span)
+            self.lending.happened(LendingEvent.LOADED)
             place.arrived()
             move = await place.reason_to_move(bound=self._bound, news=self._news)
-            self._tell("moving", _reason(move), span=list(move.span), gain=None if move.fills else move.gain)
+            self._tell("moving", reason_of(move), span=list(move.span), gain=None if move.fills else move.gain)
             self._moves += 1
+            self.lending.happened(LendingEvent.MOVED)
             await self._leave_stage(host)
-            span = move.span
+            self._span = move.span
 
     async def _report(self, host: Host) -> None:
         """Tell now and then what this node has done for others, where there is something new."""
@@ -207,7 +233,8 @@ class Node:
     def _bound(self) -> bool:
         """A span that the user fixed never moves, nor does one that has been trained: who left it would take what it has learnt
         along, and bring nothing."""
-        return self.config.span is not None or (self._stage is not None and self._stage.bound)
+        finishing = self.lending.state is LendingState.FINISHING
+        return finishing or self.config.span is not None or (self._stage is not None and self._stage.bound)
 
     def _news(self) -> tuple[Section, ...]:
         return self._stage.sections() if self._stage is not None else ()
@@ -220,20 +247,28 @@ class Node:
             Place(state=State.LOADING, span=(span.start, span.end)), *hardware.sections(host), await host.introduction()
         )
         self._tell("loading", f"Units {span}: {hardware.describe(span)}", span=list(span))
+        if self._kept is not None and self._kept.units == span:
+            self._stage = await self._take_up(host, self._kept, hardware)
+        else:
+            self._stage = await self._fetch_and_load(host, seeder, weights, hardware, span)
+        host.directory.announce(Place(state=State.READY, seeds=seeder.units), *self._stage.sections())
+        doing = "Training" if hardware.trains else "Serving"
+        self._tell("ready", f"{doing} units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
+
+    async def _fetch_and_load(
+        self, host: Host, seeder: Seeder, weights: Weights, hardware: Hardware, span: Span
+    ) -> ServingStage | TrainingWorker:
         checkpoint = await self._fetch(weights, hardware, span)
         if weights.cache is not None:
             seeder.add_cache(weights.cache, (span.start, span.end))
         elif host.swarm.checkpoint is not None:
             seeder.add_folder(host.swarm.checkpoint, weights.verified)
-        self._stage = await self._load(host, checkpoint, hardware, span)
-        host.directory.announce(Place(state=State.READY, seeds=seeder.units), *self._stage.sections())
-        doing = "Training" if hardware.trains else "Serving"
-        self._tell("ready", f"{doing} units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
+        return await self._load(host, checkpoint, hardware, span)
 
     async def _fetch(self, weights: Weights, hardware: Hardware, span: Span) -> Checkpoint:
         """Get the weights of a span; what else loading takes is done while they are on their way."""
         outline = await weights.outline()
-        fetching = asyncio.ensure_future(weights.span(span, self._show_progress()))
+        fetching = asyncio.ensure_future(weights.span(span, progress_of(self._tell, self.platform.clock.monotonic)))
         try:
             if not hardware.trains:
                 await asyncio.to_thread(hardware.prepare, outline, span)
@@ -256,20 +291,69 @@ class Node:
         training_worker.listen(self._tell)
         return training_worker
 
-    def _show_progress(self) -> Progress:
-        """Tells of every tenth of a download, and of a slow one now and then."""
-        clock = self.platform.clock.monotonic
-        told, told_at = -1, clock()
+    # -- pausing
 
-        def progress(done_bytes: int, total_bytes: int) -> None:
-            nonlocal told, told_at
-            tenth = 10 * done_bytes // max(1, total_bytes)
-            if tenth > told or clock() - told_at >= PROGRESS_S:
-                told, told_at = tenth, clock()
-                text = f"Fetching weights: {done_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB"
-                self._tell("fetching", text, done_bytes=done_bytes, total_bytes=total_bytes)
+    async def _unless_held(self, host: Host, work: Coroutine[Any, Any, None]) -> None:
+        """Work until what is held must be let go."""
+        tasks = asyncio.ensure_future(work), asyncio.ensure_future(self._held(host))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            await cancel_and_wait(*tasks)
 
-        return progress
+    async def _held(self, host: Host) -> None:
+        """Wait until the owner or a rule wants the machine back, and what should be finished is."""
+        while True:
+            await self.lending.until(LendingState.DRAINING, LendingState.FINISHING)
+            if self.lending.state is LendingState.DRAINING or await self._finish(host):
+                return
+
+    async def _finish(self, host: Host) -> bool:
+        """Whether what runs has come to its end, or need not any more; not where somebody thought better of it."""
+        stage = self._stage
+        assert stage is not None  # it runs
+        host.directory.announce(Place(state=State.DRAINING))
+        tasks = asyncio.ensure_future(stage.finish()), asyncio.ensure_future(self.lending.until(*NO_LONGER_FINISHING))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_and_wait(*tasks)
+        if self.lending.state is not LendingState.RUNNING:
+            return True
+        stage.take_on()
+        host.directory.announce(Place(state=State.READY))
+        return False
+
+    async def _pause(self, host: Host) -> None:
+        """Give back what the node holds, and wait until it may lend again."""
+        from swarmnode.compute.device import free_memory
+
+        stage, keep_span = self._stage, self.lending.keep is Keep.MEMORY
+        await self._leave_stage(host, keep_span=keep_span)
+        if stage is not None and keep_span:
+            self._kept = await asyncio.to_thread(stage.keep, host.link_config.ledger)
+        del stage
+        host.directory.announce(Place(state=State.PAUSED, seeds=(0, 0)), await host.introduction())
+        await asyncio.to_thread(free_memory)
+        self.lending.happened(LendingEvent.DRAINED)
+        await self.lending.until(LendingState.WAITING)
+
+    async def _take_up(self, host: Host, kept: KeptSpan, hardware: Hardware) -> ServingStage:
+        """Serve what was kept in memory."""
+        from swarmnode.roles.serving.stage import ServingStage
+
+        assert self._executor is not None
+        self._kept = None
+        return await ServingStage.take_up(host, kept, hardware, self._executor)
+
+    def _tell_lending(self, state: LendingState, reason: str) -> None:
+        if state in LENDING:
+            self._tell(state.value, LENDING[state].format(reason=reason), reason=reason)
+
+    # -- leaving
 
     async def _leave(self, host: Host) -> None:
         if self._stage is not None:
@@ -277,28 +361,16 @@ class Node:
             await self._leave_stage(host)
         self._tell("left", "Left the swarm. Thank you.")
 
-    async def _leave_stage(self, host: Host) -> None:
+    async def _leave_stage(self, host: Host, *, keep_span: bool = False) -> None:
         if self._stage is not None:
             host.directory.announce(Place(state=State.DRAINING))
             await self._stage.drain(self.config.stage.server.drain_s)
-            await self._close_stage()
+            await self._close_stage(keep_span=keep_span)
 
-    async def _close_stage(self) -> None:
+    async def _close_stage(self, *, keep_span: bool = False) -> None:
         if self._stage is not None:
-            await self._stage.close()
+            await self._stage.close(keep_span=keep_span)
             self._stage = None
-
-
-def _introduce(manifest: Manifest) -> str:
-    """What the swarm is about, for people."""
-    model = manifest.model
-    named = model.hub_id or f"a {model.family}"
-    does = "trains" if manifest.mode == TRAIN else "serves"
-    return f"It {does} {named}: {model.units} units, {manifest.total_bytes / 1e9:.1f} GB"
-
-
-def _reason(move: Move) -> str:
-    """Why a node moves, for people."""
-    if move.fills:
-        return f"Units {move.span} have nobody else: moving there"
-    return f"With this node at units {move.span} the swarm does {move.gain:.0%} more: moving there"
+        if self._kept is not None:
+            self._kept.release()
+            self._kept = None

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 
 from swarmnode.bootstrap import Bootstrap
 from swarmnode.metrics.metric import Readings
-from swarmnode.node import Node, NodeConfig, Tell
+from swarmnode.node import Node, NodeConfig
+from swarmnode.node_texts import Tell
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.host import HostConfig
 from swarmnode.swarm.storage.swarmfile import Swarm
@@ -23,16 +24,16 @@ class SwarmHost:
         self._door_config = door
         self._platform = platform
         self._door: Bootstrap | None = None
-        self._node = Node(swarm, node, tell, platform=platform)
+        self.node = Node(swarm, node, tell, platform=platform)
 
     def __repr__(self) -> str:
-        return f"<SwarmHost {self._swarm!r}: {self._node!r}>"
+        return f"<SwarmHost {self._swarm!r}: {self.node!r}>"
 
     def readings(self) -> Readings:
         """What Prometheus may know: the node's figures, and before it is there the door's."""
-        if self._door is not None and not self._node.has_joined:
+        if self._door is not None and not self.node.has_joined:
             return self._door.readings()
-        return self._node.readings()
+        return self.node.readings()
 
     async def run(self, stop: asyncio.Event, opened: Callable[[list[str]], Awaitable[None]]) -> None:
         """Live until `stop`; `opened` hears the addresses at which newcomers knock.
@@ -44,6 +45,6 @@ class SwarmHost:
         )
         try:
             await opened(await self._door.addresses())
-            await self._door.watch(self._node.run(stop))
+            await self._door.watch(self.node.run(stop))
         finally:
             await self._door.close()

@@ -22,6 +22,7 @@ ROOMS = (
     {"swarm"},
     {"plan"},
     {"compute"},
+    {"lending"},
     {"platform", "roles"},
     {
         "bootstrap",
@@ -30,6 +31,7 @@ ROOMS = (
         "demo",
         "localswarm",
         "node",
+        "node_texts",
         "owner_client",
         "swarm_host",
         "sync_client",

@@ -26,7 +26,7 @@ from swarmnode.cli.terminal.console import (
 )
 
 if TYPE_CHECKING:
-    from swarmnode.node import Tell
+    from swarmnode.node_texts import Tell
     from swarmnode.roles.membership.owner import InviteTerms
     from swarmnode.swarm.records.signing_key import SigningKey
     from swarmnode.swarm.storage.swarmfile import Swarm
@@ -112,10 +112,12 @@ def host(
     tell = teller(as_json)
 
     async def serve(stop: asyncio.Event) -> None:
+        from swarmnode.lending.control_server import ControlServer
         from swarmnode.swarm_host import SwarmHost
 
         hosting = SwarmHost(swarm, door, node, tell)
-        async with watch.over(swarm.name, hosting.readings):
+        control = ControlServer(hosting.node.lending, stop, hosting.node.describe)
+        async with watch.over(swarm.name, hosting.readings), control.listening(folder, swarm.name):
             await hosting.run(stop, lambda reached: _welcome(swarm, path, invite, reached, terms, tell))
 
     run_async(serve)

@@ -6,6 +6,7 @@ Nothing heavy is imported here: `swarmnode --help` must answer at once.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import typer
 
@@ -19,9 +20,11 @@ from swarmnode.cli.host import host
 from swarmnode.cli.identity import show_identity
 from swarmnode.cli.invite import invite
 from swarmnode.cli.join import join
+from swarmnode.cli.lending import finish, pause, resume, stop
 from swarmnode.cli.members import members
 from swarmnode.cli.models import models
 from swarmnode.cli.plan import plan
+from swarmnode.cli.ps import ps
 from swarmnode.cli.revoke import revoke
 from swarmnode.cli.run import run
 from swarmnode.cli.simulate import simulate
@@ -31,9 +34,9 @@ from swarmnode.cli.trace import trace
 from swarmnode.cli.train import train
 from swarmnode.version import __version__
 
-GROUPS = {
+GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
     "Use a swarm": (join, models, generate, chat, status, trace),
-    "Lend this machine": (run,),
+    "Lend this machine": (run, ps, pause, resume, finish, stop),
     "Host a swarm": (host, create, bootstrap, invite, revoke, members),
     "Train": (train, export),
     "Plan and try": (plan, simulate, demo),

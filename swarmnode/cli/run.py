@@ -83,6 +83,7 @@ def run(
     set_up_logging(verbose, log_format)
     from swarmnode.cli.options.quantities import parse_bytes, parse_rate, parse_span
     from swarmnode.config import StageConfig
+    from swarmnode.lending.control_server import ControlServer
     from swarmnode.net.addressing.addresses import check_all
     from swarmnode.node import Node, NodeConfig
     from swarmnode.roles.host import HostConfig
@@ -124,7 +125,8 @@ def run(
 
         loaded = open_swarm(swarm, config.host.home)
         node = Node(loaded, config, note)
-        async with watch.over(loaded.name, node.readings):
+        control = ControlServer(node.lending, stop, node.describe)
+        async with watch.over(loaded.name, node.readings), control.listening(config.host.home, name or loaded.name):
             await node.run(stop)
 
     began_s = time.monotonic()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import platform
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,3 +147,15 @@ def _cpu_name() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def free_memory() -> None:
+    """Give back what nobody uses any more: to other programs on the device, and to the system."""
+    gc.unfreeze()  # who serves sets aside what there is (`ServingStage.serve`), and its model may be in a circle
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+        if trim is not None:
+            trim(0)

@@ -94,6 +94,11 @@ class ModelSpan:
         """Where the weights are."""
         return self._device
 
+    def move_to(self, device: torch.device) -> None:
+        """Let the weights lie on another device. Not for quantised ones."""
+        self.model.to(device)
+        self._device = device
+
     @property
     def weight_bytes(self) -> int:
         """Memory of weights and buffers, scales of quantised ones included; tied ones count once."""

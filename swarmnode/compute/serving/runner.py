@@ -139,11 +139,12 @@ class StageRunner:
         if self._sessions.pop(session_id, None) is not None:
             self.pool.close(session_id)
 
-    def close_all(self) -> None:
-        """Free the sessions and the span: nothing runs here any more."""
+    def close_all(self, *, keep_span: bool = False) -> None:
+        """Free the sessions, and the span unless somebody keeps it: nothing runs here any more."""
         self._sessions.clear()
         self.pool.close_all()
-        self.span.close()
+        if not keep_span:
+            self.span.close()
 
     def reservation_bytes(self, rows: int, max_length: int, start: int, end: int) -> int:
         """What a session over units [start, end) takes of `pool.budget`."""

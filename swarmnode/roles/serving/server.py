@@ -126,6 +126,15 @@ class StageServer:
         except asyncio.TimeoutError:
             log.warning("left with %d sessions that had not moved in time", self.load)
 
+    async def finish(self) -> None:
+        """Take nothing new, and wait until the last session has ended."""
+        self._draining = True
+        await self._idle.wait()
+
+    def take_on(self) -> None:
+        """Take sessions again, after all."""
+        self._draining = False
+
     async def close(self) -> None:
         """Free all sessions and end all links."""
         for timer in (self._watching, self._sweeping):

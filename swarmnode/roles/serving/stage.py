@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import math
 import shutil
@@ -42,6 +43,7 @@ from swarmnode.roles.measuring.capability import Capability, Conditions, SpeedCa
 from swarmnode.roles.measuring.meters import DECODE
 from swarmnode.roles.question_server import QuestionServer
 from swarmnode.roles.serving.audit_server import Author, audit_server
+from swarmnode.roles.serving.kept_span import KeptSpan
 from swarmnode.roles.serving.server import StageServer
 from swarmnode.roles.serving.worker import Worker
 from swarmnode.swarm.records.sections import Machine, Section, ServingLoad
@@ -259,6 +261,17 @@ class ServingStage:
             raise
 
     @classmethod
+    async def take_up(cls, host: Host, kept: KeptSpan, hardware: Hardware, executor: Executor) -> ServingStage:
+        """Serve a span that was kept in the host's memory. Raises ExecutorDied."""
+        weights = kept.into(hardware.ledger)
+        try:
+            await asyncio.to_thread(kept.span.move_to, hardware.device.torch_device)
+            return await cls.serve(host, kept.span, hardware, executor, weights)
+        except BaseException:
+            weights.release()
+            raise
+
+    @classmethod
     async def serve(
         cls,
         host: Host,
@@ -275,7 +288,9 @@ class ServingStage:
         cache_bytes = hardware.cache_tokens(Units(span.start, span.end)) * per_token
         runner = StageRunner(span, RunnerConfig(cache_bytes=cache_bytes), throttle, hardware.ledger)
         worker = Worker(runner, executor, chunk_tokens=hardware.config.server.prefill_chunk_tokens)
-        try:
+        async with contextlib.AsyncExitStack() as undo:  # whoever pauses gives a start up in its middle
+            undo.callback(passes.release)
+            undo.push_async_callback(worker.close)
             await worker.start()
             cache = SpeedCache(host.config.home / SPEEDS_FILE, now=clock.unix)
             conditions = hardware.conditions(host.swarm.id, span.end - span.start)
@@ -298,15 +313,14 @@ class ServingStage:
             if speeds.decode_units_per_s > 0 and speeds.prefill_units_per_s > 0:
                 step_s, position_s = units / speeds.decode_units_per_s, units / speeds.prefill_units_per_s
                 server.watch.expect(step_s=step_s, position_s=position_s)
+            undo.push_async_callback(server.close)
             await server.start()
             author = Author(host.peer_id, host.swarm.id, hardware.number_format, host.identity.sign)
             statements = audit_server(host.network, host.hello, host.link_config, author, server.session)
+            undo.push_async_callback(statements.close)
             await statements.start()
+            undo.pop_all()
             gc.freeze()  # what libraries made is here to stay: to look through it again would keep every session waiting
-        except BaseException:
-            await worker.close()
-            passes.release()
-            raise
         memory = [passes] if weights is None else [passes, weights]
         tasks = Tasks("serving stage", on_crash=host.supervisor.ends_peer)
         stage = cls(runner, worker, server, statements, capability, memory, tasks)
@@ -349,14 +363,26 @@ class ServingStage:
         """Take nothing new, and let the sessions move to other peers."""
         await self._server.drain(timeout_s)
 
-    async def close(self) -> None:
-        """Free everything."""
+    async def finish(self) -> None:
+        """Take nothing new, and wait until the last session has ended."""
+        await self._server.finish()
+
+    def take_on(self) -> None:
+        """Take sessions again, after all."""
+        self._server.take_on()
+
+    def keep(self, host: MemoryLedger) -> KeptSpan | None:
+        """What a closed stage served, in the memory of the host; None where it cannot be there."""
+        return KeptSpan.of(self._runner.span, host)
+
+    async def close(self, *, keep_span: bool = False) -> None:
+        """Free everything, but the span where it is to be kept."""
         self._closed = True  # a thread ends with the layer that it packs
         await self._tasks.close()
         await self._statements.close()
         await self._server.close()
         await self._worker.close()
-        self._runner.close_all()
+        self._runner.close_all(keep_span=keep_span)
         gc.unfreeze()  # what this stage was made of may be collected
         for reservation in self._memory:
             reservation.release()

@@ -53,6 +53,7 @@ class State(IntEnum):
     READY = 2
     DRAINING = 3  # finishes its sessions, takes nothing new
     OFFLINE = 4  # goodbye
+    PAUSED = 5  # holds nothing at the moment, and will come back
 
 
 class Announcement(msgspec.Struct, array_like=True, frozen=True):

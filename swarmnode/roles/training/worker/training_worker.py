@@ -20,6 +20,7 @@ from swarmnode.compute.speed import Speeds, measure_training
 from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.compute.training.lm import SpanSegment, load_segment, load_twin
 from swarmnode.compute.training.segment import Segment
+from swarmnode.ledger import MemoryLedger
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.interfaces import PeerId
@@ -166,7 +167,16 @@ class TrainingWorker:
         if self._serving is not None:
             await self._serving.drain(timeout_s)
 
-    async def close(self) -> None:
+    def keep(self, host: MemoryLedger) -> None:
+        """What it has learnt is on disk and with other peers: to go on it is fetched again, as it is by then."""
+
+    async def finish(self) -> None:
+        """Nothing that ends by itself runs here: a training goes on without it."""
+
+    def take_on(self) -> None:
+        """It never stopped."""
+
+    async def close(self, *, keep_span: bool = False) -> None:
         """Keep the step that is reached, and free everything."""
         await self._election.close()
         await self._training.close()

@@ -1,0 +1,90 @@
+"""`swarmnode pause`, `resume`, `finish` and `stop`: what the owner wants of the nodes that run on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from swarmnode.cli.terminal.console import HOME, JSON, default_home, fail, print_json, reports_errors, say
+
+NAME = typer.Argument(
+    "", metavar="[NAME]", help="The node, as `swarmnode ps` calls it; default: all.", show_default=False
+)
+WAIT = typer.Option(
+    60.0, "--wait", metavar="SECONDS", min=0.0, max=600.0, help="How long to wait until it is so; 0: not at all."
+)
+KEEP = ("disk", "memory")
+REASON = typer.Option("", "--reason", help="Shown by `swarmnode ps`.", show_default=False)
+
+
+@reports_errors
+def pause(
+    name: str = NAME,
+    keep: str = typer.Option(
+        "disk", "--keep", metavar="disk|memory", help="Where the weights stay: memory goes on sooner, disk frees all."
+    ),
+    reason: str = REASON,
+    wait: float = WAIT,
+    home: Path = HOME,
+    as_json: bool = JSON,
+) -> None:
+    """Free this machine: sessions move to other peers, the device is given back. `swarmnode resume` goes on.
+
+    Example: swarmnode pause --keep memory
+    """
+    if keep not in KEEP:
+        fail(f"--keep {keep}: choose {' or '.join(KEEP)}", 2)
+    _tell_nodes("pause", name, home, as_json, wait_s=wait, keep=keep, reason=reason)
+
+
+@reports_errors
+def resume(name: str = NAME, wait: float = WAIT, home: Path = HOME, as_json: bool = JSON) -> None:
+    """Lend again after `pause` or `finish`. Rules that hold a node back go on to do so.
+
+    Example: swarmnode resume
+    """
+    _tell_nodes("resume", name, home, as_json, wait_s=wait)
+
+
+@reports_errors
+def finish(name: str = NAME, reason: str = REASON, home: Path = HOME, as_json: bool = JSON) -> None:
+    """Let what runs come to its end, take nothing new, and then pause.
+
+    Example: swarmnode finish friends
+    """
+    _tell_nodes("finish", name, home, as_json, reason=reason)
+
+
+@reports_errors
+def stop(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
+    """Let a node leave its swarm in order, as Ctrl-C does where it runs.
+
+    Example: swarmnode stop friends
+    """
+    _tell_nodes("stop", name, home, as_json)
+
+
+def _tell_nodes(command: str, name: str, home: Path, as_json: bool, **more: Any) -> None:
+    from swarmnode.lending.control_client import running_nodes, tell_node
+
+    nodes = running_nodes(default_home(home))
+    if name and name not in nodes:
+        fail(f"no node {name} runs here; `swarmnode ps` lists those that do", 2)
+    answers = {node: tell_node(path, command, **more) for node, path in nodes.items() if name in ("", node)}
+    alive = {node: answer for node, answer in answers.items() if answer is not None}
+    if not alive:
+        fail("no node runs here; start one with `swarmnode run`")
+    for node, answer in alive.items():
+        if "error" in answer:
+            fail(f"{node}: {answer['error']}")
+        if as_json:
+            print_json({"node": node, **answer})
+        else:
+            say(f"{node}: {state_text(answer) if command != 'stop' else 'leaving'}")
+
+
+def state_text(answer: dict[str, Any]) -> str:
+    """The state, and why it is so."""
+    return f"{answer['state']} ({answer['reason']})" if answer.get("reason") else str(answer["state"])

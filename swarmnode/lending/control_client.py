@@ -1,0 +1,36 @@
+"""Commands to the nodes of this machine, over the sockets in their home folder."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swarmnode.codec.decoding import DECODE_ERRORS
+
+FOLDER = "control"
+SUFFIX = ".sock"
+ANSWER_TIMEOUT_S = 5.0
+MAX_ANSWER_BYTES = 1 << 16
+
+
+def running_nodes(home: Path) -> dict[str, Path]:
+    """The sockets of this home's nodes by name, also of such as do not run any more."""
+    return {path.name.removesuffix(SUFFIX): path for path in sorted((home / FOLDER).glob(f"*{SUFFIX}"))}
+
+
+def tell_node(path: Path, command: str, *, wait_s: float = 0.0, **more: Any) -> dict[str, Any] | None:
+    """What the node at this socket answers; None where none is there, or none that answers in time."""
+    line = msgspec.json.encode({"command": command, "wait_s": wait_s, **more}) + b"\n"
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(ANSWER_TIMEOUT_S + wait_s)
+            connection.connect(str(path))
+            connection.sendall(line)
+            with connection.makefile("rb") as answers:
+                answer = msgspec.json.decode(answers.readline(MAX_ANSWER_BYTES))
+    except (OSError, *DECODE_ERRORS):
+        return None
+    return answer if isinstance(answer, dict) else None

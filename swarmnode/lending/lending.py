@@ -1,0 +1,97 @@
+"""One node's lending: what its owner and its rules want of it, and how far it is on its way there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from swarmnode.lending.lifecycle import LendingEvent, LendingState, next_state
+
+OWNER, RULES = "owner", "rules"  # who wants something
+
+
+class Keep(Enum):
+    """Where the weights of a paused node stay."""
+
+    DISK = "disk"  # all memory is given back; to go on they are loaded again
+    MEMORY = "memory"  # of the host; the device is given back
+
+
+@dataclass(frozen=True)
+class Wish:
+    """That the node shall not lend, and why. `gently`: once what runs is finished."""
+
+    reason: str
+    gently: bool = False
+
+
+class Lending:
+    """Used on the loop. `on_change` hears of every new state."""
+
+    def __init__(self, on_change: Callable[[LendingState, str], None] = lambda _state, _reason: None) -> None:
+        self.state = LendingState.WAITING
+        self.keep = Keep.DISK
+        self._wishes: dict[str, Wish] = {}
+        self._on_change = on_change
+        self._changed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Lending {self.state.value}{f', {self.reason}' if self.reason else ''}>"
+
+    @property
+    def reason(self) -> str:
+        """Why it does not lend, or soon will not; empty where nobody minds."""
+        return "; ".join(wish.reason for wish in self._wishes.values())
+
+    def pause(self, reason: str, *, by: str = OWNER, keep: Keep | None = None) -> None:
+        """Let sessions move away and free the device."""
+        if keep is not None:
+            self.keep = keep
+        self._wish(by, Wish(reason))
+
+    def finish(self, reason: str, *, by: str = OWNER) -> None:
+        """Take nothing new, and pause when nothing runs any more."""
+        self._wish(by, Wish(reason, gently=True))
+
+    def resume(self, *, by: str = OWNER) -> None:
+        """Lend again, if nobody else minds."""
+        self._wishes.pop(by, None)
+        self._settle()
+
+    def happened(self, event: LendingEvent) -> None:
+        """The node did something. What was wanted meanwhile follows at once."""
+        self._enter(next_state(self.state, event))
+        self._settle()
+
+    async def until(self, *states: LendingState) -> None:
+        """Wait for one of these states."""
+        while self.state not in states:
+            await self._changed.wait()
+
+    async def settled(self) -> None:
+        """Wait until it is where it is wanted to be, for now."""
+        wanted = LendingState.PAUSED if self._wishes else LendingState.RUNNING
+        await self.until(wanted, *((LendingState.FINISHING,) if self._wanted is LendingEvent.FINISH else ()))
+
+    def _wish(self, by: str, wish: Wish) -> None:
+        self._wishes[by] = wish
+        self._settle()
+
+    @property
+    def _wanted(self) -> LendingEvent:
+        if not self._wishes:
+            return LendingEvent.RESUME
+        gently = all(wish.gently for wish in self._wishes.values())
+        return LendingEvent.FINISH if gently else LendingEvent.PAUSE
+
+    def _settle(self) -> None:
+        self._enter(next_state(self.state, self._wanted))
+
+    def _enter(self, state: LendingState) -> None:
+        if state is not self.state:
+            self.state = state
+            self._on_change(state, self.reason)
+            self._changed.set()  # whoever waited looks; the next change is another event
+            self._changed = asyncio.Event()

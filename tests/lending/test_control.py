@@ -1,0 +1,85 @@
+"""Commands over the socket: who may give them, and what comes of those that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnode.lending import control_server
+from swarmnode.lending.control_client import running_nodes, tell_node
+from swarmnode.lending.control_server import ControlServer
+from swarmnode.lending.lending import Keep, Lending
+from swarmnode.lending.lifecycle import LendingEvent, LendingState
+
+
+def server_of(lending: Lending, stop: asyncio.Event | None = None) -> ControlServer:
+    return ControlServer(lending, stop or asyncio.Event(), lambda: {"swarm": "friends", "span": [0, 3], "sessions": 2})
+
+
+async def tell(path: Path, command: str, **more: Any) -> dict[str, Any]:
+    answer = await asyncio.to_thread(tell_node, path, command, **more)
+    assert answer is not None
+    return answer
+
+
+async def test_an_owner_pauses_and_resumes(tmp_path: Path) -> None:
+    lending, stop = Lending(), asyncio.Event()
+    lending.happened(LendingEvent.LOADED)
+    async with server_of(lending, stop).listening(tmp_path, "my friends/") as path:
+        assert path is not None and running_nodes(tmp_path) == {"my-friends": path}
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        pausing = asyncio.ensure_future(tell(path, "pause", reason="a film", keep="memory", wait_s=30))
+        await lending.until(LendingState.DRAINING)
+        lending.happened(LendingEvent.DRAINED)
+        answer = await pausing
+        assert answer["state"] == "paused" and answer["reason"] == "a film" and answer["sessions"] == 2
+        assert lending.keep is Keep.MEMORY
+        assert (await tell(path, "resume"))["state"] == "waiting"
+        assert (await tell(path, "finish"))["reason"] == control_server.OWNER_ASKED
+        await tell(path, "stop")
+        assert stop.is_set()
+    assert running_nodes(tmp_path) == {} and tell_node(path, "state") is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\n", b"pause\n", b'{"command": "dance"}\n', b'{"command": "pause", "keep": "cloud"}\n', b"[" * 4000 + b"\n"],
+)
+async def test_what_is_no_command_is_told_so_and_changes_nothing(tmp_path: Path, line: bytes) -> None:
+    lending = Lending()
+    async with server_of(lending).listening(tmp_path, "a") as path:
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(line)
+        assert b"not a command" in await reader.readline()
+        writer.close()
+        assert not lending.reason and (await tell(path, "state"))["state"] == "waiting"  # type: ignore[arg-type]
+
+
+async def test_who_sends_no_end_of_line_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_server, "REQUEST_TIMEOUT_S", 0.05)
+    async with server_of(Lending()).listening(tmp_path, "a") as path:
+        for sent in (b"", b"x" * 3 * control_server.MAX_LINE_BYTES):
+            reader, writer = await asyncio.open_unix_connection(path)
+            writer.write(sent)
+            assert await reader.read() == b""
+            writer.close()
+
+
+async def test_two_nodes_of_one_name_and_one_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "control").mkdir()
+    killed = socket.socket(socket.AF_UNIX)
+    killed.bind(str(tmp_path / "control" / "a.sock"))
+    killed.close()
+    async with server_of(Lending()).listening(tmp_path, "a") as first:
+        path = await asyncio.to_thread(control_server._free_path, tmp_path, "a")
+        assert first == tmp_path / "control" / "a.sock" and path == tmp_path / "control" / "a-2.sock"
+
+
+async def test_a_path_that_no_socket_can_have_costs_the_commands_alone(tmp_path: Path) -> None:
+    async with server_of(Lending()).listening(tmp_path / ("x" * 120), "a") as path:
+        assert path is None
