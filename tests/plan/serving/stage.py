@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 
 from swarmnode.plan.serving.scheduler import PassScheduler
 
 LONGEST_STEP, LONGEST_CHUNK = 8, 128
 FIXED_S, POSITION_S = 0.010, 0.001
+OTHERS = range(4)  # peers with one session each
+TOKENS = 2_500  # of each of them: the first hundredth of them may wait while a newcomer's long prompt goes by
+GREEDY = itertools.count(100)
 
 
 def cost_s(counts: Mapping[int, int]) -> float:
@@ -50,3 +54,28 @@ class Stage:
         while self.turn():
             pass
         return self.passes
+
+
+def p99_s(stage: Stage) -> float:
+    """Of the waits for the tokens of others."""
+    last_s, waits_s = dict.fromkeys(OTHERS, stage.now_s), []
+    while len(waits_s) < TOKENS * len(OTHERS):
+        for session in stage.turn().keys() & last_s.keys():
+            waits_s.append(stage.now_s - last_s[session])
+            last_s[session] = stage.now_s
+    return sorted(waits_s)[int(0.99 * len(waits_s))]
+
+
+def with_others() -> Stage:
+    stage = Stage()
+    for session in OTHERS:
+        stage.scheduler.open(session, f"other {session}")
+    stage.decode(*OTHERS)
+    return stage
+
+
+def open_greedy(stage: Stage, count: int, peers: int = 1) -> Iterator[int]:
+    for number in range(count):
+        session = next(GREEDY)
+        stage.scheduler.open(session, f"greedy {number % peers}")
+        yield session

@@ -2,43 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-
 import pytest
 
 from swarmnode.plan.serving.device_shares import ALLOWED_POSITIONS, MAX_OWNERS, SLOWDOWN, DeviceShares
 from swarmnode.plan.serving.pass_cost import PassCost
-from tests.plan.serving.stage import LONGEST_CHUNK, Stage, cost_s
-
-OTHERS = range(4)  # peers with one session each
-TOKENS = 2_500  # of each of them: the first hundredth of them may wait while a newcomer's long prompt goes by
-GREEDY = itertools.count(100)
-
-
-def p99_s(stage: Stage) -> float:
-    """Of the waits for the tokens of others."""
-    last_s, waits_s = dict.fromkeys(OTHERS, stage.now_s), []
-    while len(waits_s) < TOKENS * len(OTHERS):
-        for session in stage.turn().keys() & last_s.keys():
-            waits_s.append(stage.now_s - last_s[session])
-            last_s[session] = stage.now_s
-    return sorted(waits_s)[int(0.99 * len(waits_s))]
-
-
-def with_others() -> Stage:
-    stage = Stage()
-    for session in OTHERS:
-        stage.scheduler.open(session, f"other {session}")
-    stage.decode(*OTHERS)
-    return stage
-
-
-def open_greedy(stage: Stage, count: int, peers: int = 1) -> Iterator[int]:
-    for number in range(count):
-        session = next(GREEDY)
-        stage.scheduler.open(session, f"greedy {number % peers}")
-        yield session
+from tests.plan.serving.stage import LONGEST_CHUNK, OTHERS, cost_s, open_greedy, p99_s, with_others
 
 
 @pytest.mark.parametrize("steps", [0, 60], ids=["", "many sessions"])
