@@ -7,14 +7,14 @@ the way is made by the functions that nodes call, on the picture that the direct
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 from swarmnode.plan.cost import BYTES_PER_HIDDEN
 from swarmnode.plan.spans.flow import supply_of, throughput
-from swarmnode.plan.spans.placement import Move, MovePolicy, choose_span
-from swarmnode.plan.view import Span
+from swarmnode.plan.spans.placement import Joiner, Move, MovePolicy, choose_span
+from swarmnode.plan.view import Span, View
 from swarmnode.simulate.clock import Action, SimulatedClock
 from swarmnode.simulate.environment.directory import SimulatedDirectory
 from swarmnode.simulate.environment.links import Links
@@ -26,7 +26,11 @@ from swarmnode.simulate.settings import SwarmSettings
 from swarmnode.swarm.records.announcement import State
 
 MAX_ASKED = 64  # peers among whom a newcomer looks for the nearest that has its weights
+DECISIONS = 10  # of each peer at most, before anything is trained that a move would lose
 FIRST_CHOOSERS = 200  # of a large swarm's peers, those that choose one after another before the simulation begins
+
+Choose = Callable[[View, Joiner], Span]
+"""Which units a peer takes, by what it sees."""
 
 
 class SimulatedWorkload(Protocol):
@@ -71,7 +75,7 @@ class World:
         self.settings = settings
         self.measures = measures
         self.directory = SimulatedDirectory(clock, model.units, settings.directory, model.hidden * BYTES_PER_HIDDEN)
-        self.choose = choose_span  # a study may put another rule here
+        self.choose: Choose = choose_span  # a workload or a study may put another one here
         self.workload: SimulatedWorkload
         self._chance = chance
         self._trains = trains
@@ -103,9 +107,24 @@ class World:
             self._serve(peer)
             self.directory.announce(peer.view())
             self.directory.know_now()
+        if spans is None and self._trains:
+            self._find_places()
         self.directory.start()
         if spans is None and not self._trains:  # trained units do not move, nor do those of a plan
             self._look()
+
+    def _find_places(self) -> None:
+        """All have come, and nothing is trained yet: each chooses again, in turn, until nobody would rather be elsewhere."""
+        for _ in range(DECISIONS - 1):
+            turns = self._chance.sample(list(self.by_id.values()), len(self.by_id))
+            if not sum(self._chooses_anew(peer) for peer in turns):
+                break
+
+    def _chooses_anew(self, peer: Peer) -> bool:
+        before, peer.span = peer.span, self._choose(peer)
+        self.directory.announce(peer.view())
+        self.directory.know_now()
+        return peer.span != before
 
     def throughput(self) -> float:
         """Tokens/s that the placement as it is can do, if every session is computed alone: batching adds to it."""

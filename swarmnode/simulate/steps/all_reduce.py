@@ -26,7 +26,7 @@ def reduction_ends_s(
         _Exchange(
             members=[indexes[member.peer] for member in group.members],
             givers=[indexes[member.peer] for member in group.members if member.count],
-            size_bytes=_size_bytes(sum(model.block_parameters(block) for block in group.blocks), how),
+            size_bytes=averaged_bytes(sum(model.block_parameters(block) for block in group.blocks), how),
         )
         for group in groups
         if len(group.members) > 1 and group.how != How.APART
@@ -60,7 +60,7 @@ class _Exchange:
         )
 
 
-def _size_bytes(parameters: int, how: Averaging) -> float:
+def averaged_bytes(parameters: int, how: Averaging) -> float:
     """Of the gradients of so many parameters, as the run's codec sends them."""
     kept = int(parameters * how.keep) if how.codec == Codec.TOPK else 0
     if kept:

@@ -1,5 +1,8 @@
 import json
+from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from swarmnode.codec.tensors import Codec
@@ -118,6 +121,23 @@ def test_a_plans_pipelines_are_kept_to():
     result = run(network, model(8), settings(averaging=Averaging(every=1000)), spans=HALVES * 2, pipelines=pipelines)
     sent = {link for link, size_bytes in result.world.links.bytes_sent.items() if link[0] < 4 and size_bytes}
     assert sent == {(0, 1), (1, 0), (2, 3), (3, 2)}
+
+
+def test_peers_find_places_so_that_pipelines_stay_on_their_islands():
+    """Memory for two units of eight each, numbered by turns: whole pipelines on either island, next to nothing crosses."""
+    island = np.arange(16) % 2
+    near = island[:, None] == island[None, :]
+    network = replace(
+        scenario([80.0] * 16), bandwidth_bps=np.where(near, 1e9, 2e7), delay_s=np.where(near, 0.001, 0.05)
+    )
+    wanted = settings(120.0, microbatches=32, averaging=Averaging(every=1000))
+    result = run(network, model(8, parameters=20 * MB), wanted)
+    for places in (0, 1):
+        held = Counter(peer.span for peer in result.world.peers[places::2])
+        assert held == {Span(start, start + 2): 2 for start in range(0, 8, 2)}
+    sent = {path: size_bytes for path, size_bytes in result.world.links.bytes_sent.items() if max(path) < 16}
+    across = sum(size_bytes for (one, other), size_bytes in sent.items() if (one - other) % 2)
+    assert across < 0.05 * sum(sent.values())
 
 
 def test_what_the_ends_share_is_agreed_on_by_both():

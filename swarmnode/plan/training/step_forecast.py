@@ -1,0 +1,157 @@
+"""What a training step will take, from who holds what: one figure that every peer works out for itself.
+
+Terms that add up: computing, as slow as the units with least speed; lines, on which activations and gradients of all microbatches
+go one after another; the first microbatch's way through all stages; averaging, as slow as the slowest replicas. What must cross
+between those who hold a unit and those who hold the next follows from clusters (`clusters.py`). The worst counts most, but every
+term counts a little (power means), so that peers who see no more than what one of them could do find their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from swarmnode.plan.spans.flow import Floats
+from swarmnode.plan.training.clusters import Clusters
+from swarmnode.plan.view import Span
+
+COMPUTE_SHARPNESS, LINE_SHARPNESS, AVERAGING_SHARPNESS = 8, 2, 4
+SHARED = 0.25  # how much of what is held beyond need is shared out, not left to whoever is nearest
+UNHELD = 1e-3  # of a peer's speed on the whole model: what a unit that nobody holds counts as having
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingLoad:
+    """A step: its microbatches, bytes of one's values between stages, and per unit bytes of gradients and work (in any measure)."""
+
+    microbatches: int
+    activation_bytes: float
+    gradient_bytes_U: Floats
+    work_U: Floats
+
+    @property
+    def units(self) -> int:
+        """How many units the model has."""
+        return len(self.work_U)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingNetwork:
+    """N peers: work on one microbatch per second, and what lies between each two of them. Bandwidths of 0 are not known."""
+
+    work_per_s_N: Floats
+    delay_NN: Floats
+    bandwidth_NN: Floats
+
+    @property
+    def peers(self) -> int:
+        """N."""
+        return len(self.work_per_s_N)
+
+    @property
+    def seconds_per_byte_NN(self) -> Floats:
+        """Of the slower of the two directions; nothing to oneself."""
+        known_NN = np.where(self.bandwidth_NN > 0, self.bandwidth_NN, np.inf)
+        slower_NN: Floats = 8 / np.minimum(known_NN, known_NN.T)
+        np.fill_diagonal(slower_NN, 0.0)
+        return slower_NN
+
+
+class StepForecast:
+    """Of one load on one network."""
+
+    def __init__(self, load: TrainingLoad, network: TrainingNetwork) -> None:
+        self.load, self.network = load, network
+        self.path_NN = network.seconds_per_byte_NN
+        apart_NN = self.path_NN + np.where(np.eye(network.peers, dtype=bool), np.inf, 0.0)
+        self.line_N = np.where(np.isfinite(apart_NN.min(axis=1)), apart_NN.min(axis=1), 0.0)  # its fastest path
+        delay_NN = np.maximum(network.delay_NN, network.delay_NN.T)
+        self.clusters = Clusters(load.activation_bytes * self.path_NN + delay_NN * (1 - np.eye(network.peers)))
+        self._members_KN, self._rise_K = self.clusters.members()
+        self.latency_s = float(load.work_U.sum() / network.work_per_s_N.mean())
+
+    def __repr__(self) -> str:
+        return f"<StepForecast of {self.load.units} units on {self.network.peers} peers, {self.clusters!r}>"
+
+    def unit_s(self, stages: int) -> Floats:
+        """[U]: what a unit adds to the time of its stage, one of so many: its computing, and its gradients on a line."""
+        compute_U = stages * self.load.microbatches * self.load.work_U / self.network.work_per_s_N.sum()
+        unit_s_U: Floats = compute_U + 2 * self.load.gradient_bytes_U * self.line_N.max() + 1e-9
+        return unit_s_U
+
+    def step_s(self, spans: Sequence[Span], peer: int, windows: Sequence[Span]) -> Floats:
+        """[W]: seconds of a step with `peer` on each of the windows, all others on their spans (empty: they hold nothing)."""
+        held_NU = _held(spans, self.load.units)
+        held_NU[peer] = 0.0
+        window_WU = _held(windows, self.load.units)
+        return self._passing_s(held_NU, peer, window_WU) + self._averaging_s(held_NU, peer, window_WU)
+
+    def _rates(self, held_NU: Floats, work_per_s: Floats) -> Floats:
+        """Microbatches/s that each takes through each unit of its span, if it works on all of them alike."""
+        work_N1 = np.maximum(held_NU @ self.load.work_U, 1e-12)[:, None]
+        rates_NU: Floats = held_NU * work_per_s[..., None] / work_N1
+        return rates_NU
+
+    def _passing_s(self, held_NU: Floats, peer: int, window_WU: Floats) -> Floats:
+        """Microbatches through all stages and back: computing, lines, and the way of the first one."""
+        work_per_s_N = self.network.work_per_s_N
+        others_NU = self._rates(held_NU, work_per_s_N)
+        own_WU = self._rates(window_WU, work_per_s_N[peer : peer + 1])
+        least = UNHELD / self.latency_s
+        rate_WU = np.maximum(others_NU.sum(axis=0) + own_WU, least)
+        hops_WV = self._hops_s(others_NU, own_WU, peer, rate_WU)
+        lines_WU = rate_WU**2 / np.maximum((others_NU**2).sum(axis=0) + own_WU**2, least**2)  # that carry side by side
+        count = self.load.microbatches
+        busy_WV = 2 * count * hops_WV / np.minimum(lines_WU[:, 1:], lines_WU[:, :-1])
+        boundaries = max(1, int((hops_WV > 0).sum(axis=1).max(initial=0)))
+        line_W = ((busy_WV**LINE_SHARPNESS).sum(axis=1) / boundaries) ** (1 / LINE_SHARPNESS)
+        passing_W: Floats = (
+            _mean(count / rate_WU, COMPUTE_SHARPNESS) + line_W + self.latency_s + 2 * hops_WV.sum(axis=1)
+        )
+        return passing_W
+
+    def _hops_s(self, others_NU: Floats, own_WU: Floats, peer: int, rate_WU: Floats) -> Floats:
+        """[W, V]: seconds of the hop behind each unit but the last, for the mean microbatch: what finds no room with the same
+        peer, or in the same cluster, has to leave it.
+
+        Who holds a unit works on as much as it can, or on its share where more is held than is needed: the truth lies between.
+        """
+        inside_KU = self._members_KN @ others_NU
+        inside_WKU = inside_KU[None] + self._members_KN[:, peer, None] * own_WU[:, None]
+        passing_WV = np.minimum(rate_WU[:, 1:], rate_WU[:, :-1])
+        able_WKV = np.minimum(inside_WKU[..., 1:], inside_WKU[..., :-1]) / passing_WV[:, None]
+        share_WKU = inside_WKU / rate_WU[:, None]
+        stays_WKV = (1 - SHARED) * able_WKV + SHARED * np.minimum(share_WKU[..., 1:], share_WKU[..., :-1])
+        hops_WV = self.clusters.rise_L.sum() - np.einsum("k,wkv->wv", self._rise_K, stays_WKV)
+        return np.where(hops_WV > 1e-9 * self.clusters.rise_L.sum(), hops_WV, 0.0)
+
+    def _averaging_s(self, held_NU: Floats, peer: int, window_WU: Floats) -> Floats:
+        """Each member of a unit's replicas sends a part to every other, twice: through its line, then along its slowest path."""
+        gradient_U, delay_NN = 2 * self.load.gradient_bytes_U, 2 * self.network.delay_NN
+        others_NN = (held_NU * gradient_U / np.maximum(held_NU.sum(axis=0), 1.0)) @ held_NU.T
+        np.fill_diagonal(others_NN, 0.0)
+        path_N = (others_NN * self.path_NN + delay_NN * (others_NN > 0)).max(axis=1)
+        replicas_WU = np.maximum(held_NU.sum(axis=0) + window_WU, 1.0)
+        own_WN = (window_WU * gradient_U / replicas_WU) @ held_NU.T
+        own_path_WN = own_WN * self.path_NN[peer] + delay_NN[peer] * (own_WN > 0)
+        sent_WU = gradient_U * (1 - 1 / replicas_WU)
+        seconds_WN = (sent_WU @ held_NU.T) * self.line_N + np.maximum(path_N, own_path_WN)
+        seconds_WN[:, peer] = (window_WU * sent_WU).sum(axis=1) * self.line_N[peer] + own_path_WN.max(axis=1)
+        return _mean(seconds_WN, AVERAGING_SHARPNESS)
+
+
+def _mean(seconds_WX: Floats, sharpness: int) -> Floats:
+    """Power mean of each row: close to its maximum."""
+    most_W1 = np.maximum(seconds_WX.max(axis=1, keepdims=True), 1e-12)
+    mean_W: Floats = most_W1[:, 0] * ((seconds_WX / most_W1) ** sharpness).mean(axis=1) ** (1 / sharpness)
+    return mean_W
+
+
+def _held(spans: Sequence[Span], units: int) -> Floats:
+    """[X, U]: 1 where a span has a unit."""
+    starts_X, ends_X = np.array(spans, dtype=np.intp).reshape(-1, 2).T
+    units_U = np.arange(units)
+    held_XU: Floats = ((starts_X[:, None] <= units_U) & (units_U < ends_X[:, None])).astype(float)
+    return held_XU
