@@ -1,0 +1,353 @@
+"""What a CUDA device does with this project's hot paths. One part a run, JSON on standard output, under ten minutes each.
+
+    python contrib/benchmarks/gpu.py PART [--device cuda:0] [--tiny]
+
+    correct   tests/card on this device; a lost context in a process of its own
+    decode    layers of an 8 B shape, bfloat16 and float32: tokens/s by sessions and cached positions, share of memory's bandwidth,
+              beside transformers' own model with a static cache
+    prefill   tokens/s of prompts, share of the device's speed at products of large matrices
+    memory    peak over what the ledger counts, for weights, caches and a pass
+    codecs    GB/s there and back; whether the payload is the CPU's
+    train     tokens/s of forward and backward, and the share that is backward, with and without autocast
+    quantize  tokens/s and bytes of a span in int8 and NF4
+    text      the first token at which a generation differs: in a batch, and replayed in chunks, from itself alone
+
+`--tiny` takes small shapes and few of them, for a simulated device (`tests/card`). Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from swarmnode.codec.tensors import Codec
+from swarmnode.compress.codecs import decode, encode
+from swarmnode.compute.device import probe_device
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import ModelSpan, load_span
+from swarmnode.compute.serving.runner import WANT_NOTHING, RunnerConfig, StageRunner, StepInput
+from swarmnode.compute.stopwatch import synchronize
+from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.lm import load_segment
+from swarmnode.swarm.records.run import Run
+
+ROOT = Path(__file__).parents[2]
+LOST = "import torch; torch.zeros(3, device='{0}')[torch.tensor([7], device='{0}')]; torch.cuda.synchronize('{0}')"
+BUDGET_S = 5.0  # for each figure
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama, and how it is used. `full` is that of 8 B, of which 8 layers fit into most cards in float32."""
+
+    layers: int
+    sizes: dict[str, int]
+    sessions: tuple[int, ...]
+    positions: tuple[int, ...]
+    elements: int
+
+
+FULL = Shape(
+    layers=8,
+    sizes={
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    },
+    sessions=(1, 8, 32),
+    positions=(512, 4096),
+    elements=1 << 24,
+)
+TINY = Shape(
+    layers=2,
+    sizes={
+        "vocab_size": 99,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    sessions=(1, 3),
+    positions=(24,),
+    elements=5000,
+)
+
+
+class Bench:
+    """A device, a shape, and its checkpoint."""
+
+    def __init__(self, device: torch.device, shape: Shape, folder: Path) -> None:
+        self.device = device
+        self.shape = shape
+        self.tiny = shape is TINY
+        ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        torch.manual_seed(1)
+        LlamaForCausalLM(LlamaConfig(num_hidden_layers=shape.layers, **shape.sizes, **ends)).save_pretrained(folder)
+        self.checkpoint = Checkpoint(folder)
+
+    def span(self, dtype: torch.dtype, quantize: str = "none") -> ModelSpan:
+        """The layers, without embedding and head."""
+        last = self.shape.layers + 1
+        return load_span(self.checkpoint, 1, last, device=self.device, dtype=dtype, quantize=quantize, check=False)
+
+    def hidden(self, span: ModelSpan, rows: int, count: int) -> torch.Tensor:
+        return torch.randn(rows, count, span.hidden_size, device=self.device).to(span.dtype)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """The shortest of several runs."""
+        best_s, until_s = float("inf"), time.perf_counter() + (0.1 if self.tiny else BUDGET_S)
+        work()
+        while best_s == float("inf") or time.perf_counter() < until_s:
+            synchronize(self.device)
+            began_s = time.perf_counter()
+            work()
+            synchronize(self.device)
+            best_s = min(best_s, time.perf_counter() - began_s)
+        return best_s
+
+    def runner(self, span: ModelSpan, sessions: int, positions: int) -> StageRunner:
+        """Sessions that hold so many positions, and have room for some more."""
+        columns = positions + 600
+        runner = StageRunner(span, RunnerConfig(4 * sessions * columns * span.cache_bytes_per_token))
+        for session in range(sessions):
+            runner.open(session, rows=1, max_length=columns)
+            for begin in range(0, positions, 512):
+                count = min(512, positions - begin)
+                runner.run([StepInput(session, self.hidden(span, 1, count), WANT_NOTHING)])
+        return runner
+
+
+def correct(bench: Bench) -> Any:
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "tests/card"]
+    tests = {"skipped": "this is one of them"} if bench.tiny else _run(command)
+    lost = (
+        {"skipped": "a simulated device is of one process"}
+        if bench.tiny
+        else _run([sys.executable, "-c", LOST.format(bench.device)])
+    )
+    return {"tests": tests, "lost context": lost}
+
+
+def _run(command: list[str]) -> dict[str, Any]:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540, check=False)
+    return {"exit code": done.returncode, "end": (done.stdout + done.stderr)[-600:]}
+
+
+def decode_steps(bench: Bench) -> Any:
+    copied = torch.empty(bench.shape.elements, device=bench.device)
+    bandwidth = 2 * copied.nbytes / bench.seconds(copied.clone)
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        span = bench.span(dtype)
+        for positions in bench.shape.positions:
+            for sessions in bench.shape.sessions:
+                runner = bench.runner(span, sessions, positions)
+                x = bench.hidden(span, 1, 1)
+
+                def step(runner: StageRunner = runner, x: torch.Tensor = x, sessions: int = sessions) -> None:
+                    runner.run([StepInput(session, x) for session in range(sessions)])
+                    for session in range(sessions):
+                        runner.truncate(session, runner.length(session) - 1)
+
+                step_s = bench.seconds(step)
+                read = span.weight_bytes + sessions * positions * span.cache_bytes_per_token
+                figures = {"tokens_per_s": sessions / step_s, "of_bandwidth": read / step_s / bandwidth}
+                found.append({"dtype": str(dtype), "positions": positions, "sessions": sessions, **figures})
+                runner.pool.close_all()
+        found.append({"dtype": str(dtype), "transformers": _alone(bench, dtype)})
+        span.close()
+    return {"bandwidth_gb_per_s": bandwidth / 1e9, "steps": found}
+
+
+def _alone(bench: Bench, dtype: torch.dtype) -> dict[str, float]:
+    """transformers' own model of the same layers, embedding and head included, one session with a static cache."""
+    from transformers import AutoModelForCausalLM, StaticCache
+
+    model: Any = AutoModelForCausalLM.from_pretrained(bench.checkpoint.path, dtype=dtype).to(bench.device)
+    held = bench.shape.positions[0]
+    ids_BT = torch.zeros((1, 1), dtype=torch.int64, device=bench.device)
+    place = torch.tensor([held], device=bench.device)
+    with torch.inference_mode():
+        cache = StaticCache(config=model.config, max_cache_len=held + 64)
+        step_s = bench.seconds(
+            lambda: model(ids_BT, past_key_values=cache, cache_position=place, position_ids=place[None], use_cache=True)
+        )
+    return {"tokens_per_s": 1 / step_s}
+
+
+def prefill(bench: Bench) -> Any:
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        span = bench.span(dtype)
+        side = 64 if bench.tiny else 4096
+        square = torch.randn(side, side, device=bench.device, dtype=dtype)
+        peak = 2 * side**3 / bench.seconds(lambda square=square: square @ square)
+        for count in bench.shape.positions:
+            runner = bench.runner(span, 1, 0)
+            x = bench.hidden(span, 1, min(count, 512))
+
+            def chunk(runner: StageRunner = runner, x: torch.Tensor = x) -> None:
+                runner.run([StepInput(0, x, WANT_NOTHING)])
+                runner.truncate(0, 0)
+
+            tokens_per_s = x.shape[1] / bench.seconds(chunk)
+            flops = 2 * span.weight_bytes / dtype.itemsize * tokens_per_s
+            found.append(
+                {
+                    "dtype": str(dtype),
+                    "positions": x.shape[1],
+                    "tokens_per_s": tokens_per_s,
+                    "of_products": flops / peak,
+                }
+            )
+            runner.pool.close_all()
+        span.close()
+    return found
+
+
+def memory(bench: Bench) -> Any:
+    before = torch.cuda.memory_allocated(bench.device)
+    torch.cuda.reset_peak_memory_stats(bench.device)
+    span = bench.span(torch.bfloat16)
+    runner = bench.runner(span, bench.shape.sessions[-1], bench.shape.positions[0])
+    counted = span.weight_bytes + runner.pool.allocated_bytes + span.pass_bytes(512, 1)
+    peak = torch.cuda.max_memory_allocated(bench.device) - before
+    return {"peak_bytes": peak, "ledger_bytes": counted, "ratio": peak / counted}
+
+
+def codecs(bench: Bench) -> Any:
+    x_N = torch.randn(bench.shape.elements)
+    there_N = x_N.to(bench.device)
+    found = {}
+    for codec in Codec:
+        keep = bench.shape.elements // 20 if codec == Codec.TOPK else 0
+        info, payload = encode(there_N, codec, param=keep)
+        same = bytes(payload) == bytes(encode(x_N, codec, param=keep)[1])
+        encode_s = bench.seconds(lambda codec=codec, keep=keep: encode(there_N, codec, param=keep))
+        decode_s = bench.seconds(lambda info=info, payload=payload: decode(info, payload, device=bench.device))
+        found[codec.name] = {
+            "encode_gb_per_s": x_N.nbytes / encode_s / 1e9,
+            "decode_gb_per_s": x_N.nbytes / decode_s / 1e9,
+            "same": same,
+        }
+    return found
+
+
+def train(bench: Bench) -> Any:
+    found = []
+    for autocast in (False, True):
+        count = min(512, bench.shape.positions[0])
+        run = Run(data=bytes(32), steps=2, batch=2, microbatch=1, sequence=count, autocast=autocast)
+        learner = Learner(load_segment(bench.checkpoint, 1, 3, device=bench.device), run)
+        hidden_BTH = torch.randn(1, count, learner.segment.span.hidden_size, device=bench.device)  # type: ignore[attr-defined]
+        values = (hidden_BTH, torch.zeros((1, count), dtype=torch.int64))
+
+        def there(learner: Learner = learner, values: Any = values) -> None:
+            learner.forward(0, 0, 1, 3, values)
+            learner.drop(0)
+
+        def there_and_back(learner: Learner = learner, values: Any = values) -> None:
+            (output_BTH, _) = learner.forward(0, 0, 1, 3, values)
+            learner.backward(0, (output_BTH, None))
+            learner.discard()
+
+        there_s, both_s = bench.seconds(there), bench.seconds(there_and_back)
+        found.append({"autocast": autocast, "tokens_per_s": count / both_s, "of_it_back": 1 - there_s / both_s})
+    return found
+
+
+def quantize(bench: Bench) -> Any:
+    found = {}
+    for method in ("none", "int8") if bench.tiny else ("none", "int8", "nf4"):
+        span = bench.span(torch.bfloat16, method)
+        runner = bench.runner(span, 1, bench.shape.positions[0])
+        x = bench.hidden(span, 1, 1)
+
+        def step(runner: StageRunner = runner, x: torch.Tensor = x) -> None:
+            runner.run([StepInput(0, x)])
+            runner.truncate(0, runner.length(0) - 1)
+
+        found[method] = {"tokens_per_s": 1 / bench.seconds(step), "weight_bytes": span.weight_bytes}
+        runner.close_all()
+    return found
+
+
+def text(bench: Bench) -> Any:
+    count = 8 if bench.tiny else 64
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        span = load_span(bench.checkpoint, 0, bench.shape.layers + 2, device=bench.device, dtype=dtype, check=False)
+        alone = _generate(span, ["a"], count)["a"]
+        batch = _generate(span, ["a", "b", "c"], count)["a"]
+        replayed = _generate(span, ["a"], count, told=alone[: count // 2])["a"]
+        found[str(dtype)] = {
+            "in a batch": _first_difference(alone, batch),
+            "replayed": _first_difference(alone, replayed),
+        }
+        span.close()
+    return found
+
+
+def _generate(span: ModelSpan, names: list[str], count: int, told: list[int] | None = None) -> dict[str, list[int]]:
+    """Greedy texts of sessions with prompts of unlike lengths; `told` is replayed first, as one chunk."""
+    runner = StageRunner(span, RunnerConfig(1 << 30))
+    ids = {name: [ord(name) % 90, *range(3 * index + 2)] for index, name in enumerate(names)}
+    texts: dict[str, list[int]] = {name: list(told or []) for name in names}
+    for name in names:
+        runner.open(name, rows=1, max_length=count + 64)
+    feed = {name: ids[name] + texts[name] for name in names}
+    while len(texts[names[0]]) < count:
+        works = [StepInput(name, torch.tensor([tokens])) for name, tokens in feed.items()]
+        for result in runner.run(works):
+            name = str(result.session_id)
+            texts[name].append(int(result.output[0, -1].argmax()))
+            feed[name] = texts[name][-1:]
+    return texts
+
+
+def _first_difference(one: list[int], other: list[int]) -> int | None:
+    return next((place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+
+
+PARTS: dict[str, Callable[[Bench], Any]] = {
+    "correct": correct, "decode": decode_steps, "prefill": prefill, "memory": memory, "codecs": codecs, "train": train,
+    "quantize": quantize, "text": text,
+}  # fmt: skip
+
+
+def measure(part: str, device: str, *, tiny: bool) -> dict[str, Any]:
+    """What a part found, and where."""
+    probed = probe_device(device)
+    with tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
+        bench = Bench(probed.torch_device, TINY if tiny else FULL, Path(folder))
+        found = PARTS[part](bench)
+    machine = {"device": probed.name, "torch": torch.__version__, "python": platform.python_version()}
+    return {"part": part, **machine, "found": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    print(json.dumps(measure(options.part, options.device, tiny=options.tiny), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Each part of contrib/benchmarks/gpu.py runs to its end, with small shapes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contrib.script import CONTRIB, load
+
+gpu: Any = load(CONTRIB / "benchmarks" / "gpu.py")
+
+
+@pytest.mark.parametrize("part", gpu.PARTS)
+def test_a_part_finds_something(part: str, card: torch.device) -> None:
+    told = json.loads(json.dumps(gpu.measure(part, str(card), tiny=True)))
+    assert told["found"] and told["device"]
+
+
+def test_text_is_the_same_in_float32(card: torch.device) -> None:
+    found = gpu.measure("text", str(card), tiny=True)["found"]["torch.float32"]
+    assert found == {"in a batch": None, "replayed": None}
+
+
+def test_payloads_are_the_cpus(card: torch.device) -> None:
+    assert all(codec["same"] for codec in gpu.measure("codecs", str(card), tiny=True)["found"].values())
