@@ -18,6 +18,7 @@ from swarmnode.cli.terminal.console import (
     set_up_logging,
     unless_stopped,
 )
+from swarmnode.cli.terminal.printable import printable
 
 if TYPE_CHECKING:
     from swarmnode.demo.story import DemoReport
@@ -33,7 +34,7 @@ def demo(
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
 ) -> None:
-    """Start a swarm on this machine, train it on the standard library's source, kill a node meanwhile, and let it complete code.
+    """Start a swarm on this machine, let it learn the Zen of Python, kill a node meanwhile, and hear it recite.
 
     Example: swarmnode demo --json
     """
@@ -106,7 +107,12 @@ def _stage() -> Any:
 def _summarise(report: DemoReport) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
+    console = Console(highlight=False)
+    texts = Table("what the swarm says", "the text that it learnt from", title="\nBy heart", title_justify="left")
+    texts.add_row(Text(printable(report.text)), Text(report.original))
+    console.print(texts)
     table = Table(show_header=False, title="\nSummary", title_justify="left")
     verdict = "[green]identical[/]" if report.identical else "[red]different[/]"
     loss = f"loss {report.first_loss} to {report.last_loss}"
@@ -121,11 +127,12 @@ def _summarise(report: DemoReport) -> None:
             f"{report.killed} at step {report.killed_at_step}; the longest step after it took {report.stall_s:.2f} s",
         ),
         (
-            "completed",
-            f"{report.tokens_per_s} tokens/s; {verdict} to what a single process writes with the exported model",
+            "recited",
+            f"{report.recited} of {len(report.original)} characters right, {report.tokens_per_s} tokens/s; "
+            f"{verdict} to what a single process writes with the exported model",
         ),
         ("left running", str(report.left_running)),
         ("took", f"{report.seconds} s"),
     ):
         table.add_row(name, value)
-    Console(highlight=False).print(table)
+    console.print(table)

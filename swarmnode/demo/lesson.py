@@ -1,27 +1,30 @@
-"""What the demo teaches: a small byte-level Llama, fresh, and the standard library's own source as its text."""
+"""What the demo teaches: a small byte-level Llama, fresh, and as its text a poem that every Python carries along."""
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import io
 import json
-import sysconfig
 from pathlib import Path
 
-MODULES = (
-    "argparse", "ast", "asyncio/tasks", "collections/__init__", "configparser", "dataclasses", "datetime", "difflib",
-    "doctest", "enum", "functools", "heapq", "inspect", "ipaddress", "json/decoder", "logging/__init__", "optparse",
-    "pathlib", "pickle", "random", "shutil", "statistics", "subprocess", "tarfile", "textwrap", "threading", "typing",
-    "unittest/case", "unittest/mock", "urllib/parse", "uuid", "zipfile",
-)  # fmt: skip
 BYTES = 256
 LAYERS, HIDDEN, SEQUENCE = 4, 128, 128
+COPIES = 256  # one after another, so that samples begin anywhere in the poem
+
+
+def poem() -> str:
+    """The Zen of Python, by Tim Peters (PEP 20)."""
+    with contextlib.redirect_stdout(io.StringIO()):  # it recites itself when it is imported
+        import this
+    return codecs.decode(this.s, "rot13") + "\n"
 
 
 def write_text(path: Path) -> int:
-    """Write the text of the lesson into a file; its bytes. Modules that this Python does not have are left out."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    files = [folder / f"{module}.py" for module in MODULES]
-    text = "\n".join(file.read_text(encoding="utf-8", errors="ignore") for file in files if file.is_file())
-    return path.write_bytes(text.encode())
+    """Write the text of the lesson into a file; the bytes of one copy."""
+    text = poem().encode()
+    path.write_bytes(text * COPIES)
+    return len(text)
 
 
 def write_config(folder: Path) -> None:

@@ -1,5 +1,5 @@
-"""The demo, scene by scene: a swarm that chooses its spans, learns Python from the standard library, loses a node in the
-middle of it, and completes a line of code with what it has learnt.
+"""The demo, scene by scene: a swarm that chooses its spans, learns the Zen of Python by heart, loses a node in the middle of it,
+and recites what it has learnt.
 
 Each scene is a method.
 """
@@ -7,6 +7,7 @@ Each scene is a method.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.client import SwarmClient
-from swarmnode.demo.lesson import SEQUENCE, generate_alone, write_config, write_text
+from swarmnode.demo.lesson import SEQUENCE, generate_alone, poem, write_config, write_text
 from swarmnode.errors import LocalError
 from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.swarm.storage.swarmfile import load_swarm
 
 NODES = 4
-PROMPT = "    def __init__(self"
-TOKENS = 64
-STEPS = 260
+PROMPT = "Beautiful is better"
+TOKENS = 76  # three lines
+STEPS = 110
 BATCH = 16
+MICROBATCH = 4
 COVER_TIMEOUT_S = 60.0
 STEP_TIMEOUT_S = 120.0
 WARMUP_STEPS = 10
@@ -32,7 +34,8 @@ WARMUP_STEPS = 10
 
 @dataclass(frozen=True)
 class DemoReport:
-    """What happened. `identical` compares the swarm's text with a single process's; times in seconds."""
+    """What happened; times in seconds. `text` is what the swarm recites, `original` what it was to recite; `identical` compares the
+    swarm's text with a single process's."""
 
     nodes: int
     spans: dict[str, list[int]]
@@ -45,10 +48,17 @@ class DemoReport:
     killed_at_step: int
     stall_s: float
     text: str
+    original: str
     tokens_per_s: float
     identical: bool
     left_running: int
     seconds: float
+
+    @property
+    def recited(self) -> int:
+        """How many characters are right, up to the first that is not."""
+        pairs = zip(self.text, self.original, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     @property
     def succeeded(self) -> bool:
@@ -58,7 +68,7 @@ class DemoReport:
 
     def to_json(self) -> dict[str, Any]:
         """For scripts."""
-        return {**asdict(self), "succeeded": self.succeeded}
+        return {**asdict(self), "recited": self.recited, "succeeded": self.succeeded}
 
 
 @dataclass(frozen=True)
@@ -134,6 +144,7 @@ class Story:
             killed_at_step=lesson.killed_at_step,
             stall_s=max(line["step_s"] for line in lesson.lines[lesson.killed_at_step :]),
             text=text,
+            original=original(),
             tokens_per_s=round(tokens_per_s, 1),
             identical=identical,
             left_running=left,
@@ -145,8 +156,8 @@ class Story:
         size = await asyncio.to_thread(write_text, folder / "text")
         write_config(folder / "config")
         self._spectators.scene(
-            f"Founding a swarm that learns {size / 1e6:.1f} MB of the standard library's source, byte by byte, from random "
-            f"weights; starting its bootstrap peer and {NODES} nodes on loopback"
+            f"Founding a swarm that shall learn the Zen of Python by heart, {size} bytes, from random weights; "
+            f"starting its bootstrap peer and {NODES} nodes on loopback"
         )
         arguments = ["create", str(local.file.with_suffix("")), "--mode", "train", "--config", str(folder / "config")]
         await asyncio.to_thread(local.command, *arguments)
@@ -179,7 +190,7 @@ class Story:
         """Train, and kill -9 a node that has a replica in the middle of it."""
         self._spectators.scene(f"Training for {self._steps} steps; a node dies half-way")
         settings = {
-            "data": text, "steps": self._steps, "batch": BATCH, "microbatch": 4, "sequence": SEQUENCE, "lr": 3e-3,
+            "data": text, "steps": self._steps, "batch": BATCH, "microbatch": MICROBATCH, "sequence": SEQUENCE, "lr": 3e-3,
             "warmup": WARMUP_STEPS, "checkpoint-steps": max(10, self._steps // 4),
         }  # fmt: skip
         began_s = self._clock()
@@ -201,7 +212,7 @@ class Story:
 
     async def _complete(self, client: SwarmClient) -> tuple[str, float, list[int]]:
         """The swarm serves what it has learnt."""
-        self._spectators.scene("The same swarm completes a line of Python")
+        self._spectators.scene(f"The same swarm is given {PROMPT!r} and goes on")
         self._spectators.text(PROMPT)
         stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
         async for piece in stream:
@@ -214,6 +225,13 @@ class Story:
         await asyncio.to_thread(local.command, "export", str(local.file), str(out))
         alone = await asyncio.to_thread(generate_alone, out, list(PROMPT.encode()), TOKENS)
         return alone == ids
+
+
+def original() -> str:
+    """What the swarm recites if it has learnt all of it."""
+    text = poem()
+    start = text.index(PROMPT)
+    return text[start : start + len(PROMPT) + TOKENS]
 
 
 def _wait_for_step(trainer: NodeProcess, number: int) -> dict[str, Any]:

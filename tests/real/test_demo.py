@@ -21,4 +21,4 @@ def test_the_demo_succeeds() -> None:
     assert report["last_loss"] < 0.8 * report["first_loss"]
     assert report["identical"]
     assert report["left_running"] == 0
-    assert report["text"].startswith("    def __init__(self")
+    assert report["text"].startswith("Beautiful is better") and report["recited"] >= len("Beautiful is better")
