@@ -54,6 +54,7 @@ class StageConfig:
     max_cache_tokens: int = 262_144
     compress: str = "auto"  # what travels between stages in training: auto, a codec, or adatopk
     throttle_units_per_s: float | None = None  # serve no faster than this, to have unequal peers on one machine
+    share: float = 1.0  # of the time the device may be busy with serving
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def check(self) -> StageConfig:

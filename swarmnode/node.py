@@ -25,6 +25,10 @@ from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.config import StageConfig
 from swarmnode.lending.lending import Keep, Lending
 from swarmnode.lending.lifecycle import LendingEvent, LendingState
+from swarmnode.lending.monthly_traffic import MonthlyTraffic
+from swarmnode.lending.rule_watch import RuleWatch
+from swarmnode.lending.rules import Rules
+from swarmnode.lending.surroundings import Lookout
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.tasks import cancel_and_wait
@@ -64,6 +68,7 @@ class NodeConfig:
     stage: StageConfig = field(default_factory=StageConfig)
     span: Span | None = None
     place: PlacementConfig = field(default_factory=PlacementConfig)
+    rules: Rules = field(default_factory=Rules)
 
 
 class Node:
@@ -138,19 +143,20 @@ class Node:
         stopped = asyncio.ensure_future(stop.wait())
         turned_away = asyncio.ensure_future(host.wait_turned_away())
         reporting = asyncio.ensure_future(self._report(host))
+        ruling = asyncio.ensure_future(self._follow_rules(host))
         broken = asyncio.ensure_future(host.supervisor.broken())
         deaths = (executor.died, broken)
-        endings: set[asyncio.Future[Any]] = {living, stopped, turned_away, reporting, *deaths}
+        endings: set[asyncio.Future[Any]] = {living, stopped, turned_away, reporting, ruling, *deaths}
         try:
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
             for death in deaths:
                 if death.done():
                     raise death.result()
-            for ended in (living, turned_away, reporting):
+            for ended in (living, turned_away, reporting, ruling):
                 if ended.done():
                     ended.result()
         finally:
-            await cancel_and_wait(stopped, turned_away, reporting, broken)
+            await cancel_and_wait(stopped, turned_away, reporting, ruling, broken)
 
     async def _live(self, host: Host, heavy: asyncio.Future[ModuleType], services: AsyncExitStack) -> None:
         """From joining to serving, and on to other places. `services` last longer: sessions move away before they end."""
@@ -212,6 +218,18 @@ class Node:
             report = reporter.report(host.paths.reachability)
             if self._stage is not None and report is not None:
                 self._tell("report", str(report), **asdict(report))
+
+    async def _follow_rules(self, host: Host) -> None:
+        """Let the rules pause and resume it, for ever."""
+        rules = self.config.rules
+        if not rules.any:
+            await asyncio.Event().wait()
+        month = MonthlyTraffic(host.config.home, lambda: host.link_config.traffic.total_bytes)
+        watch = RuleWatch(rules, self.lending, Lookout(rules), month_bytes=month, clock=self.platform.clock.monotonic)
+        try:
+            await watch.run()
+        finally:
+            month.keep()
 
     def _busy(self, host: Host) -> bool:
         """Whether sessions or downloads need the links more than a test of bandwidth does."""

@@ -80,6 +80,7 @@ def host(
     """
     set_up_logging(verbose, log_format)
     from swarmnode.cli.options.quantities import parse_bytes
+    from swarmnode.cli.options.rules import read_rules
     from swarmnode.cli.terminal.durations import parse_duration
     from swarmnode.config import StageConfig
     from swarmnode.net.addressing.addresses import check_all
@@ -98,7 +99,7 @@ def host(
     door = HostConfig(
         folder, "bootstrap", announce_maddrs=check_all("--announce", announce, dialled=True), nat_port_map=nat, lan=lan
     )
-    node = NodeConfig(HostConfig(folder, "host", nat_port_map=nat, lan=lan), stage)
+    node = NodeConfig(HostConfig(folder, "host", nat_port_map=nat, lan=lan), stage, rules=read_rules(folder))
     swarm, path = _known(model, name, listen, announce)
     if swarm is not None:
         key = owner_key_of(path, owner_key, password_file) if swarm.private else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,17 @@ from typing import Any
 import typer
 
 from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
+from swarmnode.cli.options.rule_flags import (
+    DAYS,
+    EXCLUSIVE,
+    HOURS,
+    MAX_LOAD,
+    MAX_PRESSURE,
+    MONTHLY,
+    ON_MAINS,
+    ONLY_IDLE,
+    RULES,
+)
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
 from swarmnode.cli.terminal.console import (
@@ -44,6 +56,22 @@ def run(
     max_upload: str = typer.Option(
         "", "--max-upload", metavar="RATE", help="Send no faster than this, as in 8Mbit; default: as fast as it goes."
     ),
+    max_download: str = typer.Option("", "--max-download", metavar="RATE", help="The same of what comes from peers."),
+    share: str = typer.Option(
+        "100%", "--cpu-share", "--gpu-share", metavar="SHARE", help="Serve for so much of the time only, as 50%."
+    ),
+    nice: int = typer.Option(
+        0, "--nice", min=0, max=19, help="Let other programs go first: the more, the higher, up to 19."
+    ),
+    rules: Path = RULES,
+    only_idle: str = ONLY_IDLE,
+    max_load: str = MAX_LOAD,
+    exclusive: list[str] = EXCLUSIVE,
+    hours: str = HOURS,
+    days: str = DAYS,
+    on_mains: bool = ON_MAINS,
+    max_pressure: str = MAX_PRESSURE,
+    monthly: str = MONTHLY,
     compress: str = typer.Option(
         "auto",
         "--compress",
@@ -81,7 +109,8 @@ def run(
     Example: swarmnode run swarm1… --device cuda --memory 6GB
     """
     set_up_logging(verbose, log_format)
-    from swarmnode.cli.options.quantities import parse_bytes, parse_rate, parse_span
+    from swarmnode.cli.options.quantities import parse_bytes, parse_rate, parse_share, parse_span
+    from swarmnode.cli.options.rules import read_rules
     from swarmnode.config import StageConfig
     from swarmnode.lending.control_server import ControlServer
     from swarmnode.net.addressing.addresses import check_all
@@ -98,6 +127,7 @@ def run(
             nat_port_map=nat,
             lan=lan,
             max_upload_bps=parse_rate(max_upload, "--max-upload") if max_upload else None,
+            max_download_bps=parse_rate(max_download, "--max-download") if max_download else None,
             max_cache_bytes=parse_bytes(disk, "--disk") if disk else None,
         ),
         stage=StageConfig(
@@ -108,9 +138,25 @@ def run(
             threads=threads or None,
             compress=compress,
             throttle_units_per_s=throttle or None,
+            share=parse_share(share, "--cpu-share"),
         ).check(),
         span=parse_span(span) if span else None,
+        rules=read_rules(
+            default_home(home),
+            rules,
+            {
+                "only_idle": only_idle,
+                "max_load": max_load,
+                "exclusive": exclusive,
+                "hours": hours,
+                "days": days,
+                "on_mains": on_mains,
+                "max_pressure": max_pressure,
+                "monthly": monthly,
+            },
+        ),
     )
+    os.nice(nice)
 
     watch = Watch(metrics_host, metrics_port, config.host.home, as_json)
     tell = teller(as_json)

@@ -67,6 +67,15 @@ def units_that_fit(sizes: UnitSizes, limit_bytes: int, cache_tokens: int, *, sta
     return count
 
 
+def most_anywhere(sizes: UnitSizes, limit_bytes: int, cache_tokens: int) -> int:
+    """The most units that fit wherever in the model their span lies."""
+    units = len(sizes.weight_bytes)
+    fits = [units_that_fit(sizes, limit_bytes, cache_tokens, start=start) for start in range(units)]
+    return next(
+        (count for count in range(units, 0, -1) if all(fits[start] >= count for start in range(units - count + 1))), 0
+    )
+
+
 def reserve_bytes(limit_bytes: int) -> int:
     """Of a memory limit, what is kept for the passes that run, for journals, and for messages."""
     return min(limit_bytes, max(BUFFER_BYTES, int(limit_bytes * BUFFER_SHARE)))

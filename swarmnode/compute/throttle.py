@@ -1,4 +1,4 @@
-"""A device made slower than it is, so that peers of unequal speed can be had on one machine."""
+"""A device made slower than it is: because its owner lends a share of it, or to have peers of unequal speed on one machine."""
 
 from __future__ import annotations
 
@@ -7,30 +7,38 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+MOST_OVERSLEPT_S = 1.0  # that is caught up with; a machine that was suspended begins anew
 PREFILL_GAIN = 16.0  # a long prompt chunk uses a device about so much better than a single position
 
 
 class Throttle:
-    """Lets passes take at least as long as on a device that does `units_per_s` of single positions; infinity changes nothing.
+    """Lets passes take at least as long as on a device that does `units_per_s` of single positions (infinity changes nothing), and
+    lets the device rest after each pass so that it is busy for a `share` of the time (its duty cycle) while there is work.
 
-    All rows of a decode pass count as one, as its cost is that of reading the weights. Used from one thread.
+    Sleeps that were too long are caught up with. All rows of a decode pass count as one, as its cost is that of reading the
+    weights. Used from one thread.
     """
 
     def __init__(
         self,
         units_per_s: float = math.inf,
+        share: float = 1.0,
         *,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if not units_per_s > 0:
             raise ValueError(f"a throttle of {units_per_s} units/s")
+        if not 0 < share <= 1:
+            raise ValueError(f"a share of {share}")
         self.units_per_s = units_per_s
+        self.share = share
+        self._owed_s = 0.0  # rest; less than none where it slept too long
         self._clock = clock
         self._sleep = sleep
 
     def __repr__(self) -> str:
-        return f"Throttle({self.units_per_s:g} units/s)"
+        return f"Throttle({self.units_per_s:g} units/s, {self.share:.0%} of the time)"
 
     def least_s(self, units: int, positions: int) -> float:
         """Seconds that `units` take for so many positions: 1 is a decode pass, more are a prompt chunk."""
@@ -42,6 +50,16 @@ class Throttle:
         """Around one pass: what the real device needed is part of the time."""
         began_s = self._clock()
         yield
-        rest_s = self.least_s(units, positions) - (self._clock() - began_s)
-        if rest_s > 0:
-            self._sleep(rest_s)
+        took_s = self._clock() - began_s
+        least_s = max(self.least_s(units, positions), took_s / self.share)
+        self._rest(least_s - took_s)
+
+    def _rest(self, seconds: float) -> None:
+        """Sleep, and remember by how much it was too long."""
+        if seconds <= 0:
+            return
+        self._owed_s += seconds
+        if self._owed_s > 0:
+            began_s = self._clock()
+            self._sleep(self._owed_s)
+            self._owed_s = max(-MOST_OVERSLEPT_S, self._owed_s - (self._clock() - began_s))

@@ -78,9 +78,13 @@ class Host:
         self.hello = Hello(VERSION, swarm.id, f"swarmnode/{__version__}")
         self.paths = Paths(network.peer_id, lambda peer: self.directory.peers().get(peer), clock=clock.monotonic)
         self.observed_latency = ObservedLatency(clock=clock.monotonic)
-        rate_limiter = RateLimiter(config.max_upload_bps, clock=clock.monotonic) if config.max_upload_bps else None
+        limiters = [
+            RateLimiter(rate_bps, clock=clock.monotonic) if rate_bps else None
+            for rate_bps in (config.max_upload_bps, config.max_download_bps)
+        ]
         self.link_config = LinkConfig(
-            rate_limiter=rate_limiter,
+            rate_limiter=limiters[0],
+            download_limiter=limiters[1],
             link_statistics=self.paths.link_statistics,
             gate=access_control or OPEN_GATE,
             supervisor=supervisor,

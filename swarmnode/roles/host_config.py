@@ -41,6 +41,7 @@ class HostConfig:
     paths_s: float = 10.0  # how often what was measured of paths is announced
     looks_on: bool = False  # a client: no place in the DHT, no announcement
     max_upload_bps: float | None = None  # of all links together, bits/s
+    max_download_bps: float | None = None
     max_cache_bytes: int | None = None  # of fetched weights of all swarms; None: most of what the disk has free
 
 

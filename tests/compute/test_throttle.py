@@ -41,6 +41,31 @@ def test_what_the_device_needed_is_part_of_the_time(watch):
     assert len(watch.slept_s) == 1
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_the_duty_cycle_is_held_although_sleeps_are_too_long(watch, share):
+    throttle = Throttle(share=share, clock=watch.clock, sleep=lambda seconds: watch.sleep(seconds + 0.003))
+    busy_s = 0.0
+    for number in range(1000):
+        with throttle.pass_over(units=5, positions=1):
+            watch.now_s += (pass_s := 0.002 + 0.001 * (number % 7))
+            busy_s += pass_s
+    assert busy_s / watch.now_s == pytest.approx(share, rel=0.05)
+
+
+def test_who_was_suspended_owes_no_more_than_a_moment(watch):
+    throttle = Throttle(share=0.5, clock=watch.clock, sleep=lambda seconds: watch.sleep(seconds + 3600))
+    with throttle.pass_over(units=1, positions=1):
+        watch.now_s += 1
+    throttle._sleep = watch.sleep
+    for _ in range(10):
+        with throttle.pass_over(units=1, positions=1):
+            watch.now_s += 1
+    assert sum(watch.slept_s[1:]) == pytest.approx(9)
+    for share in (0.0, 1.5):
+        with pytest.raises(ValueError, match="share"):
+            Throttle(share=share)
+
+
 def test_prompts_are_sixteen_times_cheaper_but_never_cheaper_than_one_position():
     throttle = Throttle(100.0)
     assert throttle.least_s(4, 1) == throttle.least_s(4, 16) == pytest.approx(0.04)

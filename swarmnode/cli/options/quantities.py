@@ -37,6 +37,14 @@ def parse_rate(text: str, option: str) -> float:
     return float(match[1]) * _PREFIXES[match[2] or match[3] or ""]
 
 
+def parse_share(text: str, option: str) -> float:
+    """A share like 25%, between 0 and 1. Raises UsageError, also for a number without the sign."""
+    match = re.fullmatch(_NUMBER + "%", text.strip())
+    if match is None or not 0 < float(match[1]) <= 100:
+        raise UsageError(f"{option} {text}: it is not a share; write it as 25%")
+    return float(match[1]) / 100
+
+
 def parse_span(text: str, option: str = "--span") -> Span:
     """A span like 0:6. Raises UsageError."""
     match = re.fullmatch(r"(\d+):(\d+)", text.strip())

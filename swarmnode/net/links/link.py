@@ -232,7 +232,8 @@ class Link:
             self._reader.give_up()
 
     async def _read(self) -> int:
-        count = await self._stream.read_into(await self._room())
+        room, limiter = await self._room(), self._config.download_limiter
+        count = await self._stream.read_into(room if limiter is None else room[: limiter.burst_bytes])
         if self._lost is not None:
             raise self._lost
         if not count:
@@ -241,6 +242,8 @@ class Link:
         self._config.link_statistics.heard(self.peer, self._loop.time())
         self.received_bytes += count
         self._config.traffic.received_bytes[self._protocol] += count
+        if limiter is not None:  # who sends finds the stream full, and waits
+            await asyncio.sleep(limiter.reserve(count))
         return count
 
     async def _keep_pace(self, frames: int) -> None:

@@ -29,6 +29,7 @@ class LinkConfig:
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
     rate_limiter: RateLimiter | None = None  # of all the node's links together; None: as fast as it goes
+    download_limiter: RateLimiter | None = None  # the same, of what comes in
     link_statistics: LinkStatistics = field(default_factory=LinkStatistics)  # what all the node's links measure
     traffic: Traffic = field(default_factory=Traffic)  # of all the node's links together
     gate: Gate = OPEN_GATE  # of all the node's links together

@@ -14,6 +14,7 @@ from swarmnode.net.interfaces import Buffer, Stream
 PIECE_BYTES = 16 * 1024  # links take turns by pieces: small frames of one do not wait for a payload of another
 BURST_S = 0.02
 CLOSE_TIMEOUT_S = 10.0
+LONGEST_BURST_S = 0.1
 
 
 class RateLimiter:
@@ -26,6 +27,11 @@ class RateLimiter:
 
     def __repr__(self) -> str:
         return f"<RateLimiter of {self.rate_bps / 1e6:.3g} Mbit/s>"
+
+    @property
+    def burst_bytes(self) -> int:
+        """What may go at once, so that nobody waits for long in silence."""
+        return max(1024, int(self.rate_bps / 8 * LONGEST_BURST_S))
 
     def reserve(self, size_bytes: int) -> float:
         """Seconds until these bytes may leave."""

@@ -20,6 +20,11 @@ class Traffic:
     def __repr__(self) -> str:
         return f"<Traffic {self.sent_bytes.total()} bytes sent, {self.received_bytes.total()} received>"
 
+    @property
+    def total_bytes(self) -> int:
+        """Sent and received."""
+        return self.sent_bytes.total() + self.received_bytes.total()
+
     def note_round_trip(self, protocol: str, seconds: float) -> None:
         """A ping came back."""
         self._round_trips.setdefault(protocol, Histogram()).observe(seconds)

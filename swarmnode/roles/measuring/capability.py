@@ -46,12 +46,13 @@ class Conditions:
     threads: int
     units: int
     throttle: float = 0.0
+    share: float = 1.0
 
     @property
     def but_size(self) -> str:
         """As text, with the versions of what computes, but without the span's size."""
         versions = f"swarmnode {__version__}, torch {torch.__version__}, python {platform.python_version()}"
-        own = (self.model, self.device, self.memory_bytes, self.number_format, self.threads, self.throttle)
+        own = (self.model, self.device, self.memory_bytes, self.number_format, self.threads, self.throttle, self.share)
         return "; ".join(map(str, (*own, versions, "")))
 
     @property

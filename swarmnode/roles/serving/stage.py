@@ -22,6 +22,7 @@ from swarmnode.compute.memory import (
     cache_tokens_that_fit,
     describe_fit,
     format_bytes,
+    most_anywhere,
     training_sizes,
     unit_sizes,
     units_that_fit,
@@ -126,13 +127,7 @@ class Hardware:
     @cached_property
     def capacity_units(self) -> int:
         """How many units fit wherever in the model the span lies: the least over all places."""
-        units = len(self.sizes.weight_bytes)
-        if self._fits(Units(0, units)):
-            return units
-        return next(
-            (count for count in range(units - 1, 0, -1) if all(self._fits(window) for window in windows(units, count))),
-            0,
-        )
+        return most_anywhere(self.sizes, self.memory_bytes, self.config.cache_tokens)
 
     def _fits(self, units: Units) -> bool:
         fitting = units_that_fit(self.sizes, self.memory_bytes, self.config.cache_tokens, start=units.start)
@@ -168,6 +163,7 @@ class Hardware:
             threads=torch.get_num_threads(),
             units=units,
             throttle=self.config.throttle_units_per_s or 0.0,
+            share=self.config.share,
         )
 
     def sections(self, host: Host) -> tuple[Section, ...]:
@@ -196,11 +192,6 @@ def _ledger_of(device: Device, memory_bytes: int, host: MemoryLedger) -> MemoryL
         return host
     host.limit_bytes = int(probe_device("cpu").free_bytes * MEMORY_SHARE)
     return MemoryLedger(memory_bytes, name="device")
-
-
-def windows(units: int, count: int) -> list[Units]:
-    """All spans of `count` units."""
-    return [Units(start, start + count) for start in range(units - count + 1)]
 
 
 def choose_dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> torch.dtype:
@@ -284,7 +275,8 @@ class ServingStage:
         passes = hardware.ledger.count(Account.ACTIVATIONS, span.pass_bytes(RunnerConfig.prefill_positions, MAX_BATCH))
         per_token = max(1, span.cache_bytes_per_token)
         clock = host.clock
-        throttle = Throttle(hardware.config.throttle_units_per_s or math.inf, clock=clock.compute, sleep=clock.hold_up)
+        slowed, share = hardware.config.throttle_units_per_s or math.inf, hardware.config.share
+        throttle = Throttle(slowed, share, clock=clock.compute, sleep=clock.hold_up)
         cache_bytes = hardware.cache_tokens(Units(span.start, span.end)) * per_token
         runner = StageRunner(span, RunnerConfig(cache_bytes=cache_bytes), throttle, hardware.ledger)
         worker = Worker(runner, executor, chunk_tokens=hardware.config.server.prefill_chunk_tokens)

@@ -1,4 +1,4 @@
-"""A node that may send only so fast: the rate over all its links, the order, the heartbeat, and what the peer measures."""
+"""A node that may send, or take in, only so fast: the rate over all links, the order, the heartbeat, what the peer measures."""
 
 from __future__ import annotations
 
@@ -100,6 +100,30 @@ async def test_what_the_pace_keeps_back_is_no_silence_of_the_peer(rate_bps: floa
     await arrived
     assert now_s() >= 3 * links * MEGABYTE * 8 / rate_bps * 0.98
     for link, reading in opened:
+        await link.close()
+        await reading
+
+
+@pytest.mark.parametrize(("rate_bps", "links"), [(RATE_BPS, 1), (RATE_BPS, 3), (1e6, 1)])
+@in_virtual_time
+async def test_what_comes_in_keeps_to_a_rate_over_all_links(rate_bps: float, links: int) -> None:
+    """Within 5 % over 10 s, and whoever sends takes the wait for no silence."""
+    limited = replace(CONFIG, download_limiter=RateLimiter(rate_bps, clock=now_s))
+    frame_bytes, count = int(rate_bps / 8), -(-10 // links)
+    receivers = [Receiver() for _ in range(links)]
+    sending = []
+    began_s = now_s()
+    for receiver in receivers:
+        pair = Pair(Path(latency_s=0.02), limited)
+        await pair.serve(receiver)
+        link = await Link.connect(pair.alice, pair.bob.peer_id, "/test/link/1", HELLO, config=CONFIG)
+        sending.append((link, asyncio.ensure_future(link.run(lambda _frame, _body: None))))
+        link.busy = True
+        for seq in range(count):
+            link.send(Ready(0), channel=1, seq=seq, payload=[bytes(frame_bytes)])
+    await asyncio.gather(*(receiver.wait_for(count) for receiver in receivers))
+    assert now_s() - began_s == pytest.approx(links * count, rel=0.05)
+    for link, reading in sending:
         await link.close()
         await reading
 

@@ -1,0 +1,64 @@
+"""What a node has sent and received in a calendar month, over restarts."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from swarmnode.errors import LocalError
+from swarmnode.swarm.storage.kept_file import read_kept, write_kept
+
+log = logging.getLogger(__name__)
+
+FILE = "month.json"
+MAX_FILE_BYTES = 4096
+KEEP_BYTES = 100_000_000  # after so many more it is written
+
+
+class _Month(msgspec.Struct):
+    month: str = ""  # 2026-11
+    bytes: int = 0
+
+
+class MonthlyTraffic:
+    """`moved` says what has gone over the links since the start, in bytes."""
+
+    def __init__(
+        self,
+        home: Path,
+        moved: Callable[[], int],
+        *,
+        today: Callable[[], datetime.date] = datetime.date.today,
+    ) -> None:
+        self._path = home / FILE
+        self._moved = moved
+        self._today = today
+        self._counted = moved()
+        self._kept = read_kept(self._path, _Month, max_bytes=MAX_FILE_BYTES) or _Month()
+        self._unkept_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"<MonthlyTraffic {self._kept.bytes / 1e9:.3f} GB in {self._kept.month}>"
+
+    def __call__(self) -> int:
+        """Bytes of this month so far."""
+        moved, month = self._moved(), f"{self._today():%Y-%m}"
+        fresh_bytes, self._counted = moved - self._counted, moved
+        begun = month != self._kept.month
+        self._kept = _Month(month, fresh_bytes + (0 if begun else self._kept.bytes))
+        self._unkept_bytes += fresh_bytes
+        if begun or self._unkept_bytes >= KEEP_BYTES:
+            self.keep()
+        return self._kept.bytes
+
+    def keep(self) -> None:
+        """Write it down, if that can be."""
+        self._unkept_bytes = 0
+        try:
+            write_kept(self._path, self._kept)
+        except LocalError as error:
+            log.warning("the month's traffic is not kept: %s", error)

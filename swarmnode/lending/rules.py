@@ -1,0 +1,87 @@
+"""Rules by which a node yields its machine: pure functions over what was seen of it."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+
+
+@dataclass(frozen=True)
+class Hours:
+    """From one time of the day to another, over midnight where the end is not later."""
+
+    start: datetime.time
+    end: datetime.time
+
+    def __str__(self) -> str:
+        return f"{self.start:%H:%M}-{self.end:%H:%M}"
+
+    def contain(self, when: datetime.time) -> bool:
+        """Whether a time lies in them."""
+        if self.start < self.end:
+            return self.start <= when < self.end
+        return when >= self.start or when < self.end
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When a node lends; what is not set does not matter. Shares are of all CPUs, 0 to 1."""
+
+    only_idle_s: float | None = None  # nobody has touched keyboard or mouse for so long
+    max_others_load: float | None = None  # what other programs may use of the CPUs
+    exclusive: frozenset[str] = frozenset()  # programs beside which it does not lend
+    hours: Hours | None = None
+    days: frozenset[int] = frozenset()  # 0 is Monday
+    on_mains: bool = False
+    max_memory_pressure: float | None = None  # share of time for which some program waits for memory
+    monthly_bytes: int | None = None  # sent and received, in a calendar month
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a rule at all."""
+        return self != Rules()
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What was seen of the machine. None: it cannot be told here, which is held against nobody."""
+
+    when: datetime.datetime
+    idle_s: float | None = None
+    others_load: float | None = None
+    programs: frozenset[str] = frozenset()
+    on_mains: bool | None = None
+    memory_pressure: float | None = None
+    month_bytes: int = 0
+
+
+def reason_to_pause(rules: Rules, seen: Surroundings) -> str:
+    """Why a node shall not lend now, the first reason that there is; empty where it may."""
+    return next(_reasons(rules, seen), "")
+
+
+def _reasons(rules: Rules, seen: Surroundings) -> Iterator[str]:
+    running = sorted(rules.exclusive & seen.programs)
+    if running:
+        yield f"{running[0]} is running"
+    if rules.on_mains and seen.on_mains is False:
+        yield "on battery"
+    if _over(seen.memory_pressure, rules.max_memory_pressure):
+        yield "other programs wait for memory"
+    if rules.only_idle_s is not None and seen.idle_s is not None and seen.idle_s < rules.only_idle_s:
+        yield "the machine is in use"
+    if _over(seen.others_load, rules.max_others_load):
+        yield "other programs need the CPU"
+    if rules.hours is not None and not rules.hours.contain(seen.when.time()):
+        yield f"it lends at {rules.hours} only"
+    if rules.days and seen.when.weekday() not in rules.days:
+        yield f"it lends on {', '.join(DAYS[day] for day in sorted(rules.days))} only"
+    if rules.monthly_bytes is not None and seen.month_bytes >= rules.monthly_bytes:
+        yield f"the month's {rules.monthly_bytes / 1e9:.3g} GB are used up"
+
+
+def _over(seen: float | None, limit: float | None) -> bool:
+    return seen is not None and limit is not None and seen > limit

@@ -1,0 +1,125 @@
+"""What a machine's other users and programs do: load, keyboard and mouse, power, memory pressure.
+
+Linux tells all of it; elsewhere it is what psutil knows."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from swarmnode.lending.rules import Rules, Surroundings
+
+PRESSURE = Path("/proc/pressure/memory")
+TERMINALS = ("/dev/pts/[0-9]*", "/dev/tty[0-9]*")
+IDLE_LOOK_S = 10.0  # logind is asked no more often
+LOGIND_TIMEOUT_S = 2.0
+
+
+class Lookout:
+    """Looks at no more than the rules ask for. May block for some milliseconds: called on a thread."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._own = psutil.Process()
+        self._busy = _BusyTime(self._own)
+        self._idle_since: float | None = None
+        self._asked_s = -IDLE_LOOK_S
+
+    def __repr__(self) -> str:
+        return f"<Lookout of process {self._own.pid}>"
+
+    def __call__(self) -> Surroundings:
+        """What is seen now."""
+        rules = self._rules
+        return Surroundings(
+            when=datetime.datetime.now(),  # hours are those of the wall
+            idle_s=self._idle_s() if rules.only_idle_s is not None else None,
+            others_load=self._busy.of_others() if rules.max_others_load is not None else None,
+            programs=_programs() if rules.exclusive else frozenset(),
+            on_mains=_on_mains() if rules.on_mains else None,
+            memory_pressure=memory_pressure() if rules.max_memory_pressure is not None else None,
+        )
+
+    def _idle_s(self) -> float | None:
+        now_s = time.monotonic()
+        if now_s - self._asked_s >= IDLE_LOOK_S:
+            self._asked_s, self._idle_since = now_s, logind_idle_since()
+        touched = [time_s for time_s in (self._idle_since, _last_typed()) if time_s is not None]
+        return max(0.0, time.time() - max(touched)) if touched else None
+
+
+class _BusyTime:
+    """CPU time of the whole machine and of this process with its children, between two looks."""
+
+    def __init__(self, own: psutil.Process) -> None:
+        self._own = own
+        self._last = self._now()
+
+    def of_others(self) -> float | None:
+        """What other programs used since the last look, as a share of all CPUs."""
+        now = self._now()
+        all_s, busy_s, own_s = (new - old for new, old in zip(now, self._last, strict=True))
+        self._last = now
+        return max(0.0, busy_s - own_s) / all_s if all_s > 0 else None
+
+    def _now(self) -> tuple[float, float, float]:
+        times = psutil.cpu_times()
+        idle_s = times.idle + getattr(times, "iowait", 0.0)
+        guest_s = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user and nice, too
+        all_s = sum(times) - guest_s
+        return all_s, all_s - idle_s, self._own_s()
+
+    def _own_s(self) -> float:
+        total_s = 0.0
+        for process in (self._own, *self._own.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                used = process.cpu_times()
+                total_s += used.user + used.system
+        return total_s
+
+
+def _programs() -> frozenset[str]:
+    """The names of all processes."""
+    return frozenset(process.info["name"] for process in psutil.process_iter(["name"]) if process.info["name"])
+
+
+def _on_mains() -> bool | None:
+    battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    return None if battery is None else battery.power_plugged
+
+
+def memory_pressure(path: Path = PRESSURE) -> float | None:
+    """The share of the last ten seconds in which some process waited for memory (PSI); None where the kernel does not say."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        kind, *fields = path.read_text().split("\n", 1)[0].split()
+        values = dict(field.split("=", 1) for field in fields)
+        return float(values["avg10"]) / 100 if kind == "some" else None
+    return None
+
+
+def logind_idle_since(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> float | None:
+    """Unix time of the last use as the desktop tells logind: now while it is in use, None where there is neither."""
+    command = ["loginctl", "show-seat", "seat0", "--property=IdleHint", "--property=IdleSinceHint"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        told = run(command, capture_output=True, text=True, timeout=LOGIND_TIMEOUT_S, check=True).stdout
+        values = dict(line.split("=", 1) for line in told.splitlines() if "=" in line)
+        if "IdleHint" not in values or not values.get("IdleSinceHint", ""):
+            return None
+        return int(values["IdleSinceHint"]) / 1e6 if values["IdleHint"] == "yes" else time.time()
+    return None
+
+
+def _last_typed() -> float | None:
+    """Unix time when somebody last typed at a terminal, also over ssh."""
+    times = []
+    for pattern in TERMINALS:
+        for path in Path("/").glob(pattern.lstrip("/")):
+            with contextlib.suppress(OSError):
+                times.append(path.stat().st_atime)
+    return max(times, default=None)

@@ -1,0 +1,29 @@
+"""A month's bytes, over restarts and into the next month."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+from swarmnode.lending.monthly_traffic import KEEP_BYTES, MonthlyTraffic
+
+
+def test_it_counts_over_restarts_and_begins_anew_each_month(tmp_path: Path) -> None:
+    moved, today = 5, datetime.date(2026, 11, 30)
+    month = MonthlyTraffic(tmp_path, lambda: moved, today=lambda: today)
+    moved += 100
+    assert month() == 100
+    moved += KEEP_BYTES
+    assert month() == KEEP_BYTES + 100
+    again = MonthlyTraffic(tmp_path, lambda: 0, today=lambda: today)
+    assert again() == KEEP_BYTES + 100
+    today = datetime.date(2026, 12, 1)
+    assert again() == 0
+
+
+def test_a_damaged_file_counts_from_nothing(tmp_path: Path) -> None:
+    (tmp_path / "month.json").write_text("[]")
+    assert MonthlyTraffic(tmp_path, lambda: 7)() == 0
+    (tmp_path / "month.json").unlink()
+    (tmp_path / "month.json").mkdir()
+    assert MonthlyTraffic(tmp_path, lambda: 7)() == 0

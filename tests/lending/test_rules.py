@@ -1,0 +1,116 @@
+"""Rules: what they make of what is seen, and how long they hold."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnode.lending.lending import Lending
+from swarmnode.lending.lifecycle import LendingEvent, LendingState
+from swarmnode.lending.rule_watch import CALM_S, RuleWatch
+from swarmnode.lending.rules import Hours, Rules, Surroundings, reason_to_pause
+from swarmnode.lending.surroundings import Lookout, logind_idle_since, memory_pressure
+
+MONDAY_NOON = datetime.datetime(2026, 11, 23, 12)  # of the wall
+NIGHT = Hours(datetime.time(22), datetime.time(7))
+
+
+@pytest.mark.parametrize(
+    ("rules", "seen", "reason"),
+    [
+        (Rules(), {}, ""),
+        (
+            Rules(exclusive=frozenset({"steam", "blender"})),
+            {"programs": frozenset({"bash", "steam"})},
+            "steam is running",
+        ),
+        (Rules(exclusive=frozenset({"steam"})), {"programs": frozenset({"steamer"})}, ""),
+        (Rules(on_mains=True), {"on_mains": False}, "on battery"),
+        (Rules(on_mains=True), {"on_mains": None}, ""),
+        (Rules(only_idle_s=600), {"idle_s": 599}, "in use"),
+        (Rules(only_idle_s=600), {"idle_s": 600}, ""),
+        (Rules(only_idle_s=600), {}, ""),
+        (Rules(max_others_load=0.25), {"others_load": 0.3}, "need the CPU"),
+        (Rules(max_memory_pressure=0.1), {"memory_pressure": 0.2}, "wait for memory"),
+        (Rules(hours=NIGHT), {}, "22:00-07:00"),
+        (Rules(days=frozenset({5, 6})), {}, "sat, sun"),
+        (Rules(days=frozenset({0})), {}, ""),
+        (Rules(monthly_bytes=10**9), {"month_bytes": 10**9}, "1 GB are used up"),
+    ],
+)
+def test_reasons(rules: Rules, seen: dict[str, Any], reason: str) -> None:
+    told = reason_to_pause(rules, Surroundings(MONDAY_NOON, **seen))
+    assert reason in told and bool(reason) == bool(told)
+
+
+@pytest.mark.parametrize(("hour", "inside"), [(21, False), (22, True), (0, True), (6, True), (7, False), (12, False)])
+def test_hours_over_midnight(hour: int, inside: bool) -> None:
+    assert NIGHT.contain(datetime.time(hour)) is inside
+
+
+def test_it_pauses_at_once_and_resumes_after_a_calm_while() -> None:
+    now_s = 0.0
+    lending = Lending()
+    lending.happened(LendingEvent.LOADED)
+    watch = RuleWatch(
+        Rules(exclusive=frozenset({"game"})), lending, lambda: Surroundings(MONDAY_NOON), clock=lambda: now_s
+    )
+    game = Surroundings(MONDAY_NOON, programs=frozenset({"game"}))
+    watch.judge(game)
+    assert lending.state is LendingState.DRAINING
+    lending.happened(LendingEvent.DRAINED)
+    for seen, at_s, state in (
+        (Surroundings(MONDAY_NOON), CALM_S - 1, LendingState.PAUSED),
+        (game, CALM_S - 0.5, LendingState.PAUSED),
+        (Surroundings(MONDAY_NOON), CALM_S + 1, LendingState.PAUSED),
+        (Surroundings(MONDAY_NOON), 2 * CALM_S, LendingState.WAITING),
+    ):
+        now_s = at_s
+        watch.judge(seen)
+        assert lending.state is state, at_s
+
+
+def test_what_is_seen_of_this_machine() -> None:
+    """Only what the rules ask for; a program that runs is seen at the first look."""
+    nothing = Lookout(Rules())()
+    assert (nothing.idle_s, nothing.others_load, nothing.programs, nothing.memory_pressure) == (
+        None,
+        None,
+        frozenset(),
+        None,
+    )
+    with subprocess.Popen(["sleep", "60"]) as program:
+        try:
+            lookout = Lookout(Rules(exclusive=frozenset({"sleep"}), max_others_load=0.5, only_idle_s=1))
+            seen = lookout()
+        finally:
+            program.kill()
+    assert "sleep" in seen.programs and (seen.others_load is None or 0 <= seen.others_load <= 1)
+    assert seen.idle_s is None or seen.idle_s >= 0
+
+
+def test_pressure_as_the_kernel_tells_it(tmp_path: Path) -> None:
+    file = tmp_path / "memory"
+    file.write_text("some avg10=12.50 avg60=1.00 avg300=0.00 total=1\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n")
+    assert memory_pressure(file) == 0.125
+    file.write_text("nonsense\n")
+    assert memory_pressure(file) is None and memory_pressure(tmp_path / "none") is None
+
+
+def test_idleness_as_logind_tells_it() -> None:
+    def told(text: str) -> Any:
+        return lambda *_args, **_options: subprocess.CompletedProcess([], 0, text)
+
+    assert logind_idle_since(told("IdleHint=yes\nIdleSinceHint=1700000000000000\n")) == 1.7e9
+    assert abs((logind_idle_since(told("IdleHint=no\nIdleSinceHint=0\n")) or 0) - time.time()) < 60
+    assert logind_idle_since(told("")) is None
+
+    def missing(*_args: Any, **_options: Any) -> Any:
+        raise FileNotFoundError("loginctl")
+
+    assert logind_idle_since(missing) is None
