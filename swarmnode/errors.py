@@ -53,15 +53,40 @@ ERROR_TEXT = {
 """What a code from a peer is shown as: never a word that the peer chose."""
 
 
+REMEDY = {
+    ErrorCode.INTERNAL: "Other peers are asked by themselves. If it was yours, its log says why (`--verbose`).",
+    ErrorCode.VERSION: "Upgrade swarmnode here, or ask the other peer's owner to.",
+    ErrorCode.WRONG_SWARM: "The peer moved to another swarm. If it was named with `--peer`, ask for a new address.",
+    ErrorCode.REFUSED: "Ask the swarm's owner for an invite for what you want to do (`swarmnode invite --role`).",
+    ErrorCode.MALFORMED: "One of the two programs has a bug: upgrade both, and report it if it stays.",
+    ErrorCode.TOO_LARGE: "Ask for less at a time: a shorter prompt, fewer new tokens, smaller batches.",
+    ErrorCode.BUSY: "Wait, or lend more: the error says after how long it is worth another try.",
+    ErrorCode.DRAINING: "Nothing: sessions move to other peers by themselves.",
+    ErrorCode.NO_SESSION: "Nothing: the session is opened again by itself.",
+    ErrorCode.STALE: "Nothing: it is told to who follows an older route.",
+    ErrorCode.WRONG_SPAN: "Nothing: the peer has moved, and another route is taken by itself.",
+    ErrorCode.NOT_FINITE: "Another peer is asked by itself. If every peer answers so, the model overflows in this precision.",
+    ErrorCode.PEER_LOST: "Nothing: another route is taken by itself. If it happens often: `swarmnode trace`.",
+    ErrorCode.NOT_FOUND: "Another peer is asked by itself. If nobody has it, let a peer with the whole checkpoint run.",
+    ErrorCode.WRONG_RUN: "Give the settings and the data that the training began with, or another `--seed` for another run.",
+    ErrorCode.ELSEWHERE: "Nothing: the peer that does it is asked by itself.",
+    ErrorCode.INVALID_REQUEST: "Shorten the prompt, ask for fewer tokens, or use the tokenizer that belongs to the model.",
+}
+"""What the user can do about a code."""
+
+
 class SwarmnodeError(Exception):
     """Base of everything that swarmnode raises on purpose."""
 
     exit_code = 1
     code = ErrorCode.INTERNAL
+    remedy = "The message says what to do; with `--verbose` the log says what happened before."
 
 
 class UsageError(SwarmnodeError):
     """The user asked for something that cannot be: a wrong option, a file that is not what it should be. Exit code 2."""
+
+    remedy = "Correct the command; `--help` shows what each option takes."
 
     exit_code = 2
 
@@ -69,17 +94,25 @@ class UsageError(SwarmnodeError):
 class LocalError(SwarmnodeError):
     """This machine cannot: disk full, port in use, no such device, not enough memory."""
 
+    remedy = "Free what is missing on this machine (disk, port, memory), or lend less: --memory, --disk, --device."
+
 
 class ExecutorDied(LocalError):
     """The thread that computes has ended, as after a fault of the device: this process cannot go on computing."""
+
+    remedy = "Start the node again. If the device fails again, `swarmnode doctor` and the driver's log say more."
 
 
 class CheckpointError(LocalError):
     """A checkpoint cannot be used: missing, truncated or tampered files, or a model that cannot be split."""
 
+    remedy = "Fetch the checkpoint again, or ask its owner: files are missing or changed, or the model cannot be split."
+
 
 class NotFinite(SwarmnodeError):
     """Training met NaN or infinity. `unit` is where; the step is not committed, so the last good one stands."""
+
+    remedy = "Lower the learning rate (--lr), or clip gradients (--clip); the last good step stands."
 
     code = ErrorCode.NOT_FINITE
 
@@ -91,12 +124,16 @@ class NotFinite(SwarmnodeError):
 class NetworkDown(SwarmnodeError):
     """The swarm cannot be reached from here: no bootstrap answers, or the local p2pd is gone."""
 
+    remedy = "See that this machine is online and that the bootstrap peer of the invite runs: `swarmnode doctor SWARM`."
+
 
 class NotAdmitted(SwarmnodeError):
     """The swarm does not take this peer: its invite has expired, was revoked, is used up, or is for something else.
 
     Exit code 2, as for any wrong invite: a service that starts again cannot mend it.
     """
+
+    remedy = "Ask the swarm's owner for a new invite."
 
     exit_code = 2
     code = ErrorCode.REFUSED
@@ -105,9 +142,13 @@ class NotAdmitted(SwarmnodeError):
 class NoRoute(SwarmnodeError):
     """The live peers do not cover the model."""
 
+    remedy = "Wait for volunteers, or lend units that nobody holds: `swarmnode status` lists them."
+
 
 class PeerError(SwarmnodeError):
     """Another peer is at fault. `peer` is its id where it is known."""
+
+    remedy = "Nothing: other peers are asked by themselves."
 
     def __init__(self, message: str, *, peer: str | None = None) -> None:
         super().__init__(message)
@@ -139,6 +180,8 @@ class PeerRefused(PeerError):
 
 class Busy(SwarmnodeError):
     """No capacity now. `retry_s` says after how many seconds asking again is worth it."""
+
+    remedy = "Wait as long as the error says, or lend more."
 
     code = ErrorCode.BUSY
 

@@ -29,6 +29,7 @@ ROOMS = (
         "client",
         "conversation",
         "demo",
+        "examination",
         "localswarm",
         "node",
         "node_texts",

@@ -14,7 +14,9 @@ from swarmnode.cli.bootstrap import bootstrap
 from swarmnode.cli.chat import chat
 from swarmnode.cli.create import create
 from swarmnode.cli.demo import demo
+from swarmnode.cli.doctor import doctor
 from swarmnode.cli.export import export
+from swarmnode.cli.fit import fit
 from swarmnode.cli.generate import generate
 from swarmnode.cli.host import host
 from swarmnode.cli.identity import show_identity
@@ -27,19 +29,21 @@ from swarmnode.cli.plan import plan
 from swarmnode.cli.ps import ps
 from swarmnode.cli.revoke import revoke
 from swarmnode.cli.run import run
+from swarmnode.cli.service.commands import app as service
 from swarmnode.cli.simulate import simulate
 from swarmnode.cli.status import status
 from swarmnode.cli.terminal.grouped_help import GroupedHelp
 from swarmnode.cli.trace import trace
 from swarmnode.cli.train import train
+from swarmnode.cli.weights import app as weights
 from swarmnode.version import __version__
 
 GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
     "Use a swarm": (join, models, generate, chat, status, trace),
-    "Lend this machine": (run, ps, pause, resume, finish, stop),
+    "Lend this machine": (run, ps, pause, resume, finish, stop, doctor),
     "Host a swarm": (host, create, bootstrap, invite, revoke, members),
     "Train": (train, export),
-    "Plan and try": (plan, simulate, demo),
+    "Plan and try": (fit, plan, simulate, demo),
 }
 
 app = typer.Typer(
@@ -55,6 +59,8 @@ app = typer.Typer(
 for heading, commands in GROUPS.items():
     for command in commands:
         app.command(rich_help_panel=heading)(command)
+app.add_typer(service, name="service", rich_help_panel="Lend this machine")
+app.add_typer(weights, name="weights", rich_help_panel="Lend this machine")
 app.command("id", rich_help_panel="Lend this machine")(show_identity)
 
 

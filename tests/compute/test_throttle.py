@@ -8,6 +8,7 @@ import torch
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
+from swarmnode.compute.speed import measure_serving
 from swarmnode.compute.throttle import Throttle
 
 
@@ -93,3 +94,26 @@ def test_sessions_decoded_together_cost_one_pass_of_the_units_they_use(checkpoin
     one = torch.ones((1, 1), dtype=torch.int64)
     runner.run([StepInput("a", one), StepInput("b", one), StepInput("half", one)])
     assert sorted(watch.slept_s) == [pytest.approx(2), pytest.approx(span.end)]
+
+
+def test_half_of_the_time_is_half_of_the_speed_that_is_announced(checkpoint_path, watch, monkeypatch):
+    checkpoint = Checkpoint(checkpoint_path)
+    span = load_span(checkpoint, 0, checkpoint.units)
+    forward = span.forward
+
+    def takes_a_while(x, **options):
+        watch.now_s += 0.01
+        return forward(x, **options)
+
+    monkeypatch.setattr(span, "forward", takes_a_while)
+    whole, half = (
+        measure_serving(
+            StageRunner(
+                span, RunnerConfig(cache_bytes=1 << 24), Throttle(share=share, clock=watch.clock, sleep=watch.sleep)
+            ),
+            clock=watch.clock,
+        )
+        for share in (1.0, 0.5)
+    )
+    assert half.decode_units_per_s == pytest.approx(whole.decode_units_per_s / 2)
+    assert half.prefill_units_per_s == pytest.approx(whole.prefill_units_per_s / 2)

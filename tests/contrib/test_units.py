@@ -1,4 +1,4 @@
-"""contrib/systemd: units that systemd understands, with commands that swarmnode understands."""
+"""contrib/systemd and `swarmnode service`: units that systemd understands, with commands that swarmnode understands."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import pytest
 
 from swarmnode.config import StageConfig
 from tests.contrib.command_line import parse
-from tests.contrib.script import CONTRIB
+from tests.contrib.script import CONTRIB, ROOT
 
-UNITS = {kind: CONTRIB / "systemd" / kind / "swarmnode@.service" for kind in ("system", "user")}
+UNITS = {
+    "system": CONTRIB / "systemd" / "system" / "swarmnode@.service",
+    "user": ROOT / "swarmnode" / "cli" / "service" / "swarmnode@.service",  # what `swarmnode service install` writes
+}
 EXPOSURE = {"system": 1.5, "user": 7.0}  # of 10; what is left is the network, GPUs, and a user's own files
 
 needs_systemd = pytest.mark.skipif(

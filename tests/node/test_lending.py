@@ -121,23 +121,6 @@ async def test_a_node_that_is_told_to_pause_while_it_loads_holds_nothing(founded
         await member.stop()
 
 
-@in_virtual_time
-async def test_half_of_the_time_is_half_of_the_speed_announced(founded: Founded, tmp_path: Path) -> None:
-    async with VirtualSwarm(tmp_path) as swarm:
-        founded.into(swarm)
-        await swarm.bootstrap()
-        speeds = []
-        for name, share in (("whole", 1.0), ("half", 0.5)):
-            member = swarm.node(name, share=share)
-            await member.wait_for("ready")
-            host = member.node._host
-            assert host is not None and host.directory.own is not None
-            speeds.append((host.directory.own.decode_units_per_s, host.directory.own.prefill_units_per_s))
-            await member.stop()
-    for whole, half in zip(*speeds, strict=True):
-        assert half == pytest.approx(whole / 2, rel=0.25)  # looks at the virtual clock count, too
-
-
 def slow_pass_s(_item: WorkItem) -> float:
     """As a large model's, so that minutes have few tokens."""
     return 0.1

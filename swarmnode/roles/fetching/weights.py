@@ -19,7 +19,7 @@ from swarmnode.roles.host import Host
 from swarmnode.swarm.records.announcement import Announcement, peer_digest
 from swarmnode.swarm.records.manifest import CAUSAL_LM
 from swarmnode.swarm.storage.content import FileContent, Progress, is_weights, matching_hashes
-from swarmnode.swarm.storage.weight_cache import WeightCache
+from swarmnode.swarm.storage.weight_cache import FOLDER, WeightCache
 
 if TYPE_CHECKING:
     from swarmnode.compute.model.checkpoint import Checkpoint
@@ -184,7 +184,7 @@ class Weights:
     async def _fetch(self, wanted: Mapping[FileContent, Iterable[int]], progress: Progress | None) -> None:
         config, directory = self._host.config, self._host.directory
         if self._fetcher is None:
-            root = config.home / "weights"
+            root = config.home / FOLDER
             self._cache = WeightCache(root, self._host.swarm.id, config.max_cache_bytes)
             self._fetcher = Fetcher(self._cache, self._sources, self._drop)
 

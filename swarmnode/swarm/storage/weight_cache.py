@@ -12,6 +12,7 @@ from typing import IO
 from swarmnode.errors import LocalError
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder, disk_error, used_bytes
 
+FOLDER = "weights"  # in the home folder
 DISK_SHARE = 0.8  # of what is free, where no bound is given
 
 
@@ -22,7 +23,7 @@ class WeightCache(ChunkFolder):
     """
 
     def __init__(self, root: Path, swarm_id: bytes, max_bytes: int | None = None) -> None:
-        super().__init__(root / swarm_id.hex()[:16])
+        super().__init__(root / folder_name(swarm_id))
         self.root = root
         self._max_bytes = max_bytes
         try:
@@ -39,11 +40,11 @@ class WeightCache(ChunkFolder):
         free = shutil.disk_usage(self.root).free
         bound = self._max_bytes if self._max_bytes is not None else used + int(free * DISK_SHARE)
         excess = used + needed_bytes - bound
-        for folder in sorted(self.root.iterdir(), key=_last_used):
+        for folder in sorted(self.root.iterdir(), key=last_used):
             if excess <= 0:
                 return
             if folder != self.folder:
-                excess -= _evict(folder)
+                excess -= evict(folder)
         if excess > 0 and needed_bytes > 0:
             raise LocalError(
                 f"the weights need {needed_bytes / 1e6:.0f} MB in {self.root}, {excess / 1e6:.0f} MB more than there is "
@@ -57,7 +58,13 @@ class WeightCache(ChunkFolder):
         self._lock.close()
 
 
-def _last_used(folder: Path) -> float:
+def folder_name(swarm_id: bytes) -> str:
+    """Of a swarm's weights."""
+    return swarm_id.hex()[:16]
+
+
+def last_used(folder: Path) -> float:
+    """Unix time."""
     try:
         return folder.stat().st_mtime
     except FileNotFoundError:
@@ -80,7 +87,7 @@ def _share(folder: Path) -> IO[bytes]:
             continue
 
 
-def _evict(folder: Path) -> int:
+def evict(folder: Path) -> int:
     """Remove a folder that no process uses; the bytes that this freed."""
     size = used_bytes(folder)
     try:

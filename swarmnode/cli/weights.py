@@ -1,0 +1,94 @@
+"""`swarmnode weights`: what was fetched to this machine, and how to be rid of it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import typer
+
+from swarmnode.cli.terminal.console import HOME, JSON, default_home, print_json, reports_errors, say
+
+app = typer.Typer(help="Weights that were fetched to this machine.", no_args_is_help=True)
+
+
+class FetchedWeights(NamedTuple):
+    """One swarm's; `swarm` is its name where this machine knows it, else the beginning of its id."""
+
+    swarm: str
+    folder: Path
+    size_bytes: int
+    unused_s: float
+
+
+@app.command("list")
+@reports_errors
+def list_weights(home: Path = HOME, as_json: bool = JSON) -> None:
+    """List what was fetched, by swarm.
+
+    Example: swarmnode weights list
+    """
+    found = _fetched(default_home(home))
+    if as_json:
+        print_json([{**each._asdict(), "folder": str(each.folder)} for each in found])
+        return
+    if not found:
+        say("Nothing was fetched yet.")
+        return
+    from swarmnode.cli.terminal.tables import new_table, show
+
+    table = new_table("", ("swarm", "GB", "days unused", "folder"), numbers=("GB", "days unused"))
+    for each in found:
+        table.add_row(each.swarm, f"{each.size_bytes / 1e9:.2f}", f"{each.unused_s / 86_400:.0f}", str(each.folder))
+    show(table)
+
+
+@app.command()
+@reports_errors
+def prune(
+    swarm: str = typer.Argument("", metavar="[SWARM]", help="As `weights list` calls it; default: all."),
+    unused: str = typer.Option("", "--unused", metavar="30d", help="Only what nobody has used for so long."),
+    home: Path = HOME,
+    as_json: bool = JSON,
+) -> None:
+    """Remove fetched weights. What a node uses now stays.
+
+    Example: swarmnode weights prune --unused 30d
+    """
+    from swarmnode.cli.terminal.durations import parse_duration
+    from swarmnode.swarm.storage.weight_cache import evict
+
+    least_s = parse_duration(unused) if unused else 0.0
+    doomed = [each for each in _fetched(default_home(home)) if swarm in ("", each.swarm) and each.unused_s >= least_s]
+    freed_bytes = {each.swarm: evict(each.folder) for each in doomed}
+    if as_json:
+        print_json({"freed_bytes": freed_bytes})
+        return
+    for name, size_bytes in freed_bytes.items():
+        say(f"{name}: {size_bytes / 1e9:.2f} GB freed" if size_bytes else f"{name}: in use, it stays")
+    if not doomed:
+        say("Nothing to remove.")
+
+
+def _fetched(home: Path) -> list[FetchedWeights]:
+    """The largest first."""
+    from swarmnode.swarm.storage.chunk_folder import used_bytes
+    from swarmnode.swarm.storage.weight_cache import FOLDER, last_used
+
+    names, root = _names(home), home / FOLDER
+    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    found = [
+        FetchedWeights(names.get(path.name, path.name), path, used_bytes(path), max(0.0, time.time() - last_used(path)))
+        for path in folders
+    ]
+    return sorted(found, key=lambda each: -each.size_bytes)
+
+
+def _names(home: Path) -> dict[str, str]:
+    """Names of swarms that this machine knows, by their folders'."""
+    from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
+    from swarmnode.swarm.storage.swarmfile import load_swarm
+    from swarmnode.swarm.storage.weight_cache import folder_name
+
+    return {folder_name(load_swarm(name, home).id): name for name in JoinedSwarms(home).names()}

@@ -1,0 +1,157 @@
+"""What may keep a machine from taking part in a swarm: each thing looked at, with a verdict and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from swarmnode.compute.device import probe_device, usable_cores
+from swarmnode.compute.read_rate import measure_read_rate
+from swarmnode.net.addressing.addresses import is_public
+from swarmnode.net.addressing.probe import answers
+from swarmnode.net.addressing.reachability import own_interfaces
+from swarmnode.swarm.storage.swarmfile import Swarm
+
+MEMORY_LEAST_BYTES = 2 << 30
+DISK_LEAST_BYTES = 10 << 30
+FILES_LEAST = 1024
+TRY_S = 5.0
+
+Verdict = Literal["good", "doubtful", "bad"]
+
+
+class Finding(NamedTuple):
+    """`seen` of `what`, and where it is not good what to do."""
+
+    what: str
+    verdict: Verdict
+    seen: str
+    remedy: str = ""
+
+
+def examine_machine(home: Path) -> list[Finding]:
+    """All that can be told without a network. Takes a second or two."""
+    looks: tuple[Callable[[], Finding], ...] = (
+        _python,
+        _torch,
+        _memory,
+        lambda: _disk(home),
+        lambda: _home(home),
+        _files,
+        _daemon,
+        _ipv6,
+    )
+    return [look() for look in looks]
+
+
+async def examine_bootstraps(swarm: Swarm) -> list[Finding]:
+    """Whether somebody answers where newcomers knock."""
+    if not swarm.bootstraps:
+        return [Finding("bootstrap peers", "bad", "the invite names none", "ask for another invite")]
+    tried = await asyncio.gather(*(answers(address, TRY_S) for address in swarm.bootstraps))
+    remedy = "its host's machine must be on, and let port and address through; is this machine online?"
+    return [
+        Finding("bootstrap peer", "good", f"{address} answers")
+        if yes
+        else Finding("bootstrap peer", "doubtful" if any(tried) else "bad", f"{address} does not answer", remedy)
+        for address, yes in zip(swarm.bootstraps, tried, strict=True)
+    ]
+
+
+def _python() -> Finding:
+    return Finding("python", "good", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def _torch() -> Finding:
+    """The build against the card that is there."""
+    import torch
+
+    device, version = probe_device(), metadata.version("torch")
+    seen = f"torch {version}, {device}, reads {measure_read_rate(device) / 1e9:.0f} GB/s"
+    if device.kind == "cpu" and _has_card():
+        remedy = "this torch cannot use the card: install a build with CUDA (https://pytorch.org/get-started), or update the driver"
+        return Finding("device", "bad", f"{seen}; an NVIDIA card is here", remedy)
+    if device.kind == "cuda":
+        architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device.index))
+        if architecture not in torch.cuda.get_arch_list():
+            return Finding(
+                "device", "doubtful", f"{seen}; built without {architecture}", "install a build for this card"
+            )
+    return Finding("device", "good", f"{seen}, {usable_cores()} cores")
+
+
+def _has_card() -> bool:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return bool(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError:
+        return False
+
+
+def _memory() -> Finding:
+    free_bytes = probe_device("cpu").free_bytes
+    seen = f"{free_bytes / 1e9:.1f} GB free"
+    if free_bytes < MEMORY_LEAST_BYTES:
+        return Finding("memory", "doubtful", seen, "close other programs: little of a model fits")
+    return Finding("memory", "good", seen)
+
+
+def _disk(home: Path) -> Finding:
+    place = next(folder for folder in (home, *home.parents) if folder.exists())
+    free_bytes = shutil.disk_usage(place).free
+    seen = f"{free_bytes / 1e9:.1f} GB free at {place}"
+    if free_bytes < DISK_LEAST_BYTES:
+        remedy = "free some space (`swarmnode weights prune`), or choose another disk with --home"
+        return Finding("disk", "doubtful", seen, remedy)
+    return Finding("disk", "good", seen)
+
+
+def _home(home: Path) -> Finding:
+    """Whether it can be written, without leaving anything there."""
+
+    place = next(folder for folder in (home, *home.parents) if folder.exists())
+    if os.access(place, os.W_OK | os.X_OK):
+        return Finding("home", "good", str(home))
+    return Finding("home", "bad", f"{place} cannot be written", "choose another folder with --home or SWARMNODE_HOME")
+
+
+def _files() -> Finding:
+    if sys.platform == "win32":
+        return Finding("open files", "good", "not limited")
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < FILES_LEAST:
+        return Finding("open files", "doubtful", f"{soft} at most", f"ulimit -n {min(hard, 4 * FILES_LEAST)}")
+    return Finding("open files", "good", f"{soft} at most")
+
+
+def _daemon() -> Finding:
+    """The network daemon that hivemind brings along."""
+    found = next((file for file in metadata.files("hivemind") or () if file.name == "p2pd"), None)
+    path = None if found is None else Path(str(found.locate()))
+    if path is None or not path.is_file():
+        return Finding(
+            "p2pd", "bad", "not there", "install swarmnode again: hivemind's wheel has it for Linux and macOS only"
+        )
+    return Finding("p2pd", "good", str(path))
+
+
+def _ipv6() -> Finding:
+    """A global address spares hole punching with many providers."""
+    public = [address for address in sorted(own_interfaces()) if ":" in address and is_public(f"/ip6/{address}/tcp/1")]
+    if public and socket.has_ipv6:
+        return Finding("IPv6", "good", public[0])
+    return Finding(
+        "IPv6", "good", "none; others come by IPv4, through a punched hole or over a relay where there is NAT"
+    )

@@ -1,0 +1,50 @@
+"""`swarmnode doctor` and `swarmnode fit`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from swarmnode import examination
+from swarmnode.plan.offline.fit import fit
+from tests.cli.command import assert_clear, invoke
+from tests.llama import save_llama
+from tests.swarm.storage.test_joined_swarms import FRIENDS
+
+
+def test_a_machine_is_examined_and_left_as_it_was(tmp_path: Path) -> None:
+    done = invoke("doctor", "--json", home=tmp_path / "home")
+    findings = {one["what"]: one for one in json.loads(done.stdout)}
+    assert {"python", "device", "memory", "disk", "home", "p2pd"} <= findings.keys()
+    assert all(one["verdict"] == "good" or one["remedy"] for one in findings.values())
+    assert done.returncode == int(any(one["verdict"] == "bad" for one in findings.values()))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_bad_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "TRY_S", 0.2)
+    monkeypatch.setattr(examination, "_has_card", lambda: True)
+    done = invoke("doctor", FRIENDS, home=tmp_path)
+    assert done.returncode == 1 and "bootstrap peer" in done.stdout and "-> " in done.stdout
+
+
+def test_what_fits_is_told_before_anything_is_fetched(tmp_path: Path) -> None:
+    save_llama(tmp_path, 6, vocab_size=64, hidden_size=64, intermediate_size=512)
+    done = invoke("fit", str(tmp_path), "--json", "--memory", "70MB", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    by_precision = {row["precision"]: row for row in json.loads(done.stdout)}
+    assert by_precision["float32"]["units"] == 8 and by_precision["float32"]["bytes"] > by_precision["nf4"]["bytes"]
+    assert 0 < by_precision["float32"]["fitting"] < 8 and by_precision["float32"]["machines"] > 1
+    assert by_precision["nf4"]["fitting"] >= by_precision["float32"]["fitting"]
+    assert "about" in invoke("fit", str(tmp_path), "--memory", "1GB", "--device", "cpu").stdout
+    assert "Not one unit" in invoke("fit", str(tmp_path), "--memory", "1MB", "--device", "cpu").stderr
+    assert_clear(invoke("fit", str(tmp_path / "none")), 1, "no such folder")
+
+
+def test_a_swarm_of_equal_machines() -> None:
+    alone, three = (fit([100] * 9, fitting, read_bytes_per_s=900, rtt_s=0.2) for fitting in (9, 3))
+    assert alone is not None and three is not None and fit([100], 0, read_bytes_per_s=1, rtt_s=0) is None
+    assert (alone.machines, alone.token_s) == (1, 1.0)
+    assert three.machines == 3 and three.token_s == pytest.approx(1.3)

@@ -1,0 +1,79 @@
+"""`swarmnode service` and `swarmnode weights`: what is written, and what is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from swarmnode.cli.service import commands
+from swarmnode.cli.service.commands import UNIT
+from swarmnode.swarm.records.invite import decode_invite
+from swarmnode.swarm.storage.weight_cache import WeightCache
+from tests.cli.command import assert_clear, invoke
+from tests.swarm.storage.test_joined_swarms import FRIENDS
+
+
+@pytest.fixture
+def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """What systemd is told, instead of telling it."""
+    told: list[tuple[str, ...]] = []
+    monkeypatch.setattr(commands, "_call", lambda *words, **_: told.append(words) or 0)  # type: ignore[func-returns-value]
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("SWARMNODE_HOME", str(tmp_path / "home"))
+    return told
+
+
+def test_a_service_is_installed_and_removed(tmp_path: Path, called: list[tuple[str, ...]]) -> None:
+    assert invoke("join", FRIENDS).returncode == 0
+    done = invoke("service", "install", "friends", "--memory", "6GB", "--name", "alice's")
+    assert done.returncode == 0, done.stderr
+    invite, options = tmp_path / "config/swarmnode/friends.swarm", tmp_path / "config/swarmnode/friends.conf"
+    unit = tmp_path / "config/systemd/user" / UNIT
+    assert invite.read_text().strip() == FRIENDS and stat.S_IMODE(invite.stat().st_mode) == 0o600
+    assert "--memory 6GB" in options.read_text() and "ExecStart=/" in unit.read_text() and "%h" not in unit.read_text()
+    assert called == [
+        ("systemctl", "--user", "daemon-reload"),
+        ("systemctl", "--user", "enable", "--now", "swarmnode@friends"),
+    ]
+    assert invoke("service", "uninstall", "friends").returncode == 0
+    assert not any(path.exists() for path in (invite, options, unit))
+    assert_clear(invoke("service", "uninstall", "friends"), 2, "no service friends")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("friends", "--memry", "6GB"), "--memry"),
+        (("my friends",), "cannot be a service's name"),
+        (("nobody",), "nobody"),
+    ],
+)
+def test_nothing_is_installed_of_what_would_not_run(
+    tmp_path: Path, called: list[tuple[str, ...]], arguments: tuple[str, ...], words: str
+) -> None:
+    assert invoke("join", FRIENDS).returncode == 0
+    done = invoke("service", "install", *arguments)
+    assert done.returncode == 2 and words in done.stderr
+    assert not (tmp_path / "config").exists() and not called
+
+
+def test_fetched_weights_are_listed_and_pruned(tmp_path: Path) -> None:
+    invoke("join", FRIENDS, home=tmp_path)
+    used = WeightCache(tmp_path / "weights", decode_invite(FRIENDS).swarm_id)
+    old = WeightCache(tmp_path / "weights", b"x" * 32)
+    for cache, size_bytes in ((used, 300_000), (old, 2000)):
+        (cache.folder / "model.safetensors").write_bytes(bytes(size_bytes))
+    old.close()
+    os.utime(old.folder, (1, 1))
+    listed = json.loads(invoke("weights", "list", "--json", home=tmp_path).stdout)
+    assert [one["swarm"] for one in listed] == ["friends", old.folder.name]
+    assert "friends" in invoke("weights", "list", home=tmp_path).stdout
+    assert "in use" in invoke("weights", "prune", "friends", home=tmp_path).stdout and used.folder.exists()
+    assert "freed" in invoke("weights", "prune", "--unused", "30d", home=tmp_path).stdout and not old.folder.exists()
+    used.close()
+    assert invoke("weights", "prune", home=tmp_path).returncode == 0 and not used.folder.exists()
+    assert "Nothing" in invoke("weights", "list", home=tmp_path / "new").stdout
