@@ -33,10 +33,10 @@ from swarmnode.roles.serving.reports import Reports
 from swarmnode.roles.serving.router import DirectoryRouter
 from swarmnode.roles.serving.session_spec import SessionSpec
 from swarmnode.swarm.peers.trust import EVERYBODY, Trust, parse_trust
-from swarmnode.swarm.records.manifest import TRAIN
+from swarmnode.swarm.records.manifest import TRAIN, Manifest
 from swarmnode.swarm.storage.content import has_tokenizer
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
-from swarmnode.tokenizer import ByteTokenizer, Tokenizer, Turn, stop_ids, vocabulary_size
+from swarmnode.tokenizer import ByteTokenizer, Detokenizer, Tokenizer, Turn, stop_ids, vocabulary_size
 
 if TYPE_CHECKING:
     from swarmnode.roles.fetching.weights import Weights
@@ -57,10 +57,15 @@ class TextStream:
 
     def __init__(self, ring: RingStream, tokenizer: Tokenizer | ByteTokenizer | None) -> None:
         self._ring = ring
-        self._tokenizer = tokenizer
+        self._text = None if tokenizer is None else Detokenizer(tokenizer)
 
     def __repr__(self) -> str:
         return f"<TextStream {self._ring!r}>"
+
+    @property
+    def rest(self) -> str:
+        """What no piece has told yet: the end of a text that ends in the middle of a character."""
+        return "" if self._text is None else self._text.rest
 
     @property
     def prompt(self) -> list[int]:
@@ -76,14 +81,13 @@ class TextStream:
         told = ""
         async with contextlib.aclosing(aiter(self._ring)) as tokens:  # who stops listening frees the session at once
             async for token in tokens:
-                if self._tokenizer is None:
+                if self._text is None:
                     yield GeneratedText(token, None)
                     continue
-                self.result.text = self._tokenizer.decode(self.result.ids)
-                # A token may be part of a character: wait with what is not whole yet.
-                whole = self.result.text.rstrip("\ufffd")
-                yield GeneratedText(token, whole[len(told) :])
-                told = whole if len(whole) > len(told) else told
+                piece = self._text.push(token)
+                told += piece
+                self.result.text = told + self._text.rest
+                yield GeneratedText(token, piece)
 
 
 class SwarmClient:
@@ -171,10 +175,15 @@ class SwarmClient:
         return self._host.peer_id
 
     @property
+    def manifest(self) -> Manifest:
+        """What the swarm works on."""
+        assert self._host.swarm.manifest is not None
+        return self._host.swarm.manifest
+
+    @property
     def units(self) -> int:
         """Units of the model."""
-        assert self._host.swarm.manifest is not None
-        return self._host.swarm.manifest.model.units
+        return self.manifest.model.units
 
     def status(self) -> dict[str, Any]:
         """Who is here and holds what, as `swarmnode status --json` prints it."""
@@ -201,16 +210,16 @@ class SwarmClient:
         self._host.supervisor.check()
         options = dataclasses.replace(options or GenerateOptions(), **changes)
         deadline_s = self._clock() + self.config.patience_s
-        tokenizer = await self._load_tokenizer()
+        tokenizer = await self.tokenizer()
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise UsageError("this swarm's checkpoint has no tokenizer: give token ids (--ids)")
             prompt = tokenizer.encode(prompt)
-        limits = await self._limits()
+        limits = await self.limits()
         prompt = limits.ids(prompt)
         limits.check_generation(len(prompt), options.max_new_tokens)
         if not options.stop_ids:
-            options = dataclasses.replace(options, stop_ids=await self._stop_ids())
+            options = dataclasses.replace(options, stop_ids=await self.stop_ids())
         router = self._router(Span(0, self.units), ring=True)
         config = dataclasses.replace(self.config, patience_s=max(0.0, deadline_s - self._clock()))
         ring = RingStream(
@@ -228,7 +237,7 @@ class SwarmClient:
 
     async def chat(self, turns: Sequence[Turn], options: GenerateOptions | None = None, **changes: Any) -> TextStream:
         """Generate what the model answers to a conversation; see `stream`. Raises CheckpointError where its chat template fails."""
-        tokenizer = await self._load_tokenizer()
+        tokenizer = await self.tokenizer()
         if tokenizer is None:
             raise UsageError(
                 "this swarm's checkpoint has no tokenizer: it cannot chat; `generate --ids` takes token ids"
@@ -279,7 +288,7 @@ class SwarmClient:
             run,
             ends,
             self.config.prompt_chunk_tokens,
-            await self._limits(),
+            await self.limits(),
         )
 
     async def _open_weights(self) -> Weights:
@@ -289,17 +298,12 @@ class SwarmClient:
             self._weights = weights_class(self._host)
         return self._weights
 
-    def _has_tokenizer(self) -> bool:
-        assert self._host.swarm.manifest is not None
-        return has_tokenizer(file.name for file in self._host.swarm.manifest.files)
-
-    async def _load_tokenizer(self) -> Tokenizer | ByteTokenizer | None:
+    async def tokenizer(self) -> Tokenizer | ByteTokenizer | None:
         """The checkpoint's own; a swarm that trains without one does so on bytes."""
-        assert self._host.swarm.manifest is not None
-        if self._tokenizer is None and self._has_tokenizer():
+        if self._tokenizer is None and has_tokenizer(file.name for file in self.manifest.files):
             folder = await self._folder()
             self._tokenizer = await asyncio.to_thread(Tokenizer, folder)
-        elif self._tokenizer is None and self._host.swarm.manifest.mode == TRAIN:
+        elif self._tokenizer is None and self.manifest.mode == TRAIN:
             self._tokenizer = ByteTokenizer()
         return self._tokenizer
 
@@ -315,11 +319,12 @@ class SwarmClient:
                 ) from None
         return self._small_files
 
-    async def _limits(self) -> ModelLimits:
-        assert self._host.swarm.manifest is not None
-        return ModelLimits(vocabulary_size(await self._folder()), self._host.swarm.manifest.model.positions or None)
+    async def limits(self) -> ModelLimits:
+        """What the model can be asked for."""
+        return ModelLimits(vocabulary_size(await self._folder()), self.manifest.model.positions or None)
 
-    async def _stop_ids(self) -> tuple[int, ...]:
+    async def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text."""
         return stop_ids(await self._folder())
 
 

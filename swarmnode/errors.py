@@ -91,6 +91,12 @@ class UsageError(SwarmnodeError):
     exit_code = 2
 
 
+class ContextTooLong(UsageError):
+    """A prompt and its new tokens do not fit into the model's positions."""
+
+    remedy = "Shorten the prompt, or ask for fewer new tokens."
+
+
 class LocalError(SwarmnodeError):
     """This machine cannot: disk full, port in use, no such device, not enough memory."""
 

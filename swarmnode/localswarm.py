@@ -188,6 +188,10 @@ class LocalSwarm:
         """Start a trainer, whose events are its steps; does not wait."""
         return self._start(name, ["train", str(self.file), "--json", *extra])
 
+    def server(self, name: str, *extra: str) -> NodeProcess:
+        """Start a gateway to the swarm; does not wait."""
+        return self._start(name, ["serve", str(self.file), "--json", *extra])
+
     def _start(self, name: str, arguments: list[str], inside: Sequence[str] = ()) -> NodeProcess:
         home = self.folder / "homes" / name
         member = NodeProcess(name, [*arguments, "--home", str(home)], home, self.environment, inside)

@@ -40,10 +40,12 @@ ROOMS = (
         "training",
     },  # what wires the rooms together
     {"simulate"},
+    {"gateway"},
     {"cli"},
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 HEAVY = {"torch", "transformers", "hivemind", "bitsandbytes", "scipy", "numpy", "safetensors", "huggingface_hub"}
+HEAVY |= {"fastapi", "uvicorn", "pydantic"}  # the gateway's
 HIVEMIND_FILES = {"net/libp2p/from_hivemind.py"}
 FORBIDDEN = {  # top-level package -> rooms that may not import it at all
     "torch": {"codec", "net", "swarm", "plan"},

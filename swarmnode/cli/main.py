@@ -29,6 +29,7 @@ from swarmnode.cli.plan import plan
 from swarmnode.cli.ps import ps
 from swarmnode.cli.revoke import revoke
 from swarmnode.cli.run import run
+from swarmnode.cli.serve import serve
 from swarmnode.cli.service.commands import app as service
 from swarmnode.cli.simulate import simulate
 from swarmnode.cli.status import status
@@ -39,7 +40,7 @@ from swarmnode.cli.weights import app as weights
 from swarmnode.version import __version__
 
 GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Use a swarm": (join, models, generate, chat, status, trace),
+    "Use a swarm": (join, models, generate, chat, serve, status, trace),
     "Lend this machine": (run, ps, pause, resume, finish, stop, doctor),
     "Host a swarm": (host, create, bootstrap, invite, revoke, members),
     "Train": (train, export),

@@ -10,13 +10,13 @@ import contextlib
 import ipaddress
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from swarmnode.errors import LocalError
 from swarmnode.metrics import table
 from swarmnode.metrics.histogram import Histogram
-from swarmnode.metrics.metric import Metric, MetricKind, Reading, Source
+from swarmnode.metrics.metric import Metric, MetricKind, Reading, Readings, Source
 
 SCRAPE_TIMEOUT_S = 5.0
 FAMILIES: dict[MetricKind, Callable[..., Family]] = {
@@ -34,35 +34,40 @@ FAMILIES: dict[MetricKind, Callable[..., Family]] = {
 }
 
 
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+def _nothing() -> Readings:
+    return ()
+
+
 @dataclass(frozen=True)
 class Sources:
-    """Who is asked for figures: `live` on the event loop, where nothing changes meanwhile; `machine` beside it."""
+    """Who is asked for a swarm's figures: `live` on the event loop, where nothing changes meanwhile; `machine` beside it."""
 
     swarm: str
     live: Source
-    machine: Source
+    machine: Source = _nothing
 
 
 class SwarmCollector(Collector):
-    """Turns readings into Prometheus' families. Every metric of the table is told, with or without a figure."""
+    """Turns readings into Prometheus' families. Every metric of the table is told, with or without a figure. `live` gives what
+    the sources' live ones read."""
 
-    def __init__(self, sources: Sources, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, sources: Sequence[Sources], live: Callable[[], list[list[Reading]]]) -> None:
         self._sources = sources
-        self._loop = loop
+        self._live = live
 
     def __repr__(self) -> str:
-        return f"<SwarmCollector of {self._sources.swarm}>"
+        return f"<SwarmCollector of {', '.join(each.swarm for each in self._sources)}>"
 
     def collect(self) -> Iterator[Family]:
-        """Called from the server's threads. Raises TimeoutError where the loop is stuck: then the scrape fails, too."""
-        live = asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(SCRAPE_TIMEOUT_S)
+        """Called from other threads than the loop's."""
         families = {metric: family(metric) for metric in table.ALL}
-        for reading in [*live, *self._sources.machine()]:
-            add(families[reading.metric], reading, self._sources.swarm)
+        for each, readings in zip(self._sources, self._live(), strict=True):
+            for reading in [*readings, *each.machine()]:
+                add(families[reading.metric], reading, each.swarm)
         yield from families.values()
-
-    async def _read(self) -> list[Reading]:
-        return list(self._sources.live())
 
 
 def family(metric: Metric) -> Family:
@@ -81,14 +86,34 @@ def add(family: Family, reading: Reading, swarm: str) -> None:
         family.add_metric(labels, value)
 
 
+async def exposed(sources: Sequence[Sources]) -> bytes:
+    """All figures of this process as Prometheus reads them (CONTENT_TYPE)."""
+    live = await _read(sources)
+    return await asyncio.to_thread(lambda: generate_latest(_registry(sources, lambda: live)))
+
+
+async def _read(sources: Sequence[Sources]) -> list[list[Reading]]:
+    return [list(each.live()) for each in sources]
+
+
+def _registry(sources: Sequence[Sources], live: Callable[[], list[list[Reading]]]) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(SwarmCollector(sources, live))
+    ProcessCollector(registry=registry)
+    return registry
+
+
 @contextlib.asynccontextmanager
 async def serving(sources: Sources, host: str, port: int) -> AsyncIterator[int]:
     """Answer scrapes at /metrics and questions at /healthz while the context lasts, at the port that it yields (a free one for
     0). Raises LocalError."""
-    registry = CollectorRegistry()
     loop = asyncio.get_running_loop()
-    registry.register(SwarmCollector(sources, loop))
-    ProcessCollector(registry=registry)
+
+    def live() -> list[list[Reading]]:
+        """Raises TimeoutError where the loop is stuck: then the scrape fails, too."""
+        return asyncio.run_coroutine_threadsafe(_read([sources]), loop).result(SCRAPE_TIMEOUT_S)
+
+    registry = _registry([sources], live)
     try:
         # Off the loop: the server asks the resolver for the host's name, which may take its time.
         server = await asyncio.to_thread(_listen, MetricsApp(registry, loop), host, port)

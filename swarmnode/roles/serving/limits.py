@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from swarmnode.codec.body import MAX_POSITIONS, MAX_ROWS, MAX_TOKEN_ID
-from swarmnode.errors import UsageError
+from swarmnode.errors import ContextTooLong, UsageError
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,18 @@ class ModelLimits:
         """Raises UsageError where a prompt and so many new tokens do not fit; the last new one takes no position."""
         positions = self._bound
         if prompt_length > positions:
-            raise UsageError(f"the prompt has {prompt_length} tokens, the model has {positions} positions: shorten it")
-        if prompt_length + new_tokens - 1 > positions:
-            raise UsageError(
-                f"the prompt's {prompt_length} tokens and {new_tokens} new ones do not fit into the model's {positions} "
-                f"positions: ask for at most {positions - prompt_length + 1} new tokens (max_new_tokens), or shorten the prompt"
+            raise ContextTooLong(
+                f"the prompt has {prompt_length} tokens, the model has {positions} positions: shorten it"
             )
+        if prompt_length + new_tokens - 1 > positions:
+            raise ContextTooLong(
+                f"the prompt's {prompt_length} tokens and {new_tokens} new ones do not fit into the model's {positions} "
+                f"positions: ask for at most {self.most_new_tokens(prompt_length)} new tokens, or shorten the prompt"
+            )
+
+    def most_new_tokens(self, prompt_length: int) -> int:
+        """How many fit behind a prompt; the last one takes no position. None fit where it is below 1."""
+        return self._bound - prompt_length + 1
 
     def check_session(self, rows: int, length: int) -> None:
         """Raises UsageError where no session can have so many rows and positions."""

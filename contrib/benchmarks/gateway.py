@@ -1,0 +1,100 @@
+"""What the gateway costs: the same texts asked of it over HTTP and of the swarm by `generate`, in turns, in the same run.
+
+    python contrib/benchmarks/gateway.py
+
+A random Llama (hidden 512, 8 layers, float32) with a byte-level tokenizer, on one node of one thread. Prints JSON: for each
+number of streams the tokens per second of both, their ratio, and how much later a first token comes, as medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import httpx2
+
+from swarmnode.client import SwarmClient
+from swarmnode.localswarm import LocalSwarm
+from swarmnode.swarm.storage.swarmfile import load_swarm
+from tests.gateway.speaking import save_speaking_llama
+
+PROMPT = "Once upon a time there was a hen"
+SIZES = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8, "num_key_value_heads": 8}
+
+
+async def by_generate(client: SwarmClient, new_tokens: int) -> float:
+    """Seconds to the first token."""
+    return (await client.generate(PROMPT, max_new_tokens=new_tokens)).first_token_s
+
+
+async def by_http(http: httpx2.AsyncClient, new_tokens: int) -> float:
+    """Seconds to the first token."""
+    body = {"prompt": PROMPT, "max_tokens": new_tokens, "temperature": 0, "stream": True}
+    began_s, first_s = time.perf_counter(), 0.0
+    async with http.stream("POST", "/completions", json=body) as answer:
+        async for _ in answer.aiter_raw():
+            first_s = first_s or time.perf_counter() - began_s
+    return first_s
+
+
+async def measure(local: LocalSwarm, url: str, options: argparse.Namespace) -> dict[str, Any]:
+    """All of it."""
+    told: dict[str, Any] = {"rounds": options.rounds, "new_tokens": options.new_tokens}
+    client = await SwarmClient.join(load_swarm(local.file), home=local.folder / "client")
+    limits = httpx2.Limits(max_connections=None)
+    async with client, httpx2.AsyncClient(base_url=url, timeout=None, limits=limits) as http:
+        ways = {
+            "generate": lambda: by_generate(client, options.new_tokens),
+            "gateway": lambda: by_http(http, options.new_tokens),
+        }
+        for streams in options.streams:
+            rates: dict[str, list[float]] = {way: [] for way in ways}
+            firsts: dict[str, list[float]] = {way: [] for way in ways}
+            for _ in range(options.rounds + 1):  # the first to warm up
+                for way, ask in ways.items():
+                    began_s = time.perf_counter()
+                    firsts[way] += await asyncio.gather(*(ask() for _ in range(streams)))
+                    rates[way].append(streams * options.new_tokens / (time.perf_counter() - began_s))
+            medians = {way: statistics.median(each[1:]) for way, each in rates.items()}
+            told[f"{streams} streams"] = {
+                **{f"{way}_tokens_per_s": round(rate, 1) for way, rate in medians.items()},
+                "ratio": round(medians["gateway"] / medians["generate"], 3),
+                "first_token_later_ms": round(
+                    1e3
+                    * (
+                        statistics.median(firsts["gateway"][streams:]) - statistics.median(firsts["generate"][streams:])
+                    ),
+                    2,
+                ),
+            }
+    return told
+
+
+def main(options: argparse.Namespace) -> None:
+    """Found, serve, measure, end."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder, "model")
+        save_speaking_llama(model, layers=8, **SIZES)
+        with LocalSwarm(Path(folder)) as local:
+            local.create(model)
+            local.bootstrap()
+            local.node("a").wait_for("ready")
+            url = local.server("gateway", "--port", "0").wait_for("serving")["url"]
+            print(json.dumps(asyncio.run(measure(local, url, options))))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 32])
+    main(parser.parse_args())

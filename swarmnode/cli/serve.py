@@ -1,0 +1,138 @@
+"""`swarmnode serve`: swarms as models of an HTTP API that OpenAI's clients know."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from swarmnode.cli.generate import leave_torch_out
+from swarmnode.cli.options.swarm import open_swarm
+from swarmnode.cli.terminal.collector import CollectorPause
+from swarmnode.cli.terminal.console import (
+    HOME,
+    LOG_FORMAT,
+    VERBOSE,
+    default_home,
+    fail,
+    print_json,
+    reports_errors,
+    run_async,
+    say,
+    set_up_logging,
+)
+
+if TYPE_CHECKING:
+    from swarmnode.client import SwarmClient
+    from swarmnode.gateway.config import GatewayConfig
+    from swarmnode.gateway.keys import KeyRing
+    from swarmnode.swarm.storage.swarmfile import Swarm
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@reports_errors
+def serve(
+    swarms: list[str] = typer.Argument(
+        None,
+        metavar="[SWARM…]",
+        help="Swarms, each a model: .swarm files, invites or names; default: the one used last.",
+    ),
+    port: int = typer.Option(8000, "--port", min=0, max=65535, help="Where to listen; 0 takes a free port."),
+    host: str = typer.Option("127.0.0.1", "--host", metavar="ADDRESS", help="0.0.0.0 is for all: with --keys only."),
+    keys: Path = typer.Option(None, "--keys", metavar="FILE", help="Who may ask: a file of hashed keys."),
+    new_key: str = typer.Option(
+        "", "--new-key", metavar="NAME", help="Add a key to the --keys FILE, print it, and serve nothing."
+    ),
+    cors: list[str] = typer.Option(
+        [], "--cors", metavar="ORIGIN", help="Pages that may call from a browser, as https://chat.example. Repeatable."
+    ),
+    trust: list[str] = typer.Option(
+        [],
+        "--trust",
+        metavar="PEER|group:NAME|net:CIDR",
+        help="Let only these compute; see docs/security.md for what it protects. Repeatable.",
+    ),
+    patience: float = typer.Option(30.0, "--patience", help="Seconds that a request waits for peers that have room."),
+    home: Path = HOME,
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object per event."),
+    log_format: str = LOG_FORMAT,
+    verbose: bool = VERBOSE,
+) -> None:
+    """Answer OpenAI's API for swarms, so that the tools that you have can use them. Ctrl-C ends it.
+
+    Example: swarmnode serve friends --port 8000
+    """
+    set_up_logging(verbose, log_format)
+    if new_key:
+        _add_key(keys, new_key)
+        return
+    from swarmnode.gateway.config import GatewayConfig
+    from swarmnode.gateway.keys import KeyRing, load_keys
+
+    if keys is None and host not in LOOPBACK:
+        fail(f"whoever reaches {host} could use the swarm: give --keys FILE, made by --new-key NAME", 2)
+    ring = KeyRing() if keys is None else load_keys(keys)
+    config = GatewayConfig(loopback=host in LOOPBACK, origins=tuple(cors))
+    folder = default_home(home)
+
+    async def answer(stop: asyncio.Event) -> None:
+        pause = CollectorPause()
+        loaded = [open_swarm(swarm, folder) for swarm in swarms or [""]]
+        async with contextlib.AsyncExitStack() as ends:
+            clients = {}
+            for swarm, name in zip(loaded, _names(loaded), strict=True):
+                clients[name] = await ends.enter_async_context(await _join(swarm, folder, patience, trust))
+            pause.end()
+            leave_torch_out()
+            await _serve(clients, ring, config, host, port, stop, as_json=as_json)
+
+    run_async(answer)
+
+
+def _add_key(keys: Path | None, name: str) -> None:
+    from swarmnode.gateway.keys import new_key
+
+    if keys is None:
+        fail("--new-key needs --keys FILE, where its hash is kept", 2)
+    say(new_key(keys, name))
+
+
+def _names(swarms: list[Swarm]) -> list[str]:
+    """What each is called; swarms of one name by the beginnings of their ids, too."""
+    names = [swarm.name for swarm in swarms]
+    return [f"{swarm.name}-{swarm.id.hex()[:8]}" if names.count(swarm.name) > 1 else swarm.name for swarm in swarms]
+
+
+async def _join(swarm: Swarm, home: Path, patience_s: float, trust: list[str]) -> SwarmClient:
+    from swarmnode.client import SwarmClient
+    from swarmnode.swarm.peers.trust import parse_trust
+
+    return await SwarmClient.join(swarm, home=home, patience_s=patience_s, trust=parse_trust(trust))
+
+
+async def _serve(
+    clients: Mapping[str, SwarmClient],
+    keys: KeyRing,
+    config: GatewayConfig,
+    host: str,
+    port: int,
+    stop: asyncio.Event,
+    *,
+    as_json: bool,
+) -> None:
+    from swarmnode.gateway.app import build_app
+    from swarmnode.gateway.gateway import Gateway
+    from swarmnode.gateway.http_server import serving_http
+
+    async with serving_http(build_app(Gateway(clients, keys, config)), host, port) as bound:
+        url = f"http://[{host}]:{bound}/v1" if ":" in host else f"http://{host}:{bound}/v1"
+        if as_json:
+            print_json({"event": "serving", "url": url, "models": list(clients)})
+        else:
+            say(f"Serving {', '.join(clients)} at {url}")
+        await stop.wait()

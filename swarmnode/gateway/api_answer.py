@@ -1,0 +1,121 @@
+"""An answer to a request: all of its choices at once, or as events while they are generated.
+
+When it begins, ends and fails is here; what it looks like is each API's own business, its `Style`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fastapi import Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from swarmnode.errors import SwarmnodeError
+from swarmnode.gateway.api_error import ApiError, api_error
+from swarmnode.gateway.choice_stream import ChoiceStream, Piece, pieces_of
+from swarmnode.gateway.event_stream import EventStream, event, while_connected
+from swarmnode.gateway.gateway import gateway_of
+from swarmnode.gateway.replies import Usage
+from swarmnode.gateway.tool_calls import ToolCall
+
+REQUEST_ID = "X-Request-Id"
+
+
+@dataclass
+class Text:
+    """All that one choice said."""
+
+    index: int
+    text: str = ""
+    finish_reason: str | None = None
+    calls: tuple[ToolCall, ...] = ()
+
+
+class Style(Protocol):
+    """How an API tells an answer."""
+
+    def whole(self, texts: Sequence[Text]) -> BaseModel:
+        """All of it."""
+        ...
+
+    def events(self, piece: Piece) -> Sequence[BaseModel]:
+        """What a piece adds to a stream."""
+        ...
+
+    def ending(self) -> Sequence[BaseModel | str]:
+        """What follows the last piece."""
+        ...
+
+
+class ApiAnswer:
+    """The choices of a request. `prefix` is what its API begins ids with."""
+
+    def __init__(self, prefix: str, model: str, prompts: Sequence[list[int]], choices: Sequence[ChoiceStream]) -> None:
+        self.model = model
+        self.created = int(time.time())
+        self.choices = choices
+        self._prefix = prefix
+        self._prompt_tokens = sum(map(len, prompts))
+
+    def __repr__(self) -> str:
+        return f"<ApiAnswer {self._prefix} of {self.model}: {list(self.choices)}>"
+
+    @functools.cached_property
+    def trace(self) -> str:
+        """What `swarmnode trace` takes: of the first choice, as it is when something has come."""
+        return self.choices[0].trace
+
+    @property
+    def id(self) -> str:
+        """The trace, behind the API's prefix."""
+        return f"{self._prefix}{self.trace}"
+
+    def usage(self) -> Usage:
+        """So far. A prompt that several choices continue counts once."""
+        completion = sum(choice.tokens for choice in self.choices)
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=completion,
+            total_tokens=self._prompt_tokens + completion,
+        )
+
+    async def respond(self, request: Request, style: Style, *, stream: bool) -> Response:
+        """Tell it. Raises ClientGone, and what it fails with before anything was told."""
+        if stream:
+            timeout_s = gateway_of(request).config.write_timeout_s
+            events = await EventStream.begin(request, self._events(style), write_timeout_s=timeout_s)
+            events.headers[REQUEST_ID] = self.trace
+            return events
+        texts = await while_connected(request.receive, self._texts())
+        whole = style.whole(texts).model_dump_json()
+        return Response(whole, media_type="application/json", headers={REQUEST_ID: self.trace})
+
+    async def _texts(self) -> list[Text]:
+        texts = [Text(choice.index) for choice in self.choices]
+        async with contextlib.aclosing(pieces_of(self.choices)) as pieces:
+            async for piece in pieces:
+                text = texts[piece.choice.index]
+                text.text += piece.text
+                text.finish_reason, text.calls = piece.finish_reason, piece.calls
+        return texts
+
+    async def _events(self, style: Style) -> AsyncGenerator[bytes, None]:
+        begun = False
+        try:
+            async with contextlib.aclosing(pieces_of(self.choices)) as pieces:
+                async for piece in pieces:
+                    yield b"".join(map(event, style.events(piece)))
+                    begun = True
+        except (SwarmnodeError, ApiError) as error:
+            if not begun:
+                raise  # a status tells it
+            told = error if isinstance(error, ApiError) else api_error(error)
+            yield event(told.json(), name="error")
+        else:
+            yield b"".join(map(event, style.ending()))

@@ -1,0 +1,80 @@
+"""The application: a gateway's endpoints, and how what fails is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from swarmnode.errors import SwarmnodeError
+from swarmnode.gateway import chat_completions, completions, messages, models, monitoring, responses
+from swarmnode.gateway.api_error import ApiError, api_error
+from swarmnode.gateway.event_stream import ClientGone
+from swarmnode.gateway.gateway import Gateway
+from swarmnode.gateway.guard import Guard
+from swarmnode.version import __version__
+
+GONE = 499  # nginx's, for logs: nobody reads it
+
+
+def build_app(gateway: Gateway) -> FastAPI:
+    """The ASGI application. Its pages of documentation are off: they would load scripts from elsewhere."""
+    app = FastAPI(title="swarmnode", version=__version__, docs_url=None, redoc_url=None, exception_handlers=HANDLERS)
+    app.state.gateway = gateway
+    for each in (models, chat_completions, completions, responses, messages, monitoring):
+        app.include_router(each.router)
+    app.add_middleware(Guard, keys=gateway.keys, config=gateway.config)
+    if gateway.config.origins:  # outside of the guard: a browser asks without a key whether it may ask
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(gateway.config.origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    return app
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _swarm_failed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, SwarmnodeError)
+    return api_error(error).response()
+
+
+async def _not_valid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first: dict[str, Any] = error.errors()[0]
+    where = ".".join(str(step) for step in first["loc"][1:])
+    return ApiError(400, f"{where or 'the body'}: {first['msg']}", parameter=where or None).response()
+
+
+async def _http_failed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return ApiError(error.status_code, str(error.detail)).response()
+
+
+async def _nobody_there(request: Request, error: Exception) -> Response:
+    return Response(status_code=GONE)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    """Starlette has logged it."""
+    return ApiError(500, "the gateway failed by a bug of its own; its log says where", kind="server_error").response()
+
+
+HANDLERS: dict[int | type[Exception], Any] = {
+    ApiError: _told,
+    SwarmnodeError: _swarm_failed,
+    RequestValidationError: _not_valid,
+    HTTPException: _http_failed,
+    ClientGone: _nobody_there,
+    Exception: _bug,
+}

@@ -1,0 +1,87 @@
+"""POST /v1/chat/completions"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from swarmnode.gateway.api_answer import ApiAnswer, Text
+from swarmnode.gateway.choice_stream import Piece
+from swarmnode.gateway.event_stream import DONE
+from swarmnode.gateway.gateway import gateway_of, key_of
+from swarmnode.gateway.replies import ChatChoice, ChatMessage, ChatReply, FunctionCall, ToolCallReply, Usage
+from swarmnode.gateway.requests import ChatRequest
+from swarmnode.gateway.tool_calls import ToolCall
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", response_model=ChatReply)
+async def chat_completions(asked: ChatRequest, request: Request) -> Response:
+    """What the model says next in a conversation."""
+    model = gateway_of(request).model(asked.model)
+    prompt = await model.encode_chat([message.as_template_takes_it() for message in asked.messages], asked.offered)
+    choices = await model.choices([prompt], asked, key_of(request))
+    answer = ApiAnswer("chatcmpl-", model.name, [prompt], choices)
+    return await answer.respond(request, _ChatStyle(answer, tells_usage=asked.tells_usage), stream=asked.stream)
+
+
+class _ChatStyle:
+    def __init__(self, answer: ApiAnswer, *, tells_usage: bool) -> None:
+        self._answer = answer
+        self._tells_usage = tells_usage
+        self._begun: set[int] = set()  # choices that have said whose words they are
+
+    def whole(self, texts: Sequence[Text]) -> ChatReply:
+        choices = [
+            ChatChoice(
+                index=text.index,
+                message=ChatMessage(
+                    role="assistant",
+                    content=None if text.calls else text.text,
+                    tool_calls=self._calls(text.index, text.calls),
+                ),
+                finish_reason=text.finish_reason,
+            )
+            for text in texts
+        ]
+        return self._told("chat.completion", choices, self._answer.usage())
+
+    def events(self, piece: Piece) -> list[ChatReply]:
+        index, chunks = piece.choice.index, []
+        if index not in self._begun:
+            self._begun.add(index)
+            chunks.append(ChatChoice(index=index, delta=ChatMessage(role="assistant", content="")))
+        if piece.text:
+            chunks.append(ChatChoice(index=index, delta=ChatMessage(content=piece.text)))
+        if piece.calls:
+            calls = self._calls(index, piece.calls)
+            chunks.append(ChatChoice(index=index, delta=ChatMessage(tool_calls=calls)))
+        if piece.finish_reason is not None:
+            chunks.append(ChatChoice(index=index, delta=ChatMessage(), finish_reason=piece.finish_reason))
+        return [self._told("chat.completion.chunk", [chunk]) for chunk in chunks]
+
+    def ending(self) -> Sequence[ChatReply | str]:
+        if not self._tells_usage:
+            return [DONE]
+        return [self._told("chat.completion.chunk", [], self._answer.usage()), DONE]
+
+    def _calls(self, choice: int, calls: Sequence[ToolCall]) -> list[ToolCallReply] | None:
+        """With ids that follow from the answer's."""
+        told = [
+            ToolCallReply(
+                index=number,
+                id=f"call_{self._answer.trace}_{choice}_{number}",
+                function=FunctionCall(name=call.name, arguments=call.arguments),
+            )
+            for number, call in enumerate(calls)
+        ]
+        return told or None
+
+    def _told(self, object: str, choices: list[ChatChoice], usage: Usage | None = None) -> ChatReply:
+        answer = self._answer
+        return ChatReply(
+            id=answer.id, object=object, created=answer.created, model=answer.model, choices=choices, usage=usage
+        )

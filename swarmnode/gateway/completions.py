@@ -1,0 +1,52 @@
+"""POST /v1/completions"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from swarmnode.gateway.api_answer import ApiAnswer, Text
+from swarmnode.gateway.api_error import ApiError
+from swarmnode.gateway.choice_stream import Piece
+from swarmnode.gateway.event_stream import DONE
+from swarmnode.gateway.gateway import gateway_of, key_of
+from swarmnode.gateway.replies import CompletionReply, TextChoice, Usage
+from swarmnode.gateway.requests import CompletionRequest
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", response_model=CompletionReply)
+async def completions(asked: CompletionRequest, request: Request) -> Response:
+    """How a text goes on."""
+    for field in ("suffix", "echo"):
+        if getattr(asked, field):
+            raise ApiError(400, f"{field} is not possible: a model here only goes on with a text", parameter=field)
+    model = gateway_of(request).model(asked.model)
+    await model.tokenizer()
+    prompts = [await model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+    choices = await model.choices(prompts, asked, key_of(request))
+    answer = ApiAnswer("cmpl-", model.name, prompts, choices)
+    return await answer.respond(request, _CompletionStyle(answer, tells_usage=asked.tells_usage), stream=asked.stream)
+
+
+class _CompletionStyle:
+    def __init__(self, answer: ApiAnswer, *, tells_usage: bool) -> None:
+        self._answer = answer
+        self._tells_usage = tells_usage
+
+    def whole(self, texts: Sequence[Text]) -> CompletionReply:
+        choices = [TextChoice(index=text.index, text=text.text, finish_reason=text.finish_reason) for text in texts]
+        return self._told(choices, self._answer.usage())
+
+    def events(self, piece: Piece) -> list[CompletionReply]:
+        return [self._told([TextChoice(index=piece.choice.index, text=piece.text, finish_reason=piece.finish_reason)])]
+
+    def ending(self) -> Sequence[CompletionReply | str]:
+        return [self._told([], self._answer.usage()), DONE] if self._tells_usage else [DONE]
+
+    def _told(self, choices: list[TextChoice], usage: Usage | None = None) -> CompletionReply:
+        answer = self._answer
+        return CompletionReply(id=answer.id, created=answer.created, model=answer.model, choices=choices, usage=usage)

@@ -1,0 +1,116 @@
+"""Answers that end when nobody reads them any more: as server-sent events, or as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+DONE = "[DONE]"
+
+
+class ClientGone(Exception):
+    """Whoever asked has closed the connection, or does not read: there is nobody to answer."""
+
+
+class NamedEvent(BaseModel, extra="allow"):
+    """An event of an API that names its events, with whatever that one tells."""
+
+    type: str
+
+    @classmethod
+    def of(cls, type: str, **told: Any) -> NamedEvent:
+        """An event of this name."""
+        return cls.model_validate({"type": type, **told})
+
+
+def event(data: BaseModel | str, *, name: str | None = None) -> bytes:
+    """A server-sent event, with a name where it has one."""
+    if isinstance(data, NamedEvent):
+        name = data.type
+    text = data if isinstance(data, str) else data.model_dump_json()
+    return (f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n").encode()
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes. Raises ClientGone."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events as they come. Made by `begin`."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], write_timeout_s: float) -> None:
+        super().__init__(
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )  # proxies shall not wait either
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+        self._write_timeout_s = write_timeout_s
+
+    def __repr__(self) -> str:
+        return f"<EventStream of {self._events!r}>"
+
+    @classmethod
+    async def begin(
+        cls, request: Request, events: AsyncGenerator[bytes, None], *, write_timeout_s: float
+    ) -> EventStream:
+        """With its first event, so that what fails before that is answered by a status. Raises what it fails with."""
+        try:
+            first = await while_connected(request.receive, anext(events))
+        except BaseException:
+            await events.aclose()
+            raise
+        return cls(first, events, write_timeout_s)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Until the last one, or until nobody reads."""
+        try:
+            with contextlib.suppress(ClientGone):
+                await while_connected(receive, self._send(send))
+        finally:
+            await self._events.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await self._write(send, self._first)
+        async for each in self._events:
+            await self._write(send, each)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, send: Send, body: bytes) -> None:
+        """Raises ClientGone where the reader does not take it in time. A timer costs a tenth of what `wait_for` does."""
+        task = asyncio.current_task()
+        assert task is not None
+        overdue = asyncio.get_running_loop().call_later(self._write_timeout_s, task.cancel)
+        try:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        except asyncio.CancelledError:
+            raise ClientGone from None
+        finally:
+            overdue.cancel()

@@ -1,0 +1,57 @@
+"""A gateway: the models that it serves, and whom it serves them to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fastapi import Request
+
+from swarmnode.client import SwarmClient
+from swarmnode.gateway.api_error import ApiError
+from swarmnode.gateway.config import GatewayConfig
+from swarmnode.gateway.fair_queue import FairQueue
+from swarmnode.gateway.keys import ApiKey, KeyRing
+from swarmnode.gateway.served_model import ServedModel
+
+
+class Gateway:
+    """`clients` are the swarms by the names under which they are served."""
+
+    def __init__(
+        self,
+        clients: Mapping[str, SwarmClient],
+        keys: KeyRing | None = None,
+        config: GatewayConfig = GatewayConfig(),
+    ) -> None:
+        self.config = config
+        self.keys = keys or KeyRing()
+        self.queue = FairQueue(running=config.running, waiting=config.waiting, wait_s=config.wait_s)
+        self.models = {name: ServedModel(name, client, self.queue, config) for name, client in clients.items()}
+
+    def __repr__(self) -> str:
+        return f"<Gateway to {', '.join(self.models)}, {self.queue!r}>"
+
+    def model(self, name: str) -> ServedModel:
+        """The model of that name; the only one where none is said. Raises ApiError."""
+        if not name and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        if name not in self.models:
+            known = ", ".join(self.models)
+            raise ApiError(
+                404, f"there is no model {name!r} here; there is {known}", code="model_not_found", parameter="model"
+            )
+        return self.models[name]
+
+
+def gateway_of(request: Request) -> Gateway:
+    """Whose request it is."""
+    gateway = request.app.state.gateway
+    assert isinstance(gateway, Gateway)
+    return gateway
+
+
+def key_of(request: Request) -> ApiKey:
+    """Who asks, as the guard has found."""
+    key = request.state.key
+    assert isinstance(key, ApiKey)
+    return key

@@ -1,0 +1,102 @@
+"""What stands before every endpoint: who may ask, how often, and how large a question may be. As ASGI, so that it is decided
+before anything of a body is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from swarmnode.gateway.api_error import ApiError, too_many
+from swarmnode.gateway.config import GatewayConfig
+from swarmnode.gateway.keys import ApiKey, KeyRing
+
+OPEN_PATHS = {"/health", "/ready"}  # for whoever restarts it
+LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
+BEARER = re.compile(r"Bearer +(\S+)", re.IGNORECASE)
+
+
+class Guard:
+    """Lets requests through to the application, with their key in the scope's state."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing, config: GatewayConfig) -> None:
+        self._app = app
+        self._keys = keys
+        self._config = config
+
+    def __repr__(self) -> str:
+        return f"<Guard with {self._keys!r}>"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = _BoundedBody(receive, self._config)
+        try:
+            headers = Headers(scope=scope)
+            self._check_page(headers)
+            body.check_length(headers.get("content-length"))
+            if scope["path"] not in OPEN_PATHS:
+                scope.setdefault("state", {})["key"] = self._admit(headers)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, body.receive, send)
+
+    def _admit(self, headers: Headers) -> ApiKey:
+        bearer = BEARER.fullmatch(headers.get("authorization", ""))
+        key = self._keys.find(bearer[1] if bearer else headers.get("x-api-key"))
+        if key is None:
+            raise ApiError(401, "this gateway wants a key: Authorization: Bearer sk-…", code="invalid_api_key")
+        if wait_s := key.take():
+            raise too_many(f"{key.limits.per_minute} requests a minute are this key's limit", wait_s)
+        return key
+
+    def _check_page(self, headers: Headers) -> None:
+        """A page in this machine's browser reaches loopback, too: by a name that leads there (DNS rebinding), or across origins."""
+        host = urlsplit(f"//{headers.get('host', '')}").hostname
+        if self._config.loopback and host not in LOOPBACK_NAMES:
+            raise ApiError(403, "this gateway is for programs on its own machine", code="wrong_host")
+        origin = headers.get("origin")
+        if origin is None or origin in self._config.origins:
+            return
+        if urlsplit(origin).netloc != headers.get("host"):
+            raise ApiError(
+                403, f"pages of {origin} may not call this gateway: allow them with --cors", code="wrong_origin"
+            )
+
+
+class _BoundedBody:
+    """A request's body, which may be so large and take so long."""
+
+    def __init__(self, receive: Receive, config: GatewayConfig) -> None:
+        self._receive = receive
+        self._config = config
+        self._received_bytes = 0
+        self._whole = False
+
+    def check_length(self, told: str | None) -> None:
+        """Raises ApiError where the header tells of too much already."""
+        if told is not None and told.isdigit() and int(told[:20]) > self._config.max_body_bytes:
+            raise self._too_large()
+
+    async def receive(self) -> Message:
+        """As ASGI has it. Raises ApiError."""
+        if self._whole:
+            return await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), self._config.body_timeout_s)
+        except asyncio.TimeoutError:
+            raise ApiError(408, "the request did not arrive in time") from None
+        self._received_bytes += len(message.get("body", b""))
+        self._whole = not message.get("more_body", False)
+        if self._received_bytes > self._config.max_body_bytes:
+            raise self._too_large()
+        return message
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"a request may have {self._config.max_body_bytes} bytes")

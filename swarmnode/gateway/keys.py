@@ -1,0 +1,131 @@
+"""API keys: who may ask, and how much. A file holds their hashes alone, a line for each:
+
+alice 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 per_minute=60 concurrent=4
+
+A key is 256 random bits, so a plain SHA-256 of it can be neither inverted nor guessed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from swarmnode.errors import UsageError
+from swarmnode.swarm.storage.atomic import write_private
+from swarmnode.swarm.storage.user_file import read_user_file
+
+PREFIX = "sk-swarmnode-"
+KEY_BYTES = 32
+MAX_FILE_BYTES = 1 << 20
+WHAT = "a file of API keys"
+NAME = re.compile(r"[\w.@-]{1,64}")
+HASH = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class KeyLimits:
+    """How much a key may ask for. 0 is no limit of its own."""
+
+    per_minute: int = 0  # requests, that many at once after a rest
+    concurrent: int = 0  # generations
+
+
+class ApiKey:
+    """Somebody who may ask, and when they asked lately."""
+
+    def __init__(
+        self, name: str, limits: KeyLimits = KeyLimits(), *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.name = name
+        self.limits = limits
+        self._clock = clock
+        self._paid_until_s = float("-inf")
+
+    def __repr__(self) -> str:
+        return f"<ApiKey {self.name} {self.limits}>"
+
+    def take(self) -> float:
+        """Count a request, where it may come now; else how many seconds too early it is. A leaky bucket (GCRA)."""
+        if not self.limits.per_minute:
+            return 0.0
+        now_s, cost_s = self._clock(), 60.0 / self.limits.per_minute
+        paid_until_s = max(self._paid_until_s, now_s) + cost_s
+        if paid_until_s - now_s > 60.0 + 1e-9:
+            return paid_until_s - now_s - 60.0
+        self._paid_until_s = paid_until_s
+        return 0.0
+
+
+ANYBODY = "anybody"
+
+
+class KeyRing:
+    """The keys of a gateway. An empty one lets in whoever can connect, as one."""
+
+    def __init__(self, keys: dict[str, ApiKey] | None = None) -> None:
+        self._keys = keys or {}  # by the key's hash
+        self._anybody = ApiKey(ANYBODY)
+
+    def __repr__(self) -> str:
+        return f"<KeyRing of {len(self._keys)} keys>"
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, presented: str | None) -> ApiKey | None:
+        """Whose key that is; None where it is nobody's."""
+        if not self._keys:
+            return self._anybody
+        return None if presented is None else self._keys.get(_hash(presented))
+
+
+def load_keys(path: Path, *, clock: Callable[[], float] = time.monotonic) -> KeyRing:
+    """The keys of a file. Raises UsageError where it is none, with the line, or where there is no key in it."""
+    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT)
+    if data is None:
+        raise UsageError(f"{path}: no such file; make a key with --new-key NAME")
+    keys: dict[str, ApiKey] = {}
+    for number, line in enumerate(data.decode(errors="replace").splitlines(), start=1):
+        words = line.split("#", 1)[0].split()
+        if not words:
+            continue
+        try:
+            name, digest, *limits = words
+            if not NAME.fullmatch(name) or not HASH.fullmatch(digest):
+                raise ValueError(line)
+            keys[digest] = ApiKey(name, _limits(limits), clock=clock)
+        except (ValueError, TypeError):
+            allowed = " ".join(f"[{field.name}=N]" for field in fields(KeyLimits))
+            raise UsageError(f"{path}, line {number}: write NAME SHA256 {allowed}") from None
+    if not keys:
+        raise UsageError(f"{path} holds no key; make one with --new-key NAME")
+    return KeyRing(keys)
+
+
+def new_key(path: Path, name: str) -> str:
+    """Draw a key, add its hash to the file, and return it: it is told once. Raises UsageError, LocalError."""
+    if not NAME.fullmatch(name):
+        raise UsageError(f"{name!r} cannot be a key's name: use letters, digits and . _ @ -")
+    known = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT) or b""
+    if known and not known.endswith(b"\n"):
+        known += b"\n"
+    key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
+    write_private(path, known + f"{name} {_hash(key)}\n".encode())
+    return key
+
+
+def _limits(words: Iterable[str]) -> KeyLimits:
+    pairs = (word.split("=", 1) for word in words)
+    limits = KeyLimits(**{name: int(value) for name, value in pairs})
+    if min(limits.per_minute, limits.concurrent) < 0:
+        raise ValueError(limits)
+    return limits
+
+
+def _hash(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()

@@ -1,0 +1,48 @@
+"""What is served here: /v1/models, and /tokenize and /detokenize as vLLM has them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request
+
+from swarmnode.gateway.api_error import ApiError
+from swarmnode.gateway.gateway import gateway_of
+from swarmnode.gateway.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
+from swarmnode.gateway.requests import DetokenizeRequest, TokenizeRequest
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> ModelList:
+    """The swarms that this gateway belongs to, each a model."""
+    return ModelList(data=[model.card() for model in gateway_of(request).models.values()])
+
+
+@router.get("/v1/models/{name:path}")
+async def one_model(name: str, request: Request) -> ModelCard:
+    """One of them."""
+    return gateway_of(request).model(name).card()
+
+
+@router.post("/tokenize")
+async def tokenize(asked: TokenizeRequest, request: Request) -> TokenizeReply:
+    """The token ids that the model would be given."""
+    model = gateway_of(request).model(asked.model)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise ApiError(400, "give either a prompt or messages", parameter="prompt")
+    if asked.prompt is not None:
+        tokens = await model.encode(asked.prompt)
+    else:
+        tokens = await model.encode_chat([message.as_template_takes_it() for message in asked.messages or ()])
+    return TokenizeReply(count=len(tokens), max_model_len=model.card().max_model_len, tokens=tokens)
+
+
+@router.post("/detokenize")
+async def detokenize(asked: DetokenizeRequest, request: Request) -> DetokenizeReply:
+    """The text of token ids."""
+    model = gateway_of(request).model(asked.model)
+    tokenizer, limits = await model.tokenizer(), await model.client.limits()
+    tokens = limits.ids(asked.tokens)
+    return DetokenizeReply(prompt=await asyncio.to_thread(tokenizer.decode, tokens))

@@ -1,0 +1,32 @@
+"""What watches the gateway asks: /health, /ready, /metrics."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from swarmnode.gateway.gateway import gateway_of
+from swarmnode.metrics.exposition import CONTENT_TYPE, Sources, exposed
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health() -> dict[str, str]:
+    """Whether this process lives."""
+    return {"status": "ok"}
+
+
+@router.get("/ready")
+async def ready(request: Request) -> JSONResponse:
+    """Whether each swarm has somebody for every unit of its model."""
+    missing = {name: model.missing for name, model in gateway_of(request).models.items() if model.missing}
+    return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """For Prometheus."""
+    sources = [Sources(name, model.client.readings) for name, model in gateway_of(request).models.items()]
+    return Response(await exposed(sources), media_type=CONTENT_TYPE)

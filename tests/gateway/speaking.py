@@ -1,0 +1,40 @@
+"""A small random Llama that speaks: with a tokenizer of all of its ids, and a chat template."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from tests.llama import save_llama
+
+VOCABULARY = 512
+SPECIALS = ("<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|end|>")
+LETTERS = "etaoinshrdlucmfw"  # whose pairs are tokens, too
+TEMPLATE = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for message in messages %}"
+    "{% if message.role not in ('user', 'assistant', 'system', 'tool') %}"
+    "{{ raise_exception('who is ' + message.role + '?') }}"
+    "{% endif %}"
+    "<|{{ message.role }}|>{{ message.content }}<|end|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def save_speaking_llama(folder: Path, *, chat_template: str | None = TEMPLATE) -> None:
+    """Write the checkpoint. It has no end token that it would ever say by itself, so texts are as long as they are asked to be."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    save_llama(folder, layers=2, vocab_size=VOCABULARY)
+    names = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    pairs = list(itertools.product(LETTERS, repeat=2))[: VOCABULARY - len(names)]
+    ids = {name: number for number, name in enumerate([*names, *("".join(pair) for pair in pairs)])}
+    tokenizer = Tokenizer(models.BPE(ids, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    whole.chat_template = chat_template
+    whole.save_pretrained(folder)

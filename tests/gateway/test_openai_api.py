@@ -1,0 +1,121 @@
+"""OpenAI's own client against a gateway, in virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gateway.conftest import MODEL, serving
+from tests.net.virtual import in_virtual_time
+from tests.node.conftest import Founded
+
+SAID = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "How are the hens?"}]
+WRITTEN = "<|system|>Be short.<|end|><|user|>How are the hens?<|end|><|assistant|>"
+GREEDY = {"temperature": 0, "max_tokens": 24}
+
+
+@in_virtual_time
+async def test_a_chat_says_what_the_swarm_says_to_the_templates_text(founded: Founded, tmp_path: Path) -> None:
+    async with serving(founded, tmp_path) as served:
+        expected = await served.client.generate(WRITTEN, max_new_tokens=24)
+        answer = await served.openai.chat.completions.create(model=MODEL, messages=SAID, **GREEDY)
+        assert answer.choices[0].message.content == expected.text
+        assert answer.choices[0].message.role == "assistant" and answer.choices[0].finish_reason == "length"
+        tokens = await served.http.post("/tokenize", json={"messages": SAID})
+        assert (
+            answer.usage.prompt_tokens
+            == tokens.json()["count"]
+            == len((await served.client.tokenizer()).encode(WRITTEN))
+        )
+        assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (24, 24 + answer.usage.prompt_tokens)
+        assert len(answer.id.removeprefix("chatcmpl-")) == len(expected.trace)
+
+
+@in_virtual_time
+async def test_a_stream_is_the_same_text_in_pieces(founded: Founded, tmp_path: Path) -> None:
+    async with serving(founded, tmp_path) as served:
+        whole = await served.openai.chat.completions.create(model=MODEL, messages=SAID, **GREEDY)
+        stream = await served.openai.chat.completions.create(
+            model=MODEL, messages=SAID, stream=True, stream_options={"include_usage": True}, **GREEDY
+        )
+        chunks = [chunk async for chunk in stream]
+    *said, last = chunks
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in said) == whole.choices[0].message.content
+    assert said[0].choices[0].delta.role == "assistant" and said[-1].choices[0].finish_reason == "length"
+    assert len(said) > 5 and last.choices == [] and last.usage == whole.usage
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+@in_virtual_time
+async def test_the_wire_is_as_openais(founded: Founded, tmp_path: Path) -> None:
+    async with serving(founded, tmp_path) as served:
+        body = {"prompt": "hens", "max_tokens": 3, "temperature": 0, "stream": True, "no_such_field": 1}
+        answer = await served.http.post("/v1/completions", json=body)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.text.endswith("data: [DONE]\n\n") and answer.text.startswith("data: {")
+    assert len(answer.headers["x-request-id"]) == 32
+
+
+@in_virtual_time
+async def test_a_text_ends_before_the_first_stop_string(founded: Founded, tmp_path: Path) -> None:
+    async with serving(founded, tmp_path) as served:
+        text = (await served.client.generate("hens", max_new_tokens=24)).text or ""
+        for begin, length in ((0, 1), (3, 4), (7, 9)):
+            stop = text[begin : begin + length]
+            answer = await served.openai.completions.create(model=MODEL, prompt="hens", stop=["no", stop], **GREEDY)
+            assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text[: text.index(stop)], "stop")
+        assert await served.freed(), "what is not said any more is not computed"
+
+
+@in_virtual_time
+async def test_a_text_ends_with_the_models_end_token(
+    founded: Founded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(founded, tmp_path) as served:
+        ids = (await served.client.generate("hens", max_new_tokens=24)).ids
+        end = next(number for number in range(5, 24) if ids[number] not in ids[:number])
+
+        async def stop_ids() -> tuple[int, ...]:
+            return (ids[end],)
+
+        monkeypatch.setattr(served.client, "stop_ids", stop_ids)
+        answer = await served.openai.completions.create(model=MODEL, prompt="hens", **GREEDY)
+        tokenizer = await served.client.tokenizer()
+    assert answer.choices[0].text == tokenizer.decode(ids[:end])
+    assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens == end + 1
+
+
+@in_virtual_time
+async def test_several_choices_are_drawn_from_seeds_of_their_own(founded: Founded, tmp_path: Path) -> None:
+    async with serving(founded, tmp_path) as served:
+        options = {"model": MODEL, "prompt": ["hens", "eggs"], "max_tokens": 8, "temperature": 1.2, "top_p": 0.9}
+        both = await served.openai.completions.create(n=2, seed=-7, **options)
+        again = await served.openai.completions.create(n=1, seed=-6, **options)
+        stream = await served.openai.completions.create(n=2, seed=-7, stream=True, **options)
+        streamed = ["", "", "", ""]
+        async for chunk in stream:
+            streamed[chunk.choices[0].index] += chunk.choices[0].text
+    texts = [choice.text for choice in both.choices]
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3] and len(set(texts)) == 4
+    assert texts == streamed and texts[1::2] == [choice.text for choice in again.choices]
+
+
+@in_virtual_time
+async def test_models_and_what_watches(founded: Founded, tmp_path: Path) -> None:
+    async with serving(founded, tmp_path) as served:
+        [model] = (await served.openai.models.list()).data
+        assert (model.id, model.object) == (MODEL, "model") and model.model_dump()["max_model_len"] is None
+        assert (await served.openai.models.retrieve(MODEL)).id == MODEL
+        tokens = (await served.http.post("/tokenize", json={"prompt": "in the end"})).json()["tokens"]
+        assert (await served.http.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": "in the end"}
+        await served.openai.completions.create(model=MODEL, prompt="hens", max_tokens=2)
+        metrics = (await served.http.get("/metrics")).text
+        assert 'swarmnode_client_sessions_total{result="done",swarm="virtual"} 1.0' in metrics
+        assert (await served.http.get("/ready")).json() == {"ready": True, "missing": {}}
+        await served.swarm.members["a"].kill()
+        while served.client.status()["covered"]:
+            await served.client.changed()
+        answer = await served.http.get("/ready")
+        assert (answer.status_code, answer.json()["missing"]) == (503, {MODEL: [0, 1, 2, 3]})
+        assert (await served.http.get("/health")).status_code == 200

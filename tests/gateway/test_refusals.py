@@ -1,0 +1,150 @@
+"""Requests that cannot be answered: each in OpenAI's shape with the right status, and nothing computed for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from swarmnode.gateway.keys import load_keys, new_key
+from swarmnode.roles.serving.limits import ModelLimits
+from tests.gateway.conftest import MODEL, Served, found_on, serving
+from tests.gateway.speaking import save_speaking_llama
+from tests.net.virtual import in_virtual_time
+from tests.node.conftest import Founded
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+FULL = {"cache_tokens": 2048, "max_cache_tokens": 2048, "cost_s": lambda _item: 0.1}  # with one long text
+HI = [{"role": "user", "content": "hi"}]
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+BAD: list[tuple[str, Any, int, str]] = [
+    (CHAT, {"model": "gpt-4", "messages": HI}, 404, "there is no model 'gpt-4'"),
+    (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, {"messages": IMAGE}, 400, "text only"),
+    (CHAT, {"messages": [{"role": "wizard", "content": "hi"}]}, 400, "who is wizard?"),
+    (CHAT, {"messages": HI, "n": 0}, 400, "n:"),
+    (CHAT, {"messages": HI, "n": 10_000}, 400, "at most"),
+    (CHAT, {"messages": HI, "stop": ["x"] * 99}, 400, "stop strings"),
+    (CHAT, {"messages": HI, "temperature": -1}, 400, "temperature"),
+    (CHAT, {"messages": HI, "top_p": 0}, 400, "top_p"),
+    (CHAT, {"messages": HI, "max_tokens": 0}, 400, "max_new_tokens"),
+    (CHAT, {"messages": HI, "max_tokens": 1 << 40}, 400, "max_new_tokens"),
+    (TEXT, {"prompt": ""}, 400, "no tokens"),
+    (TEXT, {"prompt": []}, 400, "no tokens"),
+    (TEXT, {"prompt": [511, 512]}, 400, "vocabulary"),
+    (TEXT, {"prompt": [-1]}, 400, "negative"),
+    (TEXT, {"prompt": {"a": 1}}, 400, "prompt"),
+    (TEXT, {"prompt": "hi", "suffix": "!"}, 400, "suffix"),
+    (TEXT, "{", 400, "JSON"),
+    (TEXT, "[" * 100_000, 400, ""),
+    (TEXT, "\x00\xff", 400, ""),
+    ("/v1/audio/speech", {}, 404, "Not Found"),
+    ("/tokenize", {}, 400, "either"),
+    ("/detokenize", {"tokens": [9999]}, 400, "vocabulary"),
+]
+
+
+async def refused(served: Served, path: str, body: Any) -> tuple[int, str]:
+    content = body if isinstance(body, str) else json.dumps(body)
+    answer = await served.http.post(
+        path, content=content.encode("latin-1"), headers={"content-type": "application/json"}
+    )
+    error = answer.json()["error"]
+    assert answer.json()["type"] == "error" and set(error) == {"message", "type", "param", "code"}
+    return answer.status_code, error["message"]
+
+
+@in_virtual_time
+async def test_what_cannot_be_is_refused_before_anything_is_computed(founded: Founded, tmp_path: Path) -> None:
+    async with serving(founded, tmp_path) as served:
+        before = served.computed()
+        for path, body, status, words in BAD:
+            told = await refused(served, path, body)
+            assert (told[0], words in told[1]) == (status, True), (path, body, told)
+        assert (served.computed(), served.sessions()) == (before, 0)
+        with pytest.raises(openai.NotFoundError):
+            await served.openai.chat.completions.create(model="gpt-4", messages=HI)
+
+
+@in_virtual_time
+async def test_a_conversation_longer_than_the_model_is_refused_before_any_prefill(
+    founded: Founded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def limits() -> ModelLimits:
+        return ModelLimits(vocabulary=512, positions=64)
+
+    async with serving(founded, tmp_path) as served:
+        monkeypatch.setattr(served.client, "limits", limits)  # a model with a table of positions
+        before = served.computed()
+        with pytest.raises(openai.BadRequestError, match="64 positions") as refusal:
+            await served.openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "q" * 80}])
+        assert refusal.value.code == "context_length_exceeded" and served.computed() == before
+        rest = await served.openai.chat.completions.create(model=MODEL, messages=HI)
+        assert rest.usage.total_tokens == 65, "the last token takes no position"
+
+
+@in_virtual_time
+async def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_speaking_llama(model, chat_template=None)
+    async with serving(found_on(model, tmp_path / "founded"), tmp_path) as served:
+        with pytest.raises(openai.BadRequestError, match="has no chat template") as refusal:
+            await served.openai.chat.completions.create(model=MODEL, messages=HI)
+        assert refusal.value.code == "no_chat_template"
+        assert (await served.openai.completions.create(model=MODEL, prompt="hi", max_tokens=2)).usage.total_tokens == 3
+
+
+@in_virtual_time
+async def test_a_full_swarm_says_when_to_come_again(founded: Founded, tmp_path: Path) -> None:
+    async with serving(founded, tmp_path, stage=FULL, patience_s=1.0) as served:
+        stream = await served.openai.completions.create(model=MODEL, prompt="hens", max_tokens=1000, stream=True)
+        with pytest.raises(openai.RateLimitError) as refusal:
+            await served.openai.completions.create(model=MODEL, prompt="hens", max_tokens=1000)
+        assert int(refusal.value.response.headers["retry-after"]) >= 1
+        await stream.close()
+        with pytest.raises(openai.BadRequestError, match="no machine") as refusal:
+            await served.openai.completions.create(model=MODEL, prompt="hens", max_tokens=100_000)
+        assert refusal.value.code == "context_length_exceeded"
+        assert (await served.openai.completions.create(model=MODEL, prompt="hens", max_tokens=8)).choices[0].text
+
+
+@in_virtual_time
+async def test_without_a_key_of_the_file_nobody_asks(founded: Founded, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    alice, bob = new_key(file, "alice"), new_key(file, "bob")
+    assert file.stat().st_mode & 0o777 == 0o600 and alice not in file.read_text()
+    file.write_text(file.read_text().strip() + " per_minute=2\n")
+    async with serving(founded, tmp_path, keys=load_keys(file), api_key=alice) as served:
+        assert (await served.openai.models.list()).data[0].id == MODEL
+        for key in ("", "sk-swarmnode-wrong"):
+            with pytest.raises(openai.AuthenticationError):
+                await served.openai.with_options(api_key=key or "none").models.list()
+        for _ in range(2):
+            await served.openai.with_options(api_key=bob).models.list()
+        with pytest.raises(openai.RateLimitError, match="2 requests a minute"):
+            await served.openai.with_options(api_key=bob).models.list()
+        assert (await served.http.get("/v1/models", headers={"x-api-key": alice})).status_code == 200
+        assert [(await served.http.get(path)).status_code for path in ("/health", "/metrics")] == [200, 401]
+
+
+@in_virtual_time
+async def test_bodies_are_bounded_and_pages_kept_out(founded: Founded, tmp_path: Path) -> None:
+    async with serving(founded, tmp_path, max_body_bytes=10_000, origins=("https://chat.example",)) as served:
+
+        async def pieces() -> Any:
+            for _ in range(20):
+                yield b" " * 1000
+
+        for content in (b" " * 10_001, pieces()):
+            assert (await served.http.post(TEXT, content=content)).status_code == 413
+        assert (await served.http.get("/v1/models", headers={"host": "evil.example"})).status_code == 403
+        assert (await served.http.get("/v1/models", headers={"origin": "https://evil.example"})).status_code == 403
+        asks = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+        allowed = await served.http.options(CHAT, headers=asks)
+        assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "https://chat.example")
+        answer = await served.http.get("/v1/models", headers={"origin": "https://chat.example"})
+        assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+        assert "access-control-allow-origin" not in (await served.http.get("/v1/models")).headers
