@@ -59,6 +59,11 @@ def train(
     ),
     average_codec: str = typer.Option("none", "--average-codec", metavar="|".join(CODECS), help="Of what they send."),
     average_rank: int = typer.Option(0, "--average-rank", help="Above 0: PowerSGD of that rank."),
+    robust: bool = typer.Option(
+        False,
+        "--robust",
+        help="Among strangers: no replica of three or more can drag the average away; liars are left out.",
+    ),
     log: Path = typer.Option(
         None, "--log", metavar="FILE", help="Write a JSON line for each step.", show_default=False
     ),
@@ -111,7 +116,7 @@ def train(
         seed=seed,
         checkpoint_steps=checkpoint_steps,
         autocast=autocast,
-        averaging=Averaging(every=average_every, codec=Codec[average_codec.upper()], rank=average_rank),
+        averaging=Averaging(every=average_every, codec=Codec[average_codec.upper()], rank=average_rank, robust=robust),
     )
     check_early(data, settings)
     known, target = open_swarm(swarm, default_home(home)), out.absolute() if out is not None else None

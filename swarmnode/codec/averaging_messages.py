@@ -84,12 +84,14 @@ class Reduce(Body, frozen=True):
 
 
 class Reduced(Body, frozen=True):
-    """The gradients are agreed; `squares` are their squared norms, one for each group."""
+    """The gradients are agreed; `squares` are their squared norms, one for each group. `suspect`: who seems to have contributed
+    what is not its gradient."""
 
     step: Step
     attempt: Attempt
     squares: Annotated[tuple[Number, ...], Meta(max_length=MAX_GROUPS)]
     run: RunId
+    suspect: Annotated[str, Meta(max_length=MAX_PEER_CHARS)] = ""
 
 
 class Pull(Body, frozen=True):

@@ -30,6 +30,7 @@ MAX_TERM = 1 << 40
 MAX_LEASE = 1 << 62
 MAX_NORM = 1e100  # past any norm of float32 numbers, yet finite
 MAX_DURATION_S = 1e9
+MAX_LEFT_OUT = 16  # the newest ones are told
 MAX_WAITS = 16  # the longest ones are told
 RUN_ID_BYTES = 32
 KEY_BYTES = 32

@@ -35,6 +35,7 @@ from swarmnode.codec.training_fields import (
     MAX_FED,
     MAX_KEPT_STEPS,
     MAX_LEASES,
+    MAX_LEFT_OUT,
     MAX_MASK_BYTES,
     MAX_MEMBERS,
     MAX_RANGES,
@@ -269,6 +270,7 @@ class ProgressReport(Body, frozen=True):
     missing: Annotated[tuple[Unit, ...], Meta(max_length=MAX_UNITS)] = ()  # units that nobody holds who takes part
     waits: Annotated[tuple[Wait, ...], Meta(max_length=MAX_WAITS)] = ()  # the longest first
     run: AnyRunId = b""
+    left_out: Annotated[tuple[Peer, ...], Meta(max_length=MAX_LEFT_OUT)] = ()  # contributed what is not their gradient
 
 
 class Stopped(Body, frozen=True):

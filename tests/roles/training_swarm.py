@@ -59,7 +59,8 @@ def toy_batches() -> ArrayBatches:
 
 
 def toy_run(batches: Batches, steps: int, **settings: Any) -> Run:
-    return Run(data=batches.fingerprint, steps=steps, batch=24, microbatch=4, learning_rate=1e-2, **settings)
+    settings = {"batch": 24, "microbatch": 4, "learning_rate": 1e-2, **settings}
+    return Run(data=batches.fingerprint, steps=steps, **settings)
 
 
 def local_losses(run: Run, batches: Batches) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Fault
@@ -27,7 +27,7 @@ from swarmnode.net.deadlines import Backoff
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
-from swarmnode.roles.training.coordinator.answer_times import CLEANUP, SILENCE_S
+from swarmnode.roles.training.coordinator.answer_times import CLEANUP, SILENCE_S, STALLED_S
 from swarmnode.roles.training.coordinator.waits import sentence
 from swarmnode.roles.training.worker.values import encode_values
 from swarmnode.swarm.records.run import Run, encode_run
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 WANT = 32  # microbatches at a time
 RETRY_S = 0.3
 TICK_S = 0.5
+EXCUSED = 4  # times as long without work
 
 
 class Trainer:
@@ -59,6 +60,7 @@ class Trainer:
         self._on_step = on_step
         self._on_waiting = on_waiting
         self._next_step = 0
+        self.left_out: set[PeerId] = set()  # whose gradients most of their replicas do not believe
         self._backoff = Backoff(asyncio.get_running_loop().time)  # from peers that do not answer
 
     def __repr__(self) -> str:
@@ -80,7 +82,7 @@ class Trainer:
                     self._on_waiting(f"no peer coordinates the training: {session.failed}", ())
                 if named is not None or stop.is_set():
                     break
-            else:
+            if named is None or self._backoff.pause_s(named):  # nobody, or who just failed
                 await asyncio.sleep(RETRY_S)
         return self._next_step
 
@@ -103,11 +105,18 @@ class Trainer:
     def _hear(self, news: StepReport | ProgressReport) -> None:
         """Each step is reported once, whichever coordinator tells of it."""
         if isinstance(news, ProgressReport):
+            self._tell_left_out(news.left_out)
             if text := sentence(news):
                 self._on_waiting(text, news.missing)
         elif news.step >= self._next_step:
             self._next_step = news.step + 1
             self._on_step(news)
+
+    def _tell_left_out(self, peers: Collection[PeerId]) -> None:
+        """Once of each."""
+        for peer in set(peers) - self.left_out:
+            log.warning("peer %s is left out of the training: what it contributes is not its gradient", peer)
+        self.left_out.update(peers)
 
 
 class _FeedingSession:
@@ -133,7 +142,8 @@ class _FeedingSession:
         self._over: asyncio.Future[Stopped | None] = asyncio.get_running_loop().create_future()
         self._feeding = Tasks("trainer", on_crash=self._crashed)
         self._leases: dict[int, asyncio.Task[None]] = {}
-        self._silent_ticks = 0
+        self._silent_ticks = self._idle_ticks = 0
+        self._excused = False
 
     def __repr__(self) -> str:
         return f"<Shift for {self._coordinator}>"
@@ -166,11 +176,22 @@ class _FeedingSession:
                 self._channel.close()
 
     async def _watch_silence(self) -> None:
-        """A coordinator says something each second. Counts ticks: while this process is suspended nothing can be heard."""
-        while self._silent_ticks * TICK_S < SILENCE_S:
+        """A coordinator says something each second, and has work now and then. Counts ticks: while this process is suspended
+        nothing can be heard."""
+        fault = None
+        while fault is None:
             await asyncio.sleep(TICK_S)
             self._silent_ticks += 1
-        self._lose(PeerLost(f"peer {self._coordinator} says nothing for {SILENCE_S:.0f} s", peer=self._coordinator))
+            self._idle_ticks = 0 if self._leases else self._idle_ticks + 1
+            fault = self._fault()
+        self._lose(PeerLost(f"peer {self._coordinator} {fault}", peer=self._coordinator))
+
+    def _fault(self) -> str | None:
+        """What the coordinator does not do. That units have nobody excuses it for a while: it may be wrong."""
+        if self._silent_ticks * TICK_S >= SILENCE_S:
+            return f"says nothing for {SILENCE_S:.0f} s"
+        idle_s = self._idle_ticks * TICK_S
+        return f"has no work for {idle_s:.0f} s" if idle_s >= STALLED_S * (EXCUSED if self._excused else 1) else None
 
     def _lose(self, error: PeerError) -> None:
         self.failed = str(error)
@@ -196,6 +217,7 @@ class _FeedingSession:
                 if lease in self._leases:
                     self._leases[lease].cancel()
         elif isinstance(body, StepReport | ProgressReport):
+            self._note_progress(body)
             self._on_news(body)
         elif isinstance(body, Stopped):
             self._end(body)
@@ -207,6 +229,12 @@ class _FeedingSession:
                 self._over.set_exception(refusal(body.code, peer=self._coordinator))
         elif isinstance(body, End):
             self._end(None)
+
+    def _note_progress(self, news: StepReport | ProgressReport) -> None:
+        if isinstance(news, StepReport):
+            self._idle_ticks = 0
+        else:
+            self._excused = bool(news.missing)
 
     def _take(self, lease: Lease) -> None:
         if lease.run != self._run.id:

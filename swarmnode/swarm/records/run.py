@@ -30,6 +30,7 @@ class Averaging(msgspec.Struct, frozen=True):
     rank: int = 0  # above 0: PowerSGD (arXiv 1905.13727) of this rank, for matrices
     outer_lr: float = 1.0
     outer_momentum: float = 0.5  # Nesterov
+    robust: bool = False  # centred clipping (arXiv 2012.10333), where three or more contribute
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -117,6 +118,8 @@ def check_run(run: Run) -> None:
         "an averaging every step or more seldom": run.averaging.every > 0,
         "a share of kept elements up to 1": 0 < run.averaging.keep <= 1,
         "a rank of 0 or more": 0 <= run.averaging.rank <= 1024,
+        "robust averaging without top-k and without factors": not run.averaging.robust
+        or (run.averaging.codec != Codec.TOPK and not run.averaging.rank),
     }
     for rule, kept in rules.items():
         if not kept:

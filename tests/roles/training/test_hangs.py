@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from swarmnode.codec.frames import Frame, FrameKind
 from swarmnode.codec.training_messages import StepReport
 from swarmnode.compute.training.datasets.batches import Batches
 from swarmnode.compute.training.segment import Values
@@ -155,3 +156,22 @@ def test_the_only_one_that_holds_a_unit_is_named(tmp_path: Path) -> None:
         await asyncio.gather(training, return_exceptions=True)
 
     in_scenario(tmp_path, test)
+
+
+class Withholds(Saboteur):
+    """Leads and talks, and gives out no work from its message `after` on."""
+
+    def instead_of(self, frame: Frame) -> Frame | None:
+        return None if self.tripped and frame.kind == FrameKind.LEASE else frame
+
+
+@pytest.mark.parametrize("after", [1, 60])
+def test_a_coordinator_that_gives_out_no_work(tmp_path: Path, after: int) -> None:
+    """It is not followed any more, and cannot come back at once."""
+
+    async def test(scene: Scenario) -> None:
+        await scene.join(0, 0, 1, 1, 2, 2)
+        await scene.train()
+        assert scene.swarm.volunteers[1].stage.coordinator != scene.swarm.volunteers[0].peer
+
+    in_scenario(tmp_path, test, peer_0=Withholds(Ill.PINGS, after))

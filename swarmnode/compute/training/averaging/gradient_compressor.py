@@ -19,6 +19,7 @@ import torch
 from torch import Size, Tensor
 
 from swarmnode.codec.tensors import Codec
+from swarmnode.compute.training.averaging.centred_clipping import CentredClipping
 from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.round import Round
 from swarmnode.errors import CheckpointError
@@ -51,11 +52,14 @@ class GradientCompressor(ABC):
         return f"{type(self).__name__}({self.codec.name}, {sum(self.sizes)} elements, residual {residual})"
 
     @abstractmethod
-    def run(self, local: FlatVector, total: FlatVector, weight: float) -> Rounds:
+    def run(
+        self, local: FlatVector, total: FlatVector, weight: float, clipping: CentredClipping | None = None
+    ) -> Rounds:
         """Rounds; when all parts of the last one are taken, `total` is the agreed sum of all members' vectors.
 
         `weight` is this member's share of the step's samples, and `local` scaled by it. A listener has weight 0: its values do
-        not matter. `total` may share its memory with `local`. Raises ValueError where a vector has the wrong length.
+        not matter. `total` may share its memory with `local`. `clipping`: how owners add up, where sums are to be robust. Raises
+        ValueError where a vector has the wrong length.
         """
 
     def accept(self) -> None:
@@ -94,15 +98,17 @@ class PlainGradientCompressor(GradientCompressor):
     nothing left of the gradient.
     """
 
-    def run(self, local: FlatVector, total: FlatVector, weight: float) -> Rounds:
+    def run(
+        self, local: FlatVector, total: FlatVector, weight: float, clipping: CentredClipping | None = None
+    ) -> Rounds:
         self._begin(local, total)
         if self.codec not in COARSE:
-            yield Round(local, total, weight, self.codec)
+            yield Round(local, total, weight, self.codec, clipping=clipping)
             return
         vectors, matrices = self._places()
         tensors, totals = local.split(self.sizes), total.split(self.sizes)
         if vectors:
-            yield Round(_pick(tensors, vectors), _pick(totals, vectors), weight, Codec.NONE)
+            yield Round(_pick(tensors, vectors), _pick(totals, vectors), weight, Codec.NONE, clipping=clipping)
         if matrices:
             residuals = self._residuals(weight)
             left_N = torch.zeros(len(total), device=total.device) if self.codec in ACCOUNTED and weight else None
@@ -114,6 +120,7 @@ class PlainGradientCompressor(GradientCompressor):
                 keep=self.averaging.keep,
                 residual=None if residuals is None else _pick(residuals, matrices),
                 left_over=None if left_N is None else _pick(torch.split(left_N, self.sizes), matrices),
+                clipping=clipping,
             )
             if left_N is not None:
                 self._kept = {"residual": left_N}
@@ -130,9 +137,11 @@ class PlainGradientCompressor(GradientCompressor):
 class PowerSgdCompressor(GradientCompressor):
     """PowerSGD (Vogels et al., arXiv 1905.13727, algorithms 1 and 2): matrices as products of two factors of rank R.
 
-    Round 1 sums P_OR = M_OI Q_IR, and all that is too small to gain by factors as it is; round 2 sums Q_IR = M^T P with P made
-    orthonormal. The result is P P^T sum(M). Q is where the next step begins, one power iteration further. Members
-    whose Q differs (one that just came) do not disturb: both factors of the result are agreed on.
+        Round 1 sums P_OR = M_OI Q_IR, and all that is too small to gain by factors as it is; round 2 sums Q_IR = M^T P with P made
+        orthonormal. The result is P P^T sum(M). Q is where the next step begins, one power iteration further. Members
+    Q differs (one that just came) do not disturb: both factors of the result are agreed on. Sums of factors are never clipped:
+    no run
+        may ask for that.
     """
 
     def __init__(self, averaging: Averaging, shapes: Sequence[Size]) -> None:
@@ -142,7 +151,9 @@ class PowerSgdCompressor(GradientCompressor):
         self._others = [place for place in places if place not in set(self._matrices)]
         self._factors = {place: _first_factor(shapes[place], averaging.rank, place) for place in self._matrices}
 
-    def run(self, local: FlatVector, total: FlatVector, weight: float) -> Rounds:
+    def run(
+        self, local: FlatVector, total: FlatVector, weight: float, clipping: CentredClipping | None = None
+    ) -> Rounds:
         self._begin(local, total)
         tensors, totals, residuals = local.split(self.sizes), total.split(self.sizes), self._residuals(weight)
         wanted = _Wanted(tensors, residuals, self.shapes)

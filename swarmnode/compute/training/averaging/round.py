@@ -17,6 +17,7 @@ from torch import Tensor
 
 from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.compress.codecs import Buffer
+from swarmnode.compute.training.averaging.centred_clipping import CentredClipping
 from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.parts import (
     Contribution,
@@ -38,7 +39,8 @@ class Round:
     owner settles its parts; everybody takes all settled parts into `total`, which may share its memory with `local`.
 
     `keep`: share of the elements that top-k sends. `residual`: added to what is said. `left_over`, of zeros: where to note what
-    this member did not say; None: nowhere. No part is copied whole but to encode it.
+    this member did not say; None: nowhere. No part is copied whole but to encode it. `clipping`: how an owner adds up; None:
+    plainly.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Round:
         keep: float = 1.0,
         residual: FlatVector | None = None,
         left_over: FlatVector | None = None,
+        clipping: CentredClipping | None = None,
     ) -> None:
         self.weight = weight
         self.codec = codec
@@ -59,6 +62,7 @@ class Round:
         self._total = total
         self._residual = residual
         self._left_over = left_over
+        self._clipping = clipping
 
     def __repr__(self) -> str:
         return f"Round({len(self)} elements, {self.codec.name}, weight {self.weight:.3f})"
@@ -83,7 +87,8 @@ class Round:
 
     def settle(self, part: slice, contributions: Sequence[Contribution]) -> Encoded:
         """The owner's work: the sum of all, which are in the order of the members. Raises NotFinite."""
-        total_M = reduce_part(contributions)
+        clipping = self._clipping
+        total_M = reduce_part(contributions) if clipping is None else clipping.reduce(part, contributions)
         encoded, said_M = self._encode(total_M, share_of_nonzeros(total_M) if self.codec == Codec.TOPK else 1.0)
         if self._left_over is not None and self.codec != Codec.TOPK:
             self._left_over.write(part, self._left_over.read(part) + (total_M - said_M))

@@ -8,6 +8,7 @@ commit: an attempt that fails is made again with other members.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -21,12 +22,14 @@ from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import Error
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.training.averaging.centred_clipping import LEAST_MEMBERS
 from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.gradient_compressor import (
     GradientCompressor,
     Rounds,
     make_gradient_compressor,
 )
+from swarmnode.compute.training.averaging.outlier_detector import History, OutlierDetector, suspect
 from swarmnode.compute.training.averaging.round import Round
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ErrorCode
@@ -35,7 +38,7 @@ from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.roles.training.averaging.attempt import Attempt, Circle
 from swarmnode.roles.training.averaging.partner import AttemptId, attempt_of
 from swarmnode.roles.training.averaging.pulls import EarlyPulls
-from swarmnode.swarm.records.run import Averaging
+from swarmnode.swarm.records.run import Averaging, Run
 
 Blocks = tuple[int, ...]
 T = TypeVar("T")
@@ -51,17 +54,26 @@ class Agreed:
     apart: set[int] = field(default_factory=set)
     squares: list[float] = field(default_factory=list)
     gradient_compressors: list[GradientCompressor] = field(default_factory=list)
+    detector: OutlierDetector | None = None
+    histories: dict[PeerId, History] = field(default_factory=dict)  # of the contributors, this time included
 
     @property
     def size_bytes(self) -> int:
         """Of its vectors."""
         return sum(vector_N.nbytes for vector_N in (*self.sums.values(), *self.pseudo_gradients.values()))
 
+    @property
+    def suspect(self) -> PeerId:
+        """Who seems to send what is not its gradient; empty: nobody."""
+        return suspect(self.histories) or ""
+
     def commit(self, learner: Learner, norm: float) -> None:
         """Update with it; on the executor."""
         learner.commit(self.sums, norm, summed=self.summed, apart=self.apart, pseudo_gradients=self.pseudo_gradients)
         for gradient_compressor in self.gradient_compressors:
             gradient_compressor.accept()
+        if self.detector is not None:
+            self.detector.accept(self.histories)
 
 
 class AllReducer:
@@ -76,6 +88,7 @@ class AllReducer:
         self._newest = AttemptId(-1, -1, -1, b"")
         self._learner: Learner | None = None
         self._gradient_compressors: dict[tuple[Blocks, int], GradientCompressor] = {}
+        self._detector = _new_detector()
 
     def __repr__(self) -> str:
         return f"<AllReducer with {self._attempt!r}, {self._early!r}, {len(self._gradient_compressors)} exchanges>"
@@ -100,9 +113,11 @@ class AllReducer:
         if learner is not self._learner:  # another run, or another state: what was left over before is not its own
             self._learner = learner
             self._gradient_compressors.clear()
-        circles = {group.number: _circle(group) for group in body.groups if len(group.members) > 1}
+            self._detector = _new_detector()
+        circles = {group.number: _circle(group, learner.run) for group in body.groups if len(group.members) > 1}
         attempt = self._begin(AttemptId(term, body.step, body.attempt, body.run), list(circles.values()))
-        agreed = Agreed()
+        agreed = Agreed(detector=self._detector)
+        self._detector.begin()
         try:
             async with attempt:
                 for group in body.groups:
@@ -110,6 +125,7 @@ class AllReducer:
         finally:
             if self._attempt is attempt:
                 self._attempt = None
+        agreed.histories = self._detector.histories()
         return agreed
 
     def _begin(self, number: AttemptId, circles: list[Circle]) -> Attempt:
@@ -179,7 +195,10 @@ class AllReducer:
         agreed: Agreed,
     ) -> None:
         """The rounds of a compressor."""
-        rounds = gradient_compressor.run(local, total, circle.weights.get(self._peer, 0.0))
+        clipping = None
+        if circle.robust:
+            clipping = self._detector.clipping(circle.group, tuple(circle.weights), circle.members)
+        rounds = gradient_compressor.run(local, total, circle.weights.get(self._peer, 0.0), clipping)
         number = 0
         while (round_ := await self._call(lambda: _next(rounds))) is not None:
             await attempt.sum(circle, number, round_)
@@ -204,11 +223,22 @@ def _next(rounds: Rounds) -> Round | None:
     return next(rounds, None)
 
 
-def _circle(group: Group) -> Circle:
+def _circle(group: Group, run: Run) -> Circle:
     """Contributors, in their order, weigh as much as their share of the microbatches."""
     total = sum(member.count for member in group.members)
     weights = {member.peer: member.count / total for member in group.members if member.count > 0}
-    return Circle(group.number, tuple(member.peer for member in group.members), weights)
+    robust = run.averaging.robust and len(weights) >= LEAST_MEMBERS and _are_alike(group, run)
+    return Circle(group.number, tuple(member.peer for member in group.members), weights, robust)
+
+
+def _are_alike(group: Group, run: Run) -> bool:
+    """Whether contributions stand for the same thing. What the two ends share is the sum of what either end makes of all
+    microbatches, where they are different peers."""
+    return group.how != How.SUM or sum(member.count for member in group.members) <= run.microbatches
+
+
+def _new_detector() -> OutlierDetector:
+    return OutlierDetector(secrets.randbelow(1 << 63))
 
 
 def _without_means(averaging: Averaging) -> Averaging:

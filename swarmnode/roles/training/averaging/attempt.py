@@ -50,11 +50,12 @@ SETTLED_AHEAD = 2  # parts that wait for the slowest member
 
 @dataclass(frozen=True)
 class Circle:
-    """Who sums up a group's vector. `weights`: of the contributors, in their order."""
+    """Who sums up a group's vector. `weights`: of the contributors, in their order. `robust`: none of them is to drag it away."""
 
     group: int
     members: tuple[PeerId, ...]
     weights: Mapping[PeerId, float]
+    robust: bool = False
 
 
 Call = Callable[[Callable[[], Any]], "asyncio.Future[Any]"]

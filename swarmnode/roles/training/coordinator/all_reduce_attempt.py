@@ -40,6 +40,7 @@ class AllReduceAttempt:
         self._groups = groups
         self._waiting = set(peers)
         self._squares: dict[int, dict[PeerId, float]] = {}  # by group and who tells it
+        self._suspects: dict[PeerId, PeerId] = {}  # who suspects whom
 
     def __repr__(self) -> str:
         return f"<AllReduce {self.attempt} of step {self.step}, waiting for {len(self._waiting)}>"
@@ -76,6 +77,7 @@ class AllReduceAttempt:
             return False
         for group, square in zip(groups, body.squares, strict=True):
             self._squares.setdefault(group.number, {})[peer] = square
+        self._suspects[peer] = body.suspect
         self._waiting.discard(peer)
         return True
 
@@ -90,6 +92,18 @@ class AllReduceAttempt:
         if peer in self._waiting:
             self._waiting.discard(peer)
             self.late.add(peer)
+
+    @property
+    def convicted(self) -> PeerId | None:
+        """Of whom more than half of the others that contribute to a group with it say that what it contributes is not its
+        gradient; at least two of them, for one member's word decides nothing about another."""
+        for group in self._groups:
+            contributors = {member.peer for member in group.members if member.count}
+            voices = Counter(self._suspects.get(peer) for peer in contributors if self._suspects.get(peer) != peer)
+            for peer in sorted(contributors):
+                if voices[peer] > max(1, (len(contributors) - 1) / 2):
+                    return peer
+        return None
 
     @property
     def culprit(self) -> PeerId | None:

@@ -8,6 +8,7 @@ from swarmnode.codec.frames import FrameKind
 from swarmnode.net.deadlines import Deadline, Expectation
 
 SILENCE_S = 5.0  # without a word of a coordinator, which says something each second
+STALLED_S = 60.0  # without any work, while there are trainers and somebody holds every unit
 SAVE_S = 120.0  # for a step of gigabytes to be written to a slow disk
 CLEANUP = 2.0  # times a lease's deadline after which a hop forgets it on its own: its coordinator is gone, too
 UNMEASURED_S = {

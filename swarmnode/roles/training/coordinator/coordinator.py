@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import Body, End, Error
-from swarmnode.codec.training_fields import KEY_BYTES
+from swarmnode.codec.training_fields import KEY_BYTES, MAX_LEFT_OUT
 from swarmnode.codec.training_messages import Done, Failed, ProgressReport, Status, Work
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
@@ -143,6 +143,7 @@ class Coordinator:
             self._rendezvous.missing if calling else (),
             longest_waits(self._worker_group, self._dispatcher.leases, self._strikes, self._clock()),
             b"" if step_loop is None else step_loop.run.id,
+            self._strikes.banned[-MAX_LEFT_OUT:],
         )
         for member in self._worker_group:
             member.send(word)

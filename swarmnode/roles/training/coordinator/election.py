@@ -18,9 +18,11 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
+from swarmnode.roles.training.coordinator.answer_times import STALLED_S
 from swarmnode.roles.training.coordinator.coordinator import TERM_BITS, Coordinator
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.coordinator.loopback import Loopback
+from swarmnode.roles.training.coordinator.standstill import Standstill
 from swarmnode.roles.training.coordinator.strikes import Strikes
 from swarmnode.roles.training.coordinator.worker_handle import Line
 from swarmnode.roles.training.worker.stage import TrainingStage
@@ -60,6 +62,7 @@ class CoordinatorElection:
         self._vacant_since_s = clock()
         self._pass_over_s = PASS_OVER_S
         self._coordinator: Coordinator | None = None
+        self._standstill = Standstill(clock)
         self._tasks = Tasks("election", on_crash=on_crash)
         self._changed = asyncio.Event()
         stage.may_lead = self._may_lead
@@ -100,6 +103,7 @@ class CoordinatorElection:
                 if self._coordinator is not None:
                     await self._directory.refresh()  # it slows down in calm times; who comes is to be useful soon
             self._changed.clear()
+            self._standstill.note(self._stage.state.step, self._stage.state.masks)
             if self._has_leader():
                 self._vacant_since_s = self._clock()
             else:
@@ -122,6 +126,14 @@ class CoordinatorElection:
 
     def _may_lead(self, peer: PeerId) -> bool:
         return self._stage.gate.may_lead(peer, ready_peers(self._directory))
+
+    def _is_stalled(self) -> bool:
+        """Whether the one that leads gives out no work: a trainer asks here, every unit has somebody who is ready, and nothing
+        was done for long."""
+        held = {
+            unit for peer in self._directory.peers().values() if peer.life is State.READY for unit in range(*peer.span)
+        }
+        return self._standstill.still_s >= STALLED_S and len(held) >= self._units
 
     async def _happen(self, event: Event) -> None:
         for action in self._machine.on(event):
@@ -201,9 +213,10 @@ class CoordinatorElection:
         """A trainer asks: we lead, or say who does."""
         if self._coordinator is not None:
             self._coordinator.work(channel, body)
-        elif self._stage.coordinator is not None:
+        elif self._stage.coordinator is not None and not self._is_stalled():
             channel.close(Failed(0, self._stage.coordinator, ErrorCode.ELSEWHERE))
         else:
+            self._stage.following.desert()
             channel.close(Error(ErrorCode.ELSEWHERE))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from swarmnode.codec.averaging_messages import Reduced
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import Body
-from swarmnode.codec.training_messages import Commit, Condition, Failed, Status, StepReport, Stopped
+from swarmnode.codec.training_messages import Commit, Condition, Failed, ProgressReport, Status, StepReport, Stopped
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.coordination import Event, Phase
@@ -246,7 +246,7 @@ class StepLoop:
             if self._all_reduce.failed and self._all_heard(self._all_reduce):
                 return Event.DISAGREED
             if self._all_reduce.over and not self._all_reduce.failed:
-                return Event.AGREED
+                return Event.AGREED if self._all_reduce.convicted is None else Event.DISAGREED
         return None
 
     def _due_in_step(self) -> Event | None:
@@ -271,13 +271,25 @@ class StepLoop:
     def lease(self) -> None:
         """Give out what is missing. After an all-reduce that failed: without whom it failed for, where others can do it all."""
         all_reduce, self._all_reduce, self._failed_at_s = self._all_reduce, None, None
-        if all_reduce is None or not all_reduce.failed:
+        if all_reduce is None:
+            return
+        if all_reduce.convicted is not None:
+            self._leave_out(all_reduce.convicted)
+        if not all_reduce.failed:
             return
         culprit = all_reduce.culprit
         if culprit is None:
             self._times.stretch(FrameKind.REDUCE)
         elif self._office.strikes.strike(culprit) > 1 and self._worker_group.can_spare(culprit):
             self._worker_group.dismiss(culprit, "the replicas cannot agree with it")
+
+    def _leave_out(self, peer: PeerId) -> None:
+        """For as long as this node leads: others compute what it had counted, and nothing of what it contributed is committed."""
+        reason = "most of its replicas say that what it contributes is not the gradient of its microbatches"
+        log.warning("stage %s is left out: %s", peer, reason)
+        self._office.strikes.ban(peer)
+        self._worker_group.dismiss(peer, reason)
+        self._trainer_connections.tell(ProgressReport(self.step, run=self.run.id, left_out=(peer,)))
 
     def reduce(self) -> None:
         """Everything is counted once: let the replicas of each unit agree, listeners hearing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ class Strikes:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._backoff = Backoff(clock)
         self._in_a_row: Counter[PeerId] = Counter()
+        self._banned: dict[PeerId, None] = {}
 
     def __repr__(self) -> str:
         return f"<Strikes {dict(self._in_a_row)}>"
@@ -27,6 +29,15 @@ class Strikes:
             self._backoff.failed(peer)
             self._in_a_row[peer] += 1
         return self._in_a_row[peer]
+
+    def ban(self, peer: PeerId) -> None:
+        """It is asked nothing any more."""
+        self._banned[peer] = None
+
+    @property
+    def banned(self) -> tuple[PeerId, ...]:
+        """In the order in which they were found."""
+        return tuple(self._banned)
 
     def forgive(self, peer: PeerId) -> None:
         """It did what was asked."""
@@ -39,8 +50,8 @@ class Strikes:
 
     def rests(self, peer: PeerId) -> bool:
         """Whether it is left alone now."""
-        return self._backoff.pause_s(peer) > 0
+        return self.pause_s(peer) > 0
 
     def pause_s(self, peer: PeerId) -> float:
-        """For how many seconds more."""
-        return self._backoff.pause_s(peer)
+        """For how many seconds more; infinitely many where it is banned."""
+        return math.inf if peer in self._banned else self._backoff.pause_s(peer)

@@ -11,12 +11,13 @@ from swarmnode.errors import PeerError, PeerLost
 from swarmnode.net.deadlines import Backoff
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import OnCrash, Tasks
-from swarmnode.roles.training.coordinator.answer_times import SILENCE_S
+from swarmnode.roles.training.coordinator.answer_times import SILENCE_S, STALLED_S
 from swarmnode.roles.training.coordinator.worker_handle import Line
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
+IDLER_S, MOST_IDLER_S = 60.0, 3600.0  # for which who led and gave out no work is not followed again
 MAX_TERM_JUMP = 1 << 32  # 65536 coordinators: one peer's word does not use all terms up
 
 
@@ -32,6 +33,9 @@ class Following:
         self.on_lost: Callable[[PeerId, PeerError | None], None] = lambda _peer, _error: None
         self._silent_ticks = 0
         self._deserters = Backoff(asyncio.get_running_loop().time)  # led, and then said nothing
+        self._idlers = Backoff(
+            asyncio.get_running_loop().time, first_s=IDLER_S, ceiling_s=MOST_IDLER_S, forget_s=2 * MOST_IDLER_S
+        )
         self._tasks = Tasks("following", on_crash=on_crash)
         self._watch: asyncio.Task[None] | None = None
 
@@ -42,7 +46,8 @@ class Following:
         """Follow the sender from now on, unless one of a newer term is in force or the term is out of all reason."""
         jumps = self.term > 0 and body.term - self.term > MAX_TERM_JUMP
         rivals = body.term == self.term and self.coordinator not in (None, line.peer)
-        if body.term < self.term or rivals or jumps or self._deserters.pause_s(line.peer):
+        rests = any(backoff.pause_s(line.peer) for backoff in (self._deserters, self._idlers))
+        if body.term < self.term or rivals or jumps or rests:
             return False
         self.term, self.key, self.coordinator, self.line = body.term, body.key, line.peer, line
         self.heard()
@@ -61,6 +66,17 @@ class Following:
             peer, self.coordinator, self.line = line.peer, None, None
             self.on_lost(peer, error)
 
+    def desert(self) -> None:
+        """The coordinator in force keeps talking and gives out no work: it is not followed for a while."""
+        if self.line is not None:
+            self._idlers.failed(self.line.peer)
+            self._leave(self.line, f"gives out no work for {STALLED_S:.0f} s")
+
+    def _leave(self, line: Line, fault: str) -> None:
+        log.warning("coordinator %s %s", line.peer, fault)
+        self.lost(line, PeerLost(f"coordinator {line.peer} {fault}", peer=line.peer))
+        line.close()
+
     async def _watch_silence(self) -> None:
         """Counts ticks, not seconds: while this process is suspended nothing can be heard."""
         while True:
@@ -68,10 +84,8 @@ class Following:
             self._silent_ticks += 1
             line = self.line
             if line is not None and self._silent_ticks * TICK_S >= SILENCE_S:
-                log.warning("coordinator %s says nothing any more", line.peer)
                 self._deserters.failed(line.peer)
-                self.lost(line, PeerLost(f"coordinator {line.peer} says nothing for {SILENCE_S:.0f} s", peer=line.peer))
-                line.close()
+                self._leave(line, f"says nothing for {SILENCE_S:.0f} s")
 
     async def close(self) -> None:
         await self._tasks.close()

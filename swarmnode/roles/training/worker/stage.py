@@ -319,7 +319,7 @@ class TrainingStage:
             with self.meter.averaging.timing():
                 reducing = self._all_reducer.reduce(self.term, body, self.learner, listening=listening)
                 state.agreed = agreed = await asyncio.wait_for(reducing, body.within_s or None)
-            answer = Reduced(body.step, body.attempt, tuple(agreed.squares), body.run)
+            answer = Reduced(body.step, body.attempt, tuple(agreed.squares), body.run, agreed.suspect)
         except asyncio.TimeoutError:
             answer = Failed(body.attempt, "", ErrorCode.PEER_LOST, run=body.run)
         except SwarmnodeError as error:

@@ -1,4 +1,5 @@
-"""What averaging costs in memory: one copy of a span's gradients, and a bounded amount that does not grow with them."""
+"""What averaging costs in memory, robust where there are enough members: one copy of a span's gradients, and a bounded amount
+that does not grow with them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def resident_bytes(name):
 
 
 async def main(count, elements, codec):
-    _, members = await replicas(count, elements, averaging=Averaging(codec=codec))
+    _, members = await replicas(count, elements, averaging=Averaging(codec=codec, robust=True))
     before = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
     results = await within(600, [member.reduce([group_of(members)]) for member in members])

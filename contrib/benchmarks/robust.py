@@ -1,0 +1,231 @@
+"""What robust averaging costs where all are honest, and what it saves where one of four lies. Prints JSON; some 10 minutes on
+one core.
+
+    python contrib/benchmarks/robust.py [--steps 150] [--seeds 2] [--layers 2]
+
+A GPT-2 on bytes of the standard library's sources, sequence 64. Four replicas compute a quarter of each batch and agree on the
+sum, in one process (`together.agree`); one of them contributes something else from step `FROM` on. Whom two of the three others
+suspect is left out from the same step on, as a coordinator would, and the others compute its samples. A loss is the mean over
+the last 20 steps, and relative to that of honest replicas whose gradients are summed plainly. `found_after`: contributions
+until the liar was named; `wrongly_named`: honest ones that were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+import typing
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.training.averaging.gradient_compressor import make_gradient_compressor
+from swarmnode.compute.training.averaging.outlier_detector import OutlierDetector, suspect
+from swarmnode.compute.training.averaging.together import agree
+from swarmnode.compute.training.lm import load_segment
+from swarmnode.swarm.records.run import Averaging
+
+HIDDEN, SEQUENCE, BATCH = 96, 64, 16
+REPLICAS = ("a", "b", "c", "liar")
+DATA_BYTES = 4_000_000
+LEARNING_RATE, WARMUP_STEPS, LARGEST_NORM = 2e-3, 20, 1.0
+LAST_STEPS = 20
+FROM = 10  # the liar is honest before
+
+Lie = Callable[[Tensor, int, Tensor], Tensor]
+"""(gradient_N, lies before, direction_N of unit length) -> what is contributed instead"""
+
+LIES: dict[str, Lie] = {
+    "honest": lambda gradient_N, _step, _direction_N: gradient_N,
+    "turned round": lambda gradient_N, _step, _direction_N: -gradient_N,
+    "100 times": lambda gradient_N, _step, _direction_N: 100 * gradient_N,
+    "-100 times": lambda gradient_N, _step, _direction_N: -100 * gradient_N,
+    "drifting, 2 % of its length more each step": lambda gradient_N, step, direction_N: (
+        gradient_N + 0.02 * step * gradient_N.norm() * direction_N
+    ),
+    "drifting, 10 % of its length more each step": lambda gradient_N, step, direction_N: (
+        gradient_N + 0.1 * step * gradient_N.norm() * direction_N
+    ),
+    "nothing": lambda gradient_N, _step, _direction_N: torch.zeros_like(gradient_N),
+    "noise of its length": lambda gradient_N, step, _direction_N: random_like(gradient_N, step) * gradient_N.norm(),
+}
+
+
+def random_like(vector_N: Tensor, seed: int) -> Tensor:
+    """A direction of unit length."""
+    drawn_N = torch.randn(len(vector_N), generator=torch.Generator().manual_seed(seed))
+    return drawn_N / drawn_N.norm()
+
+
+@dataclass
+class Outcome:
+    """Of one training."""
+
+    loss: float
+    found_after: int | None
+    wrongly_named: int
+
+
+def make_checkpoint(folder: Path, layers: int, seed: int) -> Checkpoint:
+    """A random GPT-2 on bytes."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        n_embd=HIDDEN, n_layer=layers, n_head=4, n_positions=SEQUENCE, vocab_size=256, bos_token_id=0, eos_token_id=0,
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,  # what is drawn would differ between three replicas and four
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return Checkpoint(folder)
+
+
+def read_corpus() -> Tensor:
+    """Bytes of the standard library's sources, as ids."""
+    sources = sorted(Path(typing.__file__).parent.glob("*.py"))
+    data = b"\n".join(source.read_bytes() for source in sources)[:DATA_BYTES]
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
+
+
+def batches(corpus_N: Tensor, seed: int) -> Iterator[Tensor]:
+    """Windows from anywhere: ids_BT, without end."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts_B = torch.randint(len(corpus_N) - SEQUENCE, (BATCH,), generator=generator)
+        yield corpus_N[starts_B[:, None] + torch.arange(SEQUENCE)]
+
+
+class Swarm:
+    """Four replicas with equal parameters, so one copy of them."""
+
+    def __init__(self, checkpoint: Checkpoint, lie: Lie, *, robust: bool) -> None:
+        self._segment = load_segment(checkpoint, 0, checkpoint.units)
+        self._parameters = [parameter for block in self._segment.parameters().values() for parameter in block.values()]
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE)
+        self._warmup = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS)
+        )
+        shapes = [parameter.shape for parameter in self._parameters]
+        self._compressors = {peer: make_gradient_compressor(Averaging(robust=robust), shapes) for peer in REPLICAS}
+        self._detectors = {peer: OutlierDetector(seed) for seed, peer in enumerate(REPLICAS)} if robust else {}
+        self._direction_N = random_like(torch.empty(sum(shape.numel() for shape in shapes)), 1)
+        self._lie = lie
+        self.members = list(REPLICAS)
+
+    def step(self, number: int, ids_BT: Tensor) -> tuple[float, str | None]:
+        """The loss, and who was left out from now on."""
+        shares = ids_BT.tensor_split(len(self.members))
+        losses, gradients = zip(*(self._gradient(share_BT, number) for share_BT in shares), strict=True)
+        weights = [len(share_BT) / len(ids_BT) for share_BT in shares]
+        named = self._agree(number, gradients, weights)
+        if named is not None:
+            self.members.remove(named)
+            return self.step(number, ids_BT)[0], named
+        return statistics.mean(losses), None
+
+    def _gradient(self, ids_BT: Tensor, seed: int) -> tuple[float, Tensor]:
+        (loss,) = self._segment.forward((ids_BT,), 0, self._segment.units, seed)[:1]
+        gradients = torch.autograd.grad(loss, self._parameters)
+        return loss.item(), torch.cat([gradient.flatten() for gradient in gradients])
+
+    def _agree(self, number: int, gradients: typing.Sequence[Tensor], weights: list[float]) -> str | None:
+        """Update with the sum; or who is named, and nothing is done."""
+        contributed = [
+            self._lie(gradient_N, number - FROM, self._direction_N) if peer == "liar" and number >= FROM else gradient_N
+            for peer, gradient_N in zip(self.members, gradients, strict=True)
+        ]
+        scaled = [gradient_N * weight for gradient_N, weight in zip(contributed, weights, strict=True)]
+        detectors = [self._detectors[peer] for peer in self.members if len(self.members) > 2 and self._detectors]
+        for detector in detectors:
+            detector.begin()
+        clippings = [detector.clipping(0, tuple(self.members), self.members) for detector in detectors]
+        totals, _ = agree([self._compressors[peer] for peer in self.members], scaled, weights, clippings)
+        histories = [detector.histories() for detector in detectors]
+        voices = Counter(
+            named
+            for peer, seen in zip(self.members, histories, strict=False)
+            if (named := suspect(seen)) not in (None, peer)
+        )
+        for named, count in voices.most_common(1):
+            if count > max(1, (len(self.members) - 1) / 2):
+                return typing.cast(str, named)
+        for detector, seen in zip(detectors, histories, strict=True):
+            detector.accept(seen)
+        self._update(totals[0])
+        return None
+
+    def _update(self, total_N: Tensor) -> None:
+        parts = total_N.split([parameter.numel() for parameter in self._parameters])
+        for parameter, part in zip(self._parameters, parts, strict=True):
+            parameter.grad = part.view(parameter.shape)
+        torch.nn.utils.clip_grad_norm_(self._parameters, LARGEST_NORM)
+        self._optimizer.step()
+        self._warmup.step()
+
+
+def train(checkpoint: Checkpoint, lie: Lie, steps: int, corpus_N: Tensor, seed: int, *, robust: bool) -> Outcome:
+    """One training from the first step on."""
+    swarm = Swarm(checkpoint, lie, robust=robust)
+    losses: list[float] = []
+    found_after, wrongly_named = None, 0
+    for number, ids_BT in enumerate(islice(batches(corpus_N, seed), steps)):
+        loss, named = swarm.step(number, ids_BT)
+        losses.append(loss)
+        if named == "liar" and number >= FROM:
+            found_after = number - FROM + 1
+        elif named is not None:
+            wrongly_named += 1
+    return Outcome(statistics.mean(losses[-LAST_STEPS:]), found_after, wrongly_named)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("steps", 150), ("seeds", 2), ("layers", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    corpus_N = read_corpus()
+    trainings = {
+        "summed plainly": (LIES["honest"], False),
+        "summed plainly, one turned round": (LIES["turned round"], False),
+    }
+    trainings |= {f"robust, {name}": (lie, True) for name, lie in LIES.items()}
+    found: dict[str, list[Outcome]] = {name: [] for name in trainings}
+    began_s = time.perf_counter()
+    for seed in range(options.seeds):
+        with tempfile.TemporaryDirectory(prefix="swarmnode-bench-") as folder:
+            checkpoint = make_checkpoint(Path(folder), options.layers, seed)
+            for name, (lie, robust) in trainings.items():
+                found[name].append(train(checkpoint, lie, options.steps, corpus_N, seed, robust=robust))
+                print(f"seed {seed}, {name}: {found[name][-1]}", file=sys.stderr)
+    plain = [outcome.loss for outcome in found["summed plainly"]]
+    report = {
+        name: {
+            "loss": round(statistics.mean(outcome.loss for outcome in outcomes), 4),
+            "relative_by_seed": [round(outcome.loss / loss, 4) for outcome, loss in zip(outcomes, plain, strict=True)],
+            "found_after": [outcome.found_after for outcome in outcomes],
+            "wrongly_named": sum(outcome.wrongly_named for outcome in outcomes),
+        }
+        for name, outcomes in found.items()
+    }
+    print(
+        json.dumps(
+            {"settings": vars(options), "seconds": round(time.perf_counter() - began_s, 1), "trainings": report},
+            indent=2,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
