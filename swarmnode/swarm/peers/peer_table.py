@@ -2,7 +2,8 @@
 
 A peer is live while its newest announcement has not expired and is no goodbye. A suspected peer is gone at once, and
 comes back by what it says itself: at once when it was started anew, otherwise by an announcement issued after the
-suspicion, and after a probation that doubles with every further suspicion.
+suspicion, and after a probation that doubles with every further suspicion. Who says that it pauses is forgiven: that it
+let go of what it held is no fault.
 """
 
 from __future__ import annotations
@@ -81,15 +82,17 @@ class PeerTable:
             return
         if known is None or announcement.sequence > known.sequence:
             self._newest[announcement.peer] = announcement
+            if announcement.life is State.PAUSED:
+                self._suspicions.pop(announcement.peer, None)
 
     def forget(self, peer: PeerId) -> None:
         """Drop what a peer said of itself."""
         self._newest.pop(peer, None)
 
     def suspect(self, peer: PeerId, reason: str, now: float) -> None:
-        """Drop a peer that failed. Suspicions of a peer that is not known do nothing."""
+        """Drop a peer that failed. Suspicions of a peer that is not known, or that pauses, do nothing."""
         known = self._newest.get(peer)
-        if known is None:
+        if known is None or known.life is State.PAUSED:
             return
         earlier = self._suspicions.get(peer)
         strikes = 1 if earlier is None else earlier.strikes + (now >= earlier.until)

@@ -40,6 +40,17 @@ def test_goodbye_cannot_be_undone_by_a_replay():
     assert not peer_table.live
 
 
+def test_who_pauses_is_forgiven_however_often_it_does():
+    peer_table = peer_table_with(at(0))
+    for second in range(10, 100, 10):
+        peer_table.suspect("a", "PEER_LOST", NOW + second)
+        peer_table.observe(at(second + 1, state=State.PAUSED))
+        peer_table.suspect("a", "PEER_LOST", NOW + second + 2)
+        peer_table.observe(at(second + 3))
+        peer_table.update(NOW + second + 3)
+        assert list(peer_table.live) == ["a"]
+
+
 def test_suspected_peer_needs_newer_word_and_probation():
     peer_table = peer_table_with(at(0))
     peer_table.suspect("a", "hung", NOW + 3)
