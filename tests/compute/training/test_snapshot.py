@@ -83,3 +83,4 @@ def test_a_learner_goes_on_from_a_step_as_if_it_had_never_stopped(tmp_path: Path
         for name, tensor in first.state(block).items():
             assert torch.equal(second.state(block)[name], tensor), name
     assert store.files(2)[0] == describe_files([store.path(2, 0)])[0]
+    store.close()
