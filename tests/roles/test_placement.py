@@ -63,7 +63,8 @@ class Directory:
 def place(directory: Directory, capacity: int, config: PlacementConfig = QUICK) -> Placement:
     manifest = SimpleNamespace(model=SimpleNamespace(units=6, hidden=0), mode="serve")
     swarm = SimpleNamespace(manifest=manifest)
-    host = SimpleNamespace(peer_id=ME, directory=directory, swarm=swarm, clock=Clock())
+    standing = SimpleNamespace(shunned=frozenset())
+    host = SimpleNamespace(peer_id=ME, directory=directory, swarm=swarm, standing=standing, clock=Clock())
     return Placement(host, capacity, config)  # type: ignore[arg-type]
 
 
