@@ -22,12 +22,13 @@ TEMPLATE = (
 )
 
 
-def save_speaking_llama(folder: Path, *, chat_template: str | None = TEMPLATE) -> None:
-    """Write the checkpoint. It has no end token that it would ever say by itself, so texts are as long as they are asked to be."""
+def save_speaking_llama(folder: Path, *, chat_template: str | None = TEMPLATE, layers: int = 2, **sizes: int) -> None:
+    """Write the checkpoint. It has no end token that it would ever say by itself, so texts are as long as they are asked to be;
+    `sizes` are fields of transformers' LlamaConfig."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    save_llama(folder, layers=2, vocab_size=VOCABULARY)
+    save_llama(folder, layers=layers, vocab_size=VOCABULARY, **sizes)
     names = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     pairs = list(itertools.product(LETTERS, repeat=2))[: VOCABULARY - len(names)]
     ids = {name: number for number, name in enumerate([*names, *("".join(pair) for pair in pairs)])}
