@@ -105,7 +105,7 @@ def check_run(run: Run) -> None:
         "a fingerprint of the data": len(run.data) == FINGERPRINT_BYTES,
         "at least one step": 0 < run.steps <= 1 << 31,
         "a microbatch of at least one sample": run.microbatch > 0,
-        "a batch that is a multiple of the microbatch": run.batch > 0 and run.batch % run.microbatch == 0,
+        "a batch that is a multiple of the microbatch": run.batch > 0 and run.batch % max(1, run.microbatch) == 0,
         f"at most {MAX_MICROBATCHES} microbatches in a step": run.batch // max(1, run.microbatch) <= MAX_MICROBATCHES,
         "a sequence length of 0 or more": 0 <= run.sequence <= 1 << 24,
         f"an optimizer out of {', '.join(OPTIMIZERS)}": run.optimizer in OPTIMIZERS,

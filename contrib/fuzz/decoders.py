@@ -1,0 +1,195 @@
+"""Every decoder of what comes from others, on inputs that are nearly right. Prints JSON.
+
+    python contrib/fuzz/decoders.py [--inputs 1000000] [--seed 0]
+
+The inputs are the vectors of `protocol/vectors/v1`, mutated; the same seed makes the same ones. A decoder may return something
+or raise `ProtocolError` or `UsageError`, within `SLOWEST_S`; nothing else, or the input is printed and the run ends with 1.
+What was decoded is encoded again, where there is an encoder: that may fail in no way at all. Memory must not grow by more than
+`MOST_BYTES` meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mutation import mutate
+
+from swarmnode.codec.frames import FrameKind, FrameReader
+from swarmnode.codec.messages import decode_body, encode_body
+from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.compress.codecs import decode
+from swarmnode.errors import ProtocolError, UsageError
+from swarmnode.net.identity import verify
+from swarmnode.swarm.records.announcement import open_announcement
+from swarmnode.swarm.records.certificate import open_certificate
+from swarmnode.swarm.records.grant import open_grant
+from swarmnode.swarm.records.invite import decode_invite
+from swarmnode.swarm.records.manifest import decode_manifest
+from swarmnode.swarm.records.revocation import open_list
+from swarmnode.swarm.records.run import Run, decode_run, encode_run
+from swarmnode.swarm.records.statement import open_statement
+
+VECTORS = Path(__file__).parents[2] / "protocol" / "vectors" / "v1"
+SLOWEST_S = 2.0
+MOST_BYTES = 64 << 20
+MAX_ELEMENTS = 1 << 16
+SWARM, KEY = bytes(range(32)), bytes(range(32))
+
+Decoder = Callable[[bytes], Any]
+
+
+@dataclass
+class Target:
+    """A decoder, what it is begun with, and what came of it so far."""
+
+    decode: Decoder
+    seeds: list[bytes]
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+    def __repr__(self) -> str:
+        return f"<Target with {len(self.seeds)} seeds, {dict(self.outcomes)}>"
+
+
+class Fault(Exception):
+    """A decoder did what none may."""
+
+
+def rows(name: str) -> list[Mapping[str, Any]]:
+    """The vectors of a file."""
+    return [json.loads(line) for line in (VECTORS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def hexes(name: str) -> list[bytes]:
+    """Their bytes."""
+    return [bytes.fromhex(row["hex"]) for row in rows(name)]
+
+
+def body_decoder(kind: FrameKind) -> Decoder:
+    def decode_and_encode(raw: bytes) -> None:
+        body = decode_body(kind, raw)
+        if decode_body(kind, encode_body(body)) != body and "nan" not in repr(body):
+            raise Fault("what was decoded is not what is decoded of its encoding")
+
+    return decode_and_encode
+
+
+def read_stream(raw: bytes) -> None:
+    reader = FrameReader(max_payload_bytes=1 << 16)
+    for start in range(0, len(raw), 7):
+        for frame in reader.feed(raw[start : start + 7]):
+            if len(frame.payload) > 1 << 16:
+                raise Fault("a payload above the bound")
+
+
+def read_tensor(raw: bytes) -> None:
+    """Two bytes say codec and dtype, two the elements; the rest is the payload."""
+    if len(raw) < 4 or raw[0] not in Codec._value2member_map_:
+        return
+    info = TensorInfo(raw[0], raw[1] % 8, (int.from_bytes(raw[2:4], "little"),), raw[3])
+    decoded = decode(info, raw[4:], max_elements=MAX_ELEMENTS)
+    if decoded.numel() > MAX_ELEMENTS:
+        raise Fault("more elements than the bound")
+
+
+def read_run(raw: bytes) -> None:
+    encode_run(decode_run(raw))
+
+
+def targets() -> dict[str, Target]:
+    """By name: every kind of body has a decoder of its own."""
+    bodies: dict[str, list[bytes]] = {}
+    for row in rows("bodies"):
+        bodies.setdefault(row["kind"], []).append(bytes.fromhex(row["hex"]))
+    tensors = [bytes([codec, 0, 64, 0]) + bytes(300) for codec in Codec] + hexes("tensors")
+    return {
+        **{f"body {kind}": Target(body_decoder(FrameKind[kind]), seeds) for kind, seeds in bodies.items()},
+        "stream": Target(read_stream, hexes("frames")),
+        "tensor": Target(read_tensor, tensors),
+        "run": Target(read_run, [encode_run(Run(data=bytes(32), steps=9, batch=8, microbatch=4))]),
+        "manifest": Target(decode_manifest, hexes("manifests")),
+        "announcement": Target(lambda raw: open_announcement(raw, SWARM, verify), hexes("announcements")),
+        "invite": Target(lambda raw: decode_invite(raw.decode("utf-8", "replace")), [b"swarm1"]),
+        "certificate": Target(lambda raw: open_certificate(raw, SWARM, KEY), hexes("certificates")),
+        "grant": Target(lambda raw: open_grant(raw, SWARM, KEY), hexes("certificates")),
+        "revocation list": Target(lambda raw: open_list(raw, SWARM, KEY), hexes("revocations")),
+        "statement": Target(lambda raw: open_statement(raw, SWARM, verify), hexes("statements")),
+    }
+
+
+def try_one(target: Target, raw: bytes) -> None:
+    """Raises Fault."""
+    began_s = time.perf_counter()
+    try:
+        target.decode(raw)
+        target.outcomes["taken"] += 1
+    except (ProtocolError, UsageError):
+        target.outcomes["refused"] += 1
+    except Fault:
+        raise
+    except BaseException as error:
+        raise Fault(f"{type(error).__name__}: {error}") from error
+    took_s = time.perf_counter() - began_s
+    if took_s > SLOWEST_S:
+        raise Fault(f"it took {took_s:.1f} s")
+
+
+def fuzz(inputs: int, seed: int) -> dict[str, Any]:
+    """What came of so many inputs. Raises Fault with the input in its text."""
+    chance, began_s = random.Random(seed), time.perf_counter()
+    found = targets()
+    names = list(found)
+    everything = [seed for target in found.values() for seed in target.seeds]
+    for name in names:  # what is imported and cached on the way is no growth
+        for raw in found[name].seeds:
+            try_one(found[name], raw)
+    before_bytes = peak_bytes()
+    for _ in range(inputs):
+        name = chance.choice(names)
+        raw = mutate(chance.choice(found[name].seeds), everything, chance)
+        try:
+            try_one(found[name], raw)
+        except Fault as fault:
+            raise Fault(f"{name}, {raw.hex()}: {fault}") from fault
+    grown_bytes = peak_bytes() - before_bytes
+    if grown_bytes > MOST_BYTES:
+        raise Fault(f"memory grew by {grown_bytes / 1e6:.0f} MB")
+    outcomes = sum((target.outcomes for target in found.values()), Counter())
+    seconds = round(time.perf_counter() - began_s, 1)
+    return {
+        "inputs": inputs,
+        "seed": seed,
+        "decoders": len(names),
+        **outcomes,
+        "grown_bytes": grown_bytes,
+        "seconds": seconds,
+    }
+
+
+def peak_bytes() -> int:
+    """Of memory, so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--inputs", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    try:
+        print(json.dumps(fuzz(options.inputs, options.seed), indent=2))
+    except Fault as fault:
+        sys.exit(str(fault))
+
+
+if __name__ == "__main__":
+    main()
