@@ -83,7 +83,7 @@ class DeviceShares:
     @property
     def allowed_s(self) -> float:
         """By how much one may be ahead and not be held back."""
-        return self._cost.position_s * ALLOWED_POSITIONS
+        return self._cost.seconds(ALLOWED_POSITIONS)
 
     def of_others(self, sessions: Iterable[int], session: int) -> list[int]:
         """Those of the sessions that are not of the same owner as `session`."""

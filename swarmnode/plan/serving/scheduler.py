@@ -130,10 +130,11 @@ class PassScheduler:
         much as a step of its owner would."""
         longest, rows = max(steps.values()), len(steps) + 1
         others = self.shares.of_others(steps, prompt)
-        fit = int(self.cost.positions(SLOWDOWN * self.cost.seconds(len(others) * longest)) / rows)
+        fit = self.cost.positions(SLOWDOWN * self.cost.seconds(len(others) * longest)) / rows
         if fit < longest and len(others) < len(steps):
             return dict(steps)
-        return {**steps, prompt: min(max(fit, longest), self._longest_step, self._backlogs[prompt].positions)}
+        most = min(self._longest_step, self._backlogs[prompt].positions)
+        return {**steps, prompt: int(min(max(fit, longest), most))}
 
     def _chunks(self, prompts: list[int], room: int) -> dict[int, int]:
         """Of the prompt whose turn it is, and of others that are about as long while there is room."""

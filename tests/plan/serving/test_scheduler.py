@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from statistics import median
+
+import pytest
 
 from swarmnode.plan.serving.scheduler import SHORTEST_CHUNK, STALL, PassScheduler
 from tests.plan.serving.stage import LONGEST_CHUNK, LONGEST_STEP, Stage, cost_s
@@ -126,3 +129,37 @@ def test_sixty_four_at_once_see_their_tokens_come_evenly() -> None:
                 stage.scheduler.drop(session)
     waits_s.sort()
     assert waits_s[int(0.99 * len(waits_s))] <= 3 * median(waits_s)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_whatever_comes_something_goes_on(seed: int) -> None:
+    """Also where passes were seen to cost nothing, or longer ones less than short ones."""
+    dice = random.Random(seed)
+    scheduler, waiting, owned = (
+        PassScheduler(longest_step=LONGEST_STEP, longest_chunk=LONGEST_CHUNK),
+        Counter[int](),
+        set[int](),
+    )
+    for _ in range(200):
+        match dice.choices(("add", "drop", "pass"), (10, 1, 10))[0]:
+            case "add":
+                session, positions = dice.randrange(8), dice.choice((1, 1, 1, 1, 2, 8, 9, 64, 300))
+                if session not in owned and dice.random() < 0.7:
+                    scheduler.open(session, dice.choice("abc"))
+                    owned.add(session)
+                scheduler.add(session, positions, stages_after=dice.randrange(3))
+                waiting[session] += positions
+            case "drop" if waiting:
+                session = dice.choice(list(waiting))
+                scheduler.drop(session)
+                owned.discard(session)
+                del waiting[session]
+            case "pass" if waiting:
+                said = scheduler.next()
+                assert said and all(0 < count <= waiting[session] for session, count in said.items())
+                counts = {
+                    session: min(waiting[session], dice.choice((count, count + 1))) for session, count in said.items()
+                }
+                scheduler.took(counts)
+                waiting -= Counter(counts)
+                scheduler.ran(len(counts) * max(counts.values()), dice.choice((0.0, dice.random())))
