@@ -23,7 +23,8 @@ from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
 from tests.tiny import PROMPT, TinyModel
 
 HAND_OVER_S = 2.0
-PAUSES = 3  # of 10 s, every 20 s
+PAUSES = 5  # of 10 s, every 20 s
+LONGEST_GAP_S = 3.0
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +145,7 @@ async def test_pauses_under_load_cost_nobody_a_word(founded: Founded, tiny: Tiny
                 gaps_s += await under_load(client, tiny)
             await pausing
     p99_s, calm_p99_s = statistics.quantiles(gaps_s, n=100)[98], statistics.quantiles(calm_s, n=100)[98]
-    assert p99_s <= 2 * calm_p99_s, (p99_s, calm_p99_s, len(gaps_s), max(gaps_s))
+    assert p99_s <= 2 * calm_p99_s and max(gaps_s) <= LONGEST_GAP_S, (p99_s, calm_p99_s, len(gaps_s), max(gaps_s))
 
 
 async def pause_in_turn(members: list[VirtualMember]) -> None:

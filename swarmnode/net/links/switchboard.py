@@ -207,7 +207,14 @@ class Switchboard:
         return line
 
     async def _serve(self, stream: Stream) -> None:
+        """A node that lives on may serve the protocol again later, on another switchboard: no link must be left on this one."""
+        if self._closed:
+            stream.abort()
+            return
         link = await Link.accept(stream, self._hello, config=self._config)
+        if self._closed:
+            await link.close()
+            return
         line = _Line(link, self._accept)
         self._incoming[line] = None
         await self._run(line)

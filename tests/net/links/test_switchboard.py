@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -285,3 +286,28 @@ async def test_closing_while_dialling_tells_the_caller() -> None:
     await both.alice.switchboard.close()
     with pytest.raises(NetworkDown, match="closing"):
         await calling
+
+
+@pytest.mark.parametrize("closes_after_s", [0.0, 0.5 * LATENCY_S, 1.5 * LATENCY_S, 2.5 * LATENCY_S, 3.5 * LATENCY_S])
+@in_virtual_time
+async def test_nobody_is_left_on_a_board_that_has_closed(closes_after_s: float) -> None:
+    """Whoever dials while it closes reaches the one that serves the protocol next."""
+    pair = Pair()
+    await pair.start()
+    calling = asyncio.ensure_future(pair.call())
+    await asyncio.sleep(closes_after_s)
+    await pair.bob.switchboard.close()
+    with contextlib.suppress(PeerError):
+        await calling
+    served: list[Channel] = []
+    again = Switchboard(
+        pair.bob.network, PROTOCOL, HELLO, LinkConfig(), accept=lambda channel, _frame, _body: served.append(channel)
+    )
+    await again.start()
+    await settle()
+    talk = await pair.call()
+    talk.channel.send(Ready(1))
+    await settle()
+    assert served and not talk.lost
+    await pair.alice.switchboard.close()
+    await again.close()
