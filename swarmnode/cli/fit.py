@@ -48,7 +48,8 @@ def fit(
     table = new_table(str(probed), columns, numbers=columns[2:])
     for row in rows:
         told = [f"{row['bytes'] / 1e9:.1f}", str(row["units"]), str(row["fitting"])]
-        held = [str(row["machines"]), f"about {float(format(row['tokens_per_s'], '.2g')):,g}"] if row["fitting"] else ["-", "-"]
+        speed = float(format(row["tokens_per_s"] or 0, ".2g"))
+        held = [str(row["machines"]), f"about {speed:,g}"] if row["fitting"] else ["-", "-"]
         table.add_row(row["model"], row["precision"], *told, *held)
     show(table)
     if not any(row["fitting"] for row in rows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -53,6 +54,21 @@ async def generate_and(client: SwarmClient, at: int, strike: Strike) -> Generati
         if number == at:
             await strike(stream.result.route)
     return stream.result
+
+
+@in_virtual_time
+async def test_a_text_that_is_whole_needs_its_hops_no_more(founded: Founded, tiny: TinyModel, tmp_path: Path) -> None:
+    """Though nobody has read it to its end yet: to open it again would ask for outputs beyond the last."""
+    async with two_by_two(founded, tmp_path) as (swarm, _, client):
+        stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
+        async for _ in stream:
+            if len(stream.result.ids) == 1:
+                await asyncio.sleep(10)  # of virtual time, in which all of it comes
+                for hop in stream.result.route:
+                    await swarm.member(hop.peer).kill()
+                await asyncio.sleep(10)
+        assert stream.result.ids == tiny.alone(PROMPT, TOKENS)
+        assert stream.result.reroutes == 0
 
 
 @pytest.mark.parametrize("at", [1, 2, 17, TOKENS - 1])

@@ -32,7 +32,7 @@ def position_times(view: View, peers: Sequence[PeerId | None]) -> Floats:
 def bandwidths(view: View, peers: Sequence[PeerId | None]) -> Floats:
     """Bits/s [N, N]: the sender's uplink or the receiver's downlink, whichever is narrower; infinite if neither was measured."""
     lines = {peer.peer: (peer.up_bps, peer.down_bps) for peer in view.peers}
-    bps = np.array([lines.get(peer or "", (0.0, 0.0)) for peer in peers])
+    bps = np.array([lines.get(peer or "", (0.0, 0.0)) for peer in peers]).reshape(-1, 2)
     known_bps = np.where(bps > 0, bps, np.inf)
     return np.minimum(known_bps[:, None, 0], known_bps[None, :, 1])
 

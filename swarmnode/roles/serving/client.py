@@ -152,6 +152,7 @@ class ClientSession:
         self._expected = 0  # position of the next output
         self._wanted = 1  # positions that it is of
         self.known = 0  # outputs for positions below this one came over earlier routes
+        self._complete = False  # whether the last output has come: nothing is mended any more
         self._tainted = False  # whether some hop may hold what no honest one made
         self._received: asyncio.Queue[Received | SwarmnodeError] = asyncio.Queue()
         self._faults: asyncio.Queue[tuple[int, int, PeerError]] = asyncio.Queue()
@@ -243,6 +244,7 @@ class ClientSession:
             self._cadence.heard(position)
         if self.spec.mode == Mode.RING:
             self._expected += 1
+            self._complete = output.final
             if not output.final:
                 # The ring feeds it to the first hop; we only keep it, for a first hop that comes later.
                 self._first.record(ids_entry(position, [output.ids], Want.NOTHING))
@@ -268,7 +270,7 @@ class ClientSession:
                 if self._clock() - self._last_progress_s < self._config.progress_s or self._received.qsize():
                     continue
                 epoch, index, error = self.epoch, -1, PeerLost("no output although all links are alive")
-            if epoch != self.epoch:
+            if epoch != self.epoch or self._complete:
                 continue
             self.stats.reroutes += 1
             self._meter.reroutes[error.code] += 1
@@ -365,6 +367,8 @@ class ClientSession:
             await asyncio.wait_for(self._router.changed(), max(0.05, timeout_s))
 
     async def _open(self) -> None:
+        if self._complete:  # it came while a route was looked for
+            return
         self.epoch, self.known = self.epoch + 1, self._expected
         spec = self.spec
         opened = Open(

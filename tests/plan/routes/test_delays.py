@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swarmnode.net.measuring.coordinate import Coordinate
-from swarmnode.plan.routes.delays import one_way_delays
+from swarmnode.plan.routes.delays import bandwidths, one_way_delays
 from swarmnode.plan.routes.routing import find_route
 from swarmnode.plan.view import PeerView, Span, View, view_of
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State, peer_digest
@@ -54,3 +54,7 @@ def test_announcements_bring_coordinates_and_the_observer_its_own():
     assert one_way_delays(view, ["me", "a"])[0, 1] == pytest.approx((10 + 3) / 2e3, rel=0.02)
     assert view.rtt_s == {("a", "new"): 0.007}
     assert not view_of(2, announced, observer="me", coordinate=Coordinate()).coordinates.keys() & {"me"}
+
+
+def test_of_nobody_nothing_is_known():
+    assert bandwidths(View(4, ()), ()).shape == one_way_delays(View(4, ()), ()).shape == (0, 0)
