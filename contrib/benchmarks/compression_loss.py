@@ -16,13 +16,12 @@ import statistics
 import sys
 import tempfile
 import time
-import typing
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 import torch
+from corpus import batches, read_corpus
 from torch import Tensor
 
 from swarmnode.codec.tensors import Codec
@@ -32,7 +31,6 @@ from swarmnode.roles.training.worker.values import decode_values, encode_values
 
 LAYERS, HIDDEN, SEQUENCE = 4, 96, 64
 SPANS = ((0, 2), (2, 4), (4, 6))
-DATA_BYTES = 4_000_000
 LEARNING_RATE, WARMUP_STEPS, LARGEST_NORM = 2e-3, 20, 1.0
 LAST_STEPS = 20
 
@@ -79,21 +77,6 @@ def make_checkpoint(folder: Path, seed: int) -> Checkpoint:
     return Checkpoint(folder)
 
 
-def read_corpus() -> Tensor:
-    """Bytes of the standard library's sources, as ids."""
-    sources = sorted(Path(typing.__file__).parent.glob("*.py"))
-    data = b"\n".join(source.read_bytes() for source in sources)[:DATA_BYTES]
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
-
-
-def batches(corpus_N: Tensor, batch: int, seed: int) -> Iterator[Tensor]:
-    """Windows from anywhere: ids_BT, without end."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        starts_B = torch.randint(len(corpus_N) - SEQUENCE, (batch,), generator=generator)
-        yield corpus_N[starts_B[:, None] + torch.arange(SEQUENCE)]
-
-
 def run_microbatch(segments: list[SpanSegment], ids_BT: Tensor, seed: int, boundary: Boundary) -> float:
     """Forward through all segments and back; the gradients stay in the parameters. The loss."""
     values: tuple[Tensor, ...] = (ids_BT,)
@@ -125,7 +108,7 @@ def train(
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
     losses: list[float] = []
-    for step, ids_BT in enumerate(islice(batches(corpus_N, options.batch, seed), options.steps)):
+    for step, ids_BT in enumerate(islice(batches(corpus_N, options.batch, SEQUENCE, seed), options.steps)):
         optimizer.zero_grad()
         losses.append(run_microbatch(segments, ids_BT, step, boundary))
         torch.nn.utils.clip_grad_norm_(parameters, LARGEST_NORM)

@@ -20,12 +20,13 @@ import tempfile
 import time
 import typing
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import torch
+from corpus import batches, read_corpus
 from torch import Tensor
 
 from swarmnode.compute.model.checkpoint import Checkpoint
@@ -37,7 +38,6 @@ from swarmnode.swarm.records.run import Averaging
 
 HIDDEN, SEQUENCE, BATCH = 96, 64, 16
 REPLICAS = ("a", "b", "c", "liar")
-DATA_BYTES = 4_000_000
 LEARNING_RATE, WARMUP_STEPS, LARGEST_NORM = 2e-3, 20, 1.0
 LAST_STEPS = 20
 FROM = 10  # the liar is honest before
@@ -89,21 +89,6 @@ def make_checkpoint(folder: Path, layers: int, seed: int) -> Checkpoint:
     )  # fmt: skip
     GPT2LMHeadModel(config).save_pretrained(folder)
     return Checkpoint(folder)
-
-
-def read_corpus() -> Tensor:
-    """Bytes of the standard library's sources, as ids."""
-    sources = sorted(Path(typing.__file__).parent.glob("*.py"))
-    data = b"\n".join(source.read_bytes() for source in sources)[:DATA_BYTES]
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
-
-
-def batches(corpus_N: Tensor, seed: int) -> Iterator[Tensor]:
-    """Windows from anywhere: ids_BT, without end."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        starts_B = torch.randint(len(corpus_N) - SEQUENCE, (BATCH,), generator=generator)
-        yield corpus_N[starts_B[:, None] + torch.arange(SEQUENCE)]
 
 
 class Swarm:
@@ -179,7 +164,7 @@ def train(checkpoint: Checkpoint, lie: Lie, steps: int, corpus_N: Tensor, seed: 
     swarm = Swarm(checkpoint, lie, robust=robust)
     losses: list[float] = []
     found_after, wrongly_named = None, 0
-    for number, ids_BT in enumerate(islice(batches(corpus_N, seed), steps)):
+    for number, ids_BT in enumerate(islice(batches(corpus_N, BATCH, SEQUENCE, seed), steps)):
         loss, named = swarm.step(number, ids_BT)
         losses.append(loss)
         if named == "liar" and number >= FROM:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnode.cli.generate import leave_torch_out
+from swarmnode.cli.options.asking import TRUST, leave_torch_out
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
 from swarmnode.cli.terminal.console import (
@@ -42,12 +42,7 @@ def chat(
         0.7, "--temperature", help="0 takes the most likely token; higher is more random."
     ),
     top_p: float = typer.Option(0.9, "--top-p", help="Draw from the most likely tokens that make up this probability."),
-    trust: list[str] = typer.Option(
-        [],
-        "--trust",
-        metavar="PEER|group:NAME|net:CIDR",
-        help="Let only these compute; see docs/security.md for what it protects. Repeatable.",
-    ),
+    trust: list[str] = TRUST,
     patience: float = typer.Option(60.0, "--patience", help="Seconds to wait for peers that hold the model."),
     home: Path = HOME,
     verbose: bool = VERBOSE,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import os
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import typer
 
+from swarmnode.cli.options.asking import TRUST, leave_torch_out
 from swarmnode.cli.options.metrics import METRICS_HOST, METRICS_PORT, Watch
 from swarmnode.cli.options.swarm import STANDARD_INPUT, SWARM, open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
@@ -57,12 +57,7 @@ def generate(
     seed: int = typer.Option(
         -1, "--seed", help="The same seed draws the same text; default: a new one.", show_default=False
     ),
-    trust: list[str] = typer.Option(
-        [],
-        "--trust",
-        metavar="PEER|group:NAME|net:CIDR",
-        help="Let only these compute; see docs/security.md for what it protects. Repeatable.",
-    ),
+    trust: list[str] = TRUST,
     patience: float = typer.Option(60.0, "--patience", help="Seconds to wait for peers that hold the model."),
     home: Path = HOME,
     as_json: bool = JSON,
@@ -138,13 +133,6 @@ async def _produce(client: Any, prompt: str | list[int], options: Any, *, stream
     if stream:
         say()
     return generation_json(result)
-
-
-def leave_torch_out() -> None:
-    """This process computes nothing, and transformers' tokenizers take a fourth of the time where they find no torch."""
-    if "torch" not in sys.modules:
-        sys.modules["torch"] = None  # type: ignore[assignment]
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it tells that it has not found it
 
 
 def generation_json(result: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnode.cli.generate import leave_torch_out
+from swarmnode.cli.options.asking import TRUST, leave_torch_out
 from swarmnode.cli.options.swarm import open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
 from swarmnode.cli.terminal.console import (
@@ -51,12 +51,7 @@ def serve(
     cors: list[str] = typer.Option(
         [], "--cors", metavar="ORIGIN", help="Pages that may call from a browser, as https://chat.example. Repeatable."
     ),
-    trust: list[str] = typer.Option(
-        [],
-        "--trust",
-        metavar="PEER|group:NAME|net:CIDR",
-        help="Let only these compute; see docs/security.md for what it protects. Repeatable.",
-    ),
+    trust: list[str] = TRUST,
     patience: float = typer.Option(30.0, "--patience", help="Seconds that a request waits for peers that have room."),
     home: Path = HOME,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object per event."),
