@@ -25,13 +25,13 @@ from swarmnode.roles.host import Host, HostConfig
 from swarmnode.roles.measuring.meters import ClientMeter
 from swarmnode.roles.measuring.trace_server import fetch_traces
 from swarmnode.roles.picture import picture_of
-from swarmnode.roles.serving.auditor import Auditor
-from swarmnode.roles.serving.client import SESSION_PROTOCOL, ClientSession
-from swarmnode.roles.serving.generation import GenerateOptions, Generation, RingStream
-from swarmnode.roles.serving.limits import ModelLimits
-from swarmnode.roles.serving.reports import Reports
-from swarmnode.roles.serving.router import DirectoryRouter
-from swarmnode.roles.serving.session_spec import SessionSpec
+from swarmnode.roles.serving.audits.auditor import Auditor
+from swarmnode.roles.serving.audits.reports import Reports
+from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession
+from swarmnode.roles.serving.client.directory_router import DirectoryRouter
+from swarmnode.roles.serving.client.generation import GenerateOptions, Generation, RingStream
+from swarmnode.roles.serving.client.limits import ModelLimits
+from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.swarm.peers.trust import EVERYBODY, Trust, parse_trust
 from swarmnode.swarm.records.manifest import TRAIN, Manifest
 from swarmnode.swarm.storage.content import has_tokenizer
@@ -40,7 +40,7 @@ from swarmnode.tokenizer import ByteTokenizer, Detokenizer, Tokenizer, Turn, sto
 
 if TYPE_CHECKING:
     from swarmnode.roles.fetching.weights import Weights
-    from swarmnode.roles.serving.causal_lm import RemoteCausalLM
+    from swarmnode.roles.serving.client.causal_lm import RemoteCausalLM
 
 T = TypeVar("T")
 
@@ -336,8 +336,8 @@ def _import_weights() -> type[Weights]:
 
 def _import_causal_lm() -> tuple[Any, Any]:
     """The transformers side, imported off the loop since it takes a second."""
-    from swarmnode.roles.serving.causal_lm import RemoteCausalLM
-    from swarmnode.roles.serving.ends import Ends
+    from swarmnode.roles.serving.client.causal_lm import RemoteCausalLM
+    from swarmnode.roles.serving.client.ends import Ends
 
     return RemoteCausalLM, Ends
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
-from swarmnode.roles.serving.generation import GenerateOptions
+from swarmnode.roles.serving.client.generation import GenerateOptions
 from swarmnode.tokenizer import Turn
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from swarmnode.client import GeneratedText, SwarmClient, TextStream
 from swarmnode.config import ClientConfig
 from swarmnode.net.tasks import cancel_the_rest
-from swarmnode.roles.serving.generation import GenerateOptions, Generation
+from swarmnode.roles.serving.client.generation import GenerateOptions, Generation
 from swarmnode.swarm.peers.trust import Trust, parse_trust
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 
 if TYPE_CHECKING:
-    from swarmnode.roles.serving.causal_lm import RemoteCausalLM
+    from swarmnode.roles.serving.client.causal_lm import RemoteCausalLM
 
 T = TypeVar("T")
 

@@ -10,33 +10,33 @@ from collections.abc import Callable
 
 import typer
 
-from swarmnode.cli.bootstrap import bootstrap
-from swarmnode.cli.chat import chat
-from swarmnode.cli.create import create
-from swarmnode.cli.demo import demo
-from swarmnode.cli.doctor import doctor
-from swarmnode.cli.export import export
-from swarmnode.cli.fit import fit
-from swarmnode.cli.generate import generate
-from swarmnode.cli.host import host
-from swarmnode.cli.identity import show_identity
-from swarmnode.cli.invite import invite
-from swarmnode.cli.join import join
-from swarmnode.cli.lending import finish, pause, resume, stop
-from swarmnode.cli.members import members
-from swarmnode.cli.models import models
-from swarmnode.cli.plan import plan
-from swarmnode.cli.ps import ps
-from swarmnode.cli.revoke import revoke
-from swarmnode.cli.run import run
-from swarmnode.cli.serve import serve
-from swarmnode.cli.service.commands import app as service
-from swarmnode.cli.simulate import simulate
-from swarmnode.cli.status import status
+from swarmnode.cli.host.bootstrap import bootstrap
+from swarmnode.cli.host.create import create
+from swarmnode.cli.host.host import host
+from swarmnode.cli.host.invite import invite
+from swarmnode.cli.host.members import members
+from swarmnode.cli.host.revoke import revoke
+from swarmnode.cli.lend.doctor import doctor
+from swarmnode.cli.lend.identity import show_identity
+from swarmnode.cli.lend.lending import finish, pause, resume, stop
+from swarmnode.cli.lend.ps import ps
+from swarmnode.cli.lend.run import run
+from swarmnode.cli.lend.service.commands import app as service
+from swarmnode.cli.lend.weights import app as weights
+from swarmnode.cli.plan.demo import demo
+from swarmnode.cli.plan.fit import fit
+from swarmnode.cli.plan.plan import plan
+from swarmnode.cli.plan.simulate import simulate
 from swarmnode.cli.terminal.grouped_help import GroupedHelp
-from swarmnode.cli.trace import trace
-from swarmnode.cli.train import train
-from swarmnode.cli.weights import app as weights
+from swarmnode.cli.train.export import export
+from swarmnode.cli.train.train import train
+from swarmnode.cli.use.chat import chat
+from swarmnode.cli.use.generate import generate
+from swarmnode.cli.use.join import join
+from swarmnode.cli.use.models import models
+from swarmnode.cli.use.serve import serve
+from swarmnode.cli.use.status import status
+from swarmnode.cli.use.trace import trace
 from swarmnode.version import __version__
 
 GROUPS: dict[str, tuple[Callable[..., None], ...]] = {

@@ -15,7 +15,7 @@ from swarmnode.gateway.fair_queue import FairQueue
 from swarmnode.gateway.keys import ApiKey
 from swarmnode.gateway.replies import ModelCard
 from swarmnode.gateway.requests import SamplingFields
-from swarmnode.roles.serving.generation import GenerateOptions
+from swarmnode.roles.serving.client.generation import GenerateOptions
 from swarmnode.tokenizer import ByteTokenizer, Tokenizer
 
 NO_TOKENIZER = "this swarm's checkpoint has no tokenizer, so it knows no text: use swarmnode's Python client"

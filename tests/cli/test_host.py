@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.cli import host as command
+from swarmnode.cli.host import host as command
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from swarmnode.swarm_host import SwarmHost
 from tests.cli.command import assert_clear, invoke

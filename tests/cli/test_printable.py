@@ -7,11 +7,11 @@ import logging
 
 import pytest
 
-from swarmnode.cli.status import status_table
 from swarmnode.cli.terminal.console import print_json, say
 from swarmnode.cli.terminal.log_lines import JsonLines, TextLines
 from swarmnode.cli.terminal.printable import json_line, one_line, printable
 from swarmnode.cli.terminal.tables import show
+from swarmnode.cli.use.status import status_table
 
 ESCAPES = ["\x1b]0;title\x07", "\x1b[2J", "\x9b31m", "\x08\x08", "\r", "\x00", "\x7f", "\u202e", "\u2066", "\u2028"]
 

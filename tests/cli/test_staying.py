@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.cli.service import commands
-from swarmnode.cli.service.commands import UNIT
+from swarmnode.cli.lend.service import commands
+from swarmnode.cli.lend.service.commands import UNIT
 from swarmnode.swarm.records.invite import decode_invite
 from swarmnode.swarm.storage.weight_cache import WeightCache
 from tests.cli.command import assert_clear, invoke

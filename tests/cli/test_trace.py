@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from swarmnode.cli.trace import hops_table, timeline_json, tokens_table
+from swarmnode.cli.use.trace import hops_table, timeline_json, tokens_table
 from swarmnode.codec.trace_messages import Trace, TraceStep
 from swarmnode.roles.measuring.timeline import Timeline
 from tests.cli.command import assert_clear, invoke

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from swarmnode.gateway.keys import load_keys, new_key
-from swarmnode.roles.serving.limits import ModelLimits
+from swarmnode.roles.serving.client.limits import ModelLimits
 from tests.gateway.conftest import MODEL, Served, found_on, serving
 from tests.gateway.speaking import save_speaking_llama
 from tests.net.virtual import in_virtual_time

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from swarmnode.client import GeneratedText
 from swarmnode.gateway.tool_calls import ToolCall, ToolCallParser
-from swarmnode.roles.serving.generation import Generation
+from swarmnode.roles.serving.client.generation import Generation
 from tests.gateway.conftest import MODEL, serving
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded

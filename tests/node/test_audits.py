@@ -15,8 +15,8 @@ from swarmnode.client import SwarmClient
 from swarmnode.codec.audit_messages import SEED_BYTES
 from swarmnode.demo.lesson import write_untaught
 from swarmnode.net.interfaces import PeerId
-from swarmnode.roles.serving.hop_account import fetch_account
-from swarmnode.roles.serving.reports import PROMPT_TOKENS, TEXTS
+from swarmnode.roles.serving.audits.hop_account import fetch_account
+from swarmnode.roles.serving.audits.reports import PROMPT_TOKENS, TEXTS
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm

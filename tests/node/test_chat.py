@@ -9,10 +9,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from swarmnode.cli.chat import _talk
+from swarmnode.cli.use.chat import _talk
 from swarmnode.conversation import Conversation
 from swarmnode.errors import CheckpointError, UsageError
-from swarmnode.roles.serving.generation import GenerateOptions
+from swarmnode.roles.serving.client.generation import GenerateOptions
 from swarmnode.tokenizer import ByteTokenizer, Turn
 from swarmnode.tokenizer import Tokenizer as ModelTokenizer
 from tests.llama import save_llama
@@ -60,7 +60,7 @@ async def test_each_turn_is_asked_with_all_that_was_said(
     save_llama(tmp_path / "model", layers=1)
     save_tokenizer(tmp_path / "model", TEMPLATE)
     said = iter(["hello", "", "too long", "and now?", "/new", "bye", None])
-    monkeypatch.setattr("swarmnode.cli.chat.TypedLines.next", lambda _self: asyncio.sleep(0, next(said)))
+    monkeypatch.setattr("swarmnode.cli.use.chat.TypedLines.next", lambda _self: asyncio.sleep(0, next(said)))
     async with VirtualSwarm(tmp_path / "swarm") as swarm:
         (tmp_path / "swarm").mkdir()
         swarm.create(tmp_path / "model")

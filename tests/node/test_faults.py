@@ -15,7 +15,7 @@ from swarmnode.client import SwarmClient
 from swarmnode.codec.messages import HopSpec
 from swarmnode.compute.executor import Urgency
 from swarmnode.errors import ExecutorDied, LocalError
-from swarmnode.roles.serving.generation import Generation
+from swarmnode.roles.serving.client.generation import Generation
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualSwarm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from swarmnode.cli.trace import parse_trace_id
+from swarmnode.cli.use.trace import parse_trace_id
 from swarmnode.roles.measuring.timeline import Timeline
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded

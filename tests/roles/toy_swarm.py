@@ -29,9 +29,10 @@ from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.view import Span
 from swarmnode.roles.measuring.meters import SERVE, ClientMeter, StageMeter
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
-from swarmnode.roles.serving.client import SESSION_PROTOCOL, Route, Router
+from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
+from swarmnode.roles.serving.client.generation import GenerateOptions, RingStream
+from swarmnode.roles.serving.client.router import Route, Router
 from swarmnode.roles.serving.compute_watch import Running
-from swarmnode.roles.serving.generation import GenerateOptions, RingStream
 from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Sample
 from swarmnode.roles.serving.server import StageServer
 

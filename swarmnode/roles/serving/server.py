@@ -24,7 +24,7 @@ from swarmnode.roles.measuring.meters import SERVE, cause_of
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.measuring.trace_log import SessionTrace, TraceLog
 from swarmnode.roles.measuring.trace_server import trace_server
-from swarmnode.roles.serving.client import SESSION_PROTOCOL
+from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.roles.serving.compute_watch import ComputeWatch
 from swarmnode.roles.serving.job import Job, Pass
 from swarmnode.roles.serving.opened import journal_bytes, shape_of, units_of

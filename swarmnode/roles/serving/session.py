@@ -46,11 +46,11 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.measuring.timing import Timing
 from swarmnode.roles.measuring.trace_log import SessionTrace
+from swarmnode.roles.serving.audits.transcript import Transcript
 from swarmnode.roles.serving.input_cursor import InputCursor
 from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample
 from swarmnode.roles.serving.opened import check_input, units_of
 from swarmnode.roles.serving.output_stream import OutputStream
-from swarmnode.roles.serving.transcript import Transcript
 
 log = logging.getLogger(__name__)
 

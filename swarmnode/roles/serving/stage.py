@@ -43,7 +43,7 @@ from swarmnode.roles.host import Host
 from swarmnode.roles.measuring.capability import Capability, Conditions, SpeedCache, speeds_section
 from swarmnode.roles.measuring.meters import DECODE
 from swarmnode.roles.question_server import QuestionServer
-from swarmnode.roles.serving.audit_server import Author, audit_server
+from swarmnode.roles.serving.audits.audit_server import Author, audit_server
 from swarmnode.roles.serving.kept_span import KeptSpan
 from swarmnode.roles.serving.server import StageServer
 from swarmnode.roles.serving.worker import Worker

@@ -15,8 +15,9 @@ from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.routes.routing import find_route
 from swarmnode.plan.view import view_of
 from swarmnode.roles.measuring.observed_latency import FRESH_S, PEERS_KEPT, ObservedLatency
-from swarmnode.roles.serving.client import ClientSession, Route, ids_entry
-from swarmnode.roles.serving.session_spec import SessionSpec
+from swarmnode.roles.serving.client.client_session import ClientSession, ids_entry
+from swarmnode.roles.serving.client.router import Route
+from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State, peer_digest
 from tests.net.virtual import in_virtual_time
 from tests.roles.toy_swarm import UNITS, ToyRouter, ToySwarm, expected

@@ -21,9 +21,9 @@ from swarmnode.net.memory.network import FakeWorld, Path
 from swarmnode.plan.view import Span
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.measuring.paths import Paths
-from swarmnode.roles.serving.client import SESSION_PROTOCOL
-from swarmnode.roles.serving.generation import GenerateOptions, Generation, RingStream
-from swarmnode.roles.serving.router import DirectoryRouter
+from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
+from swarmnode.roles.serving.client.directory_router import DirectoryRouter
+from swarmnode.roles.serving.client.generation import GenerateOptions, Generation, RingStream
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import State

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from swarmnode.roles.serving.generation import Generation
+from swarmnode.roles.serving.client.generation import Generation
 from tests.net.virtual import in_virtual_time
 from tests.roles.serving.live_swarm import LiveClient, LiveSwarm, LiveVolunteer
 from tests.roles.toy_swarm import expected

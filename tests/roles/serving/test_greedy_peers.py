@@ -15,8 +15,8 @@ from swarmnode.errors import Busy, ErrorCode
 from swarmnode.ledger import MemoryLedger
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.switchboard import Channel, Switchboard
-from swarmnode.roles.serving.client import SESSION_PROTOCOL
-from swarmnode.roles.serving.generation import GenerateOptions, RingStream
+from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
+from swarmnode.roles.serving.client.generation import GenerateOptions, RingStream
 from swarmnode.roles.serving.session_memory import SessionMemory
 from tests.net.virtual import in_virtual_time
 from tests.roles.toy_swarm import HELLO, ToySwarm, expected, link_config

@@ -9,8 +9,8 @@ import pytest
 from swarmnode.codec.messages import Mode, Truncate, Want
 from swarmnode.net.links.hop import Hop
 from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.roles.serving.client import SESSION_PROTOCOL, ClientSession, ids_entry
-from swarmnode.roles.serving.session_spec import SessionSpec
+from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession, ids_entry
+from swarmnode.roles.serving.client.session_spec import SessionSpec
 from tests.net.virtual import in_virtual_time
 from tests.roles.toy_swarm import HELLO, ToySwarm, expected, link_config, unpack
 

@@ -16,7 +16,7 @@ from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.routes.routing import find_route
 from swarmnode.plan.view import Span, View, view_of
 from swarmnode.roles.host import Host
-from swarmnode.roles.serving.client import Route, Router
+from swarmnode.roles.serving.client.router import Route, Router
 from swarmnode.swarm.peers.trust import EVERYBODY, Trust
 from swarmnode.swarm.records.announcement import Announcement
 

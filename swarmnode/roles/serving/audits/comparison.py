@@ -13,8 +13,8 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.compute.serving.sketch import deviations
 from swarmnode.plan.audits.judgement import Judgement, judge_states, judge_tokens
 from swarmnode.plan.audits.tolerances import Calibration
-from swarmnode.roles.serving.hop_account import HopAccount
-from swarmnode.roles.serving.transcript import id_bytes
+from swarmnode.roles.serving.audits.hop_account import HopAccount
+from swarmnode.roles.serving.audits.transcript import id_bytes
 
 SAME = 1e-4  # two sketches of the same bytes, on different machines
 

@@ -10,9 +10,9 @@ from swarmnode.codec.messages import HopSpec
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.serving.sketch import sketch
 from swarmnode.plan.audits.tolerances import Calibration
-from swarmnode.roles.serving.comparison import TextRun, compare
-from swarmnode.roles.serving.hop_account import HopAccount
-from swarmnode.roles.serving.transcript import id_bytes
+from swarmnode.roles.serving.audits.comparison import TextRun, compare
+from swarmnode.roles.serving.audits.hop_account import HopAccount
+from swarmnode.roles.serving.audits.transcript import id_bytes
 from swarmnode.swarm.records.statement import Edge, Statement
 
 SEED = bytes(16)

@@ -10,11 +10,11 @@ import torch
 from transformers import GPT2Config
 
 from swarmnode.errors import UsageError
-from swarmnode.roles.serving.causal_lm import RemoteCausalLM
-from swarmnode.roles.serving.client import ClientSession
-from swarmnode.roles.serving.generation import GenerateOptions
-from swarmnode.roles.serving.limits import ModelLimits
-from swarmnode.roles.serving.session_spec import SessionSpec
+from swarmnode.roles.serving.client.causal_lm import RemoteCausalLM
+from swarmnode.roles.serving.client.client_session import ClientSession
+from swarmnode.roles.serving.client.generation import GenerateOptions
+from swarmnode.roles.serving.client.limits import ModelLimits
+from swarmnode.roles.serving.client.session_spec import SessionSpec
 
 TABLE = ModelLimits(vocabulary=97, positions=32)
 ROTARY = ModelLimits(vocabulary=97)

@@ -15,8 +15,9 @@ from swarmnode.config import ClientConfig
 from swarmnode.errors import UsageError
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.roles.measuring.meters import ClientMeter
-from swarmnode.roles.serving.client import ClientSession, Router, ids_entry
-from swarmnode.roles.serving.session_spec import MAX_WIDTH, SessionSpec
+from swarmnode.roles.serving.client.client_session import ClientSession, ids_entry
+from swarmnode.roles.serving.client.router import Router
+from swarmnode.roles.serving.client.session_spec import MAX_WIDTH, SessionSpec
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swarmnode.cli.lending import state_text
+from swarmnode.cli.lend.lending import state_text
 from swarmnode.cli.terminal.console import HOME, JSON, default_home, print_json, reports_errors, say
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from swarmnode.codec.messages import HopSpec
 from swarmnode.errors import ErrorCode
-from swarmnode.roles.serving.blame import Blame, Verdict
+from swarmnode.roles.serving.client.blame import Blame, Verdict
 
 ANN, BOB, EVE = HopSpec("ann", 0, 2), HopSpec("bob", 0, 2), HopSpec("eve", 2, 4)
 

@@ -19,16 +19,17 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.view import Span
-from swarmnode.roles.serving.auditor import Auditor
-from swarmnode.roles.serving.client import ClientSession, Route, Router, ids_entry
-from swarmnode.roles.serving.session_spec import SessionSpec
+from swarmnode.roles.serving.audits.auditor import Auditor
+from swarmnode.roles.serving.client.client_session import ClientSession, ids_entry
+from swarmnode.roles.serving.client.router import Route, Router
+from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.swarm.peers.report_rules import LIFE_S, report_key, report_subkey, reports_in
 from swarmnode.swarm.records.report import Report, sign_report
 from swarmnode.swarm.records.statement import Statement
 
 if TYPE_CHECKING:
-    from swarmnode.roles.serving.audit_case import AuditCase
-    from swarmnode.roles.serving.hop_account import HopAccount
+    from swarmnode.roles.serving.audits.audit_case import AuditCase
+    from swarmnode.roles.serving.audits.hop_account import HopAccount
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Reports:
 
     async def _try(self, prompt: Sequence[int], route: Route) -> tuple[str, AuditCase | None]:
         """What comes of a text from this beginning that is drawn along this route and audited."""
-        from swarmnode.roles.serving.audit_case import RUN_S, AuditCase, FixedRoute
+        from swarmnode.roles.serving.audits.audit_case import RUN_S, AuditCase, FixedRoute
 
         auditor, spec, case = self._auditor, spec_of(prompt), None
         router = FixedRoute(route, self._host.observed_latency)

@@ -75,7 +75,7 @@ def generate(
     if bool(prompt) == bool(ids):
         fail("give either a PROMPT or --ids", 2)
     from swarmnode.client import SwarmClient
-    from swarmnode.roles.serving.generation import GenerateOptions
+    from swarmnode.roles.serving.client.generation import GenerateOptions
     from swarmnode.swarm.peers.trust import parse_trust
 
     options = GenerateOptions(max_new_tokens, temperature, top_p, top_k, seed if seed >= 0 else None)

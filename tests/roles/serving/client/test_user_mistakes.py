@@ -24,10 +24,10 @@ from swarmnode.errors import ErrorCode, PeerRefused
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.network import FakeWorld
-from swarmnode.roles.serving.client import SESSION_PROTOCOL, ClientSession, ids_entry
-from swarmnode.roles.serving.generation import GenerateOptions, RingStream
+from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession, ids_entry
+from swarmnode.roles.serving.client.generation import GenerateOptions, RingStream
+from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.roles.serving.server import StageServer
-from swarmnode.roles.serving.session_spec import SessionSpec
 from swarmnode.roles.serving.worker import Worker
 from tests.roles.toy_swarm import HELLO, ToyRouter
 

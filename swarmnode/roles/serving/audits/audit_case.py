@@ -21,13 +21,14 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.audits.replicas import second_route
 from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
-from swarmnode.roles.serving.client import ClientSession, Route, Router, ids_entry
-from swarmnode.roles.serving.comparison import Comparison, TextRun, compare
-from swarmnode.roles.serving.hop_account import HopAccount, fetch_account
-from swarmnode.roles.serving.session_spec import SessionSpec
+from swarmnode.roles.serving.audits.comparison import Comparison, TextRun, compare
+from swarmnode.roles.serving.audits.hop_account import HopAccount, fetch_account
+from swarmnode.roles.serving.client.client_session import ClientSession, ids_entry
+from swarmnode.roles.serving.client.router import Route, Router
+from swarmnode.roles.serving.client.session_spec import SessionSpec
 
 if TYPE_CHECKING:
-    from swarmnode.roles.serving.auditor import Auditor
+    from swarmnode.roles.serving.audits.auditor import Auditor
 
 log = logging.getLogger(__name__)
 

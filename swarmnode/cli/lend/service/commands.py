@@ -110,7 +110,7 @@ def uninstall(name: str = NAME) -> None:
 
 def unit_text(program: str) -> str:
     """The unit of this package, with the program that it starts."""
-    text = resources.files("swarmnode.cli.service").joinpath(UNIT).read_text()
+    text = resources.files("swarmnode.cli.lend.service").joinpath(UNIT).read_text()
     return text.replace(PROGRAM, program)
 
 

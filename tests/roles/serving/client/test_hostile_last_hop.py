@@ -10,11 +10,11 @@ import pytest
 from swarmnode.codec.messages import HopSpec, Mode, Open, Output, Sampling, Want
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.roles.serving.client import SESSION_PROTOCOL, ClientSession, ids_entry
-from swarmnode.roles.serving.generation import GenerateOptions, RingStream
+from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession, ids_entry
+from swarmnode.roles.serving.client.generation import GenerateOptions, RingStream
+from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.roles.serving.job import Job, JobResult
 from swarmnode.roles.serving.session import StageSession
-from swarmnode.roles.serving.session_spec import SessionSpec
 from tests.net.virtual import in_virtual_time
 from tests.roles.toy_swarm import HELLO, MODULUS, ToySwarm, Volunteer, expected, link_config, unpack
 

@@ -54,7 +54,7 @@ def chat(
     set_up_logging(verbose)
     from swarmnode.client import SwarmClient
     from swarmnode.conversation import Conversation
-    from swarmnode.roles.serving.generation import GenerateOptions
+    from swarmnode.roles.serving.client.generation import GenerateOptions
     from swarmnode.swarm.peers.trust import parse_trust
 
     options = GenerateOptions(max_new_tokens, temperature, top_p)

@@ -52,45 +52,17 @@ from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.hop import Entry, Hop
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks, cancel_and_wait
-from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.roles.measuring.meters import ClientMeter
-from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.measuring.timing import Cadence, Timing
-from swarmnode.roles.serving.blame import Blame, Verdict
-from swarmnode.roles.serving.session_spec import SessionSpec
+from swarmnode.roles.serving.client.blame import Blame, Verdict
+from swarmnode.roles.serving.client.router import Route, Router
+from swarmnode.roles.serving.client.session_spec import SessionSpec
 
 log = logging.getLogger(__name__)
 
 SESSION_PROTOCOL = "/swarmnode/session/1"
-AUDIT_PROTOCOL = "/swarmnode/audit/1"
 
 FINAL = (ErrorCode.TOO_LARGE, ErrorCode.NOT_FINITE, ErrorCode.INVALID_REQUEST)  # waiting for other peers would not help
-
-Route = tuple[HopSpec, ...]
-
-
-class Router:
-    """What a session needs to know of the swarm. The live one reads the directory.
-
-    Into `observed_latency` goes how fast the peers of its routes turned out to be.
-    """
-
-    observed_latency: ObservedLatency
-
-    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize) -> Route:
-        """The best route now for a session of this size, without the peers in `avoid`, preferring the hops in `keep`.
-
-        Raises NoRoute.
-        """
-        raise NotImplementedError
-
-    def suspect(self, peer: PeerId, reason: str) -> None:
-        """A peer failed us; the directory forgets it until it announces itself again."""
-        raise NotImplementedError
-
-    async def changed(self) -> None:
-        """Wait until the picture of the swarm changes."""
-        raise NotImplementedError
 
 
 @dataclass

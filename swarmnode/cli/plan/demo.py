@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.status import status_table
 from swarmnode.cli.terminal.console import (
     JSON,
     VERBOSE,
@@ -19,6 +18,7 @@ from swarmnode.cli.terminal.console import (
     unless_stopped,
 )
 from swarmnode.cli.terminal.printable import printable
+from swarmnode.cli.use.status import status_table
 
 if TYPE_CHECKING:
     from swarmnode.demo.story import DemoReport

@@ -14,10 +14,10 @@ from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.roles.question_server import Answer, QuestionServer
-from swarmnode.roles.serving.client import AUDIT_PROTOCOL
+from swarmnode.roles.serving.audits.hop_account import AUDIT_PROTOCOL
+from swarmnode.roles.serving.audits.transcript import Conveyed
 from swarmnode.roles.serving.opened import units_of
 from swarmnode.roles.serving.session import StageSession
-from swarmnode.roles.serving.transcript import Conveyed
 from swarmnode.swarm.records.announcement import Sign
 from swarmnode.swarm.records.statement import Statement, sign_statement
 

@@ -26,8 +26,10 @@ from swarmnode.plan.audits.replicas import second_route
 from swarmnode.plan.audits.tolerances import Calibration
 from swarmnode.plan.view import PREFILL_GAIN, UNMEASURED_UNITS_PER_S
 from swarmnode.roles.host import Host
-from swarmnode.roles.serving.client import AUDIT_PROTOCOL, ClientSession, Route
-from swarmnode.roles.serving.session_spec import SessionSpec
+from swarmnode.roles.serving.audits.hop_account import AUDIT_PROTOCOL
+from swarmnode.roles.serving.client.client_session import ClientSession
+from swarmnode.roles.serving.client.router import Route
+from swarmnode.roles.serving.client.session_spec import SessionSpec
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +90,7 @@ class Auditor:
         return cost_of(prompt, drawn, decode_s=1 / decode, prefill_s=1 / prefill)
 
     async def _audit(self, session: ClientSession, ids: list[int]) -> None:
-        from swarmnode.roles.serving.audit_case import AuditCase
+        from swarmnode.roles.serving.audits.audit_case import AuditCase
 
         case = AuditCase(self, session.spec, ids)
 

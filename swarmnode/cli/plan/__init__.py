@@ -1,0 +1,1 @@
+"""Commands that plan a swarm, or try one, before anybody lends a machine."""

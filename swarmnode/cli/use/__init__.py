@@ -1,0 +1,1 @@
+"""Commands of who uses a swarm."""
