@@ -21,6 +21,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
+from swarmnode.roles.explanation import explain
 from swarmnode.roles.host import Host, HostConfig
 from swarmnode.roles.measuring.meters import ClientMeter
 from swarmnode.roles.measuring.trace_server import fetch_traces
@@ -188,6 +189,13 @@ class SwarmClient:
     def status(self) -> dict[str, Any]:
         """Who is here and holds what, as `swarmnode status --json` prints it."""
         return picture_of(self._host.swarm, self._host.directory.peers())
+
+    def why(self, about: str = "") -> dict[str, Any]:
+        """What the directory knows of a peer or a unit; where `about` is empty, which way a session would go now, and why."""
+        if not about:
+            with contextlib.suppress(NoRoute):  # which is written down, too
+                self._router(Span(0, self.units), ring=True).route(frozenset(), ())
+        return explain(self._host, about)
 
     async def changed(self) -> None:
         """Wait until the picture of the swarm changes."""

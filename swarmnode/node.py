@@ -25,16 +25,15 @@ from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.config import StageConfig
 from swarmnode.lending.lending import Keep, Lending
 from swarmnode.lending.lifecycle import LendingEvent, LendingState
-from swarmnode.lending.monthly_traffic import MonthlyTraffic
-from swarmnode.lending.rule_watch import RuleWatch
+from swarmnode.lending.rule_watch import follow_rules
 from swarmnode.lending.rules import Rules
-from swarmnode.lending.surroundings import Lookout
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.node_texts import LENDING, Tell, introduce, progress_of, reason_of
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
+from swarmnode.roles.explanation import explain
 from swarmnode.roles.fetching.seeder import Seeder
 from swarmnode.roles.host import Host, HostConfig
 from swarmnode.roles.measuring.bandwidth import Prober
@@ -85,7 +84,7 @@ class Node:
         self._span: Span | None = None
         self._kept: KeptSpan | None = None  # while it pauses
         self._moves = 0
-        self.lending = Lending(self._tell_lending)
+        self.lending = Lending(self._tell_lending, now=platform.clock.unix)
 
     def __repr__(self) -> str:
         return f"<Node {self._host!r} {self._stage!r}>"
@@ -113,6 +112,13 @@ class Node:
             "span": None if self._span is None else list(self._span),
             "sessions": 0 if own is None else own.sessions,
         }
+
+    def why(self, about: str = "") -> dict[str, Any]:
+        """What it knows of itself, a peer, a unit or a session, and has decided about it."""
+        decisions = self.lending.decisions.about()
+        if self._host is None:
+            return {"facts": [], "decisions": [decision.to_json() for decision in decisions]}
+        return explain(self._host, about, decisions)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Live until `stop` is set, then let the sessions move away and leave.
@@ -221,15 +227,8 @@ class Node:
 
     async def _follow_rules(self, host: Host) -> None:
         """Let the rules pause and resume it, for ever."""
-        rules = self.config.rules
-        if not rules.any:
-            await asyncio.Event().wait()
-        month = MonthlyTraffic(host.config.home, lambda: host.link_config.traffic.total_bytes)
-        watch = RuleWatch(rules, self.lending, Lookout(rules), month_bytes=month, clock=self.platform.clock.monotonic)
-        try:
-            await watch.run()
-        finally:
-            month.keep()
+        traffic, clock = host.link_config.traffic, self.platform.clock.monotonic
+        await follow_rules(self.config.rules, self.lending, host.config.home, lambda: traffic.total_bytes, clock=clock)
 
     def _busy(self, host: Host) -> bool:
         """Whether sessions or downloads need the links more than a test of bandwidth does."""

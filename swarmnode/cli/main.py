@@ -16,6 +16,7 @@ from swarmnode.cli.host.host import host
 from swarmnode.cli.host.invite import invite
 from swarmnode.cli.host.members import members
 from swarmnode.cli.host.revoke import revoke
+from swarmnode.cli.lend.bench import bench
 from swarmnode.cli.lend.doctor import doctor
 from swarmnode.cli.lend.identity import show_identity
 from swarmnode.cli.lend.lending import finish, pause, resume, stop
@@ -23,6 +24,7 @@ from swarmnode.cli.lend.ps import ps
 from swarmnode.cli.lend.run import run
 from swarmnode.cli.lend.service.commands import app as service
 from swarmnode.cli.lend.weights import app as weights
+from swarmnode.cli.lend.why import why
 from swarmnode.cli.plan.demo import demo
 from swarmnode.cli.plan.fit import fit
 from swarmnode.cli.plan.plan import plan
@@ -41,7 +43,7 @@ from swarmnode.version import __version__
 
 GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
     "Use a swarm": (join, models, generate, chat, serve, status, trace),
-    "Lend this machine": (run, ps, pause, resume, finish, stop, doctor),
+    "Lend this machine": (run, ps, pause, resume, finish, stop, why, doctor, bench),
     "Host a swarm": (host, create, bootstrap, invite, revoke, members),
     "Train": (train, export),
     "Plan and try": (fit, plan, simulate, demo),

@@ -44,8 +44,8 @@ def measure_serving(runner: StageRunner, *, clock: Clock = time.perf_counter) ->
     runner.open(PROBE_SESSION, rows=1, max_length=positions)
     try:
         step, chunk = _inputs(runner, 1), _inputs(runner, positions)
-        step_s = _best_s(lambda: run(step, WANT_LAST), runner.span.device, clock)
-        chunk_s = _best_s(lambda: run(chunk, WANT_NOTHING), runner.span.device, clock)
+        step_s = best_s(lambda: run(step, WANT_LAST), runner.span.device, clock)
+        chunk_s = best_s(lambda: run(chunk, WANT_NOTHING), runner.span.device, clock)
     finally:
         runner.close(PROBE_SESSION)
     return Speeds(units / step_s, units * positions / chunk_s)
@@ -64,7 +64,7 @@ def measure_training(segment: SpanSegment, *, clock: Clock = time.perf_counter) 
             output = segment.forward(values, segment.start, segment.end, 0)[0]
         torch.autograd.grad(output.float().sum(), parameters, allow_unused=True)
 
-    pass_s = _best_s(there_and_back, segment.device, clock)
+    pass_s = best_s(there_and_back, segment.device, clock)
     return Speeds(training_units_per_s=(segment.end - segment.start) * positions / pass_s)
 
 
@@ -86,7 +86,7 @@ def _inputs(runner: StageRunner, positions: int) -> Tensor:
     return torch.zeros((1, positions, span.hidden_size), dtype=span.dtype)
 
 
-def _best_s(work: Callable[[], object], device: torch.device, clock: Clock) -> float:
+def best_s(work: Callable[[], object], device: torch.device, clock: Clock) -> float:
     """The shortest of several passes; the first ones warm up caches, and others may have disturbed some."""
     synchronize(device)  # what it does still is not of these passes
     best_s, deadline_s = float("inf"), clock() + BUDGET_S

@@ -13,7 +13,7 @@ from swarmnode.codec.decoding import DECODE_ERRORS
 FOLDER = "control"
 SUFFIX = ".sock"
 ANSWER_TIMEOUT_S = 5.0
-MAX_ANSWER_BYTES = 1 << 16
+MAX_ANSWER_BYTES = 1 << 20
 
 
 def running_nodes(home: Path) -> dict[str, Path]:

@@ -34,27 +34,36 @@ OWNER_ASKED = "you asked for it"
 
 
 class ControlRequest(msgspec.Struct, frozen=True):
-    """What the owner wants. `wait_s`: how long to wait until it is so, before the answer."""
+    """What the owner wants. `wait_s`: how long to wait until it is so, before the answer. `about`: what is to be explained."""
 
     command: str
     reason: str = ""
     keep: str | None = None
     wait_s: float = 0.0
+    about: str = ""
 
 
 class ControlServer:
-    """Answers for one node; `describe` is what every answer says beside the state, `stop` ends the node."""
+    """Answers for one node; `describe` is what every answer says beside the state, `stop` ends the node, and `why` explains it."""
 
-    def __init__(self, lending: Lending, stop: asyncio.Event, describe: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        lending: Lending,
+        stop: asyncio.Event,
+        describe: Callable[[], Mapping[str, Any]],
+        why: Callable[[str], Mapping[str, Any]] = lambda _about: {},
+    ) -> None:
         self._lending = lending
         self._stop = stop
         self._describe = describe
+        self._why = why
         self._commands: dict[str, Callable[[ControlRequest], None]] = {
             "pause": self._pause,
             "resume": lambda _request: lending.resume(),
             "finish": lambda request: lending.finish(request.reason or OWNER_ASKED),
             "stop": lambda _request: stop.set(),
             "state": lambda _request: None,
+            "why": lambda _request: None,
         }
 
     def __repr__(self) -> str:
@@ -98,7 +107,8 @@ class ControlServer:
         if request.wait_s > 0 and not self._stop.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._lending.settled(), min(request.wait_s, MAX_WAIT_S))
-        return self._state()
+        explained = self._why(request.about) if request.command == "why" else {}
+        return {**self._state(), **explained}
 
     def _pause(self, request: ControlRequest) -> None:
         self._lending.pause(request.reason or OWNER_ASKED, keep=Keep(request.keep) if request.keep else None)

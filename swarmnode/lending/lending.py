@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.lending.lifecycle import LendingEvent, LendingState, next_state
 
 OWNER, RULES = "owner", "rules"  # who wants something
+WANTS = {OWNER: "wants", RULES: "want"}
 
 
 class Keep(Enum):
@@ -30,7 +33,13 @@ class Wish:
 class Lending:
     """Used on the loop. `on_change` hears of every new state."""
 
-    def __init__(self, on_change: Callable[[LendingState, str], None] = lambda _state, _reason: None) -> None:
+    def __init__(
+        self,
+        on_change: Callable[[LendingState, str], None] = lambda _state, _reason: None,
+        *,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.decisions = DecisionLog(now)
         self.state = LendingState.WAITING
         self.keep = Keep.DISK
         self._wishes: dict[str, Wish] = {}
@@ -89,8 +98,16 @@ class Lending:
     def _settle(self) -> None:
         self._enter(next_state(self.state, self._wanted))
 
+    def _facts(self) -> tuple[str, ...]:
+        manner = {True: "finish", False: "pause"}
+        wishes = (
+            f"its {by} {WANTS[by]} it to {manner[wish.gently]}: {wish.reason}" for by, wish in self._wishes.items()
+        )
+        return tuple(wishes) or ("neither its owner nor a rule wants it to pause",)
+
     def _enter(self, state: LendingState) -> None:
         if state is not self.state:
+            self.decisions.note(Topic.LENDING, f"was {self.state.value}, is {state.value}", self._facts())
             self.state = state
             self._on_change(state, self.reason)
             self._changed.set()  # whoever waited looks; the next change is another event

@@ -6,9 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from swarmnode.lending.lending import RULES, Lending
+from swarmnode.lending.monthly_traffic import MonthlyTraffic
 from swarmnode.lending.rules import Rules, Surroundings, reason_to_pause
+from swarmnode.lending.surroundings import Lookout
 
 LOOK_S = 1.0
 CALM_S = 20.0  # for so long nothing must speak against lending before it goes on: a film has quiet moments
@@ -52,3 +55,16 @@ class RuleWatch:
         elif self._broken_s is not None and now_s - self._broken_s >= CALM_S:
             self._broken_s = None
             self._lending.resume(by=RULES)
+
+
+async def follow_rules(
+    rules: Rules, lending: Lending, home: Path, moved: Callable[[], int], *, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Let the rules pause and resume a node, for ever. `moved` says how many bytes have gone over its links."""
+    if not rules.any:
+        await asyncio.Event().wait()
+    month = MonthlyTraffic(home, moved)
+    try:
+        await RuleWatch(rules, lending, Lookout(rules), month_bytes=month, clock=clock).run()
+    finally:
+        month.keep()

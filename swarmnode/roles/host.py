@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from swarmnode.codec.messages import VERSION, Hello
+from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.errors import NetworkDown, PeerError, PeerRefused
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -75,6 +76,7 @@ class Host:
         self.identity = identity
         self.supervisor = supervisor
         self.clock = clock
+        self.decisions = DecisionLog(clock.unix)
         self.hello = Hello(VERSION, swarm.id, f"swarmnode/{__version__}")
         self.paths = Paths(network.peer_id, lambda peer: self.directory.peers().get(peer), clock=clock.monotonic)
         self.observed_latency = ObservedLatency(clock=clock.monotonic)
@@ -238,7 +240,9 @@ class Host:
             if self.directory.own is not None:
                 with contextlib.suppress(NetworkDown):  # p2pd is being started again
                     visitors, addresses = await self.network.visitors(), await self.network.addresses()
-                    self.paths.look(addresses, self.config.announce_maddrs, visitors)
+                    evidence = self.paths.look(addresses, self.config.announce_maddrs, visitors)
+                    reached = f"others reach it: {self.paths.reachability.name.lower()}"
+                    self.decisions.note(Topic.REACHABILITY, reached, evidence.told())
                     self.directory.announce(self._introduction(addresses))  # a relay may have taken us in
                 self.directory.announce(self.paths.section(), self.observed_latency.section())
 
@@ -321,6 +325,11 @@ class Host:
         there, and did no wrong."""
         if error.peer is not None and not isinstance(error, PeerRefused):
             self.directory.suspect(error.peer, error.code.name)
+            facts = (
+                f"its link or session ended with {error.code.name}: {error}",
+                "it comes back by its own next announcement",
+            )
+            self.decisions.note(Topic.ROUTING, f"leaves out {error.peer} for now", facts, about=(error.peer,))
 
     def readings(self) -> Readings:
         """What Prometheus may know of the swarm as this peer sees it."""

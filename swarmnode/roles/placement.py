@@ -7,7 +7,9 @@ import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from swarmnode.decisions import Topic
 from swarmnode.plan.cost import BYTES_PER_HIDDEN
+from swarmnode.plan.spans.grounds import grounds
 from swarmnode.plan.spans.hysteresis import Hysteresis
 from swarmnode.plan.spans.placement import Joiner, Move, MovePolicy, choose_span, gaps, reconsider
 from swarmnode.plan.view import Span, View, view_of
@@ -73,6 +75,7 @@ class Placement:
                 claim = choice
                 directory.announce(Place(span=(claim.start, claim.end)))
                 settled_s = self._clock() + self.config.settle_s
+        self._note(f"takes units {claim}", claim)
         return claim
 
     async def reason_to_move(self, *, bound: Callable[[], bool], news: Callable[[], Iterable[Section]]) -> Move:
@@ -84,12 +87,17 @@ class Placement:
         while True:
             revision = self._host.directory.revision
             self._host.directory.announce(*news())
-            move = None if bound() else await self._reconsider()
+            fixed = bound()
+            move = None if fixed else await self._reconsider()
             if move is None:
                 self._wish = None
+                self._note_stay(fixed=fixed)
             elif self._stands(move):
                 self._leaving_s = self._clock()
+                self._note(f"moves to units {move.span}", move.span, *_reasons(move))
                 return move
+            else:
+                self._note(f"will move to units {move.span} when it is its turn", move.span, *_reasons(move))
             await self._pause(revision)
 
     async def _pause(self, revision: int) -> None:
@@ -126,6 +134,21 @@ class Placement:
             self._wish = _Wish(move, self._clock())
         return self._clock() - self._wish.since_s >= move.delay_s
 
+    def _note_stay(self, *, fixed: bool) -> None:
+        """Where it is, there it remains."""
+        own, hysteresis = self._host.directory.own, self._move_policy().hysteresis
+        assert own is not None
+        reason = (
+            f"every unit has somebody, and no other place would bring the swarm more than {hysteresis:.2g} of its speed"
+        )
+        if fixed:
+            reason = "these units were fixed with --span, are trained here, or are being finished"
+        self._note(f"stays at units {Span(*own.span)}", Span(*own.span), reason)
+
+    def _note(self, what: str, span: Span, *reasons: str) -> None:
+        facts = (*reasons, *grounds(self._view(), self._joiner(), span))
+        self._host.decisions.note(Topic.PLACEMENT, what, facts, units=span)
+
     def _view(self) -> View:
         manifest = self._host.swarm.manifest
         assert manifest is not None
@@ -148,3 +171,10 @@ class Placement:
         share = min(1.0, len(directory.peers()) / max(1.0, directory.crowd))
         move_policy = self.config.move_policy
         return replace(move_policy, move_s=self._move_s, hysteresis=move_policy.hysteresis / max(share, 1e-6))
+
+
+def _reasons(move: Move) -> tuple[str, str]:
+    gain = (
+        "it gives units a holder that have none" if move.fills else f"with it there the swarm does {move.gain:.0%} more"
+    )
+    return gain, f"such a wish must stand for {move.delay_s:.1f} s before it is this node's turn"

@@ -1,4 +1,4 @@
-"""`swarmnode doctor` and `swarmnode fit`."""
+"""`swarmnode doctor`, `swarmnode fit`, `swarmnode bench` and `swarmnode why`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarmnode import examination
+from swarmnode.compute import disk_rate, read_rate, speed
 from swarmnode.plan.offline.fit import fit
 from tests.cli.command import assert_clear, invoke
 from tests.llama import save_llama
@@ -41,6 +42,28 @@ def test_what_fits_is_told_before_anything_is_fetched(tmp_path: Path) -> None:
     assert "about" in invoke("fit", str(tmp_path), "--memory", "1GB", "--device", "cpu").stdout
     assert "Not one unit" in invoke("fit", str(tmp_path), "--memory", "1MB", "--device", "cpu").stderr
     assert_clear(invoke("fit", str(tmp_path / "none")), 1, "no such folder")
+
+
+def test_a_machine_is_measured_beside_known_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_rate, "SIZE_BYTES", 1 << 20)
+    monkeypatch.setattr(read_rate, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(speed, "BUDGET_S", 0.001)
+    save_llama(tmp_path, 2, vocab_size=64, hidden_size=64, intermediate_size=512)
+    done = invoke("bench", str(tmp_path), "--json", "--device", "cpu", home=tmp_path / "home")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    *modules, layer = told["modules"]
+    assert layer["prompt_s"] == pytest.approx(sum(module["prompt_s"] for module in modules))
+    assert told["decode_units_per_s"] > 0 and told["disk_read_bytes_per_s"] > 0 and not (tmp_path / "home").exists()
+    assert "RTX 3090" in [card["device"] for card in told["cards"]] and told["cards"][0]["decode_units_per_s"] > 0
+    assert "this machine" in invoke("bench", str(tmp_path), "--device", "cpu", home=tmp_path).stdout
+    assert_clear(invoke("bench", "--dtype", "int4"), 2, "choose auto")
+    assert_clear(invoke("bench", str(tmp_path / "none")), 1, "no such folder")
+
+
+def test_nobody_to_ask_why(tmp_path: Path) -> None:
+    assert_clear(invoke("why", home=tmp_path), 1, "no node runs here", "--swarm")
+    assert_clear(invoke("why", "--swarm", "nobody", home=tmp_path), 2, "nobody")
 
 
 def test_a_swarm_of_equal_machines() -> None:

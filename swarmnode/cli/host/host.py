@@ -117,7 +117,7 @@ def host(
         from swarmnode.swarm_host import SwarmHost
 
         hosting = SwarmHost(swarm, door, node, tell)
-        control = ControlServer(hosting.node.lending, stop, hosting.node.describe)
+        control = ControlServer(hosting.node.lending, stop, hosting.node.describe, hosting.node.why)
         async with watch.over(swarm.name, hosting.readings), control.listening(folder, swarm.name):
             await hosting.run(stop, lambda reached: _welcome(swarm, path, invite, reached, terms, tell))
 

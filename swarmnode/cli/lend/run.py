@@ -171,7 +171,7 @@ def run(
 
         loaded = open_swarm(swarm, config.host.home)
         node = Node(loaded, config, note)
-        control = ControlServer(node.lending, stop, node.describe)
+        control = ControlServer(node.lending, stop, node.describe, node.why)
         async with watch.over(loaded.name, node.readings), control.listening(config.host.home, name or loaded.name):
             await node.run(stop)
 

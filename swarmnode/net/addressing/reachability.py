@@ -39,18 +39,47 @@ class Evidence:
     promised: Sequence[str] = ()
     visitors: Sequence[str] = ()
 
+    @property
+    def direct(self) -> list[str]:
+        """Addresses of the internet, without relay."""
+        return [address for address in self.addresses if not is_relayed(address) and is_public(address)]
+
+    @property
+    def own(self) -> list[str]:
+        """Of those, the ones that this machine has itself."""
+        return [address for address in self.direct if host_of(address) in self.interfaces]
+
+    @property
+    def relayed(self) -> list[str]:
+        """Addresses over a relay."""
+        return [address for address in self.addresses if is_relayed(address)]
+
+    @property
+    def came_in(self) -> list[str]:
+        """Who came in from the internet without a relay."""
+        return [address for address in self.visitors if is_public(address) and not is_relayed(address)]
+
+    def told(self) -> tuple[str, ...]:
+        """The same in sentences."""
+        return (
+            f"libp2p gives {len(self.addresses)} addresses: {len(self.direct)} of the internet, {len(self.relayed)} over a relay",
+            f"{len(self.own)} of those of the internet are this machine's own, the others its router's",
+            f"its owner announces {', '.join(self.promised) or 'none besides'}",
+            f"{len(self.came_in)} peers came in from the internet that nobody here has dialled",
+        )
+
 
 def conclude(evidence: Evidence) -> Reachability:
     """The reachability that the evidence speaks for."""
-    direct = [address for address in evidence.addresses if not is_relayed(address) and is_public(address)]
-    if any(host_of(address) in evidence.interfaces for address in direct):
+    if evidence.own:
         return Reachability.PUBLIC
     if any(is_public(address) for address in evidence.promised):
         return Reachability.MAPPED
-    came_in = any(is_public(address) and not is_relayed(address) for address in evidence.visitors)
-    if any(is_relayed(address) for address in evidence.addresses):
-        return Reachability.PUNCHED if came_in else Reachability.RELAYED
-    if direct:  # the router's address: libp2p tells it once the router mapped a port, or several peers saw us there
+    if evidence.relayed:
+        return Reachability.PUNCHED if evidence.came_in else Reachability.RELAYED
+    if (
+        evidence.direct
+    ):  # the router's address: libp2p tells it once the router mapped a port, or several peers saw us there
         return Reachability.MAPPED
     return Reachability.UNKNOWN
 

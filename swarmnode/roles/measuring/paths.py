@@ -46,9 +46,11 @@ class Paths:
             return None
         return self.coordinate.rtt_ms(theirs) / 1e3
 
-    def look(self, addresses: Sequence[str], promised: Sequence[str], visitors: Sequence[str]) -> None:
-        """Conclude anew how others get here (`net/addressing/reachability.py`)."""
-        self.reachability = conclude(Evidence(addresses, own_interfaces(), promised, visitors))
+    def look(self, addresses: Sequence[str], promised: Sequence[str], visitors: Sequence[str]) -> Evidence:
+        """Conclude anew how others get here (`net/addressing/reachability.py`); what it was concluded from."""
+        evidence = Evidence(addresses, own_interfaces(), promised, visitors)
+        self.reachability = conclude(evidence)
+        return evidence
 
     def section(self) -> PathNews:
         """What the announcement says of them."""

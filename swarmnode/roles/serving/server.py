@@ -13,6 +13,7 @@ from swarmnode.codec.messages import Attach, Body, Error, Hello, Mode, Open
 from swarmnode.codec.trace_messages import trace_id
 from swarmnode.compute.serving.cache_budget import Claim
 from swarmnode.config import ServerConfig
+from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.errors import ErrorCode, PeerError, PeerLost
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -53,8 +54,10 @@ class StageServer:
         observed_latency: ObservedLatency | None = None,
         *,
         on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
+        decisions: DecisionLog | None = None,
     ) -> None:
         self.config = config
+        self._decisions = decisions or DecisionLog()
         self._network = network
         self._worker = worker
         self._runner = worker.runner
@@ -210,6 +213,7 @@ class StageServer:
                 trace = trace_id(body.session).hex()
                 log.info("session %s refused: %s", trace[:8], code.name, extra={"trace": trace})
                 self._refusals[code] += 1
+                self._note(f"refuses a session: {code.name}", channel.peer, body)
                 channel.close(refusal)
         elif isinstance(body, Attach):
             self._attach(channel, body)
@@ -235,12 +239,35 @@ class StageServer:
             if refusal is not None:
                 return refusal
             self._sessions[body.session] = session
+            self._note("takes a session", channel.peer, body)
             self._idle.clear()
             self._sweep_soon()
         session.rebind(channel, body)
         for early, attach in self._early.pop(body.session, []):
             self._attach(early, attach)
         return None
+
+    def _note(self, what: str, sender: PeerId, body: Open) -> None:
+        """Write down what was decided of a session, on the memory and the work that there were."""
+        span, budget = self._runner.span, self._runner.pool.budget
+        facts = (
+            f"it asks for {body.rows} rows of {body.max_length} positions, place {body.index} of {len(body.route)}",
+            f"here are units {span.start} to {span.end - 1}",
+            f"{self._asked_bytes(body) / 1e6:.1f} MB of cache are asked for",
+            f"{budget.free_bytes / 1e6:.1f} of {budget.limit_bytes / 1e6:.1f} MB of cache are free now",
+            f"{self.load} sessions are held, {len(self._idle_sessions())} of them without input for {self.config.idle_s:g} s",
+            "this node takes nothing new" if self._draining else "this node takes sessions",
+            "computing stands still" if self._stalled else "computing goes on",
+        )
+        about = (sender, trace_id(body.session).hex())
+        self._decisions.note(Topic.ADMISSION, what, facts, about=about, units=(span.start, span.end))
+
+    def _asked_bytes(self, body: Open) -> int:
+        """Cache of the units that it asks for and that are here."""
+        if body.index >= len(body.route):
+            return 0
+        start, end = (max(self._runner.span.start, min(unit, self._runner.span.end)) for unit in units_of(body))
+        return self._runner.reservation_bytes(body.rows, body.max_length, start, end) if start < end else 0
 
     def _is_for_me(self, sender: PeerId, body: Open) -> bool:
         """The route names us at our place, its sender just before, and it hangs together."""

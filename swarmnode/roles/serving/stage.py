@@ -300,6 +300,7 @@ class ServingStage:
                 host.link_config,
                 host.observed_latency,
                 on_neighbour_lost=host.lost_neighbour,
+                decisions=host.decisions,
             )
             speeds, units = capability.speeds, span.end - span.start
             if speeds.decode_units_per_s > 0 and speeds.prefill_units_per_s > 0:

@@ -10,7 +10,7 @@ gives for a device counts before both, and means what it means for a live node t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarmnode.compute.throttle import Throttle
 from swarmnode.errors import UsageError
@@ -79,30 +79,42 @@ def device_of(scenario: Scenario, index: int, model: Model) -> SimulatedDevice:
         return SimulatedDevice(
             name, memory_bytes, lambda _: throttle.least_s(1, 1), lambda n: throttle.least_s(1, int(n)), True
         )
-    measured = layer_times(gpu, model.layer_parameters)
-    if measured is not None:
-        return SimulatedDevice(name, memory_bytes, *_scaled(measured, model))
-    flops = known.flops if known else scenario.peak_flops[index]
+    card = known_card(gpu, model.layer_parameters)
+    if card is not None:
+        return replace(card, name=name, memory_bytes=memory_bytes)
+    flops = scenario.peak_flops[index]
     if flops is None:
         raise UsageError(
             f"how fast device {index} of {scenario.name} is, is not known: its scenario needs gpu, peak_tflops or "
             "decode_units_per_s, or name a card for all such devices with --gpu"
         )
-    bytes_per_s = known.memory_bytes_per_s if known else flops / FLOPS_PER_BYTE
-    return SimulatedDevice(name, memory_bytes, *_roofline(model, flops, bytes_per_s))
+    return SimulatedDevice(name, memory_bytes, *_roofline(model.layer_parameters, flops, flops / FLOPS_PER_BYTE))
 
 
-def _scaled(measured: LayerTimes, model: Model) -> tuple[Seconds, Seconds]:
-    ratio = model.layer_parameters / measured.parameters
+def known_card(name: str | None, layer_parameters: int) -> SimulatedDevice | None:
+    """A card of the table as it computes layers of this size; None where the table does not have it."""
+    known, measured = find_gpu(name), layer_times(name, layer_parameters)
+    if known is None:
+        return None
+    speeds = (
+        _roofline(layer_parameters, known.flops, known.memory_bytes_per_s)
+        if measured is None
+        else _scaled(measured, layer_parameters)
+    )
+    return SimulatedDevice(known.name, known.memory_bytes, *speeds)
+
+
+def _scaled(measured: LayerTimes, layer_parameters: int) -> tuple[Seconds, Seconds]:
+    ratio = layer_parameters / measured.parameters
     return (
         lambda batch: max(PASS_S, ratio * measured.decode_s(batch)),
         lambda tokens: max(PASS_S, ratio * measured.prompt_s(tokens)),
     )
 
 
-def _roofline(model: Model, flops: float, bytes_per_s: float) -> tuple[Seconds, Seconds]:
-    arithmetic_s = FLOPS_PER_PARAMETER * model.layer_parameters / (flops * FLOPS_SHARE)
-    reading_s = WEIGHT_BYTES * model.layer_parameters / (bytes_per_s * BANDWIDTH_SHARE)
+def _roofline(layer_parameters: int, flops: float, bytes_per_s: float) -> tuple[Seconds, Seconds]:
+    arithmetic_s = FLOPS_PER_PARAMETER * layer_parameters / (flops * FLOPS_SHARE)
+    reading_s = WEIGHT_BYTES * layer_parameters / (bytes_per_s * BANDWIDTH_SHARE)
 
     def pass_s(tokens: float) -> float:
         return max(PASS_S, reading_s, arithmetic_s * tokens)

@@ -123,6 +123,10 @@ class Directory:
         """By id, what those announced whom `suspect` dropped and who have not come back: they may live or not."""
         return self._peer_table.suspects(self._now())
 
+    def why_suspected(self, peer: PeerId) -> str:
+        """What `suspect` was told of a peer; empty where nothing was."""
+        return self._peer_table.why_suspected(peer)
+
     def hurry(self) -> None:
         """Somebody waits for a change: read now."""
         self._calm = 1.0

@@ -71,6 +71,11 @@ class PeerTable:
             and known.life is not State.OFFLINE
         }
 
+    def why_suspected(self, peer: PeerId) -> str:
+        """Why a peer was dropped; empty where it was not."""
+        suspicion = self._suspicions.get(peer)
+        return "" if suspicion is None else suspicion.reason
+
     def newest(self, peer: PeerId) -> Announcement | None:
         """The newest announcement of a peer, live or not."""
         return self._newest.get(peer)

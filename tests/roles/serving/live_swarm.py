@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from swarmnode.config import ClientConfig, ServerConfig
+from swarmnode.decisions import DecisionLog
 from swarmnode.errors import PeerError
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
@@ -87,6 +88,7 @@ class LiveClient:
             swarm=SimpleNamespace(manifest=None),
             standing=Standing(pathlib.Path("nowhere"), asyncio.get_running_loop().time),
             access_control=None,
+            decisions=DecisionLog(unix_s),
         )
         self.router = DirectoryRouter(host, UNITS, Span(0, UNITS), ring=True)
 

@@ -16,6 +16,7 @@ import msgspec
 
 from swarmnode.codec.audit_messages import MAX_SKETCHED, SEED_BYTES
 from swarmnode.codec.messages import HopSpec, Want
+from swarmnode.decisions import Topic
 from swarmnode.errors import NoRoute, PeerRefused, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.audits.replicas import second_route
@@ -92,6 +93,9 @@ class AuditCase:
         for judgement, hop, other in zip(agreed, original.route, second.route, strict=False):
             for peer in {hop.peer, other.peer} if hop.peer != other.peer else ():
                 self._auditor.standing.pass_audit(peer, judgement.compared)
+                self._note(
+                    "finds it right", peer, f"{judgement.compared} positions of {self._name} were computed by two alike"
+                )
         if found.false_hop is not None:
             return await self._who(original, second, found.false_hop)
         return "void" if found.unclear else "passed"
@@ -106,7 +110,7 @@ class AuditCase:
             agrees = [self._compare(run, third).agree_at(index) for run in (original, second)]
             if sorted(agrees, key=str) == [False, True]:
                 self.accused = (original, second)[agrees.index(False)].accounts[index]
-                return self._shun(self.accused.statement.peer, "computes falsely")
+                return self._shun(self.accused.statement.peer, "computes falsely", third.route[index].peer)
         self._doubt(suspects[0], suspects[1])
         self._doubt(suspects[1], suspects[0])
         return "doubt"
@@ -132,14 +136,24 @@ class AuditCase:
     def _doubt(self, peer: PeerId, other: str) -> bool:
         """Whether it is shunned now, with the doubts that there were."""
         shunned = self._auditor.standing.doubt(peer, other)
+        self._note("leaves it out for a week" if shunned else "doubts it", peer, f"it contradicts {other}")
         if shunned:
             log.warning("peer %s contradicts one after another: it is left out from now on", peer)
         return shunned
 
-    def _shun(self, peer: PeerId, why: str) -> str:
+    def _shun(self, peer: PeerId, why: str, third: PeerId) -> str:
         log.warning("peer %s %s: it is left out from now on", peer, why)
         self._auditor.standing.shun(peer)
+        self._note(
+            "leaves it out for a week",
+            peer,
+            f"it {why}: {third} computed {self._name} as another peer did, and not as it",
+        )
         return "false"
+
+    def _note(self, what: str, peer: PeerId, *facts: str) -> None:
+        trust = f"its standing is {self._auditor.standing.trust(peer):.2f} of 1"
+        self._auditor.host.decisions.note(Topic.AUDIT, what, (*facts, trust), about=(peer,))
 
     # -- asking
 

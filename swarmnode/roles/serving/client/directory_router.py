@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 
 from swarmnode.codec.messages import HopSpec
+from swarmnode.decisions import Topic
 from swarmnode.errors import NoRoute
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.cost import BYTES_PER_HIDDEN
@@ -18,7 +19,7 @@ from swarmnode.plan.view import Span, View, view_of
 from swarmnode.roles.host import Host
 from swarmnode.roles.serving.client.router import Route, Router
 from swarmnode.swarm.peers.trust import EVERYBODY, Trust
-from swarmnode.swarm.records.announcement import Announcement
+from swarmnode.swarm.records.announcement import Announcement, State
 
 
 class DirectoryRouter(Router):
@@ -28,6 +29,7 @@ class DirectoryRouter(Router):
         self.observed_latency = host.observed_latency
         self._directory = host.directory
         self._standing = host.standing
+        self._decisions = host.decisions
         self._paths = host.paths
         manifest = host.swarm.manifest
         self._position_bytes = manifest.model.hidden * BYTES_PER_HIDDEN if manifest is not None else 0
@@ -72,8 +74,28 @@ class DirectoryRouter(Router):
         try:
             route = find_route(view, units=self._span, client=own, ring=self._ring, avoid=avoid, keep=keep, size=size)
         except NoRoute as error:
+            self._note("finds no route", str(error), view, avoid)
             raise error if self._trust == EVERYBODY else NoRoute(f"among those you trust, {error}") from None
+        self._note("takes a route", f"{route!r} for a token, as estimated", view, avoid, route.hops)
         return tuple(route.hops)
+
+    def _note(self, what: str, result: str, view: View, avoid: frozenset[PeerId], hops: Sequence[HopSpec] = ()) -> None:
+        """Write down what was decided, on what this peer knew of the others."""
+        peers, own = {peer.peer: peer for peer in view.peers}, self._directory.network.peer_id
+        ready = sum(peer.state is State.READY for peer in view.peers)
+        left_out = avoid & peers.keys()
+        facts = [
+            result,
+            f"{ready} peers were ready, {len(left_out)} left out: they failed, were busy, are new, or false",
+        ]
+        for hop in hops:
+            peer, rtt_s = peers[hop.peer], view.rtt_s.get((own, hop.peer))
+            distance = "its distance is not known" if rtt_s is None else f"{rtt_s * 1e3:.1f} ms away"
+            speed = f"counts as {peer.assumed_units_per_s:.4g} units/s"
+            facts.append(
+                f"{hop.peer[-8:]} for units {Span(hop.start, hop.end)} {speed}, {peer.sessions} sessions, {distance}"
+            )
+        self._decisions.note(Topic.ROUTING, what, facts, about=tuple(hop.peer for hop in hops), units=self._span)
 
     def _newcomers_left_out(self, view: View, avoid: frozenset[PeerId]) -> frozenset[PeerId]:
         """Of most sessions."""

@@ -1,0 +1,133 @@
+"""`swarmnode bench`: how fast this machine is, beside the cards that are known."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from swarmnode.cli.terminal.console import HOME, JSON, default_home, print_json, reports_errors, say
+from swarmnode.config import DTYPES
+
+if TYPE_CHECKING:
+    from swarmnode.compute.device import Device
+    from swarmnode.compute.module_speed import LayerShape
+
+POSITIONS = 64  # of a prompt's chunk
+
+
+@reports_errors
+def bench(
+    model: str = typer.Argument(
+        "",
+        metavar="[MODEL]",
+        help="Whose layers are computed: a folder, or a hub id, of which only the config is read; default: Llama 2 7B's.",
+        show_default=False,
+    ),
+    device: str = typer.Option("auto", "--device", help="auto, cpu, cuda, cuda:1, mps."),
+    dtype: str = typer.Option("auto", "--dtype", metavar="|".join(DTYPES), help="In which the layers are computed."),
+    threads: int = typer.Option(0, "--threads", min=0, help="CPU threads to compute with; default: torch's choice."),
+    home: Path = HOME,
+    as_json: bool = JSON,
+) -> None:
+    """Measure this machine: each module of a layer, memory and disk, beside what known cards do. At most a config is downloaded.
+
+    A unit is a layer of this size. Measured figures of cards are Helix's, the others follow from datasheets.
+
+    Example: swarmnode bench --device cuda
+    """
+    from swarmnode.compute.device import probe_device, set_threads
+    from swarmnode.config import StageConfig
+
+    StageConfig(device=device, dtype=dtype).check()
+    probed = probe_device(device)
+    set_threads(threads or None)
+    shape = _shape_of(model)
+    measured = _measure(probed, dtype, shape, default_home(home))
+    cards = _cards(shape.parameters)
+    if as_json:
+        print_json({**measured, "cards": cards})
+        return
+    _show(str(probed), measured, cards)
+
+
+def _shape_of(model: str) -> LayerShape:
+    from swarmnode.compute.module_speed import LayerShape
+
+    if not model:
+        return LayerShape()
+    from swarmnode.compute.model.hub import open_checkpoint
+
+    return LayerShape.of_config(open_checkpoint(model).config)
+
+
+def _measure(device: Device, dtype: str, shape: LayerShape, home: Path) -> dict[str, Any]:
+    from swarmnode.compute.disk_rate import measure_disk
+    from swarmnode.compute.module_speed import measure_modules, whole_layer
+    from swarmnode.compute.read_rate import measure_read_rate
+    from swarmnode.roles.serving.stage import DTYPES as TORCH_DTYPES
+
+    chosen = device.default_dtype if dtype == "auto" else TORCH_DTYPES[dtype]
+    modules = list(measure_modules(device, chosen, shape, positions=POSITIONS))
+    layer = whole_layer(modules)
+    place = next(folder for folder in (home, *home.parents) if folder.exists())
+    written, read = measure_disk(place)
+    return {
+        "device": device.name,
+        "dtype": str(chosen).removeprefix("torch."),
+        "layer_parameters": shape.parameters,
+        "modules": [asdict(module) for module in (*modules, layer)],
+        "decode_units_per_s": round(1 / layer.decode_s, 3),
+        "prefill_units_per_s": round(POSITIONS / layer.prompt_s, 3),
+        "training_units_per_s": round(POSITIONS / layer.training_s, 3),
+        "memory_bytes": device.total_bytes,
+        "memory_bytes_per_s": round(measure_read_rate(device)),
+        "disk_write_bytes_per_s": round(written),
+        "disk_read_bytes_per_s": round(read),
+    }
+
+
+def _cards(layer_parameters: int) -> list[dict[str, Any]]:
+    """What known cards do with such layers."""
+    from swarmnode.plan.offline.gpus import known_gpus
+    from swarmnode.simulate.environment.devices import BACKWARD, known_card
+
+    cards = []
+    for gpu in known_gpus().values():
+        card = known_card(gpu.name, layer_parameters)
+        assert card is not None
+        prompt_s = card.prompt_layer_s(POSITIONS)
+        cards.append(
+            {
+                "device": gpu.name,
+                "decode_units_per_s": round(card.decode_units_per_s, 3),
+                "prefill_units_per_s": round(POSITIONS / prompt_s, 3),
+                "training_units_per_s": round(POSITIONS / prompt_s / (1 + BACKWARD), 3),
+                "memory_bytes": gpu.memory_bytes,
+                "memory_bytes_per_s": gpu.memory_bytes_per_s,
+            }
+        )
+    return sorted(cards, key=lambda card: -card["decode_units_per_s"])
+
+
+def _show(title: str, measured: dict[str, Any], cards: list[dict[str, Any]]) -> None:
+    from swarmnode.cli.terminal.tables import new_table, show
+
+    millions, dtype = measured["layer_parameters"] / 1e6, measured["dtype"]
+    written, read = measured["disk_write_bytes_per_s"] / 1e9, measured["disk_read_bytes_per_s"] / 1e9
+    say(f"{title}; the disk takes {written:.2f} GB/s and gives {read:.2f} GB/s")
+    columns = ("ms of a pass", "one token", f"{POSITIONS} of a prompt", "and trained")
+    modules = new_table(f"a layer of {millions:,.1f} M parameters in {dtype}", columns, numbers=columns[1:])
+    for module in measured["modules"]:
+        times_s = module["decode_s"], module["prompt_s"], module["training_s"]
+        modules.add_row(module["name"], *(f"{1e3 * time_s:,.2f}" for time_s in times_s))
+    speeds_of = ("units/s", "one by one", "prompts", "training", "GB", "GB/s")
+    table = new_table("beside known cards", speeds_of, numbers=speeds_of[1:])
+    for row in ({**measured, "device": "this machine"}, *cards):
+        speeds = row["decode_units_per_s"], row["prefill_units_per_s"], row["training_units_per_s"]
+        sizes = row["memory_bytes"] / 1e9, row["memory_bytes_per_s"] / 1e9
+        plain = (f"{float(format(speed, '.3g')):,g}" for speed in speeds)
+        table.add_row(row["device"], *plain, *(f"{size:,.0f}" for size in sizes))
+    show(modules, table)

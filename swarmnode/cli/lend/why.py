@@ -1,0 +1,98 @@
+"""`swarmnode why`: the facts behind what a node, a peer or a swarm does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from swarmnode.cli.lend.lending import state_text
+from swarmnode.cli.options.swarm import open_swarm
+from swarmnode.cli.terminal.console import (
+    HOME,
+    JSON,
+    default_home,
+    fail,
+    print_json,
+    reports_errors,
+    run_async,
+    say,
+    set_up_logging,
+)
+from swarmnode.cli.terminal.durations import format_duration
+from swarmnode.cli.terminal.printable import one_line
+
+
+@reports_errors
+def why(
+    about: str = typer.Argument(
+        "",
+        metavar="[PEER|SESSION|UNIT]",
+        help="A peer's name or the end of its id, a session's trace id, a unit's number; default: this machine's nodes.",
+        show_default=False,
+    ),
+    swarm: str = typer.Option(
+        "",
+        "--swarm",
+        metavar="SWARM",
+        help="Ask this swarm's directory, not the nodes of this machine.",
+        show_default=False,
+    ),
+    home: Path = HOME,
+    as_json: bool = JSON,
+) -> None:
+    """Why a node idles, pauses, refuses, or holds these units and not those; why a peer is left out; why a route goes as it goes.
+
+    What was decided is told with what it was decided on, as the nodes wrote it down.
+
+    Example: swarmnode why 12
+    """
+    set_up_logging(False)
+    folder = default_home(home)
+    explained = _ask_swarm(swarm, about, folder) if swarm else _ask_nodes(about, folder)
+    if as_json:
+        print_json(explained)
+        return
+    for node in explained:
+        _tell(node, about)
+
+
+def _ask_nodes(about: str, home: Path) -> list[dict[str, Any]]:
+    from swarmnode.lending.control_client import running_nodes, tell_node
+
+    answers = ((node, tell_node(path, "why", about=about)) for node, path in running_nodes(home).items())
+    explained = [{"node": node, **answer} for node, answer in answers if answer is not None]
+    return explained or fail("no node runs here; `--swarm NAME` asks a swarm's directory")
+
+
+def _ask_swarm(swarm: str, about: str, home: Path) -> list[dict[str, Any]]:
+    from swarmnode.client import SwarmClient
+
+    loaded = open_swarm(swarm, home)
+
+    async def look(stop: asyncio.Event) -> dict[str, Any]:
+        client = await SwarmClient.join(loaded, home=home)
+        try:
+            return client.why(about)
+        finally:
+            await client.close()
+
+    return [{"node": f"the swarm {loaded.name}", "state": "as seen from here", **run_async(look)}]
+
+
+def _tell(node: dict[str, Any], about: str) -> None:
+    say(f"{node['node']}: {state_text(node)}")
+    for fact in node["facts"]:
+        say(f"  {one_line(fact)}")
+    for decision in node["decisions"]:
+        ago = format_duration(max(0.0, time.time() - decision["at"]))
+        often = f", {decision['times']} times" if decision["times"] > 1 else ""
+        whom = f" ({', '.join(decision['about'])})" if decision["about"] else ""
+        say(f"  {decision['topic']}, {ago} ago{often}: {one_line(decision['what'] + whom)}")
+        for fact in decision["facts"]:
+            say(f"    - {one_line(fact)}")
+    if not node["facts"] and not node["decisions"]:
+        say(f"  nothing is known here of {one_line(about) or 'it'}")

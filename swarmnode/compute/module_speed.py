@@ -1,0 +1,156 @@
+"""How long each module of a transformer layer takes on a device, as arXiv 2311.03687 breaks layers down: by itself, in plain torch.
+
+The weights are drawn and nothing is loaded, so that a host can say what a card is worth before it holds any model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from swarmnode.compute.device import Device
+from swarmnode.compute.speed import Clock, best_s
+
+Module = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Of a layer with grouped-query attention and a gated feed-forward network, in elements."""
+
+    hidden: int = 4096  # Llama 2 7B, by default
+    heads: int = 32
+    kv_heads: int = 32
+    head_size: int = 128
+    feed_forward: int = 11_008
+
+    @classmethod
+    def of_config(cls, config: Any) -> LayerShape:
+        """Of a transformers config."""
+        heads = int(config.num_attention_heads)
+        return cls(
+            hidden=int(config.hidden_size),
+            heads=heads,
+            kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+            head_size=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+            feed_forward=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
+        )
+
+    @property
+    def qkv(self) -> int:
+        """Width of queries, keys and values together."""
+        return (self.heads + 2 * self.kv_heads) * self.head_size
+
+    @property
+    def parameters(self) -> int:
+        """Of its matrices."""
+        return self.hidden * (self.qkv + self.heads * self.head_size + 3 * self.feed_forward)
+
+
+@dataclass(frozen=True)
+class ModuleSpeed:
+    """Seconds of one pass: of a single position, of a prompt's positions, and of these forward and backward."""
+
+    name: str
+    decode_s: float
+    prompt_s: float
+    training_s: float
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A module: what it computes, from `inputs(positions)` and weights of these shapes."""
+
+    name: str
+    run: Module
+    inputs: Callable[[int], Sequence[tuple[int, ...]]]
+    weights: Sequence[tuple[int, ...]] = ()
+
+
+def measure_modules(
+    device: Device,
+    dtype: torch.dtype,
+    shape: LayerShape = LayerShape(),
+    *,
+    positions: int = 64,
+    context: int = 512,
+    clock: Clock = time.perf_counter,
+) -> Iterator[ModuleSpeed]:
+    """Each module by itself: one position after `context` others, and chunks of so many `positions`. Some seconds in all."""
+    for part in _parts(shape, context):
+        weights = [_drawn(size, device, dtype) for size in part.weights]
+        one, many = ([_drawn(size, device, dtype) for size in part.inputs(count)] for count in (1, positions))
+        with torch.inference_mode():
+            decode_s, prompt_s = (_pass_s(part.run, inputs, weights, device, clock) for inputs in (one, many))
+        yield ModuleSpeed(part.name, decode_s, prompt_s, _training_s(part.run, many, weights, device, clock))
+
+
+def whole_layer(modules: Sequence[ModuleSpeed]) -> ModuleSpeed:
+    """The sum: a layer, which is what a unit mostly is."""
+    sums = (sum(getattr(one, field) for one in modules) for field in ("decode_s", "prompt_s", "training_s"))
+    return ModuleSpeed("layer", *sums)
+
+
+def _parts(shape: LayerShape, context: int) -> tuple[_Part, ...]:
+    heads, kv_heads, size = shape.heads, shape.kv_heads, shape.head_size
+
+    def attention_inputs(count: int) -> Sequence[tuple[int, ...]]:
+        keys = context + 1 if count == 1 else count
+        return (1, heads, count, size), (1, kv_heads, keys, size), (1, kv_heads, keys, size)
+
+    def hidden(count: int) -> Sequence[tuple[int, ...]]:
+        return ((1, count, shape.hidden),)
+
+    attended = heads * size
+    return (
+        _Part("normalise (twice)", _normalise, hidden, [(shape.hidden,)] * 2),
+        _Part("queries, keys, values", functional.linear, hidden, [(shape.qkv, shape.hidden)]),
+        _Part("attend", _attend, attention_inputs),
+        _Part("attention's output", functional.linear, lambda count: ((1, count, attended),), [(shape.hidden, attended)]),
+        _Part(
+            "feed forward", _feed_forward, hidden,
+            [(shape.feed_forward, shape.hidden)] * 2 + [(shape.hidden, shape.feed_forward)],
+        ),
+    )  # fmt: skip
+
+
+def _normalise(hidden_BTH: Tensor, first_H: Tensor, second_H: Tensor) -> Tensor:
+    width = hidden_BTH.shape[-1:]
+    return functional.rms_norm(functional.rms_norm(hidden_BTH, width, first_H), width, second_H)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """(rows, heads, positions, head size); keys and values of groups of heads are repeated for them."""
+    groups = queries.shape[1] // keys.shape[1]
+    keys, values = (each.repeat_interleave(groups, dim=1) for each in (keys, values))
+    return functional.scaled_dot_product_attention(queries, keys, values, is_causal=queries.shape[2] > 1)
+
+
+def _feed_forward(hidden_BTH: Tensor, gate_FH: Tensor, up_FH: Tensor, down_HF: Tensor) -> Tensor:
+    gated = functional.silu(functional.linear(hidden_BTH, gate_FH)) * functional.linear(hidden_BTH, up_FH)
+    return functional.linear(gated, down_HF)
+
+
+def _drawn(size: tuple[int, ...], device: Device, dtype: torch.dtype) -> Tensor:
+    return torch.full(size, 0.01, dtype=dtype, device=device.torch_device)
+
+
+def _pass_s(run: Module, inputs: Sequence[Tensor], weights: Sequence[Tensor], device: Device, clock: Clock) -> float:
+    return best_s(lambda: run(*inputs, *weights), device.torch_device, clock)
+
+
+def _training_s(
+    run: Module, inputs: Sequence[Tensor], weights: Sequence[Tensor], device: Device, clock: Clock
+) -> float:
+    learnt = [value.detach().requires_grad_() for value in (*inputs, *weights)]
+
+    def there_and_back() -> None:
+        torch.autograd.grad(run(*learnt).float().sum(), learnt)
+
+    return best_s(there_and_back, device.torch_device, clock)
