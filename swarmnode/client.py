@@ -353,7 +353,7 @@ def _import_causal_lm() -> tuple[Any, Any]:
 async def aconnect(
     swarm: str | Path,
     *,
-    home: Path | None = None,
+    home: str | Path | None = None,
     patience_s: float = 60.0,
     trust: Sequence[str] = (),
     audit_share: float = ClientConfig.audit_share,
@@ -365,5 +365,6 @@ async def aconnect(
     `audit_share` is how much of what the answers cost is spent on having some computed once more by other peers; 0 for none.
     Raises NetworkDown, UsageError, NotAdmitted.
     """
-    known, trusted = load_swarm(swarm, home), parse_trust(trust)
-    return await SwarmClient.join(known, home=home, patience_s=patience_s, trust=trusted, audit_share=audit_share)
+    folder = None if home is None else Path(home)
+    known, trusted = load_swarm(swarm, folder), parse_trust(trust)
+    return await SwarmClient.join(known, home=folder, patience_s=patience_s, trust=trusted, audit_share=audit_share)

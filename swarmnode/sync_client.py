@@ -122,11 +122,12 @@ class SyncSwarm:
 def connect(
     swarm: str | Path,
     *,
-    home: Path | None = None,
+    home: str | Path | None = None,
     patience_s: float = 60.0,
     trust: Sequence[str] = (),
     audit_share: float = ClientConfig.audit_share,
 ) -> SyncSwarm:
     """Join a swarm as a client: `with connect(...) as swarm`. Arguments and errors are those of `aconnect`."""
-    known, trusted = load_swarm(swarm, home), parse_trust(trust)
-    return SyncSwarm(known, home=home, patience_s=patience_s, trust=trusted, audit_share=audit_share)
+    folder = None if home is None else Path(home)
+    known, trusted = load_swarm(swarm, folder), parse_trust(trust)
+    return SyncSwarm(known, home=folder, patience_s=patience_s, trust=trusted, audit_share=audit_share)

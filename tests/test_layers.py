@@ -188,6 +188,14 @@ def test_importing_the_package_loads_nothing_of_it() -> None:
     assert not loaded & HEAVY
 
 
+def test_a_client_starts_without_torch() -> None:
+    """It computes nothing, and torch takes longer to import than all else that joining and asking take."""
+    listing = "import sys, swarmnode.client, swarmnode.net.libp2p.engine; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", listing], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    assert not loaded & (HEAVY - {"hivemind", "numpy"})
+
+
 def test_every_public_definition_says_what_it_is() -> None:
     """What a method of the same name in an abstract class or a protocol says need not be said again, nor what a class of another
     package calls."""

@@ -16,6 +16,7 @@ from swarmnode.codec.body import MAX_POSITIONS, Body, Position, SessionId
 from swarmnode.codec.frames import FrameKind
 from swarmnode.errors import ProtocolError
 
+AUDIT_PROTOCOL = "/swarmnode/audit/1"
 SKETCH_VALUES = 32
 SKETCH_BYTES = 4 * SKETCH_VALUES  # of one position: float32, little-endian
 SEED_BYTES = 16

@@ -7,14 +7,13 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from swarmnode.codec.audit_messages import GetStatement, StatementReply
+from swarmnode.codec.audit_messages import AUDIT_PROTOCOL, GetStatement, StatementReply
 from swarmnode.codec.messages import Error, Hello, Open
 from swarmnode.compute.serving.sketch import sketch, sketch_bytes
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.roles.question_server import Answer, QuestionServer
-from swarmnode.roles.serving.audits.hop_account import AUDIT_PROTOCOL
 from swarmnode.roles.serving.audits.transcript import Conveyed
 from swarmnode.roles.serving.opened import units_of
 from swarmnode.roles.serving.session import StageSession

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from swarmnode.codec.audit_messages import AUDIT_PROTOCOL
 from swarmnode.config import ClientConfig
 from swarmnode.errors import LocalError, SwarmnodeError
 from swarmnode.metrics import table
@@ -26,7 +27,6 @@ from swarmnode.plan.audits.replicas import second_route
 from swarmnode.plan.audits.tolerances import Calibration
 from swarmnode.plan.view import PREFILL_GAIN, UNMEASURED_UNITS_PER_S
 from swarmnode.roles.host import Host
-from swarmnode.roles.serving.audits.hop_account import AUDIT_PROTOCOL
 from swarmnode.roles.serving.client.client_session import ClientSession
 from swarmnode.roles.serving.client.router import Route
 from swarmnode.roles.serving.client.session_spec import SessionSpec

@@ -21,8 +21,6 @@ from swarmnode.roles.fetching.sources import ask
 from swarmnode.roles.question_server import BUSY_RETRY_S
 from swarmnode.swarm.records.statement import Statement, open_statement
 
-AUDIT_PROTOCOL = "/swarmnode/audit/1"
-
 
 @dataclass(frozen=True)
 class HopAccount:
