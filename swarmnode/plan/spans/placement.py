@@ -91,7 +91,7 @@ def choose_span(view: View, joiner: Joiner) -> Span:
     others = [peer for peer in view.peers if peer.peer != joiner.peer]
     settled = (peer for peer in others if peer.state in (State.LOADING, State.READY))
     capacity_index = CapacityIndex(view.units, settled, view.position_bytes)
-    claims = sorted((peer for peer in others if peer.state is State.JOINING), key=_priority)
+    claims = sorted((peer for peer in others if peer.state is State.JOINING and peer.span.units), key=_priority)
     earlier = [claim for claim in claims if _priority(claim) < (joiner.started_at, joiner.peer)]
     for claim in earlier[:-MAX_CLAIMS]:
         capacity_index.change(claim, 1)

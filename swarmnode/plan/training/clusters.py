@@ -16,11 +16,13 @@ LEVELS = 6  # scales that are told apart
 
 class Clusters:
     """Of N peers. `rise_L`: seconds that a hop which leaves the clusters of a level costs more than one inside; `label_LN`: the
-    cluster of each peer at each level, at the first of which everybody is alone."""
+    cluster of each peer at each level, at the first of which everybody is alone; `order`: all peers, clusters of any level side by
+    side."""
 
     def __init__(self, hop_NN: Floats) -> None:
         peers = len(hop_NN)
         tree = dendrogram(hop_NN)
+        self.order = tree.order
         scales = _scales(np.unique(tree.gaps)) if peers > 1 else []
         tops = [-1.0, *(float(scale.max()) for scale in scales[:-1])]
         self.rise_L: Floats = np.diff([0.0, *(float(scale.mean()) for scale in scales)])

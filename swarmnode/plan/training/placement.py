@@ -1,8 +1,9 @@
-"""Placement for training: which units a peer should hold so that a step becomes shortest, and how many.
+"""Placement for training: which units a peer should hold so that a step becomes shortest, how many, and whether any.
 
-How much to hold follows from the network alone: for each number of stages that the model may be cut into, a step is estimated as
-if everybody had found a good place; all who see the same peers come to the same stages, so that spans meet without anybody
-planning for others. Where to stand is the best response to where the others stand (`step_forecast.py`), each peer for itself.
+What counts first is that every unit has a holder, then that it has a second one: what the last one has learnt goes with it. Then
+the step's forecast (`step_forecast.py`): each peer goes where the step becomes shortest, given where the others stand (best
+response). Peers that do so one by one can come to an order that no single move betters; so before anything is trained all come to
+the same layout, too (`layout.py`), and a peer goes to its place in it where no move of its own is as good.
 """
 
 from __future__ import annotations
@@ -10,12 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-import numpy as np
-
-from swarmnode.plan.spans.flow import Floats, Indexes
-from swarmnode.plan.training.step_forecast import StepForecast
+from swarmnode.plan.spans.flow import Floats
+from swarmnode.plan.training.layout import HOLDERS, STANDING_BY, StageLayout
+from swarmnode.plan.training.step_forecast import StepForecast, held_units
 from swarmnode.plan.view import Span
 
 HYSTERESIS = 0.002  # relative: a step must become so much shorter
@@ -29,86 +28,63 @@ class TrainingPeers:
     capacity_units: Sequence[int]
 
 
-def choose_training_span(
-    forecast: StepForecast, stages: Sequence[Span], peers: TrainingPeers, peer: int
-) -> Span | None:
-    """The span that this one should hold, its own where none is better; None where, whatever it takes, units would have nobody."""
-    windows = _windows(stages, peers.capacity_units[peer])
-    held = {unit for other, span in enumerate(peers.spans) if other != peer for unit in range(*span)}
-    most = max(len(held.union(range(*window))) for window in windows)
-    if most < forecast.load.units:
-        return None
-    windows = [window for window in windows if len(held.union(range(*window))) == most]
-    step_W = forecast.step_s(_settled(stages, peers), peer, windows)
-    best, now = int(step_W.argmin()), peers.spans[peer]
-    if now in windows and step_W[best] >= step_W[windows.index(now)] * (1 - HYSTERESIS):
-        return now
-    return windows[best]
+@dataclass(frozen=True)
+class TrainingPlace:
+    """Where a peer should be, and by how much a step becomes shorter by that, relative to where it is: 0 where it stays, infinite
+    where units would have nobody, or nobody else, without it."""
+
+    span: Span
+    gain: float = 0.0
 
 
-def _settled(stages: Sequence[Span], peers: TrainingPeers) -> list[Span]:
-    """Who holds something else than one of the stages is about to leave it, and counts as not there yet."""
-    return [
-        span if span in _windows(stages, capacity) else Span(0, 0)
+@dataclass(frozen=True)
+class _Worth:
+    """What an arrangement is worth, the least first: units without a holder, units with fewer than they should have, seconds of
+    a step."""
+
+    missing: int
+    fragile: int
+    step_s: float
+
+    def gain(self, now: _Worth) -> float:
+        """Against how it is now: of the step, relative; infinite where more units are safe, negative where fewer are."""
+        safer = (now.missing, now.fragile) > (self.missing, self.fragile)
+        if safer or (now.missing, now.fragile) < (self.missing, self.fragile):
+            return math.inf if safer else -math.inf
+        return now.step_s / self.step_s - 1
+
+
+def choose_training_place(
+    forecast: StepForecast, layout: StageLayout, peers: TrainingPeers, peer: int, *, hysteresis: float = HYSTERESIS
+) -> TrainingPlace | None:
+    """Where this one should stand; None where units have nobody whatever it takes, and in the layout neither."""
+    now, place = peers.spans[peer], layout.places[peer]
+    windows = list(dict.fromkeys([*layout.windows(peers.capacity_units[peer]), STANDING_BY]))
+    settled = [
+        span if span in layout.windows(capacity) else STANDING_BY  # else it is about to leave it, and is not there yet
         for span, capacity in zip(peers.spans, peers.capacity_units, strict=True)
     ]
+    worth_of = dict(zip(windows, _worth(forecast, settled, peer, windows), strict=True))
+    best = min(windows, key=lambda window: _order(worth_of[window]))
+    together = _worth(forecast, layout.places, peer, [place])[0]
+    stays = worth_of.get(now, _Worth(forecast.load.units, 0, math.inf))
+    if together.gain(worth_of[best]) > hysteresis and not together.missing:
+        return TrainingPlace(place, 0.0 if place == now else together.gain(stays))
+    if worth_of[best].missing:
+        return None
+    gain = worth_of[best].gain(stays)
+    return TrainingPlace(best, gain) if gain > hysteresis else TrainingPlace(now)
 
 
-def cut(unit_s_U: Floats, count: int) -> list[Span]:
-    """The units cut into so many stages that take about equally long (the least sum of squares), of at least one unit each."""
-    units = len(unit_s_U)
-    done_s = np.concatenate([[0.0], np.cumsum(unit_s_U)])
-    stage_s = done_s[None, :] - done_s[:, None]  # [start, end]
-    square = np.where(np.arange(units + 1)[:, None] < np.arange(units + 1), stage_s**2, np.inf)
-    least, starts = square[0], list[Indexes]()
-    for _ in range(count - 1):
-        total = least[:, None] + square
-        starts.append(total.argmin(axis=0))
-        least = total.min(axis=0)
-    ends = [units]
-    for start_of in reversed(starts):
-        ends.append(int(start_of[ends[-1]]))
-    return [Span(start, end) for start, end in pairwise([0, *reversed(ends)])]
+def _order(worth: _Worth) -> tuple[int, int, float]:
+    return worth.missing, worth.fragile, worth.step_s
 
 
-def _windows(stages: Sequence[Span], capacity: int) -> list[Span]:
-    """Whole stages; of those that are too long for a peer's memory all parts that it can hold."""
-    return [
-        Span(start, start + size)
-        for stage in stages
-        for size in [min(stage.units, max(1, capacity))]
-        for start in range(stage.start, stage.end - size + 1)
-    ]
-
-
-def common_stages(forecast: StepForecast, capacity_units: Sequence[int]) -> list[Span]:
-    """The stages with which a step takes least, by an estimate that knows nothing of who holds what."""
-    units = forecast.load.units
-    best_s, best = math.inf, cut(forecast.unit_s(units), units)
-    for count in range(1, units + 1):
-        stages = cut(forecast.unit_s(count), count)
-        longest = max(stage.units for stage in stages)
-        able = np.array([peer for peer, fitting in enumerate(capacity_units) if fitting >= longest], np.intp)
-        estimate_s = _estimate_s(forecast, stages, able) if len(able) else math.inf
-        if estimate_s < best_s:
-            best_s, best = estimate_s, stages
-    return best
-
-
-def _estimate_s(forecast: StepForecast, cut_out: Sequence[Span], able: Indexes) -> float:
-    """A step of those who can hold a stage. Pipelines stay in clusters as far as these are large enough; replicas are all over the
-    network. Fewer peers than stages take as many times longer."""
-    load, network, stages = forecast.load, forecast.network, len(cut_out)
-    replicas = max(1.0, len(able) / stages)
-    leaving_LC = np.ceil(stages / forecast.clusters.sizes(able)) - 1  # hops of a pipeline that leave a cluster
-    hops_s = float((forecast.clusters.rise_L[:, None] * leaving_LC).sum(axis=0).mean())
-    compute_s = load.microbatches * float(load.work_U.sum() / network.work_per_s_N[able].sum())
-    line_s = 2 * load.microbatches * hops_s / max(1, stages - 1) / replicas
-    gradient_bytes = 2 * max(float(load.gradient_bytes_U[slice(*stage)].sum()) for stage in cut_out)
-    pairs = np.ix_(able, able)
-    averaging_s = gradient_bytes * (1 - 1 / replicas) * float(forecast.line_N[able].max())
-    if replicas > 1:
-        averaging_s += gradient_bytes / replicas * float(forecast.path_NN[pairs].max())
-        averaging_s += 2 * float(network.delay_NN[pairs].max())
-    step_s = compute_s + line_s + 2 * hops_s + forecast.latency_s + averaging_s
-    return step_s * max(1.0, stages / len(able))
+def _worth(forecast: StepForecast, spans: Sequence[Span], peer: int, windows: Sequence[Span]) -> list[_Worth]:
+    """Of all on their spans, but this one on each of the windows."""
+    held_NU = held_units(spans, forecast.load.units)
+    held_NU[peer] = 0.0
+    holders_WU: Floats = held_NU.sum(axis=0) + held_units(windows, forecast.load.units)
+    step_W = forecast.step_s(spans, peer, windows)
+    missing_W, fragile_W = (holders_WU == 0).sum(axis=1), (holders_WU < HOLDERS).sum(axis=1)
+    return [_Worth(*of) for of in zip(missing_W.tolist(), fragile_W.tolist(), step_W.tolist(), strict=True)]

@@ -83,9 +83,9 @@ class StepForecast:
 
     def step_s(self, spans: Sequence[Span], peer: int, windows: Sequence[Span]) -> Floats:
         """[W]: seconds of a step with `peer` on each of the windows, all others on their spans (empty: they hold nothing)."""
-        held_NU = _held(spans, self.load.units)
+        held_NU = held_units(spans, self.load.units)
         held_NU[peer] = 0.0
-        window_WU = _held(windows, self.load.units)
+        window_WU = held_units(windows, self.load.units)
         return self._passing_s(held_NU, peer, window_WU) + self._averaging_s(held_NU, peer, window_WU)
 
     def _rates(self, held_NU: Floats, work_per_s: Floats) -> Floats:
@@ -149,7 +149,7 @@ def _mean(seconds_WX: Floats, sharpness: int) -> Floats:
     return mean_W
 
 
-def _held(spans: Sequence[Span], units: int) -> Floats:
+def held_units(spans: Sequence[Span], units: int) -> Floats:
     """[X, U]: 1 where a span has a unit."""
     starts_X, ends_X = np.array(spans, dtype=np.intp).reshape(-1, 2).T
     units_U = np.arange(units)

@@ -102,16 +102,21 @@ class World:
                 peer.span = self.choose(self.directory.view(), peer.joiner())
             else:
                 peer.span = self.peers[number % choosers].span
-            if not peer.span.units:
-                continue  # a plan without it
-            self._serve(peer)
-            self.directory.announce(peer.view())
-            self.directory.know_now()
+            self._announce_place(peer)
         if spans is None and self._trains:
             self._find_places()
+        for peer in self.by_id.values():
+            if peer.span.units:
+                self._serve(peer)
         self.directory.start()
         if spans is None and not self._trains:  # trained units do not move, nor do those of a plan
             self._look()
+
+    def _announce_place(self, peer: Peer) -> None:
+        """Known to all at once; whoever holds nothing stands by."""
+        peer.state = State.READY if peer.span.units else State.JOINING
+        self.directory.announce(peer.view())
+        self.directory.know_now()
 
     def _find_places(self) -> None:
         """All have come, and nothing is trained yet: each chooses again, in turn, until nobody would rather be elsewhere."""
@@ -122,8 +127,7 @@ class World:
 
     def _chooses_anew(self, peer: Peer) -> bool:
         before, peer.span = peer.span, self._choose(peer)
-        self.directory.announce(peer.view())
-        self.directory.know_now()
+        self._announce_place(peer)
         return peer.span != before
 
     def throughput(self) -> float:

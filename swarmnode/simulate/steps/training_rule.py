@@ -9,7 +9,8 @@ import numpy as np
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.placement import HOLDING, Joiner, choose_span
-from swarmnode.plan.training.placement import TrainingPeers, choose_training_span, common_stages
+from swarmnode.plan.training.layout import StageLayout, common_layout
+from swarmnode.plan.training.placement import TrainingPeers, choose_training_place
 from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork
 from swarmnode.plan.view import Span, View
 from swarmnode.simulate.environment.peers import Peer
@@ -35,7 +36,7 @@ class TrainingRule:
         self._world = world
         self._tokens = settings.tokens
         self._met: dict[PeerId, Peer] = {}  # also those that are gone, of which not everybody has heard
-        self._common: tuple[list[Peer], StepForecast, list[Span]] | None = None  # of the peers that were seen last
+        self._common: tuple[list[Peer], StepForecast, StageLayout] | None = None  # of the peers that were seen last
 
     def __repr__(self) -> str:
         return f"<TrainingRule for {self._load.units} units and {self._load.microbatches} microbatches>"
@@ -46,17 +47,18 @@ class TrainingRule:
         others = [peer for peer in view.peers if peer.state in HOLDING and peer.peer != joiner.peer]
         seen = sorted([*others, joiner.seen_in(view)], key=lambda peer: peer.peer)
         met = [self._met[peer.peer] for peer in seen]
-        forecast, stages = self._look_at(met)
+        forecast, layout = self._look_at(met)
         peers = TrainingPeers([peer.span for peer in seen], [peer.capacity_units for peer in met])
         own = [peer.peer for peer in seen].index(joiner.peer)
-        return choose_training_span(forecast, stages, peers, own) or choose_span(view, joiner)
+        place = choose_training_place(forecast, layout, peers, own)
+        return choose_span(view, joiner) if place is None else place.span
 
-    def _look_at(self, peers: list[Peer]) -> tuple[StepForecast, list[Span]]:
+    def _look_at(self, peers: list[Peer]) -> tuple[StepForecast, StageLayout]:
         """The same for all who see the same peers."""
         if self._common is None or self._common[0] != peers:
             forecast = StepForecast(self._load, self._network(peers))
-            stages = common_stages(forecast, [peer.capacity_units for peer in peers])
-            self._common = peers, forecast, stages
+            layout = common_layout(forecast, [peer.capacity_units for peer in peers])
+            self._common = peers, forecast, layout
         return self._common[1:]
 
     def _network(self, peers: Sequence[Peer]) -> TrainingNetwork:

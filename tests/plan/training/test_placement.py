@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from swarmnode.plan.training.clusters import Clusters
-from swarmnode.plan.training.placement import TrainingPeers, choose_training_span, common_stages, cut
+from swarmnode.plan.training.layout import STANDING_BY, common_layout, cut
+from swarmnode.plan.training.placement import TrainingPeers, TrainingPlace, choose_training_place
 from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork
 from swarmnode.plan.view import Span
 
-NOTHING = Span(0, 0)
 UNITS, NEAR_BPS, FAR_BPS = 8, 1e9, 1e8
 
 
@@ -29,17 +30,21 @@ def islands(sizes: list[int], work_per_s: float = 100.0) -> TrainingNetwork:
     )
 
 
-def settled(load: TrainingLoad, network: TrainingNetwork, capacities: list[int], rounds: int = 9) -> list[Span]:
-    """All hold all that fits, side by side, then choose in turn until nobody moves."""
+def settled(load: TrainingLoad, network: TrainingNetwork, capacities: list[int]) -> list[Span]:
+    """All hold all that fits, side by side, then find their places."""
     starts = [sum(capacities[:peer]) % (UNITS - capacity + 1) for peer, capacity in enumerate(capacities)]
     spans = [Span(start, start + capacity) for start, capacity in zip(starts, capacities, strict=True)]
-    forecast = StepForecast(load, network)
-    stages = common_stages(forecast, capacities)
+    return settled_from(spans, StepForecast(load, network), capacities)
+
+
+def settled_from(spans: list[Span], forecast: StepForecast, capacities: list[int], rounds: int = 9) -> list[Span]:
+    """They choose in turn until nobody moves."""
+    layout = common_layout(forecast, capacities)
     for _ in range(rounds):
         before = list(spans)
-        for peer in range(network.peers):
-            peers = TrainingPeers(spans, capacities)
-            spans[peer] = choose_training_span(forecast, stages, peers, peer) or spans[peer]
+        for peer in range(len(spans)):
+            place = choose_training_place(forecast, layout, TrainingPeers(spans, capacities), peer)
+            spans[peer] = spans[peer] if place is None else place.span
         if spans == before:
             return spans
     raise AssertionError("they never come to rest")
@@ -63,7 +68,7 @@ def test_pipelines_stay_on_their_islands() -> None:
 
 def test_no_more_is_held_than_pays() -> None:
     """Where averaging costs nothing all hold everything, where it costs much each holds little."""
-    network = islands([4, 4])
+    network = islands([8])
     light, heavy = (settled(load(size), network, [UNITS] * 8) for size in (0.0, 1e9))
     assert set(light) == {Span(0, UNITS)}
     assert max(span.units for span in heavy) <= 2
@@ -75,18 +80,55 @@ def test_small_memories_take_parts_and_all_is_held() -> None:
     assert all(span.units <= capacity for span, capacity in zip(spans, [2, 1] * 5, strict=True))
 
 
+def test_an_order_that_no_single_move_betters_is_left() -> None:
+    """Every island holds one half of the model: whoever of them moved alone would leave too few behind."""
+    capacities = [UNITS // 2] * 4
+    forecast = StepForecast(load(), islands([2, 2], work_per_s=20.0))
+    halves = [Span(0, 4), Span(4, 8), Span(0, 4), Span(4, 8)]  # peers stand on the islands by turns
+    spans = settled_from(halves, forecast, capacities)
+    assert set(spans[0::2]) == set(spans[1::2]) == {Span(0, 4), Span(4, 8)}
+
+
+def test_who_would_only_hold_others_up_stands_by() -> None:
+    """Two islands behind a line of 0.1 Mbit/s: training stays on the faster one, and the other is spare."""
+    network = islands([4, 4])
+    slow = TrainingNetwork(
+        np.where(np.arange(8) % 2, 50.0, 100.0),
+        network.delay_NN,
+        np.where(network.bandwidth_NN == FAR_BPS, 1e5, NEAR_BPS),
+    )
+    spans = settled(load(), slow, [UNITS] * 8)
+    assert spans[1::2] == [STANDING_BY] * 4
+    assert {unit for span in spans for unit in range(*span)} == set(range(UNITS))
+
+
+def test_every_unit_has_two_holders_first() -> None:
+    """Averaging costs much, so that each would best hold a quarter: with four peers that would leave units to one of them."""
+    spans = settled(load(1e9), islands([4]), [UNITS] * 4)
+    assert Counter(unit for span in spans for unit in range(*span)) == dict.fromkeys(range(UNITS), 2)
+
+
+def test_who_is_spare_takes_the_place_of_those_that_are_lost() -> None:
+    capacities = [UNITS // 2] * 3
+    forecast = StepForecast(load(), islands([3]))
+    layout = common_layout(forecast, capacities)
+    peers = TrainingPeers([Span(0, 4), STANDING_BY, STANDING_BY], capacities)
+    assert choose_training_place(forecast, layout, peers, 1) == TrainingPlace(Span(4, 8), math.inf)
+
+
 def test_who_would_leave_units_alone_says_so() -> None:
     forecast = StepForecast(load(), islands([1, 1]))
-    peers = TrainingPeers([Span(0, 2), NOTHING], [2, 2])
-    assert choose_training_span(forecast, common_stages(forecast, [2, 2]), peers, 1) is None
+    peers = TrainingPeers([Span(0, 2), STANDING_BY], [2, 2])
+    assert choose_training_place(forecast, common_layout(forecast, [2, 2]), peers, 1) is None
 
 
 def test_one_that_is_content_stays() -> None:
     network = islands([2, 2])
     peers = TrainingPeers(settled(load(1e8), network, [UNITS] * 4), [UNITS] * 4)
     forecast = StepForecast(load(1e8), network)
-    stages = common_stages(forecast, peers.capacity_units)
-    assert [choose_training_span(forecast, stages, peers, peer) for peer in range(4)] == list(peers.spans)
+    layout = common_layout(forecast, peers.capacity_units)
+    places = [choose_training_place(forecast, layout, peers, peer) for peer in range(4)]
+    assert places == [TrainingPlace(span) for span in peers.spans]
 
 
 def test_a_forecast_of_one_stage_is_what_can_be_worked_out_by_hand() -> None:
