@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from swarmnode.codec.logprobs import TokenLogprob
 from swarmnode.codec.trace_messages import Trace
 from swarmnode.config import ClientConfig
 from swarmnode.errors import NoRoute, UsageError
@@ -47,10 +48,11 @@ T = TypeVar("T")
 
 
 class GeneratedText(NamedTuple):
-    """One generated token, and the text that it adds (None for a checkpoint without tokenizer)."""
+    """One generated token, and the text that it adds (None for a checkpoint without tokenizer). `logprobs` where wanted."""
 
     id: int
     text: str | None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class TextStream:
@@ -82,13 +84,14 @@ class TextStream:
         told = ""
         async with contextlib.aclosing(aiter(self._ring)) as tokens:  # who stops listening frees the session at once
             async for token in tokens:
+                logprobs = self.result.logprobs[-1] if self.result.logprobs else ()
                 if self._text is None:
-                    yield GeneratedText(token, None)
+                    yield GeneratedText(token, None, logprobs)
                     continue
                 piece = self._text.push(token)
                 told += piece
                 self.result.text = told + self._text.rest
-                yield GeneratedText(token, piece)
+                yield GeneratedText(token, piece, logprobs)
 
 
 class SwarmClient:
@@ -226,6 +229,8 @@ class SwarmClient:
         limits = await self.limits()
         prompt = limits.ids(prompt)
         limits.check_generation(len(prompt), options.max_new_tokens)
+        if options.logit_bias:
+            limits.check_ids(min(options.logit_bias), max(options.logit_bias))
         if not options.stop_ids:
             options = dataclasses.replace(options, stop_ids=await self.stop_ids())
         router = self._router(Span(0, self.units), ring=True)

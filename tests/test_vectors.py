@@ -17,8 +17,11 @@ from referencing import Registry, Resource
 from swarmnode.codec.audit_messages import running_digest
 from swarmnode.codec.frames import FrameKind, FrameReader, pack_header
 from swarmnode.codec.messages import BODIES, Sampling, decode_body, encode_body
+from swarmnode.codec.sampling import pack_text
 from swarmnode.codec.tensors import MAX_ELEMENTS, Codec, TensorInfo
 from swarmnode.compress.codecs import decode, encode
+from swarmnode.compute.serving.device_outputs import DeviceOutputs
+from swarmnode.compute.serving.sampler import Sampler
 from swarmnode.compute.serving.sampling import sample, uniform
 from swarmnode.compute.serving.sketch import sketch, sketch_bytes
 from swarmnode.errors import ErrorCode, PeerLost, ProtocolError, UsageError
@@ -322,12 +325,32 @@ def test_bad_revocation_lists(vector: Vector) -> None:
 # -- draws -------------------------------------------------------------------------------------------------------------
 
 
+DRAWING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
+
+
 @pytest.mark.parametrize("vector", vectors("draws"))
 def test_draws(vector: Vector) -> None:
-    parameters = Sampling(1, 1, *(vector[field] for field in ("temperature", "top_p", "top_k", "seed")))
-    drawn = sample(torch.tensor([vector["logits"]]), parameters, vector["position"], rows=[vector["row"]])
-    assert uniform(vector["seed"], vector["row"], vector["position"]) == vector["uniform"]
-    assert drawn.tolist() == [vector["value"]]
+    prompt, drawn, position = vector.get("prompt", [0]), vector.get("drawn", []), vector["position"]
+    parameters = Sampling(len(prompt), 99, **{field: vector[field] for field in DRAWING if field in vector})
+    logits_V = torch.tensor(vector["logits"])
+    assert uniform(vector["seed"], vector["row"], position) == vector["uniform"]
+    if vector["row"] == 0:
+        sampler, outputs = Sampler(parameters, position), DeviceOutputs()
+        sampler.tell(pack_text([*(prompt if parameters.counts_prompt else []), *drawn]))
+        draw = sampler.launch(logits_V[None, None], position, outputs)
+        assert draw(outputs.fetch())[0].ids == (vector["value"],)
+    else:
+        assert sample(logits_V[None], parameters, position, rows=[vector["row"]]).tolist() == [vector["value"]]
 
 
 # -- the vectors themselves -------------------------------------------------------------------------------------------

@@ -26,9 +26,7 @@ from swarmnode.codec.body import (
     MAX_REVOCATIONS_BYTES,
     MAX_ROUTE_HOPS,
     MAX_ROWS,
-    MAX_SEED,
     MAX_SOFTWARE_CHARS,
-    MAX_TEMPERATURE,
     SWARM_ID_BYTES,
     Code,
     Epoch,
@@ -48,6 +46,7 @@ from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.codec.frames import MAX_SEQ, FrameKind
 from swarmnode.codec.measuring_messages import MEASURING_BODIES
 from swarmnode.codec.measuring_messages import Ran as Ran
+from swarmnode.codec.sampling import Sampling as Sampling
 from swarmnode.codec.state_messages import STATE_BODIES
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, TensorInfo, check_tensor
 from swarmnode.codec.trace_messages import TRACE_BODIES
@@ -99,26 +98,12 @@ class Mode(IntEnum):
     DRIVEN = 1  # the client drives every step
 
 
-class Sampling(Body, frozen=True):
-    """How the last hop draws tokens in RING mode. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
-
-    The draw is a pure function of (logits, these parameters, row, position), so that a replay draws the same.
-    """
-
-    prompt_length: Annotated[int, Meta(ge=1, le=MAX_POSITIONS)]
-    max_new_tokens: Annotated[int, Meta(ge=1, le=MAX_POSITIONS)]
-    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] = 0.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: TokenId = 0
-    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] = 0
-    stop_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_STOP_IDS)] = ()
-
-
 class Open(Body, frozen=True):
     """Opens a session at a hop, or moves it to a newer epoch. The frame's channel carries its INPUT frames from now on.
 
     Travels hop to hop along `route`; `index` is the receiver's own place in it. `max_length` is the number of positions
-    for which the hop reserves cache. `padding` holds, per row, how many of the first positions are left padding.
+    for which the hop reserves cache. `padding` holds, per row, how many of the first positions are left padding. The payload is
+    the text so far, for the penalties of `sampling`: ids_T (int32), as many as its `text_length`.
     """
 
     session: SessionId
@@ -149,6 +134,8 @@ class Open(Body, frozen=True):
         for rule, kept in rules.items():
             if not kept:
                 raise ProtocolError(f"an OPEN needs {rule}")
+        if self.sampling is not None:
+            self.sampling.check()
 
 
 class Ready(Body, frozen=True):
@@ -208,6 +195,8 @@ class Truncate(Body, frozen=True):
 
 class Output(Body, frozen=True):
     """What the last hop made of the position before `seq`. RING: `ids` are the tokens at position `seq`, one per row.
+
+    Where `logprobs` are wanted the payload tells them (`codec/logprobs.py`).
 
     DRIVEN: the payload described by `tensor` (logits_BTV or hidden_BTH), whose last position is seq - 1.
     `final` says that nothing follows (a stop token, or max_new_tokens reached).

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from fastapi import Request
@@ -21,6 +21,7 @@ from swarmnode.gateway.api_error import ApiError, api_error
 from swarmnode.gateway.choice_stream import ChoiceStream, Piece, pieces_of
 from swarmnode.gateway.event_stream import EventStream, event, while_connected
 from swarmnode.gateway.gateway import gateway_of
+from swarmnode.gateway.logprobs import SpelledChoice
 from swarmnode.gateway.replies import Usage
 from swarmnode.gateway.tool_calls import ToolCall
 
@@ -35,6 +36,7 @@ class Text:
     text: str = ""
     finish_reason: str | None = None
     calls: tuple[ToolCall, ...] = ()
+    logprobs: list[SpelledChoice] = field(default_factory=list)
 
 
 class Style(Protocol):
@@ -102,6 +104,7 @@ class ApiAnswer:
             async for piece in pieces:
                 text = texts[piece.choice.index]
                 text.text += piece.text
+                text.logprobs += piece.logprobs
                 text.finish_reason, text.calls = piece.finish_reason, piece.calls
         return texts
 

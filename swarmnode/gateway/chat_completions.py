@@ -11,6 +11,7 @@ from swarmnode.gateway.api_answer import ApiAnswer, Text
 from swarmnode.gateway.choice_stream import Piece
 from swarmnode.gateway.event_stream import DONE
 from swarmnode.gateway.gateway import gateway_of, key_of
+from swarmnode.gateway.logprobs import ChatLogprobs
 from swarmnode.gateway.replies import ChatChoice, ChatMessage, ChatReply, FunctionCall, ToolCallReply, Usage
 from swarmnode.gateway.requests import ChatRequest
 from swarmnode.gateway.tool_calls import ToolCall
@@ -44,6 +45,7 @@ class _ChatStyle:
                     tool_calls=self._calls(text.index, text.calls),
                 ),
                 finish_reason=text.finish_reason,
+                logprobs=ChatLogprobs.of(text.logprobs),
             )
             for text in texts
         ]
@@ -54,8 +56,9 @@ class _ChatStyle:
         if index not in self._begun:
             self._begun.add(index)
             chunks.append(ChatChoice(index=index, delta=ChatMessage(role="assistant", content="")))
-        if piece.text:
-            chunks.append(ChatChoice(index=index, delta=ChatMessage(content=piece.text)))
+        if piece.text or piece.logprobs:
+            logprobs = ChatLogprobs.of(piece.logprobs)
+            chunks.append(ChatChoice(index=index, delta=ChatMessage(content=piece.text), logprobs=logprobs))
         if piece.calls:
             calls = self._calls(index, piece.calls)
             chunks.append(ChatChoice(index=index, delta=ChatMessage(tool_calls=calls)))

@@ -10,9 +10,11 @@ from typing import NamedTuple
 from swarmnode.client import TextStream
 from swarmnode.gateway.fair_queue import FairQueue
 from swarmnode.gateway.keys import ApiKey
+from swarmnode.gateway.logprobs import SpelledChoice, spell
 from swarmnode.gateway.stop_strings import StopStrings
 from swarmnode.gateway.tool_calls import ToolCall, ToolCallParser
 from swarmnode.net.tasks import Tasks
+from swarmnode.tokenizer import ByteTokenizer, Tokenizer
 
 LENGTH, STOP, TOOL_CALLS = "length", "stop", "tool_calls"
 AHEAD = 64  # pieces that wait for a slow reader, of all choices of a request
@@ -25,6 +27,7 @@ class Piece(NamedTuple):
     text: str
     finish_reason: str | None = None
     calls: tuple[ToolCall, ...] = ()
+    logprobs: tuple[SpelledChoice, ...] = ()
 
 
 class ChoiceStream:
@@ -40,6 +43,7 @@ class ChoiceStream:
         tools: Collection[str],
         queue: FairQueue,
         key: ApiKey,
+        tokenizer: Tokenizer | ByteTokenizer,
     ) -> None:
         """`tools` are the names of those that the model may call."""
         self.index = index
@@ -49,6 +53,8 @@ class ChoiceStream:
         self._tools = ToolCallParser(tools) if tools else None
         self._queue = queue
         self._key = key
+        self._tokenizer = tokenizer
+        self._logprobs: list[SpelledChoice] = []  # that no piece has told yet
 
     def __repr__(self) -> str:
         return f"<ChoiceStream {self.index} of {self._stream!r}>"
@@ -73,6 +79,8 @@ class ChoiceStream:
             ended = False
             async for token in tokens:
                 ended = token.id in self._stop_ids
+                if token.logprobs and not ended:
+                    self._logprobs.append(spell(self._tokenizer, token.logprobs))
                 text = self._stops.push("" if ended else token.text or "")
                 if self.stop_string is not None:
                     yield self._last(text, STOP)
@@ -80,16 +88,20 @@ class ChoiceStream:
                 if self._tools is not None:
                     text = self._tools.push(text)
                 if text:
-                    yield Piece(self, text)
+                    yield Piece(self, text, logprobs=self._untold())
         rest = self._stops.push("" if ended else self._stream.rest) + self._stops.flush()
         yield self._last(rest, STOP if ended or self.stop_string is not None else LENGTH)
 
     def _last(self, text: str, finish_reason: str) -> Piece:
         if self._tools is None:
-            return Piece(self, text, finish_reason)
+            return Piece(self, text, finish_reason, logprobs=self._untold())
         told = self._tools.push(text)
         held, calls = self._tools.finish()
-        return Piece(self, told + held, TOOL_CALLS if calls else finish_reason, calls)
+        return Piece(self, told + held, TOOL_CALLS if calls else finish_reason, calls, self._untold())
+
+    def _untold(self) -> tuple[SpelledChoice, ...]:
+        untold, self._logprobs = tuple(self._logprobs), []
+        return untold
 
 
 async def pieces_of(choices: Sequence[ChoiceStream]) -> AsyncGenerator[Piece, None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
@@ -12,6 +13,7 @@ from swarmnode.gateway.api_error import ApiError
 from swarmnode.gateway.choice_stream import Piece
 from swarmnode.gateway.event_stream import DONE
 from swarmnode.gateway.gateway import gateway_of, key_of
+from swarmnode.gateway.logprobs import SpelledChoice, TextLogprobs
 from swarmnode.gateway.replies import CompletionReply, TextChoice, Usage
 from swarmnode.gateway.requests import CompletionRequest
 
@@ -36,13 +38,20 @@ class _CompletionStyle:
     def __init__(self, answer: ApiAnswer, *, tells_usage: bool) -> None:
         self._answer = answer
         self._tells_usage = tells_usage
+        self._offsets: Counter[int] = Counter()  # of each choice, where its next token begins
 
     def whole(self, texts: Sequence[Text]) -> CompletionReply:
-        choices = [TextChoice(index=text.index, text=text.text, finish_reason=text.finish_reason) for text in texts]
+        choices = [self._choice(text.index, text.text, text.finish_reason, text.logprobs) for text in texts]
         return self._told(choices, self._answer.usage())
 
     def events(self, piece: Piece) -> list[CompletionReply]:
-        return [self._told([TextChoice(index=piece.choice.index, text=piece.text, finish_reason=piece.finish_reason)])]
+        return [self._told([self._choice(piece.choice.index, piece.text, piece.finish_reason, piece.logprobs)])]
+
+    def _choice(self, index: int, text: str, finish_reason: str | None, tokens: Sequence[SpelledChoice]) -> TextChoice:
+        logprobs = TextLogprobs.of(tokens, self._offsets[index])
+        if logprobs is not None:
+            self._offsets[index] = logprobs.end
+        return TextChoice(index=index, text=text, finish_reason=finish_reason, logprobs=logprobs)
 
     def ending(self) -> Sequence[CompletionReply | str]:
         return [self._told([], self._answer.usage()), DONE] if self._tells_usage else [DONE]

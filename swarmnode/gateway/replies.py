@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
+from swarmnode.gateway.logprobs import ChatLogprobs, TextLogprobs
+
 
 class PromptTokens(BaseModel):
     """`cached_tokens`: of the prompt's, those that were not computed again."""
@@ -51,7 +53,7 @@ class ChatChoice(BaseModel):
     message: ChatMessage | None = None
     delta: ChatMessage | None = None
     finish_reason: str | None = None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatReply(BaseModel):
@@ -71,7 +73,7 @@ class TextChoice(BaseModel):
     index: int
     text: str
     finish_reason: str | None = None
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
 
 
 class CompletionReply(BaseModel):

@@ -39,6 +39,11 @@ class SamplingFields(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
     seed: int | None = None
     max_tokens: int | None = None
     stop: str | list[str] | None = None
@@ -66,6 +71,11 @@ class SamplingFields(BaseModel):
         """Whether a stream ends by saying how many tokens it was."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def told_logprobs(self) -> int | None:
+        """Of how many tokens beside the drawn one the logarithms of their probabilities are told; None where of none."""
+        return None
+
     def drawing(self, choice: int) -> dict[str, Any]:
         """GenerateOptions' fields for one of the texts that are asked for: each has a seed of its own."""
         seed = None if self.seed is None else (self.seed + choice) & MAX_SEED
@@ -73,6 +83,12 @@ class SamplingFields(BaseModel):
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "top_k": max(0, self.top_k or 0),  # vLLM's -1 is off, too
+            "min_p": self.min_p or 0.0,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "presence_penalty": self.presence_penalty or 0.0,
+            "repetition_penalty": 1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            "logit_bias": self.logit_bias or {},
+            "logprobs": self.told_logprobs,
             "seed": seed,
         }
 
@@ -160,6 +176,12 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: int | None = None
     tools: list[OfferedTool] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+    @property
+    def told_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def offered(self) -> list[dict[str, Any]]:
@@ -187,6 +209,11 @@ class CompletionRequest(SamplingFields):
     prompt: str | list[int] | list[str] | list[list[int]]
     echo: bool = False
     suffix: str | None = None
+    logprobs: int | None = None
+
+    @property
+    def told_logprobs(self) -> int | None:
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

@@ -85,7 +85,7 @@ class ServedModel:
                 f"at most {self._config.max_choices} texts at once are possible (n, times the prompts)",
                 parameter="n",
             )
-        stop_ids, stops = await self.client.stop_ids(), asked.stops
+        tokenizer, stop_ids, stops = await self.tokenizer(), await self.client.stop_ids(), asked.stops
         choices: list[ChoiceStream] = []
         for prompt in prompts:
             for choice in range(wanted):
@@ -102,6 +102,7 @@ class ServedModel:
                         tools=asked.tool_names,
                         queue=self._queue,
                         key=key,
+                        tokenizer=tokenizer,
                     )
                 )
         return choices

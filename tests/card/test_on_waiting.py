@@ -15,6 +15,7 @@ from swarmnode.compute.executor import Executor
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
+from swarmnode.compute.serving.sampler import Sampler
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.errors import ErrorCode
@@ -59,7 +60,7 @@ class Hop:
         else:
             hidden_BTH = torch.randn(1, 1, HIDDEN, generator=torch.Generator().manual_seed(session))
             part = encode(hidden_BTH * float("nan") if is_spoilt else hidden_BTH, Codec.NONE if is_spoilt else codec)
-        then = Sample(SAMPLED, first=1) if self.is_last else ForwardHidden(codec)
+        then = Sample(Sampler(SAMPLED, 60), first=1) if self.is_last else ForwardHidden(codec)
         return Job(session, self.start, 1, (part,), then, lambda *_: None, self.executor.clock())
 
 

@@ -22,6 +22,7 @@ from swarmnode.codec import (
     frames,
     measuring_messages,
     messages,
+    sampling,
     state_messages,
     tensors,
     trace_messages,
@@ -43,6 +44,7 @@ MODULES = (
         messages,
         audit_messages,
         measuring_messages,
+        sampling,
         trace_messages,
         state_messages,
         training_fields,
@@ -179,6 +181,7 @@ def test_limits_are_the_ones_of_the_code() -> None:
             "audit_messages",
             "measuring_messages",
             "messages",
+            "sampling",
             "state_messages",
             "trace_messages",
             "training_fields",
@@ -264,6 +267,8 @@ def limits_text(info: types.Type) -> str:
         return _lengths(info, " bytes" if isinstance(info, types.BytesType) else " characters")
     if isinstance(info, types.Metadata):
         return "any"
+    if isinstance(info, types.UnionType):
+        return limits_text(next(member for member in info.types if not isinstance(member, types.NoneType)))
     if isinstance(info, types.FloatType):
         return f"over 0 to {info.le:g}" if info.gt is not None else f"{info.ge:g}..{info.le:g}"
     if isinstance(info, types.IntType):

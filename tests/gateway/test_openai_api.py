@@ -119,3 +119,39 @@ async def test_models_and_what_watches(founded: Founded, tmp_path: Path) -> None
         answer = await served.http.get("/ready")
         assert (answer.status_code, answer.json()["missing"]) == (503, {MODEL: [0, 1, 2, 3]})
         assert (await served.http.get("/health")).status_code == 200
+
+
+@in_virtual_time
+async def test_what_a_draw_is_asked_to_heed_reaches_the_last_hop(founded: Founded, tmp_path: Path) -> None:
+    options = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "temperature": 0.8, "seed": 3}
+    extra = {"min_p": 0.05, "repetition_penalty": 1.2}
+    bias = {"100": 4.0, "7": -100.0}
+    async with serving(founded, tmp_path) as served:
+        expected = await served.client.generate(
+            "hens", max_new_tokens=24, logit_bias={int(token): by for token, by in bias.items()}, **options, **extra
+        )
+        answer = await served.openai.completions.create(
+            model=MODEL, prompt="hens", max_tokens=24, logit_bias=bias, extra_body=extra, **options
+        )
+        assert answer.choices[0].text == expected.text
+        plain = await served.client.generate("hens", max_new_tokens=24, temperature=0.8, seed=3)
+        assert plain.ids != expected.ids
+
+
+@in_virtual_time
+async def test_logprobs_are_told_with_every_token(founded: Founded, tmp_path: Path) -> None:
+    asked = {"model": MODEL, "messages": SAID, "logprobs": True, "top_logprobs": 2, **GREEDY}
+    async with serving(founded, tmp_path) as served:
+        whole = (await served.openai.chat.completions.create(**asked)).choices[0]
+        chunks = [chunk async for chunk in await served.openai.chat.completions.create(stream=True, **asked)]
+        text = await served.openai.completions.create(model=MODEL, prompt="hens", logprobs=1, **GREEDY)
+    told = whole.logprobs.content
+    assert len(told) == 24 and [len(one.top_logprobs) for one in told] == [2] * 24
+    assert all(one.logprob == one.top_logprobs[0].logprob >= one.top_logprobs[1].logprob for one in told), "greedy"
+    streamed = [
+        one for chunk in chunks for choice in chunk.choices if choice.logprobs for one in choice.logprobs.content
+    ]
+    assert streamed == told
+    spelled = text.choices[0].logprobs
+    assert len(spelled.tokens) == len(spelled.token_logprobs) == len(spelled.top_logprobs) == 24
+    assert spelled.text_offset[:2] == [0, len(spelled.tokens[0])]

@@ -90,6 +90,20 @@ async def test_sampling_is_a_function_of_the_seed(founded: Founded, tmp_path: Pa
 
 
 @in_virtual_time
+async def test_the_last_hop_penalises_repetition_as_transformers_does(
+    founded: Founded, whole: Any, tmp_path: Path
+) -> None:
+    expected = whole.generate(
+        torch.tensor([PROMPT]), max_new_tokens=NEW, repetition_penalty=1.5, do_sample=False, pad_token_id=0
+    )
+    async with two_stages(founded, tmp_path) as client:
+        result = await client.generate(PROMPT, max_new_tokens=NEW, repetition_penalty=1.5, logprobs=1)
+        assert result.ids == expected[0, len(PROMPT) :].tolist()
+        assert [told[0].id for told in result.logprobs] == result.ids
+        assert all(own.logprob <= most.logprob <= 0 for own, most in result.logprobs)
+
+
+@in_virtual_time
 async def test_sessions_run_together_and_apart_alike(founded: Founded, tiny: TinyModel, tmp_path: Path) -> None:
     prompts = [PROMPT[: 2 + number] * (1 + number % 3) for number in range(6)]
     async with two_stages(founded, tmp_path) as client:

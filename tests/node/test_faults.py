@@ -45,9 +45,9 @@ async def two_by_two(founded: Founded, folder: Path) -> AsyncIterator[tuple[Virt
             yield swarm, door, client
 
 
-async def generate_and(client: SwarmClient, at: int, strike: Strike) -> Generation:
+async def generate_and(client: SwarmClient, at: int, strike: Strike, **options: Any) -> Generation:
     """Generate; at token number `at` await `strike(route)`."""
-    stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
+    stream = await client.stream(PROMPT, max_new_tokens=TOKENS, **options)
     number = 0
     async for _ in stream:
         number += 1
@@ -87,6 +87,25 @@ async def test_killed_nodes_do_not_change_the_text(
         assert result.ids == tiny.alone(PROMPT, TOKENS)
         assert result.reroutes >= 1 or at == TOKENS - 1  # the last token may be on its way already
         assert result.longest_stall_s <= KILL_STALL_S
+
+
+@in_virtual_time
+async def test_a_replacement_counts_what_others_have_drawn(founded: Founded, tmp_path: Path) -> None:
+    """Penalties depend on the whole text, of which a hop that takes over has seen no token."""
+    options = {"seed": 4, "temperature": 0.9, "repetition_penalty": 1.1, "frequency_penalty": -1.5, "logprobs": 2}
+    async with two_by_two(founded, tmp_path) as (swarm, _, client):
+        expected = await client.generate(PROMPT, max_new_tokens=TOKENS, **options)
+
+        async def strike(route: Sequence[HopSpec]) -> None:
+            for hop in route:
+                await swarm.member(hop.peer).kill()
+
+        result = await generate_and(client, 17, strike, **options)
+        assert result.reroutes >= 1
+        assert result.ids == expected.ids
+        own = [[told[0].logprob for told in one.logprobs] for one in (result, expected)]
+        assert own[0] == pytest.approx(own[1], abs=1e-4), "a replay computes in other chunks"
+        assert len(set(result.ids)) < TOKENS, "a penalty that forgot would show"
 
 
 @pytest.mark.parametrize("hop", [0, 1], ids=["first", "last"])

@@ -18,6 +18,7 @@ from typing import Any
 from swarmnode.codec.messages import VERSION, Hello, HopSpec, Want
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.compute.serving.cache_budget import CacheBudget
+from swarmnode.compute.serving.sampler import Drawn
 from swarmnode.config import ClientConfig, ServerConfig
 from swarmnode.errors import NoRoute
 from swarmnode.ledger import MemoryLedger
@@ -79,7 +80,7 @@ class ToyWorker:
 
     def __init__(self, start: int, end: int, cache_bytes: int) -> None:
         self.runner: Any = SimpleNamespace(
-            span=SimpleNamespace(start=start, end=end, hidden_size=1, position_limit=None),
+            span=SimpleNamespace(start=start, end=end, hidden_size=1, vocab_size=MODULUS, position_limit=None),
             pool=SimpleNamespace(budget=CacheBudget(cache_bytes)),
             reservation_bytes=lambda rows, length, start, end: rows * length * (end - start),
         )
@@ -134,8 +135,13 @@ class ToyWorker:
             return JobResult(tensor=pack(outputs))
         if isinstance(job.then, Sample):
             drawn = enumerate(outputs, job.start + 1)
+            is_final = job.then.sampler.is_final
             return JobResult(
-                tokens=tuple((position, (token,)) for position, token in drawn if position >= job.then.first)
+                tokens=tuple(
+                    Drawn(position, (token,), is_final(position, token))
+                    for position, token in drawn
+                    if position >= job.then.first
+                )
             )
         return JobResult(tensor=pack(outputs[-1:])) if job.want == Want.LAST else JobResult()
 

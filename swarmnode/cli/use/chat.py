@@ -10,6 +10,14 @@ from typing import TYPE_CHECKING
 import typer
 
 from swarmnode.cli.options.asking import TRUST, leave_torch_out
+from swarmnode.cli.options.sampling import (
+    FREQUENCY_PENALTY,
+    LOGIT_BIAS,
+    MIN_P,
+    PRESENCE_PENALTY,
+    REPETITION_PENALTY,
+    parse_logit_bias,
+)
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
 from swarmnode.cli.terminal.console import (
@@ -42,6 +50,11 @@ def chat(
         0.7, "--temperature", help="0 takes the most likely token; higher is more random."
     ),
     top_p: float = typer.Option(0.9, "--top-p", help="Draw from the most likely tokens that make up this probability."),
+    min_p: float = MIN_P,
+    frequency_penalty: float = FREQUENCY_PENALTY,
+    presence_penalty: float = PRESENCE_PENALTY,
+    repetition_penalty: float = REPETITION_PENALTY,
+    logit_bias: list[str] = LOGIT_BIAS,
     trust: list[str] = TRUST,
     patience: float = typer.Option(60.0, "--patience", help="Seconds to wait for peers that hold the model."),
     home: Path = HOME,
@@ -57,7 +70,16 @@ def chat(
     from swarmnode.roles.serving.client.generation import GenerateOptions
     from swarmnode.swarm.peers.trust import parse_trust
 
-    options = GenerateOptions(max_new_tokens, temperature, top_p)
+    options = GenerateOptions(
+        max_new_tokens,
+        temperature,
+        top_p,
+        min_p=min_p,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=parse_logit_bias(logit_bias),
+    )
     trusted = parse_trust(trust)
 
     async def talk(stop: asyncio.Event) -> None:

@@ -14,6 +14,14 @@ import typer
 
 from swarmnode.cli.options.asking import TRUST, leave_torch_out
 from swarmnode.cli.options.metrics import METRICS_HOST, METRICS_PORT, Watch
+from swarmnode.cli.options.sampling import (
+    FREQUENCY_PENALTY,
+    LOGIT_BIAS,
+    MIN_P,
+    PRESENCE_PENALTY,
+    REPETITION_PENALTY,
+    parse_logit_bias,
+)
 from swarmnode.cli.options.swarm import STANDARD_INPUT, SWARM, open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
 from swarmnode.cli.terminal.console import (
@@ -54,6 +62,17 @@ def generate(
     ),
     top_p: float = typer.Option(1.0, "--top-p", help="Draw from the most likely tokens that make up this probability."),
     top_k: int = typer.Option(0, "--top-k", help="Draw from this many most likely tokens; 0 is all."),
+    min_p: float = MIN_P,
+    frequency_penalty: float = FREQUENCY_PENALTY,
+    presence_penalty: float = PRESENCE_PENALTY,
+    repetition_penalty: float = REPETITION_PENALTY,
+    logit_bias: list[str] = LOGIT_BIAS,
+    logprobs: int = typer.Option(
+        -1,
+        "--logprobs",
+        help="With --json: tell the logarithms of the tokens' probabilities, and of so many others'.",
+        show_default=False,
+    ),
     seed: int = typer.Option(
         -1, "--seed", help="The same seed draws the same text; default: a new one.", show_default=False
     ),
@@ -78,7 +97,19 @@ def generate(
     from swarmnode.roles.serving.client.generation import GenerateOptions
     from swarmnode.swarm.peers.trust import parse_trust
 
-    options = GenerateOptions(max_new_tokens, temperature, top_p, top_k, seed if seed >= 0 else None)
+    options = GenerateOptions(
+        max_new_tokens,
+        temperature,
+        top_p,
+        top_k,
+        seed if seed >= 0 else None,
+        min_p=min_p,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=parse_logit_bias(logit_bias),
+        logprobs=logprobs if logprobs >= 0 else None,
+    )
     trusted = parse_trust(trust)
     tokens = parse_ids(ids) if ids else None
     watch = Watch(metrics_host, metrics_port, default_home(home))
@@ -147,6 +178,7 @@ def generation_json(result: Any) -> dict[str, Any]:
         "reroutes": result.reroutes,
         "trace": result.trace,
         "longest_stall_s": round(result.longest_stall_s, 4),
+        "logprobs": [[one._asdict() for one in token] for token in result.logprobs] or None,
     }
 
 

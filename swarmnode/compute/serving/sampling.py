@@ -18,7 +18,7 @@ HEAD = 1024  # of the vocabulary, put in order first
 
 
 class SamplingParameters(Protocol):
-    """`temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. As `codec.messages.Sampling`."""
+    """`temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. As `codec.sampling.Sampling`."""
 
     @property
     def temperature(self) -> float: ...
@@ -26,6 +26,8 @@ class SamplingParameters(Protocol):
     def top_p(self) -> float: ...
     @property
     def top_k(self) -> int: ...
+    @property
+    def min_p(self) -> float: ...
     @property
     def seed(self) -> int: ...
 
@@ -116,18 +118,31 @@ def _pick(
     ordered_C: Tensor, ids_C: Tensor, total: Tensor, are_all: bool, parameters: SamplingParameters, number: float
 ) -> int | None:
     """The token among these, which are in order, whose stretch holds `number`; None where it lies behind them."""
-    cumulated_C = (ordered_C.double() / parameters.temperature - total).exp().cumsum(0)
+    likelihood_C = (ordered_C.double() / parameters.temperature - total).exp()
+    cumulated_C = likelihood_C.cumsum(0)
     last = float(cumulated_C[-1]) if are_all else 1.0
-    if parameters.top_p < 1:  # the smallest set of tokens that reaches top_p (nucleus sampling, arXiv 1904.09751)
-        nucleus = int((cumulated_C < parameters.top_p).sum()) + 1
-        if nucleus > len(cumulated_C) and not are_all:
+    if parameters.top_p < 1 or parameters.min_p > 0:
+        kept = _truncation(likelihood_C, cumulated_C, parameters)
+        if kept > len(cumulated_C) and not are_all:
             return None
-        cumulated_C = cumulated_C[:nucleus]
+        cumulated_C = cumulated_C[:kept]
         last = float(cumulated_C[-1])
     index = int(torch.searchsorted(cumulated_C, number * last, right=True))
     if index >= len(cumulated_C) and not are_all:
         return None
     return int(ids_C[min(index, len(cumulated_C) - 1)])
+
+
+def _truncation(likelihood_C: Tensor, cumulated_C: Tensor, parameters: SamplingParameters) -> int:
+    """How many of the most likely tokens are kept: the smallest set that reaches top_p (nucleus sampling, arXiv 1904.09751), and
+    of these who are at least min_p times as likely as the first (arXiv 2407.01082). More than these where others may be, too."""
+    kept = len(likelihood_C) + 1
+    if parameters.top_p < 1:
+        kept = int((cumulated_C < parameters.top_p).sum()) + 1
+    if parameters.min_p > 0:
+        likely = int((likelihood_C >= parameters.min_p * likelihood_C[0]).sum())
+        kept = min(kept, likely if likely < len(likelihood_C) else likely + 1)
+    return kept
 
 
 def _largest(logits_V: Tensor, count: int) -> tuple[Tensor, Tensor]:

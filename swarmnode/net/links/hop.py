@@ -111,19 +111,19 @@ class Hop:
         """Round trip to the current peer in seconds, as far as it is known."""
         return self._channel.rtt_s if self._channel else None
 
-    async def open(self, peer: PeerId, body: Open) -> None:
-        """Bind to `peer` for the epoch of `body`, wait for READY, send what the peer lacks, and go live.
+    async def open(self, peer: PeerId, body: Open, text: Buffer = b"") -> None:
+        """Bind to `peer` for the epoch of `body`, which `text` goes with, wait for READY, send what the peer lacks, and go live.
 
         Raises PeerLost, PeerRefused or NetworkDown; the hop is then unbound and keeps its journal.
         """
         former = self._release()
         try:
-            await self._bind(self._attempt, peer, body)
+            await self._bind(self._attempt, peer, body, text)
         finally:
             if former is not None:
                 former.close()  # only now: before the OPEN, END would free the cache of a peer that stays
 
-    async def _bind(self, attempt: int, peer: PeerId, body: Open) -> None:
+    async def _bind(self, attempt: int, peer: PeerId, body: Open, text: Buffer) -> None:
         channel = await self._switchboard.call(
             peer, lambda frame, body: self._hear(attempt, frame, body), lambda error: self._lost(attempt, error)
         )
@@ -133,7 +133,7 @@ class Hop:
         ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._ready, self._channel, self._error = ready, channel, None
         try:
-            channel.send(body)
+            channel.send(body, payload=(text,) if text else ())
             have = self._have = await _answer(channel, ready)
             await self._replay(attempt, channel, have)
         except (PeerError, asyncio.CancelledError):

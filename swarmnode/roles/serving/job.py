@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from swarmnode.codec.messages import Sampling, Truncate, Want
+from swarmnode.codec.messages import Truncate, Want
 from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.compute.serving.sampler import Drawn, Sampler
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import Buffer
 from swarmnode.roles.measuring.meters import DECODE, PREFILL
@@ -25,7 +26,7 @@ class ForwardHidden:
 class Sample:
     """At the last hop in RING mode: tokens for the positions from `first` on."""
 
-    sampling: Sampling
+    sampler: Sampler
     first: int
 
 
@@ -82,10 +83,10 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class JobResult:
-    """What came of a job. `tokens` are (position, ids per row) for Sample; `tensor` for Forward and Return."""
+    """What came of a job. `tokens` for Sample; `tensor` for Forward and Return."""
 
     tensor: tuple[TensorInfo, Buffer] | None = None
-    tokens: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    tokens: tuple[Drawn, ...] = ()
     error: ErrorCode | None = None
     bad_input: bool = False  # the error was in what came in, not in what was made of it
 

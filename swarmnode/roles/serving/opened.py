@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from swarmnode.codec.body import MAX_WANTED_POSITIONS
-from swarmnode.codec.messages import Input, Mode, Open, Want
+from swarmnode.codec.logprobs import LOGPROB_BYTES
+from swarmnode.codec.messages import Input, Mode, Open, Sampling, Want
+from swarmnode.codec.sampling import ID_BYTES, unpack_text
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES
 from swarmnode.errors import ErrorCode
+from swarmnode.net.interfaces import Buffer
 from swarmnode.net.links.hop import ENTRY_BYTES
 
 WIDEST_BYTES = 4  # per element, whatever the codec
@@ -25,13 +28,21 @@ def journal_bytes(opened: Open, hidden_size: int) -> int:
     sends = not (last and opened.mode == Mode.RING)
     takes = units_of(opened)[0] > 0
     return SESSION_BYTES + opened.max_length * (
-        ENTRY_BYTES + opened.rows * WIDEST_BYTES * hidden_size * (sends + takes)
+        ENTRY_BYTES + opened.rows * WIDEST_BYTES * hidden_size * (sends + takes) + _drawing_bytes(opened.sampling)
     )
+
+
+def _drawing_bytes(sampling: Sampling | None) -> int:
+    """For each position: its token, as it came and as it is counted, and the logarithms that are told of it."""
+    if sampling is None:
+        return 0
+    logprobs = 0 if sampling.logprobs is None else 1 + sampling.logprobs
+    return 2 * ID_BYTES * sampling.counts_tokens + LOGPROB_BYTES * logprobs
 
 
 def shape_of(opened: Open) -> tuple[object, ...]:
     """What must stay the same over a session's epochs for its cache to be of use."""
-    return (units_of(opened), opened.mode, opened.rows, opened.max_length, opened.padding)
+    return (units_of(opened), opened.mode, opened.rows, opened.max_length, opened.padding, opened.sampling)
 
 
 def check_input(opened: Open, body: Input, start: int, accepted: int, hidden_size: int) -> ErrorCode | None:
@@ -52,3 +63,15 @@ def check_input(opened: Open, body: Input, start: int, accepted: int, hidden_siz
         return ErrorCode.MALFORMED
     too_many = start + shape[1] > opened.max_length or (body.want == Want.ALL and shape[1] > MAX_WANTED_POSITIONS)
     return ErrorCode.TOO_LARGE if too_many else None
+
+
+def check_sampling(opened: Open, payload: Buffer, vocabulary: int) -> ErrorCode | None:
+    """Whether a session can be drawn for: the text so far is as long as it must be, and all token ids are the model's."""
+    sampling = opened.sampling
+    length = 0 if sampling is None else sampling.text_length(opened.known)
+    if len(payload) != length * ID_BYTES:
+        return ErrorCode.MALFORMED
+    ids = [] if sampling is None else [*unpack_text(payload), *(token for token, _ in sampling.logit_bias)]
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        return ErrorCode.INVALID_REQUEST
+    return None

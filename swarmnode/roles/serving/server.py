@@ -17,7 +17,7 @@ from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.errors import ErrorCode, PeerError, PeerLost
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
-from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.interfaces import Buffer, Network, PeerId
 from swarmnode.net.limits.address_group import Claimant, owner_of
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
@@ -28,7 +28,7 @@ from swarmnode.roles.measuring.trace_server import trace_server
 from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.roles.serving.compute_watch import ComputeWatch
 from swarmnode.roles.serving.job import Job, Pass
-from swarmnode.roles.serving.opened import journal_bytes, shape_of, units_of
+from swarmnode.roles.serving.opened import check_sampling, journal_bytes, shape_of, units_of
 from swarmnode.roles.serving.session import StageSession
 from swarmnode.roles.serving.session_memory import SessionMemory
 from swarmnode.roles.serving.worker import Worker
@@ -205,9 +205,9 @@ class StageServer:
 
     # -- incoming conversations
 
-    def _accept(self, channel: Channel, _frame: Frame, body: Body) -> None:
+    def _accept(self, channel: Channel, frame: Frame, body: Body) -> None:
         if isinstance(body, Open):
-            refusal = self._open(channel, body)
+            refusal = self._open(channel, body, frame.payload)
             if refusal is not None:
                 code = ErrorCode(refusal.code)
                 trace = trace_id(body.session).hex()
@@ -220,13 +220,16 @@ class StageServer:
         else:
             channel.close(Error(ErrorCode.MALFORMED))
 
-    def _open(self, channel: Channel, body: Open) -> Error | None:
-        """Bind a session to this channel, or say why not."""
+    def _open(self, channel: Channel, body: Open, text: Buffer) -> Error | None:
+        """Bind a session to this channel, or say why not. `text` came with it."""
         if not self._is_for_me(channel.peer, body):
             return Error(ErrorCode.MALFORMED)
         hop = body.route[body.index]
         if not self._runner.span.start <= hop.start < hop.end <= self._runner.span.end:
             return Error(ErrorCode.WRONG_SPAN)
+        wrong = check_sampling(body, text, self._runner.span.vocab_size)
+        if wrong is not None:
+            return Error(wrong)
         session = self._sessions.get(body.session)
         if session is not None and body.epoch <= session.epoch:
             return Error(ErrorCode.STALE)
@@ -242,7 +245,7 @@ class StageServer:
             self._note("takes a session", channel.peer, body)
             self._idle.clear()
             self._sweep_soon()
-        session.rebind(channel, body)
+        session.rebind(channel, body, text)
         for early, attach in self._early.pop(body.session, []):
             self._attach(early, attach)
         return None

@@ -32,12 +32,12 @@ from swarmnode.codec.messages import (
     Open,
     Output,
     Ready,
-    Sampling,
     Truncate,
     Want,
 )
 from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.codec.trace_messages import trace_id
+from swarmnode.compute.serving.sampler import Sampler
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.links.hop import Entry, Hop
@@ -86,6 +86,7 @@ class StageSession:
         self.trace_id = trace_id(opened.session)
         self.key = key  # names the cache: a session that had to start over has another
         self._cursor = InputCursor(opened.known)
+        self._sampler = Sampler(opened.sampling, opened.max_length) if self._is_last and opened.sampling else None
         self.moved_s = asyncio.get_running_loop().time()  # when it was bound, or its last input came
         self._upstream: Channel | None = None
         self._downstream = Hop(stage.switchboard, self._from_downstream, self._downstream_failed)
@@ -138,8 +139,8 @@ class StageSession:
 
     # -- a new epoch
 
-    def rebind(self, channel: Channel, opened: Open) -> None:
-        """Take inputs from `channel` from now on, and bind the rest of the route for the new epoch."""
+    def rebind(self, channel: Channel, opened: Open, text: Buffer = b"") -> None:
+        """Take inputs from `channel` from now on, and bind the rest of the route for the new epoch. `text` came with the OPEN."""
         if self._upstream is not None:
             self._upstream.close()
         if self._orphaned is not None:
@@ -157,18 +158,20 @@ class StageSession:
         if self._ring is not None:
             self._ring.close()
             self._ring = None
+        if self._sampler is not None:
+            self._sampler.tell(text)
         if not self._is_last:
-            self._tasks.spawn(self._extend(opened), "extend the route")
+            self._tasks.spawn(self._extend(opened, text), "extend the route")
             if self._feeds_itself:
                 self._tasks.spawn(self._close_the_ring(opened), "close the ring")
         elif self._feeds_itself and (held := self._output_stream.held(accepted)) is not None:
             self._feed(accepted, held)  # it came while an older epoch led elsewhere
 
-    async def _extend(self, opened: Open) -> None:
+    async def _extend(self, opened: Open, text: Buffer) -> None:
         peer = opened.route[opened.index + 1].peer
         try:
             forwarded = msgspec.structs.replace(opened, index=opened.index + 1)
-            await self._downstream.open(peer, forwarded)
+            await self._downstream.open(peer, forwarded, text)
             self._extended = opened
         except (PeerError, NetworkDown) as error:
             if opened is self._open:
@@ -230,14 +233,9 @@ class StageSession:
     def _then(self) -> ForwardHidden | Sample | Return:
         if not self._is_last:
             return ForwardHidden(Codec(self._open.codec))
-        if self._open.mode == Mode.RING:
-            return Sample(self._sampling, first=max(self._sampling.prompt_length, self._cursor.known))
+        if self._sampler is not None and self._open.mode == Mode.RING:
+            return Sample(self._sampler, first=self._sampler.first(self._cursor.known))
         return Return()
-
-    @property
-    def _sampling(self) -> Sampling:
-        assert self._open.sampling is not None  # the server refuses a RING session without it
-        return self._open.sampling
 
     def _from_ring(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Output):
@@ -278,9 +276,9 @@ class StageSession:
             info, payload = result.tensor
             self._output_stream.forget()  # the client drives: it has the earlier ones
             self._publish(job.end, Output(tensor=info), (payload,))
-        for position, ids in result.tokens:
-            final = position + 1 >= self._sampling.prompt_length + self._sampling.max_new_tokens
-            self._publish(position, Output(ids, final or ids[0] in self._sampling.stop_ids), ())
+        for drawn in result.tokens:
+            logprobs = (drawn.logprobs,) if drawn.logprobs else ()
+            self._publish(drawn.position, Output(drawn.ids, drawn.final), logprobs)
         if job.count == 1 and not self._freed:
             self._tell_ran(job.end)
         self._note(job, run)

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from swarmnode.codec.messages import Sampling
 from swarmnode.codec.tensors import FLOAT_DTYPES, Codec, TensorInfo
 from swarmnode.compress.codecs import decode, encode_in_place, to_buffer
 from swarmnode.compute.device_fault import is_device_fault
@@ -28,7 +27,6 @@ from swarmnode.compute.executor import Executor, Urgency, WorkItem
 from swarmnode.compute.serving.device_outputs import DeviceOutputs
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, StepInput, finiteness
 from swarmnode.compute.serving.runner import StepOutput as Output
-from swarmnode.compute.serving.sampling import Candidates, candidates, sample, sample_candidates
 from swarmnode.compute.serving.window import LONGEST_SHARED
 from swarmnode.compute.speed import PREFILL_POSITIONS, Speeds
 from swarmnode.compute.stopwatch import Stopwatch
@@ -285,34 +283,8 @@ class Worker:
         return lambda fetched: JobResult(tensor=(info, to_buffer(fetched[place])))
 
     def _sample(self, job: Job, then: Sample, logits_BKV: Tensor, outputs: DeviceOutputs) -> Finish:
-        first = job.end - job.wanted + 1  # logits at p draw the token at p + 1
-        draws = [_draw(logits_BKV[:, k], then.sampling, first + k, outputs) for k in range(job.wanted)]
-
-        def finish(fetched: Sequence[Tensor]) -> JobResult:
-            drawn = ((position, draw(fetched)) for position, draw in enumerate(draws, first))
-            return JobResult(tokens=tuple((position, tuple(ids_B.tolist())) for position, ids_B in drawn))
-
-        return finish
-
-
-def _draw(
-    logits_BV: Tensor, sampling: Sampling, position: int, outputs: DeviceOutputs
-) -> Callable[[Sequence[Tensor]], Tensor]:
-    """What draws ids_B from what was fetched. Of a card's logits only the largest are; all of them where these are too few."""
-    if sampling.temperature <= 0:
-        place = outputs.add(logits_BV.argmax(dim=-1))
-        return lambda fetched: fetched[place]
-    if logits_BV.device.type != "cuda":  # the host has them already, or the device may lack float64
-        place = outputs.add(logits_BV)
-        return lambda fetched: sample(fetched[place], sampling, position)
-    places = [outputs.add(part) for part in candidates(logits_BV, sampling)]
-
-    def draw(fetched: Sequence[Tensor]) -> Tensor:
-        known = Candidates(*(fetched[place] for place in places))
-        ids_B = sample_candidates(known, logits_BV.shape[1], sampling, position)
-        return sample(logits_BV, sampling, position) if ids_B is None else ids_B
-
-    return draw
+        draw = then.sampler.launch(logits_BKV, job.end - job.wanted + 1, outputs)  # logits at p draw the token at p + 1
+        return lambda fetched: JobResult(tokens=draw(fetched))
 
 
 def _told(result: JobResult) -> Finish:

@@ -16,6 +16,7 @@ class Parameters:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int = 0
 
 
@@ -52,6 +53,7 @@ def test_other_dtypes_draw_the_same():
         (Parameters(top_k=3, top_p=0.95), {0, 1, 2}),
         (Parameters(temperature=0.01), {0}),
         (Parameters(top_k=99), {0, 1, 2, 3}),
+        (Parameters(min_p=0.3), {0, 1}),
     ],
 )
 def test_the_distribution(parameters, kept):

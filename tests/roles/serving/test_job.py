@@ -10,6 +10,7 @@ import pytest
 
 from swarmnode.codec.messages import Sampling, Want
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.compute.serving.sampler import Sampler
 from swarmnode.roles.serving.job import ForwardHidden, Job, Return, Sample, cut, merge, take
 
 
@@ -73,12 +74,15 @@ def test_rows_are_reordered_once_and_the_end_brings_the_output() -> None:
     assert (first.reorder, first.want, rest.reorder, rest.want) == ((1, 0), Want.NOTHING, (), Want.LAST)
 
 
+SAMPLER = Sampler(Sampling(prompt_length=10, max_new_tokens=5), 20)
+
+
 @pytest.mark.parametrize(("then", "want", "wanted"), [
     (ForwardHidden(Codec.NONE), Want.ALL, 0),
     (Return(), Want.NOTHING, 0), (Return(), Want.LAST, 1), (Return(), Want.ALL, 10),
-    (Sample(Sampling(prompt_length=10, max_new_tokens=5), first=10), Want.NOTHING, 1),
-    (Sample(Sampling(prompt_length=10, max_new_tokens=5), first=11), Want.NOTHING, 0),
-    (Sample(Sampling(prompt_length=10, max_new_tokens=5), first=8), Want.NOTHING, 3),
+    (Sample(SAMPLER, first=10), Want.NOTHING, 1),
+    (Sample(SAMPLER, first=11), Want.NOTHING, 0),
+    (Sample(SAMPLER, first=8), Want.NOTHING, 3),
 ])  # fmt: skip
 def test_how_many_outputs_are_wanted(then: object, want: Want, wanted: int) -> None:
     assert job(0, 10, want, then=then).wanted == wanted

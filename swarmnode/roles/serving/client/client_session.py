@@ -123,6 +123,7 @@ class ClientSession:
         self._last: Channel | None = None
         self._expected = 0  # position of the next output
         self._wanted = 1  # positions that it is of
+        self._drawn: list[int] = []  # tokens, in RING mode
         self.known = 0  # outputs for positions below this one came over earlier routes
         self._complete = False  # whether the last output has come: nothing is mended any more
         self._tainted = False  # whether some hop may hold what no honest one made
@@ -201,7 +202,7 @@ class ClientSession:
     def _hear(self, position: int, output: Output, payload: Buffer) -> None:
         if position != self._expected:
             return  # a replay brought again what we have
-        if not self.spec.allows(output, self._wanted):
+        if not self.spec.allows(output, payload, self._wanted):
             last = self.route[-1].peer
             error = PeerLost(f"peer {last} sends what was not asked for", peer=last)
             self._tainted = True  # in a ring it went to the first hop, too
@@ -216,6 +217,7 @@ class ClientSession:
             self._cadence.heard(position)
         if self.spec.mode == Mode.RING:
             self._expected += 1
+            self._drawn.append(output.ids[0])
             self._complete = output.final
             if not output.final:
                 # The ring feeds it to the first hop; we only keep it, for a first hop that comes later.
@@ -363,7 +365,7 @@ class ClientSession:
         self._timing = Timing(self.route, -1, observed_latency, self._clock, ring=ring)
         self._cadence = Cadence(self.route[0], observed_latency, self._clock) if ring and len(self.route) == 1 else None
         try:
-            await self._first.open(self.route[0].peer, opened)
+            await self._first.open(self.route[0].peer, opened, spec.text(self._drawn))
             index = len(self.route) - 1
             epoch = self.epoch
             self._last = await self._switchboard.call(

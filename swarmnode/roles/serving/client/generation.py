@@ -5,11 +5,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarmnode.codec.body import MAX_POSITIONS, MAX_SEED, MAX_STOP_IDS, MAX_TEMPERATURE, MAX_TOKEN_ID
-from swarmnode.codec.messages import HopSpec, Mode, Sampling, Want
+from swarmnode.codec.logprobs import TokenLogprob, unpack_logprobs
+from swarmnode.codec.messages import HopSpec, Mode, Want
+from swarmnode.codec.sampling import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    Sampling,
+)
 from swarmnode.codec.tensors import Codec
 from swarmnode.config import ClientConfig
 from swarmnode.errors import UsageError
@@ -22,7 +31,11 @@ from swarmnode.roles.serving.client.session_spec import MAX_WIDTH, SessionSpec
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """How to draw tokens. `temperature` 0 is greedy; `seed` None draws one; generation stops at any of `stop_ids`."""
+    """How to draw tokens. `temperature` 0 is greedy; `seed` None draws one; generation stops at any of `stop_ids`.
+
+    `frequency_penalty` and `presence_penalty` count generated tokens, `repetition_penalty` the prompt's, too. `logit_bias` is added
+    to the logits of these token ids. `logprobs`: tell the logarithms of the probabilities of the tokens and of so many others.
+    """
 
     max_new_tokens: int = 64
     temperature: float = 0.0
@@ -31,6 +44,12 @@ class GenerateOptions:
     seed: int | None = None
     stop_ids: tuple[int, ...] = ()
     codec: Codec = Codec.NONE
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         rules = {
@@ -43,6 +62,22 @@ class GenerateOptions:
             f"at most {MAX_STOP_IDS} stop tokens": len(self.stop_ids) <= MAX_STOP_IDS,
             "stop tokens must be token ids": all(0 <= token <= MAX_TOKEN_ID for token in self.stop_ids),
             "seed must be a number of 63 bits": self.seed is None or 0 <= self.seed <= MAX_SEED,
+            "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
+            f"frequency_penalty and presence_penalty must be between -{MAX_PENALTY:g} and {MAX_PENALTY:g}": max(
+                abs(self.frequency_penalty), abs(self.presence_penalty)
+            )
+            <= MAX_PENALTY,
+            f"repetition_penalty must be between {1 / MAX_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g}": 1
+            / MAX_REPETITION_PENALTY
+            <= self.repetition_penalty
+            <= MAX_REPETITION_PENALTY,
+            f"at most {MAX_BIASES} tokens may have a bias": len(self.logit_bias) <= MAX_BIASES,
+            "biases are for token ids": all(0 <= token <= MAX_TOKEN_ID for token in self.logit_bias),
+            f"biases must be between -{MAX_BIAS:g} and {MAX_BIAS:g}": all(
+                -MAX_BIAS <= bias <= MAX_BIAS for bias in self.logit_bias.values()
+            ),
+            f"logprobs must be between 0 and {MAX_LOGPROBS}": self.logprobs is None
+            or 0 <= self.logprobs <= MAX_LOGPROBS,
         }
         for rule, kept in rules.items():
             if not kept:
@@ -58,6 +93,12 @@ class GenerateOptions:
             top_k=self.top_k,
             seed=secrets.randbelow(MAX_SEED) if self.seed is None else self.seed,
             stop_ids=self.stop_ids,
+            min_p=float(self.min_p),
+            frequency_penalty=float(self.frequency_penalty),
+            presence_penalty=float(self.presence_penalty),
+            repetition_penalty=float(self.repetition_penalty),
+            logit_bias=tuple((token, float(bias)) for token, bias in self.logit_bias.items()),
+            logprobs=self.logprobs,
         )
 
 
@@ -65,7 +106,8 @@ class GenerateOptions:
 class Generation:
     """What came out, and what it took. Times in seconds from the call; `longest_stall_s` is the longest wait for a token.
 
-    `trace` is what `swarmnode trace` takes.
+    `trace` is what `swarmnode trace` takes. `logprobs`, where they were asked for: for each token its own first, then the most
+    likely ones'.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -77,6 +119,7 @@ class Generation:
     route: tuple[HopSpec, ...] = ()
     faults: list[tuple[str, str]] = field(default_factory=list)
     trace: str = ""
+    logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:
@@ -118,6 +161,7 @@ class RingStream:
             sampling=options.sampling(len(self.prompt)),
             codec=options.codec,
             prompt_tokens=len(self.prompt) - 1,  # its last one makes the first new token
+            prompt=tuple(self.prompt),
             width=vocabulary or MAX_WIDTH,
         )
         self._session = ClientSession(switchboard, router, spec, config, meter=self._meter, clock=clock)
@@ -137,6 +181,8 @@ class RingStream:
                 received = await self._session.receive()
                 final = received.output.final
                 self._note(received.output.ids[0], self._clock() - started_s)
+                if self._options.logprobs is not None:
+                    self.result.logprobs.append(unpack_logprobs(received.payload))
                 yield received.output.ids[0]
             ending = "done"
         except (GeneratorExit, asyncio.CancelledError):

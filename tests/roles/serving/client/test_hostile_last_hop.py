@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.codec.messages import HopSpec, Mode, Open, Output, Sampling, Want
+from swarmnode.codec.messages import HopSpec, Mode, Open, Output, Want
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession, ids_entry
@@ -102,7 +102,7 @@ async def test_who_takes_a_session_over_does_not_lock_its_owner_out() -> None:
         if len(tokens) == 5:
             (session,) = last.server._sessions.values()
             route = (HopSpec(thief.peer_id, 0, 2), HopSpec(last.peer, 2, 4))
-            sampling = Sampling(prompt_length=len(PROMPT), max_new_tokens=40)
+            sampling = session.opened.sampling
             opened = Open(session.id, LAST_EPOCH, route, 1, Mode.RING, 1, session.opened.max_length, sampling=sampling)
             channel = await board.call(last.peer, lambda _frame, _body: None, lambda _error: None)
             channel.send(opened)

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import GPT2Config
@@ -117,6 +118,19 @@ MISTAKES = {
     "more positions than the model has": (SessionSpec(Mode.RING, max_length=POSITIONS + 1, sampling=RING), PROMPT),
     "a negative id": (SessionSpec(Mode.RING, max_length=20, sampling=RING), [5, -1, 3, 61, 42]),
     "an id beyond the vocabulary": (SessionSpec(Mode.RING, max_length=20, sampling=RING), [5, 17, VOCABULARY, 61, 42]),
+    "a bias for an id beyond the vocabulary": (
+        SessionSpec(Mode.RING, max_length=20, sampling=msgspec.structs.replace(RING, logit_bias=((VOCABULARY, 1.0),))),
+        PROMPT,
+    ),
+    "a prompt to be penalised that the model does not know": (
+        SessionSpec(
+            Mode.RING,
+            max_length=20,
+            sampling=msgspec.structs.replace(RING, repetition_penalty=1.5),
+            prompt=(5, 17, VOCABULARY, 61, 42),
+        ),
+        PROMPT,
+    ),
     "a wrong id in a driven session": (SessionSpec(Mode.DRIVEN, max_length=20), [5, 17, 1 << 40, 61, 42]),
 }
 

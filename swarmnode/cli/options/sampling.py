@@ -1,0 +1,34 @@
+"""The options that say how tokens are drawn, for the commands that have text generated."""
+
+from __future__ import annotations
+
+import typer
+
+from swarmnode.errors import UsageError
+
+MIN_P = typer.Option(
+    0.0, "--min-p", help="Leave out tokens less likely than this share of the most likely one's probability."
+)
+FREQUENCY_PENALTY = typer.Option(
+    0.0, "--frequency-penalty", help="Make tokens less likely each time that they were said, from -2 to 2."
+)
+PRESENCE_PENALTY = typer.Option(
+    0.0, "--presence-penalty", help="Make tokens less likely once they were said, from -2 to 2."
+)
+REPETITION_PENALTY = typer.Option(
+    1.0, "--repetition-penalty", help="Over 1 makes what was said less likely, in the prompt too; 1 is off."
+)
+LOGIT_BIAS = typer.Option(
+    [], "--logit-bias", metavar="ID=BIAS", help="Add to the logit of a token id, from -100 (never) to 100. Repeatable."
+)
+
+
+def parse_logit_bias(texts: list[str]) -> dict[int, float]:
+    """Biases by token id. Raises UsageError."""
+    try:
+        pairs = [text.split("=") for text in texts]
+        return {int(token): float(bias) for token, bias in pairs}
+    except ValueError:
+        raise UsageError(
+            f"--logit-bias takes a token id and a number, as in 42=-100, not {' '.join(texts)!r}"
+        ) from None
