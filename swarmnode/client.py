@@ -22,6 +22,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
+from swarmnode.roles.credit.receipt_issuer import ReceiptIssuer
 from swarmnode.roles.explanation import explain
 from swarmnode.roles.host import Host, HostConfig
 from swarmnode.roles.measuring.meters import ClientMeter
@@ -110,7 +111,8 @@ class SwarmClient:
             on_peer_lost=host.lost_neighbour,
         )
         self._meter = ClientMeter()
-        self.auditor = Auditor(host, self._switchboard, config)
+        self._receipts = ReceiptIssuer(host)
+        self.auditor = Auditor(host, self._switchboard, config, on_over=self._receipts.served)
         self.reports = Reports(self.auditor, self._router(Span(0, self.units), ring=True))
         if config.audit_share > 0:
             self.auditor.on_found = self.reports.tell
@@ -160,6 +162,7 @@ class SwarmClient:
         """Leave the swarm. Audits that are under way are given up."""
         await self.reports.close()
         await self.auditor.close()
+        await self._receipts.close()
         await self._switchboard.close()
         if self._weights is not None:
             await self._weights.close()
@@ -245,6 +248,7 @@ class SwarmClient:
             meter=self._meter,
             audit=self.auditor.take,
             clock=self._clock,
+            on_over=self._receipts.served,
         )
         return TextStream(ring, tokenizer)
 
@@ -292,7 +296,15 @@ class SwarmClient:
         router = self._router(span, ring=False)
 
         def open_session(spec: SessionSpec) -> ClientSession:
-            return ClientSession(self._switchboard, router, spec, self.config, meter=self._meter, clock=self._clock)
+            return ClientSession(
+                self._switchboard,
+                router,
+                spec,
+                self.config,
+                meter=self._meter,
+                clock=self._clock,
+                on_over=self._receipts.served,
+            )
 
         return await asyncio.to_thread(
             model_class.from_checkpoint,

@@ -33,6 +33,7 @@ from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.node_texts import LENDING, Tell, introduce, progress_of, reason_of
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
+from swarmnode.roles.credit.receipt_keeper import ReceiptKeeper
 from swarmnode.roles.explanation import explain
 from swarmnode.roles.fetching.seeder import Seeder
 from swarmnode.roles.host import Host, HostConfig
@@ -79,6 +80,7 @@ class Node:
         self._swarm = swarm
         self._tell = tell
         self._host: Host | None = None
+        self._receipts: ReceiptKeeper | None = None
         self._executor: Executor | None = None
         self._stage: ServingStage | TrainingWorker | None = None
         self._span: Span | None = None
@@ -99,6 +101,8 @@ class Node:
         yield Reading(table.MOVES, self._moves)
         if self._host is not None:
             yield from self._host.readings()
+        if self._receipts is not None:
+            yield from self._receipts.readings()
         if self._stage is not None:
             yield from self._stage.readings()
 
@@ -186,8 +190,10 @@ class Node:
         from swarmnode.roles.serving.stage import Hardware
 
         weights = Weights(host)
-        for service in (weights, seeder, prober):
+        receipts = self._receipts = await asyncio.to_thread(ReceiptKeeper, host)
+        for service in (weights, seeder, prober, receipts):
             services.push_async_callback(service.close)
+        await receipts.start()
         await prober.start(host.directory.peers)
         trains = host.swarm.manifest.mode == TRAIN
         probe = partial(Hardware.probe, trains=trains, host=host.link_config.ledger)

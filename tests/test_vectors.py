@@ -31,6 +31,7 @@ from swarmnode.swarm.records.certificate import Certificate, open_certificate
 from swarmnode.swarm.records.grant import open_grant
 from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, encode_invite
 from swarmnode.swarm.records.manifest import decode_manifest, encode_manifest, swarm_id
+from swarmnode.swarm.records.receipt import open_receipt, sign_receipt
 from swarmnode.swarm.records.report import open_report, sign_report
 from swarmnode.swarm.records.revocation import open_list, sign_list
 from swarmnode.swarm.records.signing_key import SigningKey
@@ -244,6 +245,21 @@ def test_good_reports(vector: Vector) -> None:
 def test_bad_reports(vector: Vector) -> None:
     with pytest.raises(ProtocolError) as caught:
         open_report(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
+    assert caught.value.code.name == vector["error"]
+
+
+@pytest.mark.parametrize("vector", vectors("receipts", good=True))
+def test_good_receipts(vector: Vector) -> None:
+    receipt = open_receipt(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
+    assert plain(receipt) == vector["value"]
+    assert sign_receipt(receipt, Identity(bytes.fromhex(vector["key"])).sign) == data_of(vector)
+    assert_fits("work_receipt", vector["value"])
+
+
+@pytest.mark.parametrize("vector", vectors("receipts", good=False))
+def test_bad_receipts(vector: Vector) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        open_receipt(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
     assert caught.value.code.name == vector["error"]
 
 

@@ -35,6 +35,7 @@ from swarmnode.swarm.records.certificate import open_certificate
 from swarmnode.swarm.records.grant import open_grant
 from swarmnode.swarm.records.invite import decode_invite
 from swarmnode.swarm.records.manifest import decode_manifest
+from swarmnode.swarm.records.receipt import open_receipt
 from swarmnode.swarm.records.revocation import open_list
 from swarmnode.swarm.records.run import Run, decode_run, encode_run
 from swarmnode.swarm.records.statement import open_statement
@@ -117,6 +118,7 @@ def targets() -> dict[str, Target]:
         "tensor": Target(read_tensor, tensors),
         "run": Target(read_run, [encode_run(Run(data=bytes(32), steps=9, batch=8, microbatch=4))]),
         "manifest": Target(decode_manifest, hexes("manifests")),
+        "receipt": Target(lambda raw: open_receipt(raw, SWARM, verify), hexes("receipts")),
         "announcement": Target(lambda raw: open_announcement(raw, SWARM, verify), hexes("announcements")),
         "invite": Target(lambda raw: decode_invite(raw.decode("utf-8", "replace")), [b"swarm1"]),
         "certificate": Target(lambda raw: open_certificate(raw, SWARM, KEY), hexes("certificates")),

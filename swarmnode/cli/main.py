@@ -17,6 +17,7 @@ from swarmnode.cli.host.invite import invite
 from swarmnode.cli.host.members import members
 from swarmnode.cli.host.revoke import revoke
 from swarmnode.cli.lend.bench import bench
+from swarmnode.cli.lend.credit import credit
 from swarmnode.cli.lend.doctor import doctor
 from swarmnode.cli.lend.identity import show_identity
 from swarmnode.cli.lend.lending import finish, pause, resume, stop
@@ -43,7 +44,7 @@ from swarmnode.version import __version__
 
 GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
     "Use a swarm": (join, models, generate, chat, serve, status, trace),
-    "Lend this machine": (run, ps, pause, resume, finish, stop, why, doctor, bench),
+    "Lend this machine": (run, ps, pause, resume, finish, stop, why, credit, doctor, bench),
     "Host a swarm": (host, create, bootstrap, invite, revoke, members),
     "Train": (train, export),
     "Plan and try": (fit, plan, simulate, demo),

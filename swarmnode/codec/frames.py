@@ -54,6 +54,7 @@ class FrameKind(IntEnum):
     GET_STATEMENT = 25
     STATEMENT = 26
     TRUNCATE = 27
+    RECEIPT = 28
     GET_MANIFEST = 32
     MANIFEST = 33
     GET_CHUNKS = 34

@@ -42,6 +42,7 @@ from swarmnode.codec.body import MAX_STOP_IDS as MAX_STOP_IDS
 from swarmnode.codec.body import VERSION as VERSION
 from swarmnode.codec.body import Body as Body
 from swarmnode.codec.body import HopSpec as HopSpec
+from swarmnode.codec.credit_messages import CREDIT_BODIES
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.codec.frames import MAX_SEQ, FrameKind
 from swarmnode.codec.measuring_messages import MEASURING_BODIES
@@ -267,6 +268,7 @@ BODIES: dict[FrameKind, type[Body]] = {
     **MEASURING_BODIES,
     **TRACE_BODIES,
     **AUDIT_BODIES,
+    **CREDIT_BODIES,
     **TRAINING_BODIES,
     **STATE_BODIES,
 }

@@ -74,6 +74,14 @@ REFUSALS = _counter("refused_sessions", "Sessions refused, by cause.", "span", "
 FAULTS = _counter("faults", "Faults of routes that this stage reported, by cause.", "span", "work", "cause")
 SPEED = _gauge("decode_units_per_second", "Speed that this node announces for decode steps.", "span")
 
+# What clients sign for
+COMPLETED_WORK = _counter("completed_unit_tokens", "Work done for others: positions (samples) times units.")
+RECEIPTED_WORK = _counter("receipted_unit_tokens", "The part of it for which a client has signed.")
+RECEIPTS = _counter("receipts", "Receipts that clients brought, by what became of them.", "result")
+CREDIT_WORK = _gauge("credit_unit_tokens", "What all receipts that are kept add up to.", "work")
+CREDIT_CLIENTS = _gauge("credit_clients", "Distinct clients that signed them.")
+CREDIT = _gauge("credit", "What of it counts, after the discount for few clients.")
+
 # Training: of a stage
 TRAINING_STEP = _gauge("training_step", "Step that the stage is at.", "span")
 TRAINING_LOSS = _gauge("training_loss", "Mean loss of the last step.", "span")

@@ -30,6 +30,7 @@ from swarmnode.net.supervisor import Supervisor
 from swarmnode.net.tasks import Tasks
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.bootstrap_dialing import dial_bootstraps
+from swarmnode.roles.credit.completed_work import CompletedWork
 from swarmnode.roles.fetching.newcomer import fetch_manifest
 from swarmnode.roles.host_config import HostConfig as HostConfig
 from swarmnode.roles.host_config import network_config
@@ -80,6 +81,7 @@ class Host:
         self.hello = Hello(VERSION, swarm.id, f"swarmnode/{__version__}")
         self.paths = Paths(network.peer_id, lambda peer: self.directory.peers().get(peer), clock=clock.monotonic)
         self.observed_latency = ObservedLatency(clock=clock.monotonic)
+        self.completed = CompletedWork()
         limiters = [
             RateLimiter(rate_bps, clock=clock.monotonic) if rate_bps else None
             for rate_bps in (config.max_upload_bps, config.max_download_bps)

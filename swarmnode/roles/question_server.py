@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import Body, Error, Hello
+from swarmnode.codec.messages import Body, End, Error, Hello
 from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.net.interfaces import Buffer, Network, PeerId
 from swarmnode.net.links.link import LinkConfig
@@ -21,7 +21,7 @@ BUSY_RETRY_S = 1.0
 
 
 class Answer(NamedTuple):
-    """What a question is answered with; an ERROR where it cannot be."""
+    """What a question is answered with: an ERROR where it cannot be, END where there is nothing to say."""
 
     body: Body
     payload: Sequence[Buffer] = ()
@@ -70,7 +70,7 @@ class QuestionServer:
     async def _tell(self, channel: Channel, question: Body) -> None:
         try:
             answer = await self._answer(question)
-            if isinstance(answer.body, Error):
+            if isinstance(answer.body, Error | End):
                 channel.close(answer.body)
                 return
             channel.send(answer.body, payload=answer.payload)

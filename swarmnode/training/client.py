@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from swarmnode.codec.training_messages import Lease
 from swarmnode.codec.training_messages import StepReport as SwarmReport
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.errors import PeerError, ProtocolError, UsageError
@@ -14,6 +17,7 @@ from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.platform import MACHINE, Platform
+from swarmnode.roles.credit.receipt_issuer import ReceiptIssuer
 from swarmnode.roles.fetching.weights import Weights
 from swarmnode.roles.host import Host, HostConfig
 from swarmnode.roles.training.checkpoints.export import export
@@ -40,6 +44,7 @@ class TrainingClient:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._weights = Weights(host)
+        self._receipts = ReceiptIssuer(host)
 
     def __repr__(self) -> str:
         return f"<TrainingClient {self._host!r}>"
@@ -94,7 +99,8 @@ class TrainingClient:
             return ready
 
         try:
-            trainer = Trainer(board, coordinators, run, batches, _telling(listener, run), listener.waiting)
+            on_step, on_done = _telling(listener, run), functools.partial(self._sign, run)
+            trainer = Trainer(board, coordinators, run, batches, on_step, listener.waiting, on_done)
             return await host.supervisor.watch(trainer.train(stop))
         except UsageError as error:
             told = await self._differences(run)
@@ -112,8 +118,17 @@ class TrainingClient:
 
     async def close(self) -> None:
         """Leave the swarm."""
+        await self._receipts.close()
         await self._weights.close()
         await self._host.close()
+
+    def _sign(self, run: Run, lease: Lease) -> None:
+        """A microbatch came back: who had a part in it gets a receipt."""
+        units: Counter[PeerId] = Counter()
+        for hop in lease.route:
+            units[hop.peer] += hop.end - hop.start
+        for peer, count in units.items():
+            self._receipts.note(peer, lease.seal, trained=count * run.microbatch * max(1, run.sequence))
 
     def _suspect(self, error: PeerError) -> None:
         if error.peer is not None:

@@ -25,6 +25,7 @@ from swarmnode.swarm.records.certificate import Certificate
 from swarmnode.swarm.records.grant import Grant
 from swarmnode.swarm.records.invite import Invite, OwnedInvite
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo
+from swarmnode.swarm.records.receipt import Receipt
 from swarmnode.swarm.records.report import Report
 from swarmnode.swarm.records.revocation import RevocationList
 from swarmnode.swarm.records.run import Averaging, Run
@@ -57,6 +58,7 @@ NAMES: dict[type[msgspec.Struct], str] = {
     Statement: "hop_statement",
     Edge: "edge",
     Report: "report",
+    Receipt: "work_receipt",
 }
 
 

@@ -19,6 +19,7 @@ from swarmnode.codec import (
     audit_messages,
     averaging_messages,
     body,
+    credit_messages,
     frames,
     measuring_messages,
     messages,
@@ -32,7 +33,7 @@ from swarmnode.codec import (
 from swarmnode.errors import ERROR_TEXT, ErrorCode
 from swarmnode.net.addressing import reachability
 from swarmnode.swarm.peers import shards
-from swarmnode.swarm.records import announcement, certificate, grant, invite, manifest, report, revocation, run
+from swarmnode.swarm.records import announcement, certificate, grant, invite, manifest, receipt, report, revocation, run
 from swarmnode.swarm.storage import content
 from tests.codec.schemas import NAMES, plain
 
@@ -43,6 +44,7 @@ MODULES = (
         frames,
         messages,
         audit_messages,
+        credit_messages,
         measuring_messages,
         sampling,
         trace_messages,
@@ -50,7 +52,7 @@ MODULES = (
         training_fields,
         tensors,
     ),
-    *(announcement, content, invite, manifest, run, shards, grant, certificate, report, revocation),
+    *(announcement, content, invite, manifest, run, shards, grant, certificate, receipt, report, revocation),
 )
 Row = dict[str, str]
 
@@ -193,6 +195,7 @@ def test_limits_are_the_ones_of_the_code() -> None:
         f"certificate.MAX_{name}" for name in ("CERTIFICATE_BYTES", "GRANT_BYTES", "PEER_CHARS", "PROOF_BYTES")
     }
     imported |= {f"report.MAX_{name}" for name in ("PEER_CHARS", "STATEMENT_BYTES", "TOKEN_ID")}
+    imported |= {f"receipt.MAX_{name}" for name in ("PEER_CHARS", "RECEIPT_BYTES")}
     assert written == {name: value for name, value in defined.items() if name not in imported}
 
 
@@ -201,7 +204,9 @@ def test_limits_are_the_ones_of_the_code() -> None:
 STRUCTS = {name: struct for struct, name in NAMES.items()}
 PARTS = (training_messages.Counted, averaging_messages.Group, averaging_messages.MemberSpec, training_messages.Wait)
 PAGES = {
-    **dict.fromkeys(("announcement", "manifest", "model", "file", "hop_statement", "edge", "report"), "records"),
+    **dict.fromkeys(
+        ("announcement", "manifest", "model", "file", "hop_statement", "edge", "report", "work_receipt"), "records"
+    ),
     **{NAMES[body]: "training" for body in (*training_messages.TRAINING_BODIES.values(), *PARTS) if body in NAMES},
     **dict.fromkeys(("run", "averaging"), "training"),
     "tensor": "tensors",
@@ -220,6 +225,7 @@ CHECKED_ELSEWHERE = {
     "hop_statement",
     "edge",
     "report",
+    "work_receipt",
 } | {*("owned_invite", "grant", "certificate", "revocation_list")}
 
 

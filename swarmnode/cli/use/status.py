@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,35 +42,42 @@ def status(
     """
     set_up_logging(verbose)
     from swarmnode.client import SwarmClient
+    from swarmnode.roles.credit.worker_credits import summary, worker_credits
 
     async def look(stop: asyncio.Event) -> None:
-        client = await SwarmClient.join(open_swarm(swarm, default_home(home)), home=default_home(home))
+        here = default_home(home)
+        client = await SwarmClient.join(open_swarm(swarm, here), home=here)
+
+        def status_of() -> dict[str, Any]:
+            picture = client.status()
+            return {**picture, "credit": list(map(summary, worker_credits(here, bytes.fromhex(picture["swarm"]))))}
+
         try:
             if watch:
-                await unless_stopped(_watch(client, as_json), stop)
+                await unless_stopped(_watch(client, status_of, as_json), stop)
             elif as_json:
-                print_json(client.status())
+                print_json(status_of())
             else:
                 from swarmnode.cli.terminal.tables import show
 
-                show(status_table(client.status()))
+                show(status_table(status_of()))
         finally:
             await client.close()
 
     run_async(look)
 
 
-async def _watch(client: Any, as_json: bool) -> None:
+async def _watch(client: Any, status_of: Callable[[], dict[str, Any]], as_json: bool) -> None:
     from rich.live import Live
 
     if as_json:
         while True:
-            print_json(client.status())
+            print_json(status_of())
             await client.changed()
-    with Live(status_table(client.status()), auto_refresh=False) as live:
+    with Live(status_table(status_of()), auto_refresh=False) as live:
         while True:
             await client.changed()
-            live.update(status_table(client.status()), refresh=True)
+            live.update(status_table(status_of()), refresh=True)
 
 
 def status_table(status: dict[str, Any]) -> Table:
@@ -88,7 +96,10 @@ def status_table(status: dict[str, Any]) -> Table:
     # On one machine or LAN there is nothing to tell.
     far = any(peer["reached"] != "unknown" for peer in status["peers"])
     columns = ("peer", "name", "state", "device", "span", "units")
-    table = new_table(title, (*columns, *(("reached",) if far else ()), *(("sends",) if trains else ())))
+    caption = "\n".join(map(credit_line, status["credit"])) or None
+    table = new_table(
+        title, (*columns, *(("reached",) if far else ()), *(("sends",) if trains else ())), caption=caption
+    )
     for peer in sorted(status["peers"], key=lambda peer: (peer["span"], peer["name"])):
         start, end = peer["span"]
         table.add_row(
@@ -102,6 +113,13 @@ def status_table(status: dict[str, Any]) -> Table:
             *((", ".join(f"{codec} to {other[-8:]}" for other, codec in peer["sends"].items()),) if trains else ()),
         )
     return table
+
+
+def credit_line(credit: dict[str, Any]) -> str:
+    """What clients signed for a node of this home."""
+    return (
+        f"your node {credit['worker'][-8:]}: credit {credit['credit']:,} units x tokens, by {credit['clients']} clients"
+    )
 
 
 def draw_span(start: int, end: int, units: int, width: int = 32) -> str:

@@ -21,6 +21,7 @@ from swarmnode.net.interfaces import Buffer, Network, PeerId
 from swarmnode.net.limits.address_group import Claimant, owner_of
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.roles.credit.completed_work import CompletedWork
 from swarmnode.roles.measuring.meters import SERVE, cause_of
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.measuring.trace_log import SessionTrace, TraceLog
@@ -53,6 +54,7 @@ class StageServer:
         link_config: LinkConfig,
         observed_latency: ObservedLatency | None = None,
         *,
+        completed: CompletedWork | None = None,
         on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
         decisions: DecisionLog | None = None,
     ) -> None:
@@ -79,6 +81,7 @@ class StageServer:
         self._position_limit = self._runner.span.position_limit  # of every session
         self.orphan_grace_s = config.orphan_grace_s
         self.observed_latency = observed_latency or ObservedLatency()
+        self._completed = completed or CompletedWork()
         self.clock = worker.clock  # on which what its jobs take is told, too
         self._traces = TraceLog()  # of sessions that are over
         self._trace_server = trace_server(network, hello, link_config, self.trace)
@@ -155,8 +158,10 @@ class StageServer:
             self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._look_at_computing)
         self._worker.submit(job)
 
-    def computed(self, job: Job, run: Pass) -> None:
+    def computed(self, session: StageSession, job: Job, run: Pass) -> None:
         """A job came back from the compute thread."""
+        start, end = units_of(session.opened)
+        self._completed.note(session.id, (end - start) * session.opened.rows * job.count)
         self.watch.computed(job.session, job.end, job.count, run.ended_s - run.began_s, self._loop_s())
 
     def _look_at_computing(self) -> None:

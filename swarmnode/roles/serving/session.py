@@ -67,7 +67,7 @@ class SessionHost(Protocol):
     def submit(self, job: Job) -> None:
         """Run it as soon as the stage comes to it; its `done` is called on the loop."""
 
-    def computed(self, job: Job, run: Pass) -> None:
+    def computed(self, session: StageSession, job: Job, run: Pass) -> None:
         """A job came back from the compute thread."""
 
     def note_fault(self, code: ErrorCode) -> None:
@@ -259,7 +259,7 @@ class StageSession:
     def _done(self, job: Job, result: JobResult, run: Pass) -> None:
         if self._freed:
             return
-        self._stage.computed(job, run)
+        self._stage.computed(self, job, run)
         if result.error is not None:
             # A bad input is the fault of the hop that sent it.
             self._send_fault(max(0, self.index - 1) if result.bad_input else self.index, result.error)

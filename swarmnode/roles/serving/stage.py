@@ -299,6 +299,7 @@ class ServingStage:
                 hardware.config.server,
                 host.link_config,
                 host.observed_latency,
+                completed=host.completed,
                 on_neighbour_lost=host.lost_neighbour,
                 decisions=host.decisions,
             )

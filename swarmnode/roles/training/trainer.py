@@ -42,7 +42,8 @@ EXCUSED = 4  # times as long without work
 
 class Trainer:
     """`coordinators` yields the peers that may lead, the likeliest first. `train` returns when all steps are done. `on_waiting`
-    hears, once a second, why nothing goes on, if it does not: who waits for what, and the units that nobody holds."""
+    hears, once a second, why nothing goes on, if it does not: who waits for what, and the units that nobody holds. `on_done`
+    hears of each microbatch that came back."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class Trainer:
         batches: Batches,
         on_step: Callable[[StepReport], None],
         on_waiting: Callable[[str, tuple[int, ...]], None] = lambda _text, _missing: None,
+        on_done: Callable[[Lease], None] = lambda _lease: None,
     ) -> None:
         self._switchboard = switchboard
         self._coordinators = coordinators
@@ -59,6 +61,7 @@ class Trainer:
         self._batches = batches
         self._on_step = on_step
         self._on_waiting = on_waiting
+        self._on_done = on_done
         self._next_step = 0
         self.left_out: set[PeerId] = set()  # whose gradients most of their replicas do not believe
         self._backoff = Backoff(asyncio.get_running_loop().time)  # from peers that do not answer
@@ -72,7 +75,7 @@ class Trainer:
         named: PeerId | None = None
         while not stop.is_set():
             for peer in self._candidates(named):
-                session = _FeedingSession(self._switchboard, peer, self._run, self._batches, self._hear)
+                session = _FeedingSession(self._switchboard, peer, self._run, self._batches, self._hear, self._on_done)
                 stopped = await session.work(self._next_step, stop)
                 named = session.redirected
                 if stopped is not None:
@@ -130,6 +133,7 @@ class _FeedingSession:
         run: Run,
         batches: Batches,
         on_news: Callable[[StepReport | ProgressReport], None],
+        on_done: Callable[[Lease], None],
     ) -> None:
         self.redirected: PeerId | None = None
         self.failed: str | None = None
@@ -138,6 +142,7 @@ class _FeedingSession:
         self._run = run
         self._batches = batches
         self._on_news = on_news
+        self._on_done = on_done
         self._channel: Channel | None = None
         self._over: asyncio.Future[Stopped | None] = asyncio.get_running_loop().create_future()
         self._feeding = Tasks("trainer", on_crash=self._crashed)
@@ -248,6 +253,7 @@ class _FeedingSession:
         try:
             done = await asyncio.wait_for(self._send(lease), CLEANUP * lease.within_s or None)
             self._tell(Done(lease.lease, done.loss, self._run.id))
+            self._on_done(lease)
         except asyncio.TimeoutError:
             self._tell(Failed(lease.lease, lease.route[0].peer, ErrorCode.PEER_LOST, run=self._run.id))
         except PeerError as error:

@@ -134,8 +134,8 @@ class PeerSigned(Generic[Content]):
         """It has more bytes than it may."""
         return ProtocolError(f"{self._a} of {len(raw)} bytes", code=ErrorCode.TOO_LARGE)
 
-    def open(self, signed: Signed, swarm: bytes, verify: Verify) -> Content:
-        """The content, if its author signed it for this swarm. Raises ProtocolError."""
+    def open(self, signed: Signed, swarm: bytes | None, verify: Verify) -> Content:
+        """The content, if its author signed it for this swarm (None: for any). Raises ProtocolError."""
         try:
             content = self._decoder.decode(signed.body)
         except DECODE_ERRORS as error:
@@ -143,7 +143,7 @@ class PeerSigned(Generic[Content]):
         author, broken = self._author(content), first_broken(self._rules(content))
         if broken is not None:
             raise ProtocolError(f"bad {self.name}: {broken}", peer=author)
-        if content.swarm != swarm:
+        if swarm is not None and content.swarm != swarm:
             raise ProtocolError(f"{self._a} of another swarm", code=ErrorCode.WRONG_SWARM, peer=author)
         if not verify(author, self._domain + signed.body, signed.signature):
             raise ProtocolError(f"{self._a} with a false signature", code=ErrorCode.REFUSED, peer=author)

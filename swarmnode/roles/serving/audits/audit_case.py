@@ -202,8 +202,8 @@ class AuditCase:
         router = FixedRoute(route, auditor.host.observed_latency)
         sampling = msgspec.structs.replace(self._sampling, max_new_tokens=self._end + 1 - prompt)  # and then it stands
         spec = replace(self._spec, sampling=sampling, max_length=self._end)
-        clock = auditor.host.clock.monotonic
-        session = ClientSession(auditor.sessions, router, spec, auditor.config, clock=clock)
+        clock, on_over = auditor.host.clock.monotonic, auditor.on_over
+        session = ClientSession(auditor.sessions, router, spec, auditor.config, clock=clock, on_over=on_over)
         try:
             await session.start()
             size = auditor.config.prompt_chunk_tokens

@@ -29,6 +29,7 @@ from swarmnode.plan.view import PREFILL_GAIN, UNMEASURED_UNITS_PER_S
 from swarmnode.roles.host import Host
 from swarmnode.roles.serving.client.client_session import ClientSession
 from swarmnode.roles.serving.client.router import Route
+from swarmnode.roles.serving.client.served_work import ServedWork
 from swarmnode.roles.serving.client.session_spec import SessionSpec
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,13 @@ class Auditor:
     """Of one client. `take` after every session; `close` at the end gives up what is under way."""
 
     def __init__(
-        self, host: Host, sessions: Switchboard, config: ClientConfig, *, dice: random.Random | None = None
+        self,
+        host: Host,
+        sessions: Switchboard,
+        config: ClientConfig,
+        *,
+        dice: random.Random | None = None,
+        on_over: Callable[[ServedWork], None] = lambda _served: None,
     ) -> None:
         self.standing = host.standing
         self.dice = dice or random.SystemRandom()
@@ -53,6 +60,7 @@ class Auditor:
         self.sessions = sessions
         self.statements = Switchboard(host.network, AUDIT_PROTOCOL, host.hello, host.link_config)
         self.host = host
+        self.on_over = on_over  # of the sessions that audits open: hops must not tell them from others
         self._budget = AuditBudget(config.audit_share)
         self._counts: Counter[str] = Counter()
         self._tasks = Tasks("audits", on_crash=host.link_config.supervisor.ends_conversation)

@@ -90,7 +90,8 @@ class Reports:
 
         auditor, spec, case = self._auditor, spec_of(prompt), None
         router = FixedRoute(route, self._host.observed_latency)
-        session = ClientSession(auditor.sessions, router, spec, auditor.config, clock=self._host.clock.monotonic)
+        clock, on_over = self._host.clock.monotonic, auditor.on_over
+        session = ClientSession(auditor.sessions, router, spec, auditor.config, clock=clock, on_over=on_over)
 
         async def examine() -> str:
             nonlocal case

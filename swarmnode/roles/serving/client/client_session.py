@@ -56,6 +56,7 @@ from swarmnode.roles.measuring.meters import ClientMeter
 from swarmnode.roles.measuring.timing import Cadence, Timing
 from swarmnode.roles.serving.client.blame import Blame, Verdict
 from swarmnode.roles.serving.client.router import Route, Router
+from swarmnode.roles.serving.client.served_work import ServedWork
 from swarmnode.roles.serving.client.session_spec import SessionSpec
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class ClientSession:
         *,
         meter: ClientMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_over: Callable[[ServedWork], None] = lambda _served: None,
     ) -> None:
         self.id = secrets.token_bytes(SESSION_ID_BYTES)
         self.trace_id = trace_id(self.id)
@@ -120,6 +122,7 @@ class ClientSession:
         self._first = Hop(switchboard, self._from_first, lambda error: self._fault(self.epoch, 0, error), self._journal)
         self._timing: Timing | None = None
         self._cadence: Cadence | None = None
+        self._served, self._on_over = ServedWork(), on_over
         self._last: Channel | None = None
         self._expected = 0  # position of the next output
         self._wanted = 1  # positions that it is of
@@ -180,6 +183,7 @@ class ClientSession:
         if self._last is not None:
             self._last.close()
         self._journal.release()
+        self._on_over(self._served.taken())
 
     # -- frames
 
@@ -213,6 +217,7 @@ class ClientSession:
         self._last_progress_s = now_s
         for peer, code in self._blame.progress(self.route):
             self._router.suspect(peer, code.name)
+        self._served.heard(self.id, self.route, self.spec.rows * position)
         if self._cadence is not None:
             self._cadence.heard(position)
         if self.spec.mode == Mode.RING:

@@ -26,6 +26,7 @@ from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.roles.measuring.meters import ClientMeter
 from swarmnode.roles.serving.client.client_session import ClientSession, ids_entry
 from swarmnode.roles.serving.client.router import Router
+from swarmnode.roles.serving.client.served_work import ServedWork
 from swarmnode.roles.serving.client.session_spec import MAX_WIDTH, SessionSpec
 
 
@@ -148,6 +149,7 @@ class RingStream:
         meter: ClientMeter | None = None,
         audit: Audit = lambda _session, _ids: False,
         clock: Callable[[], float] = time.monotonic,
+        on_over: Callable[[ServedWork], None] = lambda _served: None,
     ) -> None:
         self.prompt = list(prompt)
         self._options = options
@@ -164,7 +166,9 @@ class RingStream:
             prompt=tuple(self.prompt),
             width=vocabulary or MAX_WIDTH,
         )
-        self._session = ClientSession(switchboard, router, spec, config, meter=self._meter, clock=clock)
+        self._session = ClientSession(
+            switchboard, router, spec, config, meter=self._meter, clock=clock, on_over=on_over
+        )
         self.result = Generation(trace=self._session.trace_id.hex())
 
     def __repr__(self) -> str:

@@ -24,6 +24,7 @@ from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.roles.credit.completed_work import CompletedWork
 from swarmnode.roles.measuring.meters import BACKWARD, FORWARD
 from swarmnode.roles.training.coordinator.answer_times import CLEANUP
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
@@ -48,6 +49,7 @@ class MicrobatchStage(Protocol):
     meter: TrainingMeter
     stopwatch: Stopwatch
     unit_time: UnitTime
+    completed: CompletedWork
 
     @property
     def run(self) -> Run | None:
@@ -77,6 +79,11 @@ def place_of(body: Forward) -> int:
 def patience_s(body: Forward) -> float:
     """For how long a hop keeps a microbatch, at most."""
     return min(LONGEST_S, CLEANUP * body.within_s) if body.within_s else LONGEST_S
+
+
+def tokens_of(run: Run) -> int:
+    """Of a microbatch; samples, where there are no tokens."""
+    return run.microbatch * max(1, run.sequence)
 
 
 class MicrobatchInFlight:
@@ -203,7 +210,7 @@ class MicrobatchInFlight:
         """Around the pass itself."""
         stage, hop = self._stage, self.body.route[self.body.hop]
         assert stage.run is not None
-        units, tokens = hop.end - hop.start, stage.run.microbatch * max(1, stage.run.sequence)
+        units, tokens = hop.end - hop.start, tokens_of(stage.run)
 
         def told(pass_s: float) -> None:
             stage.unit_time.note(units, pass_s)
@@ -266,6 +273,9 @@ class MicrobatchInFlight:
             self._answer.set_exception(error)
 
     def _finish(self, answer: Backward, payload: list[bytes | bytearray | memoryview]) -> None:
+        hop, run = self.body.route[self.body.hop], self._stage.run
+        if run is not None:
+            self._stage.completed.note(self.body.seal, (hop.end - hop.start) * tokens_of(run))
         if self._channel.open:
             self._channel.send(answer, payload=payload)
             self._channel.close()

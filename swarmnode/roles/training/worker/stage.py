@@ -39,6 +39,7 @@ from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.view import Span
+from swarmnode.roles.credit.completed_work import CompletedWork
 from swarmnode.roles.training.averaging.all_reduce import AllReducer
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.roles.training.coordinator.answer_times import SAVE_S
@@ -76,6 +77,7 @@ class TrainingStage:
         compressor: ActivationCompressor | None = None,
         memory: TrainingMemory | None = None,
         stopwatch: Stopwatch | None = None,
+        completed: CompletedWork | None = None,
         on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
     ) -> None:
         self.segment = segment
@@ -96,6 +98,7 @@ class TrainingStage:
         self._all_reducer = AllReducer(network.peer_id, self.switchboard, self.bench)
         self._admission_queue = AdmissionQueue(self._memory)
         self.unit_time = UnitTime()
+        self.completed = completed or CompletedWork()
         self.stopwatch = stopwatch or Stopwatch(segment.device)
         self._move: asyncio.Task[None] | None = None  # to another run or step
         self._all_reduce: asyncio.Task[None] | None = None

@@ -87,6 +87,7 @@ class TrainingWorker:
             compressor=ActivationCompressor(hardware.config.compress, host.swarm.manifest.codecs),
             memory=TrainingMemory(hardware.ledger, segment, functools.partial(estimates, checkpoint)),
             stopwatch=Stopwatch(segment.device, clock=clock.compute),
+            completed=host.completed,
             on_neighbour_lost=host.lost_neighbour,
         )
         cache = SpeedCache(host.config.home / SPEEDS_FILE, now=clock.unix)

@@ -1,0 +1,79 @@
+"""`swarmnode credit`: what others have signed for that this machine did for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from swarmnode.cli.options.swarm import open_swarm
+from swarmnode.cli.terminal.console import HOME, JSON, default_home, print_json, reports_errors, say
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from swarmnode.roles.credit.worker_credits import WorkerCredit
+
+SHOWN_CLIENTS = 20
+
+
+@reports_errors
+def credit(
+    where: str = typer.Argument(
+        "",
+        metavar="[SWARM|FOLDER]",
+        help="A swarm, for the receipts of this machine's nodes, or any folder of receipts; default: the one that was used last.",
+        show_default=False,
+    ),
+    home: Path = HOME,
+    as_json: bool = JSON,
+) -> None:
+    """Show what clients have signed for that this machine's nodes did for them, by client.
+
+    Of one client alone nothing counts, of two alike half: who serves nobody but friends could have any receipt.
+
+    Example: swarmnode credit friends
+    """
+    from swarmnode.roles.credit.worker_credits import folder_credits, summary, worker_credits
+    from swarmnode.swarm.storage.swarmfile import swarm_path
+
+    here = default_home(home)
+    if where and Path(where).is_dir() and not swarm_path(where).is_file():
+        found = folder_credits(Path(where))
+    else:
+        found = worker_credits(here, open_swarm(where, here).id)
+    if as_json:
+        print_json([{**summary(one), "by_client": dict(one.credit.by_client)} for one in found])
+        return
+    if not found:
+        say("No receipts here yet. Clients sign for what a node did for them when a session is over.")
+        return
+    from swarmnode.cli.terminal.tables import show
+
+    for one in found:
+        say(_sentence(one))
+        show(_table(one))
+
+
+def _sentence(one: WorkerCredit) -> str:
+    credit = one.credit
+    return (
+        f"Node {one.worker[-8:]} has credit for {credit.counted:,.0f} units x tokens: it served {credit.served:,} and trained "
+        f"{credit.trained:,} (which counts thrice) for {credit.clients} clients, at a concentration of {credit.concentration:.2f}."
+    )
+
+
+def _table(one: WorkerCredit) -> Table:
+    from swarmnode.cli.terminal.tables import new_table
+
+    credit = one.credit
+    total = sum(credit.by_client.values())
+    table = new_table("", ("client", "units x tokens", "share"), numbers=("units x tokens", "share"))
+    ranked = sorted(credit.by_client.items(), key=lambda item: (-item[1], item[0]))
+    for client, work in ranked[:SHOWN_CLIENTS]:
+        table.add_row(client[-8:], f"{work:,}", f"{work / total:.1%}")
+    if rest := ranked[SHOWN_CLIENTS:]:
+        work = sum(work for _, work in rest)
+        table.add_row(f"{len(rest)} others", f"{work:,}", f"{work / total:.1%}")
+    return table

@@ -1,0 +1,58 @@
+"""Credit: what a peer's receipts add up to.
+
+Who serves nobody but friends can have any receipt from them, so what counts is how many clients there are: the sum is discounted
+by its concentration, the Herfindahl-Hirschman index H of the clients' shares. Of n clients that were served alike 1 - 1/n of it
+counts, of one alone nothing, and one more client, whatever it signs for, adds at most twice what all others together do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from swarmnode.net.interfaces import PeerId
+from swarmnode.swarm.records.receipt import Receipt
+
+TRAINED_WEIGHT = 3  # backward costs twice what forward does
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Of one worker, in units times tokens (samples, where a model has no tokens). `by_client` is weighted work."""
+
+    served: int
+    trained: int
+    by_client: Mapping[PeerId, int]
+
+    def __repr__(self) -> str:
+        return f"<Credit {self.counted:.0f} of {self.served} served, {self.trained} trained, {self.clients} clients>"
+
+    @property
+    def clients(self) -> int:
+        """How many signed."""
+        return len(self.by_client)
+
+    @property
+    def concentration(self) -> float:
+        """H: the sum of the squares of the clients' shares; 1 of a single client."""
+        total = sum(self.by_client.values())
+        return sum((work / total) ** 2 for work in self.by_client.values()) if total else 1.0
+
+    @property
+    def counted(self) -> float:
+        """What is left of all work after the discount."""
+        return sum(self.by_client.values()) * (1.0 - self.concentration)
+
+
+def credit_of(receipts: Iterable[Receipt]) -> Credit:
+    """What the receipts of one worker add up to; of each batch the last one counts."""
+    latest: dict[tuple[PeerId, PeerId, int], Receipt] = {}
+    for receipt in receipts:
+        if receipt.replaces(latest.get(receipt.batch)):
+            latest[receipt.batch] = receipt
+    by_client: dict[PeerId, int] = {}
+    for receipt in latest.values():
+        work = receipt.served + TRAINED_WEIGHT * receipt.trained
+        by_client[receipt.client] = by_client.get(receipt.client, 0) + work
+    served, trained = (sum(getattr(one, kind) for one in latest.values()) for kind in ("served", "trained"))
+    return Credit(served, trained, by_client)

@@ -1,0 +1,1 @@
+"""Credit: who was served signs for it, and who did the work keeps what was signed."""

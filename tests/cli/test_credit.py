@@ -1,0 +1,61 @@
+"""`swarmnode credit`: what it shows of receipts, and of what is none."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from swarmnode.net.identity import Identity, verify
+from swarmnode.swarm.records.receipt import Receipt, sign_receipt
+from swarmnode.swarm.storage.receipt_folder import ReceiptFolder, receipts_of
+from swarmnode.swarm.storage.swarmfile import load_swarm
+from tests.cli.command import assert_clear, invoke
+from tests.swarm.storage.test_joined_swarms import FRIENDS
+
+SWARM = load_swarm(FRIENDS).id
+worker, *clients = (Identity(bytes([number] * 32)) for number in range(1, 30))
+
+
+def sign(home: Path, *served: int) -> None:
+    now = int(time.time())
+    folder = ReceiptFolder(receipts_of(home, SWARM), SWARM, worker.peer_id, verify, time.time)
+    for client, work in zip(clients, served, strict=False):
+        receipt = Receipt(SWARM, client.peer_id, worker.peer_id, now - 60, now, work)
+        folder.keep(receipt, sign_receipt(receipt, client.sign))
+
+
+def test_a_swarm_or_a_folder_of_receipts(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    assert invoke("join", FRIENDS, home=home).returncode == 0
+    sign(home, 300, 100)
+    done = invoke("credit", "friends", "--json", home=home)
+    (told,) = json.loads(done.stdout)
+    assert told == {
+        "swarm": SWARM.hex(),
+        "worker": worker.peer_id,
+        "served": 400,
+        "trained": 0,
+        "clients": 2,
+        "concentration": 0.625,
+        "credit": 150,
+        "by_client": {clients[0].peer_id: 300, clients[1].peer_id: 100},
+    }
+    assert json.loads(invoke("credit", str(home / "receipts"), "--json", home=tmp_path / "other").stdout) == [told]
+    text = invoke("credit", home=home).stdout
+    assert (
+        "credit for 150 units x tokens: it served 400" in text and clients[0].peer_id[-8:] in text and "75.0%" in text
+    )
+
+
+def test_many_clients_are_summed_up(tmp_path: Path) -> None:
+    sign(tmp_path, *range(100, 128))
+    assert "8 others" in invoke("credit", str(tmp_path / "receipts"), home=tmp_path).stdout
+
+
+def test_nothing_and_nonsense(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "No receipts" in invoke("credit", str(tmp_path / "empty"), home=tmp_path).stdout
+    assert invoke("credit", str(tmp_path / "empty"), "--json", home=tmp_path).stdout.strip() == "[]"
+    assert_clear(invoke("credit", home=tmp_path), 2, "which swarm?")
+    assert_clear(invoke("credit", "nobody", home=tmp_path), 2, "nobody")
