@@ -96,7 +96,7 @@ def status_table(status: dict[str, Any]) -> Table:
     # On one machine or LAN there is nothing to tell.
     far = any(peer["reached"] != "unknown" for peer in status["peers"])
     columns = ("peer", "name", "state", "device", "span", "units")
-    caption = "\n".join(map(credit_line, status["credit"])) or None
+    caption = "\n".join(map(credit_line, status.get("credit", ()))) or None
     table = new_table(
         title, (*columns, *(("reached",) if far else ()), *(("sends",) if trains else ())), caption=caption
     )
