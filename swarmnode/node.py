@@ -14,7 +14,7 @@ import importlib
 import logging
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -22,24 +22,23 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from swarmnode.compute.executor import Executor, Urgency
-from swarmnode.config import StageConfig
 from swarmnode.lending.lending import Keep, Lending
 from swarmnode.lending.lifecycle import LendingEvent, LendingState
 from swarmnode.lending.rule_watch import follow_rules
-from swarmnode.lending.rules import Rules
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.tasks import cancel_and_wait
+from swarmnode.node_config import NodeConfig as NodeConfig
 from swarmnode.node_texts import LENDING, Tell, introduce, progress_of, reason_of
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.credit.receipt_keeper import ReceiptKeeper
 from swarmnode.roles.explanation import explain
 from swarmnode.roles.fetching.seeder import Seeder
-from swarmnode.roles.host import Host, HostConfig
+from swarmnode.roles.host import Host
 from swarmnode.roles.measuring.bandwidth import Prober
 from swarmnode.roles.measuring.service_report import ServiceReporter
-from swarmnode.roles.placement import Placement, PlacementConfig
+from swarmnode.roles.placement import Placement
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.sections import Place, Section
@@ -60,17 +59,6 @@ REPORT_S = 60.0
 NO_LONGER_FINISHING = (LendingState.RUNNING, LendingState.DRAINING)
 
 
-@dataclass(frozen=True)
-class NodeConfig:
-    """What a volunteer lends. None means: find out."""
-
-    host: HostConfig
-    stage: StageConfig = field(default_factory=StageConfig)
-    span: Span | None = None
-    place: PlacementConfig = field(default_factory=PlacementConfig)
-    rules: Rules = field(default_factory=Rules)
-
-
 class Node:
     """One volunteer. `run` lives its whole life; `tell` hears what people and scripts may want to know."""
 
@@ -87,6 +75,7 @@ class Node:
         self._kept: KeptSpan | None = None  # while it pauses
         self._moves = 0
         self.lending = Lending(self._tell_lending, now=platform.clock.unix)
+        self.lending.follow(config.rules)
 
     def __repr__(self) -> str:
         return f"<Node {self._host!r} {self._stage!r}>"
@@ -123,6 +112,13 @@ class Node:
         if self._host is None:
             return {"facts": [], "decisions": [decision.to_json() for decision in decisions]}
         return explain(self._host, about, decisions)
+
+    def follow(self, config: NodeConfig) -> list[str]:
+        """Keep to other rules and rates from now on; the names of what else differs, for which it must be started anew."""
+        self.lending.follow(config.rules)
+        if self._host is not None:
+            self._host.limit(config.host.max_upload_bps, config.host.max_download_bps)
+        return self.config.fixed(config)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Live until `stop` is set, then let the sessions move away and leave.
@@ -234,7 +230,7 @@ class Node:
     async def _follow_rules(self, host: Host) -> None:
         """Let the rules pause and resume it, for ever."""
         traffic, clock = host.link_config.traffic, self.platform.clock.monotonic
-        await follow_rules(self.config.rules, self.lending, host.config.home, lambda: traffic.total_bytes, clock=clock)
+        await follow_rules(self.lending, host.config.home, lambda: traffic.total_bytes, clock=clock)
 
     def _busy(self, host: Host) -> bool:
         """Whether sessions or downloads need the links more than a test of bandwidth does."""

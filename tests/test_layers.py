@@ -32,6 +32,7 @@ ROOMS = (
         "examination",
         "localswarm",
         "node",
+        "node_config",
         "node_texts",
         "owner_client",
         "swarm_host",

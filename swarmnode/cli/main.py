@@ -17,6 +17,7 @@ from swarmnode.cli.host.invite import invite
 from swarmnode.cli.host.members import members
 from swarmnode.cli.host.revoke import revoke
 from swarmnode.cli.lend.bench import bench
+from swarmnode.cli.lend.config import config
 from swarmnode.cli.lend.credit import credit
 from swarmnode.cli.lend.doctor import doctor
 from swarmnode.cli.lend.identity import show_identity
@@ -26,6 +27,7 @@ from swarmnode.cli.lend.run import run
 from swarmnode.cli.lend.service.commands import app as service
 from swarmnode.cli.lend.weights import app as weights
 from swarmnode.cli.lend.why import why
+from swarmnode.cli.options.node_file import ConfiguredCommand
 from swarmnode.cli.plan.demo import demo
 from swarmnode.cli.plan.fit import fit
 from swarmnode.cli.plan.plan import plan
@@ -55,14 +57,16 @@ app = typer.Typer(
     help="Lend your GPU to a swarm that serves or trains large neural networks, or use one.",
     cls=GroupedHelp,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help is three times faster than a decorated one
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for heading, commands in GROUPS.items():
     for command in commands:
-        app.command(rich_help_panel=heading)(command)
+        app.command(rich_help_panel=heading, cls=ConfiguredCommand if command is run else None)(command)
+app.command(
+    rich_help_panel="Lend this machine", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)(config)
 app.add_typer(service, name="service", rich_help_panel="Lend this machine")
 app.add_typer(weights, name="weights", rich_help_panel="Lend this machine")
 app.command("id", rich_help_panel="Lend this machine")(show_identity)

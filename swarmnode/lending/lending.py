@@ -10,6 +10,7 @@ from enum import Enum
 
 from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.lending.lifecycle import LendingEvent, LendingState, next_state
+from swarmnode.lending.rules import Rules
 
 OWNER, RULES = "owner", "rules"  # who wants something
 WANTS = {OWNER: "wants", RULES: "want"}
@@ -40,6 +41,7 @@ class Lending:
         now: Callable[[], float] = time.time,
     ) -> None:
         self.decisions = DecisionLog(now)
+        self.rules = Rules()
         self.state = LendingState.WAITING
         self.keep = Keep.DISK
         self._wishes: dict[str, Wish] = {}
@@ -68,6 +70,16 @@ class Lending:
         """Lend again, if nobody else minds."""
         self._wishes.pop(by, None)
         self._settle()
+
+    def follow(self, rules: Rules) -> None:
+        """These rules hold from now on."""
+        self.rules = rules
+        self._wake()
+
+    async def ruled(self) -> None:
+        """Wait until there is a rule at all."""
+        while not self.rules.any:
+            await self._changed.wait()
 
     def happened(self, event: LendingEvent) -> None:
         """The node did something. What was wanted meanwhile follows at once."""
@@ -110,5 +122,9 @@ class Lending:
             self.decisions.note(Topic.LENDING, f"was {self.state.value}, is {state.value}", self._facts())
             self.state = state
             self._on_change(state, self.reason)
-            self._changed.set()  # whoever waited looks; the next change is another event
-            self._changed = asyncio.Event()
+            self._wake()
+
+    def _wake(self) -> None:
+        """Whoever waits looks; the next change is another event."""
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -22,14 +22,12 @@ class RuleWatch:
 
     def __init__(
         self,
-        rules: Rules,
         lending: Lending,
-        look: Callable[[], Surroundings],
+        look: Callable[[Rules], Surroundings],
         *,
         month_bytes: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rules = rules
         self._lending = lending
         self._look = look
         self._month_bytes = month_bytes
@@ -37,17 +35,19 @@ class RuleWatch:
         self._broken_s: float | None = None  # when a rule last spoke against lending
 
     def __repr__(self) -> str:
-        return f"<RuleWatch {self._rules} of {self._lending!r}>"
+        return f"<RuleWatch {self._lending.rules} of {self._lending!r}>"
 
     async def run(self) -> None:
         """Watch until cancelled."""
         while True:
-            self.judge(await asyncio.to_thread(self._look))
+            if self._broken_s is None:
+                await self._lending.ruled()
+            self.judge(await asyncio.to_thread(self._look, self._lending.rules))
             await asyncio.sleep(LOOK_S)
 
     def judge(self, seen: Surroundings) -> None:
         """Act on what was seen: pause at once, resume after a calm while."""
-        reason = reason_to_pause(self._rules, replace(seen, month_bytes=self._month_bytes()))
+        reason = reason_to_pause(self._lending.rules, replace(seen, month_bytes=self._month_bytes()))
         now_s = self._clock()
         if reason:
             self._broken_s = now_s
@@ -58,13 +58,11 @@ class RuleWatch:
 
 
 async def follow_rules(
-    rules: Rules, lending: Lending, home: Path, moved: Callable[[], int], *, clock: Callable[[], float] = time.monotonic
+    lending: Lending, home: Path, moved: Callable[[], int], *, clock: Callable[[], float] = time.monotonic
 ) -> None:
-    """Let the rules pause and resume a node, for ever. `moved` says how many bytes have gone over its links."""
-    if not rules.any:
-        await asyncio.Event().wait()
+    """Let the rules of the time pause and resume a node, for ever. `moved` says how many bytes have gone over its links."""
     month = MonthlyTraffic(home, moved)
     try:
-        await RuleWatch(rules, lending, Lookout(rules), month_bytes=month, clock=clock).run()
+        await RuleWatch(lending, Lookout(), month_bytes=month, clock=clock).run()
     finally:
         month.keep()

@@ -24,8 +24,7 @@ LOGIND_TIMEOUT_S = 2.0
 class Lookout:
     """Looks at no more than the rules ask for. May block for some milliseconds: called on a thread."""
 
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules
+    def __init__(self) -> None:
         self._own = psutil.Process()
         self._busy = _BusyTime(self._own)
         self._idle_since: float | None = None
@@ -34,9 +33,8 @@ class Lookout:
     def __repr__(self) -> str:
         return f"<Lookout of process {self._own.pid}>"
 
-    def __call__(self) -> Surroundings:
+    def __call__(self, rules: Rules) -> Surroundings:
         """What is seen now."""
-        rules = self._rules
         return Surroundings(
             when=datetime.datetime.now(),  # hours are those of the wall
             idle_s=self._idle_s() if rules.only_idle_s is not None else None,

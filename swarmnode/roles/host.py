@@ -333,6 +333,13 @@ class Host:
             )
             self.decisions.note(Topic.ROUTING, f"leaves out {error.peer} for now", facts, about=(error.peer,))
 
+    def limit(self, upload_bps: float | None, download_bps: float | None) -> None:
+        """Keep to other rates from now on, where there were some."""
+        limiters = self.link_config.rate_limiter, self.link_config.download_limiter
+        for limiter, rate_bps in zip(limiters, (upload_bps, download_bps), strict=True):
+            if limiter is not None and rate_bps is not None:
+                limiter.rate_bps = rate_bps
+
     def readings(self) -> Readings:
         """What Prometheus may know of the swarm as this peer sees it."""
         yield from self.link_config.ledger.readings()

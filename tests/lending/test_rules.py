@@ -57,9 +57,8 @@ def test_it_pauses_at_once_and_resumes_after_a_calm_while() -> None:
     now_s = 0.0
     lending = Lending()
     lending.happened(LendingEvent.LOADED)
-    watch = RuleWatch(
-        Rules(exclusive=frozenset({"game"})), lending, lambda: Surroundings(MONDAY_NOON), clock=lambda: now_s
-    )
+    lending.follow(Rules(exclusive=frozenset({"game"})))
+    watch = RuleWatch(lending, lambda _rules: Surroundings(MONDAY_NOON), clock=lambda: now_s)
     game = Surroundings(MONDAY_NOON, programs=frozenset({"game"}))
     watch.judge(game)
     assert lending.state is LendingState.DRAINING
@@ -77,7 +76,7 @@ def test_it_pauses_at_once_and_resumes_after_a_calm_while() -> None:
 
 def test_what_is_seen_of_this_machine() -> None:
     """Only what the rules ask for; a program that runs is seen at the first look."""
-    nothing = Lookout(Rules())()
+    nothing = Lookout()(Rules())
     assert (nothing.idle_s, nothing.others_load, nothing.programs, nothing.memory_pressure) == (
         None,
         None,
@@ -86,8 +85,7 @@ def test_what_is_seen_of_this_machine() -> None:
     )
     with subprocess.Popen(["sleep", "60"]) as program:
         try:
-            lookout = Lookout(Rules(exclusive=frozenset({"sleep"}), max_others_load=0.5, only_idle_s=1))
-            seen = lookout()
+            seen = Lookout()(Rules(exclusive=frozenset({"sleep"}), max_others_load=0.5, only_idle_s=1))
         finally:
             program.kill()
     assert "sleep" in seen.programs and (seen.others_load is None or 0 <= seen.others_load <= 1)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from click.exceptions import ClickException
 
 from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
+from swarmnode.cli.options.node_file import CONFIG
 from swarmnode.cli.options.rule_flags import (
     DAYS,
     EXCLUSIVE,
@@ -28,19 +32,25 @@ from swarmnode.cli.terminal.console import (
     HOME,
     LOG_FORMAT,
     VERBOSE,
-    default_home,
     reports_errors,
     run_async,
     set_up_logging,
     teller,
 )
 from swarmnode.cli.terminal.restart import begin_anew
-from swarmnode.errors import ExecutorDied
+from swarmnode.errors import ExecutorDied, SwarmnodeError
+
+if TYPE_CHECKING:
+    from swarmnode.node import Node
+
+log = logging.getLogger(__name__)
 
 
 @reports_errors
 def run(
+    context: typer.Context,
     swarm: str = SWARM,
+    config_file: Path = CONFIG,
     device: str = typer.Option("auto", "--device", help="auto, cpu, cuda, cuda:1, mps."),
     dtype: str = typer.Option("auto", "--dtype", help="auto, float32, bfloat16, float16."),
     quantize: str = typer.Option("none", "--quantize", metavar="none|int8|nf4", help="Quantise the weights at load."),
@@ -109,53 +119,11 @@ def run(
     Example: swarmnode run swarm1… --device cuda --memory 6GB
     """
     set_up_logging(verbose, log_format)
-    from swarmnode.cli.options.quantities import parse_bytes, parse_rate, parse_share, parse_span
-    from swarmnode.cli.options.rules import read_rules
-    from swarmnode.config import StageConfig
+    from swarmnode.cli.options.node_options import node_config
     from swarmnode.lending.control_server import ControlServer
-    from swarmnode.net.addressing.addresses import check_all
-    from swarmnode.node import Node, NodeConfig
-    from swarmnode.roles.host import HostConfig
+    from swarmnode.node import Node
 
-    config = NodeConfig(
-        host=HostConfig(
-            home=default_home(home),
-            name=name,
-            host_maddrs=check_all("--host-maddr", host_maddr),
-            announce_maddrs=check_all("--announce-maddr", announce_maddr, dialled=True),
-            peers=check_all("--peer", peer, needs_peer=True),
-            nat_port_map=nat,
-            lan=lan,
-            max_upload_bps=parse_rate(max_upload, "--max-upload") if max_upload else None,
-            max_download_bps=parse_rate(max_download, "--max-download") if max_download else None,
-            max_cache_bytes=parse_bytes(disk, "--disk") if disk else None,
-        ),
-        stage=StageConfig(
-            device=device,
-            dtype=dtype,
-            quantize=quantize,
-            memory_bytes=parse_bytes(memory, "--memory") if memory else None,
-            threads=threads or None,
-            compress=compress,
-            throttle_units_per_s=throttle or None,
-            share=parse_share(share, "--cpu-share"),
-        ).check(),
-        span=parse_span(span) if span else None,
-        rules=read_rules(
-            default_home(home),
-            rules,
-            {
-                "only_idle": only_idle,
-                "max_load": max_load,
-                "exclusive": exclusive,
-                "hours": hours,
-                "days": days,
-                "on_mains": on_mains,
-                "max_pressure": max_pressure,
-                "monthly": monthly,
-            },
-        ),
-    )
+    config = node_config(context.params)
     os.nice(nice)
 
     watch = Watch(metrics_host, metrics_port, config.host.home, as_json)
@@ -172,6 +140,7 @@ def run(
         loaded = open_swarm(swarm, config.host.home)
         node = Node(loaded, config, note)
         control = ControlServer(node.lending, stop, node.describe, node.why)
+        _reload_on_hangup(context, node)
         async with watch.over(loaded.name, node.readings), control.listening(config.host.home, name or loaded.name):
             await node.run(stop)
 
@@ -180,3 +149,19 @@ def run(
         run_async(serve)
     except ExecutorDied as error:
         begin_anew(error, time.monotonic() - began_s)
+
+
+def _reload_on_hangup(context: typer.Context, node: Node) -> None:
+    """After SIGHUP the options are read again, flags and file, and what can change in a running node does."""
+    from swarmnode.cli.options.node_options import node_config
+
+    def reload() -> None:
+        try:
+            again = context.command.make_context("run", list(context.meta["args"]), parent=context.parent)
+            rest = node.follow(node_config(again.params))
+        except (SwarmnodeError, typer.Exit, ClickException) as error:
+            log.warning("the options are not changed: %s", error)
+            return
+        log.warning("the options were read again%s", f"; a restart is needed for {', '.join(rest)}" if rest else "")
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)

@@ -20,10 +20,10 @@ from types import MappingProxyType
 from typing import Any
 
 from swarmnode.cli.options.quantities import parse_bytes, parse_share
+from swarmnode.cli.options.toml_file import read_toml
 from swarmnode.cli.terminal.durations import parse_duration
 from swarmnode.errors import UsageError
 from swarmnode.lending.rules import DAYS, Hours, Rules
-from swarmnode.swarm.storage.user_file import read_user_file
 
 FILE = "rules.toml"
 MAX_FILE_BYTES = 1 << 16
@@ -32,11 +32,10 @@ MAX_FILE_BYTES = 1 << 16
 def read_rules(home: Path, given: Path | None = None, flags: Mapping[str, Any] = MappingProxyType({})) -> Rules:
     """The rules of a file (`rules.toml` in the home folder, where there is one) and of flags. Raises UsageError."""
     path = given or home / FILE
-    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what="a file of rules")
-    if data is None and given is not None:
+    file = read_toml(path, max_bytes=MAX_FILE_BYTES, what="a file of rules")
+    if file is None and given is not None:
         raise UsageError(f"{path}: no such file")
-    file = _parsed(data, path) if data is not None else {}
-    return parse_rules({**file, **{name: value for name, value in flags.items() if value}})
+    return parse_rules({**(file or {}), **{name: value for name, value in flags.items() if value}})
 
 
 def parse_rules(texts: Mapping[str, Any]) -> Rules:
@@ -45,17 +44,6 @@ def parse_rules(texts: Mapping[str, Any]) -> Rules:
     if unknown:
         raise UsageError(f"there is no rule {unknown[0]!r}; there are {', '.join(_PARSERS)}")
     return Rules(**{_PARSERS[name][0]: _PARSERS[name][1](value, name) for name, value in texts.items()})
-
-
-def _parsed(data: bytes, path: Path) -> dict[str, Any]:
-    try:
-        import tomllib
-    except ImportError:  # Python 3.10
-        import tomli as tomllib
-    try:
-        return dict(tomllib.loads(data.decode()))
-    except ValueError as error:
-        raise UsageError(f"{path} is not a file of rules: {error}") from None
 
 
 def _text(value: Any, name: str) -> str:
@@ -118,3 +106,5 @@ _PARSERS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "max_pressure": ("max_memory_pressure", _share),
     "monthly": ("monthly_bytes", _bytes),
 }
+
+RULE_NAMES = tuple(_PARSERS)

@@ -1,0 +1,59 @@
+"""`swarmnode config`: what a node would run with, and where each of it comes from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from swarmnode.cli.options.node_file import FILE
+from swarmnode.cli.terminal.console import JSON, print_json, reports_errors, say
+
+
+@reports_errors
+def config(
+    context: typer.Context,
+    show: bool = typer.Option(False, "--show", help="Print each option, its value, and where that comes from."),
+    as_json: bool = JSON,
+) -> None:
+    """Check what `run` would take from the flags given here, the environment and node.toml. Further options are those of `run`.
+
+    Example: swarmnode config --show --memory 6GB
+    """
+    from swarmnode.cli.options.node_options import node_config
+
+    parent: Any = context.parent
+    command = parent.command.get_command(parent, "run")
+    taken = command.make_context("run", list(context.args), parent=parent)
+    node_config(taken.params)
+    rows = [
+        _row(taken, option) for option in command.params if option.param_type_name == "option" and not option.hidden
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    if not show:
+        say(f"What is set is in order; --show prints it. {FILE} in the home folder, the environment and flags count.")
+        return
+    from swarmnode.cli.terminal import tables
+
+    table = tables.new_table("", ("option", "value", "from"))
+    for row in rows:
+        table.add_row(row["option"], _told(row["value"]), row["from"])
+    tables.show(table)
+
+
+def _row(taken: Any, option: Any) -> dict[str, Any]:
+    value, source = taken.params.get(option.name), taken.get_parameter_source(option.name)
+    origins = {"COMMANDLINE": "flag", "ENVIRONMENT": f"environment {option.envvar}", "DEFAULT_MAP": "file"}
+    origin = origins.get("" if source is None else source.name, "default")
+    if origin == "file":
+        origin = taken.meta["origins"][option.name]
+    plain = value if isinstance(value, bool | int | float | list | None) else str(value)
+    return {"option": option.opts[0], "value": plain, "from": origin}
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)

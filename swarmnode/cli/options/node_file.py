@@ -1,0 +1,87 @@
+"""Options of `run` out of a file and out of the environment: HOME/node.toml, or the file of --config, and SWARMNODE_RUN_MEMORY.
+
+A flag counts before the environment, that before the file, and that before the default.
+
+memory = "6GB"              # as --memory
+max_upload = "8Mbit"
+exclusive = ["blender"]     # of what is repeatable, a list
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from swarmnode.cli.terminal.console import default_home, fail
+from swarmnode.errors import UsageError
+
+FILE = "node.toml"
+PREFIX = "SWARMNODE_RUN_"
+MAX_FILE_BYTES = 1 << 16
+ELSEWHERE = frozenset({"home", "config", "help"})  # they say where the file is, or nothing of a node
+
+CONFIG = typer.Option(
+    None, "--config", metavar="FILE", help=f"Options in a file; default: {FILE} in the home folder.", show_default=False
+)
+
+
+class ConfiguredCommand(TyperCommand):
+    """A command whose options may also come from the environment and a file. `origins` says of which it was."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take what is there besides `args`. One line and exit code 2 where that is wrong."""
+        ctx.meta["args"] = list(args)
+        given = self.make_parser(ctx).parse_args(list(args))[0]
+        try:
+            file, path = _read(given.get("config_file"), given.get("home") or os.environ.get("SWARMNODE_HOME"))
+            options = {_flag(option): option for option in self.params if _flag(option)}
+            _check(file, options, path)
+        except UsageError as error:
+            fail(str(error), error.exit_code)
+        environment = {
+            name: os.environ[PREFIX + name.upper()] for name in options if PREFIX + name.upper() in os.environ
+        }
+        split = {name: text.split() if options[name].multiple else text for name, text in environment.items()}
+        values = {**file, **split}
+        ctx.default_map = {options[name].name: value for name, value in values.items()}
+        ctx.meta["origins"] = {
+            options[name].name: f"environment {PREFIX}{name.upper()}" if name in environment else f"file {path}"
+            for name in values
+        }
+        return list(super().parse_args(ctx, args))
+
+
+def _read(given: str | None, home: str | None) -> tuple[dict[str, Any], Path]:
+    """The file's values. Raises UsageError."""
+    from swarmnode.cli.options.toml_file import read_toml
+
+    path = Path(given) if given else default_home(Path(home) if home else None) / FILE
+    values = read_toml(path, max_bytes=MAX_FILE_BYTES, what="a file of options")
+    if values is None and given:
+        raise UsageError(f"{path}: no such file")
+    return values or {}, path
+
+
+def _flag(option: Any) -> str:
+    """What an option is called in a file: its flag, with underlines; empty for what no file may say."""
+    flags = [name for name in option.opts if name.startswith("--")]
+    name = flags[0].lstrip("-").replace("-", "_") if flags else ""
+    return "" if name in ELSEWHERE else name
+
+
+def _check(file: dict[str, Any], options: dict[str, Any], path: Path) -> None:
+    """Raises UsageError where something in the file is no option, or not of its kind."""
+    for name, value in file.items():
+        option = options.get(name)
+        if option is None:
+            near = difflib.get_close_matches(name, options, 1)
+            raise UsageError(f"{path}: there is no option {name!r}" + (f"; is it {near[0]!r}?" if near else ""))
+        if option.multiple != isinstance(value, list):
+            raise UsageError(f"{path}: {name} = {value}: it is {'a list' if option.multiple else 'one value'}")
+        if option.is_flag != isinstance(value, bool):
+            raise UsageError(f"{path}: {name} = {value}: it is {'true or false' if option.is_flag else 'no switch'}")

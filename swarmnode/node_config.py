@@ -1,0 +1,35 @@
+"""What a volunteer lends, and what of it may change while the node runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from swarmnode.config import StageConfig
+from swarmnode.lending.rules import Rules
+from swarmnode.plan.view import Span
+from swarmnode.roles.host_config import HostConfig
+from swarmnode.roles.placement import PlacementConfig
+
+RATES = ("max_upload_bps", "max_download_bps")  # another rate may be kept to at once, where there was one
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """What a volunteer lends. None means: find out."""
+
+    host: HostConfig
+    stage: StageConfig = field(default_factory=StageConfig)
+    span: Span | None = None
+    place: PlacementConfig = field(default_factory=PlacementConfig)
+    rules: Rules = field(default_factory=Rules)
+
+    def fixed(self, other: NodeConfig) -> list[str]:
+        """The names of what differs in `other` and cannot change in a running node."""
+        parts = ((self.host, other.host), (self.stage, other.stage))
+        names = [name.name for old, new in parts for name in fields(old) if _differs(old, new, name.name)]
+        return names if self.span == other.span else [*names, "span"]
+
+
+def _differs(old: object, new: object, name: str) -> bool:
+    before, after = getattr(old, name), getattr(new, name)
+    return before != after and not (name in RATES and before and after)
