@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import importlib
 import io
 import json
 from pathlib import Path
 
 BYTES = 256
-LAYERS, HIDDEN, SEQUENCE = 4, 128, 128
+LAYERS, HIDDEN, SEQUENCE = 2, 128, 128
+MODEL_CODE = "transformers.models.llama.modeling_llama"
 COPIES = 256  # one after another, so that samples begin anywhere in the poem
 
 
@@ -54,6 +56,12 @@ def write_untaught(folder: Path) -> None:
 
     write_config(folder)
     write_fresh_model(folder, folder, 0)
+
+
+def import_all() -> None:
+    """Import what measuring a model and generating alone take: seconds, for which nobody need wait if they pass meanwhile."""
+    for module in ("swarmnode.compute.memory", "swarmnode.compute.model.checkpoint", MODEL_CODE):
+        importlib.import_module(module)
 
 
 def generate_alone(folder: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
