@@ -9,6 +9,7 @@ from swarmnode.errors import UsageError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "nf4")
+CAPTURES = ("auto", "off")
 COMPRESSIONS = ("auto", "none", "bf16", "int8", "int4", "adatopk")
 DEVICES = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
 
@@ -54,6 +55,7 @@ class StageConfig:
     max_cache_tokens: int = 262_144
     compress: str = "auto"  # what travels between stages in training: auto, a codec, or adatopk
     throttle_units_per_s: float | None = None  # serve no faster than this, to have unequal peers on one machine
+    capture: str = "auto"  # decode steps as CUDA graphs, where the device and the family can
     share: float = 1.0  # of the time the device may be busy with serving
     server: ServerConfig = field(default_factory=ServerConfig)
 
@@ -65,6 +67,7 @@ class StageConfig:
             ("--dtype", self.dtype, DTYPES),
             ("--quantize", self.quantize, QUANTIZATIONS),
             ("--compress", self.compress, COMPRESSIONS),
+            ("--capture", self.capture, CAPTURES),
         ):
             if text not in choices:
                 raise UsageError(f"{option} {text}: choose {', '.join(choices)}")

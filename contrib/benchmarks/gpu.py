@@ -4,8 +4,9 @@
 
     correct   tests/card on this device; a lost context in a process of its own
     decode    layers of an 8 B shape, bfloat16 and float32: tokens/s by sessions and cached positions, share of memory's bandwidth,
-              beside transformers' own model with a static cache
+              as it comes and captured, beside transformers' own model with a static cache
     prefill   tokens/s of prompts, share of the device's speed at products of large matrices
+    hop       a middle hop's decode pass from payloads to payloads, by codec and sessions, and the share of it that the model takes
     memory    peak over what the ledger counts, for weights, caches and a pass
     codecs    GB/s there and back; whether the payload is the CPU's
     train     tokens/s of forward and backward, and the share that is backward, with and without autocast
@@ -18,6 +19,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import itertools
 import json
 import platform
 import subprocess
@@ -32,15 +35,20 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from swarmnode.codec.messages import Truncate
 from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.device import probe_device
+from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan, load_span
+from swarmnode.compute.serving.captured_decode import STEADY_STEPS
 from swarmnode.compute.serving.runner import WANT_NOTHING, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.stopwatch import synchronize
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
+from swarmnode.roles.serving.job import ForwardHidden, Job
+from swarmnode.roles.serving.worker import Worker
 from swarmnode.swarm.records.run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -120,10 +128,11 @@ class Bench:
             best_s = min(best_s, time.perf_counter() - began_s)
         return best_s
 
-    def runner(self, span: ModelSpan, sessions: int, positions: int) -> StageRunner:
+    def runner(self, span: ModelSpan, sessions: int, positions: int, *, capture: bool = False) -> StageRunner:
         """Sessions that hold so many positions, and have room for some more."""
         columns = positions + 600
-        runner = StageRunner(span, RunnerConfig(4 * sessions * columns * span.cache_bytes_per_token))
+        cache_bytes = 4 * sessions * columns * span.cache_bytes_per_token
+        runner = StageRunner(span, RunnerConfig(cache_bytes, capture=capture))
         for session in range(sessions):
             runner.open(session, rows=1, max_length=columns)
             for begin in range(0, positions, 512):
@@ -154,24 +163,32 @@ def decode_steps(bench: Bench) -> Any:
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         span = bench.span(dtype)
-        for positions in bench.shape.positions:
-            for sessions in bench.shape.sessions:
-                runner = bench.runner(span, sessions, positions)
-                x = bench.hidden(span, 1, 1)
-
-                def step(runner: StageRunner = runner, x: torch.Tensor = x, sessions: int = sessions) -> None:
-                    runner.run([StepInput(session, x) for session in range(sessions)])
-                    for session in range(sessions):
-                        runner.truncate(session, runner.length(session) - 1)
-
-                step_s = bench.seconds(step)
-                read = span.weight_bytes + sessions * positions * span.cache_bytes_per_token
-                figures = {"tokens_per_s": sessions / step_s, "of_bandwidth": read / step_s / bandwidth}
-                found.append({"dtype": str(dtype), "positions": positions, "sessions": sessions, **figures})
-                runner.pool.close_all()
-        found.append({"dtype": str(dtype), "transformers": _alone(bench, dtype)})
+        shapes = itertools.product(bench.shape.positions, bench.shape.sessions, (False, True))
+        for positions, sessions, capture in shapes:
+            runner = bench.runner(span, sessions, positions, capture=capture)
+            step = _one_step(runner, bench.hidden(span, 1, 1), sessions)
+            for _ in range(STEADY_STEPS):
+                step()
+            step_s = bench.seconds(step)
+            read = span.weight_bytes + sessions * positions * span.cache_bytes_per_token
+            figures = {"tokens_per_s": sessions / step_s, "of_bandwidth": read / step_s / bandwidth}
+            how = {"captured": runner.captured is not None and runner.captured.replays > 0}
+            found.append({"dtype": str(dtype), "positions": positions, "sessions": sessions, **how, **figures})
+            runner.close_all(keep_span=True)
         span.close()
+        found.append({"dtype": str(dtype), "transformers": _alone(bench, dtype)})
     return {"bandwidth_gb_per_s": bandwidth / 1e9, "steps": found}
+
+
+def _one_step(runner: StageRunner, x: torch.Tensor, sessions: int) -> Callable[[], None]:
+    """A position of every session, which is taken back."""
+
+    def step() -> None:
+        runner.run([StepInput(session, x) for session in range(sessions)])
+        for session in range(sessions):
+            runner.truncate(session, runner.length(session) - 1)
+
+    return step
 
 
 def _alone(bench: Bench, dtype: torch.dtype) -> dict[str, float]:
@@ -218,6 +235,36 @@ def prefill(bench: Bench) -> Any:
             runner.pool.close_all()
         span.close()
     return found
+
+
+def hop(bench: Bench) -> Any:
+    return asyncio.run(_hop(bench))
+
+
+async def _hop(bench: Bench) -> Any:
+    span, executor, found = bench.span(torch.bfloat16), Executor(), []
+    await executor.call(Urgency.CONTROL, lambda: torch.cuda.set_device(bench.device))
+    for sessions in bench.shape.sessions:
+        runner = bench.runner(span, sessions, bench.shape.positions[0], capture=True)
+        await (worker := Worker(runner, executor)).start()
+        hidden_BTH = bench.hidden(span, 1, 1)
+        model_s = await worker.call(lambda run=_one_step(runner, hidden_BTH, sessions): bench.seconds(run))
+        for codec in (Codec.NONE, Codec.INT8):
+            jobs = [_job(session, runner.length(session), hidden_BTH, codec) for session in range(sessions)]
+            pass_s = await worker.call(lambda jobs=jobs, worker=worker: bench.seconds(lambda: worker._compute(jobs)))
+            found.append(
+                {"codec": codec.name, "sessions": sessions, "pass_ms": 1e3 * pass_s, "of_it_model": model_s / pass_s}
+            )
+        await worker.close()
+        runner.close_all(keep_span=True)
+    await executor.close()
+    return found
+
+
+def _job(session: int, position: int, hidden_BTH: torch.Tensor, codec: Codec) -> Job:
+    """Of one position, which is computed again and again."""
+    payload, then = encode(hidden_BTH.cpu(), codec), ForwardHidden(codec)
+    return Job(session, position, 1, (payload,), then, lambda *_: None, 0.0, truncate=Truncate(1, position))
 
 
 def memory(bench: Bench) -> Any:
@@ -325,7 +372,7 @@ def _first_difference(one: list[int], other: list[int]) -> int | None:
 
 
 PARTS: dict[str, Callable[[Bench], Any]] = {
-    "correct": correct, "decode": decode_steps, "prefill": prefill, "memory": memory, "codecs": codecs, "train": train,
+    "correct": correct, "decode": decode_steps, "prefill": prefill, "hop": hop, "memory": memory, "codecs": codecs, "train": train,
     "quantize": quantize, "text": text,
 }  # fmt: skip
 

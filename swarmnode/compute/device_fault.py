@@ -21,11 +21,11 @@ def is_device_fault(error: BaseException) -> bool:
         return True
     if isinstance(error, RuntimeError) and str(error).startswith(DEVICE_FAULTS):
         return True
-    return not _card_answers()
+    return not card_answers()
 
 
-def _card_answers() -> bool:
-    """Whether this thread's card, if it has one, does what it was told until now."""
+def card_answers() -> bool:
+    """Waits; whether this thread's card, if it has one, does what it was told until now."""
     torch = sys.modules.get("torch")  # who has not imported it has no card
     if torch is None or not torch.cuda.is_initialized():
         return True

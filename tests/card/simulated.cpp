@@ -46,6 +46,7 @@ struct Card {
 } cards[kCards];
 
 std::atomic<bool> lost{false};
+std::atomic<int> waiting{0};  // allowed; refused, as by torch.cuda.set_sync_debug_mode; or it loses a card whose stream is captured
 std::mutex clock_lock;
 double now_s = 0, launch_s = 0;
 
@@ -63,6 +64,8 @@ void launch(DeviceIndex index) {
 }
 
 void wait_for(DeviceIndex index) {
+  TORCH_CHECK(waiting != 1, "called a synchronizing CUDA operation (simulated)");
+  lost = lost || waiting == 2;
   ++cards[index].waits;
   {
     std::lock_guard<std::mutex> held(clock_lock);
@@ -348,6 +351,11 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
   return std::get<0>(
       at::_scaled_dot_product_attention_math(query, key, value, bias, dropout, is_causal, std::nullopt, scale, grouped));
 }
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& least, const at::Scalar& most) {  // the CPU has none of integers
+  launch(self.device().index());
+  const Tensor counts = on_host(self).to(at::kFloat).histc(bins, least, most).to(self.scalar_type());
+  return on_card(counts, self.device().index());
+}
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&compute>()); }
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
@@ -361,6 +369,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Storage_storage_offset", set_storage);
   library.impl("resize_", resize_);
   library.impl("scaled_dot_product_attention", attention);
+  library.impl("histc", histc);
 }
 TORCH_LIBRARY_IMPL(aten, AutogradCUDA, library) { library.impl("scaled_dot_product_attention", attention); }
 
@@ -381,6 +390,7 @@ void card_reset(int card) {
 }
 void card_limit(int card, int64_t bytes) { cards[card].limit_bytes = bytes; }
 void card_lose(int is_lost) { lost = is_lost != 0; }
+void card_waiting(int how) { waiting = how; }
 void card_pace(double seconds) { launch_s = seconds; }
 double card_now() { return now_s; }
 int card_current() { return current; }

@@ -16,6 +16,8 @@ import platformdirs
 import pytest
 import torch
 
+from tests.card.simulated_graph import Waiting, graph_answers
+
 SOURCE = Path(__file__).with_name("simulated.cpp")
 CARDS = 2
 TOTAL_BYTES = 8 << 30
@@ -88,6 +90,7 @@ class SimulatedCards:
             self._library.card_reset(card)
             self.limit(card, 1 << 62)
         self.lose(False)
+        self.on_waiting(Waiting.GOES)
         self.pace(0.0)
         self.majors = [8] * CARDS
         self.touched.clear()
@@ -95,6 +98,10 @@ class SimulatedCards:
     def lose(self, is_lost: bool = True) -> None:
         """The context, as by an assertion that failed in a kernel; it shows when somebody launches or waits next."""
         self._library.card_lose(is_lost)
+
+    def on_waiting(self, outcome: Waiting) -> None:
+        """From now on."""
+        self._library.card_waiting(outcome)
 
     def limit(self, card: int, size_bytes: int) -> None:
         """Memory that the card has from now on."""
@@ -186,7 +193,7 @@ def load() -> SimulatedCards:
         "get_rng_state": touching(lambda _card: torch.get_rng_state()),
         "set_rng_state": lambda state, device="cuda": cards.touched.add(index_of(device)),
     }
-    for name, answer in answers.items():
+    for name, answer in {**answers, **graph_answers(cards.on_waiting)}.items():
         setattr(torch.cuda, name, answer)
     torch.cuda.default_generators = tuple(_Generator(card, cards.touched) for card in range(CARDS))
     return cards

@@ -96,6 +96,7 @@ def test_wildcards_become_addresses_that_can_be_dialled() -> None:
         (("--span", "3"), ("--span 3", "A:B")),
         (("--span", "3:3"), ("--span 3:3", "A < B")),
         (("--compress", "zip"), ("--compress zip", "int8")),
+        (("--capture", "on"), ("--capture on", "auto, off")),
         (("--device", "gpu"), ("--device gpu", "cuda")),
         (("--device", "cuda:x"), ("--device cuda:x", "cuda:N")),
         (("--dtype", "float8"), ("--dtype float8", "bfloat16")),

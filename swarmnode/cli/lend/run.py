@@ -54,6 +54,12 @@ def run(
     device: str = typer.Option("auto", "--device", help="auto, cpu, cuda, cuda:1, mps."),
     dtype: str = typer.Option("auto", "--dtype", help="auto, float32, bfloat16, float16."),
     quantize: str = typer.Option("none", "--quantize", metavar="none|int8|nf4", help="Quantise the weights at load."),
+    capture: str = typer.Option(
+        "auto",
+        "--capture",
+        metavar="auto|off",
+        help="On a card, replay steps of decoding as CUDA graphs where that works.",
+    ),
     memory: str = typer.Option(
         "", "--memory", metavar="SIZE", help="Memory to lend, as 6GB or 512MiB; default: what is free."
     ),

@@ -75,11 +75,12 @@ class Cohort(Cache):
         self.device = device
         self.rows = sum(member.rows for member in members)
         self.end = max(member.length for member in members)
+        self.dirty_end = capacity  # columns from here on are zero
         self.windows = windows
         self._first_kept = {
             window: max(0, self.end - window.kept) if capacity > window.columns else 0 for window in windows.values()
         }
-        self._first_columns: list[int] = []
+        self.first_columns: list[int] = []
         self._mask_RC: Tensor | None = None
         self._first_R1: Tensor | None = None
 
@@ -113,7 +114,16 @@ class Cohort(Cache):
             for buffer in self.buffers[layer]:
                 buffer[:, :, :held] = buffer[:, :, by : by + held].clone()
         self._first_kept[window] = first
+        self.dirty_end = self.capacity
         self.note_floors()
+
+    def zero_from(self, column: int) -> None:
+        """Let columns that are not in use be zero, from this one on."""
+        for layer, buffers in self.buffers.items() if column < self.dirty_end else ():
+            first = self.first_kept(layer)
+            for buffer in buffers:
+                buffer[:, :, column - first : self.dirty_end - first] = 0
+        self.dirty_end = column
 
     def note_floors(self) -> None:
         """How far back members may go now that the windows stand where they do."""
@@ -164,7 +174,7 @@ class Cohort(Cache):
 
     def refresh_rows(self) -> None:
         """Find, per row, the first column that counts, which stays as columns are added; for stand-ins only the newest does."""
-        self._first_columns = [
+        self.first_columns = [
             self.columns_of(member).start + padding if member in self.present else self.end
             for member in self.members
             for padding in member.padding
@@ -173,7 +183,7 @@ class Cohort(Cache):
 
     def attention_mask(self, count: int) -> Tensor | None:
         """mask (rows, end + count) for a pass over `count` new columns: 1 where a column counts. None where all do."""
-        if not any(self._first_columns):
+        if not any(self.first_columns):
             return None
         if self._mask_RC is None or self._mask_RC.shape[1] < self.end + count:
             columns_C = torch.arange(max(self.capacity, self.end + count), device=self.device)
@@ -183,13 +193,13 @@ class Cohort(Cache):
     def position_ids(self, count: int) -> Tensor:
         """Positions (rows, count) of the next `count` columns, counted from each row's first token."""
         columns_T = torch.arange(self.end, self.end + count, device=self.device)
-        if not any(self._first_columns):
+        if not any(self.first_columns):
             return columns_T.expand(self.rows, count)
         return (columns_T - self._first_columns_R1()).clamp_(min=0)
 
     def _first_columns_R1(self) -> Tensor:
         if self._first_R1 is None:
-            self._first_R1 = torch.tensor(self._first_columns, device=self.device)[:, None]
+            self._first_R1 = torch.tensor(self.first_columns, device=self.device)[:, None]
         return self._first_R1
 
     def advance(self, counts: Mapping[CachedSession, int]) -> None:
@@ -213,6 +223,7 @@ class Cohort(Cache):
                 self._allocate(value_states, layer_idx),
             )
         keys, values = self.buffers[layer_idx]
+        self.dirty_end = max(self.dirty_end, self.end + count)
         held = self.end - self.first_kept(layer_idx)
         keys.narrow(2, held, count).copy_(key_states)
         values.narrow(2, held, count).copy_(value_states)
@@ -249,6 +260,11 @@ class Cohort(Cache):
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """No fixed one."""
         return -1
+
+    @property
+    def is_compileable(self) -> bool:
+        """Where something is padded a step needs a mask: transformers makes it without waiting to see whether it does."""
+        return any(self.first_columns)
 
     @property
     def is_initialized(self) -> bool:

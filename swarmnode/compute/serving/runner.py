@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from swarmnode.compute.device_fault import forget_traceback, is_device_fault
 from swarmnode.compute.model.rope import switching_position
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cache import CachePool
+from swarmnode.compute.serving.captured_decode import CapturedDecode, StepShape
 from swarmnode.compute.serving.cohort import CachedSession, Cohort
 from swarmnode.compute.serving.window import LONGEST_SHARED, Windows
 from swarmnode.compute.throttle import Throttle
@@ -32,12 +33,13 @@ WANT_NOTHING, WANT_LAST, WANT_ALL = 0, 1, 2
 class RunnerConfig:
     """Bounds of a runner: memory for KV caches, and positions (rows x T) that one pass may take from a prompt.
 
-    `windows` replaces what sliding layers keep.
+    `windows` replaces what sliding layers keep. `capture`: replay decode steps as CUDA graphs, on devices that have them.
     """
 
     cache_bytes: int
     prefill_positions: int = 2048
     windows: Windows | None = None
+    capture: bool = True
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ class StageRunner:
         self._switch = switching_position(span.config)
         self._longest_shared = min(LONGEST_SHARED, self._longest_pass)
         self._sessions: dict[Hashable, _Opened] = {}
+        is_captured = config.capture and span.device.type == "cuda"
+        self.captured = CapturedDecode(span, ledger) if is_captured else None
 
     def __repr__(self) -> str:
         return f"StageRunner({self.span!r}, {len(self._sessions)} sessions, {self.pool!r})"
@@ -308,15 +312,20 @@ class StageRunner:
         """One pass of a cohort, which advances it."""
         counts = {member: x.shape[1] for member, x in inputs.items()}
         longest = max(counts.values())
-        output = self.span.forward(
-            _gather(cohort, inputs, longest).to(self.span.device, non_blocking=self.span.device.type == "cuda"),
-            cache=cohort,
-            attention_mask=cohort.attention_mask(longest),
-            position_ids=cohort.position_ids(longest),
-            keep_last=keep_last,
-            start=opened.start,
-            end=opened.end,
-        )
+        shape = StepShape(opened.start, opened.end, keep_last)
+        x = _gather(cohort, inputs, longest).to(self.span.device, non_blocking=self.span.device.type == "cuda")
+
+        def ordinary() -> Tensor:
+            return self.span.forward(
+                x,
+                cache=cohort,
+                attention_mask=cohort.attention_mask(longest),
+                position_ids=cohort.position_ids(longest),
+                **asdict(shape),
+            )
+
+        captured = self.captured if longest == 1 else None
+        output = ordinary() if captured is None else captured.step(cohort, x, shape, ordinary)
         cohort.advance(counts)
         return output
 

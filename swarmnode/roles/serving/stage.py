@@ -278,7 +278,8 @@ class ServingStage:
         slowed, share = hardware.config.throttle_units_per_s or math.inf, hardware.config.share
         throttle = Throttle(slowed, share, clock=clock.compute, sleep=clock.hold_up)
         cache_bytes = hardware.cache_tokens(Units(span.start, span.end)) * per_token
-        runner = StageRunner(span, RunnerConfig(cache_bytes=cache_bytes), throttle, hardware.ledger)
+        bounds = RunnerConfig(cache_bytes=cache_bytes, capture=hardware.config.capture != "off")
+        runner = StageRunner(span, bounds, throttle, hardware.ledger)
         worker = Worker(runner, executor, chunk_tokens=hardware.config.server.prefill_chunk_tokens)
         async with contextlib.AsyncExitStack() as undo:  # whoever pauses gives a start up in its middle
             undo.callback(passes.release)

@@ -1,0 +1,186 @@
+"""Decode steps as CUDA graphs: a step that is repeated is recorded once, and from then on costs the host one launch for all layers.
+
+A graph reads and writes the same memory at every replay. So its inputs lie in buffers that stay, and its cohort's caches are
+seen as `StaticColumns`. It is made for one cohort, whose buffers it knows, and forgotten with it.
+
+Which families can be captured is not known by name. After some steady steps one is tried, captured and replayed. Then comes the
+ordinary pass, which writes over whatever that wrote, and what both gave is compared. Where the family's code cannot be captured,
+all passes stay ordinary; where numbers differ, those of this cohort.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.device_fault import card_answers, forget_traceback
+from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.serving.cohort import Cohort
+from swarmnode.compute.serving.static_columns import StaticColumns
+from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
+
+log = logging.getLogger(__name__)
+
+STEADY_STEPS = 8  # of a cohort, before one is captured
+LEAST_COLUMNS = 16  # that its buffers must still have room for: capturing costs as much as some steps
+MASK_BYTES = 16  # of one column of one row, while masks are made
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}  # of a row's deviation
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Units [start, end), and of how many positions logits are wanted: what a captured step cannot change."""
+
+    start: int
+    end: int
+    keep_last: int
+
+
+class CapturedDecode:
+    """Decode steps of one span's cohorts, by replay where they are captured. Used from the compute thread only."""
+
+    def __init__(self, span: ModelSpan, ledger: MemoryLedger | None = None) -> None:
+        self.span = span
+        self.refusal = ""  # why this model's steps are not captured
+        self.replays = 0
+        self._ledger = ledger or MemoryLedger()
+        self._pool: Any = None  # graphs that run one after another share the memory of what they compute between
+        self._steady: MutableMapping[Cohort, int] = weakref.WeakKeyDictionary()
+        self._captured: MutableMapping[Cohort, _CapturedStep | None] = weakref.WeakKeyDictionary()
+
+    def __repr__(self) -> str:
+        return f"<CapturedDecode of {self.span!r}: {self.refusal or f'{len(self._captured)} cohorts, {self.replays} replays'}>"
+
+    def step(self, cohort: Cohort, x: Tensor, shape: StepShape, ordinary: Callable[[], Tensor]) -> Tensor:
+        """The output of a cohort's next step, which writes one column: what the `ordinary` pass gives, which is called where none
+        was captured. `x` is ids_BT or hidden_BTH of T = 1. Raises what the ordinary pass does, and where the card is lost.
+        """
+        captured = self._captured.get(cohort)
+        if captured is not None and not captured.columns.fits(cohort):
+            captured = None
+            del self._captured[cohort]
+        if captured is not None and captured.shape == shape:
+            self.replays += 1
+            return captured.replay(cohort, x).clone()
+        if not self._is_due(cohort):
+            return ordinary()
+        candidate = self._capture(cohort, x, shape)
+        replayed = None if candidate is None else candidate.replay(cohort, x).clone()
+        output = ordinary()
+        if replayed is not None:
+            self._captured[cohort] = candidate if self._agree(replayed, output) else None
+        return output
+
+    def _is_due(self, cohort: Cohort) -> bool:
+        """Whether the cohort goes on steadily and will for some more steps."""
+        steps = self._steady[cohort] = self._steady.get(cohort, 0) + 1
+        is_wanted = not self.refusal and cohort not in self._captured
+        return is_wanted and steps % STEADY_STEPS == 0 and cohort.capacity - cohort.end >= LEAST_COLUMNS
+
+    def _capture(self, cohort: Cohort, x: Tensor, shape: StepShape) -> _CapturedStep | None:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            step = _CapturedStep(self.span, cohort, x, shape, self._reserve(cohort))
+            step.capture(self._pool)
+        except (Full, torch.OutOfMemoryError) as error:
+            log.info("no memory to capture steps of %r: %s", cohort, error)
+            forget_traceback(error)
+            return None
+        except Exception as error:  # whatever a family's code does
+            if not card_answers():
+                raise
+            self.refusal = f"{type(error).__name__}: {error}"
+            log.info("decode steps of %r are not captured: %s", self.span, self.refusal)
+            forget_traceback(error)
+            return None
+        return step
+
+    def _reserve(self, cohort: Cohort) -> Reservation:
+        """For what a graph keeps between its kernels. Raises Full."""
+        size_bytes = self.span.pass_bytes(cohort.rows, cohort.rows) + cohort.rows * cohort.capacity * MASK_BYTES
+        return self._ledger.reserve(Account.ACTIVATIONS, size_bytes)
+
+    def _agree(self, replayed_BTX: Tensor, ordinary_BTX: Tensor) -> bool:
+        """Whether all rows are the same, but for how sums are rounded. Rows that are not finite were so before."""
+        sound_B = ordinary_BTX.isfinite().flatten(1).all(1)
+        far_B = (replayed_BTX - ordinary_BTX).float().abs().flatten(1).amax(1)
+        deviation_B = ordinary_BTX.float().flatten(1).std(1)
+        close_B = far_B <= TOLERANCES.get(ordinary_BTX.dtype, 0.0) * deviation_B
+        agree = bool((close_B | ~sound_B).all())
+        if not agree:
+            log.warning("a captured step of %r gave other numbers: this cohort's are not captured", self.span)
+        return agree
+
+
+class _CapturedStep:
+    """One cohort's step, and the buffers that it reads and writes."""
+
+    def __init__(self, span: ModelSpan, cohort: Cohort, x: Tensor, shape: StepShape, memory: Reservation) -> None:
+        self.shape = shape
+        weakref.finalize(self, memory.release)
+        self.columns = StaticColumns(cohort)
+        self._span = span
+        self._x = x.clone()
+        self._columns_C = torch.arange(cohort.capacity, device=cohort.device)
+        self._first_R1 = torch.zeros(cohort.rows, 1, dtype=torch.int64, device=cohort.device)
+        self._rows: list[int] | None = None
+        self._graph: Any = None
+        self._output: Tensor | None = None
+        self._prepare(cohort, x)
+
+    def capture(self, pool: Any) -> None:
+        """Record the step; nothing is computed. Raises what the family's code may.
+
+        A stream that is waited for while it is captured may leave the whole context in a bad state. So the step is tried first.
+        """
+        with _waiting_refused():
+            self._forward()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self._output = self._forward()
+
+    def replay(self, cohort: Cohort, x: Tensor) -> Tensor:
+        """The step's output, which the next replay overwrites."""
+        self._prepare(cohort, x)
+        self._graph.replay()
+        assert self._output is not None
+        return self._output
+
+    def _prepare(self, cohort: Cohort, x: Tensor) -> None:
+        self._x.copy_(x)
+        self.columns.begin(cohort)
+        if self._rows is not cohort.first_columns:
+            self._rows = cohort.first_columns
+            self._first_R1.copy_(torch.tensor(self._rows)[:, None], non_blocking=True)
+
+    def _forward(self) -> Tensor:
+        column = self.columns.column
+        mask_RC = (self._columns_C >= self._first_R1) & (self._columns_C <= column)
+        return self._span.forward(
+            self._x,
+            cache=self.columns,
+            attention_mask=mask_RC.to(torch.int64),
+            position_ids=(column - self._first_R1).clamp(min=0),
+            keep_last=self.shape.keep_last,
+            start=self.shape.start,
+            end=self.shape.end,
+        )
+
+
+@contextmanager
+def _waiting_refused() -> Iterator[None]:
+    """An operator for which the host would wait raises RuntimeError. On all threads: this lasts for one step."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

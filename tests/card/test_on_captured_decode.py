@@ -1,0 +1,137 @@
+"""Captured steps give what ordinary ones give, whatever becomes of their cohort; who cannot be captured is served all the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from swarmnode.compute.device_fault import card_answers
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.captured_decode import STEADY_STEPS, CapturedDecode
+from swarmnode.compute.serving.runner import WANT_NOTHING, RunnerConfig, StageRunner, StepInput
+from swarmnode.compute.serving.static_columns import StaticColumns
+from swarmnode.compute.serving.window import Window, sliding_layers
+from swarmnode.ledger import Account, MemoryLedger
+from tests.numerics.families import tiny_config
+
+CheckpointOf = Callable[[str], Checkpoint]
+CLOSE = {"atol": 1e-4, "rtol": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> CheckpointOf:
+    """A tiny checkpoint of a family, by its name."""
+
+    @functools.cache
+    def save(model_type: str) -> Checkpoint:
+        folder: Path = tmp_path_factory.mktemp(model_type)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32).save_pretrained(folder)
+        return Checkpoint(folder)
+
+    return save
+
+
+def open_runner(
+    checkpoint: Checkpoint, card: torch.device, *, capture: bool, start: int = 0, ledger: MemoryLedger | None = None
+) -> StageRunner:
+    span = load_span(checkpoint, start, checkpoint.units, device=card, check=False)
+    windows = {layer: Window(size, slack=8, room=16) for layer, size in sliding_layers(span.config).items()}
+    return StageRunner(span, RunnerConfig(1 << 24, windows=windows, capture=capture), ledger=ledger)
+
+
+def random_inputs(runner: StageRunner) -> Callable[[int], Tensor]:
+    """Inputs (1, T) of a span, the same every time: ids, or hidden states."""
+    generator = torch.Generator().manual_seed(1)
+    if runner.span.has_embedding:
+        return lambda count: torch.randint(0, 90, (1, count), generator=generator)
+    return lambda count: torch.randn(1, count, runner.span.hidden_size, generator=generator)
+
+
+def decode(runner: StageRunner, steps: int, spoil: int = -1) -> list[Tensor]:
+    """Two sessions of unlike lengths; the first is cut back on the way, the second misses a step. At step `spoil` the first
+    one sends NaN, four positions at once, and is cut back behind them."""
+    inputs = random_inputs(runner)
+    for name, length in (("a", 5), ("b", 9)):
+        runner.open(name, rows=1, max_length=200)
+        runner.run([StepInput(name, inputs(length), WANT_NOTHING)])
+    outputs = []
+    for step in range(steps):
+        if step == steps - 6:
+            runner.truncate("a", runner.length("a") - 2)
+        if step == spoil:
+            runner.run([StepInput("a", inputs(4) * float("nan"))])
+            runner.truncate("a", runner.length("a") - 4)
+        results = runner.run([StepInput(name, inputs(1)) for name in ("a" if step == steps - 4 else "ab")])
+        outputs.append(torch.cat([result.output.cpu() for result in results]))
+    return outputs
+
+
+def same(captured: StageRunner, ordinary: StageRunner, **options: int) -> None:
+    for got, wanted in zip(decode(captured, 30, **options), decode(ordinary, 30, **options), strict=True):
+        torch.testing.assert_close(got, wanted, **CLOSE)
+
+
+def decoder(runner: StageRunner) -> CapturedDecode:
+    assert runner.captured is not None
+    return runner.captured
+
+
+# Rotary positions, windows that move, biases by distance; docs/decisions/cards.md has all families that were tried.
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "bloom"])
+def test_a_captured_step_is_the_ordinary_one(model_type: str, checkpoint_of: CheckpointOf, card: torch.device) -> None:
+    checkpoint = checkpoint_of(model_type)
+    captured, ordinary = (open_runner(checkpoint, card, capture=capture) for capture in (True, False))
+    same(captured, ordinary)
+    assert decoder(captured).replays > STEADY_STEPS and ordinary.captured is None
+
+
+def test_who_needs_the_host_is_served_as_before(checkpoint_of: CheckpointOf, card: torch.device) -> None:
+    """Falcon looks keys up by a list, which comes from the host; the card is not lost by trying."""
+    runner = open_runner(checkpoint_of("falcon"), card, capture=True)
+    assert all(bool(output.isfinite().all()) for output in decode(runner, STEADY_STEPS + 1))
+    assert "synchronizing CUDA operation" in decoder(runner).refusal and card_answers()
+
+
+@pytest.mark.parametrize("spoil", [STEADY_STEPS - 1, 20])
+def test_what_a_neighbour_sent_leaves_nothing_behind(
+    spoil: int, checkpoint_of: CheckpointOf, card: torch.device
+) -> None:
+    """Masked columns meet a weight of zero, and NaN survives that."""
+    checkpoint = checkpoint_of("llama")
+    captured, ordinary = (open_runner(checkpoint, card, capture=capture, start=1) for capture in (True, False))
+    same(captured, ordinary, spoil=spoil)
+    assert decoder(captured).replays > 0
+
+
+def test_other_numbers_are_not_believed(
+    checkpoint_of: CheckpointOf, card: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = StaticColumns.update
+    monkeypatch.setattr(StaticColumns, "update", lambda *args: tuple(1.5 * states for states in update(*args)))
+    checkpoint = checkpoint_of("llama")
+    captured, ordinary = (open_runner(checkpoint, card, capture=capture) for capture in (True, False))
+    outputs = [decode(runner, STEADY_STEPS + 2)[-2:] for runner in (captured, ordinary)]
+    torch.testing.assert_close(*outputs, **CLOSE)
+    assert decoder(captured).replays == 0 and not decoder(captured).refusal
+
+
+def test_a_graph_is_in_the_ledger_while_its_cohort_lives(checkpoint_of: CheckpointOf, card: torch.device) -> None:
+    ledger = MemoryLedger()
+    runner = open_runner(checkpoint_of("llama"), card, capture=True, ledger=ledger)
+    decode(runner, STEADY_STEPS + 1)
+    assert ledger.accounts()[Account.ACTIVATIONS] > 0
+    runner.close("a")
+    assert ledger.accounts()[Account.ACTIVATIONS] == 0
+    ledger.limit_bytes = ledger.used_bytes
+    inputs = random_inputs(runner)
+    for _ in range(2 * STEADY_STEPS):
+        runner.run([StepInput("b", inputs(1))])
+    assert decoder(runner).replays == 1 and not decoder(runner).refusal
