@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 
 import pytest
+from rich.console import Console
 
 from swarmnode.cli.terminal.console import print_json, say
 from swarmnode.cli.terminal.log_lines import JsonLines, TextLines
 from swarmnode.cli.terminal.printable import json_line, one_line, printable
 from swarmnode.cli.terminal.tables import show
+from swarmnode.cli.terminal.teller import Teller
 from swarmnode.cli.use.status import status_table
 
 ESCAPES = ["\x1b]0;title\x07", "\x1b[2J", "\x9b31m", "\x08\x08", "\r", "\x00", "\x7f", "\u202e", "\u2066", "\u2028"]
@@ -54,6 +57,7 @@ def test_a_name_is_no_markup_and_no_command(name: str, capsys: pytest.CaptureFix
         "state": "ready",
         "device": name,
         "span": [0, 2],
+        "sessions": 0,
         "reached": "unknown",
         "sends": {},
     }
@@ -62,3 +66,34 @@ def test_a_name_is_no_markup_and_no_command(name: str, capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert not commands(printed)
     assert one_line(name)[:3] in printed
+
+
+def test_a_peer_is_one_line_of_80_columns() -> None:
+    peer = {
+        "peer": "12D3KooWAbcdefgh",
+        "name": "a-very-long-name-of-a-node-in-the-cellar",
+        "state": "draining",
+        "device": "NVIDIA GeForce RTX 3090",
+        "span": [70, 126],
+        "sessions": 12,
+        "reached": "relayed",
+        "sends": {},
+    }
+    status = {"name": "friends", "units": 126, "mode": "serve", "missing": [3, 4], "peers": [peer] * 3}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(status_table(status))
+    *_, first, second, third = [line.rstrip() for line in console.export_text().splitlines() if line.strip()]
+    assert first == second == third and "relayed" in first and "RTX 3090" in first and "█" in first
+
+
+def test_what_passes_shares_a_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdout", terminal)
+    with Teller(as_json=False) as tell:
+        tell("fetching", "10 %\x1b[2J")
+        tell("fetching", "20 %")
+        tell("ready", "Serving")
+        tell("left", "Left")
+    assert terminal.getvalue().count("\n") == 2 and "\x1b[2J" not in terminal.getvalue()
+    assert terminal.getvalue().endswith("Left\n")

@@ -22,8 +22,8 @@ from swarmnode.cli.terminal.console import (
     reports_errors,
     run_async,
     set_up_logging,
-    teller,
 )
+from swarmnode.cli.terminal.teller import Teller
 
 if TYPE_CHECKING:
     from swarmnode.node_texts import Tell
@@ -110,7 +110,7 @@ def host(
         key = owner.key if owner else None
     invite = swarm.invite if key is None else _invite(swarm, path, terms, key)
     watch = Watch(metrics_host, metrics_port, folder, as_json)
-    tell = teller(as_json)
+    tell = Teller(as_json)
 
     async def serve(stop: asyncio.Event) -> None:
         from swarmnode.lending.control_server import ControlServer
@@ -121,7 +121,8 @@ def host(
         async with watch.over(swarm.name, hosting.readings), control.listening(folder, swarm.name):
             await hosting.run(stop, lambda reached: _welcome(swarm, path, invite, reached, terms, tell))
 
-    run_async(serve)
+    with tell:
+        run_async(serve)
 
 
 def _known(model: str, name: str, listen: list[str], announce: list[str]) -> tuple[Swarm | None, Path]:

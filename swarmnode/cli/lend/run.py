@@ -35,9 +35,9 @@ from swarmnode.cli.terminal.console import (
     reports_errors,
     run_async,
     set_up_logging,
-    teller,
 )
 from swarmnode.cli.terminal.restart import begin_anew
+from swarmnode.cli.terminal.teller import Teller
 from swarmnode.errors import ExecutorDied, SwarmnodeError
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def run(
     os.nice(nice)
 
     watch = Watch(metrics_host, metrics_port, config.host.home, as_json)
-    tell = teller(as_json)
+    tell = Teller(as_json)
 
     async def serve(stop: asyncio.Event) -> None:
         pause = CollectorPause()
@@ -152,7 +152,8 @@ def run(
 
     began_s = time.monotonic()
     try:
-        run_async(serve)
+        with tell:
+            run_async(serve)
     except ExecutorDied as error:
         begin_anew(error, time.monotonic() - began_s)
 

@@ -88,18 +88,6 @@ def print_json(value: Any) -> None:
     typer.echo(json_line(value))
 
 
-def teller(as_json: bool) -> Callable[..., None]:
-    """What a service has to say as it lives, (event, text for people, **details for scripts), on standard output."""
-
-    def tell(event: str, text: str, **details: Any) -> None:
-        if as_json:
-            print_json({"event": event, **details})
-        else:
-            say(text)
-
-    return tell
-
-
 def ranges(units: Iterable[int]) -> list[str]:
     """`1, 3-5` for 1, 3, 4, 5."""
     found: list[list[int]] = []

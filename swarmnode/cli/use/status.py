@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,9 @@ from swarmnode.cli.terminal.printable import one_line
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+NAME_CHARS, DEVICE_CHARS, BAR_CHARS = 10, 10, 12
+_DECORATION = re.compile(r"\((R|TM)\)|@.*|\b(NVIDIA|GeForce|AMD|Intel|Processor|CPU|Graphics)\b", re.IGNORECASE)
 
 
 @reports_errors
@@ -81,7 +85,8 @@ async def _watch(client: Any, status_of: Callable[[], dict[str, Any]], as_json: 
 
 
 def status_table(status: dict[str, Any]) -> Table:
-    """The status as a table: one row per peer, its span drawn over the model's units."""
+    """The status as a table that 80 columns have room for: one row per peer, its span drawn over the model's units."""
+    from rich.box import SIMPLE_HEAD
     from rich.text import Text
 
     from swarmnode.cli.terminal.tables import new_table
@@ -95,24 +100,36 @@ def status_table(status: dict[str, Any]) -> Table:
     trains = status["mode"] == "train"
     # On one machine or LAN there is nothing to tell.
     far = any(peer["reached"] != "unknown" for peer in status["peers"])
-    columns = ("peer", "name", "state", "device", "span", "units")
+    columns = ["peer", "name", "state", "device", "span", "units", "load"]
+    columns += ["reached"] * far + ["sends"] * trains
     caption = "\n".join(map(credit_line, status.get("credit", ()))) or None
-    table = new_table(
-        title, (*columns, *(("reached",) if far else ()), *(("sends",) if trains else ())), caption=caption
-    )
+    table = new_table(title, columns, numbers=("load",), caption=caption)
+    table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False
     for peer in sorted(status["peers"], key=lambda peer: (peer["span"], peer["name"])):
         start, end = peer["span"]
+        sends = ", ".join(f"{codec} to {other[-8:]}" for other, codec in peer["sends"].items())
         table.add_row(
             peer["peer"][-8:],
-            peer["name"],
+            cut(peer["name"], NAME_CHARS),
             peer["state"],
-            peer["device"],
+            cut(plain_device(peer["device"]), DEVICE_CHARS),
             f"{start}:{end}",
             draw_span(start, end, units),
-            *((peer["reached"],) if far else ()),
-            *((", ".join(f"{codec} to {other[-8:]}" for other, codec in peer["sends"].items()),) if trains else ()),
+            str(peer["sessions"]),
+            *[peer["reached"]] * far,
+            *[sends] * trains,
         )
     return table
+
+
+def plain_device(name: str) -> str:
+    """A device's name without what its maker adds: "RTX 3090", "Xeon"."""
+    return " ".join(_DECORATION.sub(" ", name).split()) or name
+
+
+def cut(text: str, chars: int) -> str:
+    """The text, its end left out where it is too long."""
+    return text if len(text) <= chars else f"{text[: chars - 1]}…"
 
 
 def credit_line(credit: dict[str, Any]) -> str:
@@ -122,7 +139,7 @@ def credit_line(credit: dict[str, Any]) -> str:
     )
 
 
-def draw_span(start: int, end: int, units: int, width: int = 32) -> str:
+def draw_span(start: int, end: int, units: int, width: int = BAR_CHARS) -> str:
     """A bar with the units [start, end) filled: `····████····`."""
     cells = min(units, width)
     return "".join(

@@ -1,0 +1,53 @@
+"""What a service has to say as it lives: a line each, or an object each; on a terminal what passes shares one line that changes."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from types import TracebackType
+from typing import Any
+
+from swarmnode.cli.terminal.console import print_json, say
+from swarmnode.cli.terminal.printable import one_line
+
+# What gives way to the next on a terminal.
+PASSING = frozenset(("waiting", "machine", "loading", "fetching", "moving", "report", "compressing"))
+CLEAR_LINE = "\x1b[2K"
+
+
+class Teller:
+    """Called with (event, text for people, **details for scripts). `with`: leaves no changing line behind."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._changing = not as_json and sys.stdout.isatty()
+        self._line = ""
+
+    def __repr__(self) -> str:
+        return f"<Teller of {'JSON' if self._as_json else 'text'}, {self._line!r}>"
+
+    def __enter__(self) -> Teller:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._show("")
+
+    def __call__(self, event: str, text: str, **details: Any) -> None:
+        if self._as_json:
+            print_json({"event": event, **details})
+        elif self._changing and event in PASSING:
+            self._show(one_line(text))
+        else:
+            line = self._line
+            self._show("")
+            say(text)
+            self._show(line if event not in ("draining", "left") else "")
+
+    def _show(self, line: str) -> None:
+        """Draw the changing line. The cursor waits at its beginning, where whatever else is printed begins."""
+        if self._changing and (line or self._line):
+            sys.stdout.write(f"{CLEAR_LINE}{line[: shutil.get_terminal_size().columns - 1]}\r")
+            sys.stdout.flush()
+        self._line = line
