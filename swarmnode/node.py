@@ -14,7 +14,7 @@ import importlib
 import logging
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.node_config import NodeConfig as NodeConfig
-from swarmnode.node_texts import LENDING, Tell, introduce, progress_of, reason_of
+from swarmnode.node_texts import LENDING, STANDS_BY, Tell, introduce, progress_of, reason_of
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.credit.receipt_keeper import ReceiptKeeper
@@ -196,9 +196,8 @@ class Node:
         hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
         assert self._executor is not None
         await self._executor.call(Urgency.CONTROL, hardware.device.use)
-        machine = hardware.machine(self.config.host.home)
+        machine, place = hardware.machine(self.config.host.home), self._place(host, hardware)
         self._tell("machine", f"This machine: {hardware.device}, {machine['cpu_cores']} cores", **machine)
-        place = self._place(host, hardware)
         while True:
             await self._unless_held(host, self._work(host, seeder, weights, hardware, place))
             await self._pause(host)
@@ -208,7 +207,11 @@ class Node:
         if self._span is None:
             self._span = await self._first_span(place, host, hardware)
         while True:
-            await self._serve(host, seeder, weights, hardware, self._span)
+            if self._span.units:
+                await self._serve(host, seeder, weights, hardware, self._span)
+            else:
+                host.directory.announce(Place(state=State.JOINING, span=self._span))
+                self._tell("spare", STANDS_BY)
             self.lending.happened(LendingEvent.LOADED)
             place.arrived()
             move = await place.reason_to_move(bound=self._bound, news=self._news)
@@ -235,14 +238,17 @@ class Node:
     def _busy(self, host: Host) -> bool:
         """Whether sessions or downloads need the links more than a test of bandwidth does."""
         own = host.directory.own
-        return own is not None and (own.sessions > 0 or own.life is not State.READY)
+        return own is not None and (own.sessions > 0 or own.life not in (State.READY, State.JOINING))
 
     # -- placement
 
     def _place(self, host: Host, hardware: Hardware) -> Placement:
-        """Where units are trained, a second holder is worth more than speed: what the last one has learnt goes with it."""
-        move_policy = replace(self.config.place.move_policy, for_gain=not hardware.trains)
-        return Placement(host, hardware.capacity_units, replace(self.config.place, move_policy=move_policy))
+        """By the rule of what the swarm does."""
+        if not hardware.trains:
+            return Placement(host, hardware.capacity_units, self.config.place)
+        from swarmnode.roles.training.organisation import training_placement
+
+        return training_placement(host, hardware, self.config.place)
 
     async def _first_span(self, place: Placement, host: Host, hardware: Hardware) -> Span:
         if self.config.span is not None:
@@ -333,7 +339,8 @@ class Node:
     async def _finish(self, host: Host) -> bool:
         """Whether what runs has come to its end, or need not any more; not where somebody thought better of it."""
         stage = self._stage
-        assert stage is not None  # it runs
+        if stage is None:
+            return True  # it stands by
         host.directory.announce(Place(state=State.DRAINING))
         tasks = asyncio.ensure_future(stage.finish()), asyncio.ensure_future(self.lending.until(*NO_LONGER_FINISHING))
         try:

@@ -10,6 +10,7 @@ from swarmnode.swarm.records.manifest import TRAIN, Manifest
 from swarmnode.swarm.storage.content import Progress
 
 PROGRESS_S = 15.0
+STANDS_BY = "Standing by: training is faster without this node at the moment. It takes units as soon as they need it."
 LENDING = {
     LendingState.DRAINING: "Pausing ({reason}): sessions move to other peers.",
     LendingState.FINISHING: "Finishing ({reason}): nothing new is taken.",
@@ -30,8 +31,10 @@ def introduce(manifest: Manifest) -> str:
 
 def reason_of(move: Move) -> str:
     """Why a node moves."""
+    if not move.span.units:
+        return "Training is faster without this node at the moment: it gives up its units and stands by"
     if move.fills:
-        return f"Units {move.span} have nobody else: moving there"
+        return f"Units {move.span} lack a holder: moving there"
     return f"With this node at units {move.span} the swarm does {move.gain:.0%} more: moving there"
 
 

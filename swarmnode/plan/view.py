@@ -54,6 +54,7 @@ class PeerView:
     prefill_units_per_s: float = 0.0
     cache_tokens_free: int | None = None  # None: it did not say
     group: str = ""  # its address group, of the open internet
+    memory_bytes: int = 0  # that it lends; 0: it did not say
 
     @property
     def assumed_units_per_s(self) -> float:
@@ -139,6 +140,7 @@ def view_of(
             announcement.prefill_units_per_s,
             announcement.cache_tokens_free if announcement.life is State.READY and not trains else None,
             wide_group(announcement.addresses),
+            announcement.memory_bytes,
         )
         for announcement in announced
     )

@@ -11,13 +11,14 @@ from swarmnode.decisions import Topic
 from swarmnode.plan.cost import BYTES_PER_HIDDEN
 from swarmnode.plan.spans.grounds import grounds
 from swarmnode.plan.spans.hysteresis import Hysteresis
-from swarmnode.plan.spans.placement import Joiner, Move, MovePolicy, choose_span, gaps, reconsider
+from swarmnode.plan.spans.placement import BY_THROUGHPUT, Joiner, Move, MovePolicy, PlacementRule, gaps
 from swarmnode.plan.view import Span, View, view_of
 from swarmnode.roles.host import Host
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.sections import Place, Section
 
+STANDS_BY = "stands by, and holds nothing"
 SEARCHED_GAPS = 8  # units that are looked for before a move that would fill them
 
 
@@ -45,8 +46,11 @@ class _Wish:
 class Placement:
     """Decides for one node, from the directory alone. `capacity_units` is what fits into its memory."""
 
-    def __init__(self, host: Host, capacity_units: int, config: PlacementConfig) -> None:
+    def __init__(
+        self, host: Host, capacity_units: int, config: PlacementConfig, rule: PlacementRule = BY_THROUGHPUT
+    ) -> None:
         self.config = config
+        self._rule = rule
         self._host = host
         self._capacity_units = capacity_units
         self._clock = host.clock.monotonic
@@ -70,12 +74,12 @@ class Placement:
             look_s = self.config.claim_look_s * max(1.0, directory.crowd / self.config.claim_crowd)
             await asyncio.sleep(min(look_s, self.config.settle_s))
             await directory.refresh()
-            choice = await asyncio.to_thread(choose_span, self._view(), self._joiner())
+            choice = await asyncio.to_thread(self._rule.choose, self._view(), self._joiner())
             if choice != claim:
                 claim = choice
                 directory.announce(Place(span=(claim.start, claim.end)))
                 settled_s = self._clock() + self.config.settle_s
-        self._note(f"takes units {claim}", claim)
+        self._note(f"takes units {claim}" if claim.units else STANDS_BY, claim)
         return claim
 
     async def reason_to_move(self, *, bound: Callable[[], bool], news: Callable[[], Iterable[Section]]) -> Move:
@@ -119,7 +123,7 @@ class Placement:
         return await self._wish_in(self._view())
 
     async def _wish_in(self, view: View) -> Move | None:
-        return await asyncio.to_thread(reconsider, view, self._joiner(), self._move_policy())
+        return await asyncio.to_thread(self._rule.reconsider, view, self._joiner(), self._move_policy())
 
     def arrived(self) -> None:
         """The node serves again after a move: what it cost is known now, and counts next time."""
@@ -141,9 +145,11 @@ class Placement:
         reason = (
             f"every unit has somebody, and no other place would bring the swarm more than {hysteresis:.2g} of its speed"
         )
+        if not own.span[1]:
+            reason = "every unit has two holders, and a step would not be shorter with this node"
         if fixed:
             reason = "these units were fixed with --span, are trained here, or are being finished"
-        self._note(f"stays at units {Span(*own.span)}", Span(*own.span), reason)
+        self._note(f"stays at units {Span(*own.span)}" if own.span[1] else STANDS_BY, Span(*own.span), reason)
 
     def _note(self, what: str, span: Span, *reasons: str) -> None:
         facts = (*reasons, *grounds(self._view(), self._joiner(), span))

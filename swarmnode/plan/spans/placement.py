@@ -114,6 +114,17 @@ def reconsider(view: View, joiner: Joiner, move_policy: MovePolicy = MovePolicy(
     return _gain(capacity_index, len(living), own, joiner.capacity_units, move_policy)
 
 
+@dataclass(frozen=True)
+class PlacementRule:
+    """How a peer chooses when it joins, and where it would rather be when it looks again."""
+
+    choose: Callable[[View, Joiner], Span]
+    reconsider: Callable[[View, Joiner, MovePolicy], Move | None]
+
+
+BY_THROUGHPUT = PlacementRule(choose_span, reconsider)
+
+
 def gaps(units: int, peers: Iterable[PeerView]) -> list[int]:
     """The units that none of the peers holds."""
     return CapacityIndex(units, peers).missing()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from swarmnode.plan.view import Span
 
 HOLDERS = 2  # that a unit should have, so that losing one loses nothing that was learnt
 STANDING_BY = Span(0, 0)
+LEFT_OUT = 1.5  # times as long a step must take with all, before anybody is left out who may be needed later
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,23 @@ class StageLayout:
 
     def windows(self, capacity: int) -> list[Span]:
         """Whole stages; of those that are too long for a peer's memory all parts that it can hold."""
-        return [
-            Span(start, start + size)
-            for stage in self.stages
-            for size in [min(stage.units, max(1, capacity))]
-            for start in range(stage.start, stage.end - size + 1)
-        ]
+        return _parts(self.stages, capacity)
+
+
+def windows_between(spans: Sequence[Span], units: int, capacity: int) -> list[Span]:
+    """What a peer can hold that begins and ends where one of the spans does; of what is too long parts, as above."""
+    edges = sorted({0, units, *(edge for span in spans if span.units for edge in span)})
+    whole = [Span(start, end) for start, end in combinations(edges, 2) if end - start <= capacity]
+    return [*whole, *_parts([Span(*pair) for pair in pairwise(edges)], capacity)]
+
+
+def _parts(stages: Sequence[Span], capacity: int) -> list[Span]:
+    return [
+        Span(start, start + size)
+        for stage in stages
+        for size in [min(stage.units, max(1, capacity))]
+        for start in range(stage.start, stage.end - size + 1)
+    ]
 
 
 def common_layout(forecast: StepForecast, capacity_units: Sequence[int]) -> StageLayout:
@@ -50,7 +62,8 @@ def common_layout(forecast: StepForecast, capacity_units: Sequence[int]) -> Stag
             able = group[roomy_N[group]]
             missing = max(0, HOLDERS * count - len(able))
             if len(able) and missing <= least[0]:
-                value = missing, _estimate_s(forecast, stages, able)
+                left_out = LEFT_OUT if len(group) < forecast.network.peers else 1.0
+                value = missing, left_out * _estimate_s(forecast, stages, able)
                 least, best = min((least, best), (value, (stages, able)), key=lambda one: one[0])
     return _laid(forecast, *best)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarmnode.plan.spans.flow import Floats
-from swarmnode.plan.training.layout import HOLDERS, STANDING_BY, StageLayout
+from swarmnode.plan.training.layout import HOLDERS, LEFT_OUT, STANDING_BY, StageLayout, windows_between
 from swarmnode.plan.training.step_forecast import StepForecast, held_units
 from swarmnode.plan.view import Span
 
@@ -55,25 +55,41 @@ class _Worth:
 
 
 def choose_training_place(
-    forecast: StepForecast, layout: StageLayout, peers: TrainingPeers, peer: int, *, hysteresis: float = HYSTERESIS
+    forecast: StepForecast,
+    layout: StageLayout | None,
+    peers: TrainingPeers,
+    peer: int,
+    *,
+    hysteresis: float = HYSTERESIS,
 ) -> TrainingPlace | None:
-    """Where this one should stand; None where units have nobody whatever it takes, and in the layout neither."""
-    now, place = peers.spans[peer], layout.places[peer]
-    windows = list(dict.fromkeys([*layout.windows(peers.capacity_units[peer]), STANDING_BY]))
-    settled = [
-        span if span in layout.windows(capacity) else STANDING_BY  # else it is about to leave it, and is not there yet
-        for span, capacity in zip(peers.spans, peers.capacity_units, strict=True)
-    ]
-    worth_of = dict(zip(windows, _worth(forecast, settled, peer, windows), strict=True))
-    best = min(windows, key=lambda window: _order(worth_of[window]))
-    together = _worth(forecast, layout.places, peer, [place])[0]
-    stays = worth_of.get(now, _Worth(forecast.load.units, 0, math.inf))
-    if together.gain(worth_of[best]) > hysteresis and not together.missing:
-        return TrainingPlace(place, 0.0 if place == now else together.gain(stays))
+    """Where this one should stand; None where units have nobody whatever it takes, and in the layout neither. Without a layout the
+    others stay where they are."""
+    now, capacity = peers.spans[peer], peers.capacity_units[peer]
+    others = [span for other, span in enumerate(peers.spans) if other != peer]
+    windows = windows_between(others, forecast.load.units, capacity) if layout is None else layout.windows(capacity)
+    windows = list(dict.fromkeys([*windows, STANDING_BY]))
+    spans = peers.spans if layout is None else _settled(layout, peers)
+    worth_of = dict(zip([*windows, now], _worth(forecast, spans, peer, [*windows, now]), strict=True))
+    spare = worth_of[STANDING_BY]
+    worth_of[STANDING_BY] = replace(spare, step_s=LEFT_OUT * spare.step_s)
+    best, stays = min(windows, key=lambda window: _order(worth_of[window])), worth_of[now]
+    if layout is not None:
+        place = layout.places[peer]
+        together = _worth(forecast, layout.places, peer, [place])[0]
+        if together.gain(worth_of[best]) > hysteresis and not together.missing:
+            return TrainingPlace(place, 0.0 if place == now else together.gain(stays))
     if worth_of[best].missing:
         return None
-    gain = worth_of[best].gain(stays)
-    return TrainingPlace(best, gain) if gain > hysteresis else TrainingPlace(now)
+    gain, may_stay = worth_of[best].gain(stays), now in windows
+    return TrainingPlace(best, gain) if gain > hysteresis or not may_stay else TrainingPlace(now)
+
+
+def _settled(layout: StageLayout, peers: TrainingPeers) -> list[Span]:
+    """Who holds something else than one of the stages is about to leave it, and counts as not there yet."""
+    return [
+        span if span in layout.windows(capacity) else STANDING_BY
+        for span, capacity in zip(peers.spans, peers.capacity_units, strict=True)
+    ]
 
 
 def _order(worth: _Worth) -> tuple[int, int, float]:

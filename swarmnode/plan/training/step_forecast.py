@@ -14,11 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from swarmnode.plan.spans.flow import Floats
+from swarmnode.plan.spans.hysteresis import REAL_CHANGE
 from swarmnode.plan.training.clusters import Clusters
 from swarmnode.plan.view import Span
 
 COMPUTE_SHARPNESS, LINE_SHARPNESS, AVERAGING_SHARPNESS = 8, 2, 4
 SHARED = 0.25  # how much of what is held beyond need is shared out, not left to whoever is nearest
+SAME_DELAY_S = 0.005  # delays that differ by less are the same
 UNHELD = 1e-3  # of a peer's speed on the whole model: what a unit that nobody holds counts as having
 
 
@@ -49,6 +51,14 @@ class TrainingNetwork:
     def peers(self) -> int:
         """N."""
         return len(self.work_per_s_N)
+
+    def is_like(self, other: TrainingNetwork) -> bool:
+        """Whether the two, of the same peers, differ by no more than measurements of the same do."""
+        return (
+            _are_alike(self.work_per_s_N, other.work_per_s_N)
+            and _are_alike(self.delay_NN, other.delay_NN, SAME_DELAY_S)
+            and _are_alike(self.bandwidth_NN, other.bandwidth_NN)
+        )
 
     @property
     def seconds_per_byte_NN(self) -> Floats:
@@ -140,6 +150,10 @@ class StepForecast:
         seconds_WN = (sent_WU @ held_NU.T) * self.line_N + np.maximum(path_N, own_path_WN)
         seconds_WN[:, peer] = (window_WU * sent_WU).sum(axis=1) * self.line_N[peer] + own_path_WN.max(axis=1)
         return _mean(seconds_WN, AVERAGING_SHARPNESS)
+
+
+def _are_alike(one: Floats, other: Floats, least: float = 0.0) -> bool:
+    return bool(((one <= REAL_CHANGE * other + least) & (other <= REAL_CHANGE * one + least)).all())
 
 
 def _mean(seconds_WX: Floats, sharpness: int) -> Floats:

@@ -127,7 +127,11 @@ class Hardware:
     @cached_property
     def capacity_units(self) -> int:
         """How many units fit wherever in the model the span lies: the least over all places."""
-        return most_anywhere(self.sizes, self.memory_bytes, self.config.cache_tokens)
+        return self.capacity_of(self.memory_bytes)
+
+    def capacity_of(self, memory_bytes: int) -> int:
+        """The same of another machine that lends so much."""
+        return most_anywhere(self.sizes, memory_bytes, self.config.cache_tokens)
 
     def _fits(self, units: Units) -> bool:
         fitting = units_that_fit(self.sizes, self.memory_bytes, self.config.cache_tokens, start=units.start)

@@ -23,7 +23,7 @@ from swarmnode.simulate.steps.all_reduce import reduction_ends_s
 from swarmnode.simulate.steps.bench import SimulatedBench
 from swarmnode.simulate.steps.encoder import Encoder
 from swarmnode.simulate.steps.microbatch import SimulatedMicrobatch, SimulatedStage
-from swarmnode.simulate.steps.training_rule import TrainingRule
+from swarmnode.simulate.steps.training_rule import simulated_rule
 
 MAX_PEERS = 500  # every microbatch's route is chosen among all of them
 MISSING_RETRY_S = 1.0
@@ -41,7 +41,7 @@ class Training:
         self.settings = settings
         self.encoder = Encoder(world.links, settings.compress)
         self.step = 0
-        world.choose = TrainingRule(world, settings, self.encoder).choose
+        world.choose = simulated_rule(world, settings, self.encoder, lambda: self.step > 0).choose
         self._run = settings.run
         self._pipelines = pipelines
         self._stages: dict[PeerId, SimulatedStage] = {}

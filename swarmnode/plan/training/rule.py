@@ -1,0 +1,76 @@
+"""Rule of placement in training, applied to what a peer sees of the others: `placement.py` and `layout.py` on a view.
+
+Before anything is trained all may go anywhere. Afterwards who trains stays where it is, and who comes or stands by goes where it
+helps most, in stages that begin and end where those of the others do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from swarmnode.plan.spans.placement import HOLDING, Joiner, Move, MovePolicy, choose_span, reconsider
+from swarmnode.plan.training.layout import StageLayout, common_layout
+from swarmnode.plan.training.placement import HYSTERESIS, TrainingPeers, TrainingPlace, choose_training_place
+from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork
+from swarmnode.plan.view import PeerView, Span, View, draw
+
+NetworkOf = Callable[[View, Sequence[PeerView]], TrainingNetwork]
+"""What is known of these peers' speeds and of the links between them"""
+
+
+class TrainingRule:
+    """Of one swarm. `capacity_of`: units that fit into the memory of another peer. `has_begun`: whether something is trained
+    already."""
+
+    def __init__(
+        self,
+        load: TrainingLoad,
+        network_of: NetworkOf,
+        capacity_of: Callable[[PeerView], int],
+        has_begun: Callable[[], bool],
+    ) -> None:
+        self._load = load
+        self._network_of = network_of
+        self._capacity_of = capacity_of
+        self._has_begun = has_begun
+        self._seen: tuple[object, TrainingNetwork] | None = None
+        self._layout: tuple[StepForecast, StageLayout] | None = None
+
+    def __repr__(self) -> str:
+        return f"<TrainingRule for {self._load.units} units and {self._load.microbatches} microbatches>"
+
+    def choose(self, view: View, joiner: Joiner) -> Span:
+        """The span that a peer should take, which may be empty. As long as units have nobody whatever it takes, it takes all that
+        fits, where most are missing."""
+        place = self._place(view, joiner, HYSTERESIS)
+        return choose_span(view, joiner) if place is None else place.span
+
+    def reconsider(self, view: View, joiner: Joiner, move_policy: MovePolicy) -> Move | None:
+        """Where a peer should rather be, or None where it should stay. Turns are drawn, so that few leave at the same time."""
+        own, place = joiner.seen_in(view), self._place(view, joiner, move_policy.hysteresis)
+        if place is None:
+            return reconsider(view, joiner, move_policy)
+        if place.span == own.span:
+            return None
+        share = draw(own.peer, *place.span, len(view.peers)) / 2**64
+        return Move(place.span, place.gain, share * move_policy.turn_s * (1 + len(view.peers) / 3))
+
+    def _place(self, view: View, joiner: Joiner, hysteresis: float) -> TrainingPlace | None:
+        others = [peer for peer in view.peers if peer.state in HOLDING and peer.peer != joiner.peer]
+        own = joiner.seen_in(view)
+        seen = sorted([*others, own], key=lambda peer: peer.peer)
+        capacities = [joiner.capacity_units if peer is own else self._capacity_of(peer) for peer in seen]
+        forecast, layout = self._look_at(view, seen, capacities)
+        peers = TrainingPeers([peer.span for peer in seen], capacities)
+        settled = None if self._has_begun() else layout
+        return choose_training_place(forecast, settled, peers, seen.index(own), hysteresis=hysteresis)
+
+    def _look_at(
+        self, view: View, seen: Sequence[PeerView], capacities: Sequence[int]
+    ) -> tuple[StepForecast, StageLayout]:
+        """The same for all who know the same of the same peers; as it was, as long as little is different."""
+        who, network = ([peer.peer for peer in seen], capacities), self._network_of(view, seen)
+        if self._layout is None or self._seen is None or self._seen[0] != who or not network.is_like(self._seen[1]):
+            forecast = StepForecast(self._load, network)
+            self._seen, self._layout = (who, network), (forecast, common_layout(forecast, capacities))
+        return self._layout

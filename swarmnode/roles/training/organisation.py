@@ -1,0 +1,69 @@
+"""How a swarm that trains organises itself: the rule of placement in training, on what peers announce of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from swarmnode.compute.memory import TRAINING_BYTES
+from swarmnode.plan.routes.delays import bandwidths, one_way_delays
+from swarmnode.plan.spans.placement import PlacementRule
+from swarmnode.plan.training.rule import TrainingRule
+from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork
+from swarmnode.plan.view import PeerView, View
+from swarmnode.roles.host import Host
+from swarmnode.roles.placement import Placement, PlacementConfig
+from swarmnode.roles.serving.stage import Hardware
+from swarmnode.swarm.peers.directory import Directory
+from swarmnode.swarm.records.announcement import State
+
+MICROBATCHES, POSITIONS = (
+    32,
+    1024,
+)  # of a usual step, and of one of its microbatches: places are taken before a trainer comes
+FLOAT32_BYTES = 4
+HYSTERESIS = 0.2  # relative, of a step: less is not worth loading other units for, and may be noise
+BELIEVED = 4.0  # times the usual speed, at most: nobody makes all others stand by with what it says of itself
+
+
+def training_placement(host: Host, hardware: Hardware, config: PlacementConfig) -> Placement:
+    """Of one node. It is a step's time that counts, and that every unit has a second holder."""
+    assert host.swarm.manifest is not None
+    rule = training_rule(host.directory, hardware, host.swarm.manifest.model.hidden)
+    move_policy = replace(config.move_policy, for_gain=False, hysteresis=HYSTERESIS)
+    placement_rule = PlacementRule(rule.choose, rule.reconsider)
+    return Placement(host, hardware.capacity_units, replace(config, move_policy=move_policy), placement_rule)
+
+
+def training_rule(directory: Directory, hardware: Hardware, width: int) -> TrainingRule:
+    """Of one swarm. `width`: values of a position between stages; 0 where only its data tell that."""
+    size_bytes_U = np.array(hardware.sizes.weight_bytes, dtype=float)
+    load = TrainingLoad(
+        MICROBATCHES,
+        float(FLOAT32_BYTES * POSITIONS * width),
+        size_bytes_U * FLOAT32_BYTES / TRAINING_BYTES,
+        np.ones(len(size_bytes_U)),  # units are alike to those who announce units/s
+    )
+    capacity_of = lru_cache(maxsize=1024)(hardware.capacity_of)
+
+    def capacity(peer: PeerView) -> int:
+        return max(peer.span.units, capacity_of(peer.memory_bytes))
+
+    return TrainingRule(load, announced_network, capacity, lambda: has_begun(directory))
+
+
+def announced_network(view: View, peers: Sequence[PeerView]) -> TrainingNetwork:
+    """Speeds as announced, the usual one where they were not measured, and links by round trips, coordinates and lines."""
+    told_N = np.array([peer.decode_units_per_s for peer in peers])
+    usual = float(np.median(told_N[told_N > 0])) if told_N.any() else 1.0
+    units_per_s_N = np.where(told_N > 0, np.minimum(told_N, BELIEVED * usual), usual)
+    names = [peer.peer for peer in peers]
+    return TrainingNetwork(units_per_s_N / POSITIONS, one_way_delays(view, names), bandwidths(view, names))
+
+
+def has_begun(directory: Directory) -> bool:
+    """Whether anybody has trained already."""
+    return any(peer.training_step > 0 for peer in directory.peers().values() if peer.life is State.READY)

@@ -1,0 +1,94 @@
+"""How a swarm that trains organises itself, from what peers announce alone."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from swarmnode.net.measuring.coordinate import Coordinate
+from swarmnode.plan.spans.placement import Joiner, MovePolicy
+from swarmnode.plan.training.rule import TrainingRule
+from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad
+from swarmnode.plan.view import PeerView, Span, View
+from swarmnode.roles.training.organisation import announced_network
+from swarmnode.swarm.records.announcement import State
+
+UNITS, HALF = 8, Span(0, 4)
+SPEED = 20_000.0  # units/s, so that 32 microbatches of 1024 positions through 8 units on 8 peers take 1.6 s
+LOAD = TrainingLoad(32, 4e6, np.full(UNITS, 4e6), np.ones(UNITS))
+PLACES_MS = ((0.0, 0.0, 0.0), (300.0, 0.0, 0.0))  # of two islands, by network coordinates
+
+
+def swarm(names: list[str], speeds: list[float], capacity: int = 4) -> View:
+    """Peers by turns on one island and the other, all of them holding the first units."""
+    peers = tuple(
+        PeerView(name, Span(0, capacity), State.READY, speed, up_bps=1e8, down_bps=1e8, memory_bytes=capacity)
+        for name, speed in zip(names, speeds, strict=True)
+    )
+    coordinates = {name: Coordinate(PLACES_MS[number % 2], 0.5, 0.1) for number, name in enumerate(names)}
+    return View(UNITS, peers, coordinates=coordinates)
+
+
+def rule(*, begun: bool = False) -> TrainingRule:
+    return TrainingRule(LOAD, announced_network, lambda peer: peer.memory_bytes, lambda: begun)
+
+
+def joiner(peer: PeerView) -> Joiner:
+    return Joiner(peer.peer, peer.memory_bytes, peer.decode_units_per_s, peer.started_at)
+
+
+def settled(view: View, *, rounds: int = 9) -> View:
+    """Each decides for itself, in turn, until nobody would rather be elsewhere."""
+    own_rule = rule()
+    for _ in range(rounds):
+        before = view
+        for number, peer in enumerate(view.peers):
+            span = own_rule.choose(view, joiner(peer))
+            moved = (*view.peers[:number], replace(peer, span=span), *view.peers[number + 1 :])
+            view = replace(view, peers=moved)
+        if view == before:
+            return view
+    raise AssertionError("they never come to rest")
+
+
+def step_s(view: View) -> float:
+    spans = [peer.span for peer in view.peers]
+    return float(StepForecast(LOAD, announced_network(view, view.peers)).step_s(spans, 0, spans[:1])[0])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_slow_link_carries_the_least_whatever_the_names(seed: int) -> None:
+    """Each holds half of the model: both islands get both halves."""
+    names = [f"peer {number}" for number in range(8)]
+    by_order = step_s(settled(swarm(names, [SPEED] * 8)))
+    random.Random(seed).shuffle(names)
+    view = settled(swarm(names, [SPEED] * 8))
+    for island in range(2):
+        assert Counter(peer.span for peer in view.peers[island::2]) == {HALF: 2, Span(4, 8): 2}
+    assert step_s(view) == pytest.approx(by_order)
+
+
+def test_nobody_is_believed_to_be_faster_than_all_others_together() -> None:
+    """One says that it is a million times as fast: the others train on."""
+    view = settled(swarm([f"peer {number}" for number in range(8)], [SPEED * 1e6, *[SPEED] * 7], capacity=UNITS))
+    holders = Counter(unit for peer in view.peers[1:] for unit in range(*peer.span))
+    assert min(holders[unit] for unit in range(UNITS)) >= 1
+
+
+def test_once_training_has_begun_only_who_comes_chooses() -> None:
+    """All stand badly, and stay; who comes takes the units that one peer alone holds, and ends where the others end."""
+    view = swarm([f"peer {number}" for number in range(3)], [SPEED] * 3)
+    spans = [HALF, HALF, Span(4, 8)]
+    view = replace(view, peers=tuple(replace(p, span=span) for p, span in zip(view.peers, spans, strict=True)))
+    assert rule(begun=True).choose(view, Joiner("new", 5, SPEED, 1.0)) == Span(4, 8)
+
+
+def test_a_wish_waits_for_its_turn() -> None:
+    view = swarm([f"peer {number}" for number in range(8)], [SPEED] * 8)
+    moves = [rule().reconsider(view, joiner(peer), MovePolicy()) for peer in view.peers]
+    delays = {move.delay_s for move in moves if move is not None}
+    assert len(delays) > 1 and all(0 <= delay <= 3.0 * (1 + 8 / 3) for delay in delays)
