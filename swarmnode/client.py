@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -22,6 +23,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
+from swarmnode.roles.credit.claims import Claims
 from swarmnode.roles.credit.receipt_issuer import ReceiptIssuer
 from swarmnode.roles.explanation import explain
 from swarmnode.roles.host import Host, HostConfig
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from swarmnode.roles.serving.client.causal_lm import RemoteCausalLM
 
 T = TypeVar("T")
+MAX_SHOWN = 32  # first hops that hear what a node of ours is credited
 
 
 class GeneratedText(NamedTuple):
@@ -112,6 +115,7 @@ class SwarmClient:
         )
         self._meter = ClientMeter()
         self._receipts = ReceiptIssuer(host)
+        self._claims = Claims(host)
         self.auditor = Auditor(host, self._switchboard, config, on_over=self._receipts.served)
         self.reports = Reports(self.auditor, self._router(Span(0, self.units), ring=True))
         if config.audit_share > 0:
@@ -162,6 +166,7 @@ class SwarmClient:
         """Leave the swarm. Audits that are under way are given up."""
         await self.reports.close()
         await self.auditor.close()
+        await self._claims.close()
         await self._receipts.close()
         await self._switchboard.close()
         if self._weights is not None:
@@ -271,6 +276,9 @@ class SwarmClient:
         return stream.result
 
     def _router(self, span: Span, *, ring: bool) -> DirectoryRouter:
+        announced = self._host.directory.peers().values()
+        first_hops = (peer.peer for peer in announced if peer.holds(span.start))
+        self._claims.show(itertools.islice(first_hops, MAX_SHOWN))
         return DirectoryRouter(self._host, self.units, span, ring=ring, trust=self.trust)
 
     # -- transformers

@@ -36,6 +36,7 @@ from swarmnode.swarm.records.report import open_report, sign_report
 from swarmnode.swarm.records.revocation import open_list, sign_list
 from swarmnode.swarm.records.signing_key import SigningKey
 from swarmnode.swarm.records.statement import open_statement, sign_statement
+from swarmnode.swarm.records.voucher import open_voucher, sign_voucher
 from tests.codec.schemas import FOLDER, plain
 
 VECTORS = Path(__file__).parents[1] / "protocol" / "vectors" / "v1"
@@ -260,6 +261,21 @@ def test_good_receipts(vector: Vector) -> None:
 def test_bad_receipts(vector: Vector) -> None:
     with pytest.raises(ProtocolError) as caught:
         open_receipt(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
+    assert caught.value.code.name == vector["error"]
+
+
+@pytest.mark.parametrize("vector", vectors("vouchers", good=True))
+def test_good_vouchers(vector: Vector) -> None:
+    voucher = open_voucher(data_of(vector), bytes.fromhex(vector["swarm"]), verify, vector["now"])
+    assert plain(voucher) == vector["value"]
+    assert sign_voucher(voucher, Identity(bytes.fromhex(vector["key"])).sign) == data_of(vector)
+    assert_fits("voucher", vector["value"])
+
+
+@pytest.mark.parametrize("vector", vectors("vouchers", good=False))
+def test_bad_vouchers(vector: Vector) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        open_voucher(data_of(vector), bytes.fromhex(vector["swarm"]), verify, vector["now"])
     assert caught.value.code.name == vector["error"]
 
 

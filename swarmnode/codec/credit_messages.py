@@ -1,6 +1,7 @@
 """Bodies of `/swarmnode/credit/1`: who was served signs for what was done (`protocol/frames.md`).
 
 RECEIPT    answered with END where it is kept; ERROR REFUSED where it claims more than was done
+CLAIM      on `/swarmnode/claim/1`: receipts of a node, for a client of the same owner; answered likewise
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from swarmnode.codec.frames import FrameKind
 
 MAX_RECEIPT_BYTES = 512
 MAX_WORK_IDS = 256
+MAX_CLAIMED = 64
 
 WorkId = Annotated[bytes, Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
+SignedBytes = Annotated[bytes, Meta(min_length=1, max_length=MAX_RECEIPT_BYTES)]
 
 
 class SignedReceipt(Body, frozen=True):
@@ -23,7 +26,17 @@ class SignedReceipt(Body, frozen=True):
     seals of their leases."""
 
     work: Annotated[tuple[WorkId, ...], Meta(min_length=1, max_length=MAX_WORK_IDS)]
-    receipt: Annotated[bytes, Meta(min_length=1, max_length=MAX_RECEIPT_BYTES)]
+    receipt: SignedBytes
 
 
-CREDIT_BODIES: dict[FrameKind, type[Body]] = {FrameKind.RECEIPT: SignedReceipt}
+class CreditClaim(Body, frozen=True):
+    """By its voucher a node lends a client what its receipts add up to."""
+
+    voucher: SignedBytes
+    receipts: Annotated[tuple[SignedBytes, ...], Meta(min_length=1, max_length=MAX_CLAIMED)]
+
+
+CREDIT_BODIES: dict[FrameKind, type[Body]] = {
+    FrameKind.RECEIPT: SignedReceipt,
+    FrameKind.CLAIM: CreditClaim,
+}

@@ -55,6 +55,7 @@ class FrameKind(IntEnum):
     STATEMENT = 26
     TRUNCATE = 27
     RECEIPT = 28
+    CLAIM = 29
     GET_MANIFEST = 32
     MANIFEST = 33
     GET_CHUNKS = 34

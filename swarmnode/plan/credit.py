@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.receipt import Receipt
 
+MOST_WEIGHT = 4.0
+HALF_CREDIT = 10_000  # tokens through the whole model, which bring half of what can be had
 TRAINED_WEIGHT = 3  # backward costs twice what forward does
 
 
@@ -42,6 +44,12 @@ class Credit:
     def counted(self) -> float:
         """What is left of all work after the discount."""
         return sum(self.by_client.values()) * (1.0 - self.concentration)
+
+
+def weight_of(credit: Credit, units: int) -> float:
+    """How many times as much time as others who is credited this may have, in a swarm whose model has so many units."""
+    tokens = credit.counted / units
+    return 1.0 + (MOST_WEIGHT - 1.0) * tokens / (tokens + HALF_CREDIT)
 
 
 def credit_of(receipts: Iterable[Receipt]) -> Credit:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -82,6 +82,7 @@ class Host:
         self.paths = Paths(network.peer_id, lambda peer: self.directory.peers().get(peer), clock=clock.monotonic)
         self.observed_latency = ObservedLatency(clock=clock.monotonic)
         self.completed = CompletedWork()
+        self.weight_of: Callable[[PeerId], float] = lambda _client: 1.0  # of its time on this node's device
         limiters = [
             RateLimiter(rate_bps, clock=clock.monotonic) if rate_bps else None
             for rate_bps in (config.max_upload_bps, config.max_download_bps)

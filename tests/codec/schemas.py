@@ -30,6 +30,7 @@ from swarmnode.swarm.records.report import Report
 from swarmnode.swarm.records.revocation import RevocationList
 from swarmnode.swarm.records.run import Averaging, Run
 from swarmnode.swarm.records.statement import Edge, Statement
+from swarmnode.swarm.records.voucher import Voucher
 from swarmnode.swarm.storage.content import FileContent
 
 FOLDER = Path(__file__).parents[2] / "protocol" / "schema"
@@ -59,6 +60,7 @@ NAMES: dict[type[msgspec.Struct], str] = {
     Edge: "edge",
     Report: "report",
     Receipt: "work_receipt",
+    Voucher: "voucher",
 }
 
 

@@ -33,7 +33,18 @@ from swarmnode.codec import (
 from swarmnode.errors import ERROR_TEXT, ErrorCode
 from swarmnode.net.addressing import reachability
 from swarmnode.swarm.peers import shards
-from swarmnode.swarm.records import announcement, certificate, grant, invite, manifest, receipt, report, revocation, run
+from swarmnode.swarm.records import (
+    announcement,
+    certificate,
+    grant,
+    invite,
+    manifest,
+    receipt,
+    report,
+    revocation,
+    run,
+    voucher,
+)
 from swarmnode.swarm.storage import content
 from tests.codec.schemas import NAMES, plain
 
@@ -52,7 +63,7 @@ MODULES = (
         training_fields,
         tensors,
     ),
-    *(announcement, content, invite, manifest, run, shards, grant, certificate, receipt, report, revocation),
+    *(announcement, content, invite, manifest, run, shards, grant, certificate, receipt, report, revocation, voucher),
 )
 Row = dict[str, str]
 
@@ -196,6 +207,7 @@ def test_limits_are_the_ones_of_the_code() -> None:
     }
     imported |= {f"report.MAX_{name}" for name in ("PEER_CHARS", "STATEMENT_BYTES", "TOKEN_ID")}
     imported |= {f"receipt.MAX_{name}" for name in ("PEER_CHARS", "RECEIPT_BYTES")}
+    imported |= {f"voucher.MAX_{name}" for name in ("PEER_CHARS", "RECEIPT_BYTES")}
     assert written == {name: value for name, value in defined.items() if name not in imported}
 
 
@@ -205,7 +217,8 @@ STRUCTS = {name: struct for struct, name in NAMES.items()}
 PARTS = (training_messages.Counted, averaging_messages.Group, averaging_messages.MemberSpec, training_messages.Wait)
 PAGES = {
     **dict.fromkeys(
-        ("announcement", "manifest", "model", "file", "hop_statement", "edge", "report", "work_receipt"), "records"
+        ("announcement", "manifest", "model", "file", "hop_statement", "edge", "report", "work_receipt", "voucher"),
+        "records",
     ),
     **{NAMES[body]: "training" for body in (*training_messages.TRAINING_BODIES.values(), *PARTS) if body in NAMES},
     **dict.fromkeys(("run", "averaging"), "training"),
@@ -226,6 +239,7 @@ CHECKED_ELSEWHERE = {
     "edge",
     "report",
     "work_receipt",
+    "voucher",
 } | {*("owned_invite", "grant", "certificate", "revocation_list")}
 
 
@@ -261,6 +275,8 @@ def type_text(info: types.Type) -> str:
 def default_text(field: types.Field) -> str:
     if field.required:
         return "-"
+    if field.default is NODEFAULT and field.default_factory is NODEFAULT:
+        return "absent"
     default = field.default if field.default_factory is NODEFAULT else field.default_factory()
     return json.dumps(plain(default))
 

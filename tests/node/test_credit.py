@@ -13,15 +13,17 @@ import pytest
 from swarmnode.client import SwarmClient
 from swarmnode.codec.credit_messages import SignedReceipt
 from swarmnode.errors import ErrorCode, PeerRefused
+from swarmnode.net.identity import Identity, verify
 from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.plan.credit import Credit
+from swarmnode.plan.credit import HALF_CREDIT, Credit
 from swarmnode.roles.credit.receipt_issuer import GATHER_S, ReceiptIssuer
 from swarmnode.roles.credit.receipt_keeper import CREDIT_PROTOCOL, ReceiptKeeper
 from swarmnode.roles.credit.worker_credits import folder_credits
 from swarmnode.roles.fetching.sources import ask
-from swarmnode.swarm.records.manifest import TRAIN
+from swarmnode.swarm.records.manifest import CREDIT, TRAIN
 from swarmnode.swarm.records.receipt import Receipt, sign_receipt
 from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.storage.receipt_folder import ReceiptFolder, receipts_of
 from swarmnode.training.preparation import NO_DATA
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
@@ -156,6 +158,35 @@ class Claimant:
 
     async def close(self) -> None:
         await self._board.close()
+
+
+@in_virtual_time
+async def test_whose_node_has_credit_has_more_of_the_time_where_the_swarm_says_so(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
+    async with VirtualSwarm(tmp_path) as swarm:
+        swarm.create(tiny.folder, priority=CREDIT)
+        await swarm.bootstrap()
+        giver, member = swarm.node("giver", "2:6"), swarm.node("node 0:2", "0:2")
+        for node in (giver, member):
+            await node.wait_for("ready")
+        now, id_ = int(swarm.unix()), swarm.load().id
+        folder = ReceiptFolder(receipts_of(giver.home, id_), id_, giver.peer, verify, swarm.unix)
+        for friend in (Identity(bytes([number] * 32)) for number in range(1, 3)):
+            receipt = Receipt(id_, friend.peer_id, giver.peer, now - 60, now, 6 * HALF_CREDIT)
+            folder.keep(receipt, sign_receipt(receipt, friend.sign))
+        async with swarm.client(home=giver.home) as generous, swarm.client() as other:
+            for client in (generous, other):
+                await client.generate(PROMPT, max_new_tokens=1)
+                await client._claims.shown()
+            weight_of = member.node._host.weight_of  # type: ignore[union-attr]
+            assert weight_of(generous.peer_id) == pytest.approx(2.5), "half of what can be had"
+            assert weight_of(other.peer_id) == 1.0
+        async with swarm.client(home=giver.home) as again:
+            await again.generate(PROMPT, max_new_tokens=1)
+            await again._claims.shown()
+            assert weight_of(again.peer_id) == pytest.approx(2.5, rel=0.01)
+            assert weight_of(generous.peer_id) == 1.0, "credit is for one client at a time"
 
 
 @in_virtual_time

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.plan.credit import credit_of
+from swarmnode.plan.credit import HALF_CREDIT, MOST_WEIGHT, credit_of, weight_of
 from swarmnode.swarm.records.receipt import MAX_UNIT_TOKENS, Receipt
 
 
@@ -45,3 +45,11 @@ def test_one_more_client_adds_at_most_twice_what_the_others_gave(others: list[in
     honest = {f"client {number}": work for number, work in enumerate(others)}
     before, after = credit_of(by(honest)).counted, credit_of(by({**honest, "friend": huge})).counted
     assert after - before <= 2 * sum(others) * (1 + 1e-9)
+
+
+def test_weight_grows_with_credit_up_to_a_bound() -> None:
+    units = 12
+    half = credit_of(by({"a": units * HALF_CREDIT, "b": units * HALF_CREDIT}))
+    assert weight_of(credit_of([]), units) == 1.0
+    assert weight_of(half, units) == pytest.approx((1 + MOST_WEIGHT) / 2)
+    assert weight_of(credit_of(by({"a": MAX_UNIT_TOKENS, "b": MAX_UNIT_TOKENS})), units) <= MOST_WEIGHT

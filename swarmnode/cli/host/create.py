@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 MODES = ("serve", "train")
+PRIORITIES = ("none", "credit")
 
 
 @reports_errors
@@ -70,6 +71,9 @@ def create(
         "--public",
         help="Everybody may join; the swarm is signed with your key, NAME.owner, and you can revoke peers.",
     ),
+    priority: str = typer.Option(
+        "none", "--priority", metavar="none|credit", help="Whose sessions go first: credit is those who served others."
+    ),
     owner_key: Path = OWNER_KEY,
     password_file: Path = PASSWORD_FILE,
     force: bool = typer.Option(False, "--force", help="Overwrite an existing NAME.swarm and NAME-weights."),
@@ -87,6 +91,8 @@ def create(
     Example: swarmnode create friends --private --model ./llama --listen /ip4/0.0.0.0/tcp/4001
     """
     _check_options(mode, model, config, module, units=units, byte_level=byte_level)
+    if priority not in PRIORITIES:
+        fail(f"--priority {priority}: it is none or credit", 2)
     if private and public:
         fail("a swarm is --private or --public, not both", 2)
     from swarmnode.roles.creation.bootstraps import Bootstraps
@@ -103,7 +109,16 @@ def create(
         model_source = from_module(module, weights, units=units or None, force=force)
     else:
         model_source = from_checkpoint(model, byte_level=byte_level)
-    swarm = found(path, model_source, bootstraps, owner, mode=mode, private=private, quiet=quiet or as_json)
+    swarm = found(
+        path,
+        model_source,
+        bootstraps,
+        owner,
+        mode=mode,
+        private=private,
+        quiet=quiet or as_json,
+        by_credit=priority == "credit",
+    )
     if as_json:
         _print_json(swarm, path, model_source)
     elif quiet:
@@ -164,6 +179,7 @@ def _print_json(swarm: Swarm, path: Path, model_source: ModelSource) -> None:
             "name": swarm.name,
             "file": str(path),
             "membership": swarm.manifest.membership,
+            "priority": swarm.manifest.priority or None,
             "owner": swarm.owner.hex(),
             "invite": None if swarm.private else swarm.invite,
             "kind": model_source.kind,

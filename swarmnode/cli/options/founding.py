@@ -73,10 +73,13 @@ def found(
     mode: str,
     private: bool,
     quiet: bool,
+    by_credit: bool = False,
 ) -> Swarm:
     """A new swarm of this model, kept in its file. Raises UsageError, CheckpointError, LocalError."""
+    from msgspec import UNSET
+
     from swarmnode.roles.creation.swarm_creation import create_swarm
-    from swarmnode.swarm.records.manifest import OPEN, PRIVATE
+    from swarmnode.swarm.records.manifest import CREDIT, OPEN, PRIVATE
 
     with bytes_bar("Hashing the weights", quiet=quiet) as progress:
         swarm = create_swarm(
@@ -86,6 +89,7 @@ def found(
             mode=mode,
             membership=PRIVATE if private else OPEN,
             owner=owner.key if owner else None,
+            priority=CREDIT if by_credit else UNSET,
             progress=progress,
         )
     return _keep(swarm, owner, path)

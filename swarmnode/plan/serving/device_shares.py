@@ -3,9 +3,10 @@
     open(session, owner) -> arrive(session, ...) -> steps(...), ahead_s(...) before each pass -> charge(counts) for it
 
 Owners are whoever sessions are for: a peer, or an address group of the open internet. Each has a counter of the time that its
-positions took (VTC, Sheng et al., arXiv 2401.00588). Who arrives has at least as much as the least of those who are there, so that
-nobody saves up. Who is ahead of the least by more than a prompt takes is held back (`scheduler.py`). Where nobody knows for
-whom a session is, it counts by itself and is never held back: its first hop has seen to that.
+positions took (VTC, Sheng et al., arXiv 2401.00588), over its weight: who has credit may have a larger one. Who arrives has at
+least as much as the least of those who are there, so that nobody saves up. Who is ahead of the least by more than a prompt takes is
+held back (`scheduler.py`). Where nobody knows for whom a session is, it counts by itself and is never held back: its first hop has
+seen to that.
 
 Of steps, owners that have many sessions may add to a pass what lengthens it by half for the others, and as many as others have in
 any case: max-min shares of rows, of which every session of an owner has its turn.
@@ -33,19 +34,22 @@ class DeviceShares:
     def __init__(self, cost: PassCost) -> None:
         self._cost = cost
         self._owners: dict[int, Owner] = {}  # of open sessions that have one
+        self._weights: dict[int, float] = {}  # of open sessions that have an owner
         self._used_s: dict[Owner, float] = {}  # the one that was charged last stands last
 
     def __repr__(self) -> str:
         return f"<DeviceShares of {len(self._owners)} sessions, {len(self._used_s)} owners>"
 
-    def open(self, session: int, owner: str) -> None:
-        """From now on what the session takes is charged to this owner."""
+    def open(self, session: int, owner: str, weight: float = 1.0) -> None:
+        """From now on what the session takes is charged to this owner, and counts as so many times less."""
         self._owners[session] = owner
+        self._weights[session] = weight
 
     def close(self, session: int) -> None:
         """The session is over. What its owner had is remembered."""
         self._used_s.pop(session, None)
         self._owners.pop(session, None)
+        self._weights.pop(session, None)
 
     def arrive(self, session: int, present: Iterable[int]) -> None:
         """More of a session waits; these other sessions are there."""
@@ -59,7 +63,7 @@ class DeviceShares:
         each_s = self._cost.seconds(len(counts) * max(counts.values())) / sum(counts.values())
         for session, count in counts.items():
             owner = self._owner(session)
-            self._set(owner, self._used_s.get(owner, 0.0) + count * each_s)
+            self._set(owner, self._used_s.get(owner, 0.0) + count * each_s / self._weights.get(session, 1.0))
 
     def _set(self, owner: Owner, used_s: float) -> None:
         self._used_s.pop(owner, None)

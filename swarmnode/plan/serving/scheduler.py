@@ -55,9 +55,9 @@ class PassScheduler:
     def __repr__(self) -> str:
         return f"<PassScheduler {len(self._backlogs)} sessions wait, {len(self._stepped_at)} decode, {self.cost!r}>"
 
-    def open(self, session: int, owner: str) -> None:
-        """What the session takes counts for this owner."""
-        self.shares.open(session, owner)
+    def open(self, session: int, owner: str, weight: float = 1.0) -> None:
+        """What the session takes counts for this owner, by its weight."""
+        self.shares.open(session, owner, weight)
 
     def add(self, session: int, positions: int, *, stages_after: int = 0) -> None:
         """More of a session waits."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from msgspec import UNSET, UnsetType
+
 from swarmnode.errors import UsageError
 from swarmnode.net.addressing.addresses import with_peer
 from swarmnode.net.identity import Identity
@@ -41,6 +43,7 @@ def create_swarm(
     mode: str = SERVE,
     membership: str = OPEN,
     owner: SigningKey | None = None,
+    priority: str | UnsetType = UNSET,
     progress: Progress | None = None,
 ) -> Swarm:
     """The new swarm that serves or trains a model, signed by its owner where it has one; a private one needs one.
@@ -61,6 +64,7 @@ def create_swarm(
         codecs=TRAINING_CODECS if mode == TRAIN else SERVING_CODECS,
         membership=membership,
         owner=b"" if owner is None else owner.public,
+        priority=priority,
     )
     raw = encode_manifest(manifest)
     signature = b"" if owner is None else sign_swarm(swarm_id(raw), owner)

@@ -14,8 +14,10 @@ from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.identity import verify
 from swarmnode.plan.credit import Credit, credit_of
 from swarmnode.roles.credit.completed_work import CompletedWork
+from swarmnode.roles.credit.priorities import Priorities
 from swarmnode.roles.host import Host
 from swarmnode.roles.question_server import Answer, QuestionServer
+from swarmnode.swarm.records.manifest import CREDIT
 from swarmnode.swarm.records.receipt import Receipt
 from swarmnode.swarm.storage.receipt_folder import ReceiptFolder, receipts_of
 
@@ -26,7 +28,7 @@ RESULTS = ("kept", "refused")
 
 
 class ReceiptKeeper:
-    """Of one node, for as long as it is in the swarm. `start` answers, `close` ends."""
+    """Of one node, for as long as it is in the swarm, with the priorities that follow where the swarm has them."""
 
     def __init__(self, host: Host) -> None:
         self._completed: CompletedWork = host.completed
@@ -35,6 +37,10 @@ class ReceiptKeeper:
         self._server = QuestionServer(
             host.network, CREDIT_PROTOCOL, host.hello, host.link_config, SignedReceipt, self._answer
         )
+        self._priorities: Priorities | None = None
+        if host.swarm.manifest is not None and host.swarm.manifest.priority == CREDIT:
+            self._priorities = Priorities(host)
+            host.weight_of = self._priorities.weight
         self._writing = asyncio.Lock()
         self._counts: Counter[str] = Counter()
 
@@ -49,9 +55,13 @@ class ReceiptKeeper:
     async def start(self) -> None:
         """Take receipts from now on."""
         await self._server.start()
+        if self._priorities is not None:
+            await self._priorities.start()
 
     async def close(self) -> None:
         """Take none any more."""
+        if self._priorities is not None:
+            await self._priorities.close()
         await self._server.close()
 
     def readings(self) -> Readings:

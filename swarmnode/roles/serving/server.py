@@ -55,6 +55,7 @@ class StageServer:
         observed_latency: ObservedLatency | None = None,
         *,
         completed: CompletedWork | None = None,
+        weight_of: Callable[[PeerId], float] = lambda _client: 1.0,
         on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
         decisions: DecisionLog | None = None,
     ) -> None:
@@ -82,6 +83,7 @@ class StageServer:
         self.orphan_grace_s = config.orphan_grace_s
         self.observed_latency = observed_latency or ObservedLatency()
         self._completed = completed or CompletedWork()
+        self._weight_of = weight_of
         self.clock = worker.clock  # on which what its jobs take is told, too
         self._traces = TraceLog()  # of sessions that are over
         self._trace_server = trace_server(network, hello, link_config, self.trace)
@@ -304,9 +306,9 @@ class StageServer:
         if not self._reserve(key, claimant, cache_bytes, journal_bytes(body, self.hidden_size)):
             return Error(ErrorCode.BUSY, retry_s=self.config.retry_s)
         owner = owner_of(claimant) if body.index == 0 else ""  # for whom it is only the first hop knows
-        self._worker.open(
-            key, owner=owner, rows=body.rows, max_length=body.max_length, padding=body.padding, start=start, end=end
-        )
+        reservation = {"rows": body.rows, "max_length": body.max_length, "padding": body.padding}
+        weight = self._weight_of(claimant.peer)
+        self._worker.open(key, owner=owner, weight=weight, start=start, end=end, **reservation)
         return None
 
     def _reserve(self, key: int, claimant: Claimant, cache_bytes: int, journal_bytes: int) -> bool:

@@ -305,6 +305,7 @@ class ServingStage:
                 host.link_config,
                 host.observed_latency,
                 completed=host.completed,
+                weight_of=lambda client: host.weight_of(client),
                 on_neighbour_lost=host.lost_neighbour,
                 decisions=host.decisions,
             )

@@ -117,13 +117,13 @@ class Worker:
         """Run a function on the compute thread, before the jobs that wait. Raises ExecutorDied."""
         return self._executor.call(Urgency.CONTROL, torch.inference_mode()(function), kind="serving")
 
-    def open(self, session: int, *, owner: str = "", **reservation: Any) -> None:
+    def open(self, session: int, *, owner: str = "", weight: float = 1.0, **reservation: Any) -> None:
         """Make room for a session (`StageRunner.open`) before any job of it is run; the caller has seen that it fits. Its time is
-        counted for the `owner`, where somebody is named."""
+        counted for the `owner`, where somebody is named, by its `weight`."""
 
         def make_room() -> None:
             if owner:
-                self.scheduler.open(session, owner)
+                self.scheduler.open(session, owner, weight)
             self.runner.open(session, **reservation)
 
         self.call(make_room)

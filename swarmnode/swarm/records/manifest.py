@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.codec.tensors import Codec
@@ -31,6 +32,7 @@ TRAINING_CODECS = (*SERVING_CODECS, Codec.INT4, Codec.TOPK)
 OPEN = "open"
 PRIVATE = "private"
 OWNER_BYTES = 32
+CREDIT = "credit"
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -63,6 +65,7 @@ class Manifest(msgspec.Struct, frozen=True):
     codecs: tuple[int, ...] = SERVING_CODECS  # what a link may use
     membership: str = OPEN
     owner: bytes = b""  # public key of who founded the swarm; of a private one it signs its members in
+    priority: str | UnsetType = UNSET  # whose work goes first; where nobody's does, the manifest is as one of before
 
     def file(self, name: str) -> FileContent | None:
         """The file of that name, or None."""
@@ -143,6 +146,7 @@ def _check(manifest: Manifest) -> None:
         "codecs": 0 < len(manifest.codecs) <= 32,
         "a membership that this version knows (open, private)": manifest.membership in (OPEN, PRIVATE),
         "an owner's key of 32 bytes, or none": len(manifest.owner) in (0, OWNER_BYTES),
+        "a priority that this version knows (credit)": manifest.priority in (UNSET, CREDIT),
         "an owner where it is private": bool(manifest.owner) or manifest.membership == OPEN,
     }
     for rule, kept in rules.items():

@@ -33,13 +33,19 @@ def receipts_of(home: Path, swarm: bytes) -> Path:
 
 def read_receipts(folder: Path, swarm: bytes | None, verify: Verify) -> Iterator[Receipt]:
     """All that hold, of this swarm (None: of any), in a folder and those below it. Raises LocalError where it cannot be read."""
+    return (receipt for receipt, _ in signed_receipts(folder, swarm, verify))
+
+
+def signed_receipts(folder: Path, swarm: bytes | None, verify: Verify) -> Iterator[tuple[Receipt, bytes]]:
+    """As `read_receipts`, with the bytes that were signed."""
     try:
         paths = sorted(folder.rglob(f"*{SUFFIX}"))
     except OSError as error:
         raise LocalError(f"cannot read {folder}: {error.strerror or error}") from error
     for path in paths:
         with contextlib.suppress(OSError, ProtocolError):
-            yield open_receipt(_read(path), swarm, verify)
+            raw = _read(path)
+            yield open_receipt(raw, swarm, verify), raw
 
 
 def counts(receipt: Receipt, now: float) -> bool:

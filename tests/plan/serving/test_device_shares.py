@@ -6,6 +6,7 @@ import pytest
 
 from swarmnode.plan.serving.device_shares import ALLOWED_POSITIONS, MAX_OWNERS, SLOWDOWN, DeviceShares
 from swarmnode.plan.serving.pass_cost import PassCost
+from swarmnode.plan.serving.scheduler import PassScheduler
 from tests.plan.serving.stage import LONGEST_CHUNK, OTHERS, cost_s, open_greedy, p99_s, with_others
 
 
@@ -96,3 +97,18 @@ def test_what_is_remembered_of_owners_is_bounded() -> None:
         shares.close(session)
     assert len(shares._used_s) == MAX_OWNERS
     assert not shares._owners
+
+
+def test_who_has_weight_has_so_many_times_as_much_of_a_busy_device() -> None:
+    scheduler = PassScheduler(longest_step=8, longest_chunk=64)
+    for session, weight in ((1, 4.0), (2, 1.0)):
+        scheduler.open(session, f"owner {session}", weight)
+        scheduler.add(session, 1_000_000)
+    had = {1: 0, 2: 0}
+    for _ in range(500):
+        counts = scheduler.next()
+        scheduler.took(counts)
+        for session, count in counts.items():
+            had[session] += count
+        scheduler.ran(sum(counts.values()), 0.01 + 0.001 * sum(counts.values()))
+    assert had[1] / had[2] == pytest.approx(4.0, rel=0.1)
