@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from swarmnode.codec.logprobs import TokenLogprob
+from swarmnode.codec.sampling import Grammar
 from swarmnode.codec.trace_messages import Trace
 from swarmnode.config import ClientConfig
-from swarmnode.errors import NoRoute, UsageError
+from swarmnode.errors import NoRoute, ProtocolError, UsageError
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
@@ -237,6 +238,8 @@ class SwarmClient:
         limits = await self.limits()
         prompt = limits.ids(prompt)
         limits.check_generation(len(prompt), options.max_new_tokens)
+        if options.grammar is not None:
+            await asyncio.to_thread(_check_grammar, options.grammar)
         if options.logit_bias:
             limits.check_ids(min(options.logit_bias), max(options.logit_bias))
         if not options.stop_ids:
@@ -393,3 +396,13 @@ async def aconnect(
     folder = None if home is None else Path(home)
     known, trusted = load_swarm(swarm, folder), parse_trust(trust)
     return await SwarmClient.join(known, home=folder, patience_s=patience_s, trust=trusted, audit_share=audit_share)
+
+
+def _check_grammar(grammar: Grammar) -> None:
+    """Raises UsageError. Imports what only few texts need."""
+    from swarmnode.compute.serving.grammar_reader import check_grammar
+
+    try:
+        check_grammar(grammar)
+    except ProtocolError as error:
+        raise UsageError(str(error)) from error

@@ -26,6 +26,7 @@ class ServerConfig:
     max_early_attaches: int = 256  # sessions whose subscriptions came before their OPEN
     max_early_per_session: int = 4
     max_early_per_peer: int = 64
+    max_compiling: int = 16  # grammars at a time
     prefill_chunk_tokens: int = 128
 
 

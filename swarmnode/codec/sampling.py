@@ -5,11 +5,12 @@ from __future__ import annotations
 import array
 import sys
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Annotated
 
 from msgspec import Meta
 
-from swarmnode.codec.body import MAX_POSITIONS, MAX_SEED, MAX_STOP_IDS, MAX_TEMPERATURE, Body, TokenId
+from swarmnode.codec.body import MAX_POSITIONS, MAX_SEED, MAX_STOP_IDS, MAX_TEMPERATURE, Body, Code, TokenId
 from swarmnode.errors import ProtocolError
 
 MAX_PENALTY = 2.0  # of frequency_penalty and presence_penalty
@@ -17,10 +18,26 @@ MAX_REPETITION_PENALTY = 100.0  # and one over it at least
 MAX_BIAS = 100.0
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_GRAMMAR_CHARS = 16384  # and as many bytes
 ID_BYTES = 4  # of a token in a text so far
 
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
+
+
+class GrammarKind(IntEnum):
+    """How a grammar is written."""
+
+    JSON_SCHEMA = 0
+    LARK = 1
+    REGEX = 2
+
+
+class Grammar(Body, frozen=True):
+    """What the generated text must follow, from its first token to its last."""
+
+    kind: Code
+    text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 
 
 class Sampling(Body, frozen=True):
@@ -43,6 +60,7 @@ class Sampling(Body, frozen=True):
     repetition_penalty: Annotated[float, Meta(ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] = 1.0
     logit_bias: Annotated[tuple[tuple[TokenId, Bias], ...], Meta(max_length=MAX_BIASES)] = ()
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None  # of so many tokens beside the drawn one's
+    grammar: Grammar | None = None
 
     @property
     def counts_prompt(self) -> bool:
@@ -52,7 +70,8 @@ class Sampling(Body, frozen=True):
     @property
     def counts_tokens(self) -> bool:
         """Whether it needs those that were drawn before."""
-        return self.counts_prompt or self.frequency_penalty != 0 or self.presence_penalty != 0
+        penalises = self.counts_prompt or self.frequency_penalty != 0 or self.presence_penalty != 0
+        return penalises or self.grammar is not None
 
     def text_length(self, known: int) -> int:
         """How many token ids come with an OPEN of a session whose outputs for positions below `known` the client has."""
@@ -64,6 +83,11 @@ class Sampling(Body, frozen=True):
         ids = [token for token, _ in self.logit_bias]
         if len(set(ids)) < len(ids):
             raise ProtocolError("a token has one bias")
+        if self.grammar is not None:
+            if self.grammar.kind not in GrammarKind._value2member_map_:
+                raise ProtocolError(f"a grammar of kind {self.grammar.kind}, which this version does not know")
+            if len(self.grammar.text.encode()) > MAX_GRAMMAR_CHARS:
+                raise ProtocolError(f"a grammar has at most {MAX_GRAMMAR_CHARS} bytes")
 
 
 def pack_text(ids: Sequence[int]) -> bytes:

@@ -90,7 +90,8 @@ class ChoiceStream:
                 if text:
                     yield Piece(self, text, logprobs=self._untold())
         rest = self._stops.push("" if ended else self._stream.rest) + self._stops.flush()
-        yield self._last(rest, STOP if ended or self.stop_string is not None else LENGTH)
+        ended = ended or self._stream.result.whole or self.stop_string is not None
+        yield self._last(rest, STOP if ended else LENGTH)
 
     def _last(self, text: str, finish_reason: str) -> Piece:
         if self._tools is None:

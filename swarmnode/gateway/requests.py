@@ -9,7 +9,9 @@ from typing import Any, cast
 from pydantic import BaseModel, Field
 
 from swarmnode.codec.body import MAX_SEED
+from swarmnode.codec.sampling import Grammar, GrammarKind
 from swarmnode.gateway.api_error import ApiError
+from swarmnode.gateway.response_format import ResponseFormat, tool_call_grammar
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -44,6 +46,8 @@ class SamplingFields(BaseModel):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
+    response_format: ResponseFormat | None = None
+    grammar: str | None = None
     seed: int | None = None
     max_tokens: int | None = None
     stop: str | list[str] | None = None
@@ -76,6 +80,12 @@ class SamplingFields(BaseModel):
         """Of how many tokens beside the drawn one the logarithms of their probabilities are told; None where of none."""
         return None
 
+    def followed_grammar(self) -> Grammar | None:
+        """What the text must follow: `grammar` is Lark's. Raises ApiError."""
+        if self.grammar is not None:
+            return Grammar(GrammarKind.LARK, self.grammar)
+        return None if self.response_format is None else self.response_format.grammar()
+
     def drawing(self, choice: int) -> dict[str, Any]:
         """GenerateOptions' fields for one of the texts that are asked for: each has a seed of its own."""
         seed = None if self.seed is None else (self.seed + choice) & MAX_SEED
@@ -89,6 +99,7 @@ class SamplingFields(BaseModel):
             "repetition_penalty": 1.0 if self.repetition_penalty is None else self.repetition_penalty,
             "logit_bias": self.logit_bias or {},
             "logprobs": self.told_logprobs,
+            "grammar": self.followed_grammar(),
             "seed": seed,
         }
 
@@ -185,14 +196,23 @@ class ChatRequest(SamplingFields):
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """The tools as chat templates expect them. Raises ApiError where the model shall be forced to call one."""
-        if self.tool_choice == "none":
-            return []
-        if self.tool_choice not in (None, "auto"):
+        """The tools as chat templates expect them."""
+        return [] if self.tool_choice == "none" else [tool.model_dump() for tool in self.tools]
+
+    def followed_grammar(self) -> Grammar | None:
+        """Of a call, where the model is forced to make one."""
+        if self.tool_choice in (None, "none", "auto"):
+            return super().followed_grammar()
+        choice = self.tool_choice
+        name = choice.get("function", {}).get("name") if isinstance(choice, dict) else None
+        forced = [tool for tool in self.offered if name in (None, tool["function"]["name"])]
+        if not forced or (name is None and choice != "required"):
             raise ApiError(
-                400, "a model here calls tools where it wants to: tool_choice is auto or none", parameter="tool_choice"
+                400,
+                "tool_choice is none, auto, required, or the name of one of the tools",
+                parameter="tool_choice",
             )
-        return [tool.model_dump() for tool in self.tools]
+        return tool_call_grammar(forced)
 
     @property
     def tool_names(self) -> frozenset[str]:
@@ -257,8 +277,16 @@ class MessagesRequest(SamplingFields):
         return [*begin, *(message.as_template_takes_it() for message in self.messages)]
 
 
+class TextOptions(BaseModel):
+    """What the text of a response is like."""
+
+    format: ResponseFormat | None = None
+
+
 class ResponsesRequest(SamplingFields):
     """POST /v1/responses"""
+
+    text: TextOptions | None = None
 
     input: str | list[Message] = Field(max_length=1 << 24)
     instructions: str | None = None
@@ -268,6 +296,9 @@ class ResponsesRequest(SamplingFields):
     @property
     def new_tokens(self) -> int | None:
         return self.max_output_tokens
+
+    def followed_grammar(self) -> Grammar | None:
+        return None if self.text is None or self.text.format is None else self.text.format.grammar()
 
     def conversation(self) -> list[dict[str, Any]]:
         """As chat templates expect it. Raises ApiError where it goes on from an answer that nobody keeps."""

@@ -16,6 +16,7 @@ from msgspec import inspect as types
 
 from swarmnode.codec.averaging_messages import Group, MemberSpec
 from swarmnode.codec.messages import BODIES, HopSpec, Sampling
+from swarmnode.codec.sampling import Grammar
 from swarmnode.codec.state_messages import StateEntry
 from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.trace_messages import TraceStep
@@ -38,6 +39,7 @@ NAMES: dict[type[msgspec.Struct], str] = {
     **{body: kind.name.lower() for kind, body in BODIES.items() if body.__struct_fields__},
     HopSpec: "hop",
     Sampling: "sampling",
+    Grammar: "grammar",
     StateEntry: "state_entry",
     TraceStep: "trace_step",
     Counted: "counted",

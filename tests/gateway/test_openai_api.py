@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from tests.gateway.conftest import MODEL, serving
@@ -155,3 +157,58 @@ async def test_logprobs_are_told_with_every_token(founded: Founded, tmp_path: Pa
     spelled = text.choices[0].logprobs
     assert len(spelled.tokens) == len(spelled.token_logprobs) == len(spelled.top_logprobs) == 24
     assert spelled.text_offset[:2] == [0, len(spelled.tokens[0])]
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Bea"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"$ref": "#/$defs/place"}},
+            "required": ["place"],
+            "additionalProperties": False,
+            "$defs": {"place": {"enum": ["Ulm", "Rome"]}},
+        },
+    },
+}
+
+
+@in_virtual_time
+async def test_an_answer_fits_the_schema_that_it_is_asked_for(founded: Founded, tmp_path: Path) -> None:
+    """Which the model by itself would never write; and a machine that takes over goes on in the middle of it."""
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    asked = {"model": MODEL, "messages": SAID, "max_tokens": 64, "seed": 5, "response_format": schema}
+    async with serving(founded, tmp_path, nodes={"a": "0:2", "b1": "2:4", "b2": "2:4"}) as served:
+        choice = (await served.openai.chat.completions.create(**asked)).choices[0]
+        jsonschema.validate(json.loads(choice.message.content), PERSON)
+        assert choice.finish_reason == "stop"
+        stream = await served.openai.chat.completions.create(stream=True, **asked)
+        text, struck = "", False
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+            if text and not struck:
+                struck = True
+                await served.swarm.members["b1"].kill()
+        assert text == choice.message.content
+        called = (
+            await served.openai.chat.completions.create(
+                model=MODEL, messages=SAID, max_tokens=64, seed=1, tools=[WEATHER], tool_choice="required"
+            )
+        ).choices[0]
+        assert called.finish_reason == "tool_calls" and called.message.tool_calls[0].function.name == "weather"
+        assert json.loads(called.message.tool_calls[0].function.arguments)["place"] in ("Ulm", "Rome")
+        said = await served.openai.responses.create(
+            model=MODEL, input="hens", text={"format": {"type": "json_schema", "name": "person", "schema": PERSON}}
+        )
+        jsonschema.validate(json.loads(said.output_text), PERSON)
+        lark = await served.openai.completions.create(
+            model=MODEL, prompt="hens", extra_body={"grammar": 'start: "hen" | "duck"'}
+        )
+        assert lark.choices[0].text in ("hen", "duck")

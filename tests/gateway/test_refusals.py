@@ -20,6 +20,12 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 FULL = {"cache_tokens": 2048, "max_cache_tokens": 2048, "cost_s": lambda _item: 0.1}  # with one long text
 HI = [{"role": "user", "content": "hi"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+
+
+def formatted(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+
+
 BAD: list[tuple[str, Any, int, str]] = [
     (CHAT, {"model": "gpt-4", "messages": HI}, 404, "there is no model 'gpt-4'"),
     (CHAT, {"messages": []}, 400, "messages"),
@@ -37,6 +43,12 @@ BAD: list[tuple[str, Any, int, str]] = [
     (CHAT, {"messages": HI, "logit_bias": {"512": 1}}, 400, "vocabulary"),
     (CHAT, {"messages": HI, "logit_bias": {"hen": 1}}, 400, "logit_bias"),
     (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, 400, "logprobs"),
+    (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, 400, "response format"),
+    (CHAT, {"messages": HI, "response_format": {"type": "json_schema"}}, 400, "with a schema"),
+    (CHAT, {"messages": HI, "response_format": formatted({"type": "objct"})}, 400, "Invalid type"),
+    (CHAT, {"messages": HI, "response_format": formatted({"enum": ["x" * 9999] * 2})}, 400, "16384 bytes"),
+    (CHAT, {"messages": HI, "grammar": "start: ("}, 400, "grammar"),
+    (CHAT, {"messages": HI, "tool_choice": "required"}, 400, "tool_choice"),
     (CHAT, {"messages": HI, "max_tokens": 0}, 400, "max_new_tokens"),
     (CHAT, {"messages": HI, "max_tokens": 1 << 40}, 400, "max_new_tokens"),
     (TEXT, {"prompt": ""}, 400, "no tokens"),

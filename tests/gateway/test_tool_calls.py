@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,7 +85,5 @@ async def test_a_model_calls_tools_and_hears_of_them(
         answer = {"role": "tool", "content": "4", "tool_call_id": called[0].id}
         heard = [*ASKED["messages"], whole.message.model_dump(exclude_none=True), answer]
         await served.openai.chat.completions.create(**{**ASKED, "messages": heard, "tool_choice": "none"})
-        with pytest.raises(openai.BadRequestError, match="where it wants to"):
-            await served.openai.chat.completions.create(tool_choice="required", **ASKED)
     assert "count" in tokenizer.decode(prompts[0]) and "count" not in tokenizer.decode(prompts[2])
     assert tokenizer.decode(prompts[2]).endswith("4")

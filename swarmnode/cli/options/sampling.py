@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import typer
 
+from swarmnode.codec.sampling import Grammar, GrammarKind
 from swarmnode.errors import UsageError
 
 MIN_P = typer.Option(
@@ -32,3 +35,24 @@ def parse_logit_bias(texts: list[str]) -> dict[int, float]:
         raise UsageError(
             f"--logit-bias takes a token id and a number, as in 42=-100, not {' '.join(texts)!r}"
         ) from None
+
+
+JSON_SCHEMA = typer.Option(
+    "", "--json-schema", metavar="FILE", help="A file with a JSON schema that the text shall fit."
+)
+GRAMMAR = typer.Option(
+    "", "--grammar", metavar="FILE", help="A file with a grammar, in Lark, that the text shall follow."
+)
+
+
+def read_grammar(json_schema: str, grammar: str) -> Grammar | None:
+    """From one of these files. Raises UsageError."""
+    if json_schema and grammar:
+        raise UsageError("give either --json-schema or --grammar")
+    if not json_schema and not grammar:
+        return None
+    try:
+        text = Path(json_schema or grammar).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {json_schema or grammar}: {error}") from error
+    return Grammar(GrammarKind.JSON_SCHEMA if json_schema else GrammarKind.LARK, text)

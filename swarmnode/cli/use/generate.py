@@ -16,11 +16,14 @@ from swarmnode.cli.options.asking import TRUST, leave_torch_out
 from swarmnode.cli.options.metrics import METRICS_HOST, METRICS_PORT, Watch
 from swarmnode.cli.options.sampling import (
     FREQUENCY_PENALTY,
+    GRAMMAR,
+    JSON_SCHEMA,
     LOGIT_BIAS,
     MIN_P,
     PRESENCE_PENALTY,
     REPETITION_PENALTY,
     parse_logit_bias,
+    read_grammar,
 )
 from swarmnode.cli.options.swarm import STANDARD_INPUT, SWARM, open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
@@ -67,6 +70,8 @@ def generate(
     presence_penalty: float = PRESENCE_PENALTY,
     repetition_penalty: float = REPETITION_PENALTY,
     logit_bias: list[str] = LOGIT_BIAS,
+    json_schema: str = JSON_SCHEMA,
+    grammar: str = GRAMMAR,
     logprobs: int = typer.Option(
         -1,
         "--logprobs",
@@ -109,6 +114,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         logit_bias=parse_logit_bias(logit_bias),
         logprobs=logprobs if logprobs >= 0 else None,
+        grammar=read_grammar(json_schema, grammar),
     )
     trusted = parse_trust(trust)
     tokens = parse_ids(ids) if ids else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from swarmnode.codec.logprobs import TokenLogprob, pack_logprobs
@@ -37,6 +38,14 @@ class Parameters(SamplingParameters, PenaltyParameters, Protocol):
     def logprobs(self) -> int | None: ...
 
 
+class TextMatcher(Protocol):
+    """As `compute.serving.grammar.GrammarMatcher`."""
+
+    def allowed(self, text: Sequence[int]) -> Tensor: ...
+
+    def ends(self, text: Sequence[int]) -> bool: ...
+
+
 class Drawn(NamedTuple):
     """The tokens at a position, one for each row; `final` where nothing follows. `logprobs` as they travel, where wanted."""
 
@@ -51,10 +60,12 @@ Draw = Callable[[Sequence[Tensor]], tuple[Drawn, ...]]
 
 
 class Sampler:
-    """Of a session of at most so many positions. Where penalties count tokens, those that are not drawn here must be told."""
+    """Of a session of at most so many positions, whose text follows the `grammar`. Where tokens count, it must be told of those
+    that are not drawn here."""
 
-    def __init__(self, parameters: Parameters, max_length: int) -> None:
+    def __init__(self, parameters: Parameters, max_length: int, grammar: TextMatcher | None = None) -> None:
         self._parameters = parameters
+        self._grammar = grammar
         counts = parameters.counts_tokens
         self._history = TokenHistory(parameters.prompt_length, max_length) if counts else None
         self._needs_all = counts or parameters.logprobs is not None or bool(parameters.logit_bias)
@@ -76,7 +87,11 @@ class Sampler:
         """Whether nothing follows this token."""
         parameters = self._parameters
         end = parameters.prompt_length + parameters.max_new_tokens
-        return position + 1 >= end or token in parameters.stop_ids
+        if position + 1 >= end or token in parameters.stop_ids:
+            return True
+        if self._grammar is None or self._history is None:
+            return False
+        return self._grammar.ends(self._history.drawn(position + 1).tolist())
 
     def launch(self, logits_BKV: Tensor, first: int, outputs: DeviceOutputs) -> Draw:
         """What draws, from what was fetched, the tokens at K positions from `first` on."""
@@ -96,6 +111,9 @@ class Sampler:
         for position, logits_V in enumerate(logits_BKV[0].float(), first):
             adjusted_V = logits_V.clone()
             adjust(adjusted_V, self._parameters, self._history, position)
+            if self._grammar is not None and self._history is not None:
+                allowed_V = self._grammar.allowed(self._history.drawn(position).tolist())
+                adjusted_V.masked_fill_(~allowed_V, -torch.inf)
             token = int(sample(adjusted_V[None], self._parameters, position))
             if self._history is not None:
                 self._history.set(position, [token])

@@ -13,6 +13,7 @@ from swarmnode.net.links.hop import ENTRY_BYTES
 
 WIDEST_BYTES = 4  # per element, whatever the codec
 SESSION_BYTES = 16 * 1024  # of Python's objects around a session
+GRAMMAR_BYTES = 16 << 20  # of what a grammar's lexer may come to keep (`compute/serving/grammar.py`)
 
 
 def units_of(opened: Open) -> tuple[int, int]:
@@ -27,8 +28,11 @@ def journal_bytes(opened: Open, hidden_size: int) -> int:
     last = opened.index + 1 == len(opened.route)
     sends = not (last and opened.mode == Mode.RING)
     takes = units_of(opened)[0] > 0
-    return SESSION_BYTES + opened.max_length * (
-        ENTRY_BYTES + opened.rows * WIDEST_BYTES * hidden_size * (sends + takes) + _drawing_bytes(opened.sampling)
+    return (
+        SESSION_BYTES
+        + _grammar_bytes(opened)
+        + opened.max_length
+        * (ENTRY_BYTES + opened.rows * WIDEST_BYTES * hidden_size * (sends + takes) + _drawing_bytes(opened.sampling))
     )
 
 
@@ -38,6 +42,11 @@ def _drawing_bytes(sampling: Sampling | None) -> int:
         return 0
     logprobs = 0 if sampling.logprobs is None else 1 + sampling.logprobs
     return 2 * ID_BYTES * sampling.counts_tokens + LOGPROB_BYTES * logprobs
+
+
+def _grammar_bytes(opened: Open) -> int:
+    is_drawn_here = opened.index + 1 == len(opened.route)
+    return GRAMMAR_BYTES if is_drawn_here and opened.sampling is not None and opened.sampling.grammar is not None else 0
 
 
 def shape_of(opened: Open) -> tuple[object, ...]:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Attach, Body, Error, Hello, Mode, Open
 from swarmnode.codec.trace_messages import trace_id
 from swarmnode.compute.serving.cache_budget import Claim
+from swarmnode.compute.serving.grammar import GrammarCompiler, GrammarMatcher
 from swarmnode.config import ServerConfig
 from swarmnode.decisions import DecisionLog, Topic
-from swarmnode.errors import ErrorCode, PeerError, PeerLost
+from swarmnode.errors import ErrorCode, PeerError, ProtocolError
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.interfaces import Buffer, Network, PeerId
 from swarmnode.net.limits.address_group import Claimant, owner_of
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.net.tasks import Tasks
 from swarmnode.roles.credit.completed_work import CompletedWork
 from swarmnode.roles.measuring.meters import SERVE, cause_of
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
@@ -28,6 +30,7 @@ from swarmnode.roles.measuring.trace_log import SessionTrace, TraceLog
 from swarmnode.roles.measuring.trace_server import trace_server
 from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.roles.serving.compute_watch import ComputeWatch
+from swarmnode.roles.serving.early_attaches import EarlyAttaches
 from swarmnode.roles.serving.job import Job, Pass
 from swarmnode.roles.serving.opened import check_sampling, journal_bytes, shape_of, units_of
 from swarmnode.roles.serving.session import StageSession
@@ -58,15 +61,19 @@ class StageServer:
         weight_of: Callable[[PeerId], float] = lambda _client: 1.0,
         on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
         decisions: DecisionLog | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
+        """`grammars` where tokens are drawn here, by a checkpoint with a tokenizer."""
         self.config = config
+        self._grammars = grammars
+        self._tasks = Tasks("stage server", on_crash=None)
         self._decisions = decisions or DecisionLog()
         self._network = network
         self._worker = worker
         self._runner = worker.runner
         self._sessions: dict[bytes, StageSession] = {}
         self._memory = SessionMemory(worker.runner.pool.budget, link_config.ledger)
-        self._early: OrderedDict[bytes, list[tuple[Channel, Attach]]] = OrderedDict()
+        self._early = EarlyAttaches(config)
         self._keys = itertools.count()
         self._refusals: Counter[ErrorCode] = Counter()
         self.watch = ComputeWatch()
@@ -122,6 +129,8 @@ class StageServer:
     async def start(self) -> None:
         """Answer incoming links from now on."""
         await self.switchboard.start()
+        if self._grammars is not None:
+            self._tasks.spawn(asyncio.to_thread(self._grammars.load), "load the tokenizer", awaited=True)
         await self._trace_server.start()
 
     async def drain(self, timeout_s: float) -> None:
@@ -149,6 +158,7 @@ class StageServer:
             if timer is not None:
                 timer.cancel()
         await asyncio.gather(*(session.close() for session in list(self._sessions.values())))
+        await self._tasks.close()
         await self._trace_server.close()
         await self.switchboard.close()
 
@@ -213,22 +223,48 @@ class StageServer:
     # -- incoming conversations
 
     def _accept(self, channel: Channel, frame: Frame, body: Body) -> None:
-        if isinstance(body, Open):
-            refusal = self._open(channel, body, frame.payload)
-            if refusal is not None:
-                code = ErrorCode(refusal.code)
-                trace = trace_id(body.session).hex()
-                log.info("session %s refused: %s", trace[:8], code.name, extra={"trace": trace})
-                self._refusals[code] += 1
-                self._note(f"refuses a session: {code.name}", channel.peer, body)
-                channel.close(refusal)
+        if isinstance(body, Open) and self._follows_grammar(body):
+            self._tasks.spawn(self._open_with_grammar(channel, body, frame.payload), "open with a grammar")
+        elif isinstance(body, Open):
+            self._tell_refusal(channel, body, self._open(channel, body, frame.payload))
         elif isinstance(body, Attach):
             self._attach(channel, body)
         else:
             channel.close(Error(ErrorCode.MALFORMED))
 
-    def _open(self, channel: Channel, body: Open, text: Buffer) -> Error | None:
-        """Bind a session to this channel, or say why not. `text` came with it."""
+    def _follows_grammar(self, body: Open) -> bool:
+        """Whether it begins a session whose tokens are drawn here, by a grammar."""
+        is_last = body.index + 1 == len(body.route)
+        grammar = None if body.sampling is None else body.sampling.grammar
+        return is_last and grammar is not None and body.session not in self._sessions
+
+    async def _open_with_grammar(self, channel: Channel, body: Open, text: Buffer) -> None:
+        """Compile the grammar beside the loop first, which takes up to a tenth of a second."""
+        assert body.sampling is not None and body.sampling.grammar is not None
+        if self._grammars is None or len(self._tasks) > self.config.max_compiling:
+            code = ErrorCode.INVALID_REQUEST if self._grammars is None else ErrorCode.BUSY
+            self._tell_refusal(channel, body, Error(code, retry_s=self.config.retry_s))
+            return
+        try:
+            grammar = await asyncio.to_thread(self._grammars.compile, body.sampling.grammar)
+        except ProtocolError as error:
+            self._tell_refusal(channel, body, Error(error.code))
+            return
+        if channel.open:  # who asked may be gone
+            self._tell_refusal(channel, body, self._open(channel, body, text, grammar))
+
+    def _tell_refusal(self, channel: Channel, body: Open, refusal: Error | None) -> None:
+        """Where there is one."""
+        if refusal is None:
+            return
+        code, trace = ErrorCode(refusal.code), trace_id(body.session).hex()
+        log.info("session %s refused: %s", trace[:8], code.name, extra={"trace": trace})
+        self._refusals[code] += 1
+        self._note(f"refuses a session: {code.name}", channel.peer, body)
+        channel.close(refusal)
+
+    def _open(self, channel: Channel, body: Open, text: Buffer, grammar: GrammarMatcher | None = None) -> Error | None:
+        """Bind a session to this channel, or say why not. `text` came with it, `grammar` is what its tokens must follow."""
         if not self._is_for_me(channel.peer, body):
             return Error(ErrorCode.MALFORMED)
         hop = body.route[body.index]
@@ -244,7 +280,7 @@ class StageServer:
             session.free()
             session = None
         if session is None:
-            session = StageSession(self, body, next(self._keys))
+            session = StageSession(self, body, next(self._keys), grammar)
             refusal = self._admit(session.key, channel.claimant, body)
             if refusal is not None:
                 return refusal
@@ -253,7 +289,7 @@ class StageServer:
             self._idle.clear()
             self._sweep_soon()
         session.rebind(channel, body, text)
-        for early, attach in self._early.pop(body.session, []):
+        for early, attach in self._early.take(body.session):
             self._attach(early, attach)
         return None
 
@@ -346,27 +382,4 @@ class StageServer:
         elif session is not None and session.epoch > body.epoch:
             channel.close(Error(ErrorCode.STALE))
         else:
-            self._remember(channel, body)
-
-    def _remember(self, channel: Channel, body: Attach) -> None:
-        """The subscription was faster than the OPEN that travels hop to hop: keep it until that comes, within bounds. A peer with
-        too many of them loses its own."""
-        own = [early for attaches in self._early.values() for early, _ in attaches if early.peer == channel.peer]
-        if len(own) >= self.config.max_early_per_peer:
-            own[0].on_lost(PeerLost("too many subscriptions wait", peer=channel.peer))
-            own[0].close(Error(ErrorCode.NO_SESSION))
-        waiting = self._early.setdefault(body.session, [])
-        waiting.append((channel, body))
-
-        def forget(_error: PeerError | None = None) -> None:
-            if (channel, body) in waiting:
-                waiting.remove((channel, body))
-            if not waiting:
-                self._early.pop(body.session, None)
-
-        channel.on_lost = forget
-        if len(waiting) > self.config.max_early_per_session:
-            waiting.pop(0)[0].close(Error(ErrorCode.NO_SESSION))
-        if len(self._early) > self.config.max_early_attaches:
-            for old, _attach in self._early.popitem(last=False)[1]:
-                old.close(Error(ErrorCode.NO_SESSION))
+            self._early.keep(channel, body)

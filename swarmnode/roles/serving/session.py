@@ -37,6 +37,7 @@ from swarmnode.codec.messages import (
 )
 from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.codec.trace_messages import trace_id
+from swarmnode.compute.serving.grammar import GrammarMatcher
 from swarmnode.compute.serving.sampler import Sampler
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError
 from swarmnode.net.interfaces import Buffer
@@ -80,13 +81,15 @@ class SessionHost(Protocol):
 class StageSession:
     """One session at one hop. Created on its first OPEN; `rebind` moves it to the epoch of a later one."""
 
-    def __init__(self, stage: SessionHost, opened: Open, key: int) -> None:
+    def __init__(self, stage: SessionHost, opened: Open, key: int, grammar: GrammarMatcher | None = None) -> None:
         self._stage = stage
         self._open = opened
         self.trace_id = trace_id(opened.session)
         self.key = key  # names the cache: a session that had to start over has another
         self._cursor = InputCursor(opened.known)
-        self._sampler = Sampler(opened.sampling, opened.max_length) if self._is_last and opened.sampling else None
+        self._sampler = (
+            Sampler(opened.sampling, opened.max_length, grammar) if self._is_last and opened.sampling else None
+        )
         self.moved_s = asyncio.get_running_loop().time()  # when it was bound, or its last input came
         self._upstream: Channel | None = None
         self._downstream = Hop(stage.switchboard, self._from_downstream, self._downstream_failed)

@@ -29,6 +29,7 @@ from swarmnode.compute.memory import (
 )
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan, load_span, prepare_span
+from swarmnode.compute.serving.grammar import GrammarCompiler
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.compute.speed import PREFILL_POSITIONS, Speeds, measure_serving
 from swarmnode.compute.throttle import Throttle
@@ -66,6 +67,7 @@ class Hardware:
     sizes: UnitSizes
     config: StageConfig
     trains: bool = False
+    folder: Path | None = None  # with the model's tokenizer
     ledger: MemoryLedger = field(default_factory=MemoryLedger, compare=False)  # of the device
 
     def __repr__(self) -> str:
@@ -94,7 +96,7 @@ class Hardware:
             wanted, free = format_bytes(memory_bytes), format_bytes(device.free_bytes)
             raise LocalError(f"--memory {wanted}: {device.name} has {free} free now; lend less, or end what uses it")
         ledger = _ledger_of(device, memory_bytes, host or MemoryLedger())
-        hardware = cls(device, dtype, config.quantize, memory_bytes, sizes, config, trains, ledger)
+        hardware = cls(device, dtype, config.quantize, memory_bytes, sizes, config, trains, checkpoint.path, ledger)
         if hardware.capacity_units == 0:
             raise LocalError(
                 f"{memory_bytes / 1e6:.0f} MB are not enough for one unit of this model "
@@ -308,6 +310,9 @@ class ServingStage:
                 weight_of=lambda client: host.weight_of(client),
                 on_neighbour_lost=host.lost_neighbour,
                 decisions=host.decisions,
+                grammars=GrammarCompiler(hardware.folder, span.vocab_size)
+                if span.has_head and hardware.folder
+                else None,
             )
             speeds, units = capability.speeds, span.end - span.start
             if speeds.decode_units_per_s > 0 and speeds.prefill_units_per_s > 0:

@@ -239,6 +239,8 @@ class Worker:
     def _finish(self, job: Job, finish: Finish, fetched: Sequence[Tensor]) -> JobResult:
         try:
             return finish(fetched)
+        except ProtocolError as error:  # what was asked of the draw cannot be
+            return JobResult(error=error.code)
         except Exception as error:
             return _failure(job, error)
 

@@ -14,9 +14,11 @@ from swarmnode.codec.messages import HopSpec, Mode, Want
 from swarmnode.codec.sampling import (
     MAX_BIAS,
     MAX_BIASES,
+    MAX_GRAMMAR_CHARS,
     MAX_LOGPROBS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
+    Grammar,
     Sampling,
 )
 from swarmnode.codec.tensors import Codec
@@ -35,7 +37,8 @@ class GenerateOptions:
     """How to draw tokens. `temperature` 0 is greedy; `seed` None draws one; generation stops at any of `stop_ids`.
 
     `frequency_penalty` and `presence_penalty` count generated tokens, `repetition_penalty` the prompt's, too. `logit_bias` is added
-    to the logits of these token ids. `logprobs`: tell the logarithms of the probabilities of the tokens and of so many others.
+    to the logits of these token ids. `logprobs`: tell the logarithms of the probabilities of the tokens and of so many others. The
+    text follows the `grammar`; it is whole unless it ends for want of new tokens.
     """
 
     max_new_tokens: int = 64
@@ -51,6 +54,7 @@ class GenerateOptions:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         rules = {
@@ -77,6 +81,8 @@ class GenerateOptions:
             f"biases must be between -{MAX_BIAS:g} and {MAX_BIAS:g}": all(
                 -MAX_BIAS <= bias <= MAX_BIAS for bias in self.logit_bias.values()
             ),
+            f"a grammar has at most {MAX_GRAMMAR_CHARS} bytes": self.grammar is None
+            or 0 < len(self.grammar.text.encode()) <= MAX_GRAMMAR_CHARS,
             f"logprobs must be between 0 and {MAX_LOGPROBS}": self.logprobs is None
             or 0 <= self.logprobs <= MAX_LOGPROBS,
         }
@@ -100,6 +106,7 @@ class GenerateOptions:
             repetition_penalty=float(self.repetition_penalty),
             logit_bias=tuple((token, float(bias)) for token, bias in self.logit_bias.items()),
             logprobs=self.logprobs,
+            grammar=self.grammar,
         )
 
 
@@ -121,6 +128,7 @@ class Generation:
     faults: list[tuple[str, str]] = field(default_factory=list)
     trace: str = ""
     logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
+    whole: bool = False  # it ended by itself, not for want of new tokens
 
     @property
     def tokens_per_s(self) -> float:
@@ -188,6 +196,7 @@ class RingStream:
                 if self._options.logprobs is not None:
                     self.result.logprobs.append(unpack_logprobs(received.payload))
                 yield received.output.ids[0]
+            self.result.whole = final and len(self.result.ids) < self._options.max_new_tokens
             ending = "done"
         except (GeneratorExit, asyncio.CancelledError):
             ending = "left"

@@ -1,0 +1,100 @@
+"""Grammars that generated text must follow, by llguidance: of all tokens, those that may come next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig
+
+from swarmnode.codec.sampling import Grammar
+from swarmnode.compute.serving.grammar_reader import LIMITS, invalid, read_grammar
+
+
+class GrammarCompiler:
+    """For the tokenizer of a checkpoint folder and the `vocabulary` of its model. May be used from any thread."""
+
+    def __init__(self, folder: Path, vocabulary: int) -> None:
+        self._folder = folder
+        self._vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+
+    def __repr__(self) -> str:
+        return f"<GrammarCompiler for {self._vocabulary} tokens>"
+
+    def compile(self, grammar: Grammar) -> GrammarMatcher:
+        """What follows the text of a session. Takes some time, the first one a second. Raises ProtocolError, INVALID_REQUEST."""
+        matcher = LLMatcher(self.load(), read_grammar(grammar), log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise invalid(matcher.get_error())
+        return GrammarMatcher(matcher, self._vocabulary)
+
+    def load(self) -> LLTokenizer:
+        """The tokenizer, which takes a second the first time. Raises ProtocolError, INVALID_REQUEST, where there is none."""
+        with self._lock:
+            if self._tokenizer is None:
+                try:
+                    own: Any = AutoTokenizer.from_pretrained(
+                        self._folder, local_files_only=True, trust_remote_code=False
+                    )
+                    self._tokenizer = from_tokenizer(own, n_vocab=self._vocabulary, eos_token=_end_ids(self._folder))
+                except (OSError, ValueError, KeyError) as error:
+                    raise invalid(f"the checkpoint has no tokenizer for it: {error}") from error
+            return self._tokenizer
+
+
+def _end_ids(folder: Path) -> int | list[int] | None:
+    """The tokens that end a text; None where only the tokenizer may know."""
+    try:
+        ids: int | list[int] | None = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    except (OSError, ValueError):
+        return None
+    return ids
+
+
+class GrammarMatcher:
+    """Which tokens may follow the text of one session. Used from the compute thread."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._text: list[int] = []  # that it has followed
+        self._mask = allocate_token_bitmask(1, vocabulary)
+
+    def __repr__(self) -> str:
+        return f"<GrammarMatcher after {len(self._text)} tokens>"
+
+    def allowed(self, text: Sequence[int]) -> Tensor:
+        """allowed_V (bool) after these tokens. Raises ProtocolError, INVALID_REQUEST: none is, or that takes too much."""
+        self._follow(text)
+        fill_next_token_bitmask(self._matcher, self._mask, 0)
+        if self._matcher.is_error():
+            raise invalid(self._matcher.get_error())
+        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
+        allowed_V = torch.from_numpy(bits[: self._vocabulary].astype(np.bool_))
+        if not bool(allowed_V.any()):
+            raise invalid("nothing may follow")
+        return allowed_V
+
+    def ends(self, text: Sequence[int]) -> bool:
+        """Whether the text is whole after these tokens, and nothing may follow."""
+        self._follow(text)
+        return bool(self._matcher.is_stopped())
+
+    def _follow(self, text: Sequence[int]) -> None:
+        if self._text != list(text[: len(self._text)]):
+            self._matcher.reset()
+            self._text = []
+        fresh = list(text[len(self._text) :])
+        if fresh and not self._matcher.consume_tokens(fresh):
+            raise invalid(self._matcher.get_error() or "the text so far does not follow it")
+        self._text += fresh
