@@ -25,6 +25,9 @@ from swarmnode.compute.serving.sampler import Sampler
 from swarmnode.compute.serving.sampling import sample, uniform
 from swarmnode.compute.serving.sketch import sketch, sketch_bytes
 from swarmnode.errors import ErrorCode, PeerLost, ProtocolError, UsageError
+from swarmnode.net.direct.agreement import KeyPair, Occasion
+from swarmnode.net.direct.direct_connections import OFFER, REQUEST
+from swarmnode.net.direct.records import DirectionKey
 from swarmnode.net.identity import Identity, verify
 from swarmnode.swarm.records.announcement import open_announcement, sign_announcement
 from swarmnode.swarm.records.certificate import Certificate, open_certificate
@@ -394,3 +397,39 @@ def test_names_are_unique_and_errors_are_codes() -> None:
         names = [row["name"] for row in rows]
         assert len(set(names)) == len(names), file.name
         assert {row["error"] for row in rows if "error" in row} <= {*ErrorCode.__members__, "INVITE"}
+
+
+# -- direct connections --------------------------------------------------------------------------------------------------
+
+
+def occasion(vector: Vector) -> Occasion:
+    return Occasion(vector["opener"], vector["acceptor"], vector["protocol"])
+
+
+@pytest.mark.parametrize("vector", vectors("direct", good=True))
+def test_direct_connections(vector: Vector) -> None:
+    value = {name: bytes.fromhex(text) for name, text in vector["value"].items()}
+    opener, acceptor = (KeyPair(bytes.fromhex(vector[f"{side}_private"])) for side in ("opener", "acceptor"))
+    agreed = opener.as_opener(acceptor.public, occasion(vector))
+    assert agreed == acceptor.as_acceptor(opener.public, occasion(vector))
+    for name in ("token", "welcome", "opener_key", "acceptor_key"):
+        assert getattr(agreed, name) == value[name]
+    protocol = vector["protocol"].encode()
+    assert REQUEST.pack(opener.public, len(protocol)) + protocol == value["request"]
+    assert OFFER.pack(acceptor.public, vector["port"]) == value["offer"]
+
+
+@pytest.mark.parametrize("vector", vectors("direct", good=True))
+def test_records_of_direct_connections(vector: Vector) -> None:
+    key = bytes.fromhex(vector["value"]["opener_key"])
+    seals, renewed = DirectionKey(key), DirectionKey(key, renew_after=0)
+    for record in vector["records"]:
+        direction = renewed if "renewed" in record else seals
+        assert b"".join(direction.seal(bytes.fromhex(record["contents"]))).hex() == record["hex"]
+
+
+@pytest.mark.parametrize("vector", vectors("direct", good=False))
+def test_bad_direct_connections(vector: Vector) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        KeyPair(bytes.fromhex(vector["opener_private"])).as_opener(bytes.fromhex(vector["offered"]), occasion(vector))
+    assert caught.value.code.name == vector["error"]

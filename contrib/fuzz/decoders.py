@@ -29,6 +29,7 @@ from swarmnode.codec.messages import decode_body, encode_body
 from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.compress.codecs import decode
 from swarmnode.errors import ProtocolError, UsageError
+from swarmnode.net.direct.records import DirectionKey, RecordReader
 from swarmnode.net.identity import verify
 from swarmnode.swarm.records.announcement import open_announcement
 from swarmnode.swarm.records.certificate import open_certificate
@@ -106,6 +107,14 @@ def read_run(raw: bytes) -> None:
     encode_run(decode_run(raw))
 
 
+def read_records(raw: bytes) -> None:
+    reader = RecordReader(DirectionKey(KEY))
+    for start in range(0, len(raw), 7):
+        piece = raw[start : start + 7]
+        reader.room()[: len(piece)] = piece
+        list(reader.advance(len(piece)))
+
+
 def targets() -> dict[str, Target]:
     """By name: every kind of body has a decoder of its own."""
     bodies: dict[str, list[bytes]] = {}
@@ -115,6 +124,7 @@ def targets() -> dict[str, Target]:
     return {
         **{f"body {kind}": Target(body_decoder(FrameKind[kind]), seeds) for kind, seeds in bodies.items()},
         "stream": Target(read_stream, hexes("frames")),
+        "records": Target(read_records, [b"".join(DirectionKey(KEY).seal(text)) for text in (b"", b"a", bytes(40))]),
         "tensor": Target(read_tensor, tensors),
         "run": Target(read_run, [encode_run(Run(data=bytes(32), steps=9, batch=8, microbatch=4))]),
         "manifest": Target(decode_manifest, hexes("manifests")),

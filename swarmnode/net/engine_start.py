@@ -25,6 +25,7 @@ async def start_engine(config: NetworkConfig) -> Engine:
             hidden=not mapped and any(map(is_public, relays)) and is_hidden(config.host_maddrs, own_interfaces()),
             client_mode=config.client_mode,
             nat_port_map=config.nat_port_map,
+            direct=config.direct,
             record_validator=config.record_validator,
             gate=config.gate,
             supervisor=config.supervisor,

@@ -24,6 +24,7 @@ class NetworkConfig:
     public: bool = False  # a bootstrap peer: others reach it for sure
     client_mode: bool = False  # uses the DHT without being a part of it
     nat_port_map: bool = False
+    direct: bool = True  # TCP connections of its own to peers that can be reached by them
     record_validator: RecordValidator | None = None
     gate: Gate = OPEN_GATE
     supervisor: Supervisor = field(default_factory=Supervisor)

@@ -35,6 +35,7 @@ class HostConfig:
     announce_maddrs: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()  # further bootstrap peers (multiaddrs with /p2p/), beside the invite's
     nat_port_map: bool = False
+    direct: bool = True  # TCP connections of its own to peers that can be reached by them
     lan: bool = False
     join_timeout_s: float = 3.0
     rejoin_s: float = 2.0
@@ -60,6 +61,7 @@ def network_config(
         public=needs is Role.BOOTSTRAP,
         client_mode=config.looks_on,
         nat_port_map=config.nat_port_map,
+        direct=config.direct,
         record_validator=keeps
         if access_control is None
         else notice_validator(access_control.membership, keeps, clock.unix),

@@ -22,6 +22,7 @@ import pytest_asyncio
 
 from swarmnode.errors import LocalError, NetworkDown, PeerLost, UsageError
 from swarmnode.net.addressing.addresses import free_port
+from swarmnode.net.direct.direct_stream import DirectStream
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import Stream
 from swarmnode.net.libp2p import daemon, dht
@@ -84,7 +85,7 @@ async def until(happened: Callable[[], Awaitable[bool]], timeout_s: float = 10.0
 
 
 async def test_a_killed_p2pd_is_started_again_as_the_same_peer(start: Start) -> None:
-    first, second = await joined(start)
+    first, second = await joined(start, direct=False)
     await second.serve("/test/later/1", puppet.bye)
     stream = await first.open(second.peer_id, puppet.ECHO, **OPTIONS)
     before = await second.addresses()
@@ -99,8 +100,19 @@ async def test_a_killed_p2pd_is_started_again_as_the_same_peer(start: Start) -> 
     assert "restarts=1" in repr(second)
 
 
-async def test_a_node_whose_p2pd_was_killed_finds_back_into_the_dht(start: Start) -> None:
+async def test_a_direct_stream_outlives_the_p2pd_that_introduced_it(start: Start) -> None:
     first, second = await joined(start)
+    stream = await first.open(second.peer_id, puppet.ECHO, **OPTIONS)
+    assert isinstance(stream, DirectStream)
+    p2pd_of(second).kill()
+    await until(lambda: asyncio.sleep(0, second.restarts == 1))
+    stream.write([b"still there"])
+    assert await asyncio.wait_for(stream.read(), 5) == b"still there"
+    await until(lambda: echoes(first, second.peer_id))
+
+
+async def test_a_node_whose_p2pd_was_killed_finds_back_into_the_dht(start: Start) -> None:
+    first, second = await joined(start, direct=False)
     assert await first.dht.store(b"key", b"mine", b"1", expires_at=time.time() + 60)
     stream = await first.open(second.peer_id, puppet.ECHO, **OPTIONS)
     p2pd_of(first).kill()

@@ -39,6 +39,7 @@ def bootstrap(
     name: str = typer.Option("bootstrap", "--name", help="Name shown to others."),
     home: Path = HOME,
     nat: bool = typer.Option(False, "--nat/--no-nat", help="Ask the router to map a port (UPnP)."),
+    direct: bool = typer.Option(True, "--direct/--no-direct", help="Connect to other peers by plain TCP, too, sealed."),
     lan: bool = typer.Option(False, "--lan/--no-lan", help="Let peers on the local network find this one (mDNS)."),
     as_json: bool = JSON,
     metrics_port: int = SERVICE_METRICS_PORT,
@@ -61,6 +62,7 @@ def bootstrap(
         host_maddrs=check_all("--host-maddr", host_maddr),
         announce_maddrs=check_all("--announce-maddr", announce_maddr, dialled=True),
         nat_port_map=nat,
+        direct=direct,
         lan=lan,
     )
     loaded = open_swarm(swarm, default_home(home))

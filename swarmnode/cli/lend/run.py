@@ -111,6 +111,7 @@ def run(
         0.0, "--throttle", metavar="UNITS_PER_S", min=0.0, hidden=True, help="Serve as a device of this speed would."
     ),
     nat: bool = typer.Option(False, "--nat/--no-nat", help="Ask the router to map a port (UPnP)."),
+    direct: bool = typer.Option(True, "--direct/--no-direct", help="Connect to other peers by plain TCP, too, sealed."),
     lan: bool = typer.Option(False, "--lan/--no-lan", help="Find peers on the local network and be found (mDNS)."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object per event."),
     metrics_port: int = SERVICE_METRICS_PORT,

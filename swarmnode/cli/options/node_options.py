@@ -30,6 +30,7 @@ def node_config(options: Mapping[str, Any]) -> NodeConfig:
             announce_maddrs=check_all("--announce-maddr", options["announce_maddr"], dialled=True),
             peers=check_all("--peer", options["peer"], needs_peer=True),
             nat_port_map=options["nat"],
+            direct=options["direct"],
             lan=options["lan"],
             max_upload_bps=parse_rate(given["max_upload"], "--max-upload") if "max_upload" in given else None,
             max_download_bps=parse_rate(given["max_download"], "--max-download") if "max_download" in given else None,

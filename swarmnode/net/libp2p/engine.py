@@ -16,6 +16,8 @@ from typing import Any
 
 from swarmnode.errors import LocalError, NetworkDown, PeerError, PeerLost
 from swarmnode.net.addressing.addresses import check, check_port_free, peer_of, with_peer, with_ports
+from swarmnode.net.direct import direct_connections
+from swarmnode.net.direct.direct_connections import DirectConnections
 from swarmnode.net.interfaces import Dht, Network, PeerId, RecordValidator, Stream, StreamHandler
 from swarmnode.net.libp2p import hole_punching
 from swarmnode.net.libp2p.address_groups import AddressGroups
@@ -23,11 +25,11 @@ from swarmnode.net.libp2p.daemon import Daemon, SocketFolder, raise_descriptor_l
 from swarmnode.net.libp2p.dht import EngineDht
 from swarmnode.net.libp2p.from_hivemind import P2P, P2PD, HivemindMultiaddr
 from swarmnode.net.libp2p.p2pd_control import Inbox, P2pdControl
-from swarmnode.net.libp2p.socket_stream import SocketStream
 from swarmnode.net.limits.stream_limits import StreamLimits
 from swarmnode.net.links.gate import OPEN_GATE, Gate
 from swarmnode.net.supervisor import Supervisor
 from swarmnode.net.tasks import Tasks, cancel_and_wait
+from swarmnode.net.transport_stream import TransportStream
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class EngineConfig:
     hidden: bool = False  # nobody gets in directly: libp2p need not find that out (`net/addressing/reachability.py`)
     client_mode: bool = False  # uses the DHT without being a part of it
     nat_port_map: bool = False
+    direct: bool = True  # streams go over TCP connections of their own where that is possible
     record_validator: RecordValidator | None = None
     dht_timeout_s: float = 2.0
     gate: Gate = OPEN_GATE
@@ -110,6 +113,7 @@ class Engine(Network):
         self._dialling = Tasks("dialling", on_crash=None)  # whoever is alone dials again
         self._streams = Tasks("streams", on_crash=config.supervisor.ends_conversation)
         self._limits = StreamLimits()
+        self._direct = DirectConnections(self._handlers.__contains__, self._incoming)
         self._closing = False
 
     def __repr__(self) -> str:
@@ -133,6 +137,9 @@ class Engine(Network):
             await engine._start_daemon()
             _, listening = await engine._running().identify()
             engine.config = replace(config, host_maddrs=with_ports(config.host_maddrs, listening))
+            if config.direct:
+                await engine._direct.start(engine.peer_id, config.host_maddrs)
+                await engine.serve(direct_connections.PROTOCOL, engine._direct.answer)
             engine._tasks.spawn(engine._watch(), "watch p2pd")
         except BaseException:
             await engine.close()
@@ -195,7 +202,13 @@ class Engine(Network):
 
     async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:
         self._note_dialled(peer)
-        return await self._running().open(peer, protocol, timeout_s=timeout_s)
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        if self.config.direct:
+            direct = await self._direct.open(self._running(), peer, protocol, timeout_s=timeout_s)
+            if direct is not None:
+                return direct
+        return await self._running().open(peer, protocol, timeout_s=end_s - loop.time())
 
     async def serve(self, protocol: str, handler: StreamHandler) -> None:
         known = protocol in self._handlers
@@ -203,10 +216,10 @@ class Engine(Network):
         if not known and self._control is not None:  # else it is registered as soon as p2pd runs again
             await self._control.serve(protocol, self._inbox.path)
 
-    def _incoming(self, stream: SocketStream) -> None:
+    def _incoming(self, stream: TransportStream) -> None:
         self._streams.spawn(self._handle(stream), "incoming")
 
-    async def _handle(self, stream: SocketStream) -> None:
+    async def _handle(self, stream: TransportStream) -> None:
         try:
             stream.group, stream.limits = await self._groups.learn(stream.peer), self._limits
             if self._limits.enter(stream):
@@ -276,6 +289,7 @@ class Engine(Network):
         await self._dialling.close()
         await self._streams.close()
         self._inbox.close()
+        self._direct.close()
         await self._stop_daemon()
         self._folder.remove()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,7 @@ class P2pdControl:
     async def identify(self) -> tuple[PeerId, list[str]]:
         """(our peer id, the multiaddrs at which we may be reached now)."""
         answer = await self._ask(Request(type=Request.IDENTIFY))
-        addresses = [str(Multiaddr(raw)) for raw in answer.identify.addrs]
-        return PeerID(answer.identify.id).to_base58(), addresses
+        return PeerID(answer.identify.id).to_base58(), _texts(answer.identify.addrs)
 
     async def connect(self, peer: PeerId, address: str, *, timeout_s: float) -> None:
         """Dial an address and check that this peer answers there. Raises PeerLost."""
@@ -48,13 +47,18 @@ class P2pdControl:
 
     async def connected(self) -> dict[PeerId, list[str]]:
         """The peers that are connected now, and the multiaddrs at which they are."""
-        answer = await self._ask(Request(type=Request.LIST_PEERS))
         connected: dict[PeerId, list[str]] = {}
-        for connection in answer.peers:
-            connected.setdefault(PeerID(connection.id).to_base58(), []).extend(
-                str(Multiaddr(raw)) for raw in connection.addrs
-            )
+        for connection in await self._connections():
+            connected.setdefault(PeerID(connection.id).to_base58(), []).extend(_texts(connection.addrs))
         return connected
+
+    async def addresses_of(self, peer: PeerId) -> list[str]:
+        """The multiaddrs at which one peer is connected now."""
+        wanted = _peer_bytes(peer)
+        return [text for each in await self._connections() if each.id == wanted for text in _texts(each.addrs)]
+
+    async def _connections(self) -> Any:
+        return (await self._ask(Request(type=Request.LIST_PEERS))).peers
 
     async def disconnect(self, peer: PeerId) -> None:
         """Close every connection with a peer, if there is one."""
@@ -144,6 +148,10 @@ def _peer_bytes(peer: PeerId) -> bytes:
     except ValueError as error:
         raise PeerLost(f"{peer!r} is not a peer id", peer=peer) from error
     return raw
+
+
+def _texts(addresses: Iterable[bytes]) -> list[str]:
+    return [str(Multiaddr(raw)) for raw in addresses]
 
 
 def _reason(answer: Any) -> str:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import cast
 
 from swarmnode.errors import PeerLost, ProtocolError
-from swarmnode.net.interfaces import Buffer, PeerId, Stream
-from swarmnode.net.limits.stream_limits import StreamLimits
+from swarmnode.net.interfaces import Buffer
+from swarmnode.net.transport_stream import CLOSE_TIMEOUT_S, TransportStream
 
 PIECE_BYTES = 1 << 20  # p2pd is slower with larger writes
-WRITE_HIGH_BYTES = 1 << 20
-CLOSE_TIMEOUT_S = 2.0
 STAGING_BYTES = 16 * 1024
 MAX_PREAMBLE_BYTES = STAGING_BYTES
 
 
-class SocketStream(Stream, asyncio.BufferedProtocol):
+class SocketStream(TransportStream, asyncio.BufferedProtocol):
     """Bytes to and from a peer. `preamble` is the daemon's length-prefixed message that comes before them.
 
     The socket is read straight into the buffer of whoever waits in `read_into`; what comes while nobody waits is staged,
@@ -25,32 +22,19 @@ class SocketStream(Stream, asyncio.BufferedProtocol):
     """
 
     def __init__(self, on_preamble: Callable[[SocketStream, bytes], None] = lambda _stream, _preamble: None) -> None:
-        self.peer: PeerId = ""
-        self.protocol = ""
-        self.limits: StreamLimits | None = None  # that counts it, where it was opened by the peer
-        self._loop = asyncio.get_running_loop()
+        super().__init__()
         self._on_preamble = on_preamble
         self._preamble: asyncio.Future[bytes] = self._loop.create_future()
-        self._transport: asyncio.Transport | None = None
         self._staging = memoryview(bytearray(STAGING_BYTES))
         self._staged_bytes = 0
         self._target: memoryview | None = None  # the buffer of the reader who waits
         self._reader: asyncio.Future[int] | None = None
-        self._ended = False
-        self._lost: BaseException | None = None
         self._paused_reading = False
-        self._writable: asyncio.Future[None] | None = None
-        self._closed: asyncio.Future[None] = self._loop.create_future()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed.done() else "ended" if self._ended else "open"
-        return f"<SocketStream {self.protocol} to {self.peer} {state}, {self._staged_bytes} bytes unread>"
+        return f"<SocketStream {self.protocol} to {self.peer} {self._state}, {self._staged_bytes} bytes unread>"
 
     # -- asyncio's side
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class, with the same methods
-        self._transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._staging[self._staged_bytes :] if self._target is None else self._target
@@ -72,23 +56,11 @@ class SocketStream(Stream, asyncio.BufferedProtocol):
         return True  # the other direction stays open until we close
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._ended = True
-        self._lost = error
-        for future in (self._closed, self._writable):
-            if future is not None and not future.done():
-                future.set_result(None)
+        super().connection_lost(error)
         if not self._preamble.done():
             self._preamble.set_exception(PeerLost("p2pd closed the connection"))
             self._preamble.exception()  # nobody may be waiting for it
         self._wake_reader(0)
-
-    def pause_writing(self) -> None:
-        self._writable = self._loop.create_future()
-
-    def resume_writing(self) -> None:
-        if self._writable is not None and not self._writable.done():
-            self._writable.set_result(None)
-        self._writable = None
 
     def _wake_reader(self, count: int) -> None:
         self._target = None
@@ -143,8 +115,7 @@ class SocketStream(Stream, asyncio.BufferedProtocol):
         return count
 
     def write(self, buffers: Sequence[Buffer]) -> None:
-        if self._transport is None or self._transport.is_closing():
-            raise PeerLost(f"the stream to peer {self.peer} is closed", peer=self.peer)
+        transport = self._open_transport()
         pieces: list[Buffer] = []
         for buffer in buffers:
             if len(buffer) <= PIECE_BYTES:
@@ -152,21 +123,7 @@ class SocketStream(Stream, asyncio.BufferedProtocol):
             else:
                 view = memoryview(buffer)
                 pieces.extend(view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES))
-        self._transport.writelines(pieces)
-
-    @property
-    def unsent_bytes(self) -> int:
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
-
-    async def drain(self) -> None:
-        if self._writable is not None:
-            await asyncio.shield(self._writable)
-        if self._transport is None or self._transport.is_closing():
-            raise PeerLost(f"the stream to peer {self.peer} was lost", peer=self.peer)
-
-    def let_in(self) -> None:
-        if self.limits is not None:
-            self.limits.let_in(self)
+        transport.writelines(pieces)
 
     async def close(self) -> None:
         if self._transport is None:
@@ -174,10 +131,6 @@ class SocketStream(Stream, asyncio.BufferedProtocol):
         self._transport.close()
         await asyncio.wait([self._closed], timeout=CLOSE_TIMEOUT_S)
         self._transport.abort()  # the peer does not take what is left
-
-    def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
 
 
 def read_varint(data: bytes) -> tuple[int, int]:

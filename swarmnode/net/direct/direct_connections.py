@@ -1,0 +1,218 @@
+"""Direct connections of a peer: asked for over p2pd, which has authenticated both sides, and then a TCP connection of their own.
+
+The opener asks on a stream of p2pd's, the acceptor offers a port, and from the keys that they exchange both derive what the
+connection is to show and how it is sealed (`protocol/direct.md`). It leads to the IP address at which p2pd is connected with that
+very peer, so nobody can have us connect to somebody else. Where anything is missing the stream goes over p2pd, as ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import struct
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from swarmnode.errors import PeerLost, ProtocolError
+from swarmnode.net.addressing.addresses import host_of, is_relayed
+from swarmnode.net.deadlines import Backoff, Deadline
+from swarmnode.net.direct.agreement import PUBLIC_KEY_BYTES, Agreement, KeyPair, Occasion
+from swarmnode.net.direct.direct_stream import DirectStream
+from swarmnode.net.direct.listener import DirectListener
+from swarmnode.net.direct.prologue import Prologue
+from swarmnode.net.direct.records import DirectionKey
+from swarmnode.net.interfaces import PeerId, Stream
+
+log = logging.getLogger(__name__)
+
+PROTOCOL = "/swarmnode/direct/1"
+REQUEST = struct.Struct(f"<{PUBLIC_KEY_BYTES}sB")  # the opener's key, and the length of the protocol id that follows
+OFFER = struct.Struct(f"<{PUBLIC_KEY_BYTES}sH")  # the acceptor's key and its port; 0: not by a direct connection
+LOWEST_PORT = 1024
+MAX_HOSTS = 2
+
+ANSWERING = Deadline(floor_s=2.0, ceiling_s=5.0, slack=8.0)  # an offer needs no computing: who makes none hangs
+DIALLING = Deadline(floor_s=1.0, ceiling_s=2.0, slack=6.0)  # a router or firewall may drop it without a word
+ASK_TIMEOUT_S = 2.0
+OFFER_TIMEOUT_S = 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 3600.0  # in which a peer that cannot be reached directly is not tried again
+
+
+class Introducer(Protocol):
+    """What is asked of p2pd (`libp2p/p2pd_control.py`)."""
+
+    async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:
+        """A stream to a peer. Raises PeerLost, NetworkDown."""
+        ...
+
+    async def addresses_of(self, peer: PeerId) -> list[str]:
+        """The multiaddrs at which a peer is connected now. Raises NetworkDown."""
+        ...
+
+
+class DirectConnections:
+    """Opens and accepts them. `serves` tells whether a protocol is served here; `on_stream` is given each one that came in."""
+
+    def __init__(self, serves: Callable[[str], bool], on_stream: Callable[[DirectStream], None]) -> None:
+        self._serves = serves
+        self._on_stream = on_stream
+        self._peer_id: PeerId = ""
+        self._listener = DirectListener()
+        self._backoff = Backoff(
+            asyncio.get_running_loop().time, first_s=FIRST_PAUSE_S, ceiling_s=LONGEST_PAUSE_S, forget_s=LONGEST_PAUSE_S
+        )
+        self._streams: set[DirectStream] = set()
+
+    def __repr__(self) -> str:
+        return f"<DirectConnections: {len(self._streams)} open, {self._listener!r}>"
+
+    async def start(self, peer_id: PeerId, addresses: tuple[str, ...]) -> None:
+        """Listen beside p2pd, which has these addresses."""
+        self._peer_id = peer_id
+        hosts = dict.fromkeys(host for address in addresses if (host := host_of(address)) is not None)
+        await self._listener.open(list(hosts))
+
+    def close(self) -> None:
+        """End all of them. Safe to call twice."""
+        self._listener.close()
+        for stream in list(self._streams):
+            stream.drop()
+
+    # -- opening
+
+    async def open(
+        self, introducer: Introducer, peer: PeerId, protocol: str, *, timeout_s: float
+    ) -> DirectStream | None:
+        """A stream to a peer; None where there is no direct way, or p2pd has none either.
+
+        Raises PeerLost where p2pd reaches the peer and it does not answer, NetworkDown.
+        """
+        if self._backoff.pause_s(peer):
+            return None
+        loop = asyncio.get_running_loop()
+        began_s, end_s = loop.time(), loop.time() + timeout_s
+        try:
+            asking = await introducer.open(peer, PROTOCOL, timeout_s=timeout_s)
+        except PeerLost:
+            return None
+        rtt_s = loop.time() - began_s  # at least one
+        try:
+            wait_s = min(end_s - loop.time(), ANSWERING.wait_s(rtt_s=rtt_s))
+            offer = await self._ask(asking, Occasion(self._peer_id, peer, protocol), wait_s)
+            hosts = await _hosts_of(introducer, peer)
+            if offer is None or not hosts:
+                return None
+            wait_s = min(end_s - loop.time(), DIALLING.wait_s(rtt_s=rtt_s))
+            port, agreement = offer
+            prologue = await _dial(hosts, port, agreement, wait_s)
+        finally:
+            asking.abort()
+        if prologue is None:
+            log.debug("no direct way to %s for %.0f s", peer, self._backoff.failed(peer))
+            return None
+        self._backoff.succeeded(peer)
+        return self._begin(prologue, peer, protocol, seals=agreement.opener_key, opens=agreement.acceptor_key)
+
+    async def _ask(self, asking: Stream, occasion: Occasion, wait_s: float) -> tuple[int, Agreement] | None:
+        """(the port, what is agreed on); None where the peer offers nothing. Raises PeerLost where it is silent."""
+        pair, protocol = KeyPair(), occasion.protocol.encode()
+        try:
+            asking.write([REQUEST.pack(pair.public, len(protocol)) + protocol])
+            offer = await asyncio.wait_for(_read_exactly(asking, OFFER.size), wait_s)
+            acceptor_public, port = OFFER.unpack(offer)
+            return (port, pair.as_opener(acceptor_public, occasion)) if port >= LOWEST_PORT else None
+        except asyncio.TimeoutError:
+            raise PeerLost(f"peer {occasion.acceptor} does not answer", peer=occasion.acceptor) from None
+        except (PeerLost, ProtocolError):  # of those who know nothing of it p2pd tells late
+            return None
+
+    # -- accepting
+
+    async def answer(self, asking: Stream) -> None:
+        """Serve one question: the offer lives as long as the stream on which it was made, and its place among them."""
+        public, size_bytes = REQUEST.unpack(await _in_time(_read_exactly(asking, REQUEST.size), asking.peer))
+        name = await _in_time(_read_exactly(asking, size_bytes), asking.peer)
+        protocol = name.decode(errors="replace")
+        pair = KeyPair()
+        if not (self._listener.port and self._serves(protocol)):
+            asking.write([OFFER.pack(pair.public, 0)])
+            await asking.close()
+        else:
+            agreement = pair.as_acceptor(public, Occasion(asking.peer, self._peer_id, protocol))
+            await self._offer(asking, pair.public, agreement, protocol)
+
+    async def _offer(self, asking: Stream, public: bytes, agreement: Agreement, protocol: str) -> None:
+        arrived = asyncio.get_running_loop().create_future()
+
+        def take(prologue: Prologue) -> None:
+            prologue.say(agreement.welcome)
+            seals, opens = agreement.acceptor_key, agreement.opener_key
+            self._on_stream(self._begin(prologue, asking.peer, protocol, seals=seals, opens=opens))
+            arrived.set_result(None)
+
+        self._listener.expect(agreement.token, take)
+        try:
+            asking.write([OFFER.pack(public, self._listener.port)])
+            await asyncio.wait([arrived], timeout=OFFER_TIMEOUT_S)
+        finally:
+            self._listener.forget(agreement.token)
+
+    def _begin(self, prologue: Prologue, peer: PeerId, protocol: str, *, seals: bytes, opens: bytes) -> DirectStream:
+        stream = DirectStream(peer, protocol, seals=DirectionKey(seals), opens=DirectionKey(opens))
+        self._streams.add(stream)
+        stream.closed.add_done_callback(lambda _closed: self._streams.discard(stream))
+        prologue.hand_over(stream)
+        return stream
+
+
+async def _hosts_of(introducer: Introducer, peer: PeerId) -> list[str]:
+    """Where p2pd is connected with the peer, without a relay between."""
+    direct = (host_of(address) for address in await introducer.addresses_of(peer) if not is_relayed(address))
+    return list(dict.fromkeys(filter(None, direct)))[:MAX_HOSTS]
+
+
+async def _dial(hosts: list[str], port: int, agreement: Agreement, wait_s: float) -> Prologue | None:
+    """The connection on which the peer has shown that it is the one that we agreed with; None where there is none in time."""
+    with contextlib.suppress(asyncio.TimeoutError):
+        return await asyncio.wait_for(_first_to_welcome(hosts, port, agreement), wait_s)
+    return None
+
+
+async def _first_to_welcome(hosts: list[str], port: int, agreement: Agreement) -> Prologue | None:
+    for host in hosts:
+        try:
+            _, prologue = await asyncio.get_running_loop().create_connection(Prologue, host, port)
+        except OSError as error:
+            log.debug("no direct connection to %s port %d: %s", host, port, error)
+            continue
+        try:
+            prologue.say(agreement.token)
+            if await prologue.word() == agreement.welcome:
+                return prologue
+        except PeerLost:
+            continue
+        except BaseException:
+            prologue.abort()
+            raise
+        prologue.abort()
+    return None
+
+
+async def _read_exactly(stream: Stream, size_bytes: int) -> bytes:
+    """Raises PeerLost where the stream ends before."""
+    data, filled_bytes = memoryview(bytearray(size_bytes)), 0
+    while filled_bytes < size_bytes:
+        count = await stream.read_into(data[filled_bytes:])
+        if not count:
+            raise PeerLost(f"peer {stream.peer} ended the stream", peer=stream.peer)
+        filled_bytes += count
+    return bytes(data)
+
+
+async def _in_time(reading: Coroutine[Any, Any, bytes], peer: PeerId) -> bytes:
+    """What is read. Raises PeerLost where it takes too long."""
+    try:
+        return await asyncio.wait_for(reading, ASK_TIMEOUT_S)
+    except asyncio.TimeoutError:
+        raise PeerLost(f"peer {peer} does not say what it asks", peer=peer) from None

@@ -1,0 +1,117 @@
+"""Records: how bytes travel on a direct connection. Each is its length and so many bytes, sealed with AES-256-GCM (RFC 5116).
+
+The nonce is the record's number, so that one that is altered, missing, repeated or out of its place does not open. A record
+without contents is the end of what its sender has to say. After `RENEW_AFTER` records both sides take the next key (as TLS 1.3
+does, RFC 8446 section 7.2), long before AES-GCM's bound for one key.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+
+from swarmnode.errors import ProtocolError
+from swarmnode.net.direct.agreement import KEY_BYTES
+from swarmnode.net.interfaces import Buffer
+
+HEAD = struct.Struct("<I")
+TAG_BYTES = 16
+MAX_CONTENT_BYTES = 64 * 1024
+MAX_RECORD_BYTES = HEAD.size + MAX_CONTENT_BYTES + TAG_BYTES
+NONCE_BYTES = 12
+RENEW_AFTER = 1 << 22  # records: 256 GiB
+NEXT_KEY = b"swarmnode direct 1 next key"
+
+
+class DirectionKey:
+    """The key of one direction, and the number of its next record."""
+
+    def __init__(self, key: bytes, *, renew_after: int = RENEW_AFTER) -> None:
+        self._key = key
+        self._cipher = AESGCM(key)
+        self._number = 0
+        self._renew_after = renew_after
+
+    def __repr__(self) -> str:
+        return f"<DirectionKey before record {self._number}>"
+
+    def seal(self, content: Buffer) -> tuple[bytes, bytes]:
+        """(head, sealed contents) of the next record, of at most MAX_CONTENT_BYTES."""
+        head = HEAD.pack(len(content) + TAG_BYTES)
+        return head, self._cipher.encrypt(self._nonce(), content, head)
+
+    def open(self, head: Buffer, sealed: Buffer) -> bytes:
+        """The contents of the next record. Raises ProtocolError where it is not the one that the peer sealed."""
+        try:
+            return self._cipher.decrypt(self._nonce(), sealed, head)
+        except InvalidTag:
+            raise ProtocolError("a record is not what its sender sealed") from None
+
+    def _nonce(self) -> bytes:
+        if self._number == self._renew_after:
+            self._key = HKDFExpand(SHA256(), KEY_BYTES, NEXT_KEY).derive(self._key)
+            self._cipher, self._number = AESGCM(self._key), 0
+        nonce = self._number.to_bytes(NONCE_BYTES, "little")
+        self._number += 1
+        return nonce
+
+
+class RecordReader:
+    """Takes bytes as they come and gives the contents of whole records. `room` is where the next bytes belong."""
+
+    def __init__(self, key: DirectionKey) -> None:
+        self._key = key
+        self._data = memoryview(bytearray(MAX_RECORD_BYTES))
+        self._filled_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"<RecordReader with {self._filled_bytes} bytes of a record>"
+
+    def room(self) -> memoryview:
+        """Never empty."""
+        return self._data[self._filled_bytes :]
+
+    def advance(self, count: int) -> Iterator[bytes]:
+        """The contents of the records that `count` bytes complete. Raises ProtocolError."""
+        self._filled_bytes += count
+        start = 0
+        while (end := self._end_of_record(start)) is not None:
+            yield self._key.open(self._data[start : start + HEAD.size], self._data[start + HEAD.size : end])
+            start = end
+        if start:
+            rest = bytes(self._data[start : self._filled_bytes])
+            self._data[: len(rest)] = rest
+            self._filled_bytes = len(rest)
+
+    def _end_of_record(self, start: int) -> int | None:
+        """Where the record that begins here ends; None where it is not complete."""
+        if self._filled_bytes - start < HEAD.size:
+            return None
+        (sealed_bytes,) = HEAD.unpack_from(self._data, start)
+        if not TAG_BYTES <= sealed_bytes <= MAX_CONTENT_BYTES + TAG_BYTES:
+            raise ProtocolError(f"a record of {sealed_bytes} bytes")
+        end: int = start + HEAD.size + sealed_bytes
+        return end if end <= self._filled_bytes else None
+
+
+def contents(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
+    """Buffers as the contents of records: small ones together, large ones in pieces without a copy."""
+    small, small_bytes = [], 0
+    for buffer in buffers:
+        if len(buffer) + small_bytes <= MAX_CONTENT_BYTES:
+            small.append(buffer)
+            small_bytes += len(buffer)
+            continue
+        if small_bytes:
+            yield b"".join(small)
+        view = memoryview(buffer)
+        whole_bytes = len(view) - len(view) % MAX_CONTENT_BYTES
+        yield from (view[at : at + MAX_CONTENT_BYTES] for at in range(0, whole_bytes, MAX_CONTENT_BYTES))
+        small, small_bytes = [view[whole_bytes:]], len(view) - whole_bytes
+    if small_bytes:
+        yield b"".join(small) if len(small) > 1 else small[0]

@@ -1,0 +1,83 @@
+"""What streams over a transport of asyncio's have in common: whom they count for, how a writer waits, how they are dropped."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from swarmnode.errors import PeerLost
+from swarmnode.net.interfaces import PeerId, Stream
+from swarmnode.net.limits.stream_limits import StreamLimits
+
+WRITE_HIGH_BYTES = 1 << 20
+CLOSE_TIMEOUT_S = 2.0
+
+
+class TransportStream(Stream):
+    """A stream that is its transport's protocol, too: of which kind, its subclasses say."""
+
+    def __init__(self) -> None:
+        self.peer: PeerId = ""
+        self.protocol = ""
+        self.limits: StreamLimits | None = None  # that counts it, where it was opened by the peer
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._ended = False  # nothing more will be read
+        self._lost: BaseException | None = None
+        self._writable: asyncio.Future[None] | None = None
+        self._closed: asyncio.Future[None] = self._loop.create_future()
+
+    @property
+    def _state(self) -> str:
+        return "closed" if self._closed.done() else "ended" if self._ended else "open"
+
+    # -- asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """As asyncio calls it."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class, with the same methods
+        self._transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """As asyncio calls it: who waits goes on, and finds that it is over."""
+        self._ended = True
+        self._lost = self._lost or error
+        for future in (self._closed, self._writable):
+            if future is not None and not future.done():
+                future.set_result(None)
+
+    def pause_writing(self) -> None:
+        """The transport holds enough."""
+        self._writable = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        """It takes more."""
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+        self._writable = None
+
+    # -- the owner's side
+
+    def let_in(self) -> None:
+        if self.limits is not None:
+            self.limits.let_in(self)
+
+    def _open_transport(self) -> asyncio.Transport:
+        """To write to. Raises PeerLost."""
+        if self._transport is None or self._transport.is_closing():
+            raise PeerLost(f"the stream to peer {self.peer} is closed", peer=self.peer)
+        return self._transport
+
+    @property
+    def unsent_bytes(self) -> int:
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    async def drain(self) -> None:
+        if self._writable is not None:
+            await asyncio.shield(self._writable)
+        if self._transport is None or self._transport.is_closing():
+            raise PeerLost(f"the stream to peer {self.peer} was lost", peer=self.peer)
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
