@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swarmnode.compute.model.assemble import assemble
 from swarmnode.compute.model.family import Family, family_of
+from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, ONE_AT_A_TIME
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
@@ -61,6 +62,7 @@ POSITION_NAMES = ("max_position_embeddings", "max_seq_len")  # what configs call
 _bounded: dict[tuple[type[Any], str], bool] = {}  # of families that passed: whether their positions end
 
 
+@lean()
 def check_family(family: Family) -> None:
     """Raises CheckpointError where a split tiny model of this class and config does not equal the whole one."""
     key = _key(family)
