@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, Protocol
 
 from swarmnode.errors import LocalError
 from swarmnode.net.libp2p.parent import die_with_parent
@@ -25,30 +25,33 @@ START_TIMEOUT_S = (
     240.0  # a process that ends is noticed at once; one that is slow, on a machine that does other things, is not
 )
 STOP_TIMEOUT_S = 60.0
+LOG = "log.txt"  # in a member's home
+
+
+class Process(Protocol):
+    """What a member runs in, as `subprocess.Popen` has it."""
+
+    pid: int
+    stdout: IO[bytes] | None
+    returncode: int | Any
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
 
 
 class NodeProcess:
     """One running `swarmnode` command and the events that it has printed."""
 
-    def __init__(
-        self, name: str, arguments: Sequence[str], home: Path, environment: dict[str, str], inside: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, name: str, process: Process, home: Path) -> None:
         self.name = name
+        self.process = process
         self.home = home
-        home.mkdir(parents=True, exist_ok=True)
-        self.log = home / "log.txt"
-        self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*inside, sys.executable, "-m", "swarmnode.cli.main", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                start_new_session=True,  # a Ctrl-C at the terminal is for the parent to pass on
-                preexec_fn=die_with_parent,
-            )
+        self.log = home / LOG
         self.seen: list[dict[str, Any]] = []
+        self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._read, name=f"events of {name}", daemon=True).start()
 
     def __repr__(self) -> str:
@@ -175,28 +178,43 @@ class LocalSwarm:
 
     def bootstrap(self, *extra: str, inside: Sequence[str] = (), name: str = "bootstrap") -> NodeProcess:
         """Start the bootstrap peer, or under another name a further one, and wait until it answers."""
-        member = self._start(name, ["bootstrap", str(self.file), "--json", *extra], inside)
+        member = self.start(name, ["bootstrap", str(self.file), "--json", *extra], inside)
         member.wait_for("joined")
         return member
 
     def node(self, name: str, *extra: str, swarm: str | None = None, inside: Sequence[str] = ()) -> NodeProcess:
         """Start a volunteer's node; does not wait."""
         arguments = ["run", swarm or str(self.file), "--json", "--name", name, *extra]
-        return self._start(name, arguments, inside)
+        return self.start(name, arguments, inside)
 
     def trainer(self, name: str, *extra: str) -> NodeProcess:
         """Start a trainer, whose events are its steps; does not wait."""
-        return self._start(name, ["train", str(self.file), "--json", *extra])
+        return self.start(name, ["train", str(self.file), "--json", *extra])
 
     def server(self, name: str, *extra: str) -> NodeProcess:
         """Start a gateway to the swarm; does not wait."""
-        return self._start(name, ["serve", str(self.file), "--json", *extra])
+        return self.start(name, ["serve", str(self.file), "--json", *extra])
 
-    def _start(self, name: str, arguments: list[str], inside: Sequence[str] = ()) -> NodeProcess:
+    def start(self, name: str, arguments: Sequence[str], inside: Sequence[str] = ()) -> NodeProcess:
+        """Start any command that goes on until it is stopped, with a home of its own; does not wait."""
         home = self.folder / "homes" / name
-        member = NodeProcess(name, [*arguments, "--home", str(home)], home, self.environment, inside)
+        home.mkdir(parents=True, exist_ok=True)
+        process = self._launch([*arguments, "--home", str(home)], home / LOG, inside)
+        member = NodeProcess(name, process, home)
         self.members.append(member)
         return member
+
+    def _launch(self, arguments: Sequence[str], log: Path, inside: Sequence[str]) -> Process:
+        with log.open("ab") as errors:
+            return subprocess.Popen(
+                [*inside, sys.executable, "-m", "swarmnode.cli.main", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=self.environment,
+                start_new_session=True,  # a Ctrl-C at the terminal is for the parent to pass on
+                preexec_fn=die_with_parent,
+            )
 
     def stop(self) -> None:
         """End all members, at once."""

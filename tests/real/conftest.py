@@ -10,8 +10,9 @@ from typing import ClassVar
 import pytest
 
 from swarmnode.client import SwarmClient
-from swarmnode.localswarm import LocalSwarm, NodeProcess
+from swarmnode.localswarm import NodeProcess
 from swarmnode.swarm.storage.swarmfile import load_swarm
+from tests.real.forked import ForkedSwarm
 from tests.tiny import TinyModel
 
 TIMEOUT_S = 400  # of a test, where it says nothing else: processes take long on a machine that is busy
@@ -36,7 +37,7 @@ class Stages:
 
     SPANS: ClassVar = {"a1": "0:3", "a2": "0:3", "b1": "3:6", "b2": "3:6"}
 
-    def __init__(self, local: LocalSwarm) -> None:
+    def __init__(self, local: ForkedSwarm) -> None:
         self.local = local
         self.door = local.bootstrap()
         self.nodes: dict[str, NodeProcess] = {}
@@ -70,7 +71,7 @@ class Stages:
 
 @pytest.fixture(scope="session")
 def running(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
-    with LocalSwarm(tmp_path_factory.mktemp("swarm")) as local:
+    with ForkedSwarm(tmp_path_factory.mktemp("swarm")) as local:
         local.create(tiny.folder)
         yield Stages(local)
 

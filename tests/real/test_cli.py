@@ -9,25 +9,26 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.localswarm import STOP_TIMEOUT_S, LocalSwarm
+from swarmnode.localswarm import STOP_TIMEOUT_S
 from tests.cli.command import assert_clear, swarmnode
 from tests.real.conftest import Stages
+from tests.real.forked import ForkedSwarm
 from tests.tiny import PROMPT, TinyModel
 
 
 @pytest.fixture(scope="module")
-def founded(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> LocalSwarm:
-    local = LocalSwarm(tmp_path_factory.mktemp("founded"))
+def founded(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> ForkedSwarm:
+    local = ForkedSwarm(tmp_path_factory.mktemp("founded"))
     local.invite = local.create(tiny.folder)  # type: ignore[attr-defined]
     return local
 
 
-def test_an_unreachable_swarm_is_said_to_be_so(founded: LocalSwarm) -> None:
+def test_an_unreachable_swarm_is_said_to_be_so(founded: ForkedSwarm) -> None:
     arguments = ("generate", founded.invite, "--ids", "1", "--patience", "2")  # type: ignore[attr-defined]
     assert_clear(swarmnode(*arguments, home=founded.folder), 1, "cannot be reached")
 
 
-def test_a_port_in_use(founded: LocalSwarm, tmp_path: Path) -> None:
+def test_a_port_in_use(founded: ForkedSwarm, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"/ip4/127.0.0.1/tcp/{server.getsockname()[1]}"
         done = swarmnode("run", str(founded.file), "--host-maddr", address, home=tmp_path)
@@ -35,7 +36,7 @@ def test_a_port_in_use(founded: LocalSwarm, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["run", "bootstrap"])
-def test_a_port_for_metrics_in_use(founded: LocalSwarm, tmp_path: Path, role: str) -> None:
+def test_a_port_for_metrics_in_use(founded: ForkedSwarm, tmp_path: Path, role: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         done = swarmnode(role, str(founded.file), "--metrics-port", port, home=tmp_path)

@@ -10,13 +10,14 @@ import pytest
 
 from swarmnode.codec.messages import VERSION, GetManifest, Hello, ManifestReply
 from swarmnode.errors import ErrorCode, LocalError, PeerError
-from swarmnode.localswarm import START_TIMEOUT_S, LocalSwarm, NodeProcess
+from swarmnode.localswarm import START_TIMEOUT_S, NodeProcess
 from swarmnode.net.identity import Identity
 from swarmnode.net.libp2p.engine import Engine, EngineConfig
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.roles.fetching.sources import ask
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
+from tests.real.forked import ForkedSwarm
 from tests.tiny import PROMPT, TinyModel
 
 PASSWORD = "correct horse"
@@ -26,7 +27,7 @@ NEW = 8
 class Club:
     """A private swarm with its door and two nodes that came by invites; the owner's key is on nobody's machine but the host's."""
 
-    def __init__(self, local: LocalSwarm, model: TinyModel) -> None:
+    def __init__(self, local: ForkedSwarm, model: TinyModel) -> None:
         self.local = local
         local.environment["SWARMNODE_OWNER_PASSWORD"] = PASSWORD
         assert local.create(model.folder, "--private") == ""
@@ -53,7 +54,7 @@ class Club:
 
 @pytest.fixture(scope="module")
 def club(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Club]:
-    with LocalSwarm(tmp_path_factory.mktemp("club")) as local:
+    with ForkedSwarm(tmp_path_factory.mktemp("club")) as local:
         yield Club(local, tiny)
 
 

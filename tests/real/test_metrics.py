@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.localswarm import LocalSwarm, NodeProcess
+from swarmnode.localswarm import NodeProcess
 from swarmnode.metrics.machine import machine
+from tests.real.forked import ForkedSwarm
 from tests.real.prometheus import CONTRIB, Prometheus, free_port, needs_prometheus, promtool
 
 pytestmark = [needs_prometheus, pytest.mark.timeout(400)]  # seven processes start, on a machine that may be busy
@@ -54,7 +55,7 @@ def queries() -> list[str]:
 class Watched:
     """A swarm that trains and is asked to generate, scraped at every role."""
 
-    def __init__(self, local: LocalSwarm, server: Prometheus) -> None:
+    def __init__(self, local: ForkedSwarm, server: Prometheus) -> None:
         self.local = local
         self.server = server
         self.port = str(free_port())
@@ -129,7 +130,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     )
     torch.manual_seed(3)
     GPT2LMHeadModel(config).save_pretrained(folder / "model")
-    with Prometheus(folder / "prometheus") as server, LocalSwarm(folder / "swarm") as local:
+    with Prometheus(folder / "prometheus") as server, ForkedSwarm(folder / "swarm") as local:
         local.folder.mkdir()
         local.create(folder / "model", "--mode", "train")
         watched = Watched(local, server)

@@ -48,12 +48,9 @@ def generate(local: LocalSwarm, lab: NatLab, invite: str) -> list[int]:
     return list(json.loads(local.command("generate", invite, *options, inside=lab.inside("visitor")))["ids"])
 
 
-def watch(local: LocalSwarm, lab: NatLab, home: Path) -> NodeProcess:
+def watch(local: LocalSwarm, lab: NatLab) -> NodeProcess:
     """What `swarmnode status --watch` shows to somebody on the internet."""
-    arguments = ["status", str(local.file), "--json", "--watch", "--home", str(home)]
-    member = NodeProcess("watch", arguments, home, local.environment, lab.inside("visitor"))
-    local.members.append(member)
-    return member
+    return local.start("watch", ["status", str(local.file), "--json", "--watch"], lab.inside("visitor"))
 
 
 def shown(how: str, seen: NodeProcess) -> None:
@@ -81,7 +78,7 @@ def test_homes_meet_through_holes_and_go_on_over_relays(tiny: TinyModel, tmp_pat
         before = lab.direct_bytes("two")
         assert generate(local, lab, invite) == expected
         assert lab.direct_bytes("two") - before > HIDDEN_STATES_BYTES, "the hole carries the session"
-        seen = watch(local, lab, tmp_path / "watch")
+        seen = watch(local, lab)
         shown("punched", seen)
 
         lab.bar()

@@ -9,8 +9,8 @@ import torch
 from swarmnode.client import SwarmClient
 from swarmnode.compute.memory import limit_bytes_for, unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.localswarm import LocalSwarm
 from swarmnode.swarm.storage.swarmfile import load_swarm
+from tests.real.forked import ForkedSwarm
 from tests.tiny import PROMPT, TinyModel
 
 NEW = 8
@@ -26,7 +26,7 @@ async def until_covered(client: SwarmClient, *, without: str = "") -> None:
 async def test_three_nodes_hold_all_units_also_when_one_is_killed(tiny: TinyModel, tmp_path: Path) -> None:
     sizes = unit_sizes(Checkpoint(tiny.folder), dtype=torch.float32)
     memory = f"{limit_bytes_for(sizes.need_bytes(1, 5, CACHE_TOKENS))}B"  # for four of the six units
-    with LocalSwarm(tmp_path) as local:
+    with ForkedSwarm(tmp_path) as local:
         local.create(tiny.folder)
         local.bootstrap()
         nodes = {name: local.node(name, "--memory", memory) for name in ("a", "b", "c")}

@@ -8,18 +8,19 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from swarmnode.localswarm import LocalSwarm, NodeProcess
+from swarmnode.localswarm import NodeProcess
 from tests.gateway.speaking import save_speaking_llama
+from tests.real.forked import ForkedSwarm
 
 STREAMS = 64
 ASK = {"model": "local", "max_tokens": 32, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSwarm]:
     folder = tmp_path_factory.mktemp("served")
     save_speaking_llama(folder / "model")
-    with LocalSwarm(folder) as local:
+    with ForkedSwarm(folder) as local:
         local.create(folder / "model")
         local.bootstrap()
         for node in [local.node("a", "--span", "0:4"), local.node("b", "--span", "0:4")]:
@@ -27,7 +28,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
         yield local
 
 
-def test_a_node_dies_in_the_middle_of_sentences(local: LocalSwarm) -> None:
+def test_a_node_dies_in_the_middle_of_sentences(local: ForkedSwarm) -> None:
     server = local.server("gateway", "--port", "0")
     url = server.wait_for("serving")["url"]
     with openai.OpenAI(api_key="none", base_url=url) as client:

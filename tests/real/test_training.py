@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from swarmnode.demo.lesson import generate_alone
-from swarmnode.localswarm import START_TIMEOUT_S, LocalSwarm, NodeProcess
+from swarmnode.localswarm import START_TIMEOUT_S, NodeProcess
+from tests.real.forked import ForkedSwarm
 from tests.training_results import assert_same_curve, assert_same_parameters
 
 DATA = Path(typing.__file__)
@@ -56,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class School:
     """A swarm that trains, and its nodes by name."""
 
-    local: LocalSwarm
+    local: ForkedSwarm
     nodes: dict[str, NodeProcess] = field(default_factory=dict)
 
     def start(self, name: str, span: str) -> NodeProcess:
@@ -94,7 +95,7 @@ class School:
 
 @pytest.fixture
 def school(model: Path, tmp_path: Path) -> Iterator[School]:
-    with LocalSwarm(tmp_path) as local:
+    with ForkedSwarm(tmp_path) as local:
         local.create(model, "--mode", "train")
         local.bootstrap()
         yield School(local)
