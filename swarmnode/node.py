@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.lending.card_guard import CardGuard
+from swarmnode.lending.cards import Cards
 from swarmnode.lending.lending import Keep, Lending
 from swarmnode.lending.lifecycle import LendingEvent, LendingState
 from swarmnode.lending.rule_watch import follow_rules
@@ -88,6 +90,7 @@ class Node:
     def readings(self) -> Readings:
         """What Prometheus may know of this node; before it has joined little."""
         yield Reading(table.MOVES, self._moves)
+        yield from self.lending.readings()
         if self._host is not None:
             yield from self._host.readings()
         if self._receipts is not None:
@@ -192,8 +195,10 @@ class Node:
         await receipts.start()
         await prober.start(host.directory.peers)
         trains = host.swarm.manifest.mode == TRAIN
-        probe = partial(Hardware.probe, trains=trains, host=host.link_config.ledger)
+        probe = partial(Hardware.probe, trains=trains, host=host.link_config.ledger, clock=host.clock)
         hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
+        guard = CardGuard.start(self.config.card, hardware.throttle, Cards, on_crash=host.supervisor.ends_peer)
+        services.push_async_callback(guard.close)
         assert self._executor is not None
         await self._executor.call(Urgency.CONTROL, hardware.device.use)
         machine, place = hardware.machine(self.config.host.home), self._place(host, hardware)

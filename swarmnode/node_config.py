@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from swarmnode.config import StageConfig
+from swarmnode.lending.card_guard import CardLimits
 from swarmnode.lending.rules import Rules
 from swarmnode.plan.view import Span
 from swarmnode.roles.host_config import HostConfig
@@ -22,10 +23,11 @@ class NodeConfig:
     span: Span | None = None
     place: PlacementConfig = field(default_factory=PlacementConfig)
     rules: Rules = field(default_factory=Rules)
+    card: CardLimits = field(default_factory=CardLimits)
 
     def fixed(self, other: NodeConfig) -> list[str]:
         """The names of what differs in `other` and cannot change in a running node."""
-        parts = ((self.host, other.host), (self.stage, other.stage))
+        parts = ((self.host, other.host), (self.stage, other.stage), (self.card, other.card))
         names = [name.name for old, new in parts for name in fields(old) if _differs(old, new, name.name)]
         return names if self.span == other.span else [*names, "span"]
 

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from swarmnode.compute.throttle import Throttle
+
 MOST_UNREAD = 64  # passes behind which nobody has waited
 
 Tell = Callable[[float], None]
@@ -26,11 +28,20 @@ def synchronize(device: torch.device) -> None:
 class Stopwatch:
     """Times passes on one device, from one thread.
 
+    Where the device is lent for a share of the time, it rests behind each pass, which counts with its rest.
+
     On a card, events go before and behind a pass. They are read when another pass begins or somebody asks, if the card has come to
     them by then; whoever fetches results waits for it anyway.
     """
 
-    def __init__(self, device: torch.device, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        throttle: Throttle | None = None,
+    ) -> None:
+        self._throttle = throttle or Throttle()
         self._device = device
         self._clock = clock
         self._unread: deque[tuple[torch.Event, torch.Event, Tell]] = deque(maxlen=MOST_UNREAD)
@@ -42,6 +53,13 @@ class Stopwatch:
     def timing(self, tell: Tell) -> Iterator[None]:
         """Around one pass; what fails is not told."""
         self.read()
+        if self._throttle.share < 1:
+            began_s = self._clock()
+            with self._throttle.duty():
+                yield
+                synchronize(self._device)
+            tell(self._clock() - began_s)
+            return
         if self._device.type == "cuda":
             began, ended = (torch.Event(self._device, enable_timing=True) for _ in range(2))
             began.record(torch.accelerator.current_stream(self._device))  # this card's, whichever is the thread's

@@ -54,6 +54,14 @@ class Throttle:
         least_s = max(self.least_s(units, positions), took_s / self.share)
         self._rest(least_s - took_s)
 
+    @contextmanager
+    def duty(self) -> Iterator[None]:
+        """Around any work: the device rests behind it as its share says."""
+        began_s = self._clock()
+        yield
+        took_s = self._clock() - began_s
+        self._rest(took_s / self.share - took_s)
+
     def _rest(self, seconds: float) -> None:
         """Sleep, and remember by how much it was too long."""
         if seconds <= 0:

@@ -11,6 +11,8 @@ from enum import Enum
 from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.lending.lifecycle import LendingEvent, LendingState, next_state
 from swarmnode.lending.rules import Rules
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
 
 OWNER, RULES = "owner", "rules"  # who wants something
 WANTS = {OWNER: "wants", RULES: "want"}
@@ -42,6 +44,7 @@ class Lending:
     ) -> None:
         self.decisions = DecisionLog(now)
         self.rules = Rules()
+        self._pauses = 0
         self.state = LendingState.WAITING
         self.keep = Keep.DISK
         self._wishes: dict[str, Wish] = {}
@@ -55,6 +58,14 @@ class Lending:
     def reason(self) -> str:
         """Why it does not lend, or soon will not; empty where nobody minds."""
         return "; ".join(wish.reason for wish in self._wishes.values())
+
+    def readings(self) -> Readings:
+        """What Prometheus may know of it."""
+        for state in LendingState:
+            yield Reading(table.LENDING_STATE, state is self.state, (state.value,))
+        for by in WANTS:
+            yield Reading(table.LENDING_HELD, by in self._wishes, (by,))
+        yield Reading(table.LENDING_PAUSES, self._pauses)
 
     def pause(self, reason: str, *, by: str = OWNER, keep: Keep | None = None) -> None:
         """Let sessions move away and free the device."""
@@ -121,6 +132,7 @@ class Lending:
         if state is not self.state:
             self.decisions.note(Topic.LENDING, f"was {self.state.value}, is {state.value}", self._facts())
             self.state = state
+            self._pauses += state is LendingState.PAUSED
             self._on_change(state, self.reason)
             self._wake()
 

@@ -1,4 +1,4 @@
-"""What a node has sent and received in a calendar month, over restarts."""
+"""What a node has sent and received in a month, which may begin on another day than the first, over restarts."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ class MonthlyTraffic:
         home: Path,
         moved: Callable[[], int],
         *,
+        first_day: Callable[[], int] = lambda: 1,
         today: Callable[[], datetime.date] = datetime.date.today,
     ) -> None:
         self._path = home / FILE
         self._moved = moved
+        self._first_day = first_day
         self._today = today
         self._counted = moved()
         self._kept = read_kept(self._path, _Month, max_bytes=MAX_FILE_BYTES) or _Month()
@@ -46,7 +48,7 @@ class MonthlyTraffic:
 
     def __call__(self) -> int:
         """Bytes of this month so far."""
-        moved, month = self._moved(), f"{self._today():%Y-%m}"
+        moved, month = self._moved(), month_of(self._today(), self._first_day())
         fresh_bytes, self._counted = moved - self._counted, moved
         begun = month != self._kept.month
         self._kept = _Month(month, fresh_bytes + (0 if begun else self._kept.bytes))
@@ -62,3 +64,9 @@ class MonthlyTraffic:
             write_kept(self._path, self._kept)
         except LocalError as error:
             log.warning("the month's traffic is not kept: %s", error)
+
+
+def month_of(day: datetime.date, first_day: int) -> str:
+    """The month that a day belongs to, by the calendar month in which that began: `2026-11`."""
+    began = day if day.day >= first_day else day.replace(day=1) - datetime.timedelta(days=1)
+    return f"{began:%Y-%m}"

@@ -61,7 +61,7 @@ async def follow_rules(
     lending: Lending, home: Path, moved: Callable[[], int], *, clock: Callable[[], float] = time.monotonic
 ) -> None:
     """Let the rules of the time pause and resume a node, for ever. `moved` says how many bytes have gone over its links."""
-    month = MonthlyTraffic(home, moved)
+    month = MonthlyTraffic(home, moved, first_day=lambda: lending.rules.month_day)
     try:
         await RuleWatch(lending, Lookout(), month_bytes=month, clock=clock).run()
     finally:

@@ -37,12 +37,15 @@ class Rules:
     days: frozenset[int] = frozenset()  # 0 is Monday
     on_mains: bool = False
     max_memory_pressure: float | None = None  # share of time for which some program waits for memory
-    monthly_bytes: int | None = None  # sent and received, in a calendar month
+    monthly_bytes: int | None = None  # sent and received, in a month
+    month_day: int = 1  # on which it begins
+    unmetered: bool = False  # not on connections that are paid by what they carry
+    max_others_gpu_bytes: int | None = None  # of a card's memory, by other programs
 
     @property
     def any(self) -> bool:
         """Whether there is a rule at all."""
-        return self != Rules()
+        return self != Rules(month_day=self.month_day)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class Surroundings:
     on_mains: bool | None = None
     memory_pressure: float | None = None
     month_bytes: int = 0
+    metered: bool | None = None
+    others_gpu_bytes: int | None = None
 
 
 def reason_to_pause(rules: Rules, seen: Surroundings) -> str:
@@ -69,6 +74,10 @@ def _reasons(rules: Rules, seen: Surroundings) -> Iterator[str]:
         yield f"{running[0]} is running"
     if rules.on_mains and seen.on_mains is False:
         yield "on battery"
+    if rules.unmetered and seen.metered:
+        yield "the connection is metered"
+    if _over(seen.others_gpu_bytes, rules.max_others_gpu_bytes):
+        yield "other programs need the card's memory"
     if _over(seen.memory_pressure, rules.max_memory_pressure):
         yield "other programs wait for memory"
     if rules.only_idle_s is not None and seen.idle_s is not None and seen.idle_s < rules.only_idle_s:

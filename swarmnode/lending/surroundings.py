@@ -13,12 +13,14 @@ from pathlib import Path
 
 import psutil
 
+from swarmnode.lending.cards import Cards
 from swarmnode.lending.rules import Rules, Surroundings
 
 PRESSURE = Path("/proc/pressure/memory")
 TERMINALS = ("/dev/pts/[0-9]*", "/dev/tty[0-9]*")
-IDLE_LOOK_S = 10.0  # logind is asked no more often
+IDLE_LOOK_S = 10.0  # logind and NetworkManager are asked no more often
 LOGIND_TIMEOUT_S = 2.0
+METERED = {"1": True, "2": False, "3": True, "4": False}  # NMMetered: yes, no, and its guesses
 
 
 class Lookout:
@@ -29,6 +31,9 @@ class Lookout:
         self._busy = _BusyTime(self._own)
         self._idle_since: float | None = None
         self._asked_s = -IDLE_LOOK_S
+        self._cards: Cards | None = None  # asked for once somebody wants to know
+        self._metered: bool | None = None
+        self._metered_s = -IDLE_LOOK_S
 
     def __repr__(self) -> str:
         return f"<Lookout of process {self._own.pid}>"
@@ -42,7 +47,19 @@ class Lookout:
             programs=_programs() if rules.exclusive else frozenset(),
             on_mains=_on_mains() if rules.on_mains else None,
             memory_pressure=memory_pressure() if rules.max_memory_pressure is not None else None,
+            metered=self._is_metered() if rules.unmetered else None,
+            others_gpu_bytes=self._others_gpu_bytes() if rules.max_others_gpu_bytes is not None else None,
         )
+
+    def _others_gpu_bytes(self) -> int | None:
+        self._cards = self._cards or Cards()
+        return self._cards.others_bytes()
+
+    def _is_metered(self) -> bool | None:
+        now_s = time.monotonic()
+        if now_s - self._metered_s >= IDLE_LOOK_S:
+            self._metered_s, self._metered = now_s, is_metered()
+        return self._metered
 
     def _idle_s(self) -> float | None:
         now_s = time.monotonic()
@@ -110,6 +127,16 @@ def logind_idle_since(run: Callable[..., subprocess.CompletedProcess[str]] = sub
         if "IdleHint" not in values or not values.get("IdleSinceHint", ""):
             return None
         return int(values["IdleSinceHint"]) / 1e6 if values["IdleHint"] == "yes" else time.time()
+    return None
+
+
+def is_metered(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> bool | None:
+    """Whether NetworkManager takes the connection for one that is paid by what it carries; None where nobody knows."""
+    name = "org.freedesktop.NetworkManager"
+    command = ["busctl", "get-property", name, "/org/freedesktop/NetworkManager", name, "Metered"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        told = run(command, capture_output=True, text=True, timeout=LOGIND_TIMEOUT_S, check=True).stdout
+        return METERED.get(told.removeprefix("u ").strip())
     return None
 
 

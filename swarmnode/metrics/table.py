@@ -47,6 +47,11 @@ DHT_SECONDS = _histogram("dht_seconds", "Time of an operation on the DHT that su
 DHT_FAILURES = _counter("dht_failures", "Operations on the DHT that failed.", "operation")
 MOVES = _counter("moves", "Moves of this node to another span.")
 
+# What the owner of the machine has it do
+LENDING_STATE = _gauge("lending_state", "1 for the state in which lending is, 0 for the others.", "state")
+LENDING_HELD = _gauge("lending_held", "1 while the owner, or a rule, wants the node to pause.", "by")
+LENDING_PAUSES = _counter("lending_pauses", "How often the node gave the machine back.")
+
 # Links
 LINK_BYTES = _counter("link_bytes", "Bytes on all links, headers included.", "protocol", "direction")
 ROUND_TRIP_SECONDS = _histogram("link_round_trip_seconds", "Round trips of pings on links.", "protocol")

@@ -53,6 +53,9 @@ def test_days(text: str, days: set[int]) -> None:
         ({"exclusive": [1]}, "list"),
         ({"on_mains": "yes"}, "true or false"),
         ({"monthly": "500"}, "500GB"),
+        ({"month_day": "31"}, "1 to 28"),
+        ({"month_day": 15}, "in quotes"),
+        ({"max_gpu_memory": "2"}, "2GB"),
     ],
 )
 def test_what_is_no_rule(texts: dict[str, Any], words: str) -> None:

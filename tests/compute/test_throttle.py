@@ -9,6 +9,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.speed import measure_serving
+from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.compute.throttle import Throttle
 
 
@@ -117,3 +118,16 @@ def test_half_of_the_time_is_half_of_the_speed_that_is_announced(checkpoint_path
     )
     assert half.decode_units_per_s == pytest.approx(whole.decode_units_per_s / 2)
     assert half.prefill_units_per_s == pytest.approx(whole.prefill_units_per_s / 2)
+
+
+def test_training_rests_as_its_share_says_and_counts_with_its_rest(watch):
+    throttle, told = Throttle(share=0.25, clock=watch.clock, sleep=watch.sleep), []
+    stopwatch = Stopwatch(torch.device("cpu"), clock=watch.clock, throttle=throttle)
+    for _ in range(10):
+        with stopwatch.timing(told.append):
+            watch.now_s += 0.1
+    assert told == pytest.approx([0.4] * 10) and watch.now_s == pytest.approx(4.0)
+    throttle.share = 1.0
+    with stopwatch.timing(told.append):
+        watch.now_s += 0.1
+    assert told[-1] == pytest.approx(0.1)

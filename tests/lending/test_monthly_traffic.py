@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from pathlib import Path
 
-from swarmnode.lending.monthly_traffic import KEEP_BYTES, MonthlyTraffic
+from swarmnode.lending.monthly_traffic import KEEP_BYTES, MonthlyTraffic, month_of
 
 
 def test_it_counts_over_restarts_and_begins_anew_each_month(tmp_path: Path) -> None:
@@ -27,3 +27,9 @@ def test_a_damaged_file_counts_from_nothing(tmp_path: Path) -> None:
     (tmp_path / "month.json").unlink()
     (tmp_path / "month.json").mkdir()
     assert MonthlyTraffic(tmp_path, lambda: 7)() == 0
+
+
+def test_a_month_that_begins_on_another_day() -> None:
+    days = [datetime.date(2026, 1, 14), datetime.date(2026, 1, 15), datetime.date(2026, 2, 14)]
+    assert [month_of(day, 15) for day in days] == ["2025-12", "2026-01", "2026-01"]
+    assert [month_of(day, 1) for day in days] == ["2026-01", "2026-01", "2026-02"]

@@ -14,7 +14,7 @@ from swarmnode.lending.lending import Lending
 from swarmnode.lending.lifecycle import LendingEvent, LendingState
 from swarmnode.lending.rule_watch import CALM_S, RuleWatch
 from swarmnode.lending.rules import Hours, Rules, Surroundings, reason_to_pause
-from swarmnode.lending.surroundings import Lookout, logind_idle_since, memory_pressure
+from swarmnode.lending.surroundings import Lookout, is_metered, logind_idle_since, memory_pressure
 
 MONDAY_NOON = datetime.datetime(2026, 11, 23, 12)  # of the wall
 NIGHT = Hours(datetime.time(22), datetime.time(7))
@@ -41,6 +41,10 @@ NIGHT = Hours(datetime.time(22), datetime.time(7))
         (Rules(days=frozenset({5, 6})), {}, "sat, sun"),
         (Rules(days=frozenset({0})), {}, ""),
         (Rules(monthly_bytes=10**9), {"month_bytes": 10**9}, "1 GB are used up"),
+        (Rules(unmetered=True), {"metered": True}, "metered"),
+        (Rules(unmetered=True), {}, ""),
+        (Rules(max_others_gpu_bytes=10**9), {"others_gpu_bytes": 2 * 10**9}, "card's memory"),
+        (Rules(max_others_gpu_bytes=10**9), {"others_gpu_bytes": None}, ""),
     ],
 )
 def test_reasons(rules: Rules, seen: dict[str, Any], reason: str) -> None:
@@ -112,3 +116,8 @@ def test_idleness_as_logind_tells_it() -> None:
         raise FileNotFoundError("loginctl")
 
     assert logind_idle_since(missing) is None
+
+
+@pytest.mark.parametrize(("told", "metered"), [("u 1\n", True), ("u 4\n", False), ("u 0\n", None), ("", None)])
+def test_a_metered_connection_as_network_manager_tells_it(told: str, metered: bool | None) -> None:
+    assert is_metered(lambda *_args, **_options: subprocess.CompletedProcess([], 0, told)) is metered

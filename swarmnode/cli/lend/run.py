@@ -19,12 +19,15 @@ from swarmnode.cli.options.rule_flags import (
     DAYS,
     EXCLUSIVE,
     HOURS,
+    MAX_GPU_MEMORY,
     MAX_LOAD,
     MAX_PRESSURE,
+    MONTH_DAY,
     MONTHLY,
     ON_MAINS,
     ONLY_IDLE,
     RULES,
+    UNMETERED,
 )
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
@@ -74,7 +77,7 @@ def run(
     ),
     max_download: str = typer.Option("", "--max-download", metavar="RATE", help="The same of what comes from peers."),
     share: str = typer.Option(
-        "100%", "--cpu-share", "--gpu-share", metavar="SHARE", help="Serve for so much of the time only, as 50%."
+        "100%", "--cpu-share", "--gpu-share", metavar="SHARE", help="Compute for so much of the time only, as 50%."
     ),
     nice: int = typer.Option(
         0, "--nice", min=0, max=19, help="Let other programs go first: the more, the higher, up to 19."
@@ -88,6 +91,19 @@ def run(
     on_mains: bool = ON_MAINS,
     max_pressure: str = MAX_PRESSURE,
     monthly: str = MONTHLY,
+    month_day: str = MONTH_DAY,
+    unmetered: bool = UNMETERED,
+    max_gpu_memory: str = MAX_GPU_MEMORY,
+    max_gpu_temperature: float = typer.Option(
+        None, "--max-gpu-temperature", metavar="°C", min=30, max=110, help="Rest more where a card is hotter."
+    ),
+    max_gpu_power: float = typer.Option(
+        None, "--max-gpu-power", metavar="WATTS", min=1, help="Rest more where a card draws more."
+    ),
+    max_age: str = typer.Option(
+        "", "--max-age", metavar="12h", help="Leave in order after so long.", show_default=False
+    ),
+    idle_disk: bool = typer.Option(False, "--idle-disk", help="Let other programs go first at the disk (ionice idle)."),
     compress: str = typer.Option(
         "auto",
         "--compress",
@@ -127,11 +143,16 @@ def run(
     """
     set_up_logging(verbose, log_format)
     from swarmnode.cli.options.node_options import node_config
+    from swarmnode.cli.terminal.durations import parse_duration
     from swarmnode.lending.control_server import ControlServer
+    from swarmnode.lending.courtesy import yield_disk
     from swarmnode.node import Node
 
     config = node_config(context.params)
+    life_s = parse_duration(max_age) if max_age else None
     os.nice(nice)
+    if idle_disk:
+        yield_disk()
 
     watch = Watch(metrics_host, metrics_port, config.host.home, as_json)
     tell = Teller(as_json)
@@ -148,6 +169,8 @@ def run(
         node = Node(loaded, config, note)
         control = ControlServer(node.lending, stop, node.describe, node.why)
         _reload_on_hangup(context, node)
+        if life_s is not None:
+            asyncio.get_running_loop().call_later(life_s, stop.set)
         async with watch.over(loaded.name, node.readings), control.listening(config.host.home, name or loaded.name):
             await node.run(stop)
 

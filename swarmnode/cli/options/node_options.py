@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def node_config(options: Mapping[str, Any]) -> NodeConfig:
     """The settings that options of `run` mean, by the names of its parameters. Raises UsageError, which names the wrong one."""
     from swarmnode.config import StageConfig
+    from swarmnode.lending.card_guard import CardLimits
     from swarmnode.net.addressing.addresses import check_all
     from swarmnode.node import NodeConfig
     from swarmnode.roles.host import HostConfig
@@ -48,5 +49,6 @@ def node_config(options: Mapping[str, Any]) -> NodeConfig:
             share=parse_share(options["share"], "--cpu-share"),
         ).check(),
         span=parse_span(given["span"]) if "span" in given else None,
+        card=CardLimits(given.get("max_gpu_temperature"), given.get("max_gpu_power")),
         rules=read_rules(home, options["rules"], {name: given[name] for name in RULE_NAMES if name in given}),
     )

@@ -26,3 +26,8 @@ DAYS = _rule("--days", "mon-fri", "Lend on these days only.")
 ON_MAINS = typer.Option(False, "--on-mains", help="Pause on battery.")
 MAX_PRESSURE = _rule("--max-pressure", "10%", "Pause while other programs wait for memory for more of the time.")
 MONTHLY = _rule("--monthly", "500GB", "Pause for the rest of a month in which so much was sent and received.")
+MONTH_DAY = _rule("--month-day", "15", "The day on which that month begins; default: the first.")
+UNMETERED = typer.Option(
+    False, "--unmetered", help="Pause where the connection is paid by what it carries (NetworkManager)."
+)
+MAX_GPU_MEMORY = _rule("--max-gpu-memory", "2GB", "Pause while other programs use more of a card's memory.")

@@ -7,7 +7,10 @@ hours = "22:00-07:00"
 days = "mon-fri"            # or "sat,sun"
 on_mains = true
 max_pressure = "10%"        # of the time some program waits for memory
-monthly = "500GB"           # sent and received, in a calendar month
+monthly = "500GB"           # sent and received, in a month
+month_day = "15"            # on which the month begins: 1 to 28
+unmetered = true            # not where the connection is paid by what it carries
+max_gpu_memory = "2GB"      # of a card's, used by other programs
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from swarmnode.lending.rules import DAYS, Hours, Rules
 
 FILE = "rules.toml"
 MAX_FILE_BYTES = 1 << 16
+LAST_DAY = 28  # that every month has
 
 
 def read_rules(home: Path, given: Path | None = None, flags: Mapping[str, Any] = MappingProxyType({})) -> Rules:
@@ -96,6 +100,13 @@ def _days(value: Any, name: str) -> frozenset[int]:
     return frozenset(days)
 
 
+def _day(value: Any, name: str) -> int:
+    text = _text(value, name)
+    if not text.isdecimal() or not 1 <= int(text) <= LAST_DAY:
+        raise UsageError(f"{name} {value}: the day of the month on which it begins, 1 to {LAST_DAY}")
+    return int(text)
+
+
 _PARSERS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "only_idle": ("only_idle_s", _seconds),
     "max_load": ("max_others_load", _share),
@@ -105,6 +116,9 @@ _PARSERS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "on_mains": ("on_mains", _yes),
     "max_pressure": ("max_memory_pressure", _share),
     "monthly": ("monthly_bytes", _bytes),
+    "month_day": ("month_day", _day),
+    "unmetered": ("unmetered", _yes),
+    "max_gpu_memory": ("max_others_gpu_bytes", _bytes),
 }
 
 RULE_NAMES = tuple(_PARSERS)

@@ -38,6 +38,7 @@ from swarmnode.errors import LocalError, UsageError
 from swarmnode.ledger import Account, MemoryLedger, Reservation
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.clock import MACHINE_CLOCK, Clock
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.view import Span as Units
 from swarmnode.roles.host import Host
@@ -69,6 +70,7 @@ class Hardware:
     trains: bool = False
     folder: Path | None = None  # with the model's tokenizer
     ledger: MemoryLedger = field(default_factory=MemoryLedger, compare=False)  # of the device
+    throttle: Throttle = field(default_factory=Throttle, compare=False)  # of all that is computed on it
 
     def __repr__(self) -> str:
         return (
@@ -77,7 +79,13 @@ class Hardware:
 
     @classmethod
     def probe(
-        cls, checkpoint: Checkpoint, config: StageConfig, *, trains: bool = False, host: MemoryLedger | None = None
+        cls,
+        checkpoint: Checkpoint,
+        config: StageConfig,
+        *,
+        trains: bool = False,
+        host: MemoryLedger | None = None,
+        clock: Clock = MACHINE_CLOCK,
     ) -> Hardware:
         """Find out, and give the ledger of the `host`, which is the device's own where that is the CPU, its limit.
 
@@ -96,7 +104,10 @@ class Hardware:
             wanted, free = format_bytes(memory_bytes), format_bytes(device.free_bytes)
             raise LocalError(f"--memory {wanted}: {device.name} has {free} free now; lend less, or end what uses it")
         ledger = _ledger_of(device, memory_bytes, host or MemoryLedger())
-        hardware = cls(device, dtype, config.quantize, memory_bytes, sizes, config, trains, checkpoint.path, ledger)
+        slowed = config.throttle_units_per_s or math.inf
+        throttle = Throttle(slowed, config.share, clock=clock.compute, sleep=clock.hold_up)
+        folder = checkpoint.path
+        hardware = cls(device, dtype, config.quantize, memory_bytes, sizes, config, trains, folder, ledger, throttle)
         if hardware.capacity_units == 0:
             raise LocalError(
                 f"{memory_bytes / 1e6:.0f} MB are not enough for one unit of this model "
@@ -281,11 +292,9 @@ class ServingStage:
         passes = hardware.ledger.count(Account.ACTIVATIONS, span.pass_bytes(RunnerConfig.prefill_positions, MAX_BATCH))
         per_token = max(1, span.cache_bytes_per_token)
         clock = host.clock
-        slowed, share = hardware.config.throttle_units_per_s or math.inf, hardware.config.share
-        throttle = Throttle(slowed, share, clock=clock.compute, sleep=clock.hold_up)
         cache_bytes = hardware.cache_tokens(Units(span.start, span.end)) * per_token
         bounds = RunnerConfig(cache_bytes=cache_bytes, capture=hardware.config.capture != "off")
-        runner = StageRunner(span, bounds, throttle, hardware.ledger)
+        runner = StageRunner(span, bounds, hardware.throttle, hardware.ledger)
         worker = Worker(runner, executor, chunk_tokens=hardware.config.server.prefill_chunk_tokens)
         async with contextlib.AsyncExitStack() as undo:  # whoever pauses gives a start up in its middle
             undo.callback(passes.release)

@@ -86,15 +86,15 @@ class TrainingWorker:
             executor,
             compressor=ActivationCompressor(hardware.config.compress, host.swarm.manifest.codecs),
             memory=TrainingMemory(hardware.ledger, segment, functools.partial(estimates, checkpoint)),
-            stopwatch=Stopwatch(segment.device, clock=clock.compute),
+            stopwatch=Stopwatch(segment.device, clock=clock.compute, throttle=hardware.throttle),
             completed=host.completed,
             on_neighbour_lost=host.lost_neighbour,
         )
         cache = SpeedCache(host.config.home / SPEEDS_FILE, now=clock.unix)
         conditions = replace(hardware.conditions(host.swarm.id, units.units), number_format="training")
+        measuring = functools.partial(measure, segment, clock.compute, hardware.config.share)
         capability = await executor.call(
-            Urgency.CONTROL,
-            lambda: Capability.of(conditions, cache, lambda: measure(segment, clock.compute), clock=clock.monotonic),
+            Urgency.CONTROL, lambda: Capability.of(conditions, cache, measuring, clock=clock.monotonic)
         )
         link_times = LinkTimes(host.directory, checkpoint.units, host.swarm.manifest.model.hidden)
         election = CoordinatorElection(
@@ -193,9 +193,12 @@ def estimates(checkpoint: Checkpoint, run: Run) -> Sequence[UnitEstimate]:
     return estimate_span(checkpoint, run.microbatch, run.sequence)
 
 
-def measure(segment: Segment, clock: Callable[[], float]) -> Speeds:
-    """Before anything is trained. What a graph's inputs are is known to its data alone: its first real work tells."""
-    return measure_training(segment, clock=clock) if isinstance(segment, SpanSegment) else Speeds()
+def measure(segment: Segment, clock: Callable[[], float], share: float = 1.0) -> Speeds:
+    """Before anything is trained, as a `share` of the time leaves it. What a graph's inputs are is known to its data alone: its
+    first real work tells."""
+    if not isinstance(segment, SpanSegment):
+        return Speeds()
+    return Speeds(training_units_per_s=share * measure_training(segment, clock=clock).training_units_per_s)
 
 
 def load(checkpoint: Checkpoint, units: Span, hardware: Hardware) -> Segment:

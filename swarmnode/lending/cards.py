@@ -1,0 +1,60 @@
+"""What NVIDIA's driver tells of the cards of this machine: temperature, power, and the memory that other programs use."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+
+log = logging.getLogger(__name__)
+
+
+class Cards:
+    """All cards; none where there is no driver. What it does not tell (power, on many laptops) is None. May block for a while."""
+
+    def __init__(self) -> None:
+        import pynvml
+
+        self._nvml: Any = pynvml
+        self._handles: list[Any] = []
+        try:
+            pynvml.nvmlInit()
+            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        except pynvml.NVMLError as error:
+            log.info("no NVIDIA driver to ask: %s", error)
+
+    def __repr__(self) -> str:
+        return f"<Cards: {len(self._handles)}>"
+
+    def celsius(self) -> float | None:
+        """Of the hottest one."""
+        nvml = self._nvml
+        return self._most(lambda handle: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+
+    def watts(self) -> float | None:
+        """Of the one that draws most."""
+        return self._most(lambda handle: self._nvml.nvmlDeviceGetPowerUsage(handle) / 1000)  # milliwatts
+
+    def others_bytes(self) -> int | None:
+        """Memory of a card that other programs than this one use, on the card where it is most."""
+        own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+        most = self._most(lambda handle: sum(used for pid, used in self._programs(handle) if pid not in own))
+        return None if most is None else int(most)
+
+    def _programs(self, handle: Any) -> Iterator[tuple[int, int]]:
+        """Each once, whether it computes, draws, or both."""
+        nvml = self._nvml
+        asked = nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses
+        yield from {each.pid: each.usedGpuMemory or 0 for ask in asked for each in ask(handle)}.items()
+
+    def _most(self, figure: Callable[[Any], float]) -> float | None:
+        figures = []
+        for handle in self._handles:
+            try:
+                figures.append(float(figure(handle)))
+            except self._nvml.NVMLError:
+                continue
+        return max(figures, default=None)
