@@ -12,6 +12,7 @@ import torch
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving.cache import MAX_PADDING
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
@@ -38,6 +39,22 @@ def begin_serving(checkpoint: Checkpoint, device: torch.device) -> StageRunner:
     runner.open("session", rows=1, max_length=20)
     runner.run([StepInput("session", torch.ones(1, 5, dtype=torch.int64))])
     return runner
+
+
+def test_a_quarter_of_the_caches_is_padding_at_most(
+    cards: SimulatedCards, card: torch.device, checkpoints: dict[str, Checkpoint]
+) -> None:
+    """Five sessions half as long as the sixth."""
+    runner = StageRunner(load_span(checkpoints["llama"], 1, UNITS - 1, device=card), RunnerConfig(1 << 24))
+    lengths = [300, *[150] * 5]
+    before = cards.counts(CARD).used_bytes
+    for session, length in enumerate(lengths):
+        runner.open(session, rows=1, max_length=length + 2)
+        runner.run([StepInput(session, torch.zeros(1, length, 32))])
+    for _ in range(2):
+        runner.run([StepInput(session, torch.zeros(1, 1, 32)) for session in range(len(lengths))])
+    needed = sum(length + 2 for length in lengths) * runner.span.cache_bytes_per_token
+    assert needed < cards.counts(CARD).used_bytes - before <= needed / (1 - MAX_PADDING)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -22,7 +22,7 @@ from swarmnode.ledger import MemoryLedger
 
 GROW_COLUMNS = 64  # buffers grow by at least this and by a quarter
 SMALL_COLUMNS = 128  # below it, padding costs less than another pass
-MAX_PADDING_RATIO = 2.0
+MAX_PADDING = 0.25  # of all columns of a cohort
 
 SessionId = TypeVar("SessionId", bound=Hashable)
 
@@ -217,13 +217,18 @@ def _may_share_a_pass(cohort: Cohort, members: Sequence[CachedSession], count: i
 
 
 def partition_by_length(sessions: Sequence[CachedSession]) -> list[list[CachedSession]]:
-    """Groups of sessions in which padding makes no row more than MAX_PADDING_RATIO times as long as it is."""
+    """Groups of sessions, the longest first, in which at most MAX_PADDING of all columns are padding; of rows that are short as
+    many as SMALL_COLUMNS do not count as such."""
     parts: list[list[CachedSession]] = []
+    longest = rows = held = 0
     for session in sorted(sessions, key=lambda session: -session.length):
-        if parts and parts[-1][0].length <= MAX_PADDING_RATIO * max(session.length, SMALL_COLUMNS):
+        columns = max(session.length, SMALL_COLUMNS)
+        rows, held = rows + session.rows, held + session.rows * columns
+        if parts and held >= (1 - MAX_PADDING) * rows * longest:
             parts[-1].append(session)
         else:
             parts.append([session])
+            longest, rows, held = columns, session.rows, session.rows * columns
     return parts
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import load_span
-from swarmnode.compute.serving.cache import CachePool, capacity_for, partition_by_length
+from swarmnode.compute.serving.cache import MAX_PADDING, SMALL_COLUMNS, CachePool, capacity_for, partition_by_length
 from swarmnode.compute.serving.cache_budget import OutOfCache
 from swarmnode.compute.serving.cohort import CachedSession, Cohort
 
@@ -111,6 +115,21 @@ def test_rows_of_very_different_lengths_stay_apart():
     assert partition_by_length([short, long]) == [[long], [short]]
     long.length = 250
     assert partition_by_length([short, long]) == [[long, short]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 4)), min_size=1, max_size=40))
+def test_at_most_a_quarter_is_padding(shapes):
+    """One long session among many half as long would waste nearly half of the memory, and of what each step reads."""
+    sessions = [CachedSession(rows, 10_000, (), LAYERS) for _, rows in shapes]
+    for session, (length, _) in zip(sessions, shapes, strict=True):
+        session.length = length
+    parts = partition_by_length(sessions)
+    assert sorted(map(id, sessions)) == sorted(id(session) for part in parts for session in part)
+    for part in parts:
+        columns = [max(session.length, SMALL_COLUMNS) for session in part for _ in range(session.rows)]
+        assert sum(columns) >= (1 - MAX_PADDING) * len(columns) * max(columns)
+    longest = max(session.length for session in sessions)
+    assert len(parts) <= 1 + math.log(max(longest, SMALL_COLUMNS) / SMALL_COLUMNS, 4 / 3)  # passes of a step
 
 
 def test_capacity_is_bounded_by_what_sessions_may_use():
