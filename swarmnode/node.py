@@ -170,12 +170,7 @@ class Node:
     async def _live(self, host: Host, heavy: asyncio.Future[ModuleType], services: AsyncExitStack) -> None:
         """From joining to serving, and on to other places. `services` last longer: sessions move away before they end."""
         addresses = await host.network.addresses()
-        self._tell(
-            "joined",
-            f"Peer {host.peer_id} of swarm {host.swarm.name}",
-            peer=host.peer_id,
-            addresses=addresses,
-        )
+        self._tell("joined", f"Peer {host.peer_id} of swarm {host.swarm.name}", peer=host.peer_id, addresses=addresses)
         if not host.joined.is_set():
             self._tell("waiting", "The swarm cannot be reached at the moment; this node keeps trying.")
             await host.joined.wait()

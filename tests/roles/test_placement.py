@@ -64,7 +64,14 @@ def place(directory: Directory, capacity: int, config: PlacementConfig = QUICK) 
     manifest = SimpleNamespace(model=SimpleNamespace(units=6, hidden=0), mode="serve")
     swarm = SimpleNamespace(manifest=manifest)
     standing = SimpleNamespace(shunned=frozenset())
-    host = SimpleNamespace(peer_id=ME, directory=directory, swarm=swarm, standing=standing, clock=Clock())
+    host = SimpleNamespace(
+        peer_id=ME,
+        directory=directory,
+        swarm=swarm,
+        standing=standing,
+        clock=Clock(),
+        decisions=SimpleNamespace(note=lambda *_facts, **_units: None),
+    )
     return Placement(host, capacity, config)  # type: ignore[arg-type]
 
 
