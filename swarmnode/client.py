@@ -28,6 +28,7 @@ from swarmnode.roles.credit.claims import Claims
 from swarmnode.roles.credit.receipt_issuer import ReceiptIssuer
 from swarmnode.roles.explanation import explain
 from swarmnode.roles.host import Host, HostConfig
+from swarmnode.roles.measuring.measured_network import measured_network
 from swarmnode.roles.measuring.meters import ClientMeter
 from swarmnode.roles.measuring.trace_server import fetch_traces
 from swarmnode.roles.picture import picture_of
@@ -201,6 +202,10 @@ class SwarmClient:
     def status(self) -> dict[str, Any]:
         """Who is here and holds what, as `swarmnode status --json` prints it."""
         return picture_of(self._host.swarm, self._host.directory.peers())
+
+    def network(self) -> dict[str, Any]:
+        """Machines and links to plan on, as `swarmnode network` writes them. Raises LocalError where nobody lends one."""
+        return measured_network(self._host.swarm, self._host.directory.peers())
 
     def why(self, about: str = "") -> dict[str, Any]:
         """What the directory knows of a peer or a unit; where `about` is empty, which way a session would go now, and why."""

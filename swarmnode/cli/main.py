@@ -30,6 +30,7 @@ from swarmnode.cli.lend.why import why
 from swarmnode.cli.options.node_file import ConfiguredCommand
 from swarmnode.cli.plan.demo import demo
 from swarmnode.cli.plan.fit import fit
+from swarmnode.cli.plan.network import network
 from swarmnode.cli.plan.plan import plan
 from swarmnode.cli.plan.simulate import simulate
 from swarmnode.cli.terminal.grouped_help import GroupedHelp
@@ -49,7 +50,7 @@ GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
     "Lend this machine": (run, ps, pause, resume, finish, stop, why, credit, doctor, bench),
     "Host a swarm": (host, create, bootstrap, invite, revoke, members),
     "Train": (train, export),
-    "Plan and try": (fit, plan, simulate, demo),
+    "Plan and try": (fit, network, plan, simulate, demo),
 }
 
 app = typer.Typer(

@@ -90,3 +90,39 @@ def test_wrong_options(files, options, words):
 def test_a_missing_model_or_scenario(files, tmp_path):
     assert_clear(invoke("simulate", files[0], "--model", str(tmp_path / "none")), 2, "no such file")
     assert_clear(invoke("simulate", str(tmp_path / "none.json"), "--model", files[1]), 2, "none.json")
+
+
+def plan_file(folder, **changes):
+    stages = [{"units": [0, 3], "devices": [2]}, {"units": [3, 6], "devices": [0, 1]}]
+    path = folder / "plan.json"
+    path.write_text(json.dumps({"stages": stages, "pipelines": [[2, 0]], **changes}))
+    return str(path)
+
+
+def test_a_plan_is_carried_out(files, tmp_path):
+    page = tmp_path / "out.html"
+    options = (
+        "--workload",
+        "train",
+        "--microbatches",
+        "4",
+        "--batch",
+        "2",
+        "--average-rank",
+        "2",
+        "--report",
+        str(page),
+    )
+    done = simulate(files, "--plan", plan_file(tmp_path), *options)
+    assert done.returncode == 0 and "tokens trained" in done.stdout
+    assert "units 0 to 2" in page.read_text() and "units 3 to 5" in page.read_text()
+
+
+def test_plans_for_something_else_are_refused(files, tmp_path):
+    train = ("--workload", "train")
+    assert_clear(simulate(files, "--plan", plan_file(tmp_path)), 2, "plans are for training")
+    long = plan_file(tmp_path, stages=[{"units": [0, 9], "devices": [0]}])
+    assert_clear(simulate(files, "--plan", long, *train), 2, "for 9 units, and the model has 6")
+    wide = plan_file(tmp_path, stages=[{"units": [0, 6], "devices": [7]}])
+    assert_clear(simulate(files, "--plan", wide, *train), 2, "names device 7")
+    assert_clear(simulate(files, "--plan", files[0], *train), 2, "not a plan")

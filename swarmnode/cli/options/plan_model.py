@@ -66,11 +66,10 @@ def _with_cards(network: Scenario, gpu: str) -> Scenario:
 
     if find_gpu(gpu) is None:
         fail(f"--gpu {gpu}: known are {', '.join(known_gpus())}", 2)
-    speeds = network.decode_units_per_s or (None,) * network.devices
-    told = zip(network.gpus, network.peak_flops, speeds, strict=True)
-    return dataclasses.replace(
-        network, gpus=tuple(card or (None if peak or speed else gpu) for card, peak, speed in told)
-    )
+    unknown = (None,) * network.devices
+    speeds = network.decode_units_per_s or unknown, network.training_units_per_s or unknown
+    told = zip(network.gpus, network.peak_flops, *speeds, strict=True)
+    return dataclasses.replace(network, gpus=tuple(card or (None if any(rest) else gpu) for card, *rest in told))
 
 
 def _workload(model: Model, options: ModelOptions) -> Workload:

@@ -50,12 +50,17 @@ def simulate(
     prompt: int = typer.Option(512, "--prompt", min=1, help="Tokens of a prompt, on average."),
     tokens: int = typer.Option(128, "--tokens", min=1, help="Tokens that a session generates, on average."),
     microbatches: int = typer.Option(32, "--microbatches", min=1, max=2048, help="Of one training step."),
-    sequence: int = typer.Option(1024, "--sequence", min=1, help="Tokens of a training microbatch."),
+    batch: int = typer.Option(1, "--batch", min=1, max=1 << 20, help="Sequences of a training microbatch."),
+    sequence: int = typer.Option(1024, "--sequence", min=1, help="Tokens of a sequence."),
     compress: str = typer.Option("auto", "--compress", help="Codec between training stages: auto, none, int8, …"),
     average_every: int = typer.Option(
         1, "--average-every", min=1, help="Steps between two averagings (above 1: DiLoCo)."
     ),
     average_codec: str = typer.Option("none", "--average-codec", help="What gradients travel as: none, fp16, int8, …"),
+    average_rank: int = typer.Option(0, "--average-rank", min=0, max=1024, help="Above 0: PowerSGD of that rank."),
+    plan: Path = typer.Option(
+        None, "--plan", metavar="PLAN.json", help="Begin from what plan --model --json printed.", show_default=False
+    ),
     rebalance: bool = typer.Option(True, "--rebalance/--no-rebalance", help="Whether peers move for throughput."),
     report: Path = typer.Option(
         None, "--report", metavar="OUT.html", help="Write a page with plots.", show_default=False
@@ -86,11 +91,17 @@ def simulate(
         churn=rate,
         serve=ServeSettings(arrivals, prompt, tokens, clients=clients),
         train=TrainSettings(
-            microbatches, sequence=sequence, compress=compress, averaging=_averaging(average_every, average_codec)
+            microbatches,
+            batch,
+            sequence,
+            compress=compress,
+            averaging=_averaging(average_every, average_codec, average_rank),
         ),
         swarm=SwarmSettings(rebalance=rebalance),
     )
-    simulation = Simulation(network, Model.load(model), settings, peers=peers, trace=trace)
+    shape = Model.load(model)
+    planned = {} if plan is None else _planned(plan, workload, peers or network.devices, shape.units)
+    simulation = Simulation(network, shape, settings, peers=peers, trace=trace, **planned)
     gc.freeze()  # thousands of peers stay to the end: walking them in every collection took four fifths of the time
     with _progress(quiet=as_json) as progress:
         result = simulation.run(progress)
@@ -118,14 +129,28 @@ def _with_gpu(network: Scenario, gpu: str) -> Scenario:
     return dataclasses.replace(network, gpus=tuple(known or gpu for known in network.gpus))
 
 
-def _averaging(every: int, codec: str) -> Averaging:
+def _planned(path: Path, workload: str, devices: int, units: int) -> dict[str, Any]:
+    """Who begins with what, and the pipelines. Raises UsageError where the plan is for something else."""
+    from swarmnode.errors import UsageError
+    from swarmnode.plan.offline.plan_file import PlanFile
+
+    if workload != "train":
+        fail("--plan: plans are for training; add --workload train", 2)
+    plan = PlanFile.load(path)
+    try:
+        return {"spans": plan.spans(devices, units), "pipelines": plan.pipelines}
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def _averaging(every: int, codec: str, rank: int) -> Averaging:
     from swarmnode.codec.tensors import Codec
     from swarmnode.swarm.records.run import Averaging
 
     names = [known.name.lower() for known in Codec]
     if codec not in names:
         fail(f"--average-codec {codec}: choose {', '.join(names)}", 2)
-    return Averaging(every=every, codec=Codec[codec.upper()])
+    return Averaging(every=every, codec=Codec[codec.upper()], rank=rank)
 
 
 def _churn(text: str, devices: int) -> tuple[float, list[Change] | None]:

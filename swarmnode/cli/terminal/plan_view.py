@@ -88,6 +88,7 @@ def hosting_summary(
             for stage in hosting.stages
         ],
         "unused": sorted(set(range(network.devices)) - hosting.used),
+        **({"swarm": network.swarm, "peers": network.peers} if network.swarm else {}),
     }
 
 

@@ -1,8 +1,9 @@
 """A network to plan or simulate on: devices, and the delay and bandwidth between each two of them.
 
 The file is one JSON object: `devices` (count), `delay_ms` (one way) and `bandwidth_gbps` (Gbit/s), both device x device and
-read as [from][to]; where known also `name`, and per device `region`, `gpu`, `peak_tflops`, `memory_gb` and
-`decode_units_per_s`, each null for a device of which it is unknown. What a device has to itself (the diagonal) is read but
+read as [from][to]; where known also `name`, and per device `region`, `gpu`, `peak_tflops`, `memory_gb`,
+`decode_units_per_s` and `training_units_per_s`, each null for a device of which it is unknown. What `swarmnode network` writes of a
+live swarm has `swarm` and `peer`, too. What a device has to itself (the diagonal) is read but
 means nothing.
 """
 
@@ -44,6 +45,9 @@ class Scenario:
     peak_flops: tuple[float | None, ...]  # per second
     memory_bytes: tuple[int | None, ...]
     decode_units_per_s: tuple[float | None, ...] = ()  # as a node of it was measured; empty where the file does not say
+    training_units_per_s: tuple[float | None, ...] = ()  # likewise: positions through a unit, there and back
+    peers: tuple[str | None, ...] = ()  # of a live swarm
+    swarm: str = ""  # and its id in hex
 
     @property
     def devices(self) -> int:
@@ -97,6 +101,9 @@ def _parse(values: dict[str, Any], *, default_name: str) -> Scenario:
         peak_flops=tuple(None if value is None else value * 1e12 for value in peak_tflops),
         memory_bytes=tuple(None if value is None else int(value * 1e9) for value in memory_gb),
         decode_units_per_s=_per_device(values, "decode_units_per_s", devices, _positive(MAX_UNITS_PER_S)),
+        training_units_per_s=_per_device(values, "training_units_per_s", devices, _positive(MAX_UNITS_PER_S)),
+        peers=_per_device(values, "peer", devices, _text),
+        swarm="" if values.get("swarm") is None else _text(values["swarm"], "swarm"),
     )
 
 

@@ -74,11 +74,9 @@ def device_of(scenario: Scenario, index: int, model: Model) -> SimulatedDevice:
     name = gpu or f"device {index}"
     memory_bytes = scenario.memory_bytes[index] or (known.memory_bytes if known else DEFAULT_MEMORY_BYTES)
     given = scenario.decode_units_per_s[index] if scenario.decode_units_per_s else None
-    if given is not None:
-        throttle = Throttle(given)
-        return SimulatedDevice(
-            name, memory_bytes, lambda _: throttle.least_s(1, 1), lambda n: throttle.least_s(1, int(n)), True
-        )
+    trained = scenario.training_units_per_s[index] if scenario.training_units_per_s else None
+    if given is not None or trained is not None:
+        return SimulatedDevice(name, memory_bytes, *_measured(given, trained), True)
     card = known_card(gpu, model.layer_parameters)
     if card is not None:
         return replace(card, name=name, memory_bytes=memory_bytes)
@@ -102,6 +100,16 @@ def known_card(name: str | None, layer_parameters: int) -> SimulatedDevice | Non
         else _scaled(measured, layer_parameters)
     )
     return SimulatedDevice(known.name, known.memory_bytes, *speeds)
+
+
+def _measured(decode_units_per_s: float | None, training_units_per_s: float | None) -> tuple[Seconds, Seconds]:
+    """As nodes were measured, at least in one of the two; a prompt is the forward part of training."""
+    if training_units_per_s is None:
+        throttle = Throttle(decode_units_per_s or 0.0)
+        return lambda _: throttle.least_s(1, 1), lambda tokens: throttle.least_s(1, int(tokens))
+    token_s = 1 / ((1 + BACKWARD) * training_units_per_s)
+    step_s = 1 / decode_units_per_s if decode_units_per_s else token_s
+    return lambda _: step_s, lambda tokens: tokens * token_s
 
 
 def _scaled(measured: LayerTimes, layer_parameters: int) -> tuple[Seconds, Seconds]:

@@ -62,6 +62,35 @@ def spans(title: str, units: int, rows: Sequence[tuple[str, int, int, float]]) -
     return _figure(title, "".join(parts), bottom + 8)
 
 
+def matrix(title: str, values: Sequence[Sequence[float]], blocks: Sequence[tuple[str, int]]) -> str:
+    """Pairs of the same things, from [row] to [column], the darker the more (by orders of magnitude); `blocks` are what so many of
+    them in turn have in common, and are framed where they meet themselves."""
+    count = len(values)
+    cell = (WIDTH - 200 - RIGHT) / max(1, count)
+    known = [math.log(value) for row in values for value in row if value > 0]
+    least, most = min(known, default=0.0), max(known, default=1.0)
+    parts = []
+    for row, line in enumerate(values):
+        for column, value in enumerate(line):
+            if value > 0:
+                share = (math.log(value) - least) / ((most - least) or 1.0)
+                x, y = 190 + cell * column, TOP + cell * row
+                parts.append(
+                    f'<rect x="{x:.1f}" y="{y:.1f}" width="{cell:.1f}" height="{cell:.1f}" fill="{COLOURS[0]}" '
+                    f'fill-opacity="{0.1 + 0.9 * share:.2f}"/>'
+                )
+    begin = 0
+    for label, size in blocks:
+        at, side = TOP + cell * begin, cell * size
+        parts.append(f'<text x="184" y="{at + side / 2 + 4:.1f}" text-anchor="end">{escape(label)}</text>')
+        parts.append(
+            f'<rect x="{190 + cell * begin:.1f}" y="{at:.1f}" width="{side:.1f}" height="{side:.1f}" fill="none" '
+            f'stroke="{COLOURS[1]}" stroke-width="1.5"/>'
+        )
+        begin += size
+    return _figure(title, "".join(parts), TOP + cell * count + 8)
+
+
 def _figure(title: str, inside: str, height: float) -> str:
     return (
         f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" '

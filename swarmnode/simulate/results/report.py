@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from itertools import groupby
 from typing import Any
 
-from swarmnode.simulate.results.plots import bars, curves, spans
+from swarmnode.simulate.results.plots import bars, curves, matrix, spans
 from swarmnode.simulate.results.summary import summary
 from swarmnode.simulate.simulation import SimulationResult
 
@@ -39,6 +40,8 @@ def report(result: SimulationResult) -> str:
         _latencies(figures["latencies"]),
         "<h2>Who held what at the end</h2>",
         _holders(result),
+        "<h2>The network, and who of it works together</h2>",
+        *_network(result),
         "<h2>Where the bytes went</h2>",
         _bytes(result, figures["links"]),
         "<h2>In all</h2>",
@@ -92,6 +95,23 @@ def _holders(result: SimulationResult) -> str:
     ]
     which = "Units of each peer" if step == 1 else f"Units of every {step}th peer"
     return spans(f"{which}; the darker, the more of its time it computed", result.model.units, rows)
+
+
+def _network(result: SimulationResult) -> list[str]:
+    """Bandwidths, and the bytes that went, between peers in the order of what they hold: the replicas of a stage are framed."""
+    peers = sorted((peer for peer in result.world.peers if peer.alive), key=lambda peer: (peer.span, peer.index))
+    peers, links = peers[:: max(1, -(-len(peers) // MAX_ROWS))], result.world.links
+    blocks = [
+        (f"units {span.start} to {span.end - 1}" if span.units else "stand by", len(list(members)))
+        for span, members in groupby(peers, key=lambda peer: peer.span)
+    ]
+    pairs = [[(here.index, there.index) for there in peers] for here in peers]
+    bandwidths = [[links.bandwidth_bps(*pair) * (pair[0] != pair[1]) for pair in row] for row in pairs]
+    sent = [[links.bytes_sent.get(pair, 0.0) for pair in row] for row in pairs]
+    return [
+        matrix("Bandwidth from each to each; the darker, the faster", bandwidths, blocks),
+        matrix("Bytes that went from each to each; the darker, the more", sent, blocks),
+    ]
 
 
 def _bytes(result: SimulationResult, links: Sequence[dict[str, Any]]) -> str:

@@ -17,6 +17,8 @@ from swarmnode.simulate.environment.links import Links
 from swarmnode.simulate.environment.model import Model
 from swarmnode.swarm.records.run import Averaging
 
+WIDENING = 4  # of the matrices of a layer, in widths of the model
+
 
 def reduction_ends_s(
     now_s: float, groups: Sequence[Group], indexes: Mapping[PeerId, int], links: Links, model: Model, how: Averaging
@@ -26,7 +28,7 @@ def reduction_ends_s(
         _Exchange(
             members=[indexes[member.peer] for member in group.members],
             givers=[indexes[member.peer] for member in group.members if member.count],
-            size_bytes=averaged_bytes(sum(model.block_parameters(block) for block in group.blocks), how),
+            size_bytes=averaged_bytes(sum(model.block_parameters(block) for block in group.blocks), model.hidden, how),
         )
         for group in groups
         if len(group.members) > 1 and group.how != How.APART
@@ -60,8 +62,10 @@ class _Exchange:
         )
 
 
-def averaged_bytes(parameters: int, how: Averaging) -> float:
-    """Of the gradients of so many parameters, as the run's codec sends them."""
+def averaged_bytes(parameters: int, hidden: int, how: Averaging) -> float:
+    """Of the gradients of so many parameters, as the run's codec or rank sends them."""
+    if how.rank:  # two factors for each matrix, taken to be of `hidden` x 4 `hidden`
+        return 4.0 * min(parameters, how.rank * parameters * (1 + WIDENING) / (WIDENING * hidden))
     kept = int(parameters * how.keep) if how.codec == Codec.TOPK else 0
     if kept:
         return kept * 4.0  # a 16-bit value and a 16-bit index

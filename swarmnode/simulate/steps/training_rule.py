@@ -24,7 +24,9 @@ def simulated_rule(
     """Of one world and one run."""
     model, met = world.model, _Met(world, settings.tokens)
     values = (settings.microbatch, settings.sequence, model.hidden)
-    gradient_bytes = (averaged_bytes(model.parameters[unit], settings.averaging) for unit in range(model.units))
+    gradient_bytes = (
+        averaged_bytes(model.parameters[unit], model.hidden, settings.averaging) for unit in range(model.units)
+    )
     load = TrainingLoad(
         settings.microbatches,
         float(encoder.expected_bytes([0], values)[0, 0]),

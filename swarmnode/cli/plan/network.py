@@ -1,0 +1,63 @@
+"""`swarmnode network`: what a live swarm has measured of its machines and links, as a network to plan on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from swarmnode.cli.options.swarm import SWARM, open_swarm
+from swarmnode.cli.terminal.console import (
+    HOME,
+    VERBOSE,
+    default_home,
+    fail,
+    print_json,
+    reports_errors,
+    run_async,
+    say,
+    set_up_logging,
+)
+
+
+@reports_errors
+def network(
+    swarm: str = SWARM,
+    output: Path = typer.Option(
+        None, "--output", "-o", metavar="FILE", help="Write it there; default: print it.", show_default=False
+    ),
+    home: Path = HOME,
+    verbose: bool = VERBOSE,
+) -> None:
+    """Write down a swarm's machines, speeds, delays and bandwidths as its peers have measured them, for plan and simulate.
+
+    Example: swarmnode network friends.swarm -o network.json
+    """
+    set_up_logging(verbose)
+    if output is not None and not output.absolute().parent.is_dir():
+        fail(f"--output {output}: no such folder", 2)
+    from swarmnode.client import SwarmClient
+
+    async def look(_stop: asyncio.Event) -> None:
+        here = default_home(home)
+        async with await SwarmClient.join(open_swarm(swarm, here), home=here) as client:
+            found = client.network()
+        if output is None:
+            print_json(found)
+        else:
+            _write(output, found)
+
+    run_async(look)
+
+
+def _write(output: Path, found: dict[str, Any]) -> None:
+    output.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    pairs = found["devices"] * (found["devices"] - 1)
+    delays, bandwidths = (pairs - len(found["estimated"][field]) for field in ("delay_ms", "bandwidth_gbps"))
+    say(
+        f"Wrote {output}: {found['devices']} machines; of {pairs} links {delays} delays and {bandwidths} bandwidths were "
+        "measured, the others are estimated."
+    )

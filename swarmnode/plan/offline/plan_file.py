@@ -1,0 +1,82 @@
+"""A plan in a file, as `swarmnode plan --model … --json` prints it: who holds which units, and the pipelines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swarmnode.errors import UsageError
+from swarmnode.plan.view import Span
+
+MAX_FILE_BYTES = 16 << 20
+NOTHING = Span(0, 0)
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """`stages`: units, and the devices that hold them, by number in the network. `pipelines`: devices, stage after stage.
+    `peers` and `swarm` (in hex): whose devices these are, where the network was a swarm's; else empty."""
+
+    units: int
+    stages: tuple[tuple[Span, tuple[int, ...]], ...]
+    pipelines: tuple[tuple[int, ...], ...]
+    peers: tuple[str, ...] = ()
+    swarm: str = ""
+
+    @classmethod
+    def load(cls, path: str | Path) -> PlanFile:
+        """The plan in a file. Raises UsageError, naming the file, where it is not one."""
+        try:
+            if Path(path).stat().st_size > MAX_FILE_BYTES:
+                raise UsageError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, so it is not a plan")
+            return _parse(json.loads(Path(path).read_bytes()))
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise UsageError(f"{path}: not a plan as `swarmnode plan --model … --json` prints it: {error}") from None
+
+    def spans(self, devices: int, units: int) -> list[Span]:
+        """What each device of a network holds; nothing, where it is not used. Raises UsageError where the plan is for another
+        network or model."""
+        if self.units != units:
+            raise UsageError(f"the plan is for {self.units} units, and the model has {units}")
+        named = [device for _, members in self.stages for device in members]
+        most = max(named + [device for pipeline in self.pipelines for device in pipeline], default=0)
+        if most >= devices:
+            raise UsageError(f"the plan names device {most}, and the network has {devices}, from 0 on")
+        held = {device: span for span, members in self.stages for device in members}
+        return [held.get(device, NOTHING) for device in range(devices)]
+
+    def span_of(self, peer: str, swarm: str, units: int) -> Span:
+        """What a peer of a swarm holds; nothing, where the plan does without it. Raises UsageError where it is for another."""
+        if self.swarm != swarm:
+            raise UsageError("the plan is for another swarm: plan on what `swarmnode network` writes of this one")
+        held = dict(zip(self.peers, self.spans(len(self.peers), units), strict=True))
+        return held.get(peer, NOTHING)
+
+
+def _parse(values: dict[str, Any]) -> PlanFile:
+    stages = tuple(_stages(values["stages"]))
+    pipelines = tuple(tuple(map(_number, pipeline)) for pipeline in values["pipelines"])
+    peers = tuple(map(str, values.get("peers", ())))
+    ends = [0, *(span.end for span, _ in stages)]
+    if not stages or [span.start for span, _ in stages] != ends[:-1]:
+        raise ValueError("its stages do not follow one another from the first unit on")
+    return PlanFile(ends[-1], stages, pipelines, peers, str(values.get("swarm", "")))
+
+
+def _stages(rows: list[dict[str, Any]]) -> Iterator[tuple[Span, tuple[int, ...]]]:
+    for row in rows:
+        span = Span(*map(_number, row["units"]))
+        if span.start >= span.end:
+            raise ValueError(f"units {list(span)} are none")
+        yield span, tuple(map(_number, row["devices"]))
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a number of a unit or device")
+    return value
