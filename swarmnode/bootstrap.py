@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from swarmnode.errors import LocalError
 from swarmnode.metrics.metric import Readings
-from swarmnode.net.addressing.addresses import check_port_free, is_loopback
+from swarmnode.net.addressing.addresses import check_port_free, is_loopback, is_public
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import PeerId
 from swarmnode.platform import MACHINE, Platform
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MANIFEST_PATIENCE_S = 30.0
+NAT_S, NAT_LOOK_S = 15.0, 0.5  # a router that maps ports does it within seconds
 
 
 class Bootstrap:
@@ -56,10 +57,7 @@ class Bootstrap:
             config = replace(config, host_maddrs=tuple(dict.fromkeys([*swarm.bootstrap_listen, *config.host_maddrs])))
         host = await Host.join(swarm, config, role="bootstrap", identity=promised, platform=platform)
         try:
-            bootstraps = tuple(dict.fromkeys([*swarm.bootstraps, *_bootstraps(await host.network.addresses())]))
-            host.swarm = replace(swarm, bootstraps=bootstraps)
-            if file is not None and bootstraps != swarm.bootstraps:
-                _keep(host.swarm, file)
+            _take_in(host, file, await _mapped(host))
             await host.manifest(patience_s=MANIFEST_PATIENCE_S)
             seeder = await Seeder.start(host.network, host.hello, host.swarm, host.link_config)
             if swarm.checkpoint is not None:
@@ -84,6 +82,11 @@ class Bootstrap:
         """Live for as long as other work takes: its result. Raises LocalError as `run` does, and ends that work."""
         return await self._host.supervisor.watch(work)
 
+    @property
+    def swarm(self) -> Swarm:
+        """The swarm, with this among its bootstrap peers."""
+        return self._host.swarm
+
     async def addresses(self) -> list[str]:
         """Multiaddrs under which newcomers reach it."""
         return await self._host.network.addresses()
@@ -92,6 +95,28 @@ class Bootstrap:
         """Leave the swarm: the weights first, then the network."""
         await self._seeder.close()
         await self._host.close()
+
+
+async def _mapped(host: Host) -> list[str]:
+    """Its addresses, with the router's where that was asked to map a port and does so in time."""
+    addresses = await host.network.addresses()
+    if not host.config.nat_port_map:
+        return addresses
+    give_up_s = host.clock.monotonic() + NAT_S
+    while not any(map(is_public, addresses)) and host.clock.monotonic() < give_up_s:
+        await asyncio.sleep(NAT_LOOK_S)
+        addresses = await host.network.addresses()
+    return addresses
+
+
+def _take_in(host: Host, file: Path | None, addresses: list[str]) -> None:
+    """Let the swarm's invites name these addresses of ours, those of the internet first."""
+    swarm = host.swarm
+    own = sorted(_bootstraps(addresses), key=is_public, reverse=True)
+    bootstraps = tuple(dict.fromkeys([*filter(is_public, own), *swarm.bootstraps, *own]))
+    host.swarm = replace(swarm, bootstraps=bootstraps)
+    if file is not None and bootstraps != swarm.bootstraps:
+        _keep(host.swarm, file)
 
 
 def _bootstraps(addresses: list[str]) -> list[str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
@@ -29,7 +28,7 @@ from swarmnode.lending.lifecycle import LendingEvent, LendingState
 from swarmnode.lending.rule_watch import follow_rules
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
-from swarmnode.net.tasks import cancel_and_wait
+from swarmnode.net.tasks import cancel_and_wait, until_first
 from swarmnode.node_config import NodeConfig as NodeConfig
 from swarmnode.node_texts import LENDING, STANDS_BY, Tell, introduce, progress_of, reason_of
 from swarmnode.plan.view import Span
@@ -199,7 +198,7 @@ class Node:
         machine, place = hardware.machine(self.config.host.home), self._place(host, hardware)
         self._tell("machine", f"This machine: {hardware.device}, {machine['cpu_cores']} cores", **machine)
         while True:
-            await self._unless_held(host, self._work(host, seeder, weights, hardware, place))
+            await until_first(self._work(host, seeder, weights, hardware, place), self._held(host))
             await self._pause(host)
 
     async def _work(self, host: Host, seeder: Seeder, weights: Weights, hardware: Hardware, place: Placement) -> None:
@@ -318,17 +317,6 @@ class Node:
 
     # -- pausing
 
-    async def _unless_held(self, host: Host, work: Coroutine[Any, Any, None]) -> None:
-        """Work until what is held must be let go."""
-        tasks = asyncio.ensure_future(work), asyncio.ensure_future(self._held(host))
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                if task.done():
-                    task.result()
-        finally:
-            await cancel_and_wait(*tasks)
-
     async def _held(self, host: Host) -> None:
         """Wait until the owner or a rule wants the machine back, and what should be finished is."""
         while True:
@@ -342,11 +330,7 @@ class Node:
         if stage is None:
             return True  # it stands by
         host.directory.announce(Place(state=State.DRAINING))
-        tasks = asyncio.ensure_future(stage.finish()), asyncio.ensure_future(self.lending.until(*NO_LONGER_FINISHING))
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await cancel_and_wait(*tasks)
+        await until_first(stage.finish(), self.lending.until(*NO_LONGER_FINISHING))
         if self.lending.state is not LendingState.RUNNING:
             return True
         stage.take_on()

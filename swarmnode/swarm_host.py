@@ -35,8 +35,8 @@ class SwarmHost:
             return self._door.readings()
         return self.node.readings()
 
-    async def run(self, stop: asyncio.Event, opened: Callable[[list[str]], Awaitable[None]]) -> None:
-        """Live until `stop`; `opened` hears the addresses at which newcomers knock.
+    async def run(self, stop: asyncio.Event, opened: Callable[[Swarm, list[str]], Awaitable[None]]) -> None:
+        """Live until `stop`; `opened` hears the swarm as its invites tell it now, and the addresses at which newcomers knock.
 
         Raises what `Bootstrap.start` and `Node.run` do.
         """
@@ -44,7 +44,7 @@ class SwarmHost:
             self._swarm, self._door_config, file=self._swarm.file, platform=self._platform
         )
         try:
-            await opened(await self._door.addresses())
+            await opened(self._door.swarm, await self._door.addresses())
             await self._door.watch(self.node.run(stop))
         finally:
             await self._door.close()

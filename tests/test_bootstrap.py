@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from swarmnode.bootstrap import _bootstraps, _keep
+from swarmnode.bootstrap import NAT_S, _bootstraps, _keep, _mapped, _take_in
 from swarmnode.swarm.records.manifest import encode_manifest
 from swarmnode.swarm.storage.swarmfile import load_swarm, new_swarm, save_swarm
+from tests.net.virtual import in_virtual_time
 from tests.swarm.records.test_manifest import make_manifest
 
 HERE = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWdoor"
@@ -32,3 +36,35 @@ def test_new_doors_are_kept_where_the_file_may_be_written(tmp_path: Path, caplog
         _keep(replace(swarm, bootstraps=(HERE,)), tmp_path / "read-only" / "friends.swarm")
     [warning] = caplog.records
     assert "cannot write" in warning.message and "later invites do not know this bootstrap peer" in warning.message
+
+
+MAPPED = "/ip4/5.5.5.16/tcp/4001/p2p/12D3KooWdoor"
+
+
+def behind_router(*seen: list[str]) -> Any:
+    """A host that asks its router for a port, and what libp2p tells of its addresses, look for look."""
+    looks = list(seen)
+
+    async def addresses() -> list[str]:
+        return looks.pop(0) if len(looks) > 1 else looks[0]
+
+    return SimpleNamespace(
+        network=SimpleNamespace(addresses=addresses),
+        config=SimpleNamespace(nat_port_map=True),
+        clock=SimpleNamespace(monotonic=asyncio.get_running_loop().time),
+        swarm=replace(new_swarm(encode_manifest(make_manifest())), bootstraps=("/ip4/192.168.0.7/tcp/4001",)),
+    )
+
+
+@in_virtual_time
+async def test_the_address_that_a_router_maps_is_the_first_of_the_invite() -> None:
+    host = behind_router([HERE], [HERE], [HERE, MAPPED])
+    _take_in(host, None, await _mapped(host))
+    assert host.swarm.bootstraps[0] == MAPPED and "/ip4/192.168.0.7/tcp/4001" in host.swarm.bootstraps
+
+
+@in_virtual_time
+async def test_a_router_that_maps_nothing_is_not_waited_for_longer() -> None:
+    began_s = asyncio.get_running_loop().time()
+    assert await _mapped(behind_router([HERE])) == [HERE]
+    assert asyncio.get_running_loop().time() - began_s <= NAT_S + 1

@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_llama(tmp_path / "tiny", 1, vocab_size=64, hidden_size=16, intermediate_size=32)
 
     async def run(self: SwarmHost, stop: Any, opened: Any) -> None:
-        await opened(["/ip4/127.0.0.1/tcp/9/p2p/12D3KooWGzxzKZYveHXtpG6AsrUJBcWxHBFS2HsEoGTxrMLvKXtf"])
+        await opened(self._swarm, ["/ip4/127.0.0.1/tcp/9/p2p/12D3KooWGzxzKZYveHXtpG6AsrUJBcWxHBFS2HsEoGTxrMLvKXtf"])
 
     monkeypatch.setattr(SwarmHost, "run", run)
     monkeypatch.setattr(command, "TRY_S", 0.5)

@@ -108,9 +108,12 @@ def host(
         owner = new_owner(path, owner_key, password_file) if private else None
         swarm = found(path, from_checkpoint(model), bootstraps, owner, mode=SERVE, private=private, quiet=as_json)
         key = owner.key if owner else None
-    invite = swarm.invite if key is None else _invite(swarm, path, terms, key)
     watch = Watch(metrics_host, metrics_port, folder, as_json)
     tell = Teller(as_json)
+
+    async def welcome(opened: Swarm, reached: list[str]) -> None:
+        invite = opened.invite if key is None else _invite(opened, path, terms, key)
+        await _welcome(opened, path, invite, reached, terms, tell, nat=nat)
 
     async def serve(stop: asyncio.Event) -> None:
         from swarmnode.lending.control_server import ControlServer
@@ -119,7 +122,7 @@ def host(
         hosting = SwarmHost(swarm, door, node, tell)
         control = ControlServer(hosting.node.lending, stop, hosting.node.describe, hosting.node.why)
         async with watch.over(swarm.name, hosting.readings), control.listening(folder, swarm.name):
-            await hosting.run(stop, lambda reached: _welcome(swarm, path, invite, reached, terms, tell))
+            await hosting.run(stop, welcome)
 
     with tell:
         run_async(serve)
@@ -178,7 +181,9 @@ def _invite(swarm: Swarm, path: Path, terms: InviteTerms, key: SigningKey) -> st
     return line
 
 
-async def _welcome(swarm: Swarm, path: Path, invite: str, reached: list[str], terms: InviteTerms, tell: Tell) -> None:
+async def _welcome(
+    swarm: Swarm, path: Path, invite: str, reached: list[str], terms: InviteTerms, tell: Tell, *, nat: bool
+) -> None:
     """What the host wants to know once the door is open: where it stands, whether it answers there, and what a friend types."""
     from swarmnode.net.addressing.addresses import is_public
     from swarmnode.net.addressing.probe import answers
@@ -187,9 +192,8 @@ async def _welcome(swarm: Swarm, path: Path, invite: str, reached: list[str], te
     lines = [f"{path.name}: newcomers knock at"]
     lines += [f"  {address}  ({'answers' if yes else 'does not answer from here'})" for address, yes in tried.items()]
     if not any(map(is_public, reached)):
-        lines.append(
-            "Only this network reaches these; for the internet forward a port and give --announce, or try --nat."
-        )
+        more = "the router mapped none (UPnP)" if nat else "or try --nat"
+        lines.append(f"Only this network reaches these; for the internet forward a port and give --announce; {more}.")
     life = "for ever" if terms.life_s is None else f"for {terms.life_s / 86_400:.3g} days"
     uses = f"{terms.uses} peers" if terms.uses else "any number of peers"
     whom = f"volunteer, {uses}, {life}" if swarm.private else "everybody who has the line, for ever"

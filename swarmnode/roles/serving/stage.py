@@ -73,9 +73,7 @@ class Hardware:
     throttle: Throttle = field(default_factory=Throttle, compare=False)  # of all that is computed on it
 
     def __repr__(self) -> str:
-        return (
-            f"<Hardware {self.device}, {self.capacity_units} of {len(self.sizes.weight_bytes)} units in {self.dtype}>"
-        )
+        return f"<Hardware {self.device}, {self.capacity_units} units in {self.dtype}>"
 
     @classmethod
     def probe(
@@ -106,8 +104,8 @@ class Hardware:
         ledger = _ledger_of(device, memory_bytes, host or MemoryLedger())
         slowed = config.throttle_units_per_s or math.inf
         throttle = Throttle(slowed, config.share, clock=clock.compute, sleep=clock.hold_up)
-        folder = checkpoint.path
-        hardware = cls(device, dtype, config.quantize, memory_bytes, sizes, config, trains, folder, ledger, throttle)
+        lent = dtype, config.quantize, memory_bytes, sizes, config, trains
+        hardware = cls(device, *lent, checkpoint.path, ledger, throttle)
         if hardware.capacity_units == 0:
             raise LocalError(
                 f"{memory_bytes / 1e6:.0f} MB are not enough for one unit of this model "
