@@ -18,7 +18,7 @@ from swarmnode.compress.int8 import decode_int8, encode_int8
 from swarmnode.compress.topk import decode_topk, encode_topk
 from swarmnode.errors import ProtocolError
 
-__all__ = ["Buffer", "decode", "encode", "encode_in_place", "payload_bytes", "to_buffer"]
+__all__ = ["Buffer", "decode", "decode_in_place", "encode", "encode_in_place", "payload_bytes", "to_buffer"]
 
 Buffer = Union[bytes, bytearray, memoryview]
 
@@ -92,15 +92,25 @@ def decode(
     Every length is checked before anything is allocated. With codec NONE, a writable payload and the CPU the tensor is
     a view of the payload's memory. Raises ProtocolError: TOO_LARGE over `max_elements`, MALFORMED on all else.
     """
-    expected = check_tensor(info, max_elements)
     length = memoryview(payload).nbytes
+    _check_length(info, length, max_elements)
+    if not length:
+        return torch.empty(info.shape, dtype=_TORCH_DTYPE[info.dtype], device=device)
+    return _decode_flat(info, _from_buffer(payload, torch.device(device))).view(info.shape)
+
+
+def decode_in_place(info: TensorInfo, payload_M: Tensor, *, max_elements: int = MAX_ELEMENTS) -> Tensor:
+    """As `decode`, of a payload (uint8) that is on its device already."""
+    _check_length(info, payload_M.nbytes, max_elements)
+    if not payload_M.numel():
+        return torch.empty(info.shape, dtype=_TORCH_DTYPE[info.dtype], device=payload_M.device)
+    return _decode_flat(info, payload_M).view(info.shape)
+
+
+def _check_length(info: TensorInfo, length: int, max_elements: int) -> None:
+    expected = check_tensor(info, max_elements)
     if length != expected:
         raise ProtocolError(f"a payload has {length} bytes; its descriptor {info} implies {expected}")
-    dtype = _TORCH_DTYPE[info.dtype]
-    if not length:
-        return torch.empty(info.shape, dtype=dtype, device=device)
-    payload_M = _from_buffer(payload, torch.device(device))
-    return _decode_flat(info, payload_M, dtype).view(info.shape)
 
 
 def _from_buffer(payload: Buffer, device: torch.device) -> Tensor:
@@ -112,7 +122,8 @@ def _from_buffer(payload: Buffer, device: torch.device) -> Tensor:
     return payload_M if payload_M.data_ptr() % ALIGNMENT_BYTES == 0 else payload_M.clone()
 
 
-def _decode_flat(info: TensorInfo, payload_M: Tensor, dtype: torch.dtype) -> Tensor:
+def _decode_flat(info: TensorInfo, payload_M: Tensor) -> Tensor:
+    dtype = _TORCH_DTYPE[info.dtype]
     if info.codec == Codec.NONE:
         return payload_M.view(dtype)
     if info.codec == Codec.BF16:

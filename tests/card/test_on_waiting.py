@@ -1,4 +1,4 @@
-"""How often a pass waits for the card: once, however many sessions share it."""
+"""How often a pass waits for the card: once, however many sessions share it; and how often something goes up or comes down."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from swarmnode.roles.serving.worker import Worker
 from swarmnode.roles.training.worker.values import decode_values, encode_values
 from swarmnode.swarm.records.run import Run
 from tests.card.conftest import LAYERS
-from tests.card.simulated import SimulatedCards
+from tests.card.simulated import Counts, SimulatedCards
 
 UNITS = LAYERS + 2
 HIDDEN = 32
@@ -87,7 +87,8 @@ async def test_a_decode_pass_waits_once(hop: Hop, cards: SimulatedCards, card: t
     results = await hop.step()
     after = cards.counts(card.index)
     assert {result.error for result in results.values()} == {None}
-    assert (after.waits - before.waits, after.downloads - before.downloads) == (1, 1)
+    counts = zip(after, before, strict=True)
+    assert Counts(*(now - then for now, then in counts))[1:4] == (1, 1, 1)
 
 
 async def test_who_sends_nan_fails_alone(hop: Hop, sessions: int) -> None:

@@ -27,13 +27,22 @@ class DeviceOutputs:
         """All of them on the host, by number: those that are there already as they are, the others in one copy."""
         far = [number for number, part in enumerate(self._parts) if part.device.type != "cpu"]
         if far:
-            whole_M = torch.cat([_aligned(self._parts[number]) for number in far]).cpu()
+            whole_M = _to_host(torch.cat([_aligned(self._parts[number]) for number in far]))
             begin = 0
             for number in far:
                 part = self._parts[number]
                 self._parts[number] = whole_M[begin : begin + part.nbytes].view(part.dtype).view(part.shape)
                 begin += part.nbytes + -part.nbytes % ALIGNMENT_BYTES
         return self._parts
+
+
+def _to_host(far_M: Tensor) -> Tensor:
+    """Waits for it; through pinned memory where it comes from a card, which needs no buffer of the driver's between."""
+    if far_M.device.type != "cuda":
+        return far_M.cpu()
+    near_M = far_M.to("cpu", non_blocking=True)
+    torch.accelerator.current_stream(far_M.device).synchronize()
+    return near_M
 
 
 def _aligned(part: Tensor) -> Tensor:

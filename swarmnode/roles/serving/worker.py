@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from swarmnode.codec.tensors import FLOAT_DTYPES, Codec, TensorInfo
-from swarmnode.compress.codecs import decode, encode_in_place, to_buffer
+from swarmnode.codec.tensors import Codec
+from swarmnode.compress.codecs import encode_in_place, to_buffer
 from swarmnode.compute.device_fault import is_device_fault
 from swarmnode.compute.executor import Executor, Urgency, WorkItem
+from swarmnode.compute.serving.device_inputs import DeviceInputs
 from swarmnode.compute.serving.device_outputs import DeviceOutputs
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, StepInput, finiteness
 from swarmnode.compute.serving.runner import StepOutput as Output
@@ -180,14 +181,15 @@ class Worker:
 
     def _compute(self, batch: Sequence[Job]) -> list[JobResult]:
         """Everything up to the results is only launched; then the device is waited for, once."""
-        outputs = DeviceOutputs()
+        inputs, outputs = DeviceInputs(self.runner.span.device), DeviceOutputs()
+        places = [[inputs.add(info, payload) for info, payload in job.parts] for job in batch]
         finishes: dict[int, Finish] = {}
         ready: list[Job] = []
         works: list[StepInput] = []
         sound: list[int | None] = []
-        for job in batch:
+        for job, parts in zip(batch, places, strict=True):
             try:
-                work = self._decode(job)
+                work = self._decode(job, [inputs.tensor(part) for part in parts])
                 sound.append(outputs.add(finiteness(work.x)) if work.x.is_floating_point() else None)
                 works.append(work)
                 ready.append(job)
@@ -244,11 +246,10 @@ class Worker:
         except Exception as error:
             return _failure(job, error)
 
-    def _decode(self, job: Job) -> StepInput:
+    def _decode(self, job: Job, tensors: Sequence[Tensor]) -> StepInput:
+        """The session has checked their shapes: whatever the codec, no payload makes more than they say."""
         if job.session not in self.runner:
             raise LocalError("its cache could not be opened")
-        # The session has checked the shapes: whatever the codec, no payload makes more than they say.
-        tensors = [decode(info, payload, device=self._home_of(info)) for info, payload in job.parts]
         x = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
         x = x[:, job.skip : job.skip + job.count]
         if x.is_floating_point():
@@ -259,10 +260,6 @@ class Worker:
         want = WANT_NOTHING if wanted == 0 else WANT_LAST if wanted == 1 else WANT_ALL
         truncate_to = None if job.truncate is None else job.truncate.to
         return StepInput(job.session, x, want=want, reorder=job.reorder, start=job.start, truncate_to=truncate_to)
-
-    def _home_of(self, info: TensorInfo) -> torch.device:
-        """Token ids are looked at on the host first."""
-        return self.runner.span.device if info.dtype in FLOAT_DTYPES else torch.device("cpu")
 
     def _encode(self, job: Job, y: Tensor, outputs: DeviceOutputs) -> Finish:
         """`y` is hidden_BTH, or at the last hop logits_BKV (hidden_BTH where the client holds the head)."""
