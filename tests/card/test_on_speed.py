@@ -95,10 +95,14 @@ def test_autocast_is_for_cards_that_have_bfloat16(
     run = Run(data=bytes(32), steps=6, batch=4, microbatch=2, sequence=12, autocast=True)
     learner = Learner(load_segment(checkpoints["llama"], 0, UNITS - 1, device=card), run)
     ids_BT = torch.ones((2, 12), dtype=torch.int64, device=card)
-    outputs = {}
+    outputs, precisions = {}, []
+    learner.segment.span.model.base_model.register_forward_pre_hook(  # type: ignore[attr-defined]
+        lambda *_: precisions.append(torch.get_float32_matmul_precision())
+    )
     for lease, major in enumerate((7, 8)):
         cards.majors = [9 - major % 2, major]
         outputs[major] = learner.forward(lease, 0, 0, UNITS - 1, (ids_BT,))[0].float()
+    assert precisions == ["highest", "high"] and torch.get_float32_matmul_precision() == "highest"
     plain = Learner(
         load_segment(checkpoints["llama"], 0, UNITS - 1, device=card), msgspec.structs.replace(run, autocast=False)
     )

@@ -52,7 +52,11 @@ def train(
     weight_decay: float = typer.Option(0.1, "--weight-decay"),
     momentum: float = typer.Option(0.0, "--momentum", help="Of sgd."),
     seed: int = typer.Option(0, "--seed", help="Of the order of samples, and of dropout."),
-    autocast: bool = typer.Option(False, "--autocast", help="Compute in bfloat16 on GPUs."),
+    autocast: bool = typer.Option(
+        True,
+        "--autocast/--no-autocast",
+        help="Multiply in bfloat16 and TF32 on GPUs that are fast at it (since Ampere).",
+    ),
     checkpoint_steps: int = typer.Option(50, "--checkpoint-steps", help="Nodes keep their state every so many steps."),
     average_every: int = typer.Option(
         1, "--average-every", help="Steps between two averagings of replicas; above 1: as DiLoCo does."

@@ -50,7 +50,7 @@ class DeviceInputs:
         if not places:
             return {}
         pinned_M = torch.empty(end, dtype=torch.uint8, pin_memory=True)
-        gathered = memoryview(pinned_M.numpy())
+        gathered = pinned_M.numpy().data
         for number, place in places.items():
             gathered[place] = memoryview(self._parts[number][1]).cast("B")
         far_M = pinned_M.to(self._device, non_blocking=True)

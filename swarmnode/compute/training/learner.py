@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.body import SHARED
-from swarmnode.compute.device import computes_in_bfloat16
 from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.block import Block, Changes
 from swarmnode.compute.training.optimizer import clip_factor
+from swarmnode.compute.training.precision import fast_forward, is_fast, tf32
 from swarmnode.compute.training.randomness import microbatch_seed
 from swarmnode.compute.training.saved_activations import (
     Gradients,
@@ -172,7 +172,8 @@ class Learner:
                 with torch.enable_grad():
                     outputs, _ = self._compute(saved.index, piece.start, piece.end, piece.inputs)
             go_back = flow_through if self._has(piece.start, saved.index) else accumulate
-            grads = go_back(outputs, grads, piece.inputs)
+            with tf32(is_fast(self.segment.device, wanted=self.run.autocast)):
+                grads = go_back(outputs, grads, piece.inputs)
             del piece, outputs
         return tuple(grads)
 
@@ -180,10 +181,8 @@ class Learner:
         """Run units; running statistics are as before it, and what it would have changed is returned."""
         saved = {unit: self._blocks[unit].save() for unit in range(start, end)}
         seed = microbatch_seed(self.run.seed, self.step, index)
-        device = self.segment.device
-        is_fast = self.run.autocast and device.type == "cuda" and computes_in_bfloat16(device)
         try:
-            with torch.autocast(device.type, torch.bfloat16, enabled=is_fast):
+            with fast_forward(self.segment.device, wanted=self.run.autocast):
                 outputs = self.segment.forward(inputs, start, end, seed)
         finally:
             changes = {unit: self._blocks[unit].take_back(values) for unit, values in saved.items()}

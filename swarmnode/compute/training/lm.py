@@ -16,6 +16,7 @@ from swarmnode.codec.body import SHARED
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.linear import speed_up_linears
 from swarmnode.compute.model.span import ModelSpan, load_model
+from swarmnode.compute.training.nothing_kept import NothingKept
 from swarmnode.compute.training.randomness import reseed
 from swarmnode.compute.training.segment import Segment, Values
 from swarmnode.errors import ProtocolError
@@ -32,6 +33,7 @@ class SpanSegment(Segment):
         self.units = span.family.units
         self.device = span.device
         self._seed = 0
+        self._cache = NothingKept(span.config)
         span.model.train().requires_grad_(True)
         for number in span.layers_of(span.start, span.end):
             span.stack.get_submodule(str(number)).register_forward_pre_hook(self._reseeding(number + 1))
@@ -73,7 +75,7 @@ class SpanSegment(Segment):
         x = ids_BT if start == 0 else values[0]
         self._seed = seed
         reseed(seed, start, self.device)
-        output = self.span.forward(x, cache=None, start=start, end=end)
+        output = self.span.forward(x, cache=self._cache, start=start, end=end)
         return (next_token_loss(output, ids_BT),) if end == self.units else (output, values[-1])
 
     def _reseeding(self, unit: int) -> Any:

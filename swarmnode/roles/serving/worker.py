@@ -246,7 +246,7 @@ class Worker:
         except Exception as error:
             return _failure(job, error)
 
-    def _decode(self, job: Job, tensors: Sequence[Tensor]) -> StepInput:
+    def _decode(self, job: Job, tensors: list[Tensor]) -> StepInput:
         """The session has checked their shapes: whatever the codec, no payload makes more than they say."""
         if job.session not in self.runner:
             raise LocalError("its cache could not be opened")
