@@ -10,11 +10,10 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from swarmnode.codec.logprobs import TokenLogprob
 from swarmnode.codec.sampling import Grammar
 from swarmnode.codec.trace_messages import Trace
 from swarmnode.config import ClientConfig
@@ -28,6 +27,7 @@ from swarmnode.roles.credit.claims import Claims
 from swarmnode.roles.credit.receipt_issuer import ReceiptIssuer
 from swarmnode.roles.explanation import explain
 from swarmnode.roles.host import Host, HostConfig
+from swarmnode.roles.measuring.link_matrix import link_matrix
 from swarmnode.roles.measuring.measured_network import measured_network
 from swarmnode.roles.measuring.meters import ClientMeter
 from swarmnode.roles.measuring.trace_server import fetch_traces
@@ -43,7 +43,8 @@ from swarmnode.swarm.peers.trust import EVERYBODY, Trust, parse_trust
 from swarmnode.swarm.records.manifest import TRAIN, Manifest
 from swarmnode.swarm.storage.content import has_tokenizer
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
-from swarmnode.tokenizer import ByteTokenizer, Detokenizer, Tokenizer, Turn, stop_ids, vocabulary_size
+from swarmnode.text_stream import TextStream
+from swarmnode.tokenizer import ByteTokenizer, Tokenizer, Turn, stop_ids, vocabulary_size
 
 if TYPE_CHECKING:
     from swarmnode.roles.fetching.weights import Weights
@@ -51,53 +52,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_SHOWN = 32  # first hops that hear what a node of ours is credited
-
-
-class GeneratedText(NamedTuple):
-    """One generated token, and the text that it adds (None for a checkpoint without tokenizer). `logprobs` where wanted."""
-
-    id: int
-    text: str | None
-    logprobs: tuple[TokenLogprob, ...] = ()
-
-
-class TextStream:
-    """The pieces of one generation as they come; `result` holds all of it in the end."""
-
-    def __init__(self, ring: RingStream, tokenizer: Tokenizer | ByteTokenizer | None) -> None:
-        self._ring = ring
-        self._text = None if tokenizer is None else Detokenizer(tokenizer)
-
-    def __repr__(self) -> str:
-        return f"<TextStream {self._ring!r}>"
-
-    @property
-    def rest(self) -> str:
-        """What no piece has told yet: the end of a text that ends in the middle of a character."""
-        return "" if self._text is None else self._text.rest
-
-    @property
-    def prompt(self) -> list[int]:
-        """The token ids that are continued."""
-        return self._ring.prompt
-
-    @property
-    def result(self) -> Generation:
-        """What has been generated so far, by which route, and how fast."""
-        return self._ring.result
-
-    async def __aiter__(self) -> AsyncGenerator[GeneratedText, None]:
-        told = ""
-        async with contextlib.aclosing(aiter(self._ring)) as tokens:  # who stops listening frees the session at once
-            async for token in tokens:
-                logprobs = self.result.logprobs[-1] if self.result.logprobs else ()
-                if self._text is None:
-                    yield GeneratedText(token, None, logprobs)
-                    continue
-                piece = self._text.push(token)
-                told += piece
-                self.result.text = told + self._text.rest
-                yield GeneratedText(token, piece, logprobs)
 
 
 class SwarmClient:
@@ -115,6 +69,7 @@ class SwarmClient:
             host.link_config,
             on_peer_lost=host.lost_neighbour,
         )
+        self.running: dict[str, Generation] = {}  # what is generated at the moment, by the trace with which it began
         self._meter = ClientMeter()
         self._receipts = ReceiptIssuer(host)
         self._claims = Claims(host)
@@ -201,7 +156,16 @@ class SwarmClient:
 
     def status(self) -> dict[str, Any]:
         """Who is here and holds what, as `swarmnode status --json` prints it."""
-        return picture_of(self._host.swarm, self._host.directory.peers())
+        return picture_of(self._host.swarm, self._host.directory.peers(), self._host.standing)
+
+    @property
+    def revision(self) -> int:
+        """Grows with every change of the picture."""
+        return self._host.directory.revision
+
+    def links(self, most: int) -> dict[str, Any]:
+        """What is known of the links between the peers that hold units, of at most so many of them; see `link_matrix`."""
+        return link_matrix(self._host, self.units, most)
 
     def network(self) -> dict[str, Any]:
         """Machines and links to plan on, as `swarmnode network` writes them. Raises LocalError where nobody lends one."""
@@ -263,7 +227,7 @@ class SwarmClient:
             clock=self._clock,
             on_over=self._receipts.served,
         )
-        return TextStream(ring, tokenizer)
+        return TextStream(ring, tokenizer, self.running)
 
     async def chat(self, turns: Sequence[Turn], options: GenerateOptions | None = None, **changes: Any) -> TextStream:
         """Generate what the model answers to a conversation; see `stream`. Raises CheckpointError where its chat template fails."""

@@ -14,7 +14,8 @@ from swarmnode.roles.serving.client.generation import GenerateOptions
 from swarmnode.tokenizer import Turn
 
 if TYPE_CHECKING:
-    from swarmnode.client import GeneratedText, SwarmClient, TextStream
+    from swarmnode.client import SwarmClient
+    from swarmnode.text_stream import GeneratedText, TextStream
 
 
 class Conversation:

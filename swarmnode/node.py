@@ -30,6 +30,7 @@ from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.tasks import cancel_and_wait, until_first
 from swarmnode.node_config import NodeConfig as NodeConfig
+from swarmnode.node_description import described
 from swarmnode.node_texts import LENDING, STANDS_BY, Tell, introduce, progress_of, reason_of
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
@@ -99,14 +100,7 @@ class Node:
 
     def describe(self) -> dict[str, Any]:
         """What its owner may want to know at a glance."""
-        own = None if self._host is None else self._host.directory.own
-        return {
-            "swarm": self._swarm.name,
-            "name": self.config.host.name,
-            "peer": None if self._host is None else self._host.peer_id,
-            "span": None if self._span is None else list(self._span),
-            "sessions": 0 if own is None else own.sessions,
-        }
+        return described(self._swarm, self.config, self._host, self._span, self.readings())
 
     def why(self, about: str = "") -> dict[str, Any]:
         """What it knows of itself, a peer, a unit or a session, and has decided about it."""

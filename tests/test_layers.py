@@ -33,10 +33,12 @@ ROOMS = (
         "localswarm",
         "node",
         "node_config",
+        "node_description",
         "node_texts",
         "owner_client",
         "swarm_host",
         "sync_client",
+        "text_stream",
         "tokenizer",
         "training",
     },  # what wires the rooms together

@@ -16,17 +16,24 @@ from swarmnode.gateway.api_error import ApiError, api_error
 from swarmnode.gateway.event_stream import ClientGone
 from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.guard import Guard
+from swarmnode.gateway.page import machine, static_files, swarms
+from swarmnode.gateway.page.page import Page
 from swarmnode.version import __version__
 
 GONE = 499  # nginx's, for logs: nobody reads it
 
 
-def build_app(gateway: Gateway) -> FastAPI:
-    """The ASGI application. Its pages of documentation are off: they would load scripts from elsewhere."""
+def build_app(gateway: Gateway, page: Page | None = None) -> FastAPI:
+    """The ASGI application, with a page where there is to be one. FastAPI's pages of documentation are off: they would load scripts
+    from elsewhere."""
     app = FastAPI(title="swarmnode", version=__version__, docs_url=None, redoc_url=None, exception_handlers=HANDLERS)
     app.state.gateway = gateway
     for each in (models, chat_completions, completions, responses, messages, monitoring):
         app.include_router(each.router)
+    if page is not None:
+        app.state.page = page
+        for part in (static_files, swarms, machine):
+            app.include_router(part.router)
     app.add_middleware(Guard, keys=gateway.keys, config=gateway.config)
     if gateway.config.origins:  # outside of the guard: a browser asks without a key whether it may ask
         app.add_middleware(

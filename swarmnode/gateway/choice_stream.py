@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import NamedTuple
 
-from swarmnode.client import TextStream
 from swarmnode.gateway.fair_queue import FairQueue
 from swarmnode.gateway.keys import ApiKey
 from swarmnode.gateway.logprobs import SpelledChoice, spell
 from swarmnode.gateway.stop_strings import StopStrings
 from swarmnode.gateway.tool_calls import ToolCall, ToolCallParser
 from swarmnode.net.tasks import Tasks
+from swarmnode.text_stream import TextStream
 from swarmnode.tokenizer import ByteTokenizer, Tokenizer
 
 LENGTH, STOP, TOOL_CALLS = "length", "stop", "tool_calls"

@@ -14,7 +14,8 @@ from swarmnode.gateway.api_error import ApiError, too_many
 from swarmnode.gateway.config import GatewayConfig
 from swarmnode.gateway.keys import ApiKey, KeyRing
 
-OPEN_PATHS = {"/health", "/ready"}  # for whoever restarts it
+OPEN_PATHS = {"/health", "/ready", "/"}  # for whoever restarts it, and the page, which asks for the key itself
+OPEN_FOLDER = "/page/"
 LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 BEARER = re.compile(r"Bearer +(\S+)", re.IGNORECASE)
 
@@ -40,7 +41,7 @@ class Guard:
             headers = Headers(scope=scope)
             self._check_page(headers)
             body.check_length(headers.get("content-length"))
-            if scope["path"] not in OPEN_PATHS:
+            if scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_FOLDER):
                 scope.setdefault("state", {})["key"] = self._admit(headers)
         except ApiError as error:
             await error.response()(scope, receive, send)

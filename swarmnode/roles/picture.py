@@ -10,12 +10,16 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.placement import gaps
 from swarmnode.plan.view import view_of
 from swarmnode.roles.host import state_name
+from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import Announcement, State, peer_digest
 from swarmnode.swarm.storage.swarmfile import Swarm
 
+GOOD, DOUBTED, SHUNNED = "good", "doubted", "shunned"
 
-def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement]) -> dict[str, Any]:
-    """As `swarmnode status --json` prints it. `bootstraps` are the bootstrap peers."""
+
+def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Standing) -> dict[str, Any]:
+    """As `swarmnode status --json` prints it. `bootstraps` are the bootstrap peers; `standing` is what this peer has found out
+    about the others."""
     assert swarm.manifest is not None
     units = swarm.manifest.model.units
     ready = [peer for peer in view_of(units, peers.values()).peers if peer.state is State.READY]
@@ -24,12 +28,18 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement]) -> dict[str, 
         "swarm": swarm.id.hex(),
         "name": swarm.name,
         "mode": swarm.manifest.mode,
+        "model": swarm.manifest.model.hub_id or swarm.manifest.model.family,
         "units": units,
+        "weights_bytes": swarm.manifest.total_bytes,
         "covered": not missing,
         "missing": missing,
         "training_step": max((peer.training_step for peer in peers.values()), default=0),
         "peers": [
-            _portrait(peer, peers)
+            {
+                **_portrait(peer, peers),
+                "standing": _standing_of(peer.peer, standing),
+                "trust": standing.trust(peer.peer),
+            }
             for peer in sorted(peers.values(), key=lambda peer: (peer.span, peer.name, peer.peer))
             if peer.span[1] > 0
         ],
@@ -45,10 +55,25 @@ def _portrait(peer: Announcement, peers: Mapping[PeerId, Announcement]) -> dict[
         "span": list(peer.span),
         "state": state_name(peer.life),
         "device": peer.device,
+        "number_format": peer.number_format,
+        "memory_bytes": peer.memory_bytes,
+        "since": peer.started_at,
         "sessions": peer.sessions,
+        "cache_tokens_free": peer.cache_tokens_free,
+        "decode_units_per_s": peer.decode_units_per_s,
+        "training_units_per_s": peer.training_units_per_s,
+        "training_step": peer.training_step,
+        "up_bps": peer.up_bps,
+        "down_bps": peer.down_bps,
         "reached": peer.reach.name.lower(),
         "sends": sent_as(peer, peers),
     }
+
+
+def _standing_of(peer: PeerId, standing: Standing) -> str:
+    if peer in standing.shunned:
+        return SHUNNED
+    return DOUBTED if peer in standing.doubted else GOOD
 
 
 def sent_as(peer: Announcement, peers: Mapping[PeerId, Announcement]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from swarmnode.gateway.app import build_app
 from swarmnode.gateway.config import GatewayConfig
 from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.keys import KeyRing
+from swarmnode.gateway.page.page import Page
 from swarmnode.metrics import table
 from tests.gateway.in_process import InProcess
 from tests.gateway.speaking import save_speaking_llama
@@ -54,6 +55,7 @@ class Served:
     client: SwarmClient
     http: httpx2.AsyncClient
     openai: openai.AsyncOpenAI
+    page: Page
 
     def sessions(self) -> int:
         """That the nodes hold."""
@@ -96,9 +98,11 @@ async def serving(
         async with swarm.client(patience_s=patience_s) as client:
             while sum(peer["state"] == "ready" for peer in client.status()["peers"]) < len(nodes):
                 await client.changed()
-            app = build_app(Gateway({MODEL: client}, keys, GatewayConfig(**config)))
+            gateway = Gateway({MODEL: client}, keys, GatewayConfig(**config))
+            page = Page(gateway, folder / "page")
+            app = build_app(gateway, page)
             async with httpx2.AsyncClient(transport=InProcess(app), base_url="http://localhost", timeout=None) as http:
                 caller = openai.AsyncOpenAI(
                     api_key=api_key, base_url="http://localhost/v1", http_client=http, max_retries=0
                 )
-                yield Served(swarm, client, http, caller)
+                yield Served(swarm, client, http, caller, page)

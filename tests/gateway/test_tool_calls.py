@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.client import GeneratedText
 from swarmnode.gateway.tool_calls import ToolCall, ToolCallParser
 from swarmnode.roles.serving.client.generation import Generation
+from swarmnode.text_stream import GeneratedText
 from tests.gateway.conftest import MODEL, serving
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded

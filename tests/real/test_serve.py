@@ -1,18 +1,22 @@
-"""The gateway as people run it: a process of its own between OpenAI's client and a swarm. More: tests/gateway."""
+"""The gateway as people run it: a process of its own between a swarm and OpenAI's client, or a browser. More: tests/gateway."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 
 from swarmnode.localswarm import NodeProcess
+from tests.browser.axe import serious_faults
+from tests.browser.chromium import BrowserPage, Chromium, find_chromium
 from tests.gateway.speaking import save_speaking_llama
 from tests.real.forked import ForkedSwarm
 
 STREAMS = 64
+MARKUP = "<img src=x onerror=alert(1)>{}"  # what a stranger may call a machine
 ASK = {"model": "local", "max_tokens": 32, "temperature": 0}
 
 
@@ -23,13 +27,19 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSwarm]:
     with ForkedSwarm(folder) as local:
         local.create(folder / "model")
         local.bootstrap()
-        for node in [local.node("a", "--span", "0:4"), local.node("b", "--span", "0:4")]:
+        for node in [local.node(name, "--span", "0:4", "--name", MARKUP.format(name)) for name in "abc"]:
             node.wait_for("ready")
         yield local
 
 
-def test_a_node_dies_in_the_middle_of_sentences(local: ForkedSwarm) -> None:
+@pytest.fixture(scope="module")
+def server(local: ForkedSwarm) -> NodeProcess:
     server = local.server("gateway", "--port", "0")
+    server.wait_for("serving")
+    return server
+
+
+def test_a_node_dies_in_the_middle_of_sentences(local: ForkedSwarm, server: NodeProcess) -> None:
     url = server.wait_for("serving")["url"]
     with openai.OpenAI(api_key="none", base_url=url) as client:
         said = [{"role": "user", "content": "How are the hens?"}]
@@ -54,3 +64,50 @@ async def while_one_is_killed(url: str, node: NodeProcess) -> list[str]:
             await begun.acquire()
         node.kill()
         return list(await asyncio.gather(*telling))
+
+
+LAST = "document.querySelector('.message.assistant:last-child .text').textContent"
+SIZES = {"wide": (1280, 800), "phone": (390, 780)}
+
+
+def test_a_chat_in_a_browser_goes_on_while_its_writer_is_killed(
+    local: ForkedSwarm, server: NodeProcess, tmp_path: Path
+) -> None:
+    program = find_chromium()
+    if program is None:
+        pytest.skip("there is no chromium here: apt-get install chromium")
+    with Chromium(program, tmp_path / "profile") as browser:
+        page = browser.open(server.wait_for("serving")["page"])
+        page.wait_until("document.getElementById('model').value")
+        page.evaluate("document.getElementById('max-tokens').value = 3000")
+        page.type_and_enter("#prompt", "# <script>alert(1)</script>\n**bold**")
+        writer = page.wait_until("document.querySelector('#writers .badge')?.textContent")
+        alive = [node for node in local.members if node.process.poll() is None]
+        next(node for node in alive if MARKUP.format(node.name) == writer).kill()
+        length = len(page.evaluate(LAST))
+        happened = page.wait_until("document.querySelector('#writers .happened')?.textContent")
+        assert happened.startswith(f"{writer} went away") and "took over units 0–3" in happened
+        page.wait_until(f"{LAST}.length > {length + 20}")
+        page.evaluate("location.hash = '#swarm'")
+        page.wait_until("document.querySelectorAll('#machines .machine').length === 1")
+        page.wait_until("document.querySelectorAll('#strip .bar').length === 1")
+        assert page.evaluate("document.querySelector('#machines .machine h3 span').textContent") in {
+            MARKUP.format(name) for name in "abc"
+        } - {writer}
+        page.evaluate("location.hash = '#chat'; document.getElementById('stop').click()")
+        page.wait_until("document.querySelector('.message footer')?.textContent.includes('stopped')")
+        assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0, "text stays text"
+        take_pictures(page, tmp_path)
+        assert page.complaints() == []
+        assert serious_faults(page, tmp_path) == []
+
+
+def take_pictures(page: BrowserPage, folder: Path) -> None:
+    """Of each view at both widths, none of which is wider than its window."""
+    for name, size in SIZES.items():
+        page.resize(*size)
+        for view in ("chat", "swarm", "machine"):
+            page.evaluate(f"location.hash = '#{view}'")
+            page.wait_until(f"!document.getElementById('view-{view}').hidden")
+            page.picture(folder / f"{view}-{name}.png")
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (view, name)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from click.exceptions import ClickException
 
+from swarmnode.cli.options.gateway import LOOPBACK, PORT, GatewayAddress, beside
 from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
 from swarmnode.cli.options.node_file import CONFIG
 from swarmnode.cli.options.rule_flags import (
@@ -129,6 +130,16 @@ def run(
     nat: bool = typer.Option(False, "--nat/--no-nat", help="Ask the router to map a port (UPnP)."),
     direct: bool = typer.Option(True, "--direct/--no-direct", help="Connect to other peers by plain TCP, too, sealed."),
     lan: bool = typer.Option(False, "--lan/--no-lan", help="Find peers on the local network and be found (mDNS)."),
+    serve_port: int = typer.Option(
+        None,
+        "--serve",
+        metavar="PORT",
+        min=0,
+        max=65535,
+        help="Answer OpenAI's API for the swarm and show its page, at this port of loopback, as `swarmnode serve` does.",
+        show_default=False,
+    ),
+    page: bool = typer.Option(False, "--page", help=f"The same, at port {PORT}."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object per event."),
     metrics_port: int = SERVICE_METRICS_PORT,
     metrics_host: str = METRICS_HOST,
@@ -146,10 +157,15 @@ def run(
     from swarmnode.cli.terminal.durations import parse_duration
     from swarmnode.lending.control_server import ControlServer
     from swarmnode.lending.courtesy import yield_disk
+    from swarmnode.net.addressing.addresses import check_port_free
     from swarmnode.node import Node
 
     config = node_config(context.params)
     life_s = parse_duration(max_age) if max_age else None
+    if page and serve_port is None:
+        serve_port = PORT
+    if serve_port:
+        check_port_free(f"/ip4/{LOOPBACK}/tcp/{serve_port}")
     os.nice(nice)
     if idle_disk:
         yield_disk()
@@ -172,7 +188,10 @@ def run(
         if life_s is not None:
             asyncio.get_running_loop().call_later(life_s, stop.set)
         async with watch.over(loaded.name, node.readings), control.listening(config.host.home, name or loaded.name):
-            await node.run(stop)
+            if serve_port is None:
+                await node.run(stop)
+            else:
+                await beside(node.run(stop), loaded, GatewayAddress(config.host.home, serve_port, as_json=as_json))
 
     began_s = time.monotonic()
     try:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from swarmnode.cli.options.asking import TRUST, leave_torch_out
+from swarmnode.cli.options.gateway import PORT, GatewayAddress
 from swarmnode.cli.options.swarm import open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
 from swarmnode.cli.terminal.console import (
@@ -19,7 +19,6 @@ from swarmnode.cli.terminal.console import (
     VERBOSE,
     default_home,
     fail,
-    print_json,
     reports_errors,
     run_async,
     say,
@@ -28,8 +27,6 @@ from swarmnode.cli.terminal.console import (
 
 if TYPE_CHECKING:
     from swarmnode.client import SwarmClient
-    from swarmnode.gateway.config import GatewayConfig
-    from swarmnode.gateway.keys import KeyRing
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -42,7 +39,7 @@ def serve(
         metavar="[SWARM…]",
         help="Swarms, each a model: .swarm files, invites or names; default: the one used last.",
     ),
-    port: int = typer.Option(8000, "--port", min=0, max=65535, help="Where to listen; 0 takes a free port."),
+    port: int = typer.Option(PORT, "--port", min=0, max=65535, help="Where to listen; 0 takes a free port."),
     host: str = typer.Option("127.0.0.1", "--host", metavar="ADDRESS", help="0.0.0.0 is for all: with --keys only."),
     keys: Path = typer.Option(None, "--keys", metavar="FILE", help="Who may ask: a file of hashed keys."),
     new_key: str = typer.Option(
@@ -58,7 +55,7 @@ def serve(
     log_format: str = LOG_FORMAT,
     verbose: bool = VERBOSE,
 ) -> None:
-    """Answer OpenAI's API for swarms, so that the tools that you have can use them. Ctrl-C ends it.
+    """Answer OpenAI's API for swarms, so that the tools that you have can use them, and show them in a browser. Ctrl-C ends it.
 
     Example: swarmnode serve friends --port 8000
     """
@@ -84,7 +81,8 @@ def serve(
                 clients[name] = await ends.enter_async_context(await _join(swarm, folder, patience, trust))
             pause.end()
             leave_torch_out()
-            await _serve(clients, ring, config, host, port, stop, as_json=as_json)
+            async with GatewayAddress(folder, port, host, as_json).serving(clients, ring, config):
+                await stop.wait()
 
     run_async(answer)
 
@@ -108,26 +106,3 @@ async def _join(swarm: Swarm, home: Path, patience_s: float, trust: list[str]) -
     from swarmnode.swarm.peers.trust import parse_trust
 
     return await SwarmClient.join(swarm, home=home, patience_s=patience_s, trust=parse_trust(trust))
-
-
-async def _serve(
-    clients: Mapping[str, SwarmClient],
-    keys: KeyRing,
-    config: GatewayConfig,
-    host: str,
-    port: int,
-    stop: asyncio.Event,
-    *,
-    as_json: bool,
-) -> None:
-    from swarmnode.gateway.app import build_app
-    from swarmnode.gateway.gateway import Gateway
-    from swarmnode.gateway.http_server import serving_http
-
-    async with serving_http(build_app(Gateway(clients, keys, config)), host, port) as bound:
-        url = f"http://[{host}]:{bound}/v1" if ":" in host else f"http://{host}:{bound}/v1"
-        if as_json:
-            print_json({"event": "serving", "url": url, "models": list(clients)})
-        else:
-            say(f"Serving {', '.join(clients)} at {url}")
-        await stop.wait()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from swarmnode.metrics import table
 from swarmnode.metrics.histogram import Histogram
-from swarmnode.metrics.metric import Reading, Source
+from swarmnode.metrics.metric import Metric, Reading, Readings, Source
 from swarmnode.net.addressing.reachability import Reachability
 
+GIVEN = (table.TOKENS, table.UNIT_TOKENS, table.TRAINING_STEP, table.TRAINING_LOSS)
 REACHED = {
     Reachability.UNKNOWN: "not known yet how others get here",
     Reachability.PUBLIC: "others get here directly",
@@ -58,6 +61,25 @@ class ServiceReporter:
         report = ServiceReport(int(tokens), fresh / elapsed_s if elapsed_s > 0 else 0.0, int(sessions), reachability)
         self._last = report
         return None if report == before else report
+
+
+def given(readings: Readings) -> dict[str, Any]:
+    """What a node has done for others so far, as its owner's page shows it: positions computed, positions times the units that they
+    passed, bytes on links; of one that trains the step, and the loss of the last one."""
+    sums: Counter[Metric] = Counter()
+    directions: Counter[str] = Counter()
+    for reading in readings:
+        if reading.metric in GIVEN:
+            sums[reading.metric] += _value(reading)  # type: ignore[assignment]
+        elif reading.metric is table.LINK_BYTES:
+            directions[reading.labels[1]] += int(_value(reading))
+    trains = table.TRAINING_LOSS in sums
+    return {
+        "tokens": int(sums[table.TOKENS]),
+        "unit_tokens": int(sums[table.UNIT_TOKENS]),
+        "link_bytes": {direction: directions[direction] for direction in ("sent", "received")},
+        "training": {"step": int(sums[table.TRAINING_STEP]), "loss": sums[table.TRAINING_LOSS]} if trains else None,
+    }
 
 
 def _value(reading: Reading) -> float:

@@ -1,0 +1,88 @@
+"""What `serve` and `run --page` share: a gateway with its page, at a port of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swarmnode.cli.terminal.console import print_json, say
+from swarmnode.errors import NetworkDown
+from swarmnode.net.tasks import cancel_and_wait
+
+if TYPE_CHECKING:
+    from swarmnode.client import SwarmClient
+    from swarmnode.gateway.config import GatewayConfig
+    from swarmnode.gateway.keys import KeyRing
+    from swarmnode.swarm.storage.swarmfile import Swarm
+
+LOOPBACK = "127.0.0.1"
+EVERYWHERE = ("0.0.0.0", "::")
+PORT = 8000
+
+
+@dataclass(frozen=True)
+class GatewayAddress:
+    """Where a gateway is to answer; `home` is the folder of the nodes that its page may command."""
+
+    home: Path
+    port: int = PORT
+    host: str = LOOPBACK
+    as_json: bool = False
+
+    @contextlib.asynccontextmanager
+    async def serving(
+        self, clients: Mapping[str, SwarmClient], keys: KeyRing | None = None, config: GatewayConfig | None = None
+    ) -> AsyncIterator[None]:
+        """Answer for these swarms while the context lasts, and tell where. Raises LocalError where the port is taken."""
+        from swarmnode.gateway.app import build_app
+        from swarmnode.gateway.config import GatewayConfig
+        from swarmnode.gateway.gateway import Gateway
+        from swarmnode.gateway.http_server import serving_http
+        from swarmnode.gateway.page.page import Page
+
+        gateway = Gateway(clients, keys, config or GatewayConfig())
+        page = Page(gateway, self.home)
+        async with serving_http(build_app(gateway, page), self.host, self.port) as bound, page.watching():
+            self._tell(bound, page.owner.token, list(clients))
+            yield
+
+    def _tell(self, port: int, token: str, models: list[str]) -> None:
+        url = f"{_origin(self.host, port)}/v1"
+        page = f"{_origin(LOOPBACK if self.host in EVERYWHERE else self.host, port)}/#owner={token}"
+        if self.as_json:
+            print_json({"event": "serving", "url": url, "page": page, "models": models})
+        else:
+            say(f"Serving {', '.join(models)} at {url}\nPage: {page}")
+
+
+def _origin(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def beside(work: Coroutine[Any, Any, None], swarm: Swarm, address: GatewayAddress) -> None:
+    """A node's work, with a gateway to its swarm beside it, as a client of its own, as soon as the swarm can be reached. Raises
+    what either ends with."""
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(_answer(swarm, address))
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        await cancel_and_wait(*tasks)
+
+
+async def _answer(swarm: Swarm, address: GatewayAddress) -> None:
+    """For ever."""
+    from swarmnode.client import SwarmClient
+
+    while True:
+        with contextlib.suppress(NetworkDown):  # it waits as the node does
+            async with (
+                await SwarmClient.join(swarm, home=address.home) as client,
+                address.serving({swarm.name: client}),
+            ):
+                await asyncio.Event().wait()

@@ -1,0 +1,54 @@
+"""/api/v1/machine: the nodes of this machine, for its owner alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel, Field
+
+from swarmnode.gateway.api_error import ApiError
+from swarmnode.gateway.page.page import Page, page_of
+from swarmnode.gateway.page.replies import MachineReply, NodeReply
+from swarmnode.lending.control_client import running_nodes, tell_node
+
+MAX_REASON_CHARS = 200
+
+
+def _owned(request: Request) -> Page:
+    """The page, where its owner asks. Raises ApiError."""
+    page = page_of(request)
+    page.owner.check(request)
+    return page
+
+
+router = APIRouter(prefix="/api/v1/machine")
+OWNED = Depends(_owned)
+
+
+class NodeCommand(BaseModel):
+    """What its owner wants of a node, as `swarmnode pause`, `finish` and `resume` do. `keep` is where a paused node's weights
+    stay."""
+
+    command: Literal["pause", "finish", "resume"]
+    reason: str = Field("", max_length=MAX_REASON_CHARS)
+    keep: Literal["disk", "memory"] | None = None
+
+
+@router.get("", response_model=MachineReply)
+async def nodes(page: Page = OWNED) -> dict[str, Any]:
+    """What this machine lends, what it does now and why, and what it has given."""
+    found = await asyncio.to_thread(page.nodes)
+    return {"nodes": [{"node": node, **answer} for node, answer in found.items()]}
+
+
+@router.post("/{node}", response_model=NodeReply)
+async def tell(node: str, wanted: NodeCommand, page: Page = OWNED) -> dict[str, Any]:
+    """Let a node pause, finish or go on. Answers at once; how far it is says `GET /api/v1/machine`."""
+    path = running_nodes(page.owner.home).get(node)
+    told = wanted.model_dump(exclude_none=True)
+    answer = None if path is None else await asyncio.to_thread(tell_node, path, told.pop("command"), **told)
+    if answer is None:
+        raise ApiError(404, f"no node {node!r} runs here")
+    return {"node": node, **answer}

@@ -1,0 +1,113 @@
+// How the page asks its gateway. The key and the owner's token last as long as the tab, and go to this gateway alone.
+
+import { $ } from "./dom.js";
+
+const KEY = "swarmnode.key";
+const OWNER = "swarmnode.owner";
+const RETRY_MS = 2000;
+
+/** A refusal in the API's words. */
+export class Refusal extends Error {
+  constructor(status, error) {
+    super(error?.message ?? `the gateway answered ${status}`);
+    this.status = status;
+    this.code = error?.code ?? null;
+  }
+}
+
+/** Take the owner's token out of the address, where it would stay in sight. */
+export function takeOwnerToken() {
+  const found = /^#owner=([\w-]+)$/.exec(location.hash);
+  if (!found) return;
+  sessionStorage.setItem(OWNER, found[1]);
+  history.replaceState(null, "", "#chat");
+}
+
+/** Keep the owner's token that somebody pasted, alone or in its address. */
+export function keepOwnerToken(text) {
+  sessionStorage.setItem(OWNER, text.trim().split("#owner=").at(-1));
+}
+
+export const isOwner = () => sessionStorage.getItem(OWNER) !== null;
+
+/** The answer to a request, once its headers are there. Raises Refusal; asks for a key where one is wanted. */
+export async function ask(path, { body, signal } = {}) {
+  for (;;) {
+    const headers = { Accept: "application/json, text/event-stream" };
+    const key = sessionStorage.getItem(KEY);
+    if (key) headers.Authorization = `Bearer ${key}`;
+    if (isOwner() && path.startsWith("/api/v1/machine")) headers["X-Swarmnode-Owner"] = sessionStorage.getItem(OWNER);
+    if (body) headers["Content-Type"] = "application/json";
+    const answer = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
+    if (answer.ok) return answer;
+    const told = await answer.json().catch(() => null);
+    if (answer.status !== 401) throw new Refusal(answer.status, told?.error);
+    await askForKey();
+  }
+}
+
+export const askJson = async (path, options) => (await ask(path, options)).json();
+
+let asking = null;
+
+/** Several may be refused at once: they share one dialog. */
+function askForKey() {
+  asking ??= new Promise((resolve) => {
+    const dialog = $("key-dialog");
+    const done = () => {
+      sessionStorage.setItem(KEY, $("key").value.trim());
+      asking = null;
+      resolve();
+    };
+    dialog.addEventListener("close", done, { once: true });
+    dialog.showModal();
+  });
+  return asking;
+}
+
+/** The events of a stream as [name, text], until its end. */
+export async function* eventsOf(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    held += value;
+    const whole = held.split("\n\n");
+    held = whole.pop();
+    for (const block of whole) {
+      const fields = block.split("\n").map((line) => [line.slice(0, line.indexOf(":")), line.slice(line.indexOf(":") + 1).trimStart()]);
+      const data = fields.filter(([field]) => field === "data").map(([, text]) => text);
+      if (data.length) yield [fields.find(([field]) => field === "event")?.[1] ?? "message", data.join("\n")];
+    }
+  }
+}
+
+/** Hear of every event, again and again after whatever ended the stream, while the tab is looked at. Returns how to end it. */
+export function follow(path, hear, lost) {
+  let ended = false;
+  let current = null;
+  const listen = async () => {
+    while (!ended && !document.hidden) {
+      current = new AbortController();
+      try {
+        for await (const [name, text] of eventsOf(await ask(path, { signal: current.signal }))) hear(name, JSON.parse(text));
+      } catch (error) {
+        if (!ended && !document.hidden) lost(error);
+      }
+      current = null;
+      if (!ended && !document.hidden) await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+    }
+  };
+  const look = () => {
+    if (document.hidden) current?.abort();
+    else if (!current && !ended) listen();
+  };
+  document.addEventListener("visibilitychange", look);
+  listen();
+  return () => {
+    ended = true;
+    current?.abort();
+    document.removeEventListener("visibilitychange", look);
+  };
+}

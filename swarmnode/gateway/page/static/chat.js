@@ -1,0 +1,236 @@
+// Talking with a swarm: messages as they are written, and beside them who writes.
+
+import { ask, askJson, eventsOf, follow } from "./api.js";
+import { begin, load, save, titleOf } from "./conversations.js";
+import { $, announce, everyFrame, fill, h } from "./dom.js";
+import { plural } from "./format.js";
+import { markdown } from "./markdown.js";
+import { Writing, badge, showWriting } from "./writers.js";
+
+const NEAR_END_PX = 80;
+const CHAT = "/v1/chat/completions";
+const TEXT = "/v1/completions"; // for models that have not learnt to converse
+
+export class Chat {
+  /** `swarmOf()` is the picture of the chosen swarm, `model()` what it is called. */
+  constructor(swarmOf, model) {
+    this.swarmOf = swarmOf;
+    this.model = model;
+    this.conversations = load();
+    this.current = this.conversations[0] ?? begin();
+    this.writing = null;
+    this.abort = null;
+    this.showLast = everyFrame(() => this.showLastNow());
+    $("new-chat").addEventListener("click", () => this.open(begin($("system").value)));
+    $("composer").addEventListener("submit", (submit) => {
+      submit.preventDefault();
+      this.say($("prompt").value);
+    });
+    $("stop").addEventListener("click", () => this.abort?.abort());
+    $("prompt").addEventListener("keydown", (key) => this.typed(key));
+    $("prompt").addEventListener("input", () => this.fit());
+    $("system").addEventListener("change", () => {
+      this.current.system = $("system").value;
+      this.keep();
+    });
+    document.addEventListener("keydown", (key) => key.key === "Escape" && this.abort?.abort());
+    this.open(this.current);
+  }
+
+  typed(key) {
+    if (key.key !== "Enter" || key.shiftKey || key.isComposing) return;
+    key.preventDefault();
+    this.say($("prompt").value);
+  }
+
+  /** As many lines as are written. */
+  fit() {
+    $("prompt").rows = Math.min(8, $("prompt").value.split("\n").length);
+  }
+
+  open(conversation) {
+    this.abort?.abort();
+    this.current = conversation;
+    this.writing = null;
+    $("system").value = conversation.system ?? "";
+    this.show();
+    this.refresh();
+  }
+
+  keep() {
+    this.conversations = [this.current, ...this.conversations.filter((each) => each.id !== this.current.id)];
+    save(this.conversations);
+    this.showTalks();
+  }
+
+  forget(conversation) {
+    this.conversations = this.conversations.filter((each) => each.id !== conversation.id);
+    save(this.conversations);
+    if (conversation.id === this.current.id) this.open(this.conversations[0] ?? begin());
+    this.showTalks();
+  }
+
+  /** The picture of the swarm has changed. */
+  refresh() {
+    showWriting($("writers"), this.writing, this.swarmOf(), this.abort !== null);
+  }
+
+  // -- asking
+
+  async say(text) {
+    if (!text.trim() || this.abort) return;
+    this.current.messages.push({ role: "user", content: text });
+    $("prompt").value = "";
+    this.fit();
+    await this.answer();
+  }
+
+  /** Once more, instead of the last answer. */
+  async regenerate() {
+    if (this.abort) return;
+    while (this.current.messages.at(-1)?.role === "assistant") this.current.messages.pop();
+    await this.answer();
+  }
+
+  async answer() {
+    const { current } = this;
+    const message = { role: "assistant", content: "", model: this.model() };
+    current.messages.push(message);
+    this.abort = new AbortController();
+    this.writing = new Writing();
+    this.show();
+    try {
+      await this.read(message, this.abort.signal);
+    } catch (error) {
+      if (error.name === "AbortError") message.ended = "stopped";
+      else message.error = error.message;
+    }
+    this.stopHearing?.();
+    this.stopHearing = null;
+    this.abort = null;
+    Object.assign(message, this.writing.summary());
+    announce(message.error ? `Failed: ${message.error}` : "The answer is there.");
+    if (current === this.current) this.show();
+    this.keep();
+  }
+
+  async read(message, signal) {
+    const earlier = this.current.messages.slice(0, -1).map(({ role, content }) => ({ role, content }));
+    const system = this.current.system?.trim();
+    const messages = system ? [{ role: "system", content: system }, ...earlier] : earlier;
+    const drawn = { model: message.model, stream: true, temperature: Number($("temperature").value), max_tokens: Number($("max-tokens").value) };
+    let answer;
+    try {
+      answer = await ask(CHAT, { body: { ...drawn, messages }, signal });
+    } catch (error) {
+      if (error.code !== "no_chat_template") throw error;
+      answer = await ask(TEXT, { body: { ...drawn, prompt: earlier.at(-1).content }, signal });
+      message.note = "This model has not learnt to converse: it goes on with your text.";
+    }
+    for await (const [name, data] of eventsOf(answer)) {
+      if (data === "[DONE]") return;
+      const told = JSON.parse(data);
+      if (name === "error" || told.error) throw new Error(told.error?.message ?? "the swarm failed");
+      if (!message.trace) this.hear(message, told.id.split("-").at(-1));
+      message.content += told.choices[0]?.delta?.content ?? told.choices[0]?.text ?? "";
+      message.ended = told.choices[0]?.finish_reason ?? message.ended;
+      this.showLast();
+    }
+  }
+
+  /** Hear which machines write it. */
+  hear(message, trace) {
+    message.trace = trace;
+    const writing = this.writing;
+    const stop = follow(
+      `/api/v1/swarms/${encodeURIComponent(message.model)}/sessions/${trace}/events`,
+      (name, told) => {
+        if (name === "over") return stop();
+        writing.hear(told, this.swarmOf());
+        message.tokens = told.tokens;
+        message.tokens_per_s = told.tokens_per_s;
+        if (writing === this.writing) this.refresh();
+      },
+      () => stop(), // it is over already
+    );
+    this.stopHearing = stop;
+  }
+
+  // -- showing
+
+  show() {
+    this.showTalks();
+    const last = this.current.messages.length - 1;
+    const said = this.current.messages.map((message, index) => this.article(message, index === last));
+    fill($("messages"), said.length ? said : welcome(this.model()));
+    $("messages").scrollTop = $("messages").scrollHeight;
+    $("send").hidden = this.abort !== null;
+    $("stop").hidden = this.abort === null;
+    this.refresh();
+  }
+
+  showTalks() {
+    const talks = this.conversations.map((each) =>
+      h(
+        "li",
+        {},
+        h("button", { type: "button", class: "quiet", "aria-current": each.id === this.current.id && "true", onclick: () => this.open(each) }, titleOf(each)),
+        h("button", { type: "button", class: "quiet forget", "aria-label": `Delete: ${titleOf(each)}`, onclick: () => this.forget(each) }, "×"),
+      ),
+    );
+    fill($("talks"), talks);
+  }
+
+  /** The message that is being written, and nothing else. */
+  showLastNow() {
+    const element = $("messages");
+    const follows = element.scrollHeight - element.scrollTop - element.clientHeight < NEAR_END_PX;
+    const last = this.current.messages.at(-1);
+    const article = element.lastElementChild;
+    if (last?.role !== "assistant" || !article) return;
+    fill(article.querySelector(".text"), markdown(last.content));
+    if (follows) element.scrollTop = element.scrollHeight;
+  }
+
+  article(message, isLast) {
+    const isUser = message.role === "user";
+    const text = h("div", { class: "text" }, isUser ? h("p", { class: "plain" }, message.content) : markdown(message.content));
+    const isWriting = isLast && this.abort !== null;
+    return h(
+      "article",
+      { class: `message ${message.role}${isWriting ? " writing" : ""}`, "aria-label": isUser ? "You" : "The swarm" },
+      message.note && h("p", { class: "fine" }, message.note),
+      text,
+      message.error && h("p", { class: "error" }, message.error),
+      !isUser && !isWriting && this.foot(message, isLast),
+    );
+  }
+
+  foot(message, isLast) {
+    const facts = [
+      message.tokens && `${plural(message.tokens, "token")} at ${message.tokens_per_s.toFixed(1)}/s`,
+      message.ended === "length" && "as long as it may be",
+      message.ended === "stopped" && "stopped",
+    ].filter(Boolean);
+    return h(
+      "footer",
+      {},
+      (message.machines ?? []).map(({ peer, name }) => badge({ peers: new Map([[peer, { peer, name }]]) }, peer)),
+      h("span", { class: "fine" }, facts.join(" · ")),
+      (message.happened ?? []).map((each) => h("p", { class: "fine happened" }, each)),
+      h("button", { type: "button", class: "quiet", onclick: () => navigator.clipboard.writeText(message.content) }, "Copy"),
+      isLast && h("button", { type: "button", class: "quiet", onclick: () => this.regenerate() }, "Regenerate"),
+    );
+  }
+}
+
+const welcome = (model) =>
+  h(
+    "div",
+    { class: "welcome" },
+    h("p", { class: "large" }, `You talk with ${model || "a swarm"}.`),
+    h("p", {}, "Several machines write each sentence together. When one of them goes away in the middle of a word, others take over, and the text is the same."),
+  );
+
+/** The models that there are. */
+export const models = async () => (await askJson("/v1/models")).data.map((each) => each.id);

@@ -1,0 +1,61 @@
+// The machines of a swarm as cards.
+
+import { $, fill, h, styled } from "./dom.js";
+import { bytes, duration, hue, nameOf, plural, rate, units } from "./format.js";
+import { VirtualGrid } from "./virtual-grid.js";
+
+const ORDERS = {
+  span: (one, other) => one.span[0] - other.span[0] || one.span[1] - other.span[1],
+  name: (one, other) => nameOf(one).localeCompare(nameOf(other)),
+  speed: (one, other) => other.decode_units_per_s - one.decode_units_per_s,
+  since: (one, other) => one.since - other.since,
+};
+
+export class Machines {
+  constructor(element) {
+    this.peers = new Map();
+    this.grid = new VirtualGrid(element, {
+      make: () => h("article", { class: "card machine" }),
+      show: showMachine,
+      idOf: (peer) => peer.peer,
+      width: 270,
+      height: 172,
+      label: "Machines",
+    });
+    $("find").addEventListener("input", () => this.arrange());
+    $("order").addEventListener("change", () => this.arrange());
+  }
+
+  /** These are there now. */
+  set(peers) {
+    this.peers = peers;
+    this.arrange();
+  }
+
+  arrange() {
+    const words = $("find").value.toLowerCase().split(/\s+/).filter(Boolean);
+    const text = (peer) => `${nameOf(peer)} ${peer.peer} ${peer.device} ${peer.state} ${peer.reached}`.toLowerCase();
+    const found = [...this.peers.values()].filter((peer) => words.every((word) => text(peer).includes(word)));
+    this.grid.set(found.sort((one, other) => ORDERS[$("order").value](one, other) || one.peer.localeCompare(other.peer)));
+  }
+}
+
+function showMachine(card, peer) {
+  const doing = [plural(peer.sessions, "session"), peer.state === "ready" && `${plural(peer.cache_tokens_free, "token")} free`];
+  const speed = peer.decode_units_per_s || peer.training_units_per_s;
+  const facts = [
+    [peer.device, bytes(peer.memory_bytes), peer.number_format],
+    [`${Math.round(speed).toLocaleString("en")} units/s`, ...doing],
+    [`↑ ${rate(peer.up_bps)}`, `↓ ${rate(peer.down_bps)}`],
+    [peer.reached === "unknown" ? "" : `reached: ${peer.reached}`, `here for ${duration(Date.now() / 1000 - peer.since)}`],
+    [peer.standing === "good" ? peer.trust > 0 && `audited, trust ${peer.trust.toFixed(2)}` : peer.standing],
+  ];
+  const lines = facts.map((each) => each.filter(Boolean).join(" · ")).filter(Boolean);
+  fill(
+    card,
+    h("h3", {}, h("i", { class: "dot", "aria-hidden": "true" }), h("span", { title: peer.peer }, nameOf(peer)), h("b", { class: `state ${peer.state}` }, peer.state)),
+    h("p", {}, peer.span[1] > peer.span[0] ? units(peer.span) : "holds nothing"),
+    lines.map((line) => h("p", { class: "fine", title: line }, line)),
+  );
+  styled(card, { "--hue": hue(peer.peer) });
+}

@@ -1,0 +1,68 @@
+// The machines that write a sentence, and what happened when one of them went away.
+
+import { announce, fill, h, styled } from "./dom.js";
+import { hue, nameOf, plural, seconds, units } from "./format.js";
+
+/** A machine's colour and name. */
+export function badge(swarm, id, ...more) {
+  const peer = swarm?.peers.get(id) ?? { peer: id, name: "" };
+  return styled(h("span", { class: "badge" }, h("i", { "aria-hidden": "true" }), nameOf(peer), ...more), { "--hue": hue(id) });
+}
+
+/** What is told of one text while it is written. `happened` are sentences: who went away, and who took over. */
+export class Writing {
+  constructor() {
+    this.session = null;
+    this.happened = [];
+    this.names = new Map(); // of machines, by id, also of those that are not here any more
+  }
+
+  /** The session goes on, as the gateway tells it. */
+  hear(session, swarm) {
+    const before = this.session;
+    for (const { peer } of session.route) if (swarm?.peers.has(peer)) this.names.set(peer, nameOf(swarm.peers.get(peer)));
+    if (before?.route.length) this.compare(before, session);
+    this.session = session;
+  }
+
+  compare(before, after) {
+    const stayed = new Set(after.route.map((hop) => hop.peer));
+    const gone = before.route.filter((hop) => !stayed.has(hop.peer));
+    const were = new Set(before.route.map((hop) => hop.peer));
+    const came = after.route.filter((hop) => !were.has(hop.peer));
+    if (!gone.length && !came.length) return;
+    const cause = after.faults.findLast((fault) => gone.some((hop) => hop.peer === fault.peer))?.cause.replaceAll("_", " ");
+    const who = gone.map((hop) => this.name(hop.peer)).join(" and ") || "A machine";
+    const next = came.length ? came.map((hop) => `${this.name(hop.peer)} took over ${units(hop.span)}`).join(", ") : "the others took over";
+    const text = `${who} went away${cause ? ` (${cause})` : ""} after token ${before.tokens}; ${next}. The longest wait was ${seconds(after.longest_stall_s)}.`;
+    this.happened.push(text);
+    announce(text);
+  }
+
+  name(id) {
+    return this.names.get(id) ?? id.slice(-8);
+  }
+
+  /** For the conversation, which outlives the machines. */
+  summary() {
+    return { machines: (this.session?.route ?? []).map((hop) => ({ peer: hop.peer, name: this.name(hop.peer) })), happened: this.happened };
+  }
+}
+
+/** Show it; `isLive` while it is being written. */
+export function showWriting(element, writing, swarm, isLive) {
+  const session = writing?.session;
+  if (!session) {
+    fill(element, h("p", { class: "fine" }, isLive ? "Looking for machines…" : "Say something, and you see here which machines answer."));
+    return;
+  }
+  const hops = session.route.map((hop) => {
+    const device = swarm?.peers.get(hop.peer)?.device ?? "not here any more";
+    return h("li", {}, badge(swarm, hop.peer), h("span", { class: "fine" }, `${units(hop.span)} · ${device}`));
+  });
+  const route = h("ol", { class: isLive ? "route live" : "route" }, hops);
+  const pace = `${plural(session.tokens, "token")}, ${session.tokens_per_s.toFixed(1)} per second`;
+  const happened = writing.happened.map((text) => h("li", {}, text));
+  fill(element, route, h("p", { class: "fine" }, pace), happened.length ? h("ul", { class: "happened" }, happened) : null);
+  styled(element, { "--beat": session.tokens % 2 });
+}

@@ -1,0 +1,83 @@
+"""The page's own files, out of the package. They hold no secrets, so they need no key."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from swarmnode.gateway.api_error import ApiError
+
+router = APIRouter(include_in_schema=False)
+INDEX = "index.html"
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+HEADERS = {
+    # Scripts and styles of this gateway alone; markup never comes from text (`trusted-types 'none'`), wherever it slipped in.
+    "Content-Security-Policy": "; ".join(
+        (
+            "default-src 'none'",
+            "script-src 'self'",
+            "style-src 'self'",
+            "img-src 'self'",
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types 'none'",
+        )
+    ),
+    "Cache-Control": "no-cache",  # it asks each time whether there is a newer one
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class StaticFile(NamedTuple):
+    """`tag` follows from its content."""
+
+    content: bytes
+    media_type: str
+    tag: str
+
+
+def _read_all() -> Mapping[str, StaticFile]:
+    """By name, which has no folders."""
+    found = {}
+    for file in resources.files(__package__).joinpath("static").iterdir():
+        content = file.read_bytes()
+        media_type = MEDIA_TYPES[PurePosixPath(file.name).suffix]
+        found[file.name] = StaticFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:16]}"')
+    return found
+
+
+FILES = _read_all()
+
+
+@router.get("/")
+async def index(request: Request) -> Response:
+    """The page."""
+    return _answer(request, INDEX)
+
+
+@router.get("/page/{name}")
+async def static_file(name: str, request: Request) -> Response:
+    """A script, a style or a picture."""
+    return _answer(request, name)
+
+
+def _answer(request: Request, name: str) -> Response:
+    file = FILES.get(name)
+    if file is None:
+        raise ApiError(404, f"the page has no file {name!r}")
+    headers = {**HEADERS, "ETag": file.tag}
+    if request.headers.get("if-none-match") == file.tag:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, media_type=file.media_type, headers=headers)
