@@ -43,7 +43,7 @@ from swarmnode.roles.measuring.service_report import ServiceReporter
 from swarmnode.roles.placement import Placement
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.manifest import TRAIN
-from swarmnode.swarm.records.sections import Place, Section
+from swarmnode.swarm.records.sections import Place
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 if TYPE_CHECKING:
@@ -207,7 +207,8 @@ class Node:
                 self._tell("spare", STANDS_BY)
             self.lending.happened(LendingEvent.LOADED)
             place.arrived()
-            move = await place.reason_to_move(bound=self._bound, news=self._news)
+            news = self._stage.sections if self._stage is not None else tuple  # of who stands by there is none
+            move = await place.reason_to_move(bound=self._bound, news=news)
             self._tell("moving", reason_of(move), span=list(move.span), gain=None if move.fills else move.gain)
             self._moves += 1
             self.lending.happened(LendingEvent.MOVED)
@@ -244,25 +245,22 @@ class Node:
         return training_placement(host, hardware, self.config.place)
 
     async def _first_span(self, place: Placement, host: Host, hardware: Hardware) -> Span:
-        if self.config.span is not None:
-            return hardware.check(self.config.span)
+        told = self.config.span or (self.config.plan and self.config.plan.span_of(host.peer_id))
+        if told and told.units:
+            return hardware.check(told)
         return await place.claim(*hardware.sections(host), await host.introduction())
 
     def _bound(self) -> bool:
-        """A span that the user fixed never moves, nor does one that has been trained: who left it would take what it has learnt
-        along, and bring nothing."""
+        """A span that the user fixed never moves, nor does one that has been trained: what was learnt would go along."""
         finishing = self.lending.state is LendingState.FINISHING
         return finishing or self.config.span is not None or (self._stage is not None and self._stage.bound)
-
-    def _news(self) -> tuple[Section, ...]:
-        return self._stage.sections() if self._stage is not None else ()
 
     # -- serving
 
     async def _serve(self, host: Host, seeder: Seeder, weights: Weights, hardware: Hardware, span: Span) -> None:
         """Get the weights of a span, load it, and answer sessions from now on."""
         host.directory.announce(
-            Place(state=State.LOADING, span=(span.start, span.end)), *hardware.sections(host), await host.introduction()
+            Place(state=State.LOADING, span=span), *hardware.sections(host), await host.introduction()
         )
         self._tell("loading", f"Units {span}: {hardware.describe(span)}", span=list(span))
         if self._kept is not None and self._kept.units == span:

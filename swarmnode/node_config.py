@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from swarmnode.config import StageConfig
 from swarmnode.lending.card_guard import CardLimits
 from swarmnode.lending.rules import Rules
+from swarmnode.plan.offline.plan_file import PlanFile
 from swarmnode.plan.view import Span
 from swarmnode.roles.host_config import HostConfig
 from swarmnode.roles.placement import PlacementConfig
@@ -16,11 +17,12 @@ RATES = ("max_upload_bps", "max_download_bps")  # another rate may be kept to at
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """What a volunteer lends. None means: find out."""
+    """What a volunteer lends. None means: find out. A `plan` says where a node begins; it may move from there."""
 
     host: HostConfig
     stage: StageConfig = field(default_factory=StageConfig)
     span: Span | None = None
+    plan: PlanFile | None = None
     place: PlacementConfig = field(default_factory=PlacementConfig)
     rules: Rules = field(default_factory=Rules)
     card: CardLimits = field(default_factory=CardLimits)

@@ -114,6 +114,13 @@ def run(
     span: str = typer.Option(
         "", "--span", metavar="A:B", help="Hold units A to B-1; default: what the swarm needs most."
     ),
+    plan: Path = typer.Option(
+        None,
+        "--plan",
+        metavar="PLAN.json",
+        help="In training, begin where plan --model --json put this node.",
+        show_default=False,
+    ),
     host_maddr: list[str] = typer.Option([], "--host-maddr", metavar="MADDR", help="Where to listen. Repeatable."),
     announce_maddr: list[str] = typer.Option(
         [], "--announce-maddr", metavar="MADDR", help="Address under which others reach this node. Repeatable."
@@ -182,6 +189,8 @@ def run(
             tell(event, text, **details)
 
         loaded = open_swarm(swarm, config.host.home)
+        if config.plan is not None:
+            config.plan.check_swarm(loaded.id.hex())
         node = Node(loaded, config, note)
         control = ControlServer(node.lending, stop, node.describe, node.why)
         _reload_on_hangup(context, node)

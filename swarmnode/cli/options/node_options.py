@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from swarmnode.cli.options.quantities import parse_bytes, parse_rate, parse_share, parse_span
 from swarmnode.cli.options.rules import RULE_NAMES, read_rules
 from swarmnode.cli.terminal.console import default_home
+from swarmnode.errors import UsageError
 
 if TYPE_CHECKING:
     from swarmnode.node import NodeConfig
@@ -19,9 +20,12 @@ def node_config(options: Mapping[str, Any]) -> NodeConfig:
     from swarmnode.lending.card_guard import CardLimits
     from swarmnode.net.addressing.addresses import check_all
     from swarmnode.node import NodeConfig
+    from swarmnode.plan.offline.plan_file import PlanFile
     from swarmnode.roles.host import HostConfig
 
     given = {name: value for name, value in options.items() if value}
+    if "span" in given and "plan" in given:
+        raise UsageError("--span and --plan both say which units to hold: leave one away")
     home = default_home(options["home"])
     return NodeConfig(
         host=HostConfig(
@@ -49,6 +53,7 @@ def node_config(options: Mapping[str, Any]) -> NodeConfig:
             share=parse_share(options["share"], "--cpu-share"),
         ).check(),
         span=parse_span(given["span"]) if "span" in given else None,
+        plan=PlanFile.load(given["plan"]) if "plan" in given else None,
         card=CardLimits(given.get("max_gpu_temperature"), given.get("max_gpu_power")),
         rules=read_rules(home, options["rules"], {name: given[name] for name in RULE_NAMES if name in given}),
     )

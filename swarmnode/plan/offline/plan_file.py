@@ -50,11 +50,14 @@ class PlanFile:
         held = {device: span for span, members in self.stages for device in members}
         return [held.get(device, NOTHING) for device in range(devices)]
 
-    def span_of(self, peer: str, swarm: str, units: int) -> Span:
-        """What a peer of a swarm holds; nothing, where the plan does without it. Raises UsageError where it is for another."""
+    def check_swarm(self, swarm: str) -> None:
+        """Raises UsageError where the plan is not for this swarm, whose id is in hex."""
         if self.swarm != swarm:
-            raise UsageError("the plan is for another swarm: plan on what `swarmnode network` writes of this one")
-        held = dict(zip(self.peers, self.spans(len(self.peers), units), strict=True))
+            raise UsageError("the plan is not for this swarm: plan on what `swarmnode network` writes of it")
+
+    def span_of(self, peer: str) -> Span:
+        """What a peer of its swarm holds; nothing, where the plan does without it."""
+        held = dict(zip(self.peers, self.spans(len(self.peers), self.units), strict=True))
         return held.get(peer, NOTHING)
 
 

@@ -19,6 +19,7 @@ from swarmnode.plan.view import Span
 
 HOLDERS = 2  # that a unit should have, so that losing one loses nothing that was learnt
 STANDING_BY = Span(0, 0)
+FRAGILE = 3.0  # more of a step, relative, is a second holder of all units worth
 LEFT_OUT = 1.5  # times as long a step must take with all, before anybody is left out who may be needed later
 
 
@@ -60,10 +61,11 @@ def common_layout(forecast: StepForecast, capacity_units: Sequence[int]) -> Stag
         roomy_N = np.array(capacity_units) >= max(stage.units for stage in stages)
         for group in groups:
             able = group[roomy_N[group]]
-            missing = max(0, HOLDERS * count - len(able))
+            missing = max(0, count - len(able))
             if len(able) and missing <= least[0]:
                 left_out = LEFT_OUT if len(group) < forecast.network.peers else 1.0
-                value = missing, left_out * _estimate_s(forecast, stages, able)
+                fragile = 1 + FRAGILE * min(1.0, max(0, HOLDERS * count - len(able)) / count)
+                value = missing, left_out * fragile * _estimate_s(forecast, stages, able)
                 least, best = min((least, best), (value, (stages, able)), key=lambda one: one[0])
     return _laid(forecast, *best)
 

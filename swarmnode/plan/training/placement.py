@@ -1,9 +1,10 @@
 """Placement for training: which units a peer should hold so that a step becomes shortest, how many, and whether any.
 
-What counts first is that every unit has a holder, then that it has a second one: what the last one has learnt goes with it. Then
-the step's forecast (`step_forecast.py`): each peer goes where the step becomes shortest, given where the others stand (best
-response). Peers that do so one by one can come to an order that no single move betters; so before anything is trained all come to
-the same layout, too (`layout.py`), and a peer goes to its place in it where no move of its own is as good.
+What counts first is that every unit has a holder, then the step's forecast (`step_forecast.py`), the worse, the more units
+have just one: what the last one has learnt goes with it. Each peer goes where that becomes least, given where the others
+stand (best response). Peers that do so one by one can come to an order that no single move betters; so before anything is
+trained all come to the same layout, too (`layout.py`), and a peer goes to its place in it where no move of its own is as
+good.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from swarmnode.plan.spans.flow import Floats
-from swarmnode.plan.training.layout import HOLDERS, LEFT_OUT, STANDING_BY, StageLayout, windows_between
+from swarmnode.plan.training.layout import FRAGILE, HOLDERS, LEFT_OUT, STANDING_BY, StageLayout, windows_between
 from swarmnode.plan.training.step_forecast import StepForecast, held_units
 from swarmnode.plan.view import Span
 
@@ -31,26 +32,23 @@ class TrainingPeers:
 @dataclass(frozen=True)
 class TrainingPlace:
     """Where a peer should be, and by how much a step becomes shorter by that, relative to where it is: 0 where it stays, infinite
-    where units would have nobody, or nobody else, without it."""
+    where units would have nobody without it."""
 
     span: Span
     gain: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class _Worth:
-    """What an arrangement is worth, the least first: units without a holder, units with fewer than they should have, seconds of
-    a step."""
+    """What an arrangement is worth, the least first: units without a holder, then seconds of a step, more where units have one."""
 
     missing: int
-    fragile: int
     step_s: float
 
     def gain(self, now: _Worth) -> float:
-        """Against how it is now: of the step, relative; infinite where more units are safe, negative where fewer are."""
-        safer = (now.missing, now.fragile) > (self.missing, self.fragile)
-        if safer or (now.missing, now.fragile) < (self.missing, self.fragile):
-            return math.inf if safer else -math.inf
+        """Against how it is now: of the step, relative; infinite where more units have a holder, negative where fewer have."""
+        if now.missing != self.missing:
+            return math.inf if now.missing > self.missing else -math.inf
         return now.step_s / self.step_s - 1
 
 
@@ -72,7 +70,7 @@ def choose_training_place(
     worth_of = dict(zip([*windows, now], _worth(forecast, spans, peer, [*windows, now]), strict=True))
     spare = worth_of[STANDING_BY]
     worth_of[STANDING_BY] = replace(spare, step_s=LEFT_OUT * spare.step_s)
-    best, stays = min(windows, key=lambda window: _order(worth_of[window])), worth_of[now]
+    best, stays = min(windows, key=lambda window: worth_of[window]), worth_of[now]
     if layout is not None:
         place = layout.places[peer]
         together = _worth(forecast, layout.places, peer, [place])[0]
@@ -92,15 +90,11 @@ def _settled(layout: StageLayout, peers: TrainingPeers) -> list[Span]:
     ]
 
 
-def _order(worth: _Worth) -> tuple[int, int, float]:
-    return worth.missing, worth.fragile, worth.step_s
-
-
 def _worth(forecast: StepForecast, spans: Sequence[Span], peer: int, windows: Sequence[Span]) -> list[_Worth]:
     """Of all on their spans, but this one on each of the windows."""
     held_NU = held_units(spans, forecast.load.units)
     held_NU[peer] = 0.0
     holders_WU: Floats = held_NU.sum(axis=0) + held_units(windows, forecast.load.units)
-    step_W = forecast.step_s(spans, peer, windows)
-    missing_W, fragile_W = (holders_WU == 0).sum(axis=1), (holders_WU < HOLDERS).sum(axis=1)
-    return [_Worth(*of) for of in zip(missing_W.tolist(), fragile_W.tolist(), step_W.tolist(), strict=True)]
+    missing_W, fragile_W = (holders_WU == 0).sum(axis=1), (holders_WU < HOLDERS).mean(axis=1)
+    step_W = forecast.step_s(spans, peer, windows) * (1 + FRAGILE * fragile_W)
+    return [_Worth(*of) for of in zip(missing_W.tolist(), step_W.tolist(), strict=True)]

@@ -79,6 +79,7 @@ class World:
         self.workload: SimulatedWorkload
         self._chance = chance
         self._trains = trains
+        self._stood_by_at = 0  # the directory's revision, at the last look of those that hold nothing
         self._outlook = Outlook(self.directory, measures, MovePolicy(for_gain=settings.rebalance))
 
     def __repr__(self) -> str:
@@ -109,7 +110,9 @@ class World:
             if peer.span.units:
                 self._serve(peer)
         self.directory.start()
-        if spans is None and not self._trains:  # trained units do not move, nor do those of a plan
+        if spans is None and self._trains:  # trained units do not move, nor do those of a plan
+            self._stand_by()
+        elif spans is None:
             self._look()
 
     def _announce_place(self, peer: Peer) -> None:
@@ -178,10 +181,11 @@ class World:
 
     def _settle(self, peer: Peer) -> None:
         """Look again, now that others' claims are known."""
-        span = self._choose(peer)
-        if span != peer.span:
-            peer.span = span
-        self._load(peer, lambda: self._loaded(peer))
+        peer.span = self._choose(peer)
+        if peer.span.units:
+            self._load(peer, lambda: self._loaded(peer))
+        else:
+            self.directory.announce(peer.view())
 
     def _load(self, peer: Peer, loaded: Action) -> None:
         peer.state = State.LOADING
@@ -211,6 +215,18 @@ class World:
         return download_s + size_bytes / self.settings.load_bytes_per_s
 
     # -- looking
+
+    def _stand_by(self) -> None:
+        """Whoever holds nothing looks whether it is needed by now, when others have come or gone; one at a time."""
+        if self._stood_by_at != self.directory.revision:
+            self._stood_by_at = self.directory.revision
+            spares = (peer for peer in self.by_id.values() if peer.state is State.JOINING and not peer.span.units)
+            for peer in spares:
+                peer.span = self._choose(peer)
+                if peer.span.units:
+                    self._load(peer, partial(self._loaded, peer))
+                    break
+        self.clock.after(self.settings.look_s, self._stand_by)
 
     def _look(self) -> None:
         """All look at the same picture. Whoever would rather be elsewhere goes when its wish has stood for as long as it must."""

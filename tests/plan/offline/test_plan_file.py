@@ -30,8 +30,9 @@ def test_who_holds_what(tmp_path: Path) -> None:
     plan = load(tmp_path)
     assert plan.spans(4, 6) == [Span(2, 6), Span(0, 2), NOTHING, Span(0, 2)]
     assert plan.pipelines == ((3, 0),)
-    assert plan.span_of("a", "0101", 6) == Span(2, 6)
-    assert plan.span_of("c", "0101", 6) == plan.span_of("came later", "0101", 6) == NOTHING
+    plan.check_swarm("0101")
+    assert plan.span_of("a") == Span(2, 6)
+    assert plan.span_of("c") == plan.span_of("came later") == NOTHING
 
 
 def test_a_plan_for_something_else_is_refused(tmp_path: Path) -> None:
@@ -39,7 +40,7 @@ def test_a_plan_for_something_else_is_refused(tmp_path: Path) -> None:
     for words, use in (
         ("for 6 units, and the model has 7", lambda: plan.spans(4, 7)),
         ("names device 3, and the network has 3", lambda: plan.spans(3, 6)),
-        ("for another swarm", lambda: plan.span_of("a", "0202", 6)),
+        ("not for this swarm", lambda: plan.check_swarm("0202")),
     ):
         with pytest.raises(UsageError, match=words):
             use()

@@ -103,8 +103,8 @@ def test_who_would_only_hold_others_up_stands_by() -> None:
 
 
 def test_every_unit_has_two_holders_first() -> None:
-    """Averaging costs much, so that each would best hold a quarter: with four peers that would leave units to one of them."""
-    spans = settled(load(1e9), islands([4]), [UNITS] * 4)
+    """Averaging costs much, so that each would best hold a quarter; but then each unit would hang on one of the four peers."""
+    spans = settled(load(1e7), islands([4]), [UNITS] * 4)
     assert Counter(unit for span in spans for unit in range(*span)) == dict.fromkeys(range(UNITS), 2)
 
 
