@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of a hundred processes would compile this house anew
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Before torch is imported, here or in a process that a test starts: models of tests are so small that a second thread
 costs more than it brings, and much more on a machine that does other things, too."""

@@ -44,7 +44,7 @@ def analyze(kind: str, *arguments: str, runtime: Path) -> subprocess.CompletedPr
         ["systemd-analyze", *manager, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env={**os.environ, "XDG_RUNTIME_DIR": str(runtime)},
     )
 

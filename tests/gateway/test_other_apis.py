@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import anthropic
 import pytest
 
 from tests.gateway.conftest import MODEL, serving
@@ -34,6 +33,8 @@ async def test_responses(founded: Founded, tmp_path: Path) -> None:
 
 @in_virtual_time
 async def test_messages(founded: Founded, tmp_path: Path) -> None:
+    import anthropic  # not where tests are collected: that takes a second in every worker
+
     async with serving(founded, tmp_path) as served:
         chat = await served.openai.chat.completions.create(max_tokens=24, **CHAT)
         text = chat.choices[0].message.content

@@ -15,7 +15,7 @@ from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.real.forked import ForkedSwarm
 from tests.tiny import TinyModel
 
-TIMEOUT_S = 400  # of a test, where it says nothing else: processes take long on a machine that is busy
+TIMEOUT_S = 1200  # of a test that hangs: processes take long on a machine that is busy
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

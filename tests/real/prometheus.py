@@ -20,7 +20,7 @@ import pytest
 
 CONTRIB = Path(__file__).parents[2] / "contrib"
 SCRAPE_S = 1
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 240.0
 
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,
@@ -30,7 +30,7 @@ needs_prometheus = pytest.mark.skipif(
 
 def promtool(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run promtool to its end."""
-    return subprocess.run(["promtool", *arguments], input=stdin, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["promtool", *arguments], input=stdin, capture_output=True, text=True, timeout=240)
 
 
 def free_port() -> int:

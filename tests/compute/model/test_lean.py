@@ -24,7 +24,7 @@ with lean():
 
 def run(program: str) -> str:
     """In a process of its own: imports cannot be undone."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

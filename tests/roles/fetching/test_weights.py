@@ -194,7 +194,7 @@ async def test_a_spoilt_folder_without_peers_is_an_error(world: World, monkeypat
     monkeypatch.setattr("swarmnode.roles.fetching.weights.DAMAGED_PATIENCE_S", 0.0)
     (world.hint / WEIGHTS).unlink()
     with pytest.raises(CheckpointError, match="changed or damaged, and no peer has the weights"):
-        await asyncio.wait_for(world.weights(hint=world.hint).outline(), 20)
+        await world.weights(hint=world.hint).outline()
 
 
 async def test_a_folder_of_another_machine_is_no_damage(world: World) -> None:
@@ -203,13 +203,13 @@ async def test_a_folder_of_another_machine_is_no_damage(world: World) -> None:
     await asyncio.sleep(0)
     assert not fetching.done()
     await world.founder()
-    assert (await asyncio.wait_for(fetching, 20)).units == UNITS
+    assert (await fetching).units == UNITS
 
 
 async def test_the_door_is_asked_before_anybody_announced(world: World) -> None:
     seeder = await world.seeder("door")
     seeder.add_folder(world.model)
-    assert (await asyncio.wait_for(world.weights().outline(), 20)).units == UNITS
+    assert (await world.weights().outline()).units == UNITS
 
 
 async def test_holders_of_parts_give_on_what_they_fetched(world: World) -> None:
@@ -222,7 +222,7 @@ async def test_holders_of_parts_give_on_what_they_fetched(world: World) -> None:
         seeder.add_cache(holder.cache, (span.start, span.end))
         world.directory.announce(name, seeder.units)
     world.directory.suspect("founder", "left")
-    checkpoint = await asyncio.wait_for(world.weights(home="late").span(Span(2, 5)), 20)
+    checkpoint = await world.weights(home="late").span(Span(2, 5))
     assert world.same(checkpoint, Span(2, 5))
     assert world.directory.suspected == ["founder"]
 

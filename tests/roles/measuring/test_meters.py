@@ -22,7 +22,7 @@ from tests.roles.toy_swarm import ToySwarm, expected
 from tests.roles.training_swarm import TrainingSwarm, toy_batches, toy_run
 
 PROMPT = [5, 17, 3, 99, 42]
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 def figures(readings: Readings, metric: Metric) -> dict[tuple[str, ...], float]:

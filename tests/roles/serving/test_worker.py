@@ -20,7 +20,7 @@ from swarmnode.errors import ErrorCode
 from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult
 from swarmnode.roles.serving.worker import Worker
 
-PATIENCE_S = 5.0
+PATIENCE_S = 120.0
 
 
 class EchoRunner:

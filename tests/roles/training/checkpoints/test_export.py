@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -80,7 +79,7 @@ class World:
         return {name.removeprefix("parameter/"): t for name, t in named.items() if name.startswith("parameter/")}
 
     async def export(self, out: Path, *, force: bool = False) -> int:
-        return await asyncio.wait_for(export(self.host, out, force=force, patience_s=0.1), 20)
+        return await export(self.host, out, force=force, patience_s=0.1)
 
     async def close(self) -> None:
         for thing in (*self.servers, *self.peers.values()):
