@@ -1,0 +1,76 @@
+"""`swarmnode launch`: what a tool must be told to use a swarm."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import typer
+
+from swarmnode.cli.options.gateway import LOOPBACK, PORT
+from swarmnode.cli.terminal.console import fail, reports_errors, say
+from swarmnode.gateway.tools import TOOLS, Endpoint
+
+ASK_TIMEOUT_S = 5.0
+MAX_ANSWER_BYTES = 1 << 20
+NO_KEY = "none"  # tools want one, the gateway does not
+
+
+@reports_errors
+def launch(
+    tool: str = typer.Argument(..., metavar="TOOL", help=f"{', '.join(TOOLS)}."),
+    url: str = typer.Option(
+        f"http://{LOOPBACK}:{PORT}/v1", "--url", help="Where `swarmnode serve` answers.", show_default=True
+    ),
+    model: str = typer.Option("", "--model", help="The swarm; default: those that are served.", show_default=False),
+    key: str = typer.Option(
+        NO_KEY, "--key", envvar="SWARMNODE_API_KEY", help="Where it wants one.", show_default=False
+    ),
+    write: bool = typer.Option(
+        False, "--write", help="Write the tool's file; one that is there already is left as it is."
+    ),
+) -> None:
+    """Print how a tool that you have uses the swarms that `swarmnode serve` answers for.
+
+    Example: swarmnode launch aider --write
+    """
+    if tool not in TOOLS:
+        fail(f"{tool} is not known here; choose {', '.join(TOOLS)}, or tell it {url} as an OpenAI-compatible server", 2)
+    if not url.startswith(("http://", "https://")):
+        fail(f"--url {url}: give it as http://HOST:PORT/v1", 2)
+    known = TOOLS[tool]
+    text = known.configuration(Endpoint(url.rstrip("/"), [model] if model else _served(url.rstrip("/"), key), key))
+    if not write:
+        say(text, nl=False)
+        say(f"# That is for {known.file}; then: {known.then}", err=True)
+        return
+    path = known.file.expanduser()
+    if path.exists():
+        fail(f"{path} is there already: add what `swarmnode launch {tool}` prints to it")
+    _write(path, text)
+    say(f"Wrote {path}. Then: {known.then}")
+
+
+def _served(url: str, key: str) -> list[str]:
+    """The models of the gateway at this URL."""
+    request = urllib.request.Request(f"{url}/models", headers={"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=ASK_TIMEOUT_S) as answer:
+            names = [str(one["id"]) for one in json.loads(answer.read(MAX_ANSWER_BYTES))["data"]]
+    except urllib.error.HTTPError as error:
+        wants_key = "it wants a key: give --key" if error.code == 401 else f"it answers {error.code}"
+        fail(f"the gateway at {url} does not tell its models: {wants_key}")
+    except (OSError, ValueError, KeyError, TypeError):
+        fail(f"no gateway answers at {url}: start `swarmnode serve`, or name the --model")
+    return names or [fail(f"the gateway at {url} serves nothing")]
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o600)  # a key may be in it
+    except OSError as error:
+        fail(f"cannot write {path}: {error.strerror or error}")

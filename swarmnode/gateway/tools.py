@@ -1,0 +1,113 @@
+"""Tools that speak to a gateway: what each wants to be told, and where it looks for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from urllib.parse import urlsplit
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A gateway at `url`, which ends in /v1, and the models that it serves; `key` is any word where it wants none."""
+
+    url: str
+    models: Sequence[str]
+    key: str
+
+    @property
+    def origin(self) -> str:
+        """The URL without its path."""
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc}"
+
+
+@dataclass(frozen=True)
+class Tool:
+    """`file` is where its configuration goes (~ is the home folder, else it is of the project), `then` what to do with it."""
+
+    name: str
+    file: Path
+    then: str
+    configuration: Callable[[Endpoint], str]
+
+
+def _open_webui(endpoint: Endpoint) -> str:
+    return _environment({"OPENAI_API_BASE_URL": endpoint.url, "OPENAI_API_KEY": endpoint.key})
+
+
+def _goose(endpoint: Endpoint) -> str:
+    variables = {"GOOSE_PROVIDER": "openai", "GOOSE_MODEL": endpoint.models[0]}
+    path = urlsplit(endpoint.url).path.strip("/") + "/chat/completions"
+    variables |= {"OPENAI_HOST": endpoint.origin, "OPENAI_BASE_PATH": path, "OPENAI_API_KEY": endpoint.key}
+    return _environment(variables)
+
+
+def _continue(endpoint: Endpoint) -> str:
+    lines = ["name: swarmnode", "version: 1.0.0", "schema: v1", "models:"]
+    for model in endpoint.models:
+        lines += [f"  - name: {json.dumps(model)}", "    provider: openai", f"    model: {json.dumps(model)}"]
+        lines += [
+            f"    apiBase: {endpoint.url}",
+            f"    apiKey: {json.dumps(endpoint.key)}",
+            "    roles: [chat, edit, apply]",
+        ]
+    return _lines(lines)
+
+
+def _litellm(endpoint: Endpoint) -> str:
+    lines = ["model_list:"]
+    for model in endpoint.models:
+        lines += [f"  - model_name: {json.dumps(model)}", "    litellm_params:"]
+        lines += [f"      model: {json.dumps(f'openai/{model}')}", f"      api_base: {endpoint.url}"]
+        lines += [f"      api_key: {json.dumps(endpoint.key)}"]
+    return _lines(lines)
+
+
+def _aider(endpoint: Endpoint) -> str:
+    model, key = json.dumps(f"openai/{endpoint.models[0]}"), json.dumps(endpoint.key)
+    return _lines([f"model: {model}", f"openai-api-base: {endpoint.url}", f"openai-api-key: {key}"])
+
+
+def _opencode(endpoint: Endpoint) -> str:
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "swarmnode",
+        "options": {"baseURL": endpoint.url, "apiKey": endpoint.key},
+        "models": {model: {"name": model} for model in endpoint.models},
+    }
+    told = {"$schema": "https://opencode.ai/config.json", "provider": {"swarmnode": provider}}
+    return _json({**told, "model": f"swarmnode/{endpoint.models[0]}"})
+
+
+def _claude_code(endpoint: Endpoint) -> str:
+    model = endpoint.models[0]
+    variables = {"ANTHROPIC_BASE_URL": endpoint.origin, "ANTHROPIC_AUTH_TOKEN": endpoint.key}
+    return _json({"env": {**variables, "ANTHROPIC_MODEL": model, "ANTHROPIC_SMALL_FAST_MODEL": model}})
+
+
+def _environment(variables: Mapping[str, str]) -> str:
+    return _lines([f"{name}={value}" for name, value in variables.items()])
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2) + "\n"
+
+
+def _lines(lines: Sequence[str]) -> str:
+    return "\n".join(lines) + "\n"
+
+
+_TOOLS = (
+    Tool("open-webui", Path("open-webui.env"), "set -a; . ./open-webui.env; set +a; open-webui serve", _open_webui),
+    Tool("continue", Path("~/.continue/config.yaml"), "choose the model in your editor", _continue),
+    Tool("litellm", Path("litellm.yaml"), "litellm --config litellm.yaml", _litellm),
+    Tool("aider", Path(".aider.conf.yml"), "aider", _aider),
+    Tool("goose", Path("goose.env"), "set -a; . ./goose.env; set +a; goose session", _goose),
+    Tool("opencode", Path("opencode.json"), "opencode", _opencode),
+    Tool("claude-code", Path(".claude/settings.json"), "claude", _claude_code),
+)
+TOOLS: Mapping[str, Tool] = MappingProxyType({tool.name: tool for tool in _TOOLS})

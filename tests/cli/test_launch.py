@@ -1,0 +1,69 @@
+"""What tools are told, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from swarmnode.gateway.tools import TOOLS
+from tests.cli.command import assert_clear, invoke
+
+MODELS = json.dumps({"data": [{"id": "friends"}, {"id": 'odd "name": x'}]}).encode()
+
+
+class Gateway(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        wanted = self.headers["Authorization"] == "Bearer sk-1"
+        self.send_response(200 if wanted else 401)
+        self.end_headers()
+        self.wfile.write(MODELS if wanted else b"{}")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def gateway() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Gateway) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_is_told_where_what_and_by_which_key(tool: str) -> None:
+    with gateway() as url:
+        done = invoke("launch", tool, "--url", url, "--key", "sk-1")
+    assert done.returncode == 0 and "then: " in done.stderr
+    assert url.removesuffix("/v1") in done.stdout and "sk-1" in done.stdout
+    assert "friends" in done.stdout or tool == "open-webui", "that one asks for the models itself"
+    if TOOLS[tool].file.suffix == ".json":
+        json.loads(done.stdout)
+
+
+def test_a_file_is_written_once_and_for_its_owner(tmp_path: Path) -> None:
+    asked = ("launch", "aider", "--write", "--model", "friends")
+    done = invoke(*asked, cwd=tmp_path)
+    file = tmp_path / ".aider.conf.yml"
+    assert done.returncode == 0 and "openai/friends" in file.read_text() and file.stat().st_mode & 0o777 == 0o600
+    file.write_text("mine")
+    assert_clear(invoke(*asked, cwd=tmp_path), 1, "there already")
+    assert file.read_text() == "mine"
+
+
+def test_what_cannot_be_is_told() -> None:
+    assert_clear(invoke("launch", "emacs"), 2, "not known", "open-webui")
+    assert_clear(invoke("launch", "aider", "--url", "localhost:8000"), 2, "http://")
+    assert_clear(invoke("launch", "aider", "--url", "http://127.0.0.1:9/v1"), 1, "no gateway answers", "serve")
+    with gateway() as url:
+        assert_clear(invoke("launch", "aider", "--url", url), 1, "wants a key")

@@ -1,0 +1,43 @@
+"""The examples, each against a swarm in virtual time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.contrib.script import ROOT, load
+from tests.gateway.conftest import serving
+from tests.net.virtual import in_virtual_time
+from tests.node.conftest import Founded
+
+EXAMPLES = ROOT / "examples"
+
+
+@in_virtual_time
+async def test_a_chat_is_written(founded: Founded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(founded, tmp_path) as served:
+        answer = await load(EXAMPLES / "chat.py").chat(served.openai, "How are the hens?")
+    assert answer and answer in capsys.readouterr().out
+
+
+@in_virtual_time
+async def test_a_conversation_with_tools_comes_to_an_end(founded: Founded, tmp_path: Path) -> None:
+    async with serving(founded, tmp_path) as served:
+        messages = await load(EXAMPLES / "tools.py").ask(served.openai, "What is the weather in Bern?")
+    assert messages[0]["role"] == "user" and messages[-1]["role"] in ("assistant", "tool")
+
+
+@in_virtual_time
+async def test_an_answer_follows_its_schema(founded: Founded, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    async with serving(founded, tmp_path) as served:
+        script = load(EXAMPLES / "structured_output.py")
+        told = await script.ask(served.openai, "How are the hens?")
+    assert set(told) == set(script.SCHEMA["required"]) and json.dumps(told)
+
+
+def test_every_example_says_how_it_is_run() -> None:
+    texts = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
+    assert len(texts) == 4 and all(f"python examples/{name}" in text for name, text in texts.items())
