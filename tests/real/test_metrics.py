@@ -185,7 +185,7 @@ def test_logs_are_one_json_object_per_line(watched: Watched) -> None:
 def test_alerts_see_a_stage_that_is_killed(watched: Watched) -> None:
     """The last test: only one node held these units."""
     rules = [rule for group in watched.server.ask("rules")["groups"] for rule in group["rules"]]
-    assert len(rules) == 12 and all(rule["health"] == "ok" for rule in rules), rules
+    assert len(rules) == 13 and all(rule["health"] == "ok" for rule in rules), rules
     healthy = {alert["labels"]["alertname"] for alert in watched.server.ask("alerts")["alerts"]}
     expected = {"SwarmnodeAbsent", "SwarmUnitWithoutHolder"}
     assert not healthy & expected
