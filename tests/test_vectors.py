@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jsonschema
 import msgspec
@@ -180,25 +180,54 @@ def test_every_codec_has_good_tensors() -> None:
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vector", vectors("announcements", good=True))
-def test_good_announcements(vector: Vector) -> None:
-    announcement = open_announcement(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
-    assert plain(announcement) == vector["value"]
-    assert sign_announcement(announcement, Identity(bytes.fromhex(vector["key"])).sign) == data_of(vector)
-    assert_fits("announcement", vector["value"])
+class SignedKind(NamedTuple):
+    """Records of one kind, which their authors sign: how one is opened, and made."""
+
+    schema: str
+    open: Callable[..., Any]
+    sign: Callable[..., bytes]
 
 
-@pytest.mark.parametrize("vector", vectors("announcements", good=False))
-def test_bad_announcements(vector: Vector) -> None:
+SIGNED = {
+    "announcements": SignedKind("announcement", open_announcement, sign_announcement),
+    "receipts": SignedKind("work_receipt", open_receipt, sign_receipt),
+    "reports": SignedKind("report", lambda *arguments: open_report(*arguments)[0], sign_report),
+    "statements": SignedKind("hop_statement", open_statement, sign_statement),
+    "vouchers": SignedKind("voucher", open_voucher, sign_voucher),
+}
+
+
+def signed(*, good: bool) -> list[Any]:
+    """(file, vector) of all kinds as pytest parameters."""
+    return [
+        pytest.param(file, *one.values, id=f"{file}-{one.id}") for file in SIGNED for one in vectors(file, good=good)
+    ]
+
+
+def open_signed(file: str, vector: Vector) -> Any:
+    """The record in a vector, at the time that the vector says where that matters."""
+    time = (vector["now"],) if "now" in vector else ()
+    return SIGNED[file].open(data_of(vector), bytes.fromhex(vector["swarm"]), verify, *time)
+
+
+@pytest.mark.parametrize(("file", "vector"), signed(good=True))
+def test_good_signed_records(file: str, vector: Vector) -> None:
+    record = open_signed(file, vector)
+    assert plain(record) == vector["value"]
+    assert SIGNED[file].sign(record, Identity(bytes.fromhex(vector["key"])).sign) == data_of(vector)
+    assert_fits(SIGNED[file].schema, vector["value"])
+
+
+@pytest.mark.parametrize(("file", "vector"), signed(good=False))
+def test_bad_signed_records(file: str, vector: Vector) -> None:
     with pytest.raises(ProtocolError) as caught:
-        open_announcement(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
+        open_signed(file, vector)
     assert caught.value.code.name == vector["error"]
 
 
 @pytest.mark.parametrize("vector", vectors("tolerated", of="announcements"))
 def test_tolerated_announcements(vector: Vector) -> None:
-    announcement = open_announcement(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
-    assert plain(announcement) == vector["value"]
+    assert plain(open_signed("announcements", vector)) == vector["value"]
 
 
 @pytest.mark.parametrize("vector", vectors("manifests", good=True))
@@ -220,66 +249,6 @@ def test_bad_manifests(vector: Vector) -> None:
 @pytest.mark.parametrize("vector", vectors("tolerated", of="manifests"))
 def test_tolerated_manifests(vector: Vector) -> None:
     assert plain(decode_manifest(data_of(vector))) == vector["value"]
-
-
-@pytest.mark.parametrize("vector", vectors("statements", good=True))
-def test_good_statements(vector: Vector) -> None:
-    statement = open_statement(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
-    assert plain(statement) == vector["value"]
-    assert sign_statement(statement, Identity(bytes.fromhex(vector["key"])).sign) == data_of(vector)
-    assert_fits("hop_statement", vector["value"])
-
-
-@pytest.mark.parametrize("vector", vectors("statements", good=False))
-def test_bad_statements(vector: Vector) -> None:
-    with pytest.raises(ProtocolError) as caught:
-        open_statement(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
-    assert caught.value.code.name == vector["error"]
-
-
-@pytest.mark.parametrize("vector", vectors("reports", good=True))
-def test_good_reports(vector: Vector) -> None:
-    report, _ = open_report(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
-    assert plain(report) == vector["value"]
-    assert sign_report(report, Identity(bytes.fromhex(vector["key"])).sign) == data_of(vector)
-    assert_fits("report", vector["value"])
-
-
-@pytest.mark.parametrize("vector", vectors("reports", good=False))
-def test_bad_reports(vector: Vector) -> None:
-    with pytest.raises(ProtocolError) as caught:
-        open_report(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
-    assert caught.value.code.name == vector["error"]
-
-
-@pytest.mark.parametrize("vector", vectors("receipts", good=True))
-def test_good_receipts(vector: Vector) -> None:
-    receipt = open_receipt(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
-    assert plain(receipt) == vector["value"]
-    assert sign_receipt(receipt, Identity(bytes.fromhex(vector["key"])).sign) == data_of(vector)
-    assert_fits("work_receipt", vector["value"])
-
-
-@pytest.mark.parametrize("vector", vectors("receipts", good=False))
-def test_bad_receipts(vector: Vector) -> None:
-    with pytest.raises(ProtocolError) as caught:
-        open_receipt(data_of(vector), bytes.fromhex(vector["swarm"]), verify)
-    assert caught.value.code.name == vector["error"]
-
-
-@pytest.mark.parametrize("vector", vectors("vouchers", good=True))
-def test_good_vouchers(vector: Vector) -> None:
-    voucher = open_voucher(data_of(vector), bytes.fromhex(vector["swarm"]), verify, vector["now"])
-    assert plain(voucher) == vector["value"]
-    assert sign_voucher(voucher, Identity(bytes.fromhex(vector["key"])).sign) == data_of(vector)
-    assert_fits("voucher", vector["value"])
-
-
-@pytest.mark.parametrize("vector", vectors("vouchers", good=False))
-def test_bad_vouchers(vector: Vector) -> None:
-    with pytest.raises(ProtocolError) as caught:
-        open_voucher(data_of(vector), bytes.fromhex(vector["swarm"]), verify, vector["now"])
-    assert caught.value.code.name == vector["error"]
 
 
 @pytest.mark.parametrize("vector", vectors("sketches"))
