@@ -14,10 +14,9 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from swarmnode.codec.sampling import Grammar
 from swarmnode.codec.trace_messages import Trace
 from swarmnode.config import ClientConfig
-from swarmnode.errors import NoRoute, ProtocolError, UsageError
+from swarmnode.errors import NoRoute, UsageError
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
@@ -37,6 +36,7 @@ from swarmnode.roles.serving.audits.reports import Reports
 from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.roles.serving.client.directory_router import DirectoryRouter
 from swarmnode.roles.serving.client.generation import GenerateOptions, Generation, RingStream
+from swarmnode.roles.serving.client.kept_sessions import KeptSessions
 from swarmnode.roles.serving.client.limits import ModelLimits
 from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.swarm.peers.trust import EVERYBODY, Trust, parse_trust
@@ -71,6 +71,7 @@ class SwarmClient:
         )
         self.running: dict[str, Generation] = {}  # what is generated at the moment, by the trace with which it began
         self._meter = ClientMeter()
+        self._kept = KeptSessions()
         self._receipts = ReceiptIssuer(host)
         self._claims = Claims(host)
         self.auditor = Auditor(host, self._switchboard, config, on_over=self._receipts.served)
@@ -121,6 +122,7 @@ class SwarmClient:
 
     async def close(self) -> None:
         """Leave the swarm. Audits that are under way are given up."""
+        await self._kept.close()
         await self.reports.close()
         await self.auditor.close()
         await self._claims.close()
@@ -193,9 +195,17 @@ class SwarmClient:
     # -- generating
 
     async def stream(
-        self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any
+        self,
+        prompt: str | Sequence[int],
+        options: GenerateOptions | None = None,
+        *,
+        kept_for: str | None = None,
+        **changes: Any,
     ) -> TextStream:
-        """Generate with the ring: iterate over the result. `prompt` is text or token ids; `changes` are GenerateOptions' fields."""
+        """Generate with the ring: iterate over the result. `prompt` is text or token ids; `changes` are GenerateOptions' fields.
+
+        `kept_for`: the caches stay in the swarm while there is room, for another prompt of the same owner that begins alike.
+        """
         self._host.supervisor.check()
         options = dataclasses.replace(options or GenerateOptions(), **changes)
         deadline_s = self._clock() + self.config.patience_s
@@ -207,10 +217,7 @@ class SwarmClient:
         limits = await self.limits()
         prompt = limits.ids(prompt)
         limits.check_generation(len(prompt), options.max_new_tokens)
-        if options.grammar is not None:
-            await asyncio.to_thread(_check_grammar, options.grammar)
-        if options.logit_bias:
-            limits.check_ids(min(options.logit_bias), max(options.logit_bias))
+        await limits.check_options(options)
         if not options.stop_ids:
             options = dataclasses.replace(options, stop_ids=await self.stop_ids())
         router = self._router(Span(0, self.units), ring=True)
@@ -226,17 +233,27 @@ class SwarmClient:
             audit=self.auditor.take,
             clock=self._clock,
             on_over=self._receipts.served,
+            kept=self._kept if kept_for is not None else None,
+            owner=kept_for or "",
         )
         return TextStream(ring, tokenizer, self.running)
 
-    async def chat(self, turns: Sequence[Turn], options: GenerateOptions | None = None, **changes: Any) -> TextStream:
+    async def chat(
+        self,
+        turns: Sequence[Turn],
+        options: GenerateOptions | None = None,
+        *,
+        kept_for: str | None = None,
+        **changes: Any,
+    ) -> TextStream:
         """Generate what the model answers to a conversation; see `stream`. Raises CheckpointError where its chat template fails."""
         tokenizer = await self.tokenizer()
         if tokenizer is None:
             raise UsageError(
                 "this swarm's checkpoint has no tokenizer: it cannot chat; `generate --ids` takes token ids"
             )
-        return await self.stream(await asyncio.to_thread(tokenizer.encode_chat, turns), options, **changes)
+        prompt = await asyncio.to_thread(tokenizer.encode_chat, turns)
+        return await self.stream(prompt, options, kept_for=kept_for, **changes)
 
     async def generate(
         self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any
@@ -365,13 +382,3 @@ async def aconnect(
     folder = None if home is None else Path(home)
     known, trusted = load_swarm(swarm, folder), parse_trust(trust)
     return await SwarmClient.join(known, home=folder, patience_s=patience_s, trust=trusted, audit_share=audit_share)
-
-
-def _check_grammar(grammar: Grammar) -> None:
-    """Raises UsageError. Imports what only few texts need."""
-    from swarmnode.compute.serving.grammar_reader import check_grammar
-
-    try:
-        check_grammar(grammar)
-    except ProtocolError as error:
-        raise UsageError(str(error)) from error

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from swarmnode.client import SwarmClient
     from swarmnode.text_stream import GeneratedText, TextStream
 
+KEPT_FOR = "conversations"  # of this client
+
 
 class Conversation:
     """One at a time: an answer that was not listened to the end counts as far as it was heard."""
@@ -38,7 +40,7 @@ class Conversation:
     async def ask(self, text: str) -> AsyncGenerator[GeneratedText, None]:
         """The answer, piece by piece. Raises what `SwarmClient.chat` does; then the question was not asked."""
         asked = [*self.turns, Turn("user", text)]
-        stream = await self._client.chat(asked, self._options)
+        stream = await self._client.chat(asked, self._options, kept_for=KEPT_FOR)
         return self._listen(asked, stream)
 
     async def _listen(self, asked: list[Turn], stream: TextStream) -> AsyncGenerator[GeneratedText, None]:

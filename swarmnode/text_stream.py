@@ -51,10 +51,12 @@ class TextStream:
     async def __aiter__(self) -> AsyncGenerator[GeneratedText, None]:
         told = ""
         async with (
-            _entered(self._running, self.result.trace, self.result),
+            _entered(self._running, self.result),
             contextlib.aclosing(aiter(self._ring)) as tokens,  # who stops listening frees the session at once
         ):
             async for token in tokens:
+                if len(self.result.ids) == 1:
+                    _enter(self._running, self.result)  # from now on it is known by this trace
                 logprobs = self.result.logprobs[-1] if self.result.logprobs else ()
                 if self._text is None:
                     yield GeneratedText(token, None, logprobs)
@@ -66,9 +68,20 @@ class TextStream:
 
 
 @contextlib.asynccontextmanager
-async def _entered(running: dict[str, Generation], trace: str, result: Generation) -> AsyncIterator[None]:
-    running[trace] = result
+async def _entered(running: dict[str, Generation], result: Generation) -> AsyncIterator[None]:
+    _enter(running, result)
     try:
         yield
     finally:
+        _leave(running, result)
+
+
+def _enter(running: dict[str, Generation], result: Generation) -> None:
+    """Under its trace, which becomes an earlier text's where that one's session goes on."""
+    _leave(running, result)
+    running[result.trace] = result
+
+
+def _leave(running: dict[str, Generation], result: Generation) -> None:
+    for trace in [trace for trace, other in running.items() if other is result]:
         del running[trace]

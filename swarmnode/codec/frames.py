@@ -56,6 +56,7 @@ class FrameKind(IntEnum):
     TRUNCATE = 27
     RECEIPT = 28
     CLAIM = 29
+    KEEP = 30
     GET_MANIFEST = 32
     MANIFEST = 33
     GET_CHUNKS = 34

@@ -118,6 +118,7 @@ class Open(Body, frozen=True):
     sampling: Sampling | None = None
     padding: Annotated[tuple[Position, ...], Meta(max_length=MAX_ROWS)] = ()
     known: Position = 0  # the client has the outputs for positions below this: a replay need not produce them again
+    truncate: Truncate | None = None  # before anything else: another text begins as the session's does
 
     def check(self) -> None:
         rules = {
@@ -194,6 +195,10 @@ class Truncate(Body, frozen=True):
     to: Position
 
 
+class KeepCache(Body, frozen=True):
+    """Nothing follows for now: the session's cache stays while there is room, for a text that begins as this one does."""
+
+
 class Output(Body, frozen=True):
     """What the last hop made of the position before `seq`. RING: `ids` are the tokens at position `seq`, one per row.
 
@@ -259,6 +264,7 @@ BODIES: dict[FrameKind, type[Body]] = {
     FrameKind.ATTACH: Attach,
     FrameKind.INPUT: Input,
     FrameKind.TRUNCATE: Truncate,
+    FrameKind.KEEP: KeepCache,
     FrameKind.OUTPUT: Output,
     FrameKind.FAULT: Fault,
     FrameKind.GET_MANIFEST: GetManifest,
@@ -276,7 +282,9 @@ KIND_OF: dict[type[Body], FrameKind] = {body: kind for kind, body in BODIES.item
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {int(kind): msgspec.msgpack.Decoder(body) for kind, body in BODIES.items()}
-_EMPTY: dict[int, Body] = {int(KIND_OF[body]): body() for body in (Ping, Pong, End, GetManifest, ManifestReply)}
+_EMPTY: dict[int, Body] = {
+    int(KIND_OF[body]): body() for body in (Ping, Pong, End, KeepCache, GetManifest, ManifestReply)
+}
 
 
 def encode_body(body: Body) -> bytes:

@@ -22,7 +22,7 @@ from swarmnode.gateway.choice_stream import ChoiceStream, Piece, pieces_of
 from swarmnode.gateway.event_stream import EventStream, event, while_connected
 from swarmnode.gateway.gateway import gateway_of
 from swarmnode.gateway.logprobs import SpelledChoice
-from swarmnode.gateway.replies import Usage
+from swarmnode.gateway.replies import PromptTokens, Usage
 from swarmnode.gateway.tool_calls import ToolCall
 
 REQUEST_ID = "X-Request-Id"
@@ -81,10 +81,12 @@ class ApiAnswer:
     def usage(self) -> Usage:
         """So far. A prompt that several choices continue counts once."""
         completion = sum(choice.tokens for choice in self.choices)
+        cached = sum(choice.cached_tokens for choice in self.choices)
         return Usage(
             prompt_tokens=self._prompt_tokens,
             completion_tokens=completion,
             total_tokens=self._prompt_tokens + completion,
+            prompt_tokens_details=PromptTokens(cached_tokens=min(cached, self._prompt_tokens)),
         )
 
     async def respond(self, request: Request, style: Style, *, stream: bool) -> Response:

@@ -65,6 +65,11 @@ class ChoiceStream:
         return len(self._stream.result.ids)
 
     @property
+    def cached_tokens(self) -> int:
+        """Of the prompt's tokens, those that were not computed again."""
+        return self._stream.result.cached_tokens
+
+    @property
     def trace(self) -> str:
         """What `swarmnode trace` takes."""
         return self._stream.result.trace

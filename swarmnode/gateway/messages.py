@@ -76,7 +76,12 @@ class _MessageStyle:
 
     def _usage(self) -> MessageUsage:
         usage = self._answer.usage()
-        return MessageUsage(input_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens)
+        cached = usage.prompt_tokens_details.cached_tokens
+        return MessageUsage(
+            input_tokens=usage.prompt_tokens - cached,
+            output_tokens=usage.completion_tokens,
+            cache_read_input_tokens=cached,
+        )
 
     def _reason(self, finish_reason: str | None) -> str:
         if finish_reason == LENGTH:

@@ -92,7 +92,7 @@ class ServedModel:
                 options = GenerateOptions(
                     max_new_tokens=await self._new_tokens(len(prompt), asked.new_tokens), **asked.drawing(choice)
                 )
-                stream = await self.client.stream(prompt, options)
+                stream = await self.client.stream(prompt, options, kept_for=key.name)
                 choices.append(
                     ChoiceStream(
                         len(choices),

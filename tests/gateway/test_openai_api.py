@@ -45,7 +45,10 @@ async def test_a_stream_is_the_same_text_in_pieces(founded: Founded, tmp_path: P
     *said, last = chunks
     assert "".join(chunk.choices[0].delta.content or "" for chunk in said) == whole.choices[0].message.content
     assert said[0].choices[0].delta.role == "assistant" and said[-1].choices[0].finish_reason == "length"
-    assert len(said) > 5 and last.choices == [] and last.usage == whole.usage
+    assert len(said) > 5 and last.choices == []
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (whole.usage.prompt_tokens, 24)
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in (whole.usage, last.usage)]
+    assert cached == [0, whole.usage.prompt_tokens - 1], "what was asked before is not computed again"
     assert len({chunk.id for chunk in chunks}) == 1
 
 
@@ -153,7 +156,8 @@ async def test_logprobs_are_told_with_every_token(founded: Founded, tmp_path: Pa
     streamed = [
         one for chunk in chunks for choice in chunk.choices if choice.logprobs for one in choice.logprobs.content
     ]
-    assert streamed == told
+    assert [one.token for one in streamed] == [one.token for one in told]
+    assert [one.logprob for one in streamed] == pytest.approx([one.logprob for one in told], abs=1e-4)
     spelled = text.choices[0].logprobs
     assert len(spelled.tokens) == len(spelled.token_logprobs) == len(spelled.top_logprobs) == 24
     assert spelled.text_offset[:2] == [0, len(spelled.tokens[0])]

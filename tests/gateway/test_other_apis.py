@@ -44,7 +44,8 @@ async def test_messages(founded: Founded, tmp_path: Path) -> None:
         asked = {"model": MODEL, "system": "Be short.", "messages": SAID, "max_tokens": 24, "extra_body": GREEDY}
         whole = await client.messages.create(**asked)
         assert (whole.content[0].text, whole.stop_reason) == (text, "max_tokens")
-        assert (whole.usage.input_tokens, whole.usage.output_tokens) == (chat.usage.prompt_tokens, 24)
+        read, usage = whole.usage.cache_read_input_tokens, whole.usage
+        assert (usage.input_tokens + read, usage.output_tokens) == (chat.usage.prompt_tokens, 24) and read > 0
         stopped = await client.messages.create(stop_sequences=[text[3:7]], **asked)
         assert (stopped.content[0].text, stopped.stop_reason, stopped.stop_sequence) == (
             text[: text.index(text[3:7])],

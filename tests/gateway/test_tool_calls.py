@@ -66,7 +66,7 @@ async def test_a_model_calls_tools_and_hears_of_them(
 ) -> None:
     prompts = []
 
-    async def stream(prompt: list[int], _options: Any) -> Scripted:
+    async def stream(prompt: list[int], _options: Any, **_named: object) -> Scripted:
         prompts.append(prompt)
         return Scripted(SAID[0][0])
 

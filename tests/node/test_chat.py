@@ -70,11 +70,11 @@ async def test_each_turn_is_asked_with_all_that_was_said(
             asked: list[str] = []
             stream = client.stream
 
-            async def overheard(prompt: list[int], *options: object) -> object:
+            async def overheard(prompt: list[int], *options: object, **named: object) -> object:
                 asked.append(bytes(prompt).decode())
                 if "too long" in asked[-1]:
                     raise UsageError("shorten it")
-                return await stream(prompt, *options)  # type: ignore[arg-type]
+                return await stream(prompt, *options, **named)  # type: ignore[arg-type]
 
             monkeypatch.setattr(client, "stream", overheard)
             await _talk(Conversation(client, GenerateOptions(4), system="short"))

@@ -96,6 +96,9 @@ class ToyWorker:
     def open(self, key: int, *, start: int, end: int, **_reservation: object) -> None:
         self.caches[key], self.lengths[key], self.held[key] = (start, [0] * (end - start)), 0, []
 
+    def extend(self, key: int, max_length: int) -> None:
+        pass
+
     def forget(self, key: int) -> None:
         del self.caches[key], self.lengths[key], self.held[key]
 

@@ -177,6 +177,7 @@ def generation_json(result: Any) -> dict[str, Any]:
     return {
         "ids": result.ids,
         "text": result.text,
+        "cached_tokens": result.cached_tokens,
         "first_token_s": round(result.first_token_s, 4),
         "seconds": round(result.seconds, 4),
         "tokens_per_s": round(result.tokens_per_s, 3),

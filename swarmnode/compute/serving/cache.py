@@ -68,6 +68,16 @@ class CachePool:
         self.sessions[session_id] = session
         return session
 
+    def extend(self, session_id: Hashable, max_length: int) -> None:
+        """Reserve room for more positions. Raises OutOfCache where the budget has none."""
+        session = self.sessions[session_id]
+        before, session.max_length = session.max_length, max(session.max_length, max_length)
+        try:
+            self.budget.claim(Claim.RESERVED, self.reserved_bytes)
+        except OutOfCache:
+            session.max_length = before
+            raise
+
     def close(self, session_id: Hashable) -> None:
         """Free a session. An unknown one is no error."""
         session = self.sessions.pop(session_id, None)

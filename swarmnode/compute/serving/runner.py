@@ -138,6 +138,11 @@ class StageRunner:
         cached = self.pool.open(session_id, rows=rows, max_length=max_length, padding=padding, layers=layers)
         self._sessions[session_id] = _Opened(start, end, cached)
 
+    def extend(self, session_id: Hashable, max_length: int) -> None:
+        """Let a session have so many positions, or as many as it may have already. Raises OutOfCache, ProtocolError."""
+        self._opened(session_id)
+        self.pool.extend(session_id, max_length)
+
     def close(self, session_id: Hashable) -> None:
         """Free a session. An unknown one is no error."""
         if self._sessions.pop(session_id, None) is not None:

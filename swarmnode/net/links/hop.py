@@ -180,6 +180,11 @@ class Hop:
         self._count()
         return True
 
+    def cut(self, truncate: Truncate) -> None:
+        """Forget what lies beyond, of which the peer hears otherwise."""
+        if truncate.number > self._truncations and truncate.to < self._end:
+            self._truncate(truncate)
+
     def truncation(self, to: int) -> Truncate:
         """The next one, for an entry that begins at position `to`."""
         return Truncate(self._truncations + 1, to)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 from swarmnode.codec.body import MAX_WANTED_POSITIONS
 from swarmnode.codec.logprobs import LOGPROB_BYTES
 from swarmnode.codec.messages import Input, Mode, Open, Sampling, Want
 from swarmnode.codec.sampling import ID_BYTES, unpack_text
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES
 from swarmnode.errors import ErrorCode
-from swarmnode.net.interfaces import Buffer
+from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.hop import ENTRY_BYTES
 
 WIDEST_BYTES = 4  # per element, whatever the codec
@@ -45,13 +47,36 @@ def _drawing_bytes(sampling: Sampling | None) -> int:
 
 
 def _grammar_bytes(opened: Open) -> int:
-    is_drawn_here = opened.index + 1 == len(opened.route)
-    return GRAMMAR_BYTES if is_drawn_here and opened.sampling is not None and opened.sampling.grammar is not None else 0
+    return GRAMMAR_BYTES if draws_by_grammar(opened) else 0
+
+
+def draws_by_grammar(opened: Open) -> bool:
+    """Whether the receiver draws the tokens, by a grammar."""
+    is_last = opened.index + 1 == len(opened.route)
+    return is_last and opened.sampling is not None and opened.sampling.grammar is not None
+
+
+def is_for(opened: Open, own: PeerId, sender: PeerId) -> bool:
+    """Whether the route names us at our place, its sender just before, and hangs together."""
+    route, index = opened.route, opened.index
+    joined = all(left.end == right.start for left, right in itertools.pairwise(route))
+    return (
+        joined
+        and index < len(route)
+        and route[index].peer == own
+        and (index == 0 or route[index - 1].peer == sender)
+        and (opened.mode != Mode.RING or (opened.sampling is not None and opened.rows == 1))
+    )
 
 
 def shape_of(opened: Open) -> tuple[object, ...]:
     """What must stay the same over a session's epochs for its cache to be of use."""
-    return (units_of(opened), opened.mode, opened.rows, opened.max_length, opened.padding, opened.sampling)
+    return (units_of(opened), opened.mode, opened.rows, opened.padding)
+
+
+def text_of(opened: Open) -> tuple[object, ...]:
+    """What stays the same over a session's epochs while it is one text."""
+    return (opened.max_length, opened.sampling)
 
 
 def check_input(opened: Open, body: Input, start: int, accepted: int, hidden_size: int) -> ErrorCode | None:

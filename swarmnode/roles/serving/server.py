@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import Attach, Body, Error, Hello, Mode, Open
+from swarmnode.codec.messages import Attach, Body, Error, Hello, Open
 from swarmnode.codec.trace_messages import trace_id
 from swarmnode.compute.serving.cache_budget import Claim
 from swarmnode.compute.serving.grammar import GrammarCompiler, GrammarMatcher
@@ -32,7 +32,15 @@ from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.roles.serving.compute_watch import ComputeWatch
 from swarmnode.roles.serving.early_attaches import EarlyAttaches
 from swarmnode.roles.serving.job import Job, Pass
-from swarmnode.roles.serving.opened import check_sampling, journal_bytes, shape_of, units_of
+from swarmnode.roles.serving.opened import (
+    check_sampling,
+    draws_by_grammar,
+    is_for,
+    journal_bytes,
+    shape_of,
+    text_of,
+    units_of,
+)
 from swarmnode.roles.serving.session import StageSession
 from swarmnode.roles.serving.session_memory import SessionMemory
 from swarmnode.roles.serving.worker import Worker
@@ -79,7 +87,7 @@ class StageServer:
         self.watch = ComputeWatch()
         self._watching: asyncio.TimerHandle | None = None
         self._sweeping: asyncio.TimerHandle | None = None
-        self._draining = False
+        self.draining = False
         self._idle = asyncio.Event()
         self._idle.set()
         self.switchboard = Switchboard(
@@ -96,13 +104,13 @@ class StageServer:
         self._trace_server = trace_server(network, hello, link_config, self.trace)
 
     def __repr__(self) -> str:
-        state = "draining" if self._draining else "serving"
+        state = "draining" if self.draining else "serving"
         return f"<StageServer {state} {self.load} sessions with {self._worker!r}>"
 
     @property
     def load(self) -> int:
-        """Number of sessions held."""
-        return len(self._sessions)
+        """Number of sessions held, but for those that are kept."""
+        return len(self._sessions) - len(self._kept())
 
     def readings(self) -> Readings:
         """What the sessions do here and take, and what was refused."""
@@ -133,9 +141,13 @@ class StageServer:
             self._tasks.spawn(asyncio.to_thread(self._grammars.load), "load the tokenizer", awaited=True)
         await self._trace_server.start()
 
+    def _kept(self) -> list[StageSession]:
+        """Sessions that are kept for another text, the one that rests for the longest first."""
+        return sorted((one for one in self._sessions.values() if one.kept), key=lambda session: session.moved_s)
+
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new, ask the clients to move, and wait for them, at most `timeout_s` seconds."""
-        self._draining = True
+        self._stop_taking()
         for session in list(self._sessions.values()):
             session.drain()
         try:
@@ -145,12 +157,17 @@ class StageServer:
 
     async def finish(self) -> None:
         """Take nothing new, and wait until the last session has ended."""
-        self._draining = True
+        self._stop_taking()
         await self._idle.wait()
+
+    def _stop_taking(self) -> None:
+        self.draining = True
+        for session in self._kept():
+            session.free()
 
     def take_on(self) -> None:
         """Take sessions again, after all."""
-        self._draining = False
+        self.draining = False
 
     async def close(self) -> None:
         """Free all sessions and end all links."""
@@ -182,7 +199,7 @@ class StageServer:
             log.error("computing stands still: %r", self._worker)
             waiting = self.watch.waiting
             for session in [session for session in self._sessions.values() if session.key in waiting]:
-                session.stand_still()
+                session.give_up(ErrorCode.PEER_LOST)
         if self.watch.waiting:
             self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._look_at_computing)
 
@@ -198,7 +215,7 @@ class StageServer:
         """End the sessions that nobody has used for long."""
         self._sweeping, since_s = None, self._loop_s() - self.config.forgotten_s
         for session in [session for session in self._sessions.values() if session.moved_s <= since_s]:
-            session.give_way(self.config.retry_s)
+            session.give_up(ErrorCode.BUSY, retry_s=self.config.retry_s)
         self._sweep_soon()
 
     @staticmethod
@@ -223,7 +240,7 @@ class StageServer:
     # -- incoming conversations
 
     def _accept(self, channel: Channel, frame: Frame, body: Body) -> None:
-        if isinstance(body, Open) and self._follows_grammar(body):
+        if isinstance(body, Open) and draws_by_grammar(body) and body.session not in self._sessions:
             self._tasks.spawn(self._open_with_grammar(channel, body, frame.payload), "open with a grammar")
         elif isinstance(body, Open):
             self._tell_refusal(channel, body, self._open(channel, body, frame.payload))
@@ -231,12 +248,6 @@ class StageServer:
             self._attach(channel, body)
         else:
             channel.close(Error(ErrorCode.MALFORMED))
-
-    def _follows_grammar(self, body: Open) -> bool:
-        """Whether it begins a session whose tokens are drawn here, by a grammar."""
-        is_last = body.index + 1 == len(body.route)
-        grammar = None if body.sampling is None else body.sampling.grammar
-        return is_last and grammar is not None and body.session not in self._sessions
 
     async def _open_with_grammar(self, channel: Channel, body: Open, text: Buffer) -> None:
         """Compile the grammar beside the loop first, which takes up to a tenth of a second."""
@@ -265,7 +276,7 @@ class StageServer:
 
     def _open(self, channel: Channel, body: Open, text: Buffer, grammar: GrammarMatcher | None = None) -> Error | None:
         """Bind a session to this channel, or say why not. `text` came with it, `grammar` is what its tokens must follow."""
-        if not self._is_for_me(channel.peer, body):
+        if not is_for(body, self._network.peer_id, channel.peer):
             return Error(ErrorCode.MALFORMED)
         hop = body.route[body.index]
         if not self._runner.span.start <= hop.start < hop.end <= self._runner.span.end:
@@ -279,6 +290,12 @@ class StageServer:
         if session is not None and shape_of(body) != shape_of(session.opened):
             session.free()
             session = None
+        if session is not None and text_of(body) != text_of(session.opened):
+            session.kept = False  # it does not make room for itself
+            refusal = self._admit(session.key, channel.claimant, body, grows=True)
+            if refusal is not None:
+                session.free()
+                return refusal
         if session is None:
             session = StageSession(self, body, next(self._keys), grammar)
             refusal = self._admit(session.key, channel.claimant, body)
@@ -302,7 +319,7 @@ class StageServer:
             f"{self._asked_bytes(body) / 1e6:.1f} MB of cache are asked for",
             f"{budget.free_bytes / 1e6:.1f} of {budget.limit_bytes / 1e6:.1f} MB of cache are free now",
             f"{self.load} sessions are held, {len(self._idle_sessions())} of them without input for {self.config.idle_s:g} s",
-            "this node takes nothing new" if self._draining else "this node takes sessions",
+            "this node takes nothing new" if self.draining else "this node takes sessions",
             "computing stands still" if self._stalled else "computing goes on",
         )
         about = (sender, trace_id(body.session).hex())
@@ -315,21 +332,9 @@ class StageServer:
         start, end = (max(self._runner.span.start, min(unit, self._runner.span.end)) for unit in units_of(body))
         return self._runner.reservation_bytes(body.rows, body.max_length, start, end) if start < end else 0
 
-    def _is_for_me(self, sender: PeerId, body: Open) -> bool:
-        """The route names us at our place, its sender just before, and it hangs together."""
-        route = body.route
-        joined = all(left.end == right.start for left, right in itertools.pairwise(route))
-        return (
-            joined
-            and body.index < len(route)
-            and route[body.index].peer == self._network.peer_id
-            and (body.index == 0 or route[body.index - 1].peer == sender)
-            and (body.mode != Mode.RING or (body.sampling is not None and body.rows == 1))
-        )
-
-    def _admit(self, key: int, claimant: Claimant, body: Open) -> Error | None:
-        """Reserve memory for a new session: it can then never fail half-way for want of it."""
-        if self._draining:
+    def _admit(self, key: int, claimant: Claimant, body: Open, *, grows: bool = False) -> Error | None:
+        """Reserve memory for a new session, or for one that gets another text: it can then never fail half-way for want of it."""
+        if self.draining:
             return Error(ErrorCode.DRAINING)
         if self._stalled:
             return Error(ErrorCode.BUSY, retry_s=self.config.retry_s)
@@ -339,28 +344,33 @@ class StageServer:
         cache_bytes = self._runner.reservation_bytes(body.rows, body.max_length, start, end)
         if cache_bytes > self._runner.pool.budget.limit_bytes:
             return Error(ErrorCode.TOO_LARGE)
-        if not self._reserve(key, claimant, cache_bytes, journal_bytes(body, self.hidden_size)):
+        if not self._reserve(key, claimant, cache_bytes, journal_bytes(body, self.hidden_size), grows=grows):
             return Error(ErrorCode.BUSY, retry_s=self.config.retry_s)
+        if grows:
+            self._worker.extend(key, body.max_length)
+            return None
         owner = owner_of(claimant) if body.index == 0 else ""  # for whom it is only the first hop knows
         reservation = {"rows": body.rows, "max_length": body.max_length, "padding": body.padding}
         weight = self._weight_of(claimant.peer)
         self._worker.open(key, owner=owner, weight=weight, start=start, end=end, **reservation)
         return None
 
-    def _reserve(self, key: int, claimant: Claimant, cache_bytes: int, journal_bytes: int) -> bool:
-        """Whether there is room for a session; it is reserved then. Those that nobody is bound to make room, then those of peers
-        that have more."""
+    def _reserve(self, key: int, claimant: Claimant, cache_bytes: int, journal_bytes: int, *, grows: bool) -> bool:
+        """Whether there is room for a session; it is reserved then. Those that nobody is bound to make room, those that are kept
+        for another text, then those of peers that have more."""
         memory = self._memory
-        while not memory.reserve(key, claimant, cache_bytes=cache_bytes, journal_bytes=journal_bytes):
-            orphan = next((session for session in self._sessions.values() if session.orphaned), None)
-            if orphan is not None:
-                orphan.free()
+        sizes = {"cache_bytes": cache_bytes, "journal_bytes": journal_bytes}
+        while not (memory.grow(key, **sizes) if grows else memory.reserve(key, claimant, **sizes)):
+            orphans = (session for session in self._sessions.values() if session.orphaned and session.key != key)
+            spare = next(itertools.chain(orphans, self._kept()), None)
+            if spare is not None:
+                spare.free()
                 continue
             ended = set(memory.who_gives_way(claimant, cache_bytes, journal_bytes, self._idle_sessions()))
             if not ended:
                 return False
             for session in [session for session in self._sessions.values() if session.key in ended]:
-                session.give_way(self.config.retry_s)
+                session.give_up(ErrorCode.BUSY, retry_s=self.config.retry_s)
         return True
 
     def _idle_sessions(self) -> list[int]:
@@ -373,7 +383,8 @@ class StageServer:
     @property
     def free_cache_bytes(self) -> int:
         """Cache that new sessions may reserve."""
-        return self._runner.pool.budget.free_bytes
+        kept_bytes = sum(self._memory.cache_bytes(session.key) for session in self._kept())
+        return self._runner.pool.budget.free_bytes + kept_bytes
 
     def _attach(self, channel: Channel, body: Attach) -> None:
         session = self._sessions.get(body.session)

@@ -28,6 +28,7 @@ from swarmnode.codec.messages import (
     Error,
     Fault,
     Input,
+    KeepCache,
     Mode,
     Open,
     Output,
@@ -64,6 +65,7 @@ class SessionHost(Protocol):
     orphan_grace_s: float
     observed_latency: ObservedLatency
     clock: Callable[[], float]
+    draining: bool
 
     def submit(self, job: Job) -> None:
         """Run it as soon as the stage comes to it; its `done` is called on the loop."""
@@ -101,6 +103,7 @@ class StageSession:
         self._log = logging.LoggerAdapter(log, {"trace": self.trace_id.hex()})
         self._orphaned: asyncio.TimerHandle | None = None
         self._freed = False
+        self.kept = False  # for another text: it makes room for whoever needs some
         self._timing = self._new_timing()
         self.trace = SessionTrace(*units_of(opened))
 
@@ -144,12 +147,18 @@ class StageSession:
 
     def rebind(self, channel: Channel, opened: Open, text: Buffer = b"") -> None:
         """Take inputs from `channel` from now on, and bind the rest of the route for the new epoch. `text` came with the OPEN."""
+        if opened.sampling != self._open.sampling:  # another text
+            self._sampler = Sampler(opened.sampling, opened.max_length) if self._is_last and opened.sampling else None
+            self._output_stream.forget()
+        self.kept = False
         if self._upstream is not None:
             self._upstream.close()
         if self._orphaned is not None:
             self._orphaned.cancel()
             self._orphaned = None
         self._open, self._upstream, self._cursor.known = opened, channel, opened.known
+        if opened.truncate is not None:
+            self._cut(opened.truncate)
         accepted = self._cursor.accepted
         self.moved_s = asyncio.get_running_loop().time()
         self.transcript.rebound(accepted)
@@ -195,8 +204,6 @@ class StageSession:
             if opened is self._open:
                 self._fault(last, error)
 
-    # -- inputs
-
     def _from_upstream(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Input):
             code = check_input(self._open, body, frame.seq, self._cursor.accepted, self._stage.hidden_size)
@@ -208,11 +215,20 @@ class StageSession:
         elif isinstance(body, End):
             self.free()
         elif isinstance(body, Truncate) and body.to <= self._cursor.accepted:
-            if self._cursor.truncate(body):
-                self.transcript.end()
+            self._cut(body)
+        elif isinstance(body, KeepCache):
+            self.kept = True
+            self._downstream.tell(body)
+            if self._stage.draining:  # who leaves keeps nothing
+                self.free()
         elif self._upstream is not None:
             self._upstream.close(Error(ErrorCode.MALFORMED))
             self.free()
+
+    def _cut(self, truncate: Truncate) -> None:
+        if truncate.to <= self._cursor.accepted and self._cursor.truncate(truncate):
+            self.transcript.end()
+            self._downstream.cut(truncate)
 
     def _accept(self, start: int, body: Input, payload: Buffer) -> None:
         end = start + body.tensor.shape[1]
@@ -256,8 +272,6 @@ class StageSession:
     def _feed_what_waits(self) -> None:
         while (token := self._cursor.next_token()) is not None:
             self._submit(self._cursor.accepted + 1, (token,), Want.NOTHING, (), 0)
-
-    # -- results
 
     def _done(self, job: Job, result: JobResult, run: Pass) -> None:
         if self._freed:
@@ -342,36 +356,23 @@ class StageSession:
 
     def _crashed(self, _error: BaseException) -> None:
         """A task of ours died of what nobody expected (it is logged): the client is to go elsewhere, not to wait."""
-        self._send_fault(self.index, ErrorCode.INTERNAL)
-        self.free()
+        self.give_up(ErrorCode.INTERNAL)
 
-    def stand_still(self) -> None:
-        """Computing does not move here: let the client take another peer at once. What may still come of it is void."""
-        self._send_fault(self.index, ErrorCode.PEER_LOST)
-        self.free()
-
-    def give_way(self, retry_s: float) -> None:
-        """End, for others who have less: the client may take another peer, or come again."""
-        self._send_fault(self.index, ErrorCode.BUSY, retry_s)
+    def give_up(self, code: ErrorCode, *, retry_s: float = 0.0) -> None:
+        """End it here, and let the client take another peer at once, or come again. What may still come of it is void."""
+        self._send_fault(self.index, code, retry_s)
         self.free()
 
     def drain(self) -> None:
-        """Tell the client that this hop is leaving; the session goes on here until the client has moved it. One that was left
-        already has nobody to be told, and whose it was has gone elsewhere."""
+        """Tell the client that this hop is leaving; the session goes on here until it has moved. One left has none to tell."""
         if self.orphaned:
             self.free()
         else:
             self._send_fault(self.index, ErrorCode.DRAINING)
 
     def _upstream_lost(self, error: PeerError) -> None:
-        self._log.info(
-            "session %s: upstream is gone (%s); kept for %.0f s",
-            self.trace_id.hex()[:8],
-            error,
-            self._stage.orphan_grace_s,
-        )
-        loop = asyncio.get_running_loop()
-        self._orphaned = loop.call_later(self._stage.orphan_grace_s, self.free)
+        self._log.info("session %s: upstream is gone (%s)", self.trace_id.hex()[:8], error)
+        self._orphaned = asyncio.get_running_loop().call_later(self._stage.orphan_grace_s, self.free)
 
     @property
     def orphaned(self) -> bool:

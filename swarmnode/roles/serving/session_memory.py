@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarmnode.compute.serving.cache_budget import CacheBudget, Claim, OutOfCache
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
@@ -58,6 +58,27 @@ class SessionMemory:
             self._promises.pop(key).journal.release()
             return False
         return True
+
+    def grow(self, key: int, *, cache_bytes: int, journal_bytes: int) -> bool:
+        """Whether there is room for a session to have so much; it is promised then, or else what it had."""
+        had = self._promises[key]
+        had_journal_bytes = had.journal.size_bytes
+        try:
+            had.journal.resize(max(had_journal_bytes, journal_bytes))
+        except Full:
+            return False
+        self._promises[key] = replace(had, cache_bytes=max(had.cache_bytes, cache_bytes))
+        try:
+            self._claim()
+        except OutOfCache:
+            self._promises[key] = had
+            had.journal.resize(had_journal_bytes)
+            return False
+        return True
+
+    def cache_bytes(self, key: int) -> int:
+        """What a session is promised of the cache."""
+        return self._promises[key].cache_bytes
 
     def release(self, key: int) -> None:
         """A session is over."""

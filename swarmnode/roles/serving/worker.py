@@ -129,6 +129,10 @@ class Worker:
 
         self.call(make_room)
 
+    def extend(self, session: int, max_length: int) -> None:
+        """Let a session have so many positions; the caller has seen that they fit."""
+        self.call(lambda: self.runner.extend(session, max_length))
+
     def forget(self, session: int) -> None:
         """Drop what waits for a session and free its cache."""
 

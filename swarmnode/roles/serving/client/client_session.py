@@ -15,7 +15,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from swarmnode.codec.body import SESSION_ID_BYTES
 from swarmnode.codec.frames import Frame
@@ -28,9 +28,11 @@ from swarmnode.codec.messages import (
     Fault,
     HopSpec,
     Input,
+    KeepCache,
     Mode,
     Open,
     Output,
+    Truncate,
     Want,
 )
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
@@ -48,7 +50,7 @@ from swarmnode.errors import (
     refusal,
 )
 from swarmnode.ledger import Account
-from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.interfaces import Buffer
 from swarmnode.net.links.hop import Entry, Hop
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks, cancel_and_wait
@@ -58,21 +60,13 @@ from swarmnode.roles.serving.client.blame import Blame, Verdict
 from swarmnode.roles.serving.client.router import Route, Router
 from swarmnode.roles.serving.client.served_work import ServedWork
 from swarmnode.roles.serving.client.session_spec import SessionSpec
+from swarmnode.roles.serving.client.session_stats import SessionStats
 
 log = logging.getLogger(__name__)
 
 SESSION_PROTOCOL = "/swarmnode/session/1"
 
 FINAL = (ErrorCode.TOO_LARGE, ErrorCode.NOT_FINITE, ErrorCode.INVALID_REQUEST)  # waiting for other peers would not help
-
-
-@dataclass
-class SessionStats:
-    """What a session went through, for whoever watches."""
-
-    reroutes: int = 0
-    longest_stall_s: float = 0.0
-    faults: list[tuple[PeerId, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -128,6 +122,8 @@ class ClientSession:
         self._wanted = 1  # positions that it is of
         self._drawn: list[int] = []  # tokens, in RING mode
         self.known = 0  # outputs for positions below this one came over earlier routes
+        self._truncate: Truncate | None = None  # what this text does not have in common with the one before it
+        self._mending: asyncio.Task[None] | None = None
         self._complete = False  # whether the last output has come: nothing is mended any more
         self._tainted = False  # whether some hop may hold what no honest one made
         self._received: asyncio.Queue[Received | SwarmnodeError] = asyncio.Queue()
@@ -149,7 +145,27 @@ class ClientSession:
     async def start(self) -> None:
         """Open along the best route. Raises NoRoute, Busy, NetworkDown after the configured patience."""
         await self._bind()
-        self._tasks.spawn(self._mend(), "mend")
+        self._mending = self._tasks.spawn(self._mend(), "mend")
+
+    async def keep(self) -> None:
+        """The last output has come: the hops keep what they have while they have room, for `go_on`."""
+        if self._mending is not None:
+            await cancel_and_wait(self._mending)
+        self._first.tell(KeepCache())
+
+    async def go_on(self, spec: SessionSpec, begin: int) -> int:
+        """Another text, which begins as the last one does, up to a position. Returns how many positions the first hop still has of
+        it; it is sent the others again. Raises as `start`."""
+        assert spec.sampling is not None
+        epoch, self._truncate = self.epoch, None
+        if begin < self.length:
+            self._truncate = self._first.truncation(begin)
+            self._first.cut(self._truncate)
+        self.spec, self.stats, self._drawn, self._complete = spec, SessionStats(), [], False
+        self._expected, self._wanted = spec.sampling.prompt_length, 1
+        self._last_progress_s = self._clock()
+        await self.start()
+        return self._first.had if self.epoch == epoch + 1 else 0
 
     def send(self, entry: Entry, *, expect: int | None = None) -> None:
         """Send an input. `expect` is the position of the output that it will bring, where it brings one. One that begins before the
@@ -362,6 +378,7 @@ class ClientSession:
             sampling=spec.sampling,
             padding=spec.padding,
             known=self.known,
+            truncate=self._truncate,
         )
         if self._last is not None:
             self._last.close()

@@ -27,6 +27,7 @@ from swarmnode.errors import UsageError
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.roles.measuring.meters import ClientMeter
 from swarmnode.roles.serving.client.client_session import ClientSession, ids_entry
+from swarmnode.roles.serving.client.kept_sessions import KeptSessions
 from swarmnode.roles.serving.client.router import Router
 from swarmnode.roles.serving.client.served_work import ServedWork
 from swarmnode.roles.serving.client.session_spec import MAX_WIDTH, SessionSpec
@@ -128,6 +129,7 @@ class Generation:
     faults: list[tuple[str, str]] = field(default_factory=list)
     trace: str = ""
     logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
+    cached_tokens: int = 0  # of the prompt, that the first hop had from an earlier text
     whole: bool = False  # it ended by itself, not for want of new tokens
 
     @property
@@ -158,14 +160,20 @@ class RingStream:
         audit: Audit = lambda _session, _ids: False,
         clock: Callable[[], float] = time.monotonic,
         on_over: Callable[[ServedWork], None] = lambda _served: None,
+        kept: KeptSessions | None = None,
+        owner: str = "",
     ) -> None:
+        """`kept` are sessions of earlier texts; those of this `owner` may be gone on with."""
+        self._kept = None if options.grammar is not None else kept  # its matcher is made for a new session
+        self._owner = owner
+        self._goes_on = False  # with an earlier text's session, whose hops may have forgotten what an audit asks for
         self.prompt = list(prompt)
         self._options = options
         self._config = config
         self._meter = meter or ClientMeter()
         self._audit = audit
         self._clock = clock
-        spec = SessionSpec(
+        self._spec = spec = SessionSpec(
             Mode.RING,
             max_length=len(self.prompt) + options.max_new_tokens - 1,  # the last one is told and not fed
             sampling=options.sampling(len(self.prompt)),
@@ -184,11 +192,9 @@ class RingStream:
 
     async def __aiter__(self) -> AsyncGenerator[int, None]:
         started_s = self._clock()
-        ending = "failed"
+        ending, final, is_audited = "failed", False, False
         try:
-            await self._session.start()
-            self._send_prompt()
-            final = False
+            self._send_prompt(await self._begin())
             while not final and len(self.result.ids) < self._options.max_new_tokens:
                 received = await self._session.receive()
                 final = received.output.final
@@ -196,6 +202,7 @@ class RingStream:
                 if self._options.logprobs is not None:
                     self.result.logprobs.append(unpack_logprobs(received.payload))
                 yield received.output.ids[0]
+            is_audited = not self._goes_on and self._audit(self._session, self.text)
             self.result.whole = final and len(self.result.ids) < self._options.max_new_tokens
             ending = "done"
         except (GeneratorExit, asyncio.CancelledError):
@@ -203,14 +210,32 @@ class RingStream:
             raise
         finally:
             self._meter.sessions[ending] += 1
-            audited = ending == "done" and self._audit(self._session, self.prompt + self.result.ids)
-            if not audited:
+            if is_audited:
+                pass  # whoever audits closes it
+            elif ending == "done" and final and self._kept is not None:
+                await self._kept.keep(self._owner, self._session, self.text[:-1])
+            else:
                 await self._session.close()
 
-    def _send_prompt(self) -> None:
+    @property
+    def text(self) -> list[int]:
+        """The prompt and what has been generated."""
+        return self.prompt + self.result.ids
+
+    async def _begin(self) -> int:
+        """Open the session, or go on with one: how many positions of the prompt need not be sent."""
+        found = None if self._kept is None else self._kept.take(self._owner, self.prompt)
+        if found is None:
+            await self._session.start()
+            return 0
+        self._goes_on, (self._session, begin) = True, found
+        self.result.cached_tokens = min(begin, await self._session.go_on(self._spec, begin))
+        return begin
+
+    def _send_prompt(self, begin: int) -> None:
         """In chunks, so that later hops work on the first one while earlier hops work on the next."""
         size = self._config.prompt_chunk_tokens
-        for start in range(0, len(self.prompt), size):
+        for start in range(begin, len(self.prompt), size):
             entry = ids_entry(start, [self.prompt[start : start + size]], Want.NOTHING)
             self._session.send(entry, expect=len(self.prompt))
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from swarmnode.codec.body import MAX_POSITIONS, MAX_ROWS, MAX_TOKEN_ID
-from swarmnode.errors import ContextTooLong, UsageError
+from swarmnode.codec.sampling import Grammar
+from swarmnode.errors import ContextTooLong, ProtocolError, UsageError
+from swarmnode.roles.serving.client.generation import GenerateOptions
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,13 @@ class ModelLimits:
         """How many fit behind a prompt; the last one takes no position. None fit where it is below 1."""
         return self._bound - prompt_length + 1
 
+    async def check_options(self, options: GenerateOptions) -> None:
+        """Raises UsageError where a bias is for a token that the model does not have, or the grammar is none."""
+        if options.logit_bias:
+            self.check_ids(min(options.logit_bias), max(options.logit_bias))
+        if options.grammar is not None:
+            await asyncio.to_thread(_check_grammar, options.grammar)
+
     def check_session(self, rows: int, length: int) -> None:
         """Raises UsageError where no session can have so many rows and positions."""
         if not 1 <= rows <= MAX_ROWS:
@@ -69,6 +79,16 @@ class ModelLimits:
     @property
     def _bound(self) -> int:
         return MAX_POSITIONS if self.positions is None else min(self.positions, MAX_POSITIONS)
+
+
+def _check_grammar(grammar: Grammar) -> None:
+    """Imports what only few texts need."""
+    from swarmnode.compute.serving.grammar_reader import check_grammar
+
+    try:
+        check_grammar(grammar)
+    except ProtocolError as error:
+        raise UsageError(str(error)) from error
 
 
 def _whole(token: object) -> int:

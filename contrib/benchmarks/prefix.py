@@ -1,0 +1,85 @@
+"""How soon a prompt is answered that begins as an earlier one did: time to the first token of both, and of ten turns.
+
+    python contrib/benchmarks/prefix.py
+
+A random Llama (hidden 512, 8 layers, float32) on two nodes of one thread each. Prints JSON: medians over the rounds, each with a
+prompt of its own, and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from swarmnode.client import SwarmClient
+from swarmnode.localswarm import LocalSwarm
+from swarmnode.swarm.storage.swarmfile import load_swarm
+from tests.gateway.speaking import VOCABULARY, save_speaking_llama
+
+SIZES = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8, "num_key_value_heads": 8}
+LAYERS, NEW_TOKENS, TURN_TOKENS = 8, 8, 16
+
+
+async def first_token_s(client: SwarmClient, prompt: list[int]) -> tuple[float, list[int], int]:
+    """Seconds to the first token, what was generated, and how many of the prompt's tokens were there."""
+    stream = await client.stream(prompt, kept_for="benchmark", max_new_tokens=NEW_TOKENS)
+    async for _ in stream:
+        pass
+    return stream.result.first_token_s, stream.result.ids, stream.result.cached_tokens
+
+
+async def measure(local: LocalSwarm, options: argparse.Namespace) -> dict[str, Any]:
+    """All of it."""
+    dice = random.Random(0)
+    client = await SwarmClient.join(load_swarm(local.file), home=local.folder / "client", audit_share=0.0)
+    firsts, seconds, turns = [], [], []
+    async with client:
+        for _ in range(options.rounds + 1):  # the first to warm up
+            prefix = [dice.randrange(5, VOCABULARY) for _ in range(options.prefix)]
+            first_s, _, _ = await first_token_s(client, [*prefix, 7, 8])
+            second_s, _, cached = await first_token_s(client, [*prefix, 9, 10])
+            assert cached == options.prefix, cached
+            firsts.append(first_s)
+            seconds.append(second_s)
+        said = [dice.randrange(5, VOCABULARY) for _ in range(options.prefix)]
+        for _ in range(10):
+            turn_s, ids, _ = await first_token_s(client, said)
+            turns.append(turn_s)
+            said += [*ids, *(dice.randrange(5, VOCABULARY) for _ in range(TURN_TOKENS))]
+    first_s, second_s = statistics.median(firsts[1:]), statistics.median(seconds[1:])
+    return {
+        "prefix_tokens": options.prefix,
+        "first_ms": round(1e3 * first_s, 1),
+        "second_ms": round(1e3 * second_s, 1),
+        "ratio": round(second_s / first_s, 3),
+        "turns_ms": [round(1e3 * turn_s, 1) for turn_s in turns],
+    }
+
+
+def main(options: argparse.Namespace) -> None:
+    """Found, measure, end."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder, "model")
+        save_speaking_llama(model, layers=LAYERS, **SIZES)
+        with LocalSwarm(Path(folder)) as local:
+            local.create(model)
+            local.bootstrap()
+            for name, span in (("a", f"0:{LAYERS // 2}"), ("b", f"{LAYERS // 2}:{LAYERS + 2}")):
+                local.node(name, "--span", span).wait_for("ready")
+            print(json.dumps(asyncio.run(measure(local, options))))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prefix", type=int, default=2048)
+    main(parser.parse_args())
