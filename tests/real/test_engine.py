@@ -22,6 +22,8 @@ import pytest_asyncio
 
 from swarmnode.errors import LocalError, NetworkDown, PeerLost, UsageError
 from swarmnode.net.addressing.addresses import free_port
+from swarmnode.net.deadlines import Deadline
+from swarmnode.net.direct import direct_connections
 from swarmnode.net.direct.direct_stream import DirectStream
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import Stream
@@ -100,7 +102,10 @@ async def test_a_killed_p2pd_is_started_again_as_the_same_peer(start: Start) -> 
     assert "restarts=1" in repr(second)
 
 
-async def test_a_direct_stream_outlives_the_p2pd_that_introduced_it(start: Start) -> None:
+async def test_a_direct_stream_outlives_the_p2pd_that_introduced_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct_connections, "DIALLING", Deadline(floor_s=60.0, ceiling_s=60.0, slack=1.0))
     first, second = await joined(start)
     stream = await first.open(second.peer_id, puppet.ECHO, **OPTIONS)
     assert isinstance(stream, DirectStream)
