@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 LOOPBACK = "127.0.0.1"
-EVERYWHERE = ("0.0.0.0", "::")
+EVERYWHERE = ("0.0.0.0", "::")  # nosec B104  # compared with
 PORT = 8000
 
 

@@ -93,7 +93,7 @@ def with_port(address: str, port: int) -> str:
 
 def is_wildcard(address: str) -> bool:
     """Whether the address stands for every interface of a machine: to be listened on, not to be dialled."""
-    return host_of(address) in ("0.0.0.0", "::")
+    return host_of(address) in ("0.0.0.0", "::")  # nosec B104  # compared with
 
 
 def is_public(address: str) -> bool:

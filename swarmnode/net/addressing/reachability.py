@@ -98,7 +98,7 @@ def _hosts(listening: Sequence[str], interfaces: Collection[str]) -> Iterator[st
     """The IP addresses behind what is listened on."""
     for address in listening:
         host = host_of(address)
-        if host == "0.0.0.0":
+        if host == "0.0.0.0":  # nosec B104  # compared with
             yield from (each for each in interfaces if ":" not in each)
         elif host == "::":
             yield from interfaces  # Linux takes IPv4 there, too

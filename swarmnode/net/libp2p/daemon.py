@@ -41,7 +41,7 @@ class SocketFolder:
         self.path = Path(tempfile.mkdtemp(prefix=prefix))  # mode 0700
         if len(str(self.path)) > MAX_FOLDER_CHARS:
             self.path.rmdir()
-            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))  # nosec B108  # its name is drawn
         self._sockets = itertools.count(1)
 
     def __repr__(self) -> str:
