@@ -31,6 +31,7 @@ ROOMS = (
         "demo",
         "examination",
         "localswarm",
+        "network_examination",
         "node",
         "node_config",
         "node_description",

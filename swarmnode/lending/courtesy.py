@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import psutil
 
@@ -11,8 +12,7 @@ log = logging.getLogger(__name__)
 
 def yield_disk() -> None:
     """Read and write when nobody else does (the idle class of Linux), this process and those that it starts from now on."""
-    idle_class = getattr(psutil, "IOPRIO_CLASS_IDLE", None)
-    if idle_class is None:
-        log.warning("this system has no priorities for disks")
-        return
-    psutil.Process().ionice(idle_class)
+    if sys.platform == "linux":
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
+    else:
+        log.warning("--idle-disk: only Linux has priorities for disks")

@@ -20,6 +20,11 @@ def doctor(
     swarm: str = typer.Argument(
         "", metavar="[SWARM]", help="Also try whether its bootstrap peers answer.", show_default=False
     ),
+    online: bool = typer.Option(
+        False,
+        "--online",
+        help="Also ask time and STUN servers of the internet, and the router: clock, kind of NAT, UPnP.",
+    ),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
@@ -33,6 +38,10 @@ def doctor(
 
     folder = default_home(home)
     findings = examine_machine(folder)
+    if online:
+        from swarmnode.network_examination import examine_network
+
+        findings += examine_network()
     if swarm:
         from swarmnode.swarm.storage.swarmfile import load_swarm
 
