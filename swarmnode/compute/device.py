@@ -17,6 +17,7 @@ from swarmnode.errors import LocalError
 
 _REMEDY = "update its driver, install a torch that was built for it, or say --device cpu"
 AMPERE = 8  # major compute capability
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,14 @@ class Device:
         if self.kind == "cuda":
             return torch.bfloat16 if computes_in_bfloat16(self.torch_device) else torch.float16
         return torch.float16 if self.kind == "mps" else torch.float32
+
+    def dtype_for(self, own: torch.dtype, wanted: str = "auto") -> torch.dtype:
+        """To compute in with a checkpoint whose `own` it is: that, so that replicas agree, unless this device cannot or the user
+        wants another."""
+        if wanted != "auto":
+            return DTYPES[wanted]
+        slow = own is torch.float16 if self.kind == "cpu" else own is torch.bfloat16 and self.default_dtype is not own
+        return self.default_dtype if slow else own
 
     def use(self) -> None:
         """Let what this thread computes, and waits for, be on this device where nothing else is said."""

@@ -67,9 +67,8 @@ def _measure(device: Device, dtype: str, shape: LayerShape, home: Path) -> dict[
     from swarmnode.compute.disk_rate import measure_disk
     from swarmnode.compute.module_speed import measure_modules, whole_layer
     from swarmnode.compute.read_rate import measure_read_rate
-    from swarmnode.roles.serving.stage import DTYPES as TORCH_DTYPES
 
-    chosen = device.default_dtype if dtype == "auto" else TORCH_DTYPES[dtype]
+    chosen = device.dtype_for(device.default_dtype, dtype)
     modules = list(measure_modules(device, chosen, shape, positions=POSITIONS))
     layer = whole_layer(modules)
     place = next(folder for folder in (home, *home.parents) if folder.exists())

@@ -61,10 +61,10 @@ def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float) -> 
     from swarmnode.compute.model.hub import open_checkpoint
     from swarmnode.compute.read_rate import measure_read_rate
     from swarmnode.plan.offline import fit as plan
-    from swarmnode.roles.serving.stage import MEMORY_SHARE, choose_dtype
+    from swarmnode.roles.serving.stage import MEMORY_SHARE
 
     checkpoint = open_checkpoint(model)
-    dtype = choose_dtype("auto", checkpoint, device)
+    dtype = device.dtype_for(checkpoint.dtype)
     rate = measure_read_rate(device)
     for quantize in QUANTIZATIONS:
         sizes = unit_sizes(checkpoint, dtype=dtype, quantize=quantize)

@@ -31,6 +31,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan, load_span, prepare_span
 from swarmnode.compute.serving.grammar import GrammarCompiler
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
+from swarmnode.compute.serving.trial import try_span
 from swarmnode.compute.speed import PREFILL_POSITIONS, Speeds, measure_serving
 from swarmnode.compute.throttle import Throttle
 from swarmnode.config import StageConfig
@@ -51,7 +52,6 @@ from swarmnode.roles.serving.server import StageServer
 from swarmnode.roles.serving.worker import Worker
 from swarmnode.swarm.records.sections import Machine, Section, ServingLoad
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_BATCH = 64  # rows of a pass that the ledger counts with
 MEMORY_SHARE = 0.8  # of what is free: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
@@ -95,7 +95,7 @@ class Hardware:
             raise UsageError("training keeps its weights in float32: leave --quantize and --dtype alone")
         device = probe_device(config.device)
         set_threads(config.threads)
-        dtype = torch.float32 if trains else choose_dtype(config.dtype, checkpoint, device)
+        dtype = torch.float32 if trains else device.dtype_for(checkpoint.dtype, config.dtype)
         sizes = training_sizes(checkpoint) if trains else unit_sizes(checkpoint, dtype=dtype, quantize=config.quantize)
         memory_bytes = config.memory_bytes or int(device.free_bytes * MEMORY_SHARE)
         if not device.shared and memory_bytes > device.free_bytes:
@@ -209,15 +209,6 @@ def _ledger_of(device: Device, memory_bytes: int, host: MemoryLedger) -> MemoryL
     return MemoryLedger(memory_bytes, name="device")
 
 
-def choose_dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> torch.dtype:
-    """The checkpoint's own, so that replicas agree, unless the device cannot compute in it or the user wants another."""
-    if wanted != "auto":
-        return DTYPES[wanted]
-    own: torch.dtype = checkpoint.dtype
-    slow = own is torch.float16 if device.kind == "cpu" else own is torch.bfloat16 and device.default_dtype is not own
-    return device.default_dtype if slow else own
-
-
 class ServingStage:
     """A loaded span, what its sessions want computed, and its server. Made by `load`, ended by `close`."""
 
@@ -286,7 +277,8 @@ class ServingStage:
         executor: Executor,
         weights: Reservation | None = None,
     ) -> ServingStage:
-        """Serve a span that is loaded, and whose `weights` are in the ledger, if they are its own. Raises ExecutorDied."""
+        """Serve a span that is loaded, and whose `weights` are in the ledger, if they are its own. Raises ExecutorDied, and
+        LocalError where the device cannot compute it."""
         passes = hardware.ledger.count(Account.ACTIVATIONS, span.pass_bytes(RunnerConfig.prefill_positions, MAX_BATCH))
         per_token = max(1, span.cache_bytes_per_token)
         clock = host.clock
@@ -298,6 +290,8 @@ class ServingStage:
             undo.callback(passes.release)
             undo.push_async_callback(worker.close)
             await worker.start()
+            if hardware.device.kind != "cpu":
+                await worker.call(lambda: try_span(runner))
             cache = SpeedCache(host.config.home / SPEEDS_FILE, now=clock.unix)
             conditions = hardware.conditions(host.swarm.id, span.end - span.start)
             measure = partial(measure_serving, runner, clock=clock.compute)
