@@ -12,8 +12,11 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from swarmnode.compute.graph.exporting.export import export_module
+from swarmnode.compute.graph.exporting.reader import Exported
 from swarmnode.compute.model.checkpoint import Checkpoint
 from tests.card.simulated import LOADED, SimulatedCards
+from tests.card.tables import Tables, batch_of_tables
 from tests.llama import save_llama
 
 collect_ignore_glob = ["test_simulated_card.py"] if torch.cuda.is_available() else ["test_on_*.py"]
@@ -49,3 +52,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
     sizes = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": POSITIONS, "vocab_size": 99}
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).save_pretrained(folder / "gpt2")
     return {kind: Checkpoint(folder / kind) for kind in ("llama", "gpt2")}
+
+
+@pytest.fixture(scope="session")
+def tables() -> Exported:
+    """The graph of the module with tables, and its weights, which a segment trains copies of."""
+    return export_module(Tables(), batch_of_tables())

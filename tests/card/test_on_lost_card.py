@@ -10,7 +10,7 @@ import torch
 
 from swarmnode.compute.device_fault import is_device_fault
 from swarmnode.compute.executor import Executor, Urgency
-from swarmnode.compute.graph.exporting.export import export_module
+from swarmnode.compute.graph.exporting.reader import Exported
 from swarmnode.compute.graph.partition import partition
 from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.model.checkpoint import Checkpoint
@@ -18,7 +18,7 @@ from swarmnode.compute.training.lm import load_segment
 from swarmnode.errors import ExecutorDied, ProtocolError
 from tests.card.conftest import LAYERS, POSITIONS
 from tests.card.simulated import SimulatedCards
-from tests.card.tables import SAMPLES, Tables, batch_of_tables
+from tests.card.tables import SAMPLES, batch_of_tables
 
 
 def answers(card: torch.device) -> bool:
@@ -26,10 +26,9 @@ def answers(card: torch.device) -> bool:
     return float((torch.ones(3, device=card) * 2).sum()) == 6
 
 
-def test_numbers_out_of_a_graphs_tables_are_the_peers_fault(card: torch.device) -> None:
-    exported = export_module(Tables(), batch_of_tables())
-    graph = partition(exported.graph).graph
-    segment = GraphSegment(graph, exported.weights, 0, graph.units, device=card)
+def test_numbers_out_of_a_graphs_tables_are_the_peers_fault(card: torch.device, tables: Exported) -> None:
+    graph = partition(tables.graph).graph
+    segment = GraphSegment(graph, tables.weights, 0, graph.units, device=card)
     for name, wrong in itertools.product(("word", "place", "label"), (-200, 1000)):
         batch = {**batch_of_tables(), name: torch.full((SAMPLES,), wrong)}
         with pytest.raises(ProtocolError, match="cannot work with this batch"):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
-from swarmnode.compute.graph.exporting.export import export_module
+from swarmnode.compute.graph.exporting.reader import Exported
 from swarmnode.compute.graph.partition import partition
 from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.model.checkpoint import Checkpoint
@@ -22,7 +22,7 @@ from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.segment import Values
 from swarmnode.swarm.records.run import Averaging, Run
 from tests.card.conftest import LAYERS
-from tests.card.tables import SAMPLES, Tables, batch_of_tables
+from tests.card.tables import SAMPLES, batch_of_tables
 
 UNITS = LAYERS + 2
 CPU = torch.device("cpu")
@@ -72,15 +72,15 @@ def test_language_models(kind: str, recompute: bool, card: torch.device, checkpo
         torch.testing.assert_close(got, wanted, **CLOSE)
 
 
-def test_graphs(cards: Any, card: torch.device) -> None:
+def test_graphs(cards: Any, card: torch.device, tables: Exported) -> None:
     """With dropout, which a simulated card draws as the CPU does."""
     settings: dict[str, Any] = {"clip": 0.0, "optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.5}
     run = Run(data=bytes(32), steps=4, batch=SAMPLES, microbatch=SAMPLES, **settings)
 
     def on(device: torch.device) -> list[Tensor]:
-        exported = export_module(Tables(), batch_of_tables())
-        graph = partition(exported.graph).graph
-        segment = GraphSegment(graph, exported.weights, 0, graph.units, device=device)
+        graph = partition(tables.graph).graph
+        weights = {name: weight.clone() for name, weight in tables.weights.items()}
+        segment = GraphSegment(graph, weights, 0, graph.units, device=device)
         return train([Learner(segment, run)], [tuple(batch_of_tables().values())], steps=2)
 
     for got, wanted in zip(on(card), on(CPU), strict=True):
