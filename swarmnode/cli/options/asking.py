@@ -16,7 +16,8 @@ TRUST = typer.Option(
 
 
 def leave_torch_out() -> None:
-    """This process computes nothing, and transformers' tokenizers take a fourth of the time where they find no torch."""
+    """This process computes nothing, and transformers' tokenizers take a fourth of the time where they find no torch. Not for one
+    that stays: audits of what others have computed need it."""
     if "torch" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it tells that it has not found it

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from swarmnode.cli.options.asking import TRUST, leave_torch_out
+from swarmnode.cli.options.asking import TRUST
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.console import (
     HOME,
@@ -46,7 +46,6 @@ def mcp(
         folder = default_home(home)
         loaded = open_swarm(swarm, folder)
         async with await SwarmClient.join(loaded, home=folder, patience_s=patience, trust=parse_trust(trust)) as client:
-            leave_torch_out()
             await unless_stopped(SwarmTools(client).server(loaded.name).run_stdio_async(), stop)
 
     run_async(answer)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnode.cli.options.asking import TRUST, leave_torch_out
+from swarmnode.cli.options.asking import TRUST
 from swarmnode.cli.options.gateway import PORT, GatewayAddress
 from swarmnode.cli.options.swarm import open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
@@ -80,7 +80,6 @@ def serve(
             for swarm, name in zip(loaded, _names(loaded), strict=True):
                 clients[name] = await ends.enter_async_context(await _join(swarm, folder, patience, trust))
             pause.end()
-            leave_torch_out()
             async with GatewayAddress(folder, port, host, as_json).serving(clients, ring, config):
                 await stop.wait()
 
