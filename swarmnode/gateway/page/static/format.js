@@ -4,6 +4,9 @@ const GOLDEN_ANGLE = 137.508;
 
 export const plural = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
 
+/** The order of ids, which is quicker than a language's. */
+export const byId = (one, other) => (one.peer < other.peer ? -1 : Number(one.peer > other.peer));
+
 /** What a peer is called: its name, else the end of its id. */
 export const nameOf = (peer) => peer.name || peer.peer.slice(-8);
 

@@ -1,12 +1,13 @@
 // The machines of a swarm as cards.
 
 import { $, fill, h, styled } from "./dom.js";
-import { bytes, duration, hue, nameOf, plural, rate, units } from "./format.js";
+import { byId, bytes, duration, hue, nameOf, plural, rate, units } from "./format.js";
 import { VirtualGrid } from "./virtual-grid.js";
 
+const NAMES = new Intl.Collator();
 const ORDERS = {
   span: (one, other) => one.span[0] - other.span[0] || one.span[1] - other.span[1],
-  name: (one, other) => nameOf(one).localeCompare(nameOf(other)),
+  name: (one, other) => NAMES.compare(nameOf(one), nameOf(other)),
   speed: (one, other) => other.decode_units_per_s - one.decode_units_per_s,
   since: (one, other) => one.since - other.since,
 };
@@ -35,8 +36,10 @@ export class Machines {
   arrange() {
     const words = $("find").value.toLowerCase().split(/\s+/).filter(Boolean);
     const text = (peer) => `${nameOf(peer)} ${peer.peer} ${peer.device} ${peer.state} ${peer.reached}`.toLowerCase();
-    const found = [...this.peers.values()].filter((peer) => words.every((word) => text(peer).includes(word)));
-    this.grid.set(found.sort((one, other) => ORDERS[$("order").value](one, other) || one.peer.localeCompare(other.peer)));
+    const all = [...this.peers.values()];
+    const found = words.length ? all.filter((peer) => words.every((word) => text(peer).includes(word))) : all;
+    const order = ORDERS[$("order").value];
+    this.grid.set(found.sort((one, other) => order(one, other) || byId(one, other)));
   }
 }
 

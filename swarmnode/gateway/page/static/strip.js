@@ -1,7 +1,7 @@
 // The model as a strip of its units: above how many machines hold each, below every machine's span, in as many lanes as it takes.
 
 import { fill, h, styled } from "./dom.js";
-import { hue, nameOf, plural, runs, units } from "./format.js";
+import { byId, hue, nameOf, plural, runs, units } from "./format.js";
 
 const CELLS = 128; // at most; several units share one in larger models
 const LANES = 8;
@@ -34,7 +34,8 @@ export function coverage(element, swarm) {
   element.setAttribute("aria-label", coverageText(swarm, counts));
   if (element.childElementCount !== cells.length) fill(element, cells.map(() => h("i")));
   cells.forEach((count, index) => {
-    element.children[index].dataset.holders = Math.min(count, 4);
+    const shown = String(Math.min(count, 4));
+    if (element.children[index].dataset.holders !== shown) element.children[index].dataset.holders = shown;
   });
 }
 
@@ -43,10 +44,9 @@ export function strip(element, swarm, writing) {
   if (!element.childElementCount) element.append(h("div", { class: "coverage tall" }), h("div", { class: "lanes", "aria-hidden": "true" }), h("p", { class: "fine" }));
   const [cells, lanes, note] = element.children;
   coverage(cells, swarm);
-  const rows = packed([...swarm.peers.values()].filter((peer) => peer.span[1] > peer.span[0]));
+  const { rows, hidden } = packed([...swarm.peers.values()].filter((peer) => peer.span[1] > peer.span[0]));
   styled(lanes, { "--units": swarm.units });
-  fill(lanes, rows.slice(0, LANES).flatMap((row, lane) => row.map((peer) => bar(peer, lane, writing))));
-  const hidden = rows.slice(LANES).reduce((sum, row) => sum + row.length, 0);
+  fill(lanes, rows.flatMap((row, lane) => row.map((peer) => bar(peer, lane, writing))));
   note.textContent = hidden ? `${plural(hidden, "machine")} more below.` : "";
 }
 
@@ -56,13 +56,15 @@ function bar(peer, lane, writing) {
   return styled(element, { "--hue": hue(peer.peer), "--from": peer.span[0] + 1, "--to": peer.span[1] + 1, "--lane": lane + 1 });
 }
 
-/** Spans in rows in which none overlaps another: the first row that has room takes the next one. */
+/** Spans in rows in which none overlaps another, the first row that has room taking the next; and how many found room in none. */
 function packed(peers) {
   const rows = [];
-  for (const peer of peers.sort((one, other) => one.span[0] - other.span[0] || one.peer.localeCompare(other.peer))) {
+  let hidden = 0;
+  for (const peer of peers.sort((one, other) => one.span[0] - other.span[0] || byId(one, other))) {
     const row = rows.find((each) => each.at(-1).span[1] <= peer.span[0]);
     if (row) row.push(peer);
-    else rows.push([peer]);
+    else if (rows.length < LANES) rows.push([peer]);
+    else hidden += 1;
   }
-  return rows;
+  return { rows, hidden };
 }

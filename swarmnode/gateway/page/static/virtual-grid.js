@@ -26,12 +26,13 @@ export class VirtualGrid {
   }
 
   drawNow() {
+    const { scrollTop } = this.window; // everything is read before anything is written: the browser lays out once
     const columns = Math.max(1, Math.floor(this.sheet.clientWidth / this.width));
     const rows = Math.ceil(this.items.length / columns);
+    const first = Math.max(0, Math.floor(scrollTop / this.height) - SPARE_ROWS) * columns;
+    const inSight = Math.ceil(MOST_PX / this.height) + 2 * SPARE_ROWS;
     styled(this.sheet, { height: `${rows * this.height}px` });
     styled(this.window, { height: `${Math.min(rows * this.height, MOST_PX)}px` });
-    const first = Math.max(0, Math.floor(this.window.scrollTop / this.height) - SPARE_ROWS) * columns;
-    const inSight = Math.ceil(this.window.clientHeight / this.height) + 2 * SPARE_ROWS;
     const shown = this.items.slice(first, first + inSight * columns);
     this.forget(new Set(shown.map(this.idOf)));
     shown.forEach((item, offset) => this.place(item, first + offset, columns));
