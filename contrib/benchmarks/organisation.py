@@ -1,10 +1,11 @@
 """What peers that organise themselves reach of a plan, in training: simulated seconds of a step. Prints JSON.
 
-    python contrib/benchmarks/organisation.py SCENARIO.json... [--gb 8 16 32] [--seed 0]
+    python contrib/benchmarks/organisation.py SCENARIO.json... [--gb 8 16 32] [--seed 0] [--lose 0.3]
 
 GPT-3 XL's layer 24 times over, 112 microbatches of 4 x 2048 tokens, fp16 across links; V100s where a scenario names no cards, of so
 many GB each. Devices are numbered anew at random, so that no order of a file helps. `planned`: the plan's spans and pipelines;
-`wired`: its spans, microbatches wired live; `live`: spans, too, are chosen live. Each beside its ratio to `planned`.
+`wired`: its spans, microbatches wired live; `live`: spans, too, are chosen live. Each beside its ratio to `planned`. With --lose,
+that share of the devices vanishes after the first step: `left` is a step of those that are left, beside a new plan for them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
 from swarmnode.plan.offline.grid_search import Search
 from swarmnode.plan.offline.hosting import DeviceRates, Planner, Workload
 from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.spans.flow import Indexes
 from swarmnode.plan.view import Span
+from swarmnode.simulate.environment.churn import Change
 from swarmnode.simulate.environment.devices import device_of
 from swarmnode.simulate.environment.model import Model
 from swarmnode.simulate.settings import Settings, TrainSettings
@@ -38,23 +41,32 @@ ACTIVATION_BYTES = 2 * TRAIN.tokens * HIDDEN  # of a microbatch
 STAGES = 8
 EFFORT = 0.1  # of the search that plans for unequal cards
 STEPS = 2  # at least; all are alike
+LOST_S, AFTER_S = 30.0, 120.0  # simulated: when devices vanish, and how long the others have to find their places again
 LOOKS_S = (30.0, 120.0, 480.0, 1920.0, 7680.0)  # simulated, until so many steps are done
 GPU = "V100"
 
 
 def prepared(scenario: Scenario, gb: int, seed: int) -> Scenario:
     """With cards of so much memory, and its devices in another order."""
-    order = np.random.default_rng(seed).permutation(scenario.devices)
+    cards = tuple(gpu or GPU for gpu in scenario.gpus)
+    equal = dataclasses.replace(scenario, gpus=cards, memory_bytes=(gb * 10**9,) * scenario.devices)
+    return some(equal, np.random.default_rng(seed).permutation(scenario.devices))
+
+
+def some(scenario: Scenario, order: Indexes) -> Scenario:
+    """Of these devices alone, in this order."""
     pairs = np.ix_(order, order)
     return dataclasses.replace(
         scenario,
         regions=tuple(scenario.regions[device] for device in order),
         delay_s=scenario.delay_s[pairs],
         bandwidth_bps=scenario.bandwidth_bps[pairs],
-        gpus=tuple(scenario.gpus[device] or GPU for device in order),
+        gpus=tuple(scenario.gpus[device] for device in order),
         peak_flops=tuple(scenario.peak_flops[device] for device in order),
-        memory_bytes=(gb * 10**9,) * scenario.devices,
+        memory_bytes=tuple(scenario.memory_bytes[device] for device in order),
         decode_units_per_s=(),
+        training_units_per_s=(),
+        peers=(),
     )
 
 
@@ -67,8 +79,8 @@ class Plan:
 
 
 def planned(scenario: Scenario) -> Plan:
-    """Of equal cards DT-FM's grid of 8 stages (`contrib/studies/planned_allocation.py`); else as `swarmnode plan` does it."""
-    if len(set(scenario.gpus)) == 1:
+    """Of 64 equal cards DT-FM's grid of 8 stages (`contrib/studies/planned_allocation.py`); else as `swarmnode plan` does it."""
+    if len(set(scenario.gpus)) == 1 and scenario.devices % STAGES == 0:
         replicas = scenario.devices // STAGES
         traffic = MicrobatchTraffic(
             ACTIVATION_BYTES * TRAIN.microbatches / replicas, GRADIENT_BYTES * PARAMETERS * UNITS / STAGES
@@ -96,21 +108,37 @@ def planner(scenario: Scenario) -> Planner:
 
 
 def step_s(
-    scenario: Scenario, spans: Sequence[Span] | None = None, pipelines: Sequence[Sequence[int]] = ()
+    scenario: Scenario,
+    spans: Sequence[Span] | None = None,
+    pipelines: Sequence[Sequence[int]] = (),
+    *,
+    trace: Sequence[Change] | None = None,
+    since_s: float = 0.0,
 ) -> dict[str, float]:
-    """Mean seconds of a step, and of it averaging."""
+    """Mean seconds of a step, and of it averaging; with a `trace`, of the latest steps after `since_s`."""
     for seconds in LOOKS_S:
-        settings = Settings("train", hours=seconds / 3600, sample_s=seconds, train=TRAIN)
-        result = Simulation(scenario, MODEL, settings, spans=spans, pipelines=pipelines).run()
+        settings = Settings("train", hours=(since_s + seconds) / 3600, sample_s=seconds, train=TRAIN)
+        result = Simulation(scenario, MODEL, settings, spans=spans, pipelines=pipelines, trace=trace).run()
         values = result.measures.values
-        if len(values["step, s"]) >= STEPS:
+        if len(values["step, s"]) >= STEPS and not (trace and seconds < AFTER_S):
             break
-    steps_s = values["step, s"] or [float("inf")]
+    steps_s, averaging_s = (values[name][-STEPS if trace else 0 :] for name in ("step, s", "of it agreeing, s"))
     return {
-        "step_s": round(statistics.mean(steps_s), 3),
-        "averaging_s": round(statistics.mean(values["of it agreeing, s"] or [float("inf")]), 3),
+        "step_s": round(statistics.mean(steps_s or [float("inf")]), 3),
+        "averaging_s": round(statistics.mean(averaging_s or [float("inf")]), 3),
         "held_units": round(statistics.mean(peer.span.units for peer in result.world.peers), 2),
     }
+
+
+def after_losses(scenario: Scenario, share: float, seed: int) -> dict[str, Any]:
+    """A step when some have gone, and as it is planned anew for the others."""
+    order = np.random.default_rng(seed).permutation(scenario.devices)
+    gone, left = np.split(order, [round(share * scenario.devices)])
+    trace = [Change(LOST_S, int(device), up=False) for device in gone]
+    plan = planned(some(scenario, left))
+    anew = step_s(some(scenario, left), plan.spans, plan.pipelines)
+    lived = step_s(scenario, trace=trace, since_s=LOST_S)
+    return {"planned": anew, "live": {**lived, "of_planned": round(lived["step_s"] / anew["step_s"], 3)}}
 
 
 def compared(scenario: Scenario) -> dict[str, Any]:
@@ -131,11 +159,15 @@ def main() -> None:
     parser.add_argument("scenarios", type=Path, nargs="+")
     parser.add_argument("--gb", type=int, nargs="+", default=[8, 16, 32], help="memory of each card")
     parser.add_argument("--seed", type=int, default=0, help="of the order of the devices")
+    parser.add_argument(
+        "--lose", type=float, default=0.0, help="share of the devices that vanish; instead of the others"
+    )
     arguments = parser.parse_args()
     for path in arguments.scenarios:
         for gb in arguments.gb:
             scenario = prepared(Scenario.load(path), gb, arguments.seed)
-            print(json.dumps({"scenario": path.stem, "gb": gb, **compared(scenario)}), flush=True)
+            found = after_losses(scenario, arguments.lose, arguments.seed) if arguments.lose else compared(scenario)
+            print(json.dumps({"scenario": path.stem, "gb": gb, **found}), flush=True)
 
 
 if __name__ == "__main__":

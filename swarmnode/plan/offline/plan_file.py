@@ -36,7 +36,8 @@ class PlanFile:
         except OSError as error:
             raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise UsageError(f"{path}: not a plan as `swarmnode plan --model … --json` prints it: {error}") from None
+            fault = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise UsageError(f"{path}: not a plan as `swarmnode plan --model … --json` prints it: {fault}") from None
 
     def spans(self, devices: int, units: int) -> list[Span]:
         """What each device of a network holds; nothing, where it is not used. Raises UsageError where the plan is for another
