@@ -152,12 +152,23 @@ def _without_kernels(values: Any) -> Any:
     return {key: _without_kernels(value) for key, value in kept.items()}
 
 
+def _instead(path: Path) -> str:
+    """What is in a folder without safetensors, and why that is not taken; empty where that is nothing known."""
+    if any(path.glob("*.gguf")):
+        return (
+            ", but GGUF, which is not read: take the original model's safetensors, and --quantize nf4 to hold it small"
+        )
+    if any(path.glob("*.bin")):
+        return ", but pickles (.bin), which may run code and are never opened: convert them to safetensors"
+    return ""
+
+
 def read_entries(path: Path) -> dict[str, TensorEntry]:
     """Every tensor of the checkpoint in folder `path`, by name, from the headers alone."""
     index_file = path / INDEX_FILE
     if not index_file.is_file():
         if not (path / SINGLE_FILE).is_file():
-            raise CheckpointError(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is here")
+            raise CheckpointError(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is here{_instead(path)}")
         return read_header(path / SINGLE_FILE)
     weight_map = read_weight_map(index_file)
     entries: dict[str, TensorEntry] = {}

@@ -101,6 +101,13 @@ def test_what_is_wrong_is_told(copy, spoil, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("name", "reason"), [("model-q4.gguf", "GGUF"), ("pytorch_model.bin", "pickles")])
+def test_other_formats_are_refused_with_the_reason(tmp_path: Path, name: str, reason: str) -> None:
+    (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=f"{reason}.*safetensors"):
+        Checkpoint(tmp_path)
+
+
 def test_a_tampered_header_is_found(copy):
     name = next(name for name, entry in Checkpoint(copy).entries.items() if entry.file == shards_of(copy)[0])
 
