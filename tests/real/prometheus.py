@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from swarmnode.net.libp2p.parent import die_with_parent
+
 CONTRIB = Path(__file__).parents[2] / "contrib"
 SCRAPE_S = 1
 START_TIMEOUT_S = 240.0
@@ -59,6 +61,7 @@ class Prometheus:
                 ],
                 stdout=log,
                 stderr=log,
+                preexec_fn=die_with_parent,
             )
 
     def __enter__(self) -> Prometheus:
