@@ -27,8 +27,10 @@ def explain(host: Host, about: str = "", decisions: Iterable[Decision] = ()) -> 
 
 def _peer(host: Host, about: str) -> PeerId | None:
     """The peer that is meant, if one is."""
-    if not about or names_unit(about):
-        return None if about else host.peer_id
+    if names_unit(about) or (not about and host.directory.own is None):  # who only asks says nothing of itself
+        return None
+    if not about:
+        return host.peer_id
     known = {**host.directory.suspects(), **host.directory.peers()}
     named = (peer for peer, announced in known.items() if peer.endswith(about) or announced.name == about)
     return host.peer_id if host.peer_id.endswith(about) else next(named, None)

@@ -9,7 +9,7 @@ from swarmnode.plan.view import Span, View
 
 def grounds(view: View, joiner: Joiner, span: Span) -> tuple[str, ...]:
     """What spoke for `span`: who else is there, which of its units nobody else holds, and what the joiner can do."""
-    others = [peer for peer in view.peers if peer.peer != joiner.peer and peer.state in HOLDING]
+    others = [peer for peer in view.peers if peer.peer != joiner.peer and peer.state in HOLDING and peer.span.units]
     holders_U = CapacityIndex(view.units, others).holders_U
     held = holders_U[span.start : span.end]
     return (

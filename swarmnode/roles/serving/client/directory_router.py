@@ -82,7 +82,7 @@ class DirectoryRouter(Router):
     def _note(self, what: str, result: str, view: View, avoid: frozenset[PeerId], hops: Sequence[HopSpec] = ()) -> None:
         """Write down what was decided, on what this peer knew of the others."""
         peers, own = {peer.peer: peer for peer in view.peers}, self._directory.network.peer_id
-        ready = sum(peer.state is State.READY for peer in view.peers)
+        ready = sum(peer.state is State.READY and peer.span.units > 0 for peer in view.peers)
         left_out = avoid & peers.keys()
         facts = [
             result,
