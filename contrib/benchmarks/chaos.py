@@ -155,7 +155,7 @@ def _has_told(node: NodeProcess, event: str) -> bool:
 
 async def measure(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
     """The whole of it."""
-    await asyncio.to_thread(write_untaught, folder / "model")
+    await asyncio.to_thread(write_untaught, folder / "model", 4)
     with LocalSwarm(folder / "swarm") as swarm:
         swarm.folder.mkdir()
         swarm.create(folder / "model")

@@ -98,7 +98,7 @@ def heal(swarm: LocalSwarm) -> None:
 
 
 async def measure(folder: Path, repeats: int) -> dict[str, Any]:
-    await asyncio.to_thread(write_untaught, folder / "model")
+    await asyncio.to_thread(write_untaught, folder / "model", 4)
     report: dict[str, Any] = {}
     truth: list[int] = []
     with LocalSwarm(folder) as swarm:

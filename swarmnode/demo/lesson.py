@@ -29,7 +29,7 @@ def write_text(path: Path) -> int:
     return len(text)
 
 
-def write_config(folder: Path) -> None:
+def write_config(folder: Path, layers: int = LAYERS) -> None:
     """Write the transformers config of the model that learns it."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {
@@ -38,7 +38,7 @@ def write_config(folder: Path) -> None:
         "vocab_size": BYTES,
         "hidden_size": HIDDEN,
         "intermediate_size": 3 * HIDDEN,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "max_position_embeddings": 4 * SEQUENCE,
@@ -50,11 +50,11 @@ def write_config(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(values))
 
 
-def write_untaught(folder: Path) -> None:
-    """Write a whole checkpoint of the model as it is before it has learnt anything."""
+def write_untaught(folder: Path, layers: int) -> None:
+    """Write a whole checkpoint of such a model, of so many layers, as it is before it has learnt anything."""
     from swarmnode.compute.model.fresh import write_fresh_model
 
-    write_config(folder)
+    write_config(folder, layers)
     write_fresh_model(folder, folder, 0)
 
 

@@ -48,9 +48,9 @@ async def three_by_two(
 
 @pytest.fixture(scope="module")
 def untaught(tmp_path_factory: pytest.TempPathFactory) -> Founded:
-    """A swarm with the model of the demo, whose honest replicas lie three times as far apart as the table of tolerances says."""
+    """A swarm with a model as the demo has, whose honest replicas lie three times as far apart as the table of tolerances says."""
     folder = tmp_path_factory.mktemp("untaught")
-    write_untaught(folder / "model")
+    write_untaught(folder / "model", layers=4)
     return Founded.on(folder / "model", folder)
 
 
