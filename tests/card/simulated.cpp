@@ -11,6 +11,7 @@
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_scaled_dot_product_attention_math.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
@@ -363,6 +364,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty_strided", empty_strided);
   library.impl("as_strided", at::native::as_strided_tensorimpl);
   library.impl("view", at::native::view);
+  library.impl("unfold", at::native::unfold);  // a view holds the memory that it sees: repeat relies on that
   library.impl("_reshape_alias", reshape_alias);
   library.impl("copy_", copy_);
   library.impl("_local_scalar_dense", read_scalar);

@@ -30,7 +30,14 @@ BOOTSTRAP = [
 BOOTSTRAP += ["access control: watch"]
 SERVING = ["bandwidth tests: explore"]
 TRAINING = ["election: watch", "election: directory", "following: silence"]
-SHORT = ("links of", "Seeder", "streams", "access control: membership of", "access control: introduce")
+SHORT = (
+    "links of",
+    "Seeder",
+    "streams",
+    "stage server: load",
+    "access control: membership of",
+    "access control: introduce",
+)
 
 _doomed: ContextVar[Surgery | None] = ContextVar("doomed", default=None)
 

@@ -169,7 +169,7 @@ async def test_log_lines_of_a_session_carry_its_trace_and_not_its_id() -> None:
     told = [
         record.name.rsplit(".", 1)[-1] for record in lines if getattr(record, "trace", None) == trace_id(session).hex()
     ]
-    assert told.count("client") == 1
+    assert told.count("client_session") == 1
     assert told.count("session") == 4  # at both hops it began and was over
     assert not any(session.hex()[:8] in str(vars(record)) for record in lines), "who knows the id may use the session"
 
