@@ -38,7 +38,7 @@ def parse_logit_bias(texts: list[str]) -> dict[int, float]:
 
 
 JSON_SCHEMA = typer.Option(
-    "", "--json-schema", metavar="FILE", help="A file with a JSON schema that the text shall fit."
+    "", "--json-schema", metavar="FILE|{…}", help="A JSON schema that the text shall fit, or a file with one."
 )
 GRAMMAR = typer.Option(
     "", "--grammar", metavar="FILE", help="A file with a grammar, in Lark, that the text shall follow."
@@ -46,11 +46,13 @@ GRAMMAR = typer.Option(
 
 
 def read_grammar(json_schema: str, grammar: str) -> Grammar | None:
-    """From one of these files. Raises UsageError."""
+    """From one of these files, or the schema itself. Raises UsageError."""
     if json_schema and grammar:
         raise UsageError("give either --json-schema or --grammar")
     if not json_schema and not grammar:
         return None
+    if json_schema.lstrip().startswith("{"):
+        return Grammar(GrammarKind.JSON_SCHEMA, json_schema)
     try:
         text = Path(json_schema or grammar).read_text()
     except (OSError, UnicodeDecodeError) as error:
