@@ -11,11 +11,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from swarmnode.errors import SwarmnodeError
-from swarmnode.gateway import chat_completions, completions, messages, models, monitoring, responses
-from swarmnode.gateway.api_error import ApiError, api_error
-from swarmnode.gateway.event_stream import ClientGone
+from swarmnode.gateway import monitoring
+from swarmnode.gateway.access.guard import Guard
+from swarmnode.gateway.anthropic import messages
 from swarmnode.gateway.gateway import Gateway
-from swarmnode.gateway.guard import Guard
+from swarmnode.gateway.http.api_error import ApiError, api_error
+from swarmnode.gateway.http.event_stream import ClientGone
+from swarmnode.gateway.openai import chat_completions, completions, models, responses
 from swarmnode.gateway.page import machine, static_files, swarms
 from swarmnode.gateway.page.page import Page
 from swarmnode.version import __version__

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from fastapi import Request
 
 from swarmnode.client import SwarmClient
-from swarmnode.gateway.api_error import ApiError
+from swarmnode.gateway.access.fair_queue import FairQueue
+from swarmnode.gateway.access.keys import ApiKey, KeyRing
 from swarmnode.gateway.config import GatewayConfig
-from swarmnode.gateway.fair_queue import FairQueue
-from swarmnode.gateway.keys import ApiKey, KeyRing
+from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.served_model import ServedModel
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from swarmnode.client import SwarmClient
 from swarmnode.errors import CheckpointError
-from swarmnode.gateway.api_error import ApiError
-from swarmnode.gateway.choice_stream import ChoiceStream
+from swarmnode.gateway.access.fair_queue import FairQueue
+from swarmnode.gateway.access.keys import ApiKey
 from swarmnode.gateway.config import GatewayConfig
-from swarmnode.gateway.fair_queue import FairQueue
-from swarmnode.gateway.keys import ApiKey
-from swarmnode.gateway.replies import ModelCard
-from swarmnode.gateway.requests import SamplingFields
+from swarmnode.gateway.generation.choice_stream import ChoiceStream
+from swarmnode.gateway.generation.sampling_fields import SamplingFields
+from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.openai.replies import ModelCard
 from swarmnode.roles.serving.client.generation import GenerateOptions
 from swarmnode.tokenizer import ByteTokenizer, Tokenizer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.gateway.tools import TOOLS
+from swarmnode.gateway.integrations.configurations import TOOLS
 from tests.cli.command import assert_clear, invoke
 
 MODELS = json.dumps({"data": [{"id": "friends"}, {"id": 'odd "name": x'}]}).encode()

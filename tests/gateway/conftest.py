@@ -14,10 +14,10 @@ import openai
 import pytest
 
 from swarmnode.client import SwarmClient
+from swarmnode.gateway.access.keys import KeyRing
 from swarmnode.gateway.app import build_app
 from swarmnode.gateway.config import GatewayConfig
 from swarmnode.gateway.gateway import Gateway
-from swarmnode.gateway.keys import KeyRing
 from swarmnode.gateway.page.page import Page
 from swarmnode.metrics import table
 from tests.gateway.in_process import InProcess

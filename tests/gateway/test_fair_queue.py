@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from swarmnode.errors import UsageError
-from swarmnode.gateway.api_error import ApiError
-from swarmnode.gateway.fair_queue import FairQueue
-from swarmnode.gateway.keys import ApiKey, KeyLimits, load_keys
+from swarmnode.gateway.access.fair_queue import FairQueue
+from swarmnode.gateway.access.keys import ApiKey, KeyLimits, load_keys
+from swarmnode.gateway.http.api_error import ApiError
 from tests.net.virtual import in_virtual_time
 
 WORK_S = 1.0

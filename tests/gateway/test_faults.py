@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from swarmnode.gateway.event_stream import EventStream
+from swarmnode.gateway.http.event_stream import EventStream
 from tests.gateway.conftest import HALVES, MODEL, serving
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from swarmnode.gateway.keys import load_keys, new_key
+from swarmnode.gateway.access.keys import load_keys, new_key
 from swarmnode.roles.serving.client.limits import ModelLimits
 from tests.gateway.conftest import MODEL, Served, found_on, serving
 from tests.gateway.speaking import save_speaking_llama

@@ -17,7 +17,7 @@ pytest.importorskip("mcp", reason="the MCP SDK is not installed: pip install 'sw
 async def test_agents_generate_look_and_trace(founded: Founded, tmp_path: Path) -> None:
     from mcp.server.mcpserver.exceptions import ToolError
 
-    from swarmnode.gateway.swarm_tools import SwarmTools
+    from swarmnode.gateway.integrations.swarm_tools import SwarmTools
 
     async with serving(founded, tmp_path) as served:
         tools = SwarmTools(served.client)

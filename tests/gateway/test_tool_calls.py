@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.gateway.tool_calls import ToolCall, ToolCallParser
+from swarmnode.gateway.generation.tool_calls import ToolCall, ToolCallParser
 from swarmnode.roles.serving.client.generation import Generation
 from swarmnode.text_stream import GeneratedText
 from tests.gateway.conftest import MODEL, serving

@@ -15,8 +15,8 @@ from swarmnode.net.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
     from swarmnode.client import SwarmClient
+    from swarmnode.gateway.access.keys import KeyRing
     from swarmnode.gateway.config import GatewayConfig
-    from swarmnode.gateway.keys import KeyRing
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 LOOPBACK = "127.0.0.1"
@@ -41,7 +41,7 @@ class GatewayAddress:
         from swarmnode.gateway.app import build_app
         from swarmnode.gateway.config import GatewayConfig
         from swarmnode.gateway.gateway import Gateway
-        from swarmnode.gateway.http_server import serving_http
+        from swarmnode.gateway.http.http_server import serving_http
         from swarmnode.gateway.page.page import Page
 
         gateway = Gateway(clients, keys, config or GatewayConfig())

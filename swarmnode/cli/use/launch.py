@@ -11,7 +11,7 @@ import typer
 
 from swarmnode.cli.options.gateway import LOOPBACK, PORT
 from swarmnode.cli.terminal.console import fail, reports_errors, say
-from swarmnode.gateway.tools import TOOLS, Endpoint
+from swarmnode.gateway.integrations.configurations import TOOLS, Endpoint
 
 ASK_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 1 << 20

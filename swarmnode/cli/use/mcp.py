@@ -39,7 +39,7 @@ def mcp(
     except ImportError:
         fail("this needs the MCP SDK: pip install 'swarmnode[mcp]'", 2)
     from swarmnode.client import SwarmClient
-    from swarmnode.gateway.swarm_tools import SwarmTools
+    from swarmnode.gateway.integrations.swarm_tools import SwarmTools
     from swarmnode.swarm.peers.trust import parse_trust
 
     async def answer(stop: asyncio.Event) -> None:

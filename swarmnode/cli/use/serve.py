@@ -63,8 +63,8 @@ def serve(
     if new_key:
         _add_key(keys, new_key)
         return
+    from swarmnode.gateway.access.keys import KeyRing, load_keys
     from swarmnode.gateway.config import GatewayConfig
-    from swarmnode.gateway.keys import KeyRing, load_keys
 
     if keys is None and host not in LOOPBACK:
         fail(f"whoever reaches {host} could use the swarm: give --keys FILE, made by --new-key NAME", 2)
@@ -87,7 +87,7 @@ def serve(
 
 
 def _add_key(keys: Path | None, name: str) -> None:
-    from swarmnode.gateway.keys import new_key
+    from swarmnode.gateway.access.keys import new_key
 
     if keys is None:
         fail("--new-key needs --keys FILE, where its hash is kept", 2)

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from swarmnode.client import SwarmClient
-from swarmnode.gateway.api_error import ApiError
-from swarmnode.gateway.event_stream import event
+from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.event_stream import event
 from swarmnode.gateway.page.history import SwarmHistory
 from swarmnode.roles.serving.client.generation import Generation
 

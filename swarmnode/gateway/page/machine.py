@@ -8,7 +8,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 
-from swarmnode.gateway.api_error import ApiError
+from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.page.page import Page, page_of
 from swarmnode.gateway.page.replies import MachineReply, NodeReply
 from swarmnode.lending.control_client import running_nodes, tell_node

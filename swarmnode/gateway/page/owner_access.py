@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from swarmnode.gateway.api_error import ApiError
-from swarmnode.gateway.guard import LOOPBACK_NAMES
+from swarmnode.gateway.access.guard import LOOPBACK_NAMES
+from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.swarm.storage.atomic import write_private
 from swarmnode.swarm.storage.user_file import read_user_file
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from fastapi import Request
 
-from swarmnode.gateway.api_error import ApiError
 from swarmnode.gateway.gateway import Gateway
+from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.page.feed import SwarmFeed
 from swarmnode.gateway.page.history import SwarmHistory
 from swarmnode.gateway.page.owner_access import OwnerAccess

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from swarmnode.gateway.api_error import ApiError
+from swarmnode.gateway.http.api_error import ApiError
 
 router = APIRouter(include_in_schema=False)
 INDEX = "index.html"

@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from swarmnode.gateway.event_stream import EventStream
 from swarmnode.gateway.gateway import gateway_of
+from swarmnode.gateway.http.event_stream import EventStream
 from swarmnode.gateway.page.page import page_of
 from swarmnode.gateway.page.replies import HistoryReply, LinksReply, SwarmList, SwarmReply
 

@@ -12,9 +12,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from swarmnode.gateway.access.keys import load_keys, new_key
 from swarmnode.gateway.app import build_app
 from swarmnode.gateway.gateway import Gateway
-from swarmnode.gateway.keys import load_keys, new_key
 from swarmnode.gateway.page import feed, history
 from swarmnode.gateway.page.owner_access import FILE, HEADER, OwnerAccess
 from swarmnode.gateway.page.page import Page

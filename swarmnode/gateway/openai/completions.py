@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from swarmnode.gateway.api_answer import ApiAnswer, Text
-from swarmnode.gateway.api_error import ApiError
-from swarmnode.gateway.choice_stream import Piece
-from swarmnode.gateway.event_stream import DONE
 from swarmnode.gateway.gateway import gateway_of, key_of
-from swarmnode.gateway.logprobs import SpelledChoice, TextLogprobs
-from swarmnode.gateway.replies import CompletionReply, TextChoice, Usage
-from swarmnode.gateway.requests import CompletionRequest
+from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
+from swarmnode.gateway.generation.choice_stream import Piece
+from swarmnode.gateway.generation.logprobs import SpelledChoice, TextLogprobs
+from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.event_stream import DONE
+from swarmnode.gateway.openai.replies import CompletionReply, TextChoice, Usage
+from swarmnode.gateway.openai.requests import CompletionRequest
 
 router = APIRouter()
 
@@ -42,7 +42,7 @@ class _CompletionStyle:
 
     def whole(self, texts: Sequence[Text]) -> CompletionReply:
         choices = [self._choice(text.index, text.text, text.finish_reason, text.logprobs) for text in texts]
-        return self._told(choices, self._answer.usage())
+        return self._told(choices, Usage.of(self._answer.usage()))
 
     def events(self, piece: Piece) -> list[CompletionReply]:
         return [self._told([self._choice(piece.choice.index, piece.text, piece.finish_reason, piece.logprobs)])]
@@ -54,7 +54,7 @@ class _CompletionStyle:
         return TextChoice(index=index, text=text, finish_reason=finish_reason, logprobs=logprobs)
 
     def ending(self) -> Sequence[CompletionReply | str]:
-        return [self._told([], self._answer.usage()), DONE] if self._tells_usage else [DONE]
+        return [self._told([], Usage.of(self._answer.usage())), DONE] if self._tells_usage else [DONE]
 
     def _told(self, choices: list[TextChoice], usage: Usage | None = None) -> CompletionReply:
         answer = self._answer

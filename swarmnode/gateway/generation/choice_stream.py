@@ -7,11 +7,11 @@ import contextlib
 from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import NamedTuple
 
-from swarmnode.gateway.fair_queue import FairQueue
-from swarmnode.gateway.keys import ApiKey
-from swarmnode.gateway.logprobs import SpelledChoice, spell
-from swarmnode.gateway.stop_strings import StopStrings
-from swarmnode.gateway.tool_calls import ToolCall, ToolCallParser
+from swarmnode.gateway.access.fair_queue import FairQueue
+from swarmnode.gateway.access.keys import ApiKey
+from swarmnode.gateway.generation.logprobs import SpelledChoice, spell
+from swarmnode.gateway.generation.stop_strings import StopStrings
+from swarmnode.gateway.generation.tool_calls import ToolCall, ToolCallParser
 from swarmnode.net.tasks import Tasks
 from swarmnode.text_stream import TextStream
 from swarmnode.tokenizer import ByteTokenizer, Tokenizer

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from swarmnode.gateway.api_answer import ApiAnswer, Text
-from swarmnode.gateway.choice_stream import Piece
-from swarmnode.gateway.event_stream import DONE
 from swarmnode.gateway.gateway import gateway_of, key_of
-from swarmnode.gateway.logprobs import ChatLogprobs
-from swarmnode.gateway.replies import ChatChoice, ChatMessage, ChatReply, FunctionCall, ToolCallReply, Usage
-from swarmnode.gateway.requests import ChatRequest
-from swarmnode.gateway.tool_calls import ToolCall
+from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
+from swarmnode.gateway.generation.choice_stream import Piece
+from swarmnode.gateway.generation.logprobs import ChatLogprobs
+from swarmnode.gateway.generation.tool_calls import ToolCall
+from swarmnode.gateway.http.event_stream import DONE
+from swarmnode.gateway.openai.replies import ChatChoice, ChatMessage, ChatReply, FunctionCall, ToolCallReply, Usage
+from swarmnode.gateway.openai.requests import ChatRequest
 
 router = APIRouter()
 
@@ -49,7 +49,7 @@ class _ChatStyle:
             )
             for text in texts
         ]
-        return self._told("chat.completion", choices, self._answer.usage())
+        return self._told("chat.completion", choices, Usage.of(self._answer.usage()))
 
     def events(self, piece: Piece) -> list[ChatReply]:
         index, chunks = piece.choice.index, []
@@ -69,7 +69,7 @@ class _ChatStyle:
     def ending(self) -> Sequence[ChatReply | str]:
         if not self._tells_usage:
             return [DONE]
-        return [self._told("chat.completion.chunk", [], self._answer.usage()), DONE]
+        return [self._told("chat.completion.chunk", [], Usage.of(self._answer.usage())), DONE]
 
     def _calls(self, choice: int, calls: Sequence[ToolCall]) -> list[ToolCallReply] | None:
         """With ids that follow from the answer's."""

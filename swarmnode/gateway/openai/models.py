@@ -6,10 +6,10 @@ import asyncio
 
 from fastapi import APIRouter, Request
 
-from swarmnode.gateway.api_error import ApiError
 from swarmnode.gateway.gateway import gateway_of
-from swarmnode.gateway.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
-from swarmnode.gateway.requests import DetokenizeRequest, TokenizeRequest
+from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.openai.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
+from swarmnode.gateway.openai.requests import DetokenizeRequest, TokenizeRequest
 
 router = APIRouter()
 

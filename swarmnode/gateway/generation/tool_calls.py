@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection
 from typing import NamedTuple
 
-from swarmnode.gateway.stop_strings import StopStrings
+from swarmnode.gateway.generation.stop_strings import StopStrings
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 

@@ -7,8 +7,8 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import AsyncIterator
 
-from swarmnode.gateway.api_error import too_many
-from swarmnode.gateway.keys import ApiKey
+from swarmnode.gateway.access.keys import ApiKey
+from swarmnode.gateway.http.api_error import too_many
 
 RETRY_S = 2.0
 

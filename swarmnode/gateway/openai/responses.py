@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from swarmnode.gateway.api_answer import ApiAnswer, Text
-from swarmnode.gateway.choice_stream import LENGTH, Piece
-from swarmnode.gateway.event_stream import NamedEvent
 from swarmnode.gateway.gateway import gateway_of, key_of
-from swarmnode.gateway.replies import OutputMessage, OutputText, ResponseReply, ResponseUsage
-from swarmnode.gateway.requests import ResponsesRequest
+from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
+from swarmnode.gateway.generation.choice_stream import LENGTH, Piece
+from swarmnode.gateway.http.event_stream import NamedEvent
+from swarmnode.gateway.openai.requests import ResponsesRequest
+from swarmnode.gateway.openai.response_replies import OutputMessage, OutputText, ResponseReply, ResponseUsage
 
 router = APIRouter()
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"

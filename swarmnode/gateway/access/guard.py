@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swarmnode.gateway.api_error import ApiError, too_many
+from swarmnode.gateway.access.keys import ApiKey, KeyRing
 from swarmnode.gateway.config import GatewayConfig
-from swarmnode.gateway.keys import ApiKey, KeyRing
+from swarmnode.gateway.http.api_error import ApiError, too_many
 
 OPEN_PATHS = {"/health", "/ready", "/"}  # for whoever restarts it, and the page, which asks for the key itself
 OPEN_FOLDER = "/page/"

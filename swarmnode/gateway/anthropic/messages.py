@@ -9,12 +9,12 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from swarmnode.gateway.api_answer import ApiAnswer, Text
-from swarmnode.gateway.choice_stream import LENGTH, Piece
-from swarmnode.gateway.event_stream import NamedEvent
+from swarmnode.gateway.anthropic.replies import MessageReply, MessageUsage, TextBlock, TokenCount
+from swarmnode.gateway.anthropic.requests import MessagesRequest
 from swarmnode.gateway.gateway import gateway_of, key_of
-from swarmnode.gateway.replies import MessageReply, MessageUsage, TextBlock, TokenCount
-from swarmnode.gateway.requests import MessagesRequest
+from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
+from swarmnode.gateway.generation.choice_stream import LENGTH, Piece
+from swarmnode.gateway.http.event_stream import NamedEvent
 
 router = APIRouter()
 
@@ -75,13 +75,7 @@ class _MessageStyle:
         )
 
     def _usage(self) -> MessageUsage:
-        usage = self._answer.usage()
-        cached = usage.prompt_tokens_details.cached_tokens
-        return MessageUsage(
-            input_tokens=usage.prompt_tokens - cached,
-            output_tokens=usage.completion_tokens,
-            cache_read_input_tokens=cached,
-        )
+        return MessageUsage.of(self._answer.usage())
 
     def _reason(self, finish_reason: str | None) -> str:
         if finish_reason == LENGTH:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from swarmnode.codec.sampling import Grammar, GrammarKind
-from swarmnode.gateway.api_error import ApiError
+from swarmnode.gateway.http.api_error import ApiError
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 

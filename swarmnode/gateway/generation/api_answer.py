@@ -17,13 +17,13 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from swarmnode.errors import SwarmnodeError
-from swarmnode.gateway.api_error import ApiError, api_error
-from swarmnode.gateway.choice_stream import ChoiceStream, Piece, pieces_of
-from swarmnode.gateway.event_stream import EventStream, event, while_connected
 from swarmnode.gateway.gateway import gateway_of
-from swarmnode.gateway.logprobs import SpelledChoice
-from swarmnode.gateway.replies import PromptTokens, Usage
-from swarmnode.gateway.tool_calls import ToolCall
+from swarmnode.gateway.generation.choice_stream import ChoiceStream, Piece, pieces_of
+from swarmnode.gateway.generation.logprobs import SpelledChoice
+from swarmnode.gateway.generation.tool_calls import ToolCall
+from swarmnode.gateway.generation.usage import TokenUsage
+from swarmnode.gateway.http.api_error import ApiError, api_error
+from swarmnode.gateway.http.event_stream import EventStream, event, while_connected
 
 REQUEST_ID = "X-Request-Id"
 
@@ -78,15 +78,13 @@ class ApiAnswer:
         """The trace, behind the API's prefix."""
         return f"{self._prefix}{self.trace}"
 
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """So far. A prompt that several choices continue counts once."""
-        completion = sum(choice.tokens for choice in self.choices)
         cached = sum(choice.cached_tokens for choice in self.choices)
-        return Usage(
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=completion,
-            total_tokens=self._prompt_tokens + completion,
-            prompt_tokens_details=PromptTokens(cached_tokens=min(cached, self._prompt_tokens)),
+        return TokenUsage(
+            prompt=self._prompt_tokens,
+            completion=sum(choice.tokens for choice in self.choices),
+            cached=min(cached, self._prompt_tokens),
         )
 
     async def respond(self, request: Request, style: Style, *, stream: bool) -> Response:

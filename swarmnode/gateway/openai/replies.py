@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from swarmnode.gateway.logprobs import ChatLogprobs, TextLogprobs
+from swarmnode.gateway.generation.logprobs import ChatLogprobs, TextLogprobs
+from swarmnode.gateway.generation.usage import TokenUsage
 
 
 class PromptTokens(BaseModel):
@@ -20,6 +21,16 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokens = Field(default_factory=PromptTokens)
+
+    @classmethod
+    def of(cls, usage: TokenUsage) -> Usage:
+        """The same in this API's words."""
+        return cls(
+            prompt_tokens=usage.prompt,
+            completion_tokens=usage.completion,
+            total_tokens=usage.prompt + usage.completion,
+            prompt_tokens_details=PromptTokens(cached_tokens=usage.cached),
+        )
 
 
 class FunctionCall(BaseModel):
@@ -116,105 +127,3 @@ class DetokenizeReply(BaseModel):
     """The text of ids."""
 
     prompt: str
-
-
-class TextBlock(BaseModel):
-    """Text in a message of Anthropic's API."""
-
-    type: str = "text"
-    text: str
-
-
-class MessageUsage(BaseModel):
-    """How many tokens a message was."""
-
-    input_tokens: int
-    output_tokens: int
-    cache_read_input_tokens: int = 0
-    cache_creation_input_tokens: int = 0
-
-
-class MessageReply(BaseModel):
-    """A message of Anthropic's API."""
-
-    id: str
-    type: str = "message"
-    role: str = "assistant"
-    model: str
-    content: list[TextBlock]
-    stop_reason: str | None
-    stop_sequence: str | None
-    usage: MessageUsage
-
-
-class TokenCount(BaseModel):
-    """POST /v1/messages/count_tokens"""
-
-    input_tokens: int
-
-
-class OutputText(BaseModel):
-    """Text in a response."""
-
-    type: str = "output_text"
-    text: str
-    annotations: list[str] = []
-    logprobs: list[str] = []
-
-
-class OutputMessage(BaseModel):
-    """What the model says in a response."""
-
-    id: str
-    type: str = "message"
-    role: str = "assistant"
-    status: str
-    content: list[OutputText]
-
-
-class OutputTokens(BaseModel):
-    """`reasoning_tokens`: of the output's, those before the answer."""
-
-    reasoning_tokens: int = 0
-
-
-class ResponseUsage(BaseModel):
-    """How many tokens a response was."""
-
-    input_tokens: int
-    input_tokens_details: PromptTokens
-    output_tokens: int
-    output_tokens_details: OutputTokens = Field(default_factory=OutputTokens)
-    total_tokens: int
-
-    @classmethod
-    def of(cls, usage: Usage) -> ResponseUsage:
-        """The same in this API's words."""
-        return cls(
-            input_tokens=usage.prompt_tokens,
-            input_tokens_details=usage.prompt_tokens_details,
-            output_tokens=usage.completion_tokens,
-            total_tokens=usage.total_tokens,
-        )
-
-
-class ResponseReply(BaseModel):
-    """POST /v1/responses"""
-
-    id: str
-    object: str = "response"
-    created_at: int
-    status: str
-    error: None = None
-    incomplete_details: dict[str, str] | None
-    instructions: str | None
-    metadata: dict[str, str] = {}
-    model: str
-    output: list[OutputMessage]
-    parallel_tool_calls: bool = False
-    temperature: float | None
-    tool_choice: str = "none"
-    tools: list[str] = []
-    top_p: float | None
-    usage: ResponseUsage | None
-    store: bool = False

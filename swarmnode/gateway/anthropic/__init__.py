@@ -1,0 +1,1 @@
+"""The API of Anthropic and its clients."""

@@ -1,0 +1,102 @@
+"""How to draw, as requests of every API say it. Fields that are not here are ignored, as the APIs' servers do; None is as if it
+were not there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from swarmnode.codec.body import MAX_SEED
+from swarmnode.codec.sampling import Grammar, GrammarKind
+from swarmnode.gateway.generation.response_format import ResponseFormat
+from swarmnode.gateway.http.api_error import ApiError
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+
+
+def checked_stops(stops: Sequence[str]) -> tuple[str, ...]:
+    """The same. Raises ApiError where there are too many, or too long ones."""
+    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        raise ApiError(
+            400, f"at most {MAX_STOPS} stop strings of {MAX_STOP_CHARS} characters are possible", parameter="stop"
+        )
+    return tuple(stops)
+
+
+class StreamOptions(BaseModel):
+    """`include_usage`: a last event tells how many tokens it was."""
+
+    include_usage: bool = False
+
+
+class SamplingFields(BaseModel):
+    """How to draw, as chats and completions have it in common."""
+
+    model: str = ""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    response_format: ResponseFormat | None = None
+    grammar: str | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = Field(None, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @property
+    def new_tokens(self) -> int | None:
+        """How many at most; None where it is not said."""
+        return self.max_tokens
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The strings that end a text. Raises ApiError where there are too many, or too long ones."""
+        return checked_stops((self.stop,) if isinstance(self.stop, str) else self.stop or ())
+
+    @property
+    def tool_names(self) -> frozenset[str]:
+        """Of the tools that the model may call."""
+        return frozenset()
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether a stream ends by saying how many tokens it was."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def told_logprobs(self) -> int | None:
+        """Of how many tokens beside the drawn one the logarithms of their probabilities are told; None where of none."""
+        return None
+
+    def followed_grammar(self) -> Grammar | None:
+        """What the text must follow: `grammar` is Lark's. Raises ApiError."""
+        if self.grammar is not None:
+            return Grammar(GrammarKind.LARK, self.grammar)
+        return None if self.response_format is None else self.response_format.grammar()
+
+    def drawing(self, choice: int) -> dict[str, Any]:
+        """GenerateOptions' fields for one of the texts that are asked for: each has a seed of its own."""
+        seed = None if self.seed is None else (self.seed + choice) & MAX_SEED
+        return {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_k": max(0, self.top_k or 0),  # vLLM's -1 is off, too
+            "min_p": self.min_p or 0.0,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "presence_penalty": self.presence_penalty or 0.0,
+            "repetition_penalty": 1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            "logit_bias": self.logit_bias or {},
+            "logprobs": self.told_logprobs,
+            "grammar": self.followed_grammar(),
+            "seed": seed,
+        }

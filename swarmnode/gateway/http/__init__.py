@@ -1,0 +1,1 @@
+"""Over HTTP itself: the server, errors with a status, and answers that come as events."""

@@ -1,0 +1,1 @@
+"""Programs that use a gateway or a swarm: what each wants to be told."""
