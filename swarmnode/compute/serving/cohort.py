@@ -22,11 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmnode.compute.model.lean import lean
+from swarmnode.compute.serving.attention_cache import AttentionCache
 from swarmnode.compute.serving.window import Window, Windows
-
-with lean():
-    from transformers.cache_utils import Cache
 
 
 class CachedSession:
@@ -59,7 +56,7 @@ class CachedSession:
         return slice(self.first_row, self.first_row + self.rows)
 
 
-class Cohort(Cache):
+class Cohort(AttentionCache):
     """The cache that one forward pass over its members reads and writes.
 
     A pass writes at column `end` and `advance` makes that good, so a pass that failed leaves no trace. `present` are the
@@ -67,7 +64,7 @@ class Cohort(Cache):
     """
 
     def __init__(self, members: Sequence[CachedSession], capacity: int, device: torch.device, windows: Windows) -> None:
-        super().__init__(layers=[])  # the buffers are here, not in layer objects
+        super().__init__(windows)
         self.members = list(members)
         self.present = set(members)
         self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -241,25 +238,6 @@ class Cohort(Cache):
         """(columns in the buffers, the first of them). What a sliding layer keeps beyond its window the family masks."""
         first = self.first_kept(layer_idx)
         return self.end + query_length - first, first
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        """Per layer of the whole model up to the last that slides, whether it keeps a window: the family's masks ask."""
-        return [layer in self.windows for layer in range(max(self.windows, default=-1) + 2)]
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """None has a recurrent state."""
-        return [False] * len(self.is_sliding)
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        """All keep something."""
-        return self.is_linear
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """No fixed one."""
-        return -1
 
     @property
     def is_compileable(self) -> bool:

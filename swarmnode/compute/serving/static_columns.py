@@ -10,23 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmnode.compute.model.lean import lean
+from swarmnode.compute.serving.attention_cache import AttentionCache
 from swarmnode.compute.serving.cohort import Cohort
 
-with lean():
-    from transformers.cache_utils import Cache
 
-
-class StaticColumns(Cache):
+class StaticColumns(AttentionCache):
     """The buffers of a cohort, which it does not keep alive: where a regrouped cohort gives its buffers up, they are gone here too.
 
     `column` (a scalar, int64) is where the next step writes. It fits for as long as the cohort's windows stand where they stood.
     """
 
     def __init__(self, cohort: Cohort) -> None:
-        super().__init__(layers=[])
+        super().__init__(cohort.windows)
         self.column = torch.tensor(cohort.end, device=cohort.device)
-        self._is_sliding = cohort.is_sliding
         self._buffers = cohort.buffers
         self._first_kept = first_kept(cohort)
         self._columns = {layer: cohort.columns_in(layer) for layer in cohort.buffers}
@@ -69,21 +65,6 @@ class StaticColumns(Cache):
     def is_compileable(self) -> bool:
         """transformers makes a mask without looking at what is in it."""
         return True
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        """As the cohort's."""
-        return self._is_sliding
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """None has a recurrent state."""
-        return [False] * len(self._is_sliding)
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        """All keep something."""
-        return self.is_linear
 
     @property
     def is_initialized(self) -> bool:

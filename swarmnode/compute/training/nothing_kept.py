@@ -9,20 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from swarmnode.compute.model.lean import lean
+from swarmnode.compute.serving.attention_cache import AttentionCache
 from swarmnode.compute.serving.window import sliding_layers
 
-with lean():
-    from transformers.cache_utils import Cache
 
-
-class NothingKept(Cache):
+class NothingKept(AttentionCache):
     """Of a model of this transformers config: no positions came before, and attention gets back what it hands in."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__(layers=[])
-        windows = sliding_layers(config)
-        self._is_sliding = [layer in windows for layer in range(max(windows, default=-1) + 2)]
+        super().__init__(sliding_layers(config))
 
     def __repr__(self) -> str:
         return "NothingKept()"
@@ -40,25 +35,6 @@ class NothingKept(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(positions, the first of them)."""
         return query_length, 0
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """No fixed one."""
-        return -1
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        """Per layer, whether it looks back over a window: the family's masks ask."""
-        return self._is_sliding
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """None has a recurrent state."""
-        return [False] * len(self._is_sliding)
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        """All have keys and values, if only of this pass."""
-        return self.is_linear
 
     @property
     def is_initialized(self) -> bool:

@@ -110,7 +110,7 @@ class StageServer:
     @property
     def load(self) -> int:
         """Number of sessions held, but for those that are kept."""
-        return len(self._sessions) - len(self._kept())
+        return sum(not session.kept for session in self._sessions.values())
 
     def readings(self) -> Readings:
         """What the sessions do here and take, and what was refused."""
@@ -142,8 +142,8 @@ class StageServer:
         await self._trace_server.start()
 
     def _kept(self) -> list[StageSession]:
-        """Sessions that are kept for another text, the one that rests for the longest first."""
-        return sorted((one for one in self._sessions.values() if one.kept), key=lambda session: session.moved_s)
+        """Sessions that are kept for another text."""
+        return [session for session in self._sessions.values() if session.kept]
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new, ask the clients to move, and wait for them, at most `timeout_s` seconds."""
@@ -361,8 +361,8 @@ class StageServer:
         memory = self._memory
         sizes = {"cache_bytes": cache_bytes, "journal_bytes": journal_bytes}
         while not (memory.grow(key, **sizes) if grows else memory.reserve(key, claimant, **sizes)):
-            orphans = (session for session in self._sessions.values() if session.orphaned and session.key != key)
-            spare = next(itertools.chain(orphans, self._kept()), None)
+            orphans = [session for session in self._sessions.values() if session.orphaned and session.key != key]
+            spare = min(orphans or self._kept(), key=lambda session: session.moved_s, default=None)
             if spare is not None:
                 spare.free()
                 continue

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
 import msgspec
@@ -245,9 +244,10 @@ class StageSession:
         start, truncate = self._cursor.advance(end)
         self.moved_s = asyncio.get_running_loop().time()
         self.transcript.take(start - skip, parts)
-        job = Job(self.key, start, end - start, parts, self._then(), self._done, self._stage.clock())
+        then, now_s = self._then(), self._stage.clock()
         after = len(self._open.route) - 1 - self.index
-        self._stage.submit(replace(job, want=want, reorder=reorder, skip=skip, stages_after=after, truncate=truncate))
+        job = Job(self.key, start, end - start, parts, then, self._done, now_s, want, reorder, skip, after, truncate)
+        self._stage.submit(job)
 
     def _then(self) -> ForwardHidden | Sample | Return:
         if not self._is_last:
