@@ -1,10 +1,12 @@
-"""What NVIDIA's driver tells of the cards of this machine: temperature, power, and the memory that other programs use."""
+"""What NVIDIA's driver tells of the cards of this machine: temperature, power, and what other programs use of them."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -20,6 +22,7 @@ class Cards:
 
         self._nvml: Any = pynvml
         self._handles: list[Any] = []
+        self._told_us: dict[int, int] = {}  # by card: the driver's time of the last sample that it told
         try:
             pynvml.nvmlInit()
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
@@ -40,9 +43,30 @@ class Cards:
 
     def others_bytes(self) -> int | None:
         """Memory of a card that other programs than this one use, on the card where it is most."""
-        own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+        own = _own_pids()
         most = self._most(lambda handle: sum(used for pid, used in self._programs(handle) if pid not in own))
         return None if most is None else int(most)
+
+    def others_load(self) -> float | None:
+        """The share of its time for which a card has computed for other programs since this was last asked: the most of all
+        cards. None where no driver tells it (as under WSL)."""
+        own = _own_pids()
+        loads = [load for card in range(len(self._handles)) if (load := self._others_load_on(card, own)) is not None]
+        return max(loads, default=None)
+
+    def _others_load_on(self, card: int, own: set[int]) -> float | None:
+        nvml = self._nvml
+        try:
+            samples = nvml.nvmlDeviceGetProcessUtilization(self._handles[card], self._told_us.get(card, 0))
+        except nvml.NVMLError as error:
+            return (
+                0.0 if isinstance(error, nvml.NVMLError_NotFound) else None
+            )  # nobody has computed since, or it cannot tell
+        self._told_us[card] = max((sample.timeStamp for sample in samples), default=self._told_us.get(card, 0))
+        by_program: defaultdict[int, list[int]] = defaultdict(list)
+        for sample in samples:
+            by_program[sample.pid].append(sample.smUtil)  # percent
+        return min(1.0, sum(fmean(used) for pid, used in by_program.items() if pid not in own) / 100)
 
     def _programs(self, handle: Any) -> Iterator[tuple[int, int]]:
         """Each once, whether it computes, draws, or both."""
@@ -58,3 +82,7 @@ class Cards:
             except self._nvml.NVMLError:
                 continue
         return max(figures, default=None)
+
+
+def _own_pids() -> set[int]:
+    return {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}

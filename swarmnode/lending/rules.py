@@ -41,6 +41,7 @@ class Rules:
     month_day: int = 1  # on which it begins
     unmetered: bool = False  # not on connections that are paid by what they carry
     max_others_gpu_bytes: int | None = None  # of a card's memory, by other programs
+    max_others_gpu_load: float | None = None  # what other programs may use of a card's time
 
     @property
     def any(self) -> bool:
@@ -61,6 +62,7 @@ class Surroundings:
     month_bytes: int = 0
     metered: bool | None = None
     others_gpu_bytes: int | None = None
+    others_gpu_load: float | None = None
 
 
 def reason_to_pause(rules: Rules, seen: Surroundings) -> str:
@@ -78,6 +80,8 @@ def _reasons(rules: Rules, seen: Surroundings) -> Iterator[str]:
         yield "the connection is metered"
     if _over(seen.others_gpu_bytes, rules.max_others_gpu_bytes):
         yield "other programs need the card's memory"
+    if _over(seen.others_gpu_load, rules.max_others_gpu_load):
+        yield "other programs need the card"
     if _over(seen.memory_pressure, rules.max_memory_pressure):
         yield "other programs wait for memory"
     if rules.only_idle_s is not None and seen.idle_s is not None and seen.idle_s < rules.only_idle_s:

@@ -48,12 +48,13 @@ class Lookout:
             on_mains=_on_mains() if rules.on_mains else None,
             memory_pressure=memory_pressure() if rules.max_memory_pressure is not None else None,
             metered=self._is_metered() if rules.unmetered else None,
-            others_gpu_bytes=self._others_gpu_bytes() if rules.max_others_gpu_bytes is not None else None,
+            others_gpu_bytes=self._asked_cards().others_bytes() if rules.max_others_gpu_bytes is not None else None,
+            others_gpu_load=self._asked_cards().others_load() if rules.max_others_gpu_load is not None else None,
         )
 
-    def _others_gpu_bytes(self) -> int | None:
+    def _asked_cards(self) -> Cards:
         self._cards = self._cards or Cards()
-        return self._cards.others_bytes()
+        return self._cards
 
     def _is_metered(self) -> bool | None:
         now_s = time.monotonic()

@@ -56,6 +56,7 @@ def test_days(text: str, days: set[int]) -> None:
         ({"month_day": "31"}, "1 to 28"),
         ({"month_day": 15}, "in quotes"),
         ({"max_gpu_memory": "2"}, "2GB"),
+        ({"max_gpu_load": "25"}, "25%"),
     ],
 )
 def test_what_is_no_rule(texts: dict[str, Any], words: str) -> None:

@@ -17,6 +17,10 @@ class NvmlError(Exception):
     """What the driver answers where it does not know."""
 
 
+class NothingNew(NvmlError):
+    """No sample since the time that was named."""
+
+
 def driver(**figures: Any) -> SimpleNamespace:
     """A machine with two cards; the second tells no power."""
 
@@ -32,6 +36,7 @@ def driver(**figures: Any) -> SimpleNamespace:
     ]
     told = {
         "NVMLError": NvmlError,
+        "NVMLError_NotFound": NothingNew,
         "NVML_TEMPERATURE_GPU": 0,
         "nvmlInit": lambda: None,
         "nvmlDeviceGetCount": lambda: 2,
@@ -48,6 +53,28 @@ def test_what_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", driver())
     cards = Cards()
     assert (cards.celsius(), cards.watts(), cards.others_bytes()) == (61, 150, 3 << 30)
+
+
+def test_what_others_compute_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples are asked for once, this program's own do not count, and a card that tells nothing is held against nobody."""
+    samples = [
+        SimpleNamespace(pid=pid, timeStamp=time_us, smUtil=percent)
+        for pid, time_us, percent in ((os.getpid(), 1000, 90), (1, 1000, 20), (1, 2000, 40), (2, 2000, 5))
+    ]
+
+    def used(card: int, since_us: int) -> list[SimpleNamespace]:
+        if card == 1:
+            raise NvmlError
+        if not (new := [sample for sample in samples if sample.timeStamp > since_us]):
+            raise NothingNew
+        return new
+
+    monkeypatch.setitem(sys.modules, "pynvml", driver(nvmlDeviceGetProcessUtilization=used))
+    cards = Cards()
+    assert cards.others_load() == pytest.approx(0.35)
+    assert cards.others_load() == 0.0
+    monkeypatch.setitem(sys.modules, "pynvml", driver(nvmlDeviceGetProcessUtilization=lambda *_: used(1, 0)))
+    assert Cards().others_load() is None
 
 
 def test_without_a_driver_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

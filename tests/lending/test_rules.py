@@ -45,6 +45,9 @@ NIGHT = Hours(datetime.time(22), datetime.time(7))
         (Rules(unmetered=True), {}, ""),
         (Rules(max_others_gpu_bytes=10**9), {"others_gpu_bytes": 2 * 10**9}, "card's memory"),
         (Rules(max_others_gpu_bytes=10**9), {"others_gpu_bytes": None}, ""),
+        (Rules(max_others_gpu_load=0.25), {"others_gpu_load": 0.3}, "need the card"),
+        (Rules(max_others_gpu_load=0.25), {"others_gpu_load": 0.25}, ""),
+        (Rules(max_others_gpu_load=0.25), {"others_gpu_load": None}, ""),
     ],
 )
 def test_reasons(rules: Rules, seen: dict[str, Any], reason: str) -> None:

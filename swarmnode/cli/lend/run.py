@@ -20,6 +20,7 @@ from swarmnode.cli.options.rule_flags import (
     DAYS,
     EXCLUSIVE,
     HOURS,
+    MAX_GPU_LOAD,
     MAX_GPU_MEMORY,
     MAX_LOAD,
     MAX_PRESSURE,
@@ -95,6 +96,7 @@ def run(
     month_day: str = MONTH_DAY,
     unmetered: bool = UNMETERED,
     max_gpu_memory: str = MAX_GPU_MEMORY,
+    max_gpu_load: str = MAX_GPU_LOAD,
     max_gpu_temperature: float = typer.Option(
         None, "--max-gpu-temperature", metavar="°C", min=30, max=110, help="Rest more where a card is hotter."
     ),

@@ -31,3 +31,4 @@ UNMETERED = typer.Option(
     False, "--unmetered", help="Pause where the connection is paid by what it carries (NetworkManager)."
 )
 MAX_GPU_MEMORY = _rule("--max-gpu-memory", "2GB", "Pause while other programs use more of a card's memory.")
+MAX_GPU_LOAD = _rule("--max-gpu-load", "25%", "Pause while other programs use more of a card's time.")

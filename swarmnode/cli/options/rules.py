@@ -11,6 +11,7 @@ monthly = "500GB"           # sent and received, in a month
 month_day = "15"            # on which the month begins: 1 to 28
 unmetered = true            # not where the connection is paid by what it carries
 max_gpu_memory = "2GB"      # of a card's, used by other programs
+max_gpu_load = "25%"        # of a card's time, by other programs
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ _PARSERS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "month_day": ("month_day", _day),
     "unmetered": ("unmetered", _yes),
     "max_gpu_memory": ("max_others_gpu_bytes", _bytes),
+    "max_gpu_load": ("max_others_gpu_load", _share),
 }
 
 RULE_NAMES = tuple(_PARSERS)
