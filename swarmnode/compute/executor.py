@@ -281,10 +281,9 @@ class Executor:
     def _collect(self, *, wait: bool) -> bool:
         """Take in everything that has arrived, and wait for it where there is nothing to do. False when told to stop."""
         while self._over is None:
-            try:
-                entry = self._inbox.get(block=wait)
-            except queue.Empty:
+            if not wait and self._inbox.empty():
                 return True
+            entry = self._inbox.get()
             wait = False
             if entry is not None:
                 self._put(*entry)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import msgspec
+from msgspec.structs import replace
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Input, Open, Ready, Truncate
@@ -26,9 +26,8 @@ ENTRY_BYTES = 768  # of Python's objects around one entry of a journal
 OPENING = Deadline(floor_s=2.0, ceiling_s=10.0, slack=8.0)  # for READY, which a peer says before it computes anything
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Encoded positions [start, start + count) of a session, as they were or will be sent."""
+class Entry(msgspec.Struct, frozen=True):
+    """Encoded positions [start, start + count) of a session, as they were or will be sent. A struct for speed, as a frame is."""
 
     start: int
     count: int
@@ -274,7 +273,7 @@ def _front(entry: Entry, count: int) -> Entry:
         return replace(entry, count=count)
     whole = b"".join(entry.payload)
     shape = (1, count, *info.shape[2:])
-    body = msgspec.structs.replace(entry.body, tensor=msgspec.structs.replace(info, shape=shape))
+    body = replace(entry.body, tensor=replace(info, shape=shape))
     return replace(entry, count=count, body=body, payload=(whole[: len(whole) * count // info.shape[1]],))
 
 

@@ -13,6 +13,8 @@ class PassCost:
     """`fixed_s + positions * position_s`; both are zero as long as nothing was noted."""
 
     def __init__(self) -> None:
+        self.position_s = 0.0  # of each further position: all of the time is theirs where all passes were alike
+        self.fixed_s = 0.0  # of a pass, however short
         self._weight = self._x = self._y = self._xx = self._xy = 0.0  # sums over passes: x positions, y seconds
 
     def __repr__(self) -> str:
@@ -21,27 +23,20 @@ class PassCost:
     def note(self, positions: int, took_s: float) -> None:
         """A pass over so many positions took so long."""
         x, y = float(positions), took_s
-        sums = (self._weight, self._x, self._y, self._xx, self._xy)
-        new = (1.0, x, y, x * x, x * y)
-        self._weight, self._x, self._y, self._xx, self._xy = (
-            KEPT * old + added for old, added in zip(sums, new, strict=True)
-        )
+        self._weight = KEPT * self._weight + 1.0
+        self._x = KEPT * self._x + x
+        self._y = KEPT * self._y + y
+        self._xx = KEPT * self._xx + x * x
+        self._xy = KEPT * self._xy + x * y
+        self.position_s = self._slope_s()
+        self.fixed_s = (self._y - self.position_s * self._x) / self._weight
 
-    @property
-    def position_s(self) -> float:
-        """Of each further position. All of the time is theirs where all passes were alike."""
-        if not self._weight:
-            return 0.0
+    def _slope_s(self) -> float:
         spread = self._weight * self._xx - self._x**2
         if spread <= 1e-6 * self._weight * self._xx:
             return self._y / self._x
         slope_s = (self._weight * self._xy - self._x * self._y) / spread
         return min(max(slope_s, 0.0), self._y / self._x)
-
-    @property
-    def fixed_s(self) -> float:
-        """Of a pass, however short."""
-        return (self._y - self.position_s * self._x) / self._weight if self._weight else 0.0
 
     def seconds(self, positions: float) -> float:
         """What a pass should take."""

@@ -80,6 +80,11 @@ class PassScheduler:
 
     def next(self) -> dict[int, int]:
         """How many positions of which sessions are to go together; of none where nothing waits."""
+        if len(self._backlogs) == 1:
+            ((session, backlog),) = self._backlogs.items()
+            if backlog.positions <= self._longest_step:  # nobody to share with, whoever decodes besides
+                self._prompts_next = True
+                return {session: backlog.positions}
         waiting = [session for session, backlog in self._backlogs.items() if backlog.positions <= self._longest_step]
         turn = self.shares.steps(waiting, self._stepped_at)
         steps = self._steps(turn)

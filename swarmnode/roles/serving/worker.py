@@ -180,8 +180,8 @@ class Worker:
     def _run(self, batch: Sequence[Job]) -> None:
         results = self._compute(batch)
         run = Pass(self._executor.began_s, self.clock(), len(batch))
+        self._executor.post(_deliver, batch, results, run)  # first of all: the next hop waits for it
         self.scheduler.ran(len(batch) * max(job.count for job in batch), run.ended_s - run.began_s)
-        self._executor.post(_deliver, batch, results, run)
 
     def _compute(self, batch: Sequence[Job]) -> list[JobResult]:
         """Everything up to the results is only launched; then the device is waited for, once."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from swarmnode.codec.messages import Sampling, Want
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
