@@ -30,6 +30,7 @@ class Account(str, Enum):
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
     AVERAGING = "averaging"  # buffers of all-reduces
+    CHECKPOINTS = "checkpoints"  # copies of states, until they are on the disk
 
 
 class Full(Busy):

@@ -301,6 +301,18 @@ class Learner:
         """All that decides how this block goes on, by name: references, not copies."""
         return self._blocks[block].state()
 
+    def copy_state(self) -> dict[int, dict[str, Tensor]]:
+        """The states of all blocks at this step, copied to the host's memory."""
+        return {
+            block: {name: tensor.to("cpu", copy=True) for name, tensor in self.state(block).items()}
+            for block in self._blocks
+        }
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the states of all blocks."""
+        return sum(tensor.nbytes for block in self._blocks for tensor in self.state(block).values())
+
     def load(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Take over a state. Raises CheckpointError, changing nothing, where names or shapes differ."""
         self._blocks[block].load(tensors)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from swarmnode.codec.messages import Hello
+from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.snapshot import read_step, write_step
+from swarmnode.ledger import Account, Full
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.roles.training.checkpoints.state_server import Fresh, StateServer
@@ -64,15 +70,24 @@ class CheckpointManager:
         self._served = self._store
         self._server = await StateServer.start(self._network, self._hello, self._link_config, self._store, fresh)
 
-    def save(self, learner: Learner) -> int:
-        """Write the learner's step down, unless it is there; on the bench. Raises LocalError where the disk is full."""
+    async def save(self, learner: Learner, executor: Executor) -> int:
+        """Write down the learner's step, unless it is there; which one it is. Raises LocalError where the disk is full.
+
+        The executor goes on as soon as the state is copied; where memory has no room for a copy, it waits for the disk.
+        """
         assert self._store is not None
-        if learner.step not in self._store.steps():
-            write_step(self._store, learner.step, {block: learner.state(block) for block in learner.blocks})
-        return learner.step
+        try:
+            memory = self._link_config.ledger.reserve(Account.CHECKPOINTS, learner.state_bytes)
+        except Full:
+            return await executor.call(Urgency.CONTROL, partial(_write_now, self._store, learner))
+        with memory:
+            step, states = await executor.call(Urgency.CONTROL, partial(_copy, self._store, learner))
+            if states:
+                await asyncio.to_thread(write_step, self._store, step, states)
+        return step
 
     def load(self, learner: Learner, step: int) -> None:
-        """Put the learner back to a step on the disk; on the bench. Raises CheckpointError."""
+        """Put the learner back to a step on the disk; on the executor. Raises CheckpointError."""
         assert self._store is not None
         for block, tensors in read_step(self._store, step, learner.blocks).items():
             learner.load(block, tensors)
@@ -91,3 +106,14 @@ class CheckpointManager:
         await self._board.close()
         if self._store is not None:
             self._store.close()
+
+
+def _copy(store: StateStore, learner: Learner) -> tuple[int, dict[int, dict[str, Tensor]]]:
+    """The step that the learner is at and its states; none where that step is on the disk."""
+    return learner.step, {} if learner.step in store.steps() else learner.copy_state()
+
+
+def _write_now(store: StateStore, learner: Learner) -> int:
+    if learner.step not in store.steps():
+        write_step(store, learner.step, {block: learner.state(block) for block in learner.blocks})
+    return learner.step

@@ -53,7 +53,7 @@ class StageState:
         self._memory = memory
         self._learner: Learner | None = None
         self._missed = MissedSteps(memory.ledger)
-        self._meetings: dict[int, asyncio.Future[asyncio.Future[int]]] = {}  # steps to be written down when they come
+        self._meetings: dict[int, asyncio.Future[None]] = {}  # steps to be written down when they come
 
     def __repr__(self) -> str:
         return f"<StageState {self.condition.name} at step {self.step}, {self._missed!r}>"
@@ -142,7 +142,7 @@ class StageState:
         done = self._call(lambda: agreed.commit(learner, body.norm))
         meeting = self._meetings.pop(self.step, None)
         if meeting is not None and not meeting.done():
-            meeting.set_result(self._call(lambda: self._checkpoint_manager.save(learner)))
+            meeting.set_result(None)
         return done
 
     # -- what is written down
@@ -156,7 +156,7 @@ class StageState:
         """Write the step down. A full disk costs the step, not the training: earlier ones stay."""
         learner = self.learner
         try:
-            await self._call(lambda: self._checkpoint_manager.save(learner))
+            await self._checkpoint_manager.save(learner, self._executor)
         except LocalError as error:
             log.warning("%s", error)
 
@@ -169,10 +169,7 @@ class StageState:
             meeting = self._meetings.setdefault(at_least, asyncio.get_running_loop().create_future())
             await asyncio.wait([meeting], timeout=MEET_S)
             self._meetings.pop(at_least, None)
-            if meeting.done():
-                return await meeting.result()
-        learner = self.learner
-        return await self._call(lambda: self._checkpoint_manager.save(learner))
+        return await self._checkpoint_manager.save(self.learner, self._executor)
 
     def _call(self, function: Callable[[], T]) -> asyncio.Future[T]:
         return self._executor.call(Urgency.CONTROL, function)
