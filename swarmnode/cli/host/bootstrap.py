@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
+from swarmnode.cli.options.node_flags import ANNOUNCE_MADDR, DIRECT, LAN, NAT
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.console import (
     HOME,
@@ -33,14 +34,12 @@ def bootstrap(
         metavar="MADDR",
         help="Listen here too, beside the addresses that the invite promises. Repeatable.",
     ),
-    announce_maddr: list[str] = typer.Option(
-        [], "--announce-maddr", metavar="MADDR", help="Address under which others reach this peer. Repeatable."
-    ),
+    announce_maddr: list[str] = ANNOUNCE_MADDR,
     name: str = typer.Option("bootstrap", "--name", help="Name shown to others."),
     home: Path = HOME,
-    nat: bool = typer.Option(False, "--nat/--no-nat", help="Ask the router to map a port (UPnP)."),
-    direct: bool = typer.Option(True, "--direct/--no-direct", help="Connect to other peers by plain TCP, too, sealed."),
-    lan: bool = typer.Option(False, "--lan/--no-lan", help="Let peers on the local network find this one (mDNS)."),
+    nat: bool = NAT,
+    direct: bool = DIRECT,
+    lan: bool = LAN,
     as_json: bool = JSON,
     metrics_port: int = SERVICE_METRICS_PORT,
     metrics_host: str = METRICS_HOST,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.options.founding import found, new_owner, new_swarm_file
+from swarmnode.cli.options.founding import ANNOUNCE, found, new_owner, new_swarm_file
 from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE
 from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors, say
 
@@ -22,6 +23,7 @@ PRIORITIES = ("none", "credit")
 
 @reports_errors
 def create(
+    context: typer.Context,
     name: str = typer.Argument(..., metavar="NAME", help="Name of the swarm; NAME.swarm is written."),
     mode: str = typer.Option("serve", "--mode", metavar="serve|train", help="What the swarm does with the model."),
     model: str = typer.Option(
@@ -60,9 +62,7 @@ def create(
         metavar="MADDR",
         help="Where `swarmnode bootstrap` will listen; default: a free port on loopback.",
     ),
-    announce: list[str] = typer.Option(
-        [], "--announce", metavar="MADDR", help="Address under which others reach it, where that differs from --listen."
-    ),
+    announce: list[str] = ANNOUNCE,
     private: bool = typer.Option(
         False, "--private", help="Only those whom you invite belong to it; NAME.owner is your key."
     ),
@@ -90,25 +90,13 @@ def create(
 
     Example: swarmnode create friends --private --model ./llama --listen /ip4/0.0.0.0/tcp/4001
     """
-    _check_options(mode, model, config, module, units=units, byte_level=byte_level)
-    if priority not in PRIORITIES:
-        fail(f"--priority {priority}: it is none or credit", 2)
-    if private and public:
-        fail("a swarm is --private or --public, not both", 2)
+    _check_options(context.params)
     from swarmnode.roles.creation.bootstraps import Bootstraps
 
     path = new_swarm_file(name, force=force)
     bootstraps = Bootstraps(bootstrap, listen, announce).settled()
     owner = new_owner(path, owner_key, password_file, force=force) if private or public else None
-    from swarmnode.roles.creation.model_source import from_checkpoint, from_config, from_module
-
-    weights = path.with_name(f"{path.stem}-weights").absolute()
-    if config is not None:
-        model_source = from_config(config, weights, seed=seed, byte_level=byte_level, force=force)
-    elif module:
-        model_source = from_module(module, weights, units=units or None, force=force)
-    else:
-        model_source = from_checkpoint(model, byte_level=byte_level)
+    model_source = _model_source(context.params, path)
     swarm = found(
         path,
         model_source,
@@ -127,18 +115,37 @@ def create(
         _tell(swarm, path, model_source, mode)
 
 
-def _check_options(mode: str, model: str, config: Path | None, module: str, *, units: int, byte_level: bool) -> None:
+def _check_options(options: Mapping[str, Any]) -> None:
     """Which options go together."""
+    mode, priority = options["mode"], options["priority"]
+    model, config, module = options["model"], options["config"], options["module"]
     if mode not in MODES:
         fail(f"--mode {mode}: it is serve or train", 2)
+    if priority not in PRIORITIES:
+        fail(f"--priority {priority}: it is none or credit", 2)
+    if options["private"] and options["public"]:
+        fail("a swarm is --private or --public, not both", 2)
     if sum(map(bool, (model, config, module))) != 1:
         fail("give exactly one of --model, --config and --module", 2)
     if mode == "serve" and not model:
         fail("a swarm that serves needs trained weights (--model); --config and --module go with --mode train", 2)
-    if units and not module:
+    if options["units"] and not module:
         fail("--units goes with --module; a language model's units are its layers", 2)
-    if byte_level and (module or mode == "serve"):
+    if options["byte_level"] and (module or mode == "serve"):
         fail("--byte-level goes with a language model and --mode train", 2)
+
+
+def _model_source(options: Mapping[str, Any], path: Path) -> ModelSource:
+    """The model of the swarm that is kept at `path`; weights that did not exist yet are written beside it."""
+    from swarmnode.roles.creation.model_source import from_checkpoint, from_config, from_module
+
+    weights, force = path.with_name(f"{path.stem}-weights").absolute(), options["force"]
+    if options["config"] is not None:
+        byte_level = options["byte_level"]
+        return from_config(options["config"], weights, seed=options["seed"], byte_level=byte_level, force=force)
+    if options["module"]:
+        return from_module(options["module"], weights, units=options["units"] or None, force=force)
+    return from_checkpoint(options["model"], byte_level=options["byte_level"])
 
 
 def _tell(swarm: Swarm, path: Path, model_source: ModelSource, mode: str) -> None:

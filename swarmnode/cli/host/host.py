@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.options.founding import SUFFIX, found, new_owner, new_swarm_file
+from swarmnode.cli.lend.attendance import attended
+from swarmnode.cli.options.founding import ANNOUNCE, SUFFIX, found, new_owner, new_swarm_file
 from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
+from swarmnode.cli.options.node_flags import DEVICE, LAN, MEMORY, NAT, QUANTIZE
 from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE, owner_key_of
 from swarmnode.cli.terminal.console import (
+    EVENTS,
     HOME,
     LOG_FORMAT,
     VERBOSE,
@@ -38,6 +42,7 @@ TRY_S = 3.0
 
 @reports_errors
 def host(
+    context: typer.Context,
     model: str = typer.Argument(
         ..., metavar="MODEL", help="Checkpoint: a folder, or a hub id; or a .swarm file of yours."
     ),
@@ -55,18 +60,16 @@ def host(
         metavar="MADDR",
         help=f"Where newcomers knock; default: port {PORT} of every address of this machine.",
     ),
-    announce: list[str] = typer.Option(
-        [], "--announce", metavar="MADDR", help="Address under which others reach it, where that differs from --listen."
-    ),
-    memory: str = typer.Option("", "--memory", metavar="SIZE", help="Memory to lend, as 6GB; default: what is free."),
-    device: str = typer.Option("auto", "--device", help="auto, cpu, cuda, cuda:1, mps."),
-    quantize: str = typer.Option("none", "--quantize", metavar="none|int8|nf4", help="Quantise the weights at load."),
-    nat: bool = typer.Option(False, "--nat/--no-nat", help="Ask the router to map a port (UPnP)."),
-    lan: bool = typer.Option(False, "--lan/--no-lan", help="Find peers on the local network and be found (mDNS)."),
+    announce: list[str] = ANNOUNCE,
+    memory: str = MEMORY,
+    device: str = DEVICE,
+    quantize: str = QUANTIZE,
+    nat: bool = NAT,
+    lan: bool = LAN,
     owner_key: Path = OWNER_KEY,
     password_file: Path = PASSWORD_FILE,
     home: Path = HOME,
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object per event."),
+    as_json: bool = EVENTS,
     metrics_port: int = SERVICE_METRICS_PORT,
     metrics_host: str = METRICS_HOST,
     log_format: str = LOG_FORMAT,
@@ -85,29 +88,17 @@ def host(
     from swarmnode.config import StageConfig
     from swarmnode.net.addressing.addresses import check_all
     from swarmnode.node import NodeConfig
-    from swarmnode.roles.creation.bootstraps import Bootstraps
-    from swarmnode.roles.creation.model_source import from_checkpoint
     from swarmnode.roles.host import HostConfig
     from swarmnode.roles.membership.owner import InviteTerms
-    from swarmnode.swarm.records.manifest import SERVE
 
-    folder = default_home(home)
-    stage = StageConfig(
-        device=device, quantize=quantize, memory_bytes=parse_bytes(memory, "--memory") if memory else None
-    ).check()
+    folder, lent_bytes = default_home(home), parse_bytes(memory, "--memory") if memory else None
+    stage = StageConfig(device=device, quantize=quantize, memory_bytes=lent_bytes).check()
     terms = InviteTerms(life_s=None if expires == "never" else parse_duration(expires), uses=uses)
     door = HostConfig(
         folder, "bootstrap", announce_maddrs=check_all("--announce", announce, dialled=True), nat_port_map=nat, lan=lan
     )
     node = NodeConfig(HostConfig(folder, "host", nat_port_map=nat, lan=lan), stage, rules=read_rules(folder))
-    swarm, path = _known(model, name, listen, announce)
-    if swarm is not None:
-        key = owner_key_of(path, owner_key, password_file) if swarm.private else None
-    else:
-        bootstraps = Bootstraps(listen=listen or [_free_everywhere()], announce=announce).settled()
-        owner = new_owner(path, owner_key, password_file) if private else None
-        swarm = found(path, from_checkpoint(model), bootstraps, owner, mode=SERVE, private=private, quiet=as_json)
-        key = owner.key if owner else None
+    swarm, path, key = _swarm(context.params)
     watch = Watch(metrics_host, metrics_port, folder, as_json)
     tell = Teller(as_json)
 
@@ -116,16 +107,32 @@ def host(
         await _welcome(opened, path, invite, reached, terms, tell, nat=nat)
 
     async def serve(stop: asyncio.Event) -> None:
-        from swarmnode.lending.control_server import ControlServer
         from swarmnode.swarm_host import SwarmHost
 
         hosting = SwarmHost(swarm, door, node, tell)
-        control = ControlServer(hosting.node.lending, stop, hosting.node.describe, hosting.node.why)
-        async with watch.over(swarm.name, hosting.readings), control.listening(folder, swarm.name):
+        async with attended(hosting.node, stop, watch, swarm=swarm.name, readings=hosting.readings):
             await hosting.run(stop, welcome)
 
     with tell:
         run_async(serve)
+
+
+def _swarm(options: Mapping[str, Any]) -> tuple[Swarm, Path, SigningKey | None]:
+    """The swarm of this model, founded now unless an earlier call did so here; its file; and of a private one the owner's key."""
+    from swarmnode.roles.creation.bootstraps import Bootstraps
+    from swarmnode.roles.creation.model_source import from_checkpoint
+    from swarmnode.swarm.records.manifest import SERVE
+
+    model, private = options["model"], options["private"]
+    given = (options["owner_key"], options["password_file"])
+    swarm, path = _known(model, options["name"], options["listen"], options["announce"])
+    if swarm is not None:
+        return swarm, path, owner_key_of(path, *given) if swarm.private else None
+    bootstraps = Bootstraps(listen=options["listen"] or [_free_everywhere()], announce=options["announce"]).settled()
+    owner = new_owner(path, *given) if private else None
+    quiet = options["as_json"]
+    swarm = found(path, from_checkpoint(model), bootstraps, owner, mode=SERVE, private=private, quiet=quiet)
+    return swarm, path, owner.key if owner else None
 
 
 def _known(model: str, name: str, listen: list[str], announce: list[str]) -> tuple[Swarm | None, Path]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from swarmnode.cli.options.node_flags import DEVICE, DTYPE, THREADS
 from swarmnode.cli.terminal.console import HOME, JSON, default_home, print_json, reports_errors, say
-from swarmnode.config import DTYPES
 
 if TYPE_CHECKING:
     from swarmnode.compute.device import Device
@@ -26,9 +26,9 @@ def bench(
         help="Whose layers are computed: a folder, or a hub id, of which only the config is read; default: Llama 2 7B's.",
         show_default=False,
     ),
-    device: str = typer.Option("auto", "--device", help="auto, cpu, cuda, cuda:1, mps."),
-    dtype: str = typer.Option("auto", "--dtype", metavar="|".join(DTYPES), help="In which the layers are computed."),
-    threads: int = typer.Option(0, "--threads", min=0, help="CPU threads to compute with; default: torch's choice."),
+    device: str = DEVICE,
+    dtype: str = DTYPE,
+    threads: int = THREADS,
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:

@@ -1,18 +1,46 @@
-"""What the commands that ask a swarm share: whom they trust, and a start without torch."""
+"""What the commands that ask a swarm share: whom they trust, for how long they wait, and a client that needs no torch."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
+from swarmnode.cli.options.swarm import open_swarm
+from swarmnode.cli.terminal.collector import CollectorPause
+
+if TYPE_CHECKING:
+    from swarmnode.client import SwarmClient
+    from swarmnode.swarm.peers.trust import Trust
+
+PATIENCE = typer.Option(60.0, "--patience", help="Seconds to wait for peers that hold the model.")
 TRUST = typer.Option(
     [],
     "--trust",
     metavar="PEER|group:NAME|net:CIDR",
     help="Let only these compute; see docs/security.md for what it protects. Repeatable.",
 )
+
+
+@contextlib.asynccontextmanager
+async def asking(swarm: str, home: Path, *, patience_s: float, trust: Trust) -> AsyncIterator[SwarmClient]:
+    """A client of the swarm that is meant, for one question or conversation. Raises UsageError, NetworkDown, NotAdmitted."""
+    from swarmnode.client import SwarmClient
+
+    pause = CollectorPause()
+    loaded = open_swarm(swarm, home)
+    client = await SwarmClient.join(loaded, home=home, patience_s=patience_s, trust=trust)
+    pause.end()
+    leave_torch_out()
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
 def leave_torch_out() -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from swarmnode.cli.options.owner import KEY_VARIABLE, new_password, owner_key_of
 from swarmnode.cli.terminal.bars import bytes_bar
 from swarmnode.cli.terminal.console import fail
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 SUFFIX = ".swarm"
+ANNOUNCE = typer.Option(
+    [], "--announce", metavar="MADDR", help="Address under which others reach it, where that differs from --listen."
+)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from swarmnode.codec.sampling import Grammar, GrammarKind
 from swarmnode.errors import UsageError
+
+if TYPE_CHECKING:
+    from swarmnode.roles.serving.client.generation import GenerateOptions
+
+# What is usual differs from command to command.
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="How many tokens to generate at most.")]
+Temperature = Annotated[
+    float, typer.Option("--temperature", help="0 takes the most likely token; higher is more random.")
+]
+TopP = Annotated[float, typer.Option("--top-p", help="Draw from the most likely tokens that make up this probability.")]
 
 MIN_P = typer.Option(
     0.0, "--min-p", help="Leave out tokens less likely than this share of the most likely one's probability."
@@ -24,6 +36,37 @@ REPETITION_PENALTY = typer.Option(
 LOGIT_BIAS = typer.Option(
     [], "--logit-bias", metavar="ID=BIAS", help="Add to the logit of a token id, from -100 (never) to 100. Repeatable."
 )
+JSON_SCHEMA = typer.Option(
+    "", "--json-schema", metavar="FILE|{…}", help="A JSON schema that the text shall fit, or a file with one."
+)
+GRAMMAR = typer.Option(
+    "", "--grammar", metavar="FILE", help="A file with a grammar, in Lark, that the text shall follow."
+)
+
+AS_THEY_ARE = (
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
+
+
+def generate_options(options: Mapping[str, Any]) -> GenerateOptions:
+    """How to draw, by the names of a command's parameters. Raises UsageError, which names the wrong one."""
+    from swarmnode.roles.serving.client.generation import GenerateOptions
+
+    seed, logprobs = options.get("seed", -1), options.get("logprobs", -1)
+    return GenerateOptions(
+        **{name: options[name] for name in AS_THEY_ARE if name in options},
+        seed=seed if seed >= 0 else None,
+        logprobs=logprobs if logprobs >= 0 else None,
+        logit_bias=parse_logit_bias(options["logit_bias"]),
+        grammar=read_grammar(options.get("json_schema", ""), options.get("grammar", "")),
+    )
 
 
 def parse_logit_bias(texts: list[str]) -> dict[int, float]:
@@ -35,14 +78,6 @@ def parse_logit_bias(texts: list[str]) -> dict[int, float]:
         raise UsageError(
             f"--logit-bias takes a token id and a number, as in 42=-100, not {' '.join(texts)!r}"
         ) from None
-
-
-JSON_SCHEMA = typer.Option(
-    "", "--json-schema", metavar="FILE|{…}", help="A JSON schema that the text shall fit, or a file with one."
-)
-GRAMMAR = typer.Option(
-    "", "--grammar", metavar="FILE", help="A file with a grammar, in Lark, that the text shall follow."
-)
 
 
 def read_grammar(json_schema: str, grammar: str) -> Grammar | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from swarmnode.cli.options.node_flags import DEVICE, MEMORY
 from swarmnode.cli.terminal.console import JSON, print_json, reports_errors, say
 from swarmnode.config import QUANTIZATIONS
 
@@ -20,8 +21,8 @@ CACHE_TOKENS = 4096
 @reports_errors
 def fit(
     models: list[str] = typer.Argument(..., metavar="MODEL…", help="Checkpoints: folders, or hub ids."),
-    memory: str = typer.Option("", "--memory", metavar="SIZE", help="Memory to lend, as 6GB; default: what is free."),
-    device: str = typer.Option("auto", "--device", help="auto, cpu, cuda, cuda:1, mps."),
+    memory: str = MEMORY,
+    device: str = DEVICE,
     rtt: float = typer.Option(20.0, "--rtt", metavar="MS", min=0.0, help="Round trip between machines."),
     as_json: bool = JSON,
 ) -> None:

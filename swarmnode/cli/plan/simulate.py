@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from swarmnode.cli.options.averaging import AVERAGE_CODEC, AVERAGE_EVERY, AVERAGE_RANK, parse_averaging
 from swarmnode.cli.terminal.bars import share_bar
 from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors, say
 
@@ -19,13 +20,15 @@ if TYPE_CHECKING:
 
     from swarmnode.plan.offline.scenario import Scenario
     from swarmnode.simulate.environment.churn import Change
-    from swarmnode.swarm.records.run import Averaging
+    from swarmnode.simulate.settings import Settings
+    from swarmnode.simulate.simulation import Simulation
 
 WORKLOADS = ("serve", "train")
 
 
 @reports_errors
 def simulate(
+    context: typer.Context,
     scenario: Path = typer.Argument(..., metavar="SCENARIO", help="Network scenario: a JSON file."),
     model: Path = typer.Option(..., "--model", metavar="CONFIG", help="config.json of transformers, or its folder."),
     workload: str = typer.Option("serve", "--workload", metavar="serve|train", help="What the swarm does."),
@@ -53,11 +56,9 @@ def simulate(
     batch: int = typer.Option(1, "--batch", min=1, max=1 << 20, help="Sequences of a training microbatch."),
     sequence: int = typer.Option(1024, "--sequence", min=1, help="Tokens of a sequence."),
     compress: str = typer.Option("auto", "--compress", help="Codec between training stages: auto, none, int8, …"),
-    average_every: int = typer.Option(
-        1, "--average-every", min=1, help="Steps between two averagings (above 1: DiLoCo)."
-    ),
-    average_codec: str = typer.Option("none", "--average-codec", help="What gradients travel as: none, fp16, int8, …"),
-    average_rank: int = typer.Option(0, "--average-rank", min=0, max=1024, help="Above 0: PowerSGD of that rank."),
+    average_every: int = AVERAGE_EVERY,
+    average_codec: str = AVERAGE_CODEC,
+    average_rank: int = AVERAGE_RANK,
     plan: Path = typer.Option(
         None, "--plan", metavar="PLAN.json", help="Begin from what plan --model --json printed.", show_default=False
     ),
@@ -75,33 +76,10 @@ def simulate(
         fail(f"--workload {workload}: it is serve or train", 2)
     if report is not None and not report.absolute().parent.is_dir():
         fail(f"--report {report}: no such folder", 2)
-    from swarmnode.plan.offline.scenario import Scenario
-    from swarmnode.simulate.environment.model import Model
     from swarmnode.simulate.results.report import report as make_report
     from swarmnode.simulate.results.summary import summary
-    from swarmnode.simulate.settings import ServeSettings, Settings, SwarmSettings, TrainSettings
-    from swarmnode.simulate.simulation import Simulation
 
-    network = _with_gpu(Scenario.load(scenario), gpu)
-    rate, trace = _churn(churn, peers or network.devices)
-    settings = Settings(
-        workload=workload,
-        hours=hours,
-        seed=seed,
-        churn=rate,
-        serve=ServeSettings(arrivals, prompt, tokens, clients=clients),
-        train=TrainSettings(
-            microbatches,
-            batch,
-            sequence,
-            compress=compress,
-            averaging=_averaging(average_every, average_codec, average_rank),
-        ),
-        swarm=SwarmSettings(rebalance=rebalance),
-    )
-    shape = Model.load(model)
-    planned = {} if plan is None else _planned(plan, workload, peers or network.devices, shape.units)
-    simulation = Simulation(network, shape, settings, peers=peers, trace=trace, **planned)
+    simulation = _simulation(context.params)
     gc.freeze()  # thousands of peers stay to the end: walking them in every collection took four fifths of the time
     with _progress(quiet=as_json) as progress:
         result = simulation.run(progress)
@@ -116,6 +94,38 @@ def simulate(
     show(_table(figures))
     if report is not None:
         say(f"Wrote {report}.")
+
+
+def _simulation(options: Mapping[str, Any]) -> Simulation:
+    """What is to be simulated, ready to run. Raises UsageError for what is not there or does not fit."""
+    from swarmnode.plan.offline.scenario import Scenario
+    from swarmnode.simulate.environment.model import Model
+    from swarmnode.simulate.simulation import Simulation
+
+    network = _with_gpu(Scenario.load(options["scenario"]), options["gpu"])
+    peers, plan = options["peers"], options["plan"]
+    churn, trace = _churn(options["churn"], peers or network.devices)
+    settings = _settings(options, churn)
+    shape = Model.load(options["model"])
+    planned = {} if plan is None else _planned(plan, settings.workload, peers or network.devices, shape.units)
+    return Simulation(network, shape, settings, peers=peers, trace=trace, **planned)
+
+
+def _settings(options: Mapping[str, Any], churn: float) -> Settings:
+    from swarmnode.simulate.settings import ServeSettings, Settings, SwarmSettings, TrainSettings
+
+    averaging = parse_averaging(options["average_every"], options["average_codec"], options["average_rank"])
+    served = (options["arrivals"], options["prompt"], options["tokens"])
+    trained = (options["microbatches"], options["batch"], options["sequence"])
+    return Settings(
+        workload=options["workload"],
+        hours=options["hours"],
+        seed=options["seed"],
+        churn=churn,
+        serve=ServeSettings(*served, clients=options["clients"]),
+        train=TrainSettings(*trained, compress=options["compress"], averaging=averaging),
+        swarm=SwarmSettings(rebalance=options["rebalance"]),
+    )
 
 
 def _with_gpu(network: Scenario, gpu: str) -> Scenario:
@@ -141,16 +151,6 @@ def _planned(path: Path, workload: str, devices: int, units: int) -> dict[str, A
         return {"spans": plan.spans(devices, units), "pipelines": plan.pipelines}
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
-
-
-def _averaging(every: int, codec: str, rank: int) -> Averaging:
-    from swarmnode.codec.tensors import Codec
-    from swarmnode.swarm.records.run import Averaging
-
-    names = [known.name.lower() for known in Codec]
-    if codec not in names:
-        fail(f"--average-codec {codec}: choose {', '.join(names)}", 2)
-    return Averaging(every=every, codec=Codec[codec.upper()], rank=rank)
 
 
 def _churn(text: str, devices: int) -> tuple[float, list[Change] | None]:

@@ -32,6 +32,7 @@ HOME = typer.Option(
     show_default=False,
 )
 JSON = typer.Option(False, "--json", help="Print the result as JSON on standard output.")
+EVENTS = typer.Option(False, "--json", help="Print one JSON object per event.")
 VERBOSE = typer.Option(False, "--verbose", "-v", help="Log what happens.")
 LOG_FORMAT = typer.Option(
     "text", "--log-format", metavar="text|json", help="How log lines look on standard error; one line per event."

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from swarmnode.cli.options.averaging import AVERAGE_CODEC, AVERAGE_EVERY, AVERAGE_RANK, parse_averaging
 from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.console import (
@@ -26,11 +28,26 @@ from swarmnode.cli.terminal.console import (
 if TYPE_CHECKING:
     from swarmnode.swarm.records.run import Run
 
-CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk")
+
+AS_THEY_ARE = (
+    "steps",
+    "batch",
+    "microbatch",
+    "sequence",
+    "optimizer",
+    "schedule",
+    "weight_decay",
+    "momentum",
+    "clip",
+    "seed",
+    "checkpoint_steps",
+    "autocast",
+)
 
 
 @reports_errors
 def train(
+    context: typer.Context,
     swarm: str = SWARM,
     data: Path = typer.Option(
         ...,
@@ -58,11 +75,9 @@ def train(
         help="Multiply in bfloat16 and TF32 on GPUs that are fast at it (since Ampere).",
     ),
     checkpoint_steps: int = typer.Option(50, "--checkpoint-steps", help="Nodes keep their state every so many steps."),
-    average_every: int = typer.Option(
-        1, "--average-every", help="Steps between two averagings of replicas; above 1: as DiLoCo does."
-    ),
-    average_codec: str = typer.Option("none", "--average-codec", metavar="|".join(CODECS), help="Of what they send."),
-    average_rank: int = typer.Option(0, "--average-rank", help="Above 0: PowerSGD of that rank."),
+    average_every: int = AVERAGE_EVERY,
+    average_codec: str = AVERAGE_CODEC,
+    average_rank: int = AVERAGE_RANK,
     robust: bool = typer.Option(
         False,
         "--robust",
@@ -98,30 +113,9 @@ def train(
             "--out, --force, --device and --threads go with --local; a swarm's model is written by `swarmnode export`",
             2,
         )
-    if average_codec not in CODECS:
-        fail(f"--average-codec {average_codec}: it is one of {', '.join(CODECS)}", 2)
-    from swarmnode.codec.tensors import Codec
-    from swarmnode.swarm.records.run import Averaging, Run
-    from swarmnode.training.preparation import NO_DATA, check_early
+    from swarmnode.training.preparation import check_early
 
-    settings = Run(
-        data=NO_DATA,  # filled in when it is read
-        steps=steps,
-        batch=batch,
-        microbatch=microbatch,
-        sequence=sequence,
-        optimizer=optimizer,
-        learning_rate=lr,
-        schedule=schedule,
-        warmup_steps=warmup,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        clip=clip,
-        seed=seed,
-        checkpoint_steps=checkpoint_steps,
-        autocast=autocast,
-        averaging=Averaging(every=average_every, codec=Codec[average_codec.upper()], rank=average_rank, robust=robust),
-    )
+    settings = _settings(context.params)
     check_early(data, settings)
     known, target = open_swarm(swarm, default_home(home)), out.absolute() if out is not None else None
     from swarmnode.cli.terminal.training_view import training_view
@@ -146,10 +140,24 @@ def train(
             return await train_here(*what, place=place, output=output, patience_s=patience)
 
     work = train_alone if local else train_with_others
-
     with training_view(as_json=as_json, log=log) as view:
         done = run_async(lambda stop: work(TrainerMeter(view), stop))
     _say_where_it_stands(done, settings, out if local else None, swarm, local=local, as_json=as_json)
+
+
+def _settings(options: Mapping[str, Any]) -> Run:
+    """The run that is meant; its data are filled in when they are read. Raises UsageError."""
+    from swarmnode.swarm.records.run import Run
+    from swarmnode.training.preparation import NO_DATA
+
+    every, codec, rank = (options[f"average_{name}"] for name in ("every", "codec", "rank"))
+    return Run(
+        data=NO_DATA,
+        learning_rate=options["lr"],
+        warmup_steps=options["warmup"],
+        averaging=parse_averaging(every, codec, rank, robust=options["robust"]),
+        **{name: options[name] for name in AS_THEY_ARE},
+    )
 
 
 def _say_where_it_stands(done: int, settings: Run, out: Path | None, swarm: str, *, local: bool, as_json: bool) -> None:

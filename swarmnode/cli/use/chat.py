@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnode.cli.options.asking import TRUST, leave_torch_out
+from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
 from swarmnode.cli.options.sampling import (
     FREQUENCY_PENALTY,
     LOGIT_BIAS,
     MIN_P,
     PRESENCE_PENALTY,
     REPETITION_PENALTY,
-    parse_logit_bias,
+    MaxNewTokens,
+    Temperature,
+    TopP,
+    generate_options,
 )
-from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.terminal.collector import CollectorPause
+from swarmnode.cli.options.swarm import SWARM
 from swarmnode.cli.terminal.console import (
     HOME,
     VERBOSE,
@@ -43,20 +45,19 @@ HELP = f"Type what you want to say. {NEW} begins another conversation, Ctrl-D en
 
 @reports_errors
 def chat(
+    context: typer.Context,
     swarm: str = SWARM,
     system: str = typer.Option("", "--system", help="What the model shall be, as in 'You answer in rhymes.'"),
-    max_new_tokens: int = typer.Option(512, "--max-new-tokens", "-n", help="How long an answer may be, in tokens."),
-    temperature: float = typer.Option(
-        0.7, "--temperature", help="0 takes the most likely token; higher is more random."
-    ),
-    top_p: float = typer.Option(0.9, "--top-p", help="Draw from the most likely tokens that make up this probability."),
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.9,
     min_p: float = MIN_P,
     frequency_penalty: float = FREQUENCY_PENALTY,
     presence_penalty: float = PRESENCE_PENALTY,
     repetition_penalty: float = REPETITION_PENALTY,
     logit_bias: list[str] = LOGIT_BIAS,
     trust: list[str] = TRUST,
-    patience: float = typer.Option(60.0, "--patience", help="Seconds to wait for peers that hold the model."),
+    patience: float = PATIENCE,
     home: Path = HOME,
     verbose: bool = VERBOSE,
 ) -> None:
@@ -65,33 +66,14 @@ def chat(
     Example: swarmnode chat friends
     """
     set_up_logging(verbose)
-    from swarmnode.client import SwarmClient
     from swarmnode.conversation import Conversation
-    from swarmnode.roles.serving.client.generation import GenerateOptions
     from swarmnode.swarm.peers.trust import parse_trust
 
-    options = GenerateOptions(
-        max_new_tokens,
-        temperature,
-        top_p,
-        min_p=min_p,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        repetition_penalty=repetition_penalty,
-        logit_bias=parse_logit_bias(logit_bias),
-    )
-    trusted = parse_trust(trust)
+    options, trusted = generate_options(context.params), parse_trust(trust)
 
     async def talk(stop: asyncio.Event) -> None:
-        pause = CollectorPause()
-        loaded = open_swarm(swarm, default_home(home))
-        client = await SwarmClient.join(loaded, home=default_home(home), patience_s=patience, trust=trusted)
-        pause.end()
-        leave_torch_out()
-        try:
+        async with asking(swarm, default_home(home), patience_s=patience, trust=trusted) as client:
             await unless_stopped(_talk(Conversation(client, options, system=system)), stop)
-        finally:
-            await client.close()
 
     run_async(talk)
 

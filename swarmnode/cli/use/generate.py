@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from swarmnode.cli.options.asking import TRUST, leave_torch_out
+from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
 from swarmnode.cli.options.metrics import METRICS_HOST, METRICS_PORT, Watch
 from swarmnode.cli.options.sampling import (
     FREQUENCY_PENALTY,
@@ -22,11 +22,12 @@ from swarmnode.cli.options.sampling import (
     MIN_P,
     PRESENCE_PENALTY,
     REPETITION_PENALTY,
-    parse_logit_bias,
-    read_grammar,
+    MaxNewTokens,
+    Temperature,
+    TopP,
+    generate_options,
 )
-from swarmnode.cli.options.swarm import STANDARD_INPUT, SWARM, open_swarm
-from swarmnode.cli.terminal.collector import CollectorPause
+from swarmnode.cli.options.swarm import STANDARD_INPUT, SWARM
 from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
@@ -50,6 +51,7 @@ MAX_PROMPT_CHARS = 1 << 24
 
 @reports_errors
 def generate(
+    context: typer.Context,
     swarm: str = SWARM,
     prompt: str = typer.Argument(
         "",
@@ -59,11 +61,9 @@ def generate(
     ids: str = typer.Option(
         "", "--ids", metavar="1,2,3", help="Token ids to continue, for models without a tokenizer."
     ),
-    max_new_tokens: int = typer.Option(64, "--max-new-tokens", "-n", help="How many tokens to generate at most."),
-    temperature: float = typer.Option(
-        0.0, "--temperature", help="0 takes the most likely token; higher is more random."
-    ),
-    top_p: float = typer.Option(1.0, "--top-p", help="Draw from the most likely tokens that make up this probability."),
+    max_new_tokens: MaxNewTokens = 64,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
     top_k: int = typer.Option(0, "--top-k", help="Draw from this many most likely tokens; 0 is all."),
     min_p: float = MIN_P,
     frequency_penalty: float = FREQUENCY_PENALTY,
@@ -82,7 +82,7 @@ def generate(
         -1, "--seed", help="The same seed draws the same text; default: a new one.", show_default=False
     ),
     trust: list[str] = TRUST,
-    patience: float = typer.Option(60.0, "--patience", help="Seconds to wait for peers that hold the model."),
+    patience: float = PATIENCE,
     home: Path = HOME,
     as_json: bool = JSON,
     metrics_port: int = METRICS_PORT,
@@ -98,42 +98,19 @@ def generate(
     swarm, prompt = _what_is_meant(swarm, prompt, ids, default_home(home))
     if bool(prompt) == bool(ids):
         fail("give either a PROMPT or --ids", 2)
-    from swarmnode.client import SwarmClient
-    from swarmnode.roles.serving.client.generation import GenerateOptions
     from swarmnode.swarm.peers.trust import parse_trust
 
-    options = GenerateOptions(
-        max_new_tokens,
-        temperature,
-        top_p,
-        top_k,
-        seed if seed >= 0 else None,
-        min_p=min_p,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        repetition_penalty=repetition_penalty,
-        logit_bias=parse_logit_bias(logit_bias),
-        logprobs=logprobs if logprobs >= 0 else None,
-        grammar=read_grammar(json_schema, grammar),
-    )
-    trusted = parse_trust(trust)
+    options, trusted = generate_options(context.params), parse_trust(trust)
     tokens = parse_ids(ids) if ids else None
     watch = Watch(metrics_host, metrics_port, default_home(home))
 
     async def produce(stop: asyncio.Event) -> dict[str, Any] | None:
-        pause = CollectorPause()
-        loaded = open_swarm(swarm, default_home(home))
         started_s = time.monotonic()
-        client = await SwarmClient.join(loaded, home=default_home(home), patience_s=patience, trust=trusted)
-        waited_s = time.monotonic() - started_s
-        client.config = dataclasses.replace(client.config, patience_s=max(1.0, patience - waited_s))
-        pause.end()
-        leave_torch_out()
-        try:
-            async with watch.over(loaded.name, client.readings):
+        async with asking(swarm, watch.home, patience_s=patience, trust=trusted) as client:
+            left_s = max(1.0, patience - (time.monotonic() - started_s))
+            client.config = dataclasses.replace(client.config, patience_s=left_s)
+            async with watch.over(client.manifest.name, client.readings):
                 return await unless_stopped(_produce(client, tokens or prompt, options, stream=not as_json), stop)
-        finally:
-            await client.close()
 
     result = run_async(produce)
     if result is None:

@@ -14,6 +14,7 @@ from swarmnode.cli.options.gateway import PORT, GatewayAddress
 from swarmnode.cli.options.swarm import open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
 from swarmnode.cli.terminal.console import (
+    EVENTS,
     HOME,
     LOG_FORMAT,
     VERBOSE,
@@ -51,7 +52,7 @@ def serve(
     trust: list[str] = TRUST,
     patience: float = typer.Option(30.0, "--patience", help="Seconds that a request waits for peers that have room."),
     home: Path = HOME,
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object per event."),
+    as_json: bool = EVENTS,
     log_format: str = LOG_FORMAT,
     verbose: bool = VERBOSE,
 ) -> None:

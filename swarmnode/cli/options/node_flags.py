@@ -1,0 +1,60 @@
+"""The flags of who lends a machine, and how it is reached; `node_options.py` says what they mean."""
+
+from __future__ import annotations
+
+import typer
+
+DEVICE = typer.Option("auto", "--device", help="auto, cpu, cuda, cuda:1, mps.")
+DTYPE = typer.Option("auto", "--dtype", help="auto, float32, bfloat16, float16.")
+QUANTIZE = typer.Option("none", "--quantize", metavar="none|int8|nf4", help="Quantise the weights at load.")
+CAPTURE = typer.Option(
+    "auto", "--capture", metavar="auto|off", help="On a card, replay steps of decoding as CUDA graphs where that works."
+)
+COMPRESS = typer.Option(
+    "auto",
+    "--compress",
+    metavar="auto|none|bf16|int8|int4|adatopk",
+    help="In training, what is sent to other stages: auto takes no more than a slow link needs.",
+)
+THREADS = typer.Option(0, "--threads", min=0, help="CPU threads to compute with; default: torch's choice.")
+THROTTLE = typer.Option(
+    0.0, "--throttle", metavar="UNITS_PER_S", min=0.0, hidden=True, help="Serve as a device of this speed would."
+)
+SPAN = typer.Option("", "--span", metavar="A:B", help="Hold units A to B-1; default: what the swarm needs most.")
+PLAN = typer.Option(
+    None,
+    "--plan",
+    metavar="PLAN.json",
+    help="In training, begin where plan --model --json put this node.",
+    show_default=False,
+)
+
+MEMORY = typer.Option("", "--memory", metavar="SIZE", help="Memory to lend, as 6GB or 512MiB; default: what is free.")
+DISK = typer.Option(
+    "", "--disk", metavar="SIZE", help="Disk space for fetched weights of all swarms; default: most of what is free."
+)
+MAX_UPLOAD = typer.Option(
+    "", "--max-upload", metavar="RATE", help="Send no faster than this, as in 8Mbit; default: as fast as it goes."
+)
+MAX_DOWNLOAD = typer.Option("", "--max-download", metavar="RATE", help="The same of what comes from peers.")
+SHARE = typer.Option(
+    "100%", "--cpu-share", "--gpu-share", metavar="SHARE", help="Compute for so much of the time only, as 50%."
+)
+NICE = typer.Option(0, "--nice", min=0, max=19, help="Let other programs go first: the more, the higher, up to 19.")
+IDLE_DISK = typer.Option(False, "--idle-disk", help="Let other programs go first at the disk (ionice idle).")
+MAX_GPU_TEMPERATURE = typer.Option(
+    None, "--max-gpu-temperature", metavar="°C", min=30, max=110, help="Rest more where a card is hotter."
+)
+MAX_GPU_POWER = typer.Option(None, "--max-gpu-power", metavar="WATTS", min=1, help="Rest more where a card draws more.")
+MAX_AGE = typer.Option("", "--max-age", metavar="12h", help="Leave in order after so long.", show_default=False)
+
+HOST_MADDR = typer.Option([], "--host-maddr", metavar="MADDR", help="Where to listen. Repeatable.")
+ANNOUNCE_MADDR = typer.Option(
+    [], "--announce-maddr", metavar="MADDR", help="Address under which others reach this peer. Repeatable."
+)
+PEER = typer.Option(
+    [], "--peer", metavar="MADDR", help="A peer of the swarm to join through, beside the invite's. Repeatable."
+)
+NAT = typer.Option(False, "--nat/--no-nat", help="Ask the router to map a port (UPnP).")
+DIRECT = typer.Option(True, "--direct/--no-direct", help="Connect to other peers by plain TCP, too, sealed.")
+LAN = typer.Option(False, "--lan/--no-lan", help="Find peers on the local network and be found (mDNS).")
