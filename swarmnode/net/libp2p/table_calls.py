@@ -183,7 +183,7 @@ class TableCalls:
             others = [other for other in self._routing_table.nearest(key, BUCKET_PEERS) if other != peer]
             distances = [node_id(other) ^ key for other in others]
             ours = not distances or own ^ key < distances[0]
-            if ours and (len(distances) < BUCKET_PEERS or node_id(peer) ^ key < distances[-1]):
+            if ours and (len(distances) < BUCKET_PEERS or node_id(peer) ^ key < max(distances)):
                 due.setdefault(key, []).append((subkey, record))
         for key, records in due.items():
             for start in range(0, len(records), MAX_STORES):

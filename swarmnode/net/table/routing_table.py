@@ -54,8 +54,10 @@ class RoutingTable:
         self._buckets.get(self._bucket_of(peer), {}).pop(peer, None)
 
     def nearest(self, place: int, count: int = BUCKET_PEERS) -> list[PeerId]:
-        """Those nearest to a place, nearest first, without us."""
-        return sorted(self.peers(), key=lambda peer: node_id(peer) ^ place)[:count]
+        """Those nearest to a place, of different address groups where there are some, without us. Else whoever has a crowd beside a
+        place would be all that its neighbours there ask, and all whom they name."""
+        groups = {peer: group for bucket in self._buckets.values() for peer, group in bucket.items()}
+        return diverse(sorted(groups, key=lambda peer: node_id(peer) ^ place), groups, count)
 
     def _bucket_of(self, peer: PeerId) -> int:
         return (node_id(peer) ^ self._own).bit_length()
