@@ -2,8 +2,8 @@
 
 - a docstring, whose first line says what the attacker does, and what for;
 - `async def attack() -> Outcome`, which founds the swarm that is attacked, attacks it, and says what came of it;
-- `VIRTUAL`: True where it lives on the in-memory network in virtual time (the suite runs these: a few seconds at most), False where
-  it starts p2pd or other processes, on loopback only;
+- `VIRTUAL`: True where it lives on the in-memory network in virtual time, False where it starts p2pd or other processes, on
+  loopback only; and `FAST`: whether the suite carries it out (those that take a second or two);
 - a last line `main(__name__, attack, virtual=VIRTUAL)`, by which it runs alone, too.
 
 An outcome tells figures: how many were blinded, how long the others waited. Swarms in virtual time, with nodes, trainers and
@@ -27,10 +27,17 @@ sys.path.append(str(Path(__file__).parents[2]))  # swarms in virtual time belong
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an attack. `held`: those who were attacked went on as if it had not been."""
+    """What came of an attack. `held`: those who were attacked went on as if it had not been. `known`: it succeeds, as
+    `docs/security.md` says."""
 
     held: bool
     happened: str
+    known: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """In a word."""
+        return "held" if self.held else "known" if self.known else "NOT HELD"
 
 
 AttackFunction = Callable[[], Coroutine[Any, Any, Outcome]]
@@ -45,5 +52,5 @@ def main(name: str, attack: AttackFunction, *, virtual: bool) -> None:
     """The last line of every script: does nothing where it is imported."""
     if name == "__main__":
         outcome = perform(attack, virtual=virtual)
-        print(f"{'held' if outcome.held else 'NOT HELD'}: {outcome.happened}")
-        sys.exit(not outcome.held)
+        print(f"{outcome.verdict}: {outcome.happened}")
+        sys.exit(not outcome.held and not outcome.known)

@@ -7,7 +7,7 @@ from attack import Outcome, main
 from swarmnode.plan.serving.device_shares import SLOWDOWN
 from tests.plan.serving.stage import open_greedy, p99_s, with_others
 
-VIRTUAL = True
+VIRTUAL, FAST = True, True
 STEPS, PROMPTS, PROMPT_TOKENS = 60, 20, 100_000
 
 

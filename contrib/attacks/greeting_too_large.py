@@ -12,7 +12,7 @@ from swarmnode.net.interfaces import Stream
 from swarmnode.net.links.link import Link, LinkConfig
 from swarmnode.net.memory.network import FakeWorld
 
-VIRTUAL = True
+VIRTUAL, FAST = True, True
 PROTOCOL = "/swarmnode/session/1"
 LINKS = 8
 SENT_BYTES = 1 << 20

@@ -13,7 +13,7 @@ from swarmnode.net.limits.stream_limits import HALF_OPEN_OF_GROUP, StreamLimits
 from swarmnode.net.links.link import Link, LinkConfig
 from swarmnode.net.memory.network import FakeWorld
 
-VIRTUAL = True
+VIRTUAL, FAST = True, True
 PROTOCOL = "/swarmnode/session/1"
 HELLO = Hello(VERSION, bytes(32))
 STRANGERS, STREAMS = 20, 100

@@ -12,7 +12,7 @@ from swarmnode.swarm.peers.directory import Directory, DirectoryConfig
 from swarmnode.swarm.records.announcement import MAX_LIFE_S, VERSION, Announcement, sign_announcement
 from swarmnode.swarm.records.sections import Place
 
-VIRTUAL = True
+VIRTUAL, FAST = True, True
 SWARM = bytes(32)
 PEERS, FORGED = 30, 40
 WORTH = 1 / 1000  # of the digests are smaller than those that were tried out

@@ -18,7 +18,7 @@ from swarmnode.swarm.peers.announcement_rules import announcement_validator
 from swarmnode.swarm.peers.shards import SAMPLE
 from swarmnode.swarm.records.announcement import VERSION, Announcement, sign_announcement
 
-VIRTUAL = False
+VIRTUAL, FAST = False, False
 SWARM = bytes(32)
 PEERS = 5
 KEY = SAMPLE.key(SWARM)

@@ -15,7 +15,7 @@ from swarmnode.swarm.peers.announcement_rules import announcement_validator
 from swarmnode.swarm.peers.shards import SAMPLE
 from swarmnode.swarm.records.announcement import VERSION, Announcement, sign_announcement
 
-VIRTUAL = True
+VIRTUAL, FAST = True, True
 SWARM = bytes(32)
 STRANGERS = "203.0.113.0/24"
 KEYS, IDENTITIES, MEMBERS = 511, 600, 30

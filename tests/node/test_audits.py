@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from swarmnode.client import SwarmClient
 from swarmnode.codec.audit_messages import SEED_BYTES
@@ -18,32 +16,18 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.roles.serving.audits.hop_account import fetch_account
 from swarmnode.roles.serving.audits.reports import PROMPT_TOKENS, TEXTS
 from tests.net.virtual import in_virtual_time
+from tests.node.audited_swarm import (
+    ALWAYS,
+    TOKENS,
+    generate_until_shunned,
+    hop_in_use,
+    noise_on_every_tenth,
+    results,
+    tamper,
+    three_by_two,
+)
 from tests.node.conftest import Founded
-from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
 from tests.tiny import PROMPT
-
-TOKENS = 48
-ALWAYS = 1.0  # of what the answers cost: every session is audited
-
-
-@contextlib.asynccontextmanager
-async def three_by_two(
-    founded: Founded, folder: Path, last: int = 3
-) -> AsyncIterator[tuple[VirtualSwarm, SwarmClient]]:
-    """Two stages of three replicas each, or fewer of the `last` one, and a client that audits every session."""
-    async with VirtualSwarm(folder) as swarm:
-        founded.into(swarm)
-        await swarm.bootstrap()
-        for number in range(3):
-            swarm.node(f"a{number}", "0:3")
-        for number in range(last):
-            swarm.node(f"b{number}", "3:6")
-        for member in swarm.members.values():
-            await member.wait_for("ready")
-        async with swarm.client(audit_share=ALWAYS) as client:
-            while sum(peer["state"] == "ready" and peer["span"][1] > 0 for peer in client.status()["peers"]) < 3 + last:
-                await client.changed()
-            yield swarm, client
 
 
 @pytest.fixture(scope="module")
@@ -54,49 +38,9 @@ def untaught(tmp_path_factory: pytest.TempPathFactory) -> Founded:
     return Founded.on(folder / "model", folder)
 
 
-def tamper(member: VirtualMember, change: Callable[[Tensor], Tensor]) -> None:
-    """Let a node send on something else than what it computes."""
-    assert member.node._stage is not None
-    span = member.node._stage._runner.span  # type: ignore[union-attr]
-    forward = span.forward
-    span.forward = lambda *args, **kwargs: change(forward(*args, **kwargs))
-
-
-def noise_on_every_tenth(size: float) -> Callable[[Tensor], Tensor]:
-    generator, calls = torch.Generator().manual_seed(3), 0
-
-    def change(hidden_BTH: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        noise_BTH = torch.randn(hidden_BTH.shape, generator=generator)
-        noise_BTH *= size * hidden_BTH.norm() / noise_BTH.norm()
-        return hidden_BTH + noise_BTH if calls % 10 == 0 else hidden_BTH
-
-    return change
-
-
-def results(client: SwarmClient) -> dict[str, float]:
-    return {reading.labels[0]: reading.value for reading in client.auditor.readings() if reading.value}
-
-
-async def hop_in_use(swarm: VirtualSwarm, client: SwarmClient, index: int) -> VirtualMember:
-    """The node that this client's sessions go through."""
-    return swarm.member((await client.generate(PROMPT, max_new_tokens=1)).route[index].peer)
-
-
-async def generate_until_shunned(client: SwarmClient, sessions: int) -> int:
-    """How many sessions it took until somebody is shunned."""
-    for number in range(sessions):
-        await client.generate(PROMPT, max_new_tokens=TOKENS, temperature=1.0, seed=number)
-        await client.auditor.idle()
-        if client.auditor.standing.shunned:
-            return number + 1
-    raise AssertionError(f"nobody was found in {sessions} sessions: {client.auditor!r}")
-
-
 @in_virtual_time
 async def test_honest_peers_pass_and_are_trusted(founded: Founded, tmp_path: Path) -> None:
-    async with three_by_two(founded, tmp_path) as (_swarm, client):
+    async with three_by_two(founded.into, tmp_path) as (_swarm, client):
         stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
         async for _ in stream:
             pass
@@ -108,7 +52,7 @@ async def test_honest_peers_pass_and_are_trusted(founded: Founded, tmp_path: Pat
 
 @in_virtual_time
 async def test_who_perturbs_one_step_in_ten_is_left_out(founded: Founded, tmp_path: Path) -> None:
-    async with three_by_two(founded, tmp_path) as (swarm, client):
+    async with three_by_two(founded.into, tmp_path) as (swarm, client):
         liar = await hop_in_use(swarm, client, 0)
         tamper(liar, noise_on_every_tenth(5e-6))
         await generate_until_shunned(client, 12)
@@ -119,7 +63,7 @@ async def test_who_perturbs_one_step_in_ten_is_left_out(founded: Founded, tmp_pa
 
 @in_virtual_time
 async def test_a_last_hop_that_draws_from_other_logits_is_left_out(founded: Founded, tmp_path: Path) -> None:
-    async with three_by_two(founded, tmp_path) as (swarm, client):
+    async with three_by_two(founded.into, tmp_path) as (swarm, client):
         liar = await hop_in_use(swarm, client, 1)
         tamper(liar, lambda logits_BTV: logits_BTV.flip(-1))
         await generate_until_shunned(client, 12)
@@ -128,7 +72,7 @@ async def test_a_last_hop_that_draws_from_other_logits_is_left_out(founded: Foun
 
 @in_virtual_time
 async def test_neighbours_state_the_same_of_what_went_between_them(founded: Founded, tmp_path: Path) -> None:
-    async with three_by_two(founded, tmp_path) as (_swarm, client):
+    async with three_by_two(founded.into, tmp_path) as (_swarm, client):
         stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
         tokens = aiter(stream)
         for _ in range(8):
@@ -158,7 +102,7 @@ async def generate_while(client: SwarmClient, at: int, strike: Callable[[PeerId]
 @in_virtual_time
 async def test_nobody_is_accused_while_honest_peers_go(untaught: Founded, tmp_path: Path) -> None:
     """Sessions that moved, also in the moment in which their audit begins, in passes with others."""
-    async with three_by_two(untaught, tmp_path, last=2) as (swarm, client):
+    async with three_by_two(untaught.into, tmp_path, last=2) as (swarm, client):
 
         async def kill(peer: PeerId) -> None:
             await swarm.member(peer).kill()
@@ -177,7 +121,10 @@ async def test_nobody_is_accused_while_honest_peers_go(untaught: Founded, tmp_pa
 
 @in_virtual_time
 async def test_reports_are_tried_before_they_are_believed(founded: Founded, tmp_path: Path) -> None:
-    async with three_by_two(founded, tmp_path, last=1) as (swarm, finder), swarm.client(audit_share=ALWAYS) as reader:
+    async with (
+        three_by_two(founded.into, tmp_path, last=1) as (swarm, finder),
+        swarm.client(audit_share=ALWAYS) as reader,
+    ):
         liar = await hop_in_use(swarm, finder, 0)
         tamper(liar, noise_on_every_tenth(5e-6))
         await generate_until_shunned(finder, 12)

@@ -7,60 +7,17 @@ from typing import Any
 
 import pytest
 
-from swarmnode.codec.messages import Attach, Error, HopSpec, Input, Mode, Open, Sampling
+from swarmnode.codec.messages import Attach, Error, Input
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.compute.serving.cache_budget import CacheBudget
 from swarmnode.config import ServerConfig
-from swarmnode.errors import Busy, ErrorCode
+from swarmnode.errors import Busy
 from swarmnode.ledger import MemoryLedger
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.switchboard import Channel, Switchboard
-from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
-from swarmnode.roles.serving.client.generation import GenerateOptions, RingStream
 from swarmnode.roles.serving.session_memory import SessionMemory
 from tests.net.virtual import in_virtual_time
-from tests.roles.toy_swarm import HELLO, ToySwarm, expected, link_config
-
-PROMPT = [5, 17, 3, 99, 42]
-SAMPLING = Sampling(prompt_length=1, max_new_tokens=1)
-
-
-class Greedy:
-    """A peer that opens sessions at the one volunteer of a swarm, and hears what becomes of them."""
-
-    def __init__(self, swarm: ToySwarm) -> None:
-        self.swarm = swarm
-        network = swarm.world.join()
-        self.board = Switchboard(network, SESSION_PROTOCOL, HELLO, link_config())
-        self.heard: list[object] = []
-        self.network = network
-
-    async def join(self) -> Greedy:
-        assert await self.network.connect(await self.swarm.client.addresses(), timeout_s=1)
-        return self
-
-    async def open(self, number: int, max_length: int) -> Channel:
-        """Open a session over all units and feed it nothing."""
-        peer = self.swarm.volunteers[0].peer
-        opened = Open(bytes([number] * 16), 1, (HopSpec(peer, 0, 4),), 0, Mode.RING, 1, max_length, sampling=SAMPLING)
-        channel = await self.board.call(peer, lambda _frame, body: self.heard.append(body), self.heard.append)
-        channel.send(opened)
-        await asyncio.sleep(0.1)
-        return channel
-
-    def stream(self, count: int) -> RingStream:
-        return RingStream(
-            self.board,
-            self.swarm.router,
-            PROMPT,
-            GenerateOptions(max_new_tokens=count),
-            self.swarm.config,
-            clock=asyncio.get_running_loop().time,
-        )
-
-
-def refusals(greedy: Greedy) -> int:
-    return sum(isinstance(body, Error) and body.code == ErrorCode.BUSY for body in greedy.heard)
+from tests.roles.greedy import PROMPT, Greedy
+from tests.roles.toy_swarm import ToySwarm, expected
 
 
 @in_virtual_time
@@ -79,7 +36,7 @@ async def test_who_has_many_sessions_loses_some_to_who_has_none() -> None:
     for number in range(30):
         await greedy.open(number, 25)
     server = swarm.volunteers[0].server
-    assert server.load == 10 and refusals(greedy) == 20
+    assert server.load == 10 and greedy.refusals == 20
     assert [token async for token in swarm.ring(PROMPT, 40)] == expected(PROMPT, 40)
     assert server.load >= 7  # no more than was needed
 
@@ -92,7 +49,7 @@ async def test_who_has_more_takes_nothing_from_who_has_less() -> None:
     greedy = await Greedy(swarm).join()
     for number in range(30):
         await greedy.open(number, 25)
-    assert refusals(greedy) >= 24
+    assert greedy.refusals >= 24
     tokens += [token async for token in stream]
     assert tokens == expected(PROMPT, 100)
 

@@ -1,0 +1,27 @@
+"""A peer opens a session over a stage's whole cache and feeds it nothing, so that there is no room for anybody else."""
+
+from __future__ import annotations
+
+from attack import Outcome, main
+
+from tests.roles.greedy import PROMPT, Greedy
+from tests.roles.toy_swarm import ToySwarm, expected
+
+VIRTUAL, FAST = True, True
+CACHE_BYTES, WHOLE_CACHE = 1000, 250  # positions of four units, of one byte each
+TOKENS = 12
+
+
+async def attack() -> Outcome:
+    swarm = await ToySwarm.start((0, 4), cache_bytes=CACHE_BYTES)
+    greedy = await Greedy(swarm).join()
+    await greedy.open(1, WHOLE_CACHE)
+    left_bytes = swarm.volunteers[0].server.free_cache_bytes
+    text = [token async for token in swarm.ring(PROMPT, TOKENS)]
+    return Outcome(
+        left_bytes == 0 and text == expected(PROMPT, TOKENS),
+        f"{left_bytes} bytes of cache were left; somebody else got {len(text)} of {TOKENS} tokens",
+    )
+
+
+main(__name__, attack, virtual=VIRTUAL)

@@ -1,0 +1,43 @@
+"""Of two stages with three replicas each one peer computes falsely, and a client that audits uses it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from attack import Outcome
+
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import ModelSpan, load_span
+from tests.node.audited_swarm import generate_until_shunned, hop_in_use, span_of, three_by_two
+from tests.node.virtual_swarm import VirtualMember
+from tests.tiny import PROMPT, TinyModel
+
+MOST_SESSIONS = 20  # within which it must be found
+
+
+async def found_out(lie: Callable[[VirtualMember, Checkpoint], None], *, dtype: str = "float32") -> Outcome:
+    """The peer that holds the first units lies from now on, in whatever it sends on. Held: it alone is left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = TinyModel.save(Path(folder, "model")).folder
+        async with three_by_two(lambda swarm: swarm.create(model), Path(folder), dtype=dtype) as (swarm, client):
+            liar = await hop_in_use(swarm, client, 0)
+            lie(liar, Checkpoint(model))
+            sessions = await generate_until_shunned(client, MOST_SESSIONS)
+            shunned = client.auditor.standing.shunned
+            after = {hop.peer for hop in (await client.generate(PROMPT, max_new_tokens=4)).route}
+            return Outcome(
+                shunned == {liar.peer} and liar.peer not in after,
+                f"the liar is left out after {sessions} of its sessions, and {len(shunned - {liar.peer})} honest peers",
+            )
+
+
+def compute_with(member: VirtualMember, other: ModelSpan) -> None:
+    """Let a node compute with another span than the one it announced."""
+    span_of(member).forward = other.forward
+
+
+def first_units(checkpoint: Checkpoint, dtype: str = "auto", quantize: str = "none") -> ModelSpan:
+    """The units of the first stage, loaded anew."""
+    return load_span(checkpoint, 0, 3, dtype=dtype, quantize=quantize)
