@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from swarmnode.codec.messages import VERSION
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.lending.card_guard import CardGuard
 from swarmnode.lending.cards import Cards
@@ -31,7 +32,7 @@ from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.tasks import cancel_and_wait, until_first
 from swarmnode.node_config import NodeConfig as NodeConfig
 from swarmnode.node_description import described
-from swarmnode.node_texts import LENDING, STANDS_BY, Tell, introduce, progress_of, reason_of
+from swarmnode.node_texts import LENDING, STANDS_BY, Tell, introduce, outdated, progress_of, reason_of
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.credit.receipt_keeper import ReceiptKeeper
@@ -218,8 +219,13 @@ class Node:
     async def _report(self, host: Host) -> None:
         """Tell now and then what this node has done for others, where there is something new."""
         reporter = ServiceReporter(self.readings, clock=self.platform.clock.monotonic)
+        told = None
         while True:
             await asyncio.sleep(REPORT_S)
+            newer = host.link_config.peer_versions.newer
+            if newer is not None and newer != told:
+                self._tell("outdated", outdated(newer), version=VERSION, newer=newer)
+                told = newer
             report = reporter.report(host.paths.reachability)
             if self._stage is not None and report is not None:
                 self._tell("report", str(report), **asdict(report))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from swarmnode.codec.messages import VERSION
 from swarmnode.lending.lifecycle import LendingState
 from swarmnode.plan.spans.placement import Move
 from swarmnode.swarm.records.manifest import TRAIN, Manifest
@@ -27,6 +28,14 @@ def introduce(manifest: Manifest) -> str:
     named = model.hub_id or f"a {model.family}"
     does = "trains" if manifest.mode == TRAIN else "serves"
     return f"It {does} {named}: {model.units} units, {manifest.total_bytes / 1e9:.1f} GB"
+
+
+def outdated(newer: int) -> str:
+    """That others have a newer swarmnode."""
+    return (
+        f"Most peers here speak version {newer} of the protocol, this node {VERSION}: "
+        "upgrade swarmnode when it suits you (pip install --upgrade swarmnode)."
+    )
 
 
 def reason_of(move: Move) -> str:

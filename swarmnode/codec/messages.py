@@ -56,12 +56,19 @@ from swarmnode.errors import ProtocolError
 
 
 class Hello(Body, frozen=True):
-    """First frame of both sides of every link. `proof` is for the membership of private swarms."""
+    """First frame of both sides of every link: the oldest `version` of the protocol that the sender still speaks, and the `newest`
+    (0: the same). `proof` is for the membership of private swarms."""
 
     version: Annotated[int, Meta(ge=1, le=MAX_CODE)]
     swarm: Annotated[bytes, Meta(min_length=SWARM_ID_BYTES, max_length=SWARM_ID_BYTES)]
     software: Annotated[str, Meta(max_length=MAX_SOFTWARE_CHARS)] = ""
     proof: Annotated[bytes, Meta(max_length=MAX_PROOF_BYTES)] = b""
+    newest: Annotated[int, Meta(ge=0, le=MAX_CODE)] = 0
+
+    @property
+    def spoken(self) -> tuple[int, int]:
+        """The oldest and the newest version that the sender speaks."""
+        return self.version, max(self.version, self.newest)
 
 
 class Ping(Body, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarmnode.codec.frames import Frame, FrameKind
-from swarmnode.codec.messages import VERSION, Error, Hello, decode_body
+from swarmnode.codec.messages import Error, Hello, decode_body
 from swarmnode.errors import ErrorCode, ProtocolError, refusal
 from swarmnode.net.interfaces import PeerId
 
@@ -19,9 +19,11 @@ def read_greeting(frame: Frame, peer: PeerId) -> Hello:
 
 
 def check_greeting(theirs: Hello, ours: Hello, peer: PeerId) -> None:
-    """Raises ProtocolError where the peer is of another version or swarm."""
-    if theirs.version != VERSION:
-        text = f"peer {peer} speaks version {theirs.version} of the protocol, we speak {VERSION}; one must upgrade"
+    """Raises ProtocolError where the peer and we have no version in common, or it is of another swarm."""
+    (oldest, newest), (our_oldest, our_newest) = theirs.spoken, ours.spoken
+    if newest < our_oldest or our_newest < oldest:
+        spoken = newest if newest < our_oldest else oldest
+        text = f"peer {peer} speaks version {spoken} of the protocol, we speak {our_newest}; one must upgrade"
         raise ProtocolError(text, code=ErrorCode.VERSION, peer=peer)
     if theirs.swarm != ours.swarm:
         raise ProtocolError(f"peer {peer} belongs to another swarm", code=ErrorCode.WRONG_SWARM, peer=peer)

@@ -12,6 +12,7 @@ from swarmnode.net.deadlines import Deadline
 from swarmnode.net.limits.fair_pace import FairPace, Pace
 from swarmnode.net.links.gate import OPEN_GATE, Gate
 from swarmnode.net.links.heartbeat import HeartbeatConfig
+from swarmnode.net.links.peer_versions import PeerVersions
 from swarmnode.net.links.rate_limiter import RateLimiter
 from swarmnode.net.measuring.link_statistics import LinkStatistics
 from swarmnode.net.measuring.traffic import Traffic
@@ -31,6 +32,7 @@ class LinkConfig:
     rate_limiter: RateLimiter | None = None  # of all the node's links together; None: as fast as it goes
     download_limiter: RateLimiter | None = None  # the same, of what comes in
     link_statistics: LinkStatistics = field(default_factory=LinkStatistics)  # what all the node's links measure
+    peer_versions: PeerVersions = field(default_factory=PeerVersions)  # of the peers that greeted on any of them
     traffic: Traffic = field(default_factory=Traffic)  # of all the node's links together
     gate: Gate = OPEN_GATE  # of all the node's links together
     pace: FairPace = field(default_factory=lambda: FairPace(*FRAMES))  # of what others send, over all the node's links

@@ -134,6 +134,7 @@ async def test_frames_go_both_ways_in_order() -> None:
     [
         (Hello(VERSION, bytes(32)), ErrorCode.WRONG_SWARM),
         (Hello(VERSION + 1, SWARM), ErrorCode.VERSION),
+        (Hello(VERSION + 1, SWARM, newest=VERSION + 2), ErrorCode.VERSION),
     ],
 )
 async def test_strangers_get_a_refusal_and_nothing_more(ours: Hello, code: ErrorCode) -> None:
