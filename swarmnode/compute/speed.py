@@ -17,6 +17,7 @@ from swarmnode.compute.training.lm import SpanSegment
 PROBE_SESSION = -1
 BUDGET_S = 0.2  # for each kind of work; a single pass may take longer
 MOST_PASSES = 8
+FEW_UNITS = 4
 PREFILL_POSITIONS = 64
 TRAINING_POSITIONS = 32
 
@@ -32,18 +33,23 @@ class Speeds:
     training_units_per_s: float = 0.0
 
 
-def measure_serving(runner: StageRunner, *, clock: Clock = time.perf_counter) -> Speeds:
-    """Decode steps of one session, and chunks of a prompt. The session is closed again; nobody else may run meanwhile."""
-    units = runner.span.end - runner.span.start
+def measure_serving(runner: StageRunner, *, few: bool = False, clock: Clock = time.perf_counter) -> Speeds:
+    """Decode steps of one session, and chunks of a prompt. The session is closed again; nobody else may run meanwhile. `few`:
+    through some units in the middle only, as if all took as long, where what is measured will not hold for long."""
+    start, end = runner.span.start, runner.span.end
+    if few and end - start > FEW_UNITS:
+        start = (start + end - FEW_UNITS) // 2
+        end = start + FEW_UNITS
+    units = end - start
     positions = min(PREFILL_POSITIONS, _context(runner.span))
 
     def run(x: Tensor, want: int) -> None:
         runner.run([StepInput(PROBE_SESSION, x, want=want)])
         runner.truncate(PROBE_SESSION, 0)  # some models have few positions
 
-    runner.open(PROBE_SESSION, rows=1, max_length=positions)
+    runner.open(PROBE_SESSION, rows=1, max_length=positions, start=start, end=end)
     try:
-        step, chunk = _inputs(runner, 1), _inputs(runner, positions)
+        step, chunk = _inputs(runner.span, start, 1), _inputs(runner.span, start, positions)
         step_s = best_s(lambda: run(step, WANT_LAST), runner.span.device, clock)
         chunk_s = best_s(lambda: run(chunk, WANT_NOTHING), runner.span.device, clock)
     finally:
@@ -78,10 +84,9 @@ def _context(span: ModelSpan) -> int:
     return getattr(span.model.config, "max_position_embeddings", None) or PREFILL_POSITIONS
 
 
-def _inputs(runner: StageRunner, positions: int) -> Tensor:
-    """What comes into the span: ids, or hidden states."""
-    span = runner.span
-    if span.has_embedding:
+def _inputs(span: ModelSpan, unit: int, positions: int) -> Tensor:
+    """What comes into a unit: ids, or hidden states."""
+    if unit == 0:
         return torch.zeros((1, positions), dtype=torch.int64)
     return torch.zeros((1, positions, span.hidden_size), dtype=span.dtype)
 

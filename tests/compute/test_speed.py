@@ -11,6 +11,7 @@ from swarmnode.compute.model.span import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.compute.speed import (
     BUDGET_S,
+    FEW_UNITS,
     MOST_PASSES,
     PREFILL_POSITIONS,
     TRAINING_POSITIONS,
@@ -60,6 +61,16 @@ def test_a_slow_device_is_not_kept_from_serving(checkpoint):
     runner = StageRunner(load_span(checkpoint, 0, 3), RunnerConfig(cache_bytes=1 << 24), throttle)
     measure_serving(runner, clock=watch.clock)
     assert watch.now_s == pytest.approx(throttle.least_s(3, 1) + throttle.least_s(3, PREFILL_POSITIONS))
+
+
+@pytest.mark.parametrize(("units", "few"), [((0, 6), FEW_UNITS), ((1, 6), FEW_UNITS), ((0, 3), 3), ((5, 6), 1)])
+def test_a_few_units_tell_about_all_where_it_is_not_for_long(checkpoint, units, few):
+    watch = Watch()
+    throttle = Throttle(5.0, clock=watch.clock, sleep=watch.sleep)
+    runner = StageRunner(load_span(checkpoint, *units), RunnerConfig(cache_bytes=1 << 24), throttle)
+    speeds = measure_serving(runner, few=True, clock=watch.clock)
+    assert speeds.decode_units_per_s == pytest.approx(5)
+    assert watch.now_s == pytest.approx(throttle.least_s(few, 1) + throttle.least_s(few, PREFILL_POSITIONS))
 
 
 def test_the_best_of_a_bounded_number_of_passes_counts(checkpoint):

@@ -11,7 +11,7 @@ from swarmnode.net.direct.records import DirectionKey, RecordReader, contents
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.transport_stream import CLOSE_TIMEOUT_S, TransportStream
 
-MAX_UNREAD_BYTES = 64 * 1024  # with what one read completes on top; beyond that the sender has to wait
+MAX_UNREAD_BYTES = 256 * 1024  # with what one read completes on top; beyond that the sender has to wait
 LINGER_S = 2.0  # for the peer to end its direction, too, after we have ended ours
 
 

@@ -23,6 +23,7 @@ HEAD = struct.Struct("<I")
 TAG_BYTES = 16
 MAX_CONTENT_BYTES = 64 * 1024
 MAX_RECORD_BYTES = HEAD.size + MAX_CONTENT_BYTES + TAG_BYTES
+READ_BYTES = 4 * MAX_RECORD_BYTES  # at once: each read costs Python more than opening a record
 NONCE_BYTES = 12
 RENEW_AFTER = 1 << 22  # records: 256 GiB
 NEXT_KEY = b"swarmnode direct 1 next key"
@@ -66,7 +67,7 @@ class RecordReader:
 
     def __init__(self, key: DirectionKey) -> None:
         self._key = key
-        self._data = memoryview(bytearray(MAX_RECORD_BYTES))
+        self._data = memoryview(bytearray(READ_BYTES))
         self._filled_bytes = 0
 
     def __repr__(self) -> str:

@@ -295,9 +295,10 @@ class ServingStage:
             cache = SpeedCache(host.config.home / SPEEDS_FILE, now=clock.unix)
             conditions = hardware.conditions(host.swarm.id, span.end - span.start)
             measure = partial(measure_serving, runner, clock=clock.compute)
-            lasting = not span.packing
+            lasting = not span.packing  # else a few units will do: all is measured again once they are packed
+            at_first = partial(measure, few=not lasting)
             capability = await worker.call(
-                lambda: Capability.of(conditions, cache, measure, lasting=lasting, clock=clock.monotonic)
+                lambda: Capability.of(conditions, cache, at_first, lasting=lasting, clock=clock.monotonic)
             )
             worker.expect(capability.speeds)
             server = StageServer(

@@ -11,6 +11,7 @@ from swarmnode.net.direct.records import (
     HEAD,
     MAX_CONTENT_BYTES,
     MAX_RECORD_BYTES,
+    READ_BYTES,
     TAG_BYTES,
     DirectionKey,
     RecordReader,
@@ -37,7 +38,7 @@ def sealed(*each: bytes) -> list[bytes]:
     return [b"".join(key.seal(content)) for content in each]
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 3, 20, 1000, MAX_RECORD_BYTES])
+@pytest.mark.parametrize("piece_bytes", [1, 3, 20, 1000, MAX_RECORD_BYTES, READ_BYTES])
 def test_contents_come_out_whole_however_their_bytes_come(piece_bytes: int) -> None:
     said = [b"a", b"", b"bc" * 100, b"d" * 2000]
     assert feed(RecordReader(DirectionKey(KEY)), b"".join(sealed(*said)), piece_bytes) == said
