@@ -2,17 +2,19 @@
 
     python contrib/fuzz/handlers.py [--frames 100000] [--seed 0]
 
-Over each of its protocols. Most frames are those of sessions as they may be here, others have the bodies of
-`protocol/vectors/v1`, some mutated; all on a few channels in any order, so that conversations are begun, contradicted, taken over
-and ended at any point. After every `ROUND` frames an honest client generates, and must get the text that it got before the
-strangers came; at the end the node must be alive, none of its tasks may have died of a bug, strangers must have had something
-computed, and memory must be within its bound. The same seed sends the same frames. Prints JSON.
+Over each of its protocols. A session is led as an honest client would (`conversation.py`) and left at any point for frames that do
+not fit there: of other sessions, on other channels, for other positions, with the bodies of `protocol/vectors/v1`, some mutated.
+So conversations are begun, contradicted, taken over, resumed and ended. After every `ROUND` frames an honest client generates, and
+must get the text that it got before the strangers came; at the end the node must be alive, none of its tasks may have died of a
+bug, strangers must have had something computed, and memory must be within its bound. Frames count while the node reads: it cuts
+links that say what cannot be. The same seed sends the same frames. Prints JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import random
@@ -20,35 +22,22 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from conversation import Conversation, Step
 from decoders import MOST_BYTES, hexes, peak_bytes, rows
 from mutation import mutate
 
 sys.path.append(str(Path(__file__).parents[2]))  # swarms in virtual time belong to the tests
 
-from swarmnode.codec.audit_messages import AUDIT_PROTOCOL, GetStatement
+from swarmnode.codec.audit_messages import AUDIT_PROTOCOL
 from swarmnode.codec.frames import MAX_BODY_BYTES, FrameKind, pack_header
-from swarmnode.codec.messages import (
-    KIND_OF,
-    VERSION,
-    Attach,
-    Body,
-    End,
-    Hello,
-    HopSpec,
-    Input,
-    Mode,
-    Open,
-    Sampling,
-    Truncate,
-    encode_body,
-)
-from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.codec.messages import KIND_OF, VERSION, Hello, encode_body
 from swarmnode.errors import PeerError
 from swarmnode.net.interfaces import Stream
 from swarmnode.net.memory.network import FakeNetwork
 from swarmnode.net.memory.virtual_time import run_virtual
+from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.roles.credit.priorities import CLAIM_PROTOCOL
 from swarmnode.roles.credit.receipt_keeper import CREDIT_PROTOCOL
 from swarmnode.roles.fetching.seeder import MANIFEST_PROTOCOL, WEIGHTS_PROTOCOL
@@ -59,23 +48,33 @@ from swarmnode.swarm.records.manifest import CREDIT
 from tests.node.virtual_swarm import VirtualSwarm
 from tests.tiny import PROMPT, TinyModel
 
-PROTOCOLS = (
-    SESSION_PROTOCOL,
-    AUDIT_PROTOCOL,
-    CREDIT_PROTOCOL,
-    CLAIM_PROTOCOL,
-    WEIGHTS_PROTOCOL,
-    MANIFEST_PROTOCOL,
-    PROBE_PROTOCOL,
-    TRACE_PROTOCOL,
-)
+QUESTIONS = {
+    AUDIT_PROTOCOL: {FrameKind.GET_STATEMENT},
+    CREDIT_PROTOCOL: {FrameKind.RECEIPT},
+    CLAIM_PROTOCOL: {FrameKind.CLAIM},
+    WEIGHTS_PROTOCOL: {FrameKind.GET_CHUNKS},
+    MANIFEST_PROTOCOL: {FrameKind.GET_MANIFEST},
+    PROBE_PROTOCOL: {FrameKind.PROBE},
+    TRACE_PROTOCOL: {FrameKind.GET_TRACE},
+}
+PROTOCOLS = tuple(QUESTIONS)
 ROUND = 2_000
 BURST = 20  # frames of one stranger before it looks whether it is still heard
 CHANNELS = 6
 TOKENS = 8
 UNITS = 6  # of the tiny model
 SESSIONS = 4  # that the strangers share
-FITTING, MUTATED = 0.8, 0.05  # of the frames
+FITTING, MUTATED = 0.85, 0.05  # of the frames
+
+
+class Raw(NamedTuple):
+    """A frame as it is sent."""
+
+    kind: FrameKind
+    body: bytes
+    payload: bytes
+    channel: int
+    seq: int
 
 
 class Stranger:
@@ -96,60 +95,67 @@ class Stranger:
 
     async def burst(self) -> None:
         """Greet, and send some frames of one conversation or several."""
+        chance = self._chance
+        protocol = chance.choice((SESSION_PROTOCOL, SESSION_PROTOCOL, chance.choice(PROTOCOLS)))
         try:
-            protocol = self._chance.choice((SESSION_PROTOCOL, self._chance.choice(PROTOCOLS)))
             stream = await self._network.open(self._victim, protocol, timeout_s=10.0)
         except PeerError:
             self.refused += 1
             return
-        body = encode_body(self._hello)
-        stream.write([pack_header(FrameKind.HELLO, len(body), 0, 0, 0) + body])
+        session = bytes([chance.randrange(SESSIONS)]) * 16
+        led = Conversation(self._victim, UNITS, session, chance)
+        self._write(stream, Step(self._hello, b"", 0))
+        heard = asyncio.ensure_future(_hear_out(stream))
         for number in range(BURST):
-            if not await self._send(stream, first=number == 0):
+            fits = number < 2 or chance.random() < FITTING
+            try:
+                self._write(stream, self._fitting(protocol, led) if fits else self._strange(led), mutable=number > 1)
+                await asyncio.sleep(chance.choice((0.0, 0.001, 0.01, 0.05)))
+            except PeerError:
+                break
+            if heard.done():
                 self.refused += 1
                 break
+            self.sent += 1
         stream.abort()
+        await cancel_and_wait(heard)
 
-    async def _send(self, stream: Stream, *, first: bool) -> bool:
-        """One frame; whether the stream still is one."""
+    def _write(self, stream: Stream, step: Step | Raw, *, mutable: bool = False) -> None:
+        """Send a frame, nearly as it is where it is `mutable`. Raises PeerError where the stream is none any more."""
+        raw = step if isinstance(step, Raw) else Raw(KIND_OF[type(step.body)], encode_body(step.body), *step[1:])
+        body = raw.body
+        if mutable and self._chance.random() < MUTATED:
+            body = mutate(body, self._everything, self._chance)[:MAX_BODY_BYTES]
+        stream.write([pack_header(raw.kind, len(body), len(raw.payload), raw.channel, raw.seq) + body + raw.payload])
+
+    def _fitting(self, protocol: str, led: Conversation) -> Step | Raw:
+        """What belongs here: of a session its next frame, else a question of the protocol."""
+        if protocol == SESSION_PROTOCOL:
+            return led.next()
+        if protocol == AUDIT_PROTOCOL and self._chance.random() < FITTING:
+            return Step(led.question(), b"", 1)
+        kind, body = self._chance.choice([one for one in self._bodies if one[0] in QUESTIONS[protocol]])
+        return Raw(kind, body, b"", 1, 0)
+
+    def _strange(self, led: Conversation) -> Raw:
+        """What does not belong here, but perhaps elsewhere."""
         chance = self._chance
         payload = chance.randbytes(chance.choice((0, 0, 0, 8, 300)))
-        if first or chance.random() < FITTING:
-            made, payload = self._fitting(first=first)
-            kind, body = KIND_OF[type(made)], encode_body(made)
-        else:
-            kind, body = chance.choice(self._bodies)
-        if not first and chance.random() < MUTATED:
-            body = mutate(body, self._everything, chance)[:MAX_BODY_BYTES]
-        channel = 1 if first else chance.choice((1, 1, chance.randrange(CHANNELS)))
-        seq = chance.choice((0, 0, 0, 1, 2, 4, 1 << 31))
-        try:
-            stream.write([pack_header(kind, len(body), len(payload), channel, seq) + body + payload])
-            self.sent += 1
-            await asyncio.sleep(chance.choice((0.0, 0.001, 0.01)))
-        except PeerError:
-            return False
-        return True
+        channel, seq = chance.choice((1, 1, chance.randrange(CHANNELS))), chance.choice((0, 0, 1, 2, 4, 1 << 31))
+        if chance.random() < 0.5:
+            step = led.next()
+            return Raw(
+                KIND_OF[type(step.body)], encode_body(step.body), chance.choice((step.payload, payload)), channel, seq
+            )
+        kind, body = chance.choice(self._bodies)
+        return Raw(kind, body, payload, channel, seq)
 
-    def _fitting(self, *, first: bool) -> tuple[Body, bytes]:
-        """A frame of a session as one may be here, and its payload; it may be out of place, but for the first."""
-        chance, session = self._chance, bytes([self._chance.randrange(SESSIONS)]) * 16
-        count, epoch = chance.choice((1, 2, 4)), chance.randrange(3)
-        ids = TensorInfo(Codec.NONE, DType.INT64, (1, count))
-        sampling = Sampling(prompt_length=count, max_new_tokens=chance.choice((1, 4)))
-        route = (HopSpec(self._victim, 0, chance.choice((UNITS, UNITS, 3))),)
-        opened = Open(session, epoch, route, 0, chance.choice((Mode.RING, Mode.DRIVEN)), 1, 8, sampling=sampling)
-        made: tuple[tuple[Body, bytes], ...] = (
-            (opened, b""),
-            (opened, b""),
-            (Attach(session, epoch, chance.randrange(4)), b""),
-            (Input(ids, want=chance.randrange(3)), bytes(8 * count)),
-            (Input(ids, want=chance.randrange(3)), bytes(8 * count)),
-            (Truncate(chance.randrange(1, 4), chance.randrange(4)), b""),
-            (GetStatement(session, bytes(16), chance.randrange(4), count), b""),
-            (End(), b""),
-        )
-        return made[0] if first else chance.choice(made)
+
+async def _hear_out(stream: Stream) -> None:
+    """Read whatever is answered, until the other side ends it."""
+    with contextlib.suppress(PeerError):
+        while await stream.read():
+            pass
 
 
 class Bugs(logging.Handler):

@@ -23,7 +23,7 @@ def test_every_decoder_takes_or_refuses() -> None:
 
 def test_a_node_outlives_frames_in_any_order(tmp_path: Path) -> None:
     found = run_virtual(load(FOLDER / "handlers.py").fuzz(500, 0, tmp_path))
-    assert found["frames"] == 500
+    assert found["frames"] >= 500 and found["computed_unit_tokens"] > 100
 
 
 def test_a_run_without_samples_in_a_microbatch_is_refused() -> None:

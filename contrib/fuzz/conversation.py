@@ -1,0 +1,98 @@
+"""A session as an honest client would lead it, frame by frame, so that what is false comes where something stands already.
+
+Nobody's answers are read: where a session stands follows from what was sent. What a seed draws is always the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from swarmnode.codec.audit_messages import SEED_BYTES, GetStatement
+from swarmnode.codec.messages import (
+    Attach,
+    Body,
+    End,
+    HopSpec,
+    Input,
+    KeepCache,
+    Mode,
+    Open,
+    Sampling,
+    Truncate,
+    Want,
+)
+from swarmnode.codec.tensors import Codec, DType, TensorInfo
+
+MAX_LENGTH = 16
+MAX_EPOCHS = 4
+ID_BYTES = 8
+
+
+class Step(NamedTuple):
+    """One frame of a session protocol's stream."""
+
+    body: Body
+    payload: bytes
+    channel: int
+    seq: int = 0
+
+
+class Conversation:
+    """Over one stream, whose channels it numbers; `units` of the model are all at `victim`. `next` never ends."""
+
+    def __init__(self, victim: str, units: int, session: bytes, chance: random.Random) -> None:
+        self._route = (HopSpec(victim, 0, units),)
+        self._session = session
+        self._chance = chance
+        self._mode = chance.choice((Mode.RING, Mode.DRIVEN))
+        self._prompt = chance.choice((1, 2, 4))
+        self._epoch = self._channel = self._held = self._cuts = 0
+        self._steps = self._lead()
+
+    def __repr__(self) -> str:
+        return f"<Conversation in epoch {self._epoch}, {self._held} positions held>"
+
+    def next(self) -> Step:
+        """The frame that an honest client would send now."""
+        return next(self._steps)
+
+    def question(self) -> GetStatement:
+        """What an auditor would ask of it."""
+        return GetStatement(self._session, bytes(SEED_BYTES), 0, max(1, self._held))
+
+    def _lead(self) -> Iterator[Step]:
+        while True:
+            self._epoch += 1
+            self._channel += 2
+            yield Step(self._opened(), b"", self._channel - 1)
+            yield Step(Attach(self._session, self._epoch, self._held + 1), b"", self._channel)
+            while self._held < MAX_LENGTH and self._chance.random() < 0.85:
+                yield self._fed()
+                if self._held > self._prompt and self._chance.random() < 0.15:
+                    yield self._cut()
+            if self._chance.random() < 0.3:
+                yield Step(KeepCache(), b"", self._channel - 1)
+            if self._epoch == MAX_EPOCHS:
+                yield Step(End(), b"", self._channel - 1)
+                self._epoch = self._held = self._cuts = 0
+
+    def _opened(self) -> Open:
+        sampling = Sampling(prompt_length=self._prompt, max_new_tokens=4)
+        known = min(self._held, MAX_LENGTH)
+        return Open(
+            self._session, self._epoch, self._route, 0, self._mode, 1, MAX_LENGTH, sampling=sampling, known=known
+        )
+
+    def _fed(self) -> Step:
+        """The prompt, or what follows it; of a ring only what the client knows already."""
+        count = self._prompt if self._held == 0 else 1
+        ids, at = TensorInfo(Codec.NONE, DType.INT64, (1, count)), self._held
+        self._held += count
+        return Step(Input(ids, want=Want.LAST), bytes(ID_BYTES * count), self._channel - 1, at)
+
+    def _cut(self) -> Step:
+        self._cuts += 1
+        self._held -= self._chance.choice((1, 2)) if self._held > 2 else 1
+        return Step(Truncate(self._cuts, self._held), b"", self._channel - 1)
