@@ -19,6 +19,7 @@ from swarmnode.config import ClientConfig
 from swarmnode.errors import NoRoute, UsageError
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.peer_versions import PeerVersions
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
@@ -26,6 +27,7 @@ from swarmnode.roles.credit.claims import Claims
 from swarmnode.roles.credit.receipt_issuer import ReceiptIssuer
 from swarmnode.roles.explanation import explain
 from swarmnode.roles.host import Host, HostConfig
+from swarmnode.roles.measuring.bandwidth import Bandwidth, Prober
 from swarmnode.roles.measuring.link_matrix import link_matrix
 from swarmnode.roles.measuring.measured_network import measured_network
 from swarmnode.roles.measuring.meters import ClientMeter
@@ -172,6 +174,22 @@ class SwarmClient:
     def network(self) -> dict[str, Any]:
         """Machines and links to plan on, as `swarmnode network` writes them. Raises LocalError where nobody lends one."""
         return measured_network(self._host.swarm, self._host.directory.peers())
+
+    async def bandwidth(self, most_peers: int = 3) -> Bandwidth:
+        """What this machine can send and receive, tested with up to so many peers that hold units: half a megabyte each way and
+        peer at most, and less on a slow line. Raises NetworkDown."""
+        host = self._host
+        prober = Prober(host.network, host.hello, host.link_config, busy=lambda: False)
+        holders = [peer.peer for peer in host.directory.peers().values() if peer.span[1] > 0]
+        try:
+            return await prober.look_around(holders, most_peers)
+        finally:
+            await prober.close()
+
+    @property
+    def peer_versions(self) -> PeerVersions:
+        """Of the protocol, as the peers that were met speak them."""
+        return self._host.link_config.peer_versions
 
     def why(self, about: str = "") -> dict[str, Any]:
         """What the directory knows of a peer or a unit; where `about` is empty, which way a session would go now, and why."""

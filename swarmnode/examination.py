@@ -11,19 +11,28 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from swarmnode.codec.messages import VERSION
 from swarmnode.compute.device import probe_device, usable_cores
+from swarmnode.compute.disk_rate import measure_disk
 from swarmnode.compute.read_rate import measure_read_rate
+from swarmnode.errors import LocalError
 from swarmnode.net.addressing.addresses import is_public
 from swarmnode.net.addressing.probe import answers
 from swarmnode.net.addressing.reachability import own_interfaces
 from swarmnode.swarm.storage.swarmfile import Swarm
 
+if TYPE_CHECKING:
+    from swarmnode.net.links.peer_versions import PeerVersions
+    from swarmnode.roles.measuring.bandwidth import Bandwidth
+
 MEMORY_LEAST_BYTES = 2 << 30
 DISK_LEAST_BYTES = 10 << 30
+DISK_LEAST_BYTES_PER_S = 50e6  # of an old hard disk: weights of 10 GB load in three minutes
 FILES_LEAST = 1024
 TRY_S = 5.0
+UP_LEAST_BPS = 5e6  # a step of an 8 B model is 16 KB a token and hop: a prompt of 1,000 tokens then takes half a minute
 
 Verdict = Literal["good", "doubtful", "bad"]
 
@@ -44,6 +53,7 @@ def examine_machine(home: Path) -> list[Finding]:
         _torch,
         _memory,
         lambda: _disk(home),
+        lambda: _disk_speed(home),
         lambda: _home(home),
         _files,
         _daemon,
@@ -64,6 +74,29 @@ async def examine_bootstraps(swarm: Swarm) -> list[Finding]:
         else Finding("bootstrap peer", "doubtful" if any(tried) else "bad", f"{address} does not answer", remedy)
         for address, yes in zip(swarm.bootstraps, tried, strict=True)
     ]
+
+
+def judge_versions(met: PeerVersions) -> Finding:
+    """What is spoken here of the protocol, beside what the peers speak that were met."""
+    if met.newer is not None:
+        remedy = "upgrade when it suits you: pip install --upgrade swarmnode"
+        return Finding("protocol", "doubtful", f"version {VERSION}, most peers speak {met.newer}", remedy)
+    others = f"; of {len(met)} peers that were met most speak no newer one" if len(met) else ""
+    return Finding("protocol", "good", f"version {VERSION}{others}")
+
+
+def judge_bandwidth(seen: Bandwidth) -> list[Finding]:
+    """What tests with peers of the swarm have shown."""
+    if not seen.peers:
+        remedy = "peers answer a test once in ten minutes, and none while they are busy: try again later"
+        return [Finding("bandwidth", "doubtful", "no peer has answered a test", remedy)]
+    rates = f"{seen.up_bps / 1e6:.3g} Mbit/s up, {seen.down_bps / 1e6:.3g} down, with {seen.peers} peer{'s'[: seen.peers > 1]}"
+    if seen.up_bps < UP_LEAST_BPS:
+        remedy = (
+            "prompts will wait for this line: hold the first or the last units, or lend to a training that compresses"
+        )
+        return [Finding("bandwidth", "doubtful", rates, remedy)]
+    return [Finding("bandwidth", "good", rates)]
 
 
 def _python() -> Finding:
@@ -107,7 +140,7 @@ def _memory() -> Finding:
 
 
 def _disk(home: Path) -> Finding:
-    place = next(folder for folder in (home, *home.parents) if folder.exists())
+    place = _existing(home)
     free_bytes = shutil.disk_usage(place).free
     seen = f"{free_bytes / 1e9:.1f} GB free at {place}"
     if free_bytes < DISK_LEAST_BYTES:
@@ -116,10 +149,28 @@ def _disk(home: Path) -> Finding:
     return Finding("disk", "good", seen)
 
 
+def _disk_speed(home: Path) -> Finding:
+    """With a file of some megabytes, which is taken away again."""
+    place = _existing(home)
+    try:
+        written, read = measure_disk(place)
+    except LocalError as error:
+        return Finding("disk speed", "bad", str(error), "choose another folder with --home or SWARMNODE_HOME")
+    seen = f"writes {written / 1e6:.0f} MB/s, reads {read / 1e6:.0f} MB/s"
+    if min(written, read) < DISK_LEAST_BYTES_PER_S:
+        return Finding("disk speed", "doubtful", seen, "weights load slowly from it: choose another disk with --home")
+    return Finding("disk speed", "good", seen)
+
+
+def _existing(home: Path) -> Path:
+    """The folder, or the one in which it would be made."""
+    return next(folder for folder in (home, *home.parents) if folder.exists())
+
+
 def _home(home: Path) -> Finding:
     """Whether it can be written, without leaving anything there."""
 
-    place = next(folder for folder in (home, *home.parents) if folder.exists())
+    place = _existing(home)
     if os.access(place, os.W_OK | os.X_OK):
         return Finding("home", "good", str(home))
     return Finding("home", "bad", f"{place} cannot be written", "choose another folder with --home or SWARMNODE_HOME")

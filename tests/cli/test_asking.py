@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from swarmnode import examination
+from swarmnode.codec.messages import VERSION, Hello
 from swarmnode.compute import disk_rate, read_rate, speed
+from swarmnode.examination import judge_bandwidth, judge_versions
+from swarmnode.net.links.peer_versions import PeerVersions
 from swarmnode.plan.offline.fit import fit
+from swarmnode.roles.measuring.bandwidth import Bandwidth
 from tests.cli.command import assert_clear, invoke
 from tests.llama import save_llama
 from tests.swarm.storage.test_joined_swarms import FRIENDS
@@ -29,6 +33,25 @@ def test_what_is_bad_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(examination, "_has_card", lambda: True)
     done = invoke("doctor", FRIENDS, home=tmp_path)
     assert done.returncode == 1 and "bootstrap peer" in done.stdout and "-> " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [(["--bandwidth"], "which"), ([FRIENDS, "--bandwidth"], "--yes"), (["nobody"], "nobody")]
+)
+def test_the_doctor_asks_before_it_sends(arguments: list[str], words: str, tmp_path: Path) -> None:
+    assert_clear(invoke("doctor", *arguments, home=tmp_path), 2, words)
+
+
+def test_findings_about_a_swarm() -> None:
+    met = PeerVersions()
+    assert "peers" not in judge_versions(met).seen
+    for name in "ab":
+        met.greeted(name, Hello(VERSION, bytes(32), newest=VERSION + 1))
+    assert judge_versions(met).verdict == "doubtful" and "upgrade" in judge_versions(met).remedy
+    assert [one.verdict for one in judge_bandwidth(Bandwidth(20e6, 100e6, 2))] == ["good"]
+    assert "2 peers" in judge_bandwidth(Bandwidth(20e6, 100e6, 2))[0].seen
+    for poor in (Bandwidth(1e6, 100e6, 1), Bandwidth(0, 0, 0)):
+        assert judge_bandwidth(poor)[0].verdict == "doubtful" and judge_bandwidth(poor)[0].remedy
 
 
 def test_what_fits_is_told_before_anything_is_fetched(tmp_path: Path) -> None:

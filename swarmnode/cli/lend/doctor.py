@@ -2,50 +2,66 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnode.cli.terminal.console import HOME, JSON, default_home, print_json, reports_errors, say
+from swarmnode.cli.terminal.console import HOME, JSON, default_home, fail, print_json, reports_errors, run_async, say
+from swarmnode.errors import LocalError, NetworkDown
 
 if TYPE_CHECKING:
     from swarmnode.examination import Finding
+    from swarmnode.swarm.storage.swarmfile import Swarm
 
 SIGNS = {"good": "ok  ", "doubtful": "?   ", "bad": "BAD "}
+
+
+BANDWIDTH_PEERS = 3
+JOIN_PATIENCE_S = 15.0
 
 
 @reports_errors
 def doctor(
     swarm: str = typer.Argument(
-        "", metavar="[SWARM]", help="Also try whether its bootstrap peers answer.", show_default=False
+        "",
+        metavar="[SWARM]",
+        help="Also try whether its bootstrap peers answer, and what its peers speak.",
+        show_default=False,
     ),
     online: bool = typer.Option(
         False,
         "--online",
         help="Also ask time and STUN servers of the internet, and the router: clock, kind of NAT, UPnP.",
     ),
+    bandwidth: bool = typer.Option(
+        False, "--bandwidth", help="Also test up- and download with some peers of the swarm; asks first."
+    ),
+    yes: bool = typer.Option(False, "--yes", help="Do not ask."),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
     """Examine this machine: versions, device, memory, disk, limits, network. Exit code 1 where something is bad.
 
-    Example: swarmnode doctor friends
+    Example: swarmnode doctor friends --bandwidth
     """
-    import asyncio
-
-    from swarmnode.examination import examine_bootstraps, examine_machine
+    if bandwidth and not swarm:
+        fail("--bandwidth tests with peers of a swarm: say which, as in swarmnode doctor friends --bandwidth", 2)
+    if bandwidth and not yes:
+        _ask_for_bandwidth(swarm)
+    from swarmnode.examination import examine_machine
+    from swarmnode.swarm.storage.swarmfile import load_swarm
 
     folder = default_home(home)
+    loaded = load_swarm(swarm, folder) if swarm else None
     findings = examine_machine(folder)
     if online:
         from swarmnode.network_examination import examine_network
 
         findings += examine_network()
-    if swarm:
-        from swarmnode.swarm.storage.swarmfile import load_swarm
-
-        findings += asyncio.run(examine_bootstraps(load_swarm(swarm, folder)))
+    if loaded is not None:
+        findings += run_async(lambda _stop: _examine_swarm(loaded, folder, bandwidth))
     if as_json:
         print_json([finding._asdict() for finding in findings])
     else:
@@ -53,6 +69,31 @@ def doctor(
             _tell(finding)
     if any(finding.verdict == "bad" for finding in findings):
         raise typer.Exit(1)
+
+
+def _ask_for_bandwidth(swarm: str) -> None:
+    if not sys.stdin.isatty():
+        fail("--bandwidth asks first, and nobody can answer here: add --yes", 2)
+    question = f"This sends up to 1.5 MB to {BANDWIDTH_PEERS} peers of {swarm}, and takes as much. Go on?"
+    typer.confirm(question, default=True, abort=True, err=True)
+
+
+async def _examine_swarm(swarm: Swarm, home: Path, bandwidth: bool) -> list[Finding]:
+    """From outside; then as a client of it, where somebody answers."""
+    from swarmnode.client import SwarmClient
+    from swarmnode.examination import Finding, examine_bootstraps, judge_bandwidth, judge_versions
+
+    findings = await examine_bootstraps(swarm)
+    if all(finding.verdict == "bad" for finding in findings):
+        return findings
+    try:
+        async with await SwarmClient.join(swarm, home=home, patience_s=JOIN_PATIENCE_S, audit_share=0.0) as client:
+            measured = await client.bandwidth(BANDWIDTH_PEERS) if bandwidth else None
+            findings.append(judge_versions(client.peer_versions))
+    except (NetworkDown, LocalError) as error:
+        remedy = "ask whoever invited you, or the swarm's host"
+        return [*findings, Finding("membership", "bad", str(error), remedy)]
+    return findings + (judge_bandwidth(measured) if measured is not None else [])
 
 
 def _tell(finding: Finding) -> None:

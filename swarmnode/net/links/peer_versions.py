@@ -20,6 +20,9 @@ class PeerVersions:
     def __repr__(self) -> str:
         return f"<PeerVersions of {len(self._newest)} peers>"
 
+    def __len__(self) -> int:
+        return len(self._newest)
+
     def greeted(self, peer: PeerId, hello: Hello) -> None:
         """A peer has said what it speaks."""
         self._newest[peer] = hello.spoken[1]

@@ -14,6 +14,7 @@ import os
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.measuring_messages import MAX_PROBE_BYTES, Probe
@@ -45,6 +46,14 @@ class ProbeConfig:
     pause_s: float = 600.0  # before the same peer is tested, or answered, again
     enough_peers: int = 3  # whose paths were measured: then the access link is known well enough
     answers_at_once: int = 1
+
+
+class Bandwidth(NamedTuple):
+    """What a machine can send and receive, bits/s, as tests with `peers` others have shown; 0 where they have not."""
+
+    up_bps: float
+    down_bps: float
+    peers: int
 
 
 class Quota:
@@ -164,6 +173,20 @@ class Prober:
             if self._clock() - began_s > self._config.quick_s:
                 break
         await asyncio.sleep(self._config.hear_s)
+
+    async def look_around(self, candidates: Iterable[PeerId], most: int) -> Bandwidth:
+        """Test with `most` of the candidates, one after another; who refuses or is lost does not count. Raises NetworkDown."""
+        left, tested = set(candidates), 0
+        while tested < most and (peer := self.choose(left)) is not None:
+            left.discard(peer)
+            try:
+                await self.test(peer)
+            except PeerError as error:
+                log.info("no bandwidth test with peer %s: %s", peer, error)
+            else:
+                tested += 1
+        statistics = self._link_config.link_statistics
+        return Bandwidth(statistics.up_bps, statistics.down_bps, tested)
 
     # -- answering
 

@@ -126,3 +126,15 @@ async def test_nobody_is_asked_twice_in_a_while() -> None:
     assert alice.prober.choose([bob.network.peer_id]) is None
     await asyncio.sleep(50)
     assert alice.prober.choose([bob.network.peer_id]) == bob.network.peer_id
+
+
+@in_virtual_time
+async def test_a_client_tests_with_some_peers_and_leaves_out_who_is_busy_or_gone() -> None:
+    alice, *others = await peers(5, Path(latency_s=0.01, bytes_per_s=30e6 / 8))
+    names = [one.network.peer_id for one in others]
+    others[0].busy = True
+    found = await alice.prober.look_around([*names, "nobody", alice.network.peer_id], 3)
+    assert found.peers == 3 and found.up_bps == pytest.approx(30e6, rel=0.15)
+    assert found.down_bps == pytest.approx(30e6, rel=0.15)
+    again = await alice.prober.look_around(names, 3)
+    assert again.peers <= 1, "who was asked is left alone for a while"
