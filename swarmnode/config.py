@@ -26,7 +26,8 @@ class ServerConfig:
     max_early_attaches: int = 256  # sessions whose subscriptions came before their OPEN
     max_early_per_session: int = 4
     max_early_per_peer: int = 64
-    max_compiling: int = 16  # grammars at a time
+    max_compiling: int = 16  # grammars that wait
+    compile_s: float = 20.0  # how long a session waits for its grammar, and the first one for the tokenizer
     prefill_chunk_tokens: int = 128
 
 

@@ -29,6 +29,7 @@ class Account(str, Enum):
     ACTIVATIONS = "activations"  # of the passes that run, and what training keeps for its way back
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
+    TOKENIZER = "tokenizer"  # for texts that follow a grammar
     AVERAGING = "averaging"  # buffers of all-reduces
     CHECKPOINTS = "checkpoints"  # copies of states, until they are on the disk
 

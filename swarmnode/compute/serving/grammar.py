@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,38 +17,47 @@ from transformers import AutoTokenizer, GenerationConfig
 from swarmnode.codec.sampling import Grammar
 from swarmnode.compute.serving.grammar_reader import LIMITS, invalid, read_grammar
 
+LIBRARY_BYTES = 8 << 20
+TOKEN_BYTES = 2048  # of a tokenizer, for each token of the vocabulary; measured in docs/decisions/sampling.md
+
 
 class GrammarCompiler:
-    """For the tokenizer of a checkpoint folder and the `vocabulary` of its model. May be used from any thread."""
+    """For the tokenizer of a checkpoint folder and the `vocabulary` of its model. Used from one thread, once it is made."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
         self._folder = folder
         self._vocabulary = vocabulary
-        self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
 
     def __repr__(self) -> str:
         return f"<GrammarCompiler for {self._vocabulary} tokens>"
 
+    @property
+    def loaded(self) -> bool:
+        """Whether the tokenizer is in memory."""
+        return self._tokenizer is not None
+
+    @property
+    def tokenizer_bytes(self) -> int:
+        """Of memory that loading the tokenizer takes, for good."""
+        return LIBRARY_BYTES + self._vocabulary * TOKEN_BYTES
+
     def compile(self, grammar: Grammar) -> GrammarMatcher:
-        """What follows the text of a session. Takes some time, the first one a second. Raises ProtocolError, INVALID_REQUEST."""
-        matcher = LLMatcher(self.load(), read_grammar(grammar), log_level=0, limits=LIMITS)
+        """What follows the text of a session. The first one takes seconds: it brings the tokenizer. Raises ProtocolError,
+        INVALID_REQUEST."""
+        matcher = LLMatcher(self._load(), read_grammar(grammar), log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise invalid(matcher.get_error())
         return GrammarMatcher(matcher, self._vocabulary)
 
-    def load(self) -> LLTokenizer:
-        """The tokenizer, which takes a second the first time. Raises ProtocolError, INVALID_REQUEST, where there is none."""
-        with self._lock:
-            if self._tokenizer is None:
-                try:
-                    own: Any = AutoTokenizer.from_pretrained(
-                        self._folder, local_files_only=True, trust_remote_code=False
-                    )
-                    self._tokenizer = from_tokenizer(own, n_vocab=self._vocabulary, eos_token=_end_ids(self._folder))
-                except (OSError, ValueError, KeyError) as error:
-                    raise invalid(f"the checkpoint has no tokenizer for it: {error}") from error
-            return self._tokenizer
+    def _load(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            try:
+                own: Any = AutoTokenizer.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
+                self._tokenizer = from_tokenizer(own, n_vocab=self._vocabulary, eos_token=_end_ids(self._folder))
+            except (OSError, ValueError, KeyError) as error:
+                raise invalid(f"the checkpoint has no tokenizer for it: {error}") from error
+        return self._tokenizer
 
 
 def _end_ids(folder: Path) -> int | list[int] | None:

@@ -12,10 +12,10 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Attach, Body, Error, Hello, Open
 from swarmnode.codec.trace_messages import trace_id
 from swarmnode.compute.serving.cache_budget import Claim
-from swarmnode.compute.serving.grammar import GrammarCompiler, GrammarMatcher
+from swarmnode.compute.serving.grammar import GrammarMatcher
 from swarmnode.config import ServerConfig
 from swarmnode.decisions import DecisionLog, Topic
-from swarmnode.errors import ErrorCode, PeerError, ProtocolError
+from swarmnode.errors import Busy, ErrorCode, PeerError, ProtocolError
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.interfaces import Buffer, Network, PeerId
@@ -31,6 +31,7 @@ from swarmnode.roles.measuring.trace_server import trace_server
 from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.roles.serving.compute_watch import ComputeWatch
 from swarmnode.roles.serving.early_attaches import EarlyAttaches
+from swarmnode.roles.serving.grammars import Grammars
 from swarmnode.roles.serving.job import Job, Pass
 from swarmnode.roles.serving.opened import (
     check_sampling,
@@ -69,7 +70,7 @@ class StageServer:
         weight_of: Callable[[PeerId], float] = lambda _client: 1.0,
         on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
         decisions: DecisionLog | None = None,
-        grammars: GrammarCompiler | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """`grammars` where tokens are drawn here, by a checkpoint with a tokenizer."""
         self.config = config
@@ -137,8 +138,6 @@ class StageServer:
     async def start(self) -> None:
         """Answer incoming links from now on."""
         await self.switchboard.start()
-        if self._grammars is not None:
-            self._tasks.spawn(asyncio.to_thread(self._grammars.load), "load the tokenizer", awaited=True)
         await self._trace_server.start()
 
     def _kept(self) -> list[StageSession]:
@@ -176,6 +175,8 @@ class StageServer:
                 timer.cancel()
         await asyncio.gather(*(session.close() for session in list(self._sessions.values())))
         await self._tasks.close()
+        if self._grammars is not None:
+            self._grammars.close()
         await self._trace_server.close()
         await self.switchboard.close()
 
@@ -250,19 +251,19 @@ class StageServer:
             channel.close(Error(ErrorCode.MALFORMED))
 
     async def _open_with_grammar(self, channel: Channel, body: Open, text: Buffer) -> None:
-        """Compile the grammar beside the loop first, which takes up to a tenth of a second."""
+        """Compile the grammar beside the loop first."""
         assert body.sampling is not None and body.sampling.grammar is not None
-        if self._grammars is None or len(self._tasks) > self.config.max_compiling:
-            code = ErrorCode.INVALID_REQUEST if self._grammars is None else ErrorCode.BUSY
-            self._tell_refusal(channel, body, Error(code, retry_s=self.config.retry_s))
-            return
         try:
-            grammar = await asyncio.to_thread(self._grammars.compile, body.sampling.grammar)
+            if self._grammars is None:
+                raise ProtocolError("there is no tokenizer here", code=ErrorCode.INVALID_REQUEST)
+            grammar = await self._grammars.compile(body.sampling.grammar)
         except ProtocolError as error:
             self._tell_refusal(channel, body, Error(error.code))
-            return
-        if channel.open:  # who asked may be gone
-            self._tell_refusal(channel, body, self._open(channel, body, text, grammar))
+        except Busy as error:
+            self._tell_refusal(channel, body, Error(error.code, retry_s=error.retry_s))
+        else:
+            if channel.open:  # who asked may be gone
+                self._tell_refusal(channel, body, self._open(channel, body, text, grammar))
 
     def _tell_refusal(self, channel: Channel, body: Open, refusal: Error | None) -> None:
         """Where there is one."""

@@ -47,6 +47,7 @@ from swarmnode.roles.measuring.capability import Capability, Conditions, SpeedCa
 from swarmnode.roles.measuring.meters import DECODE
 from swarmnode.roles.question_server import QuestionServer
 from swarmnode.roles.serving.audits.audit_server import Author, audit_server
+from swarmnode.roles.serving.grammars import Grammars
 from swarmnode.roles.serving.kept_span import KeptSpan
 from swarmnode.roles.serving.server import StageServer
 from swarmnode.roles.serving.worker import Worker
@@ -301,6 +302,7 @@ class ServingStage:
                 lambda: Capability.of(conditions, cache, at_first, lasting=lasting, clock=clock.monotonic)
             )
             worker.expect(capability.speeds)
+            compiler = GrammarCompiler(hardware.folder, span.vocab_size) if span.has_head and hardware.folder else None
             server = StageServer(
                 host.network,
                 host.hello,
@@ -312,9 +314,7 @@ class ServingStage:
                 weight_of=lambda client: host.weight_of(client),
                 on_neighbour_lost=host.lost_neighbour,
                 decisions=host.decisions,
-                grammars=GrammarCompiler(hardware.folder, span.vocab_size)
-                if span.has_head and hardware.folder
-                else None,
+                grammars=Grammars(compiler, host.link_config.ledger, hardware.config.server) if compiler else None,
             )
             speeds, units = capability.speeds, span.end - span.start
             if speeds.decode_units_per_s > 0 and speeds.prefill_units_per_s > 0:

@@ -1,0 +1,76 @@
+"""Grammars of the sessions whose tokens are drawn here: compiled beside the loop, by a tokenizer that only they need."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from swarmnode.codec.sampling import Grammar
+from swarmnode.compute.serving.grammar import GrammarMatcher
+from swarmnode.config import ServerConfig
+from swarmnode.errors import Busy
+from swarmnode.ledger import Account, MemoryLedger, Reservation
+
+
+class Compiler(Protocol):
+    """As `compute.serving.grammar.GrammarCompiler`. Used from one thread."""
+
+    @property
+    def loaded(self) -> bool:
+        """Whether its tokenizer is in memory."""
+
+    @property
+    def tokenizer_bytes(self) -> int:
+        """Of memory that its tokenizer takes."""
+
+    def compile(self, grammar: Grammar) -> GrammarMatcher:
+        """What follows the text of a session. Raises ProtocolError, INVALID_REQUEST."""
+
+
+class Grammars:
+    """The first grammar brings the tokenizer into memory, which takes seconds for a large vocabulary: it is in the ledger from
+    before that, and whoever has no grammar notices nothing. A thread of its own, so that one that hangs holds up nobody else's."""
+
+    def __init__(self, compiler: Compiler, ledger: MemoryLedger, config: ServerConfig) -> None:
+        self._compiler = compiler
+        self._ledger = ledger
+        self._config = config
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="swarmnode-grammars")
+        self._tokenizer: Reservation | None = None
+        self._waiting = 0
+
+    def __repr__(self) -> str:
+        return f"<Grammars by {self._compiler!r}, {self._waiting} wait>"
+
+    async def compile(self, grammar: Grammar) -> GrammarMatcher:
+        """What follows the text of a session. Raises ProtocolError, INVALID_REQUEST, where it is no grammar, or the checkpoint has
+        no tokenizer; Busy where too many wait, there is no room for the tokenizer, or it is not done in time."""
+        if self._waiting >= self._config.max_compiling:
+            raise Busy("too many grammars wait to be compiled", retry_s=self._config.retry_s)
+        if self._tokenizer is None:
+            self._tokenizer = self._ledger.reserve(Account.TOKENIZER, self._compiler.tokenizer_bytes)
+        self._waiting += 1  # until it is done, also where nobody waits for it any more
+        compiling = asyncio.get_running_loop().run_in_executor(self._thread, self._compiler.compile, grammar)
+        compiling.add_done_callback(self._compiled)
+        try:
+            return await asyncio.wait_for(asyncio.shield(compiling), self._config.compile_s)
+        except asyncio.TimeoutError:
+            raise Busy("a grammar was not compiled in time", retry_s=self._config.retry_s) from None
+
+    def _compiled(self, done: asyncio.Future[GrammarMatcher]) -> None:
+        self._waiting -= 1
+        if not done.cancelled():
+            done.exception()  # heard, if only here: who asked may have stopped waiting
+        if not self._waiting and not self._compiler.loaded:
+            self._release()
+
+    def close(self) -> None:
+        """Compile nothing more; what the thread does just now is not waited for."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self._tokenizer is not None:
+            self._tokenizer.release()
+            self._tokenizer = None
