@@ -218,11 +218,13 @@ class SwarmClient:
         options: GenerateOptions | None = None,
         *,
         kept_for: str | None = None,
+        special_tokens: bool = False,
         **changes: Any,
     ) -> TextStream:
         """Generate with the ring: iterate over the result. `prompt` is text or token ids; `changes` are GenerateOptions' fields.
 
         `kept_for`: the caches stay in the swarm while there is room, for another prompt of the same owner that begins alike.
+        `special_tokens` are in the text only where that is asked for.
         """
         self._host.supervisor.check()
         options = dataclasses.replace(options or GenerateOptions(), **changes)
@@ -254,7 +256,7 @@ class SwarmClient:
             kept=self._kept if kept_for is not None else None,
             owner=kept_for or "",
         )
-        return TextStream(ring, tokenizer, self.running)
+        return TextStream(ring, tokenizer, self.running, special_tokens=special_tokens)
 
     async def chat(
         self,

@@ -23,12 +23,17 @@ class TextStream:
     """The pieces of one generation as they come; `result` holds all of it in the end."""
 
     def __init__(
-        self, ring: RingStream, tokenizer: Tokenizer | ByteTokenizer | None, running: dict[str, Generation]
+        self,
+        ring: RingStream,
+        tokenizer: Tokenizer | ByteTokenizer | None,
+        running: dict[str, Generation],
+        *,
+        special_tokens: bool = False,
     ) -> None:
         """`running` has its result, by its trace, while somebody listens."""
         self._running = running
         self._ring = ring
-        self._text = None if tokenizer is None else Detokenizer(tokenizer)
+        self._text = None if tokenizer is None else Detokenizer(tokenizer, special_tokens=special_tokens)
 
     def __repr__(self) -> str:
         return f"<TextStream {self._ring!r}>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from swarmnode.client import SwarmClient
@@ -12,13 +13,19 @@ from swarmnode.gateway.access.fair_queue import FairQueue
 from swarmnode.gateway.access.keys import ApiKey
 from swarmnode.gateway.config import GatewayConfig
 from swarmnode.gateway.generation.choice_stream import ChoiceStream
+from swarmnode.gateway.generation.reasoning import BEGIN as THINK_BEGIN
+from swarmnode.gateway.generation.reasoning import ReasoningParser
+from swarmnode.gateway.generation.response_parser import CommonParser, ResponseParser
 from swarmnode.gateway.generation.sampling_fields import SamplingFields
+from swarmnode.gateway.generation.template_parser import TemplateParser
+from swarmnode.gateway.generation.tool_use import ToolUse
 from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.openai.replies import ModelCard
 from swarmnode.roles.serving.client.generation import GenerateOptions
 from swarmnode.tokenizer import ByteTokenizer, Tokenizer
 
-NO_TOKENIZER = "this swarm's checkpoint has no tokenizer, so it knows no text: use swarmnode's Python client"
+NO_TOKENIZER = "this swarm's checkpoint has no tokenizer, so it knows no text: give token ids to /v1/completions"
+PROMPT_END_TOKENS = 8  # in which a template opens the reasoning
 
 
 class ServedModel:
@@ -57,10 +64,13 @@ class ServedModel:
         return await asyncio.to_thread((await self.tokenizer()).encode, text)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: ToolUse = ToolUse(),
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
-        """The ids of a conversation that the model is to answer, with the tools that it may call. Raises ApiError where it knows
-        no conversations."""
+        """The ids of a conversation that the model is to answer, with the tools that it may call, and what else its template
+        knows. Raises ApiError where it knows no conversations."""
         tokenizer = await self.tokenizer()
         if isinstance(tokenizer, ByteTokenizer) or not tokenizer.has_chat_template:
             raise ApiError(
@@ -69,7 +79,7 @@ class ServedModel:
                 code="no_chat_template",
             )
         try:
-            return await asyncio.to_thread(tokenizer.encode_messages, messages, tools)
+            return await asyncio.to_thread(tokenizer.encode_messages, messages, tools.offered, variables)
         except CheckpointError as error:  # templates say so of roles and orders that they do not know
             raise ApiError(400, str(error), parameter="messages") from error
 
@@ -78,34 +88,54 @@ class ServedModel:
     async def choices(self, prompts: Sequence[list[int]], asked: SamplingFields, key: ApiKey) -> list[ChoiceStream]:
         """What a request asks for, prompt after prompt, ready to be generated. Raises ApiError, and UsageError for what the model
         cannot do, before anything is sent to a peer."""
-        wanted = asked.n or 1
-        if len(prompts) * wanted > self._config.max_choices:
+        if len(prompts) * asked.texts > self._config.max_choices:
             raise ApiError(
                 400,
                 f"at most {self._config.max_choices} texts at once are possible (n, times the prompts)",
                 parameter="n",
             )
-        tokenizer, stop_ids, stops = await self.tokenizer(), await self.client.stop_ids(), asked.stops
+        tokenizer, stop_ids, stops = await self.client.tokenizer(), await self.client.stop_ids(), asked.stops
+        if tokenizer is None and stops:
+            raise ApiError(400, NO_TOKENIZER, parameter="stop")
+        grammar = asked.followed_grammar()
         choices: list[ChoiceStream] = []
         for prompt in prompts:
-            for choice in range(wanted):
+            for choice in range(asked.texts):
                 options = GenerateOptions(
-                    max_new_tokens=await self._new_tokens(len(prompt), asked.new_tokens), **asked.drawing(choice)
+                    max_new_tokens=await self._new_tokens(len(prompt), asked.new_tokens),
+                    **asked.drawing(choice, grammar),
                 )
-                stream = await self.client.stream(prompt, options, kept_for=key.name)
+                parser = await self._parser(prompt, asked.tool_use, is_free=grammar is None)
+                whole = isinstance(parser, TemplateParser)
+                stream = await self.client.stream(prompt, options, kept_for=key.name, special_tokens=whole)
                 choices.append(
                     ChoiceStream(
                         len(choices),
                         stream,
                         stop_ids=stop_ids,
                         stops=stops,
-                        tools=asked.tool_names,
+                        parser=parser,
                         queue=self._queue,
                         key=key,
                         tokenizer=tokenizer,
                     )
                 )
         return choices
+
+    async def _parser(self, prompt: list[int], tools: ToolUse | None, *, is_free: bool) -> ResponseParser | None:
+        """Of what follows this prompt of a chat. An answer that is not `is_free` to be whatever the model likes is JSON at once."""
+        if tools is None:
+            return None
+        tokenizer = await self.tokenizer()
+        if not is_free or isinstance(tokenizer, ByteTokenizer):
+            return CommonParser(tools)
+        theirs = await asyncio.to_thread(tokenizer.response_parser, prompt, tools.offered)
+        if theirs is not None:
+            return TemplateParser(theirs, tools)
+        if not tokenizer.reasons:
+            return CommonParser(tools)
+        end = tokenizer.decode(prompt[-PROMPT_END_TOKENS:], special_tokens=True)
+        return CommonParser(tools, ReasoningParser(begun=end.rstrip().endswith(THINK_BEGIN)))
 
     async def _new_tokens(self, prompt_length: int, asked: int | None) -> int:
         """Who does not say how many gets some, and no more than fit: every session reserves memory for all of its positions."""

@@ -17,9 +17,13 @@ from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 FULL = {"cache_tokens": 2048, "max_cache_tokens": 2048, "cost_s": lambda _item: 0.1}  # with one long text
 HI = [{"role": "user", "content": "hi"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+
+
+TOOL = {"type": "function", "function": {"name": "count"}}
 
 
 def formatted(schema: dict[str, Any]) -> dict[str, Any]:
@@ -51,6 +55,24 @@ BAD: list[tuple[str, Any, int, str]] = [
     (CHAT, {"messages": HI, "tool_choice": "required"}, 400, "tool_choice"),
     (CHAT, {"messages": HI, "max_tokens": 0}, 400, "max_new_tokens"),
     (CHAT, {"messages": HI, "max_tokens": 1 << 40}, 400, "max_new_tokens"),
+    (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": "perhaps"}, 400, "tool_choice"),
+    (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": {"function": "count"}}, 400, "tool_choice"),
+    (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": {"function": {"name": "x"}}}, 400, "tool_choice"),
+    (CHAT, {"messages": HI, "tools": [{"type": "retrieval"}]}, 400, "tools"),
+    (CHAT, {"messages": HI, "tools": [{"function": {"name": "x", "parameters": 7}}]}, 400, "tools"),
+    (CHAT, {"messages": [{"role": "tool", "content": "4", "tool_call_id": "x"}]}, 400, "no call before it"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "no variable"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {"messages": []}}, 400, "chat template"),
+    (RESPONSES, {"input": []}, 400, "1 to 4096 items"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "text only"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, 400, "item_reference"),
+    (RESPONSES, {"input": [{"type": "function_call", "name": "x", "arguments": "{"}]}, 400, "not JSON"),
+    (RESPONSES, {"input": "hi", "tools": [{"type": "web_search"}]}, 400, "web_search"),
+    (RESPONSES, {"input": "hi", "previous_response_id": "x"}, 400, "not kept"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "text only"),
+    (MESSAGES, {"messages": HI, "tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "bash_20250124"),
+    (MESSAGES, {"messages": HI, "tool_choice": {"type": "tool"}}, 400, "tool with a name"),
+    (MESSAGES, {"messages": HI, "tool_choice": {"type": "any"}}, 400, "tool_choice"),
     (TEXT, {"prompt": ""}, 400, "no tokens"),
     (TEXT, {"prompt": []}, 400, "no tokens"),
     (TEXT, {"prompt": [511, 512]}, 400, "vocabulary"),

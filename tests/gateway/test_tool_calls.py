@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.gateway.generation.tool_calls import ToolCall, ToolCallParser
-from swarmnode.roles.serving.client.generation import Generation
-from swarmnode.text_stream import GeneratedText
 from tests.gateway.conftest import MODEL, serving
+from tests.gateway.scripted import says
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 
@@ -45,34 +42,13 @@ def test_calls_are_found_however_they_come(said: tuple[str, str | None, tuple[To
     assert (shown + held, found) == (text if told is None else told, calls)
 
 
-class Scripted:
-    """A stream that says a text, three characters at a time."""
-
-    rest = ""
-
-    def __init__(self, text: str) -> None:
-        self.result = Generation(trace="0" * 32)
-        self._pieces = [text[begin : begin + 3] for begin in range(0, len(text), 3)]
-
-    async def __aiter__(self) -> AsyncGenerator[GeneratedText, None]:
-        for piece in self._pieces:
-            self.result.ids.append(1)
-            yield GeneratedText(1, piece)
-
-
 @in_virtual_time
 async def test_a_model_calls_tools_and_hears_of_them(
     founded: Founded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = []
-
-    async def stream(prompt: list[int], _options: Any, **_named: object) -> Scripted:
-        prompts.append(prompt)
-        return Scripted(SAID[0][0])
-
     async with serving(founded, tmp_path) as served:
         tokenizer = await served.client.tokenizer()
-        monkeypatch.setattr(served.client, "stream", stream)
+        prompts = says(served.client, monkeypatch, SAID[0][0])
         [whole] = (await served.openai.chat.completions.create(**ASKED)).choices
         assert whole.finish_reason == "tool_calls" and len(whole.message.tool_calls) == 2
         assert json.loads(whole.message.tool_calls[0].function.arguments) == {"what": "hens"}

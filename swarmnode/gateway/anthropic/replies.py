@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel
 
 from swarmnode.gateway.generation.usage import TokenUsage
@@ -12,6 +14,26 @@ class TextBlock(BaseModel):
 
     type: str = "text"
     text: str
+
+
+class ThinkingBlock(BaseModel):
+    """What the model thinks before it answers. Nobody signs it here."""
+
+    type: str = "thinking"
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(BaseModel):
+    """A call that the model makes."""
+
+    type: str = "tool_use"
+    id: str
+    name: str
+    input: Any
+
+
+ReplyBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(BaseModel):
@@ -39,7 +61,7 @@ class MessageReply(BaseModel):
     type: str = "message"
     role: str = "assistant"
     model: str
-    content: list[TextBlock]
+    content: list[ReplyBlock]
     stop_reason: str | None
     stop_sequence: str | None
     usage: MessageUsage

@@ -37,6 +37,8 @@ class Text:
     finish_reason: str | None = None
     calls: tuple[ToolCall, ...] = ()
     logprobs: list[SpelledChoice] = field(default_factory=list)
+    reasoning: str = ""
+    ids: list[int] = field(default_factory=list)
 
 
 class Style(Protocol):
@@ -85,6 +87,7 @@ class ApiAnswer:
             prompt=self._prompt_tokens,
             completion=sum(choice.tokens for choice in self.choices),
             cached=min(cached, self._prompt_tokens),
+            reasoning=sum(choice.reasoning_tokens for choice in self.choices),
         )
 
     async def respond(self, request: Request, style: Style, *, stream: bool) -> Response:
@@ -104,7 +107,9 @@ class ApiAnswer:
             async for piece in pieces:
                 text = texts[piece.choice.index]
                 text.text += piece.text
+                text.reasoning += piece.reasoning
                 text.logprobs += piece.logprobs
+                text.ids += piece.ids
                 text.finish_reason, text.calls = piece.finish_reason, piece.calls
         return texts
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple
 
 from swarmnode.gateway.access.fair_queue import FairQueue
 from swarmnode.gateway.access.keys import ApiKey
 from swarmnode.gateway.generation.logprobs import SpelledChoice, spell
+from swarmnode.gateway.generation.response_parser import Parsed, ResponseParser
 from swarmnode.gateway.generation.stop_strings import StopStrings
-from swarmnode.gateway.generation.tool_calls import ToolCall, ToolCallParser
+from swarmnode.gateway.generation.tool_calls import ToolCall
 from swarmnode.net.tasks import Tasks
 from swarmnode.text_stream import TextStream
 from swarmnode.tokenizer import ByteTokenizer, Tokenizer
@@ -28,6 +29,8 @@ class Piece(NamedTuple):
     finish_reason: str | None = None
     calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[SpelledChoice, ...] = ()
+    reasoning: str = ""
+    ids: tuple[int, ...] = ()
 
 
 class ChoiceStream:
@@ -40,21 +43,23 @@ class ChoiceStream:
         *,
         stop_ids: Sequence[int],
         stops: Sequence[str],
-        tools: Collection[str],
+        parser: ResponseParser | None,
         queue: FairQueue,
         key: ApiKey,
-        tokenizer: Tokenizer | ByteTokenizer,
+        tokenizer: Tokenizer | ByteTokenizer | None,
     ) -> None:
-        """`tools` are the names of those that the model may call."""
+        """Without `parser` the text is told as the model writes it; without `tokenizer` there is none, but its ids."""
         self.index = index
         self._stream = stream
         self._stop_ids = frozenset(stop_ids)
         self._stops = StopStrings(stops)
-        self._tools = ToolCallParser(tools) if tools else None
+        self._parser = parser
         self._queue = queue
         self._key = key
         self._tokenizer = tokenizer
         self._logprobs: list[SpelledChoice] = []  # that no piece has told yet
+        self._ids: list[int] = []  # nor these
+        self.reasoning_tokens = 0
 
     def __repr__(self) -> str:
         return f"<ChoiceStream {self.index} of {self._stream!r}>"
@@ -84,30 +89,39 @@ class ChoiceStream:
             ended = False
             async for token in tokens:
                 ended = token.id in self._stop_ids
+                if not ended:
+                    self._ids.append(token.id)
                 if token.logprobs and not ended:
                     self._logprobs.append(spell(self._tokenizer, token.logprobs))
                 text = self._stops.push("" if ended else token.text or "")
                 if self.stop_string is not None:
                     yield self._last(text, STOP)
                     return
-                if self._tools is not None:
-                    text = self._tools.push(text)
-                if text:
-                    yield Piece(self, text, logprobs=self._untold())
+                parsed = self._parse(text)
+                if parsed.text or parsed.reasoning or (self._tokenizer is None and not ended):
+                    yield self._piece(parsed)
         rest = self._stops.push("" if ended else self._stream.rest) + self._stops.flush()
         ended = ended or self._stream.result.whole or self.stop_string is not None
         yield self._last(rest, STOP if ended else LENGTH)
 
     def _last(self, text: str, finish_reason: str) -> Piece:
-        if self._tools is None:
-            return Piece(self, text, finish_reason, logprobs=self._untold())
-        told = self._tools.push(text)
-        held, calls = self._tools.finish()
-        return Piece(self, told + held, TOOL_CALLS if calls else finish_reason, calls, self._untold())
+        parsed = self._parse(text)
+        if self._parser is not None:
+            held = self._parser.finish()
+            parsed = Parsed(parsed.text + held.text, parsed.reasoning + held.reasoning, held.calls)
+        return self._piece(parsed, TOOL_CALLS if parsed.calls else finish_reason)
 
-    def _untold(self) -> tuple[SpelledChoice, ...]:
-        untold, self._logprobs = tuple(self._logprobs), []
-        return untold
+    def _parse(self, text: str) -> Parsed:
+        if self._parser is None:
+            return Parsed(text)
+        self.reasoning_tokens += self._parser.reasoning
+        return self._parser.push(text)
+
+    def _piece(self, parsed: Parsed, finish_reason: str | None = None) -> Piece:
+        """With what no other has told yet."""
+        logprobs, ids = tuple(self._logprobs), tuple(self._ids)
+        self._logprobs, self._ids = [], []
+        return Piece(self, parsed.text, finish_reason, parsed.calls, logprobs, parsed.reasoning, ids)
 
 
 async def pieces_of(choices: Sequence[ChoiceStream]) -> AsyncGenerator[Piece, None]:

@@ -65,12 +65,14 @@ class TextLogprobs(BaseModel):
         return self.text_offset[-1] + len(self.tokens[-1])
 
 
-def spell(tokenizer: Tokenizer | ByteTokenizer, logprobs: Sequence[TokenLogprob]) -> SpelledChoice:
+def spell(tokenizer: Tokenizer | ByteTokenizer | None, logprobs: Sequence[TokenLogprob]) -> SpelledChoice:
     """The drawn token, which comes first, and the others."""
     drawn, *others = (_spelled(tokenizer, one) for one in logprobs)
     return SpelledChoice(top_logprobs=others, **drawn.model_dump())
 
 
-def _spelled(tokenizer: Tokenizer | ByteTokenizer, one: TokenLogprob) -> SpelledToken:
+def _spelled(tokenizer: Tokenizer | ByteTokenizer | None, one: TokenLogprob) -> SpelledToken:
+    if tokenizer is None:
+        return SpelledToken(token=f"token_id:{one.id}", logprob=one.logprob, bytes=None)  # as vLLM names it
     text = tokenizer.decode_token(one.id)
     return SpelledToken(token=text, logprob=one.logprob, bytes=None if UNFINISHED in text else list(text.encode()))

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from swarmnode.codec.body import MAX_SEED
 from swarmnode.codec.sampling import Grammar, GrammarKind
 from swarmnode.gateway.generation.response_format import ResponseFormat
+from swarmnode.gateway.generation.tool_use import ToolUse
 from swarmnode.gateway.http.api_error import ApiError
 
 MAX_STOPS = 16
@@ -49,7 +50,6 @@ class SamplingFields(BaseModel):
     seed: int | None = None
     max_tokens: int | None = None
     stop: str | list[str] | None = None
-    n: int | None = Field(None, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -64,9 +64,14 @@ class SamplingFields(BaseModel):
         return checked_stops((self.stop,) if isinstance(self.stop, str) else self.stop or ())
 
     @property
-    def tool_names(self) -> frozenset[str]:
-        """Of the tools that the model may call."""
-        return frozenset()
+    def texts(self) -> int:
+        """How many are wanted of each prompt."""
+        return 1
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The tools of a chat; None where the text is no chat and is told as the model writes it. Raises ApiError."""
+        return None
 
     @property
     def tells_usage(self) -> bool:
@@ -79,12 +84,15 @@ class SamplingFields(BaseModel):
         return None
 
     def followed_grammar(self) -> Grammar | None:
-        """What the text must follow: `grammar` is Lark's. Raises ApiError."""
+        """What the text must follow: a call where the model is forced to make one, else `grammar`, which is Lark's, or the format.
+        Raises ApiError."""
+        if self.tool_use is not None and (call := self.tool_use.grammar()) is not None:
+            return call
         if self.grammar is not None:
             return Grammar(GrammarKind.LARK, self.grammar)
         return None if self.response_format is None else self.response_format.grammar()
 
-    def drawing(self, choice: int) -> dict[str, Any]:
+    def drawing(self, choice: int, grammar: Grammar | None) -> dict[str, Any]:
         """GenerateOptions' fields for one of the texts that are asked for: each has a seed of its own."""
         seed = None if self.seed is None else (self.seed + choice) & MAX_SEED
         return {
@@ -97,6 +105,6 @@ class SamplingFields(BaseModel):
             "repetition_penalty": 1.0 if self.repetition_penalty is None else self.repetition_penalty,
             "logit_bias": self.logit_bias or {},
             "logprobs": self.told_logprobs,
-            "grammar": self.followed_grammar(),
+            "grammar": grammar,
             "seed": seed,
         }

@@ -23,7 +23,7 @@ router = APIRouter()
 async def chat_completions(asked: ChatRequest, request: Request) -> Response:
     """What the model says next in a conversation."""
     model = gateway_of(request).model(asked.model)
-    prompt = await model.encode_chat([message.as_template_takes_it() for message in asked.messages], asked.offered)
+    prompt = await model.encode_chat(asked.conversation(), asked.tool_use, asked.template_variables)
     choices = await model.choices([prompt], asked, key_of(request))
     answer = ApiAnswer("chatcmpl-", model.name, [prompt], choices)
     return await answer.respond(request, _ChatStyle(answer, tells_usage=asked.tells_usage), stream=asked.stream)
@@ -41,7 +41,8 @@ class _ChatStyle:
                 index=text.index,
                 message=ChatMessage(
                     role="assistant",
-                    content=None if text.calls else text.text,
+                    content=None if text.calls and not text.text else text.text,
+                    reasoning_content=text.reasoning or None,
                     tool_calls=self._calls(text.index, text.calls),
                 ),
                 finish_reason=text.finish_reason,
@@ -56,6 +57,8 @@ class _ChatStyle:
         if index not in self._begun:
             self._begun.add(index)
             chunks.append(ChatChoice(index=index, delta=ChatMessage(role="assistant", content="")))
+        if piece.reasoning:
+            chunks.append(ChatChoice(index=index, delta=ChatMessage(reasoning_content=piece.reasoning)))
         if piece.text or piece.logprobs:
             logprobs = ChatLogprobs.of(piece.logprobs)
             chunks.append(ChatChoice(index=index, delta=ChatMessage(content=piece.text), logprobs=logprobs))

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import Piece
-from swarmnode.gateway.generation.logprobs import SpelledChoice, TextLogprobs
+from swarmnode.gateway.generation.logprobs import TextLogprobs
 from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.http.event_stream import DONE
 from swarmnode.gateway.openai.replies import CompletionReply, TextChoice, Usage
@@ -27,31 +27,35 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
         if getattr(asked, field):
             raise ApiError(400, f"{field} is not possible: a model here only goes on with a text", parameter=field)
     model = gateway_of(request).model(asked.model)
-    await model.tokenizer()
     prompts = [await model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+    tells_ids = asked.return_token_ids or await model.client.tokenizer() is None
     choices = await model.choices(prompts, asked, key_of(request))
     answer = ApiAnswer("cmpl-", model.name, prompts, choices)
-    return await answer.respond(request, _CompletionStyle(answer, tells_usage=asked.tells_usage), stream=asked.stream)
+    return await answer.respond(request, _CompletionStyle(answer, asked, tells_ids=tells_ids), stream=asked.stream)
 
 
 class _CompletionStyle:
-    def __init__(self, answer: ApiAnswer, *, tells_usage: bool) -> None:
+    def __init__(self, answer: ApiAnswer, asked: CompletionRequest, *, tells_ids: bool) -> None:
         self._answer = answer
-        self._tells_usage = tells_usage
+        self._tells_usage = asked.tells_usage
+        self._tells_ids = tells_ids
         self._offsets: Counter[int] = Counter()  # of each choice, where its next token begins
 
     def whole(self, texts: Sequence[Text]) -> CompletionReply:
-        choices = [self._choice(text.index, text.text, text.finish_reason, text.logprobs) for text in texts]
+        choices = [self._choice(text.index, text) for text in texts]
         return self._told(choices, Usage.of(self._answer.usage()))
 
     def events(self, piece: Piece) -> list[CompletionReply]:
-        return [self._told([self._choice(piece.choice.index, piece.text, piece.finish_reason, piece.logprobs)])]
+        return [self._told([self._choice(piece.choice.index, piece)])]
 
-    def _choice(self, index: int, text: str, finish_reason: str | None, tokens: Sequence[SpelledChoice]) -> TextChoice:
-        logprobs = TextLogprobs.of(tokens, self._offsets[index])
+    def _choice(self, index: int, said: Text | Piece) -> TextChoice:
+        logprobs = TextLogprobs.of(said.logprobs, self._offsets[index])
         if logprobs is not None:
             self._offsets[index] = logprobs.end
-        return TextChoice(index=index, text=text, finish_reason=finish_reason, logprobs=logprobs)
+        ids = list(said.ids) if self._tells_ids else None
+        return TextChoice(
+            index=index, text=said.text, finish_reason=said.finish_reason, logprobs=logprobs, token_ids=ids
+        )
 
     def ending(self) -> Sequence[CompletionReply | str]:
         return [self._told([], Usage.of(self._answer.usage())), DONE] if self._tells_usage else [DONE]

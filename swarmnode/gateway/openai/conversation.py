@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from swarmnode.gateway.http.api_error import ApiError
 
 MAX_MESSAGES = 4096
+TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
 class ContentPart(BaseModel):
@@ -18,20 +19,50 @@ class ContentPart(BaseModel):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 def text_of(content: str | Sequence[ContentPart] | None) -> str:
     """Its text. Raises ApiError where there is anything else in it."""
     if content is None or isinstance(content, str):
         return content or ""
-    for part in content:
-        if part.text is None:
-            raise ApiError(
-                400,
-                f"this model reads text only: a part of type {part.type!r} says nothing to it",
-                parameter="messages",
-            )
-    return "".join(part.text or "" for part in content)
+    return "".join(part.refusal or "" if part.type == "refusal" else _text_in(part) for part in content)
+
+
+def _text_in(part: ContentPart) -> str:
+    if part.type not in TEXT_PARTS or part.text is None:
+        raise not_text(part.type)
+    return part.text
+
+
+def not_text(kind: str) -> ApiError:
+    """For a part of this type, be it a picture, a sound or a file."""
+    return ApiError(
+        400, f"this model reads text only: a part of type {kind!r} says nothing to it", parameter="messages"
+    )
+
+
+def template_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A call that the model made before, as chat templates expect it, in which arguments are values."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def arguments_of(name: str, text: str) -> Any:
+    """The arguments of a call of this tool. Raises ApiError where the text is no JSON."""
+    try:
+        return json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        raise ApiError(400, f"the arguments of a call of {name} are not JSON", parameter="messages") from None
+
+
+def check_results(messages: Iterable[Mapping[str, Any]]) -> None:
+    """Raises ApiError where one tells what a tool gave that no message before it has called."""
+    called: set[str] = set()
+    for message in messages:
+        called.update(call["id"] for call in message.get("tool_calls", ()))
+        answered = message.get("tool_call_id")
+        if answered is not None and answered not in called:
+            raise ApiError(400, f"no call before it has the id {answered!r} of this result", parameter="messages")
 
 
 class CalledFunction(BaseModel):
@@ -48,14 +79,9 @@ class CalledTool(BaseModel):
     function: CalledFunction
 
     def as_template_takes_it(self) -> dict[str, Any]:
-        """As chat templates expect it, in which arguments are values. Raises ApiError where they are no JSON."""
-        try:
-            arguments = json.loads(self.function.arguments)
-        except (ValueError, RecursionError):
-            raise ApiError(
-                400, f"the arguments of a call of {self.function.name} are not JSON", parameter="messages"
-            ) from None
-        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+        """As chat templates expect it. Raises ApiError."""
+        name = self.function.name
+        return template_call(self.id, name, arguments_of(name, self.function.arguments))
 
 
 class Message(BaseModel):
@@ -63,14 +89,27 @@ class Message(BaseModel):
 
     role: str
     content: str | list[ContentPart] | None = None
+    reasoning_content: str | None = None
     name: str | None = None
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
 
     def as_template_takes_it(self) -> dict[str, Any]:
         """As chat templates expect it, in which content is one text. Raises ApiError where there is anything but text."""
-        role = "system" if self.role == "developer" else self.role  # its newer name, which templates do not know
-        told: dict[str, Any] = {"role": role, "content": text_of(self.content)}
+        told: dict[str, Any] = {"role": template_role(self.role), "content": text_of(self.content)}
         if self.tool_calls:
             told["tool_calls"] = [call.as_template_takes_it() for call in self.tool_calls]
-        return told | {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None}
+        optional = ("reasoning_content", "name", "tool_call_id")
+        return told | {key: value for key in optional if (value := getattr(self, key)) is not None}
+
+
+def template_role(role: str) -> str:
+    """As templates know it: developer is the system's newer name."""
+    return "system" if role == "developer" else role
+
+
+def templated(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """A conversation as chat templates expect it. Raises ApiError."""
+    told = [message.as_template_takes_it() for message in messages]
+    check_results(told)
+    return told

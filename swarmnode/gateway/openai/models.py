@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 
 from swarmnode.gateway.gateway import gateway_of
 from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.openai.conversation import templated
 from swarmnode.gateway.openai.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
 from swarmnode.gateway.openai.requests import DetokenizeRequest, TokenizeRequest
 
@@ -35,7 +36,7 @@ async def tokenize(asked: TokenizeRequest, request: Request) -> TokenizeReply:
     if asked.prompt is not None:
         tokens = await model.encode(asked.prompt)
     else:
-        tokens = await model.encode_chat([message.as_template_takes_it() for message in asked.messages or ()])
+        tokens = await model.encode_chat(templated(asked.messages or ()))
     return TokenizeReply(count=len(tokens), max_model_len=model.card().max_model_len, tokens=tokens)
 
 

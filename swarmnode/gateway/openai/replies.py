@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from swarmnode.gateway.generation.logprobs import ChatLogprobs, TextLogprobs
 from swarmnode.gateway.generation.usage import TokenUsage
@@ -14,13 +14,20 @@ class PromptTokens(BaseModel):
     cached_tokens: int = 0
 
 
+class CompletionTokens(BaseModel):
+    """`reasoning_tokens`: of the completion's, those before the answer."""
+
+    reasoning_tokens: int = 0
+
+
 class Usage(BaseModel):
     """How many tokens a request was."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokens = Field(default_factory=PromptTokens)
+    prompt_tokens_details: PromptTokens
+    completion_tokens_details: CompletionTokens
 
     @classmethod
     def of(cls, usage: TokenUsage) -> Usage:
@@ -30,6 +37,7 @@ class Usage(BaseModel):
             completion_tokens=usage.completion,
             total_tokens=usage.prompt + usage.completion,
             prompt_tokens_details=PromptTokens(cached_tokens=usage.cached),
+            completion_tokens_details=CompletionTokens(reasoning_tokens=usage.reasoning),
         )
 
 
@@ -54,6 +62,7 @@ class ChatMessage(BaseModel):
 
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCallReply] | None = None
 
 
@@ -79,12 +88,13 @@ class ChatReply(BaseModel):
 
 
 class TextChoice(BaseModel):
-    """One of the texts, in a stream a piece of it."""
+    """One of the texts, in a stream a piece of it; `token_ids` where they are wanted, or where there is no tokenizer."""
 
     index: int
     text: str
     finish_reason: str | None = None
     logprobs: TextLogprobs | None = None
+    token_ids: list[int] | None = None
 
 
 class CompletionReply(BaseModel):

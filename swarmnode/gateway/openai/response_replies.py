@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+from typing import Any
+
+from pydantic import BaseModel
 
 from swarmnode.gateway.generation.usage import TokenUsage
 from swarmnode.gateway.openai.replies import PromptTokens
@@ -27,6 +29,37 @@ class OutputMessage(BaseModel):
     content: list[OutputText]
 
 
+class ReasoningText(BaseModel):
+    """What the model thinks."""
+
+    type: str = "reasoning_text"
+    text: str
+
+
+class ReasoningItem(BaseModel):
+    """What the model thinks before it answers."""
+
+    id: str
+    type: str = "reasoning"
+    status: str
+    summary: list[str] = []
+    content: list[ReasoningText]
+
+
+class FunctionCallItem(BaseModel):
+    """A call that the model makes; `arguments` is JSON."""
+
+    id: str
+    type: str = "function_call"
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
+
+
 class OutputTokens(BaseModel):
     """`reasoning_tokens`: of the output's, those before the answer."""
 
@@ -39,7 +72,7 @@ class ResponseUsage(BaseModel):
     input_tokens: int
     input_tokens_details: PromptTokens
     output_tokens: int
-    output_tokens_details: OutputTokens = Field(default_factory=OutputTokens)
+    output_tokens_details: OutputTokens
     total_tokens: int
 
     @classmethod
@@ -49,6 +82,7 @@ class ResponseUsage(BaseModel):
             input_tokens=usage.prompt,
             input_tokens_details=PromptTokens(cached_tokens=usage.cached),
             output_tokens=usage.completion,
+            output_tokens_details=OutputTokens(reasoning_tokens=usage.reasoning),
             total_tokens=usage.prompt + usage.completion,
         )
 
@@ -65,11 +99,11 @@ class ResponseReply(BaseModel):
     instructions: str | None
     metadata: dict[str, str] = {}
     model: str
-    output: list[OutputMessage]
-    parallel_tool_calls: bool = False
+    output: list[OutputItem]
+    parallel_tool_calls: bool = True
     temperature: float | None
-    tool_choice: str = "none"
-    tools: list[str] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    tools: list[dict[str, Any]] = []
     top_p: float | None
     usage: ResponseUsage | None
     store: bool = False

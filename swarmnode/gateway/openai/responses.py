@@ -13,19 +13,30 @@ from starlette.responses import Response
 from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import LENGTH, Piece
+from swarmnode.gateway.generation.parts import AnswerPart, PartEvent, PartKind, Parts, PartStep
 from swarmnode.gateway.http.event_stream import NamedEvent
-from swarmnode.gateway.openai.requests import ResponsesRequest
-from swarmnode.gateway.openai.response_replies import OutputMessage, OutputText, ResponseReply, ResponseUsage
+from swarmnode.gateway.openai.response_replies import (
+    FunctionCallItem,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    ResponseReply,
+    ResponseUsage,
+)
+from swarmnode.gateway.openai.response_requests import ResponsesRequest
 
 router = APIRouter()
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
+SPOKEN = {PartKind.TEXT: "output_text", PartKind.REASONING: "reasoning_text"}
 
 
 @router.post("/v1/responses", response_model=ResponseReply)
 async def responses(asked: ResponsesRequest, request: Request) -> Response:
     """What the model says next in a conversation."""
     model = gateway_of(request).model(asked.model)
-    prompt = await model.encode_chat(asked.conversation())
+    prompt = await model.encode_chat(asked.conversation(), asked.tool_use, asked.template_variables)
     answer = ApiAnswer("resp_", model.name, [prompt], await model.choices([prompt], asked, key_of(request)))
     return await answer.respond(request, _ResponseStyle(answer, asked), stream=asked.stream)
 
@@ -34,46 +45,93 @@ class _ResponseStyle:
     def __init__(self, answer: ApiAnswer, asked: ResponsesRequest) -> None:
         self._answer = answer
         self._asked = asked
-        self._text = ""
+        self._parts = Parts()
         self._reason: str | None = None
         self._numbers = itertools.count()
+        self._begun = False
 
     def whole(self, texts: Sequence[Text]) -> ResponseReply:
-        self._text, self._reason = texts[0].text, texts[0].finish_reason
+        [text] = texts
+        self._reason = text.finish_reason
+        for _ in self._parts.push(text.reasoning, text.text, text.calls, over=True):
+            pass
         return self._response()
 
     def events(self, piece: Piece) -> list[NamedEvent]:
-        begins = self._begin() if not self._text and self._reason is None else []
-        self._text += piece.text
+        begins = [] if self._begun else [self._told("created"), self._told("in_progress")]
+        self._begun = True
+        over = piece.finish_reason is not None
+        parts = self._parts.push(piece.reasoning, piece.text, piece.calls, over=over)
+        events = [event for step in parts for event in self._step(step)]
         self._reason = piece.finish_reason
-        return [*begins, self._event("output_text.delta", **self._place(), delta=piece.text, logprobs=[])]
+        return [*begins, *events]
 
     def ending(self) -> Sequence[BaseModel | str]:
-        message = self._message()
-        item = {"output_index": 0, "item": message.model_dump()}
-        part = message.content[0].model_dump()
+        return [self._told(self._status)]
+
+    # -- events
+
+    def _step(self, event: PartEvent) -> list[NamedEvent]:
+        if event.part.kind is PartKind.CALL:
+            return self._call_step(event)
+        step, part, text = event
+        place = {"item_id": self._item_id(part), "output_index": part.index, "content_index": 0}
+        spoken = SPOKEN[part.kind]
+        logprobs: dict[str, list[str]] = {"logprobs": []} if part.kind is PartKind.TEXT else {}
+        if step is PartStep.BEGIN:
+            empty = self._item(part, IN_PROGRESS).model_dump() | {"content": []}
+            return [
+                self._event("output_item.added", output_index=part.index, item=empty),
+                self._event("content_part.added", **place, part=self._content(part)),
+            ]
+        if step is PartStep.DELTA:
+            return [self._event(f"{spoken}.delta", **place, delta=text, **logprobs)]
         return [
-            self._event("output_text.done", **self._place(), text=self._text, logprobs=[]),
-            self._event("content_part.done", **self._place(), part=part),
-            self._event("output_item.done", **item),
-            self._event(self._status, response=self._response().model_dump()),
+            self._event(f"{spoken}.done", **place, text=part.text, **logprobs),
+            self._event("content_part.done", **place, part=self._content(part)),
+            self._done(part),
         ]
 
-    def _begin(self) -> list[NamedEvent]:
-        response = self._response().model_dump()
-        item = self._message().model_dump() | {"content": []}
-        return [
-            self._event("created", response=response),
-            self._event("in_progress", response=response),
-            self._event("output_item.added", output_index=0, item=item),
-            self._event("content_part.added", **self._place(), part=OutputText(text="").model_dump()),
-        ]
+    def _call_step(self, event: PartEvent) -> list[NamedEvent]:
+        step, part, text = event
+        place = {"item_id": self._item_id(part), "output_index": part.index}
+        if step is PartStep.BEGIN:
+            item = self._item(part, IN_PROGRESS).model_dump()
+            return [self._event("output_item.added", output_index=part.index, item=item)]
+        if step is PartStep.DELTA:
+            return [self._event("function_call_arguments.delta", **place, delta=text)]
+        assert part.call is not None
+        told = self._event("function_call_arguments.done", **place, arguments=part.text, name=part.call.name)
+        return [told, self._done(part)]
+
+    def _done(self, part: AnswerPart) -> NamedEvent:
+        return self._event("output_item.done", output_index=part.index, item=self._item(part, COMPLETED).model_dump())
+
+    def _told(self, what: str) -> NamedEvent:
+        return self._event(what, response=self._response().model_dump())
 
     def _event(self, what: str, **told: Any) -> NamedEvent:
         return NamedEvent.of(f"response.{what}", sequence_number=next(self._numbers), **told)
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._message().id, "output_index": 0, "content_index": 0}
+    # -- items
+
+    def _item_id(self, part: AnswerPart) -> str:
+        prefix = {PartKind.TEXT: "msg", PartKind.REASONING: "rs", PartKind.CALL: "fc"}[part.kind]
+        return f"{prefix}_{self._answer.trace}_{part.index}"
+
+    def _content(self, part: AnswerPart) -> dict[str, Any]:
+        content = OutputText if part.kind is PartKind.TEXT else ReasoningText
+        return content(text=part.text).model_dump()
+
+    def _item(self, part: AnswerPart, status: str) -> OutputItem:
+        id = self._item_id(part)
+        if part.kind is PartKind.TEXT:
+            return OutputMessage(id=id, status=status, content=[OutputText(text=part.text)])
+        if part.kind is PartKind.REASONING:
+            return ReasoningItem(id=id, status=status, content=[ReasoningText(text=part.text)])
+        assert part.call is not None
+        call_id = f"call_{self._answer.trace}_{part.index}"
+        return FunctionCallItem(id=id, status=status, call_id=call_id, name=part.call.name, arguments=part.text)
 
     @property
     def _status(self) -> str:
@@ -81,20 +139,26 @@ class _ResponseStyle:
             return IN_PROGRESS
         return INCOMPLETE if self._reason == LENGTH else COMPLETED
 
-    def _message(self) -> OutputMessage:
-        return OutputMessage(id=f"msg_{self._answer.trace}", status=self._status, content=[OutputText(text=self._text)])
+    def _output(self) -> list[OutputItem]:
+        """The last item is what an answer that ended too early lacks something of."""
+        *before, last = self._parts.all
+        return [*(self._item(part, COMPLETED) for part in before), self._item(last, self._status)]
 
     def _response(self) -> ResponseReply:
-        answer, usage, status = self._answer, self._answer.usage(), self._status
+        answer, asked, status = self._answer, self._asked, self._status
+        choice = asked.tool_choice or "auto"
         return ResponseReply(
             id=answer.id,
             created_at=answer.created,
             status=status,
             incomplete_details={"reason": "max_output_tokens"} if status == INCOMPLETE else None,
-            instructions=self._asked.instructions,
+            instructions=asked.instructions,
             model=answer.model,
-            output=[] if status == IN_PROGRESS else [self._message()],
-            temperature=self._asked.temperature,
-            top_p=self._asked.top_p,
-            usage=None if status == IN_PROGRESS else ResponseUsage.of(usage),
+            output=[] if status == IN_PROGRESS else self._output(),
+            parallel_tool_calls=asked.parallel_tool_calls is not False,
+            temperature=asked.temperature,
+            tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
+            tools=[tool.model_dump() for tool in asked.tools or ()],
+            top_p=asked.top_p,
+            usage=None if status == IN_PROGRESS else ResponseUsage.of(answer.usage()),
         )

@@ -1,0 +1,154 @@
+"""What OpenAI's clients ask of /v1/responses: a conversation is a row of items, of which a call and its result are two."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from swarmnode.codec.sampling import Grammar
+from swarmnode.gateway.generation.response_format import ResponseFormat
+from swarmnode.gateway.generation.sampling_fields import SamplingFields
+from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, ToolUse, function_tool
+from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.openai.conversation import (
+    MAX_MESSAGES,
+    ContentPart,
+    arguments_of,
+    check_results,
+    template_call,
+    template_role,
+    text_of,
+)
+
+ASSISTANT = "assistant"
+
+
+class InputItem(BaseModel):
+    """A message, a call that the model made, what the tool gave, or what the model thought."""
+
+    type: str = "message"
+    role: str = ""
+    content: str | list[ContentPart] | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = "{}"
+    output: str | list[ContentPart] = ""
+
+
+class ResponseTool(BaseModel):
+    """A tool that the model may call."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class NamedResponseTool(BaseModel):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextOptions(BaseModel):
+    """What the text of a response is like."""
+
+    format: ResponseFormat | None = None
+
+
+class ReasoningOptions(BaseModel):
+    """How much the model thinks, where its template knows that."""
+
+    effort: str | None = None
+
+
+class ResponsesRequest(SamplingFields):
+    """POST /v1/responses"""
+
+    input: str | list[InputItem] = Field(max_length=1 << 24)
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: str | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: str | NamedResponseTool | None = None
+
+    @property
+    def new_tokens(self) -> int | None:
+        return self.max_output_tokens
+
+    @property
+    def tool_use(self) -> ToolUse:
+        tools = [function_tool(tool.name, tool.description, tool.parameters) for tool in self._functions()]
+        parallel = self.parallel_tool_calls is not False
+        if isinstance(self.tool_choice, NamedResponseTool):
+            return ToolUse.choose(tools, REQUIRED, self.tool_choice.name, parallel=parallel)
+        return ToolUse.choose(tools, self.tool_choice or AUTO, parallel=parallel)
+
+    def _functions(self) -> list[ResponseTool]:
+        for tool in self.tools or ():
+            if tool.type != "function" or not tool.name:
+                raise ApiError(
+                    400, f"a tool of type {tool.type!r} is not known here: functions with a name are", parameter="tools"
+                )
+        return self.tools or []
+
+    def followed_grammar(self) -> Grammar | None:
+        if (call := self.tool_use.grammar()) is not None:
+            return call
+        return None if self.text is None or self.text.format is None else self.text.format.grammar()
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What else the template is told."""
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return {} if effort is None else {"reasoning_effort": effort}
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """As chat templates expect it. Raises ApiError where it goes on from an answer that nobody keeps."""
+        if self.previous_response_id is not None:
+            raise ApiError(
+                400, "answers are not kept here: send the whole conversation", parameter="previous_response_id"
+            )
+        turns = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        if isinstance(self.input, str):
+            return [*turns, {"role": "user", "content": self.input}]
+        if not 0 < len(self.input) <= MAX_MESSAGES:
+            raise ApiError(400, f"an input is a text, or 1 to {MAX_MESSAGES} items", parameter="input")
+        for item in self.input:
+            _add(item, turns)
+        check_results(turns)
+        return turns
+
+
+def _add(item: InputItem, turns: list[dict[str, Any]]) -> None:
+    """To what templates expect, in which what the model thought, said and called is one turn. Raises ApiError."""
+    if item.type == "function_call":
+        call = template_call(item.call_id, item.name, arguments_of(item.name, item.arguments))
+        _answer(turns, without=()).setdefault("tool_calls", []).append(call)
+    elif item.type == "function_call_output":
+        turns.append({"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id})
+    elif item.type == "reasoning":
+        _answer(turns, without=("content", "tool_calls", "reasoning_content"))["reasoning_content"] = _thought(item)
+    elif item.type != "message" or not item.role:
+        raise ApiError(400, f"an item of type {item.type!r} is not known here, or has no role", parameter="input")
+    elif item.role == ASSISTANT:
+        _answer(turns, without=("content", "tool_calls"))["content"] = text_of(item.content)
+    else:
+        turns.append({"role": template_role(item.role), "content": text_of(item.content)})
+
+
+def _answer(turns: list[dict[str, Any]], *, without: tuple[str, ...]) -> dict[str, Any]:
+    """The model's last turn, where it lacks these; else a new one."""
+    if not turns or turns[-1]["role"] != ASSISTANT or any(turns[-1].get(field) for field in without):
+        turns.append({"role": ASSISTANT, "content": ""})
+    return turns[-1]
+
+
+def _thought(item: InputItem) -> str:
+    parts = item.content if isinstance(item.content, list) else []
+    return "".join(part.text or "" for part in parts)

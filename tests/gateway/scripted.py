@@ -1,0 +1,39 @@
+"""A model that says what a test wants it to."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from swarmnode.client import SwarmClient
+from swarmnode.roles.serving.client.generation import Generation
+from swarmnode.text_stream import GeneratedText
+
+
+class Scripted:
+    """A stream that says a text, three characters at a time."""
+
+    rest = ""
+
+    def __init__(self, text: str) -> None:
+        self.result = Generation(trace="0" * 32)
+        self._pieces = [text[begin : begin + 3] for begin in range(0, len(text), 3)]
+
+    async def __aiter__(self) -> AsyncGenerator[GeneratedText, None]:
+        for piece in self._pieces:
+            self.result.ids.append(1)
+            yield GeneratedText(1, piece)
+
+
+def says(client: SwarmClient, monkeypatch: pytest.MonkeyPatch, text: str) -> list[list[int]]:
+    """Let the swarm answer every prompt with this text. The prompts by now, as ids."""
+    prompts: list[list[int]] = []
+
+    async def stream(prompt: list[int], _options: Any, **_named: object) -> Scripted:
+        prompts.append(prompt)
+        return Scripted(text)
+
+    monkeypatch.setattr(client, "stream", stream)
+    return prompts
