@@ -34,6 +34,9 @@ table ip nat {{
     type nat hook postrouting priority 100;
     oifname "wan" masquerade
   }}
+  chain before {{
+    type nat hook prerouting priority -100;
+  }}
 }}
 table ip filter {{
   counter direct {{ }}
@@ -42,6 +45,7 @@ table ip filter {{
     type filter hook forward priority 0; policy drop;
     jump barred
     iifname "lan" accept
+    ct status dnat accept
     ip saddr {HOME_NETWORK} ct state established,related counter name "direct" accept
     ct state established,related accept
   }}
@@ -123,6 +127,15 @@ class NatLab:
     def inside(self, place: str) -> list[str]:
         """What to put before a command that is to run at a place."""
         return [_known("nsenter"), f"--target={self.holders[place]}", "--net", "--"]
+
+    def map_ports(self, home: str) -> str:
+        """From now on the home's router opens ports for those who ask it (NAT-PMP); the address that it has outside."""
+        number = HOME_NUMBERS[self._homes.index(home)]
+        lan, wan = f"192.168.{number}.1", f"{PUBLIC}.{number}"
+        mapper = [*self.inside(f"{home}-router"), sys.executable, "-m", "tests.real.port_mapper", lan, wan]
+        started = self._stack.enter_context(_child(mapper))
+        assert started.stdout is not None and started.stdout.readline() == "listening\n"
+        return wan
 
     def direct_bytes(self, home: str) -> int:
         """What has come into a home from other homes: through holes, since its router lets nobody else in."""

@@ -88,6 +88,21 @@ def test_homes_meet_through_holes_and_go_on_over_relays(tiny: TinyModel, tmp_pat
         shown("relayed", seen)
 
 
+def test_a_host_behind_a_router_that_maps_ports_is_reached_by_the_line_that_it_prints(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
+    """`host --nat` at home, the router between, and a friend on the internet who types the line: tokens come, over no relay."""
+    with NatLab(["one"]) as lab, LocalSwarm(tmp_path) as local:
+        outside = lab.map_ports("one")
+        name = ("--name", str(tmp_path / "friends"))
+        host = local.start("host", ["host", str(tiny.folder), "--nat", "--json", *name], inside=lab.inside("one"))
+        told = host.wait_for("hosting")
+        assert str(next(iter(told["addresses"]))).startswith(f"/ip4/{outside}/"), "the router's address comes first"
+        invite = str(told["invite"])
+        host.wait_for("ready")
+        assert generate(local, lab, invite) == tiny.alone(LONG_PROMPT, 8)
+
+
 def test_the_lab_lets_nobody_in() -> None:
     """Else the test above would show nothing."""
     with NatLab(list(SPANS)) as lab:
