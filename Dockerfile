@@ -1,7 +1,7 @@
 # swarmnode in a container: any of its commands, as a user without rights, on CPUs or NVIDIA GPUs.
 #
 #   docker build -t swarmnode .                                   for CPUs
-#   docker build -t swarmnode:cuda --build-arg TORCH=cu130 .      for NVIDIA GPUs; run it with --gpus all
+#   docker build -t swarmnode:cuda --build-arg TORCH=cuda .       for NVIDIA GPUs; run it with --gpus all
 #   docker run -d --name node --stop-timeout 30 -v swarmnode:/var/lib/swarmnode swarmnode run swarm1…invite…
 #
 # `run` and `bootstrap` are watched by the health check at the end of this file. More in docs/operator.md.
@@ -13,15 +13,20 @@ RUN apt-get update \
 # Two environments: one that builds and installs, and one that is taken along, without pip in it.
 RUN python3 -m venv /build && python3 -m venv --without-pip /opt/swarmnode
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE contrib/docker/requirements.txt contrib/docker/torch.txt contrib/docker/build.txt ./
 COPY swarmnode swarmnode
-RUN /build/bin/pip wheel --no-deps --wheel-dir /dist .
-# A folder of https://download.pytorch.org/whl/: cpu, or the CUDA to compute with (cu126, cu130). Its build of torch is
-# preferred to PyPI's of the same version. What only developers and other devices use is a fifth of it all, and goes.
+RUN /build/bin/pip install --require-hashes --no-deps -r build.txt \
+    && /build/bin/pip wheel --no-build-isolation --no-deps --wheel-dir /dist .
+# cuda: PyPI's build of torch, for CUDA 13. Else a folder of https://download.pytorch.org/whl/ (cpu, cu126) with the same version, which is
+# checked against that server's own index alone: its hashes are not PyPI's. Everything else is by the hashes of contrib/docker/lock.py.
+# What only developers and other devices use is a fifth of it all, and goes.
 ARG TORCH=cpu
 RUN --mount=type=cache,target=/root/.cache/pip \
-    /build/bin/pip --python /opt/swarmnode/bin/python install \
-        --extra-index-url https://download.pytorch.org/whl/${TORCH} /dist/*.whl \
+    install() { /build/bin/pip --python /opt/swarmnode/bin/python install "$@"; } \
+    && install --require-hashes --no-deps -r requirements.txt \
+    && if [ ${TORCH} = cuda ]; then install --require-hashes --no-deps -r torch.txt; \
+        else install --index-url https://download.pytorch.org/whl/${TORCH} $(grep -o '^torch==[0-9.]*' torch.txt); fi \
+    && install --no-deps /dist/*.whl \
     && cd /opt/swarmnode/lib/python3*/site-packages \
     && rm -rf torch/include torch/test torch/bin/*[Tt]est* torch/bin/protoc* bitsandbytes/*_rocm* bitsandbytes/*_xpu* \
     && if [ ${TORCH} = cpu ]; then rm bitsandbytes/*_cuda*; fi
