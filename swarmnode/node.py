@@ -189,7 +189,7 @@ class Node:
         guard = CardGuard.start(self.config.card, hardware.throttle, Cards, on_crash=host.supervisor.ends_peer)
         services.push_async_callback(guard.close)
         assert self._executor is not None
-        await self._executor.call(Urgency.CONTROL, hardware.device.use)
+        await self._executor.call(Urgency.CONTROL, hardware.device.use, kind="use the device")
         machine, place = hardware.machine(self.config.host.home), self._place(host, hardware)
         self._tell("machine", f"This machine: {hardware.device}, {machine['cpu_cores']} cores", **machine)
         while True:

@@ -243,15 +243,17 @@ def hop(bench: Bench) -> Any:
 
 async def _hop(bench: Bench) -> Any:
     span, executor, found = bench.span(torch.bfloat16), Executor(), []
-    await executor.call(Urgency.CONTROL, lambda: torch.cuda.set_device(bench.device))
+    await executor.call(Urgency.CONTROL, lambda: torch.cuda.set_device(bench.device), kind="try")
     for sessions in bench.shape.sessions:
         runner = bench.runner(span, sessions, bench.shape.positions[0], capture=True)
         await (worker := Worker(runner, executor)).start()
         hidden_BTH = bench.hidden(span, 1, 1)
-        model_s = await worker.call(lambda run=_one_step(runner, hidden_BTH, sessions): bench.seconds(run))
+        model_s = await worker.call("model", lambda run=_one_step(runner, hidden_BTH, sessions): bench.seconds(run))
         for codec in (Codec.NONE, Codec.INT8):
             jobs = [_job(session, runner.length(session), hidden_BTH, codec) for session in range(sessions)]
-            pass_s = await worker.call(lambda jobs=jobs, worker=worker: bench.seconds(lambda: worker._compute(jobs)))
+            pass_s = await worker.call(
+                "pass", lambda jobs=jobs, worker=worker: bench.seconds(lambda: worker._compute(jobs))
+            )
             found.append(
                 {"codec": codec.name, "sessions": sessions, "pass_ms": 1e3 * pass_s, "of_it_model": model_s / pass_s}
             )

@@ -183,11 +183,11 @@ class Executor:
         return self.clock() - running[1] if running else 0.0
 
     def call(
-        self, urgency: Urgency, function: Callable[[], T], *, kind: str = "", owner: str = "", size: int = 0
+        self, urgency: Urgency, function: Callable[[], T], *, kind: str, owner: str = "", size: int = 0
     ) -> asyncio.Future[T]:
-        """Run a function on the thread; its result or error comes back as a future. ExecutorDied where there is no thread."""
+        """Run a function on the thread; its result or error comes back as a future. ExecutorDied where there is no thread. What
+        it is for, and for whom, is what is told of a device that hangs or fails."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        kind = kind or getattr(function, "__qualname__", type(function).__name__)
         self.submit(self._calls, Call(function, future, self._bridge, kind, urgency=urgency, owner=owner, size=size))
         return future
 

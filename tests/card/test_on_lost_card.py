@@ -58,7 +58,7 @@ async def test_a_lost_card_is_known_by_whatever_error_comes_first(cards: Simulat
         raise ValueError("something quite different")
 
     with pytest.raises(ExecutorDied):
-        await executor.call(Urgency.FORWARD, strange)
+        await executor.call(Urgency.FORWARD, strange, kind="try")
     assert "something quite different" in str(await executor.died)
     await executor.close()
 

@@ -49,9 +49,8 @@ class Hop:
         """One position of all sessions, in one pass."""
         jobs = [self._job(session, codec, session == spoilt) for session in self.sessions]
         self.start += 1
-        results = await self.worker.call(
-            lambda: self.worker._compute(jobs)
-        )  # who goes with whom is not the scheduler's here
+        # Who goes with whom is not the scheduler's here.
+        results = await self.worker.call("pass", lambda: self.worker._compute(jobs))
         return dict(zip(self.sessions, results, strict=True))
 
     def _job(self, session: int, codec: Codec, is_spoilt: bool) -> Job:

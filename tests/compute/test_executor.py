@@ -61,9 +61,9 @@ async def executor() -> Any:
 
 async def test_the_most_urgent_call_is_next_and_equals_keep_their_order(executor: Executor) -> None:
     go, ran = threading.Event(), []
-    first = executor.call(Urgency.CONTROL, go.wait)
+    first = executor.call(Urgency.CONTROL, go.wait, kind="try")
     order = [Urgency.IDLE, Urgency.FORWARD, Urgency.BACKWARD, Urgency.FORWARD, Urgency.CONTROL, Urgency.BACKWARD]
-    calls = [executor.call(urgency, lambda n=n: ran.append(n)) for n, urgency in enumerate(order)]
+    calls = [executor.call(urgency, lambda n=n: ran.append(n), kind="try") for n, urgency in enumerate(order)]
     go.set()
     await asyncio.gather(first, *calls)
     assert ran == [4, 2, 5, 1, 3, 0]
@@ -72,12 +72,12 @@ async def test_the_most_urgent_call_is_next_and_equals_keep_their_order(executor
 async def test_sources_take_turns_with_calls_and_idle_work_comes_last(executor: Executor) -> None:
     go, ran, notes = threading.Event(), [], Notes()
     await executor.add(notes)
-    first = executor.call(Urgency.CONTROL, go.wait)
-    idle = executor.call(Urgency.IDLE, lambda: ran.append("idle"))
-    calls = [executor.call(Urgency.BACKWARD, lambda n=n: ran.append(f"call {n}")) for n in range(2)]
+    first = executor.call(Urgency.CONTROL, go.wait, kind="try")
+    idle = executor.call(Urgency.IDLE, lambda: ran.append("idle"), kind="try")
+    calls = [executor.call(Urgency.BACKWARD, lambda n=n: ran.append(f"call {n}"), kind="try") for n in range(2)]
     for n in range(3):
         executor.submit(notes, Note(f"note {n}", ran))
-    control = executor.call(Urgency.CONTROL, lambda: ran.append("control"))
+    control = executor.call(Urgency.CONTROL, lambda: ran.append("control"), kind="try")
     go.set()
     await asyncio.gather(first, idle, control, *calls)
     assert ran[0] == "control" and ran[-1] == "idle"
@@ -88,18 +88,18 @@ async def test_results_and_errors_come_back(executor: Executor) -> None:
     def fail() -> None:
         raise ValueError("no")
 
-    assert await executor.call(Urgency.FORWARD, lambda: 7) == 7
+    assert await executor.call(Urgency.FORWARD, lambda: 7, kind="try") == 7
     with pytest.raises(ValueError, match="no"):
-        await executor.call(Urgency.FORWARD, fail)
-    assert await executor.call(Urgency.FORWARD, threading.get_ident) != threading.get_ident()
+        await executor.call(Urgency.FORWARD, fail, kind="try")
+    assert await executor.call(Urgency.FORWARD, threading.get_ident, kind="try") != threading.get_ident()
     assert not executor.died.done()
 
 
 async def test_a_call_that_nobody_waits_for_is_not_run(executor: Executor) -> None:
     go, ran = threading.Event(), []
-    first = executor.call(Urgency.CONTROL, go.wait)
-    dropped = executor.call(Urgency.FORWARD, lambda: ran.append("dropped"))
-    kept = executor.call(Urgency.FORWARD, lambda: ran.append("kept"))
+    first = executor.call(Urgency.CONTROL, go.wait, kind="try")
+    dropped = executor.call(Urgency.FORWARD, lambda: ran.append("dropped"), kind="try")
+    kept = executor.call(Urgency.FORWARD, lambda: ran.append("kept"), kind="try")
     dropped.cancel()
     go.set()
     await asyncio.gather(first, kept)
@@ -116,7 +116,7 @@ async def test_it_says_what_it_is_at_and_for_how_long() -> None:
     assert "forward of 64 for lease 7" in repr(executor) and "12.0 s" in repr(executor)
     go.set()
     await call
-    await executor.call(Urgency.IDLE, lambda: None)
+    await executor.call(Urgency.IDLE, lambda: None, kind="try")
     await executor.close()
     assert executor.stalled_s == 0.0 and executor.running is None
 
@@ -133,17 +133,17 @@ def leave() -> None:
 async def test_its_death_is_told_to_everybody_who_waits(executor: Executor, how: Callable[[], None]) -> None:
     go, notes = threading.Event(), Notes()
     await executor.add(notes)
-    first = executor.call(Urgency.CONTROL, go.wait)
-    fatal = executor.call(Urgency.FORWARD, how)
-    waiting = executor.call(Urgency.IDLE, lambda: 1)
+    first = executor.call(Urgency.CONTROL, go.wait, kind="try")
+    fatal = executor.call(Urgency.FORWARD, how, kind="forward", owner="lease 7")
+    waiting = executor.call(Urgency.IDLE, lambda: 1, kind="try")
     note = Note("waits", [])
     executor.submit(notes, note)
     notes.take = lambda: None  # type: ignore[method-assign]
     go.set()
     await first
     error = await executor.died
-    assert isinstance(error, ExecutorDied) and how.__name__ in str(error)
-    for call in (fatal, waiting, executor.call(Urgency.CONTROL, lambda: 2)):
+    assert isinstance(error, ExecutorDied) and "<Call forward for lease 7, FORWARD>" in str(error)
+    for call in (fatal, waiting, executor.call(Urgency.CONTROL, lambda: 2, kind="try")):
         with pytest.raises(ExecutorDied):
             await call
     late = Note("late", [])
@@ -164,9 +164,9 @@ async def test_an_error_in_the_scheduling_is_its_death_too(executor: Executor) -
 
 async def test_what_waits_when_it_is_closed_is_abandoned() -> None:
     executor, begun, go, ran = Executor(), threading.Event(), threading.Event(), []
-    running = executor.call(Urgency.CONTROL, lambda: (begun.set(), go.wait(), ran.append("running")))
+    running = executor.call(Urgency.CONTROL, lambda: (begun.set(), go.wait(), ran.append("running")), kind="try")
     await asyncio.to_thread(begun.wait)
-    waiting = executor.call(Urgency.FORWARD, lambda: ran.append("waiting"))
+    waiting = executor.call(Urgency.FORWARD, lambda: ran.append("waiting"), kind="try")
     closing = asyncio.ensure_future(executor.close())
     await asyncio.sleep(0)
     go.set()
@@ -180,7 +180,7 @@ async def test_what_waits_when_it_is_closed_is_abandoned() -> None:
 
 async def test_a_thread_that_hangs_is_left_behind() -> None:
     executor, go = Executor(), threading.Event()
-    call = executor.call(Urgency.FORWARD, go.wait)
+    call = executor.call(Urgency.FORWARD, go.wait, kind="try")
     await executor.close(timeout_s=0.01)
     with pytest.raises(ExecutorDied):
         await call

@@ -28,7 +28,8 @@ async def test_the_most_urgent_goes_first_and_equals_in_their_order() -> None:
     executor, order = InlineExecutor(lambda _item: 1.0), []
     urgencies = (Urgency.IDLE, Urgency.FORWARD, Urgency.BACKWARD, Urgency.CONTROL, Urgency.BACKWARD)
     calls = [
-        executor.call(urgency, lambda number=number: order.append(number)) for number, urgency in enumerate(urgencies)
+        executor.call(urgency, lambda number=number: order.append(number), kind="try")
+        for number, urgency in enumerate(urgencies)
     ]
     await asyncio.gather(*calls)
     assert order == [3, 2, 4, 1, 0]
@@ -43,12 +44,12 @@ async def test_errors_are_for_who_asked_and_device_faults_end_it() -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     with pytest.raises(ZeroDivisionError):
-        await executor.call(Urgency.FORWARD, lambda: 1 // 0)
+        await executor.call(Urgency.FORWARD, lambda: 1 // 0, kind="try")
     doomed = executor.call(Urgency.FORWARD, fault, kind="doomed")
-    waiting = executor.call(Urgency.IDLE, lambda: None)
+    waiting = executor.call(Urgency.IDLE, lambda: None, kind="try")
     error = await executor.died
     assert "doomed" in str(error)
-    for future in (doomed, waiting, executor.call(Urgency.CONTROL, lambda: None)):
+    for future in (doomed, waiting, executor.call(Urgency.CONTROL, lambda: None, kind="try")):
         with pytest.raises(ExecutorDied):
             await future
     await executor.close()
@@ -57,7 +58,7 @@ async def test_errors_are_for_who_asked_and_device_faults_end_it() -> None:
 @in_virtual_time
 async def test_a_device_that_hangs_is_seen_to_stall_and_does_not_hold_up_the_close() -> None:
     executor = InlineExecutor(lambda _item: math.inf)
-    hanging = executor.call(Urgency.FORWARD, lambda: None)
+    hanging = executor.call(Urgency.FORWARD, lambda: None, kind="try")
     await asyncio.sleep(7.0)
     assert executor.stalled_s == 7.0
     await executor.close()

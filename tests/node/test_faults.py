@@ -127,7 +127,7 @@ async def test_a_node_whose_device_is_lost_says_so_and_ends(
             executor = member.node._executor
             assert executor is not None
             with pytest.raises(ExecutorDied):
-                await executor.call(Urgency.CONTROL, fault)
+                await executor.call(Urgency.CONTROL, fault, kind="try")
 
         result = await generate_and(client, 17, strike)
         assert result.ids == tiny.alone(PROMPT, TOKENS)

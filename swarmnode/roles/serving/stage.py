@@ -292,14 +292,14 @@ class ServingStage:
             undo.push_async_callback(worker.close)
             await worker.start()
             if hardware.device.kind != "cpu":
-                await worker.call(lambda: try_span(runner))
+                await worker.call("try the span", lambda: try_span(runner))
             cache = SpeedCache(host.config.home / SPEEDS_FILE, now=clock.unix)
             conditions = hardware.conditions(host.swarm.id, span.end - span.start)
             measure = partial(measure_serving, runner, clock=clock.compute)
             lasting = not span.packing  # else a few units will do: all is measured again once they are packed
             at_first = partial(measure, few=not lasting)
             capability = await worker.call(
-                lambda: Capability.of(conditions, cache, at_first, lasting=lasting, clock=clock.monotonic)
+                "measure", lambda: Capability.of(conditions, cache, at_first, lasting=lasting, clock=clock.monotonic)
             )
             worker.expect(capability.speeds)
             compiler = GrammarCompiler(hardware.folder, span.vocab_size) if span.has_head and hardware.folder else None
@@ -340,7 +340,7 @@ class ServingStage:
         real work will show it."""
         await asyncio.to_thread(self._runner.span.packing.run, lambda: self._closed)
         if not self._capability.lasting and not self._server.load:
-            await self._worker.call(lambda: self._capability.measure(measure))
+            await self._worker.call("measure", lambda: self._capability.measure(measure))
 
     @property
     def bound(self) -> bool:

@@ -114,9 +114,9 @@ class Worker:
         """Queue a job; `job.done` is called on the loop, also where it comes to nothing."""
         self._executor.submit(self, job)
 
-    def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
+    def call(self, kind: str, function: Callable[[], T], *, owner: str = "") -> asyncio.Future[T]:
         """Run a function on the compute thread, before the jobs that wait. Raises ExecutorDied."""
-        return self._executor.call(Urgency.CONTROL, torch.inference_mode()(function), kind="serving")
+        return self._executor.call(Urgency.CONTROL, torch.inference_mode()(function), kind=kind, owner=owner)
 
     def open(self, session: int, *, owner: str = "", weight: float = 1.0, **reservation: Any) -> None:
         """Make room for a session (`StageRunner.open`) before any job of it is run; the caller has seen that it fits. Its time is
@@ -127,11 +127,11 @@ class Worker:
                 self.scheduler.open(session, owner, weight)
             self.runner.open(session, **reservation)
 
-        self.call(make_room)
+        self.call("open", make_room, owner=f"session {session}")
 
     def extend(self, session: int, max_length: int) -> None:
         """Let a session have so many positions; the caller has seen that they fit."""
-        self.call(lambda: self.runner.extend(session, max_length))
+        self.call("extend", lambda: self.runner.extend(session, max_length), owner=f"session {session}")
 
     def forget(self, session: int) -> None:
         """Drop what waits for a session and free its cache."""
@@ -141,7 +141,7 @@ class Worker:
             self.scheduler.drop(session)
             self.runner.close(session)
 
-        self.call(drop)
+        self.call("forget", drop, owner=f"session {session}")
 
     async def close(self) -> None:
         """Leave the executor after the pass that is running."""

@@ -91,7 +91,7 @@ async def desk() -> Any:
 async def test_steps_that_wait_go_together_and_prompts_alone(desk: Desk) -> None:
     go, passes = threading.Event(), []
     desk.runner.act = lambda works: passes.append([work.session_id for work in works])
-    held = desk.worker.call(go.wait)
+    held = desk.worker.call("wait", go.wait)
     for session in range(3):
         desk.submit(session, session, session)
     desk.submit(7, *range(20))
@@ -117,7 +117,7 @@ async def test_a_long_prompt_goes_in_chunks_and_comes_out_whole(desk: Desk) -> N
 
 async def test_a_bad_id_fails_alone(desk: Desk) -> None:
     go = threading.Event()
-    held = desk.worker.call(go.wait)
+    held = desk.worker.call("wait", go.wait)
     desk.submit(0, 5)
     desk.submit(1, 100)
     go.set()
@@ -131,7 +131,7 @@ async def test_who_fails_in_a_pass_fails_alone(desk: Desk) -> None:
     go = threading.Event()
     desk.runner.fails = {1: IndexError("beyond the table")}
     desk.runner.opened.remove(2)
-    held = desk.worker.call(go.wait)
+    held = desk.worker.call("wait", go.wait)
     for session in range(4):
         desk.submit(session, session)
     go.set()
@@ -152,7 +152,7 @@ def leave() -> None:
 @pytest.mark.parametrize("how", [fault, leave])
 async def test_sessions_hear_at_once_of_a_device_that_is_lost(desk: Desk, how: Callable[[], None]) -> None:
     go = threading.Event()
-    held = desk.worker.call(go.wait)
+    held = desk.worker.call("wait", go.wait)
     desk.runner.act = lambda _works: how()
     for session in range(3):
         desk.submit(session, session)

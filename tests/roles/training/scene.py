@@ -12,6 +12,7 @@ from typing import Any
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, HopSpec
 from swarmnode.codec.training_messages import Begin, Condition, Forward, Lead, Status
+from swarmnode.compute.executor import WorkItem
 from swarmnode.compute.inline_executor import InlineExecutor
 from swarmnode.errors import PeerError
 from swarmnode.net.links.link import LinkConfig
@@ -67,7 +68,8 @@ class Scene:
         self.networks = [world.join() for _ in range(3)]
         checkpoint_manager = CheckpointManager(self.networks[0], HELLO, LinkConfig(), folder)
         self.checkpoint_manager = checkpoint_manager
-        self.executor = InlineExecutor()
+        self.computed: list[str] = []  # what the executor was told of what it runs
+        self.executor = InlineExecutor(self._note)
         self.stage = TrainingStage(
             self.networks[0], HELLO, LinkConfig(), ToySegment(), checkpoint_manager, self.executor
         )
@@ -79,6 +81,10 @@ class Scene:
         for network in self.networks[1:]:
             await network.connect(await self.networks[0].addresses(), timeout_s=1)
         return self
+
+    def _note(self, item: WorkItem) -> float:
+        self.computed.append(repr(item))
+        return 0.0
 
     async def talk(self, board: int = 0) -> Talk:
         return await Talk.begin(self.boards[board], self.peer)

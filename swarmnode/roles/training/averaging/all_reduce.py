@@ -216,7 +216,7 @@ class AllReducer:
         return self._gradient_compressors[blocks, how]
 
     def _call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        return self._executor.call(Urgency.CONTROL, function)
+        return self._executor.call(Urgency.CONTROL, function, kind="average", owner=f"step {self._newest.step}")
 
 
 def _next(rounds: Rounds) -> Round | None:

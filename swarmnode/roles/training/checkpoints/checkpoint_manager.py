@@ -79,9 +79,10 @@ class CheckpointManager:
         try:
             memory = self._link_config.ledger.reserve(Account.CHECKPOINTS, learner.state_bytes)
         except Full:
-            return await executor.call(Urgency.CONTROL, partial(_write_now, self._store, learner))
+            return await executor.call(Urgency.CONTROL, partial(_write_now, self._store, learner), kind="write states")
         with memory:
-            step, states = await executor.call(Urgency.CONTROL, partial(_copy, self._store, learner))
+            copying = executor.call(Urgency.CONTROL, partial(_copy, self._store, learner), kind="copy states")
+            step, states = await copying
             if states:
                 await asyncio.to_thread(write_step, self._store, step, states)
         return step

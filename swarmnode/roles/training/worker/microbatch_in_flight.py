@@ -164,9 +164,9 @@ class MicrobatchInFlight:
 
     async def _compute(self, phase: str, function: Callable[[], T]) -> T:
         """Wait for the bench, and have it done there. At the last hop the way forward leads back as well."""
-        bench = self._stage.bench
-        came_s = bench.clock()
-        result = await bench.call(URGENCY[phase], function)
+        bench, run = self._stage.bench, self._stage.run
+        came_s, size = bench.clock(), 0 if run is None else tokens_of(run)
+        result = await bench.call(URGENCY[phase], function, kind=phase, owner=f"lease {self.body.lease}", size=size)
         self._stage.meter.note_hop(phase, bench.clock() - came_s)
         return result
 

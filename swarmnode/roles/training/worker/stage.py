@@ -195,7 +195,7 @@ class TrainingStage:
     def ended(self, microbatch: MicrobatchInFlight) -> None:
         """A microbatch is over, in whatever way: what it kept goes."""
         self._admission_queue.ended(microbatch)
-        self._on_bench(lambda: self.state.drop(place_of(microbatch.body)))
+        self._on_bench("drop a microbatch", lambda: self.state.drop(place_of(microbatch.body)))
 
     def note_loss(self, number: int, loss: float) -> None:
         """Of a microbatch that the model's last unit has counted; on the bench."""
@@ -238,7 +238,7 @@ class TrainingStage:
         elif isinstance(body, Discard):
             if body.run == self.state.run_id:
                 self._admission_queue.give_up_all()
-                self._on_bench(self.learner.discard)
+                self._on_bench("discard gradients", self.learner.discard)
             self._answer(line, FrameKind.DISCARD)
         elif isinstance(body, Reduce):
             self._all_reduce = self._instead_of(self._all_reduce, self._reduce(line, body))
@@ -262,7 +262,7 @@ class TrainingStage:
         self._tasks.spawn(self._tell(line, kind), "status")
 
     async def _tell(self, line: Line, kind: int = 0) -> None:
-        status = await self.bench.call(Urgency.CONTROL, lambda: self._status(kind))
+        status = await self.bench.call(Urgency.CONTROL, lambda: self._status(kind), kind="status", owner=line.peer)
         if line.open:
             line.send(status)
 
@@ -350,8 +350,8 @@ class TrainingStage:
             await self.state.save()
         await self._tell(line)
 
-    def _on_bench(self, function: Callable[[], object]) -> None:
-        self._tasks.spawn(_settle(self.bench.call(Urgency.CONTROL, function)), "bench")
+    def _on_bench(self, kind: str, function: Callable[[], object]) -> None:
+        self._tasks.spawn(_settle(self.bench.call(Urgency.CONTROL, function, kind=kind)), "bench")
 
 
 async def _settle(future: asyncio.Future[Any]) -> None:

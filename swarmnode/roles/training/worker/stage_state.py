@@ -93,7 +93,7 @@ class StageState:
     async def restore(self, run: Run, step: int) -> None:
         """A step on the disk. Raises CheckpointError."""
         learner = await self._take_up(run, step)
-        await self._call(lambda: self._checkpoint_manager.load(learner, step))
+        await self._call("load a checkpoint", lambda: self._checkpoint_manager.load(learner, step))
         self.condition = Condition.READY
 
     async def sync(self, run: Run, step: int, peers: Sequence[PeerId]) -> None:
@@ -102,11 +102,11 @@ class StageState:
         learner = await self._take_up(run, step)
         self.condition = Condition.LISTENING
         fetched = await self._checkpoint_manager.fetch(lambda: peers, learner.blocks, at_least=step)
-        await self._call(lambda: self._checkpoint_manager.load(learner, fetched))
+        await self._call("load a checkpoint", lambda: self._checkpoint_manager.load(learner, fetched))
         self.step = fetched
         while (missed := self._missed.take(self.step)) is not None:
             with missed.memory:
-                await self._call(partial(missed.agreed.commit, learner, missed.norm))
+                await self._call("update", partial(missed.agreed.commit, learner, missed.norm))
             self.step += 1
         self.condition = Condition.READY
 
@@ -117,7 +117,9 @@ class StageState:
         self._checkpoint_manager.open(run)
         await self._checkpoint_manager.serve(self._fresh)
         self.run, self.step, self.agreed, self.losses = run, step, None, {}
-        learner = await self._call(lambda: Learner(self._segment, run, step=step, recompute=self._memory.begin(run)))
+        learner = await self._call(
+            "begin a run", lambda: Learner(self._segment, run, step=step, recompute=self._memory.begin(run))
+        )
         self._memory.hold(learner)
         self._learner = learner
         return learner
@@ -139,7 +141,7 @@ class StageState:
             return None
         learner = self.learner
         self.step, self.last, self.losses = body.step + 1, (body.norm, body.loss), {}
-        done = self._call(lambda: agreed.commit(learner, body.norm))
+        done = self._call("update", lambda: agreed.commit(learner, body.norm))
         meeting = self._meetings.pop(self.step, None)
         if meeting is not None and not meeting.done():
             meeting.set_result(None)
@@ -171,5 +173,5 @@ class StageState:
             self._meetings.pop(at_least, None)
         return await self._checkpoint_manager.save(self.learner, self._executor)
 
-    def _call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        return self._executor.call(Urgency.CONTROL, function)
+    def _call(self, kind: str, function: Callable[[], T]) -> asyncio.Future[T]:
+        return self._executor.call(Urgency.CONTROL, function, kind=kind, owner=f"step {self.step}")

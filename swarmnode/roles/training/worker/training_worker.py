@@ -94,7 +94,10 @@ class TrainingWorker:
         conditions = replace(hardware.conditions(host.swarm.id, units.units), number_format="training")
         measuring = functools.partial(measure, segment, clock.compute, hardware.config.share)
         capability = await executor.call(
-            Urgency.CONTROL, lambda: Capability.of(conditions, cache, measuring, clock=clock.monotonic)
+            Urgency.CONTROL,
+            lambda: Capability.of(conditions, cache, measuring, clock=clock.monotonic),
+            kind="measure",
+            owner=f"units {units}",
         )
         link_times = LinkTimes(host.directory, checkpoint.units, host.swarm.manifest.model.hidden)
         election = CoordinatorElection(

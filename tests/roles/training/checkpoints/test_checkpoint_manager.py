@@ -63,7 +63,7 @@ class Stage:
                         tensor += 1.0
             self.learner.step += 1
 
-        await self.executor.call(Urgency.CONTROL, add_one)
+        await self.executor.call(Urgency.CONTROL, add_one, kind="try")
 
     def kept(self, step: int) -> Any:
         assert self.manager._store is not None
@@ -102,7 +102,7 @@ async def test_without_room_for_a_copy_the_executor_writes(stage: Stage, monkeyp
     monkeypatch.setattr(module, "write_step", disk.write)
     stage.ledger.limit_bytes = stage.learner.state_bytes - 1
     assert await stage.manager.save(stage.learner, stage.executor) == 0
-    thread = await stage.executor.call(Urgency.CONTROL, lambda: threading.current_thread().name)
+    thread = await stage.executor.call(Urgency.CONTROL, lambda: threading.current_thread().name, kind="try")
     assert disk.threads == [thread]
     assert set(stage.kept(0)) == set(stage.learner.blocks)
 

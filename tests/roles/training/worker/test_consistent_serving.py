@@ -48,7 +48,7 @@ class TrainedAndServed:
         """The end of a step, as a stage commits it."""
         learner = self.learner
         return self.executor.call(
-            Urgency.CONTROL, lambda: learner.commit({}, learner.squared_norm(learner.blocks) ** 0.5)
+            Urgency.CONTROL, lambda: learner.commit({}, learner.squared_norm(learner.blocks) ** 0.5), kind="try"
         )
 
     async def serve(self) -> Tensor:

@@ -30,6 +30,15 @@ async def test_a_microbatch_is_counted_and_told(scene: Scene) -> None:
 
 
 @in_scene
+async def test_whatever_is_computed_says_what_it_is_and_for_whom(scene: Scene) -> None:
+    line = await scene.lead()
+    await scene.feed(2, lease=7)
+    await line.ask(Release((), RUN.id))
+    told = ["begin a run for step 0", "forward of 4 for lease 7", f"status for {scene.networks[1].peer_id}"]
+    assert [item for item in told if not any(f"<Call {item}, " in computed for computed in scene.computed)] == []
+
+
+@in_scene
 async def test_the_same_microbatch_is_counted_once(scene: Scene) -> None:
     line = await scene.lead()
     first, second = await scene.feed(2), await scene.feed(2, lease=2)
