@@ -51,5 +51,8 @@ def lent(host: HostConfig, stage: StageConfig, rules: Rules) -> dict[str, Any]:
         "on_mains": rules.on_mains or None,
         "max_pressure": rules.max_memory_pressure,
         "monthly_bytes": rules.monthly_bytes,
+        "unmetered": rules.unmetered or None,
+        "max_gpu_memory_bytes": rules.max_others_gpu_bytes,
+        "max_gpu_load": rules.max_others_gpu_load,
     }
     return {name: limit for name, limit in {**limits, **when}.items() if limit is not None}

@@ -1,4 +1,4 @@
-"""Commands to the nodes of this machine, over the sockets in their home folder."""
+"""Commands to the nodes and gateways of this machine, over the sockets in their home folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import msgspec
 
 from swarmnode.codec.decoding import DECODE_ERRORS
 
-FOLDER = "control"
+NODES = "control"
+GATEWAYS = "gateways"
 SUFFIX = ".sock"
 ANSWER_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 1 << 20
@@ -18,7 +19,16 @@ MAX_ANSWER_BYTES = 1 << 20
 
 def running_nodes(home: Path) -> dict[str, Path]:
     """The sockets of this home's nodes by name, also of such as do not run any more."""
-    return {path.name.removesuffix(SUFFIX): path for path in sorted((home / FOLDER).glob(f"*{SUFFIX}"))}
+    return _sockets(home / NODES)
+
+
+def running_gateways(home: Path) -> dict[str, Path]:
+    """The same of what answers others' requests here, `swarmnode serve` or `run --serve`, by the names of the swarms."""
+    return _sockets(home / GATEWAYS)
+
+
+def _sockets(folder: Path) -> dict[str, Path]:
+    return {path.name.removesuffix(SUFFIX): path for path in sorted(folder.glob(f"*{SUFFIX}"))}
 
 
 def tell_node(path: Path, command: str, *, wait_s: float = 0.0, **more: Any) -> dict[str, Any] | None:

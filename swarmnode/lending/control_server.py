@@ -1,46 +1,21 @@
-"""Where a running node takes commands from its owner: a Unix socket in the home folder, which no other user may open.
-
-HOME/control/<name>.sock   one line of JSON in, one out:
-
-    {"command": "pause", "reason": "a film", "keep": "memory", "wait_s": 60}
-    {"name": "friends", "pid": 4711, "state": "paused", "reason": "a film", …}
-"""
+"""What a running node does where its owner tells it to, over HOME/control/<name>.sock (`command_socket.py`)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
-import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from swarmnode.codec.decoding import DECODE_ERRORS
-from swarmnode.errors import LocalError
-from swarmnode.lending.control_client import FOLDER, SUFFIX, tell_node
+from swarmnode.lending.command_socket import CommandSocket, ControlRequest
+from swarmnode.lending.control_client import NODES
 from swarmnode.lending.lending import Keep, Lending
 
-log = logging.getLogger(__name__)
-
-MAX_LINE_BYTES = 4096
-REQUEST_TIMEOUT_S = 5.0
 MAX_WAIT_S = 600.0
-MAX_PATH_BYTES = 104  # of a Unix socket, on the system that has the least
 OWNER_ASKED = "you asked for it"
-
-
-class ControlRequest(msgspec.Struct, frozen=True):
-    """What the owner wants. `wait_s`: how long to wait until it is so, before the answer. `about`: what is to be explained."""
-
-    command: str
-    reason: str = ""
-    keep: str | None = None
-    wait_s: float = 0.0
-    about: str = ""
 
 
 class ControlServer:
@@ -69,41 +44,12 @@ class ControlServer:
     def __repr__(self) -> str:
         return f"<ControlServer of {self._lending!r}>"
 
-    @contextlib.asynccontextmanager
-    async def listening(self, home: Path, name: str) -> AsyncIterator[Path | None]:
-        """Take commands while the context lasts, at the path that is given. None where the system has no place for a socket there.
+    def listening(self, home: Path, name: str) -> AbstractAsyncContextManager[Path | None]:
+        """Take commands while the context lasts; see CommandSocket."""
+        return CommandSocket(self._obey).listening(home / NODES, name)
 
-        Raises LocalError where the folder cannot be written.
-        """
-        path = _free_path(home, name)
-        if path is None:
-            log.warning("%s is too long a path for a socket: this node takes no commands", home)
-            yield None
-            return
-        server = await asyncio.start_unix_server(self._answer, path, limit=MAX_LINE_BYTES)
-        path.chmod(0o600)
-        try:
-            yield path
-        finally:
-            server.close()
-            path.unlink(missing_ok=True)
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            line = await asyncio.wait_for(reader.readline(), REQUEST_TIMEOUT_S)
-            writer.write(msgspec.json.encode(await self._obey(line)) + b"\n")
-            await writer.drain()
-        except (asyncio.TimeoutError, ValueError, ConnectionError) as error:  # ValueError: a line over its limit
-            log.info("a command that cannot be answered: %r", error)
-        finally:
-            writer.close()
-
-    async def _obey(self, line: bytes) -> Mapping[str, Any]:
-        try:
-            request = msgspec.json.decode(line, type=ControlRequest)
-            self._commands[request.command](request)
-        except (*DECODE_ERRORS, KeyError, ValueError) as error:
-            return {"error": f"not a command: {error}"}
+    async def _obey(self, request: ControlRequest) -> Mapping[str, Any]:
+        self._commands[request.command](request)
         if request.wait_s > 0 and not self._stop.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._lending.settled(), min(request.wait_s, MAX_WAIT_S))
@@ -116,21 +62,3 @@ class ControlServer:
     def _state(self) -> Mapping[str, Any]:
         lending = self._lending
         return {**self._describe(), "pid": os.getpid(), "state": lending.state.value, "reason": lending.reason}
-
-
-def _free_path(home: Path, name: str) -> Path | None:
-    """Where nobody answers: what a killed node left is taken away."""
-    folder, name = home / FOLDER, re.sub(r"[^\w.-]+", "-", name).strip("-.") or "node"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)
-        for number in range(1, 100):
-            path = folder / f"{name if number == 1 else f'{name}-{number}'}{SUFFIX}"
-            if len(os.fsencode(path)) > MAX_PATH_BYTES:
-                return None
-            if tell_node(path, "state") is None:
-                path.unlink(missing_ok=True)
-                return path
-    except OSError as error:
-        raise LocalError(f"cannot write {folder}: {error.strerror or error}") from error
-    raise LocalError(f"a hundred nodes run from {folder} already")

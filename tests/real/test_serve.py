@@ -9,6 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from swarmnode.lending.control_client import running_gateways, tell_node
 from swarmnode.localswarm import NodeProcess
 from tests.browser.axe import serious_faults
 from tests.browser.chromium import BrowserPage, Chromium, find_chromium
@@ -45,6 +46,10 @@ def test_a_node_dies_in_the_middle_of_sentences(local: ForkedSwarm, server: Node
         said = [{"role": "user", "content": "How are the hens?"}]
         alone = client.chat.completions.create(messages=said, **ASK).choices[0].message.content
     assert asyncio.run(while_one_is_killed(url, local.members[1])) == [alone] * STREAMS
+    told = tell_node(running_gateways(server.home)["local"], "why")
+    assert told is not None and told["state"] == "serving" and told["sessions"] == 0
+    assert any(decision["topic"] == "routing" and decision["facts"] for decision in told["decisions"])
+    assert "error" in (tell_node(running_gateways(server.home)["local"], "pause") or {})
 
 
 async def while_one_is_killed(url: str, node: NodeProcess) -> list[str]:

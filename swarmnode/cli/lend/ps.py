@@ -1,4 +1,4 @@
-"""`swarmnode ps`: the nodes that run on this machine."""
+"""`swarmnode ps`: the nodes and gateways that run on this machine."""
 
 from __future__ import annotations
 
@@ -10,24 +10,32 @@ from swarmnode.cli.terminal.console import HOME, JSON, default_home, print_json,
 
 @reports_errors
 def ps(home: Path = HOME, as_json: bool = JSON) -> None:
-    """List the nodes that run on this machine: what they do, and why not more.
+    """List the nodes and gateways that run on this machine: what they do, and why not more.
 
     Example: swarmnode ps
     """
-    from swarmnode.lending.control_client import running_nodes, tell_node
+    from swarmnode.lending.control_client import running_gateways, running_nodes, tell_node
 
-    answers = {node: tell_node(path, "state") for node, path in running_nodes(default_home(home)).items()}
-    alive = {node: answer for node, answer in answers.items() if answer is not None}
+    folder = default_home(home)
+    sockets = [("run", *found) for found in running_nodes(folder).items()]
+    sockets += [("serve", *found) for found in running_gateways(folder).items()]
+    answers = [
+        {"node": name, "does": does, **answer}
+        for does, name, path in sockets
+        if (answer := tell_node(path, "state")) is not None
+    ]
     if as_json:
-        print_json([{"node": node, **answer} for node, answer in alive.items()])
+        print_json(answers)
         return
-    if not alive:
+    if not answers:
         say("No node runs here.")
         return
     from swarmnode.cli.terminal.tables import new_table, show
 
-    table = new_table("", ("node", "swarm", "pid", "state", "units", "sessions"), numbers=("pid", "sessions"))
-    for node, answer in alive.items():
-        span = "" if answer["span"] is None else "{}:{}".format(*answer["span"])
-        table.add_row(node, answer["swarm"], str(answer["pid"]), state_text(answer), span, str(answer["sessions"]))
+    columns = ("node", "does", "swarm", "pid", "state", "units", "sessions")
+    table = new_table("", columns, numbers=("pid", "sessions"))
+    for answer in answers:
+        span = "{}:{}".format(*answer["span"]) if answer.get("span") else ""
+        told = answer["node"], answer["does"], answer["swarm"], str(answer["pid"]), state_text(answer)
+        table.add_row(*told, span, str(answer["sessions"]))
     show(table)

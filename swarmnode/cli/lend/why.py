@@ -61,9 +61,11 @@ def why(
 
 
 def _ask_nodes(about: str, home: Path) -> list[dict[str, Any]]:
-    from swarmnode.lending.control_client import running_nodes, tell_node
+    from swarmnode.lending.control_client import running_gateways, running_nodes, tell_node
 
-    answers = ((node, tell_node(path, "why", about=about)) for node, path in running_nodes(home).items())
+    asked = [*running_nodes(home).items()]
+    asked += [(f"the gateway to {swarm}", path) for swarm, path in running_gateways(home).items()]
+    answers = ((node, tell_node(path, "why", about=about)) for node, path in asked)
     explained = [{"node": node, **answer} for node, answer in answers if answer is not None]
     return explained or fail("no node runs here; `--swarm NAME` asks a swarm's directory")
 

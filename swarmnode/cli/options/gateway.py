@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.terminal.console import print_json, say
 from swarmnode.errors import NetworkDown
+from swarmnode.lending.control_client import GATEWAYS
 from swarmnode.net.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
     from swarmnode.client import SwarmClient
     from swarmnode.gateway.access.keys import KeyRing
     from swarmnode.gateway.config import GatewayConfig
+    from swarmnode.lending.command_socket import ControlRequest
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 LOOPBACK = "127.0.0.1"
@@ -43,10 +47,18 @@ class GatewayAddress:
         from swarmnode.gateway.gateway import Gateway
         from swarmnode.gateway.http.http_server import serving_http
         from swarmnode.gateway.page.page import Page
+        from swarmnode.lending.command_socket import CommandSocket
 
         gateway = Gateway(clients, keys, config or GatewayConfig())
         page = Page(gateway, self.home)
-        async with serving_http(build_app(gateway, page), self.host, self.port) as bound, page.watching():
+        async with (
+            serving_http(build_app(gateway, page), self.host, self.port) as bound,
+            page.watching(),
+            contextlib.AsyncExitStack() as sockets,
+        ):
+            for name, client in clients.items():
+                socket = CommandSocket(partial(_obey, name, client))
+                await sockets.enter_async_context(socket.listening(self.home / GATEWAYS, name))
             self._tell(bound, page.owner.token, list(clients))
             yield
 
@@ -57,6 +69,14 @@ class GatewayAddress:
             print_json({"event": "serving", "url": url, "page": page, "models": models})
         else:
             say(f"Serving {', '.join(models)} at {url}\nPage: {page}")
+
+
+async def _obey(name: str, client: SwarmClient, request: ControlRequest) -> dict[str, Any]:
+    """What the owner may ask of a gateway: how it is, and why. Raises ValueError where it is something else."""
+    if request.command not in ("state", "why"):
+        raise ValueError(f"a gateway cannot {request.command}")
+    answer = {"swarm": name, "pid": os.getpid(), "state": "serving", "reason": "", "sessions": len(client.running)}
+    return {**answer, **(client.why(request.about) if request.command == "why" else {})}
 
 
 def _origin(host: str, port: int) -> str:

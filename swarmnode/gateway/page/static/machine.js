@@ -26,6 +26,9 @@ const LENDS = {
   days: (value) => `on ${value.join(", ")}`,
   on_mains: () => "not on battery",
   max_pressure: (value) => `while programs wait for memory less than ${percent(value)} of the time`,
+  unmetered: () => "not where the connection is paid by what it carries",
+  max_gpu_memory_bytes: (value) => `while other programs use less than ${bytes(value)} of a card`,
+  max_gpu_load: (value) => `while other programs use less than ${percent(value)} of a card's time`,
   monthly_bytes: (value) => `at most ${bytes(value)} of traffic a month`,
 };
 
