@@ -24,18 +24,26 @@ from swarmnode.cli.terminal.console import (
     unless_stopped,
 )
 from swarmnode.cli.terminal.printable import one_line
+from swarmnode.cli.terminal.swarm_news import SwarmNews, slowest_links
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 NAME_CHARS, DEVICE_CHARS, BAR_CHARS = 10, 10, 12
+LINKED = 32  # peers between which links are compared
 _DECORATION = re.compile(r"\((R|TM)\)|@.*|\b(NVIDIA|GeForce|AMD|Intel|Processor|CPU|Graphics)\b", re.IGNORECASE)
 
 
 @reports_errors
 def status(
     swarm: str = SWARM,
-    watch: bool = typer.Option(False, "--watch", "-w", help="Keep showing it as it changes, until Ctrl-C."),
+    watch: bool = typer.Option(
+        False,
+        "--watch",
+        "-w",
+        help="Keep showing it as it changes, with slow links and who comes, goes or moves.",
+    ),
     home: Path = HOME,
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
@@ -78,10 +86,25 @@ async def _watch(client: Any, status_of: Callable[[], dict[str, Any]], as_json: 
         while True:
             print_json(status_of())
             await client.changed()
-    with Live(status_table(status_of()), auto_refresh=False) as live:
+    picture = status_of()
+    news = SwarmNews(picture)
+    with Live(watched(picture, client.links(LINKED), news), auto_refresh=False) as live:
         while True:
             await client.changed()
-            live.update(status_table(status_of()), refresh=True)
+            picture = status_of()
+            news.look(picture)
+            live.update(watched(picture, client.links(LINKED), news), refresh=True)
+
+
+def watched(picture: dict[str, Any], links: dict[str, Any], news: SwarmNews) -> Group:
+    """The table, the slowest links, and what has changed lately."""
+    from rich.console import Group
+    from rich.text import Text
+
+    slow = list(slowest_links(links, picture))
+    lines = ["Slowest links", *slow, ""] if slow else []
+    lines += ["Lately", *news.lines] if news.lines else []
+    return Group(status_table(picture), Text("\n".join(lines), "dim", overflow="ellipsis", no_wrap=True))
 
 
 def status_table(status: dict[str, Any]) -> Table:

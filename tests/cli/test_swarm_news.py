@@ -1,0 +1,63 @@
+"""What `status --watch` tells beside its table."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from swarmnode.cli.terminal.swarm_news import KEPT, SwarmNews, changes, slowest_links
+from swarmnode.cli.use.status import watched
+
+
+def picture(*peers: tuple[str, tuple[int, int], str]) -> dict[str, Any]:
+    told = {"device": "cpu", "sessions": 0, "reached": "unknown", "sends": {}}
+    listed = [
+        {"peer": f"12D3{name}", "name": name, "span": span, "state": state, **told} for name, span, state in peers
+    ]
+    return {"name": "friends", "units": 6, "mode": "serve", "missing": [], "peers": listed}
+
+
+FIRST = picture(("alice", (0, 3), "ready"), ("bob", (3, 6), "ready"))
+LINKS = {
+    "peers": ["12D3alice", "12D3bob", "12D3carol"],
+    "rtt_s": [[0, 0.02, 0.3], [0.02, 0, 0.1], [0.3, 0.1, 0]],
+    "measured": [[False, True, False], [True, False, True], [False, True, False]],
+    "bandwidth_bps": [[None, 8e6, None], [20e6, None, None], [None, None, None]],
+}
+
+
+def test_who_came_went_moved_or_changed() -> None:
+    assert list(changes(FIRST, FIRST)) == []
+    after = picture(("alice", (0, 3), "draining"), ("carol", (3, 6), "loading"))
+    assert sorted(changes(FIRST, after)) == [
+        f"alice ({'12D3alice'[-8:]}) is draining",
+        f"bob ({'12D3bob'[-8:]}) is gone; it held units 3:6",
+        f"carol ({'12D3carol'[-8:]}) has come, for units 3:6",
+    ]
+    moved = picture(("alice", (3, 6), "joining"), ("bob", (0, 0), "paused"))
+    assert [line.split(") ")[1] for line in changes(FIRST, moved)] == [
+        "moves from units 0:3 to units 3:6",
+        "moves from units 3:6 to no units",
+    ]
+
+
+def test_markup_of_strangers_and_more_than_there_is_room_for() -> None:
+    news = SwarmNews(FIRST, clock=lambda: "12:00:00")
+    for number in range(3 * KEPT):
+        name = f"\x1b[31m[bold]{number}"
+        news.look(picture((name, (0, 6), "ready")))
+    assert len(news.lines) == KEPT and all("\x1b" not in line for line in news.lines)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(watched(FIRST, LINKS, news))
+    shown = console.export_text()
+    assert "Slowest links" in shown and "Lately" in shown and "[bold]" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_the_slowest_links_come_first() -> None:
+    first, second, third = slowest_links(LINKS, FIRST)
+    assert "300.0 ms (estimated)" in first and first.startswith("alice") and "Mbit" not in first
+    assert "100.0 ms" in second and third.endswith("20.0 ms, 8 Mbit/s")
+    assert list(slowest_links({**LINKS, "peers": []}, FIRST)) == []
