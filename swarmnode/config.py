@@ -11,7 +11,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "nf4")
 CAPTURES = ("auto", "off")
 COMPRESSIONS = ("auto", "none", "bf16", "int8", "int4", "adatopk")
-DEVICES = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
+DEVICES = re.compile(r"auto|all|cpu|mps|cuda|(cuda|cpu):\d{1,3}(,\1:\d{1,3})*")
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class ClientConfig:
 class StageConfig:
     """What a volunteer lends to one stage. None means: find out."""
 
-    device: str = "auto"
+    device: str = "auto"  # or several, as in "cuda:0,cuda:1"
     dtype: str = "auto"
     quantize: str = "none"
-    memory_bytes: int | None = None
+    memory_bytes: int | None = None  # of each card, or of the machine where CPUs compute
     threads: int | None = None
     cache_tokens: int = 4096  # positions (rows x length) that must fit beside the weights
     max_cache_tokens: int = 262_144
@@ -64,7 +64,11 @@ class StageConfig:
     def check(self) -> StageConfig:
         """The same, where every word of it can be meant: before anything is joined. Raises UsageError."""
         if not DEVICES.fullmatch(self.device):
-            raise UsageError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N or mps")
+            several = "several of one kind as in cuda:0,cuda:1"
+            raise UsageError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps, all, or {several}")
+        numbers = [int(number) for number in re.findall(r"\d+", self.device)]
+        if len(set(numbers)) < len(numbers):
+            raise UsageError(f"--device {self.device}: the same device twice")
         for option, text, choices in (
             ("--dtype", self.dtype, DTYPES),
             ("--quantize", self.quantize, QUANTIZATIONS),

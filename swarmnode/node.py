@@ -50,8 +50,9 @@ from swarmnode.swarm.storage.swarmfile import Swarm
 if TYPE_CHECKING:
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.roles.fetching.weights import Weights
+    from swarmnode.roles.serving.hardware import Hardware
     from swarmnode.roles.serving.kept_span import KeptSpan
-    from swarmnode.roles.serving.stage import Hardware, ServingStage
+    from swarmnode.roles.serving.stage import ServingStage
     from swarmnode.roles.training.worker.training_worker import TrainingWorker
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Node:
         self._tell = tell
         self._host: Host | None = None
         self._receipts: ReceiptKeeper | None = None
-        self._executor: Executor | None = None
+        self._executors: list[Executor] = []  # by device
         self._stage: ServingStage | TrainingWorker | None = None
         self._span: Span | None = None
         self._kept: KeptSpan | None = None  # while it pauses
@@ -126,29 +127,35 @@ class Node:
         async with AsyncExitStack() as closing:  # each in its turn, also where the one before was interrupted
             heavy = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, "swarmnode.roles.serving.stage"))
             closing.push_async_callback(cancel_and_wait, heavy)
+            threads = [self.config.stage.threads]  # of each device
             if self.config.stage.device not in ("auto", "cpu"):
                 # A card that is not here is told before anybody hears of us.
-                await asyncio.to_thread((await heavy).probe_device, self.config.stage.device)
+                await heavy
+                from swarmnode.roles.serving.hardware import threads_of_devices
+
+                threads = await asyncio.to_thread(threads_of_devices, self.config.stage)
             host = self._host = await Host.join(self._swarm, self.config.host, platform=self.platform)
             closing.push_async_callback(host.close)
-            executor = self._executor = self.platform.start_executor(self.config.stage.threads)
-            closing.push_async_callback(executor.close)
+            for count in threads:
+                executor = self.platform.start_executor(count)
+                closing.push_async_callback(executor.close)
+                self._executors.append(executor)
             services = await closing.enter_async_context(AsyncExitStack())
             closing.push_async_callback(self._close_stage)
             living = asyncio.ensure_future(self._live(host, heavy, services))
             closing.push_async_callback(cancel_and_wait, living)
-            await self._until(stop, living, host, executor)
+            await self._until(stop, living, host)
             await cancel_and_wait(living)  # else it would find another place while this one is left
             await self._leave(host)
 
-    async def _until(self, stop: asyncio.Event, living: asyncio.Task[None], host: Host, executor: Executor) -> None:
+    async def _until(self, stop: asyncio.Event, living: asyncio.Task[None], host: Host) -> None:
         """Watch over the node's life until it is to leave. Raises what else ended it."""
         stopped = asyncio.ensure_future(stop.wait())
         turned_away = asyncio.ensure_future(host.wait_turned_away())
         reporting = asyncio.ensure_future(self._report(host))
         ruling = asyncio.ensure_future(self._follow_rules(host))
         broken = asyncio.ensure_future(host.supervisor.broken())
-        deaths = (executor.died, broken)
+        deaths: list[asyncio.Future[Any]] = [*(executor.died for executor in self._executors), broken]
         endings: set[asyncio.Future[Any]] = {living, stopped, turned_away, reporting, ruling, *deaths}
         try:
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
@@ -175,7 +182,7 @@ class Node:
         prober = Prober(host.network, host.hello, host.link_config, busy=lambda: self._busy(host))
         await heavy
         from swarmnode.roles.fetching.weights import Weights
-        from swarmnode.roles.serving.stage import Hardware
+        from swarmnode.roles.serving.hardware import Hardware
 
         weights = Weights(host)
         receipts = self._receipts = await asyncio.to_thread(ReceiptKeeper, host)
@@ -186,12 +193,13 @@ class Node:
         trains = host.swarm.manifest.mode == TRAIN
         probe = partial(Hardware.probe, trains=trains, host=host.link_config.ledger, clock=host.clock)
         hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
-        guard = CardGuard.start(self.config.card, hardware.throttle, Cards, on_crash=host.supervisor.ends_peer)
+        paced = [lent.throttle for lent in hardware.lent]
+        guard = CardGuard.start(self.config.card, paced, Cards, on_crash=host.supervisor.ends_peer)
         services.push_async_callback(guard.close)
-        assert self._executor is not None
-        await self._executor.call(Urgency.CONTROL, hardware.device.use, kind="use the device")
+        for executor, lent in zip(self._executors, hardware.lent, strict=True):
+            await executor.call(Urgency.CONTROL, lent.device.use, kind="use the device")
         machine, place = hardware.machine(self.config.host.home), self._place(host, hardware)
-        self._tell("machine", f"This machine: {hardware.device}, {machine['cpu_cores']} cores", **machine)
+        self._tell("machine", f"This machine: {hardware.found}, {machine['cpu_cores']} cores", **machine)
         while True:
             await until_first(self._work(host, seeder, weights, hardware, place), self._held(host))
             await self._pause(host)
@@ -302,14 +310,13 @@ class Node:
         self, host: Host, checkpoint: Checkpoint, hardware: Hardware, span: Span
     ) -> ServingStage | TrainingWorker:
         """What this swarm's volunteers do with their units."""
-        assert self._executor is not None
         if not hardware.trains:
             from swarmnode.roles.serving.stage import ServingStage
 
-            return await ServingStage.load(host, checkpoint, hardware, span, self._executor)
+            return await ServingStage.load(host, checkpoint, hardware, span, self._executors)
         from swarmnode.roles.training.worker.training_worker import TrainingWorker
 
-        training_worker = await TrainingWorker.load(host, checkpoint, hardware, span, self._executor)
+        training_worker = await TrainingWorker.load(host, checkpoint, hardware, span, self._executors)
         training_worker.listen(self._tell)
         return training_worker
 
@@ -353,9 +360,8 @@ class Node:
         """Serve what was kept in memory."""
         from swarmnode.roles.serving.stage import ServingStage
 
-        assert self._executor is not None
         self._kept = None
-        return await ServingStage.take_up(host, kept, hardware, self._executor)
+        return await ServingStage.take_up(host, kept, hardware, self._executors)
 
     def _tell_lending(self, state: LendingState, reason: str) -> None:
         if state in LENDING:

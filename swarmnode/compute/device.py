@@ -66,6 +66,18 @@ def computes_in_bfloat16(card: torch.device) -> bool:
     return torch.version.hip is not None or major >= AMPERE
 
 
+def probe_devices(wanted: str = "auto") -> tuple[Device, ...]:
+    """The devices asked for, one or several ("cuda:0,cuda:1"; "all": every card). Raises LocalError where one is not here.
+
+    CPU devices ("cpu:0,cpu:1") are threads that compute beside one another, at most as many as there are cores.
+    """
+    if wanted != "all":
+        return tuple(probe_device(name) for name in wanted.split(","))
+    if not torch.cuda.is_available():
+        raise LocalError("no device 'all': there is no card on this machine that torch can use")
+    return tuple(_probe_cuda(number) for number in range(torch.cuda.device_count()))
+
+
 def probe_device(wanted: str = "auto") -> Device:
     """The device asked for ("auto": the GPU with most free memory, else the CPU). Raises LocalError where it is not here."""
     kind, _, number = wanted.partition(":")
@@ -79,9 +91,7 @@ def probe_device(wanted: str = "auto") -> Device:
         memory = psutil.virtual_memory()
         return Device("mps", 0, f"Apple {platform.processor()}", memory.total, memory.available, shared=True)
     if kind == "cpu":
-        memory = psutil.virtual_memory()
-        total_bytes = min(memory.total, _container_limit_bytes() or memory.total)
-        return Device("cpu", 0, _cpu_name(), total_bytes, min(memory.available, total_bytes), shared=True)
+        return _probe_cpu(int(number or 0))
     raise LocalError(f"no device {wanted!r} on this machine: use auto, cpu, cuda, cuda:N or mps")
 
 
@@ -93,9 +103,25 @@ def set_threads(count: int | None = None) -> int:
     return count
 
 
+def threads_each(wanted: str, threads: int | None, devices: int) -> int | None:
+    """Of `threads` that were asked for (None: as many as torch takes), how many each device has: CPU devices share the cores."""
+    if threads is None and wanted.startswith("cpu:"):
+        return max(1, usable_cores() // devices)
+    return threads
+
+
 def usable_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _probe_cpu(index: int) -> Device:
+    """Each core may be one: their memory is the same."""
+    if index >= usable_cores():
+        raise LocalError(f"no device cpu:{index}: there are {usable_cores()} cores")
+    memory = psutil.virtual_memory()
+    total_bytes = min(memory.total, _container_limit_bytes() or memory.total)
+    return Device("cpu", index, _cpu_name(), total_bytes, min(memory.available, total_bytes), shared=True)
 
 
 def _probe_cuda(index: int | None) -> Device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,23 +57,28 @@ def next_share(share: float, most: float, strain: float) -> float:
 
 
 class CardGuard:
-    """Looks at the card again and again, from `start` to `close`. `paced` is what rests."""
+    """Looks at the cards again and again, from `start` to `close`. `paced` is what rests: all of them for the hottest."""
 
     def __init__(
-        self, limits: CardLimits, paced: Paced, sensors: Callable[[], Sensors], *, on_crash: OnCrash | None = None
+        self,
+        limits: CardLimits,
+        paced: Sequence[Paced],
+        sensors: Callable[[], Sensors],
+        *,
+        on_crash: OnCrash | None = None,
     ) -> None:
         self._limits = limits
         self._paced = paced
-        self._most = paced.share
+        self._most = paced[0].share
         self._sensors = sensors
         self._tasks = Tasks("card guard", on_crash=on_crash)
 
     def __repr__(self) -> str:
-        return f"<CardGuard of {self._limits}, at {self._paced.share:.0%} of {self._most:.0%}>"
+        return f"<CardGuard of {self._limits}, at {self._paced[0].share:.0%} of {self._most:.0%}>"
 
     @classmethod
     def start(
-        cls, limits: CardLimits, paced: Paced, sensors: Callable[[], Sensors], *, on_crash: OnCrash | None
+        cls, limits: CardLimits, paced: Sequence[Paced], sensors: Callable[[], Sensors], *, on_crash: OnCrash | None
     ) -> CardGuard:
         """One that watches from now on, where there is a ceiling."""
         guard = cls(limits, paced, sensors, on_crash=on_crash)
@@ -93,5 +98,7 @@ class CardGuard:
             await asyncio.sleep(LOOK_S)
 
     def judge(self, celsius: float | None, watts: float | None) -> None:
-        """Let the device rest as much as what was seen asks for."""
-        self._paced.share = next_share(self._paced.share, self._most, self._limits.strain(celsius, watts))
+        """Let the devices rest as much as what was seen asks for."""
+        share = next_share(self._paced[0].share, self._most, self._limits.strain(celsius, watts))
+        for paced in self._paced:
+            paced.share = share

@@ -16,7 +16,7 @@ from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.config import StageConfig
 from swarmnode.errors import LocalError
-from swarmnode.roles.serving.stage import Hardware
+from swarmnode.roles.serving.hardware import Hardware
 from swarmnode.swarm.records.run import Run
 from tests.card.conftest import LAYERS
 from tests.card.simulated import TOTAL_BYTES, SimulatedCards

@@ -128,8 +128,23 @@ def test_rates(text: str, rate_bps: float) -> None:
     assert parse_rate(text, "--max-upload") == rate_bps
 
 
-def test_every_device_that_there_may_be() -> None:
-    for device in ("auto", "cpu", "mps", "cuda", "cuda:0", "cuda:15"):
-        assert StageConfig(device=device).check().device == device
-    with pytest.raises(UsageError):
-        StageConfig(device="CUDA").check()
+@pytest.mark.parametrize(
+    "device", ["auto", "all", "cpu", "mps", "cuda", "cuda:0", "cuda:15", "cuda:1,cuda:0", "cpu:0,cpu:1,cpu:2"]
+)
+def test_every_device_that_there_may_be(device: str) -> None:
+    assert StageConfig(device=device).check().device == device
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["CUDA", "cuda:0,", "cuda:0,1", "cuda:0, cuda:1", "cuda,cuda", "cuda:0,cpu:0", "cpu,cuda:0", "mps,mps", "all,cpu"],
+)
+def test_what_is_no_device(device: str) -> None:
+    with pytest.raises(UsageError, match=r"choose auto.* or several of one kind as in cuda:0,cuda:1$"):
+        StageConfig(device=device).check()
+
+
+@pytest.mark.parametrize("device", ["cuda:0,cuda:0", "cpu:1,cpu:01", "cuda:2,cuda:1,cuda:2"])
+def test_no_device_twice(device: str) -> None:
+    with pytest.raises(UsageError, match="twice"):
+        StageConfig(device=device).check()

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from swarmnode.compute import device
-from swarmnode.compute.device import probe_device
+from swarmnode.compute.device import probe_device, probe_devices
+from swarmnode.errors import LocalError
 
 CARDS = {"GPU-aaaa": (4 << 30, 24 << 30), "GPU-bbbb": (20 << 30, 24 << 30)}  # free, total bytes
 
@@ -43,3 +44,29 @@ def test_without_the_drivers_library_torch_is_asked(two_cards):
     two_cards.setattr(pynvml, "nvmlInit", fails)
     two_cards.setattr(torch.cuda, "mem_get_info", lambda index: [(9, 10), (5, 10)][index])
     assert probe_device("cuda").index == 0
+
+
+def test_several_cards_in_the_order_asked_for(two_cards):
+    assert [found.torch_device.index for found in probe_devices("cuda:1,cuda:0")] == [1, 0]
+    assert [found.free_bytes for found in probe_devices("all")] == [4 << 30, 20 << 30]
+    assert len(probe_devices("auto")) == 1
+    with pytest.raises(LocalError, match="no device cuda:7: there are 2"):
+        probe_devices("cuda:0,cuda:7")
+
+
+def test_without_cards(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(LocalError, match="no device 'all': there is no card"):
+        probe_devices("all")
+    with pytest.raises(LocalError, match="no device 'cuda:0' on this machine"):
+        probe_devices("cuda:0,cuda:1")
+
+
+def test_cores_as_devices(monkeypatch):
+    monkeypatch.setattr(device, "usable_cores", lambda: 2)
+    assert [(found.kind, found.index, found.torch_device) for found in probe_devices("cpu:0,cpu:1")] == [
+        ("cpu", 0, torch.device("cpu")),
+        ("cpu", 1, torch.device("cpu")),
+    ]
+    with pytest.raises(LocalError, match="no device cpu:2: there are 2 cores"):
+        probe_devices("cpu:0,cpu:2")

@@ -90,7 +90,7 @@ def test_without_a_driver_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_card_that_warms_settles_below_its_ceiling() -> None:
     """In a minute, from 95 degrees at full duty over 30 at rest; the share follows, and none is taken that is not lent."""
     paced = SimpleNamespace(share=0.9)
-    guard = CardGuard(CardLimits(max_celsius=80), paced, Cards)
+    guard = CardGuard(CardLimits(max_celsius=80), [paced], Cards)
     celsius, seen = 30.0, []
     for _ in range(600):
         celsius += 0.1 * (30 + 72 * paced.share - celsius)  # as warm as its duty makes it, after some seconds

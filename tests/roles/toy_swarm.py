@@ -35,6 +35,7 @@ from swarmnode.roles.serving.client.generation import GenerateOptions, RingStrea
 from swarmnode.roles.serving.client.router import Route, Router
 from swarmnode.roles.serving.compute_watch import Running
 from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Sample
+from swarmnode.roles.serving.pipeline import Pipeline
 from swarmnode.roles.serving.server import StageServer
 
 MODULUS = 997
@@ -80,7 +81,14 @@ class ToyWorker:
 
     def __init__(self, start: int, end: int, cache_bytes: int) -> None:
         self.runner: Any = SimpleNamespace(
-            span=SimpleNamespace(start=start, end=end, hidden_size=1, vocab_size=MODULUS, position_limit=None),
+            span=SimpleNamespace(
+                start=start,
+                end=end,
+                hidden_size=1,
+                vocab_size=MODULUS,
+                position_limit=None,
+                cache_bytes_per_token=end - start,
+            ),
             pool=SimpleNamespace(budget=CacheBudget(cache_bytes)),
             reservation_bytes=lambda rows, length, start, end: rows * length * (end - start),
         )
@@ -159,7 +167,8 @@ class Volunteer:
         self.worker = ToyWorker(start, end, cache_bytes)
         self.ledger = MemoryLedger()
         link = replace(link_config(), ledger=self.ledger)
-        self.server = StageServer(self.network, HELLO, self.worker, config, link)  # type: ignore[arg-type]
+        pipeline = Pipeline([self.worker], self.ledger)  # type: ignore[list-item]
+        self.server = StageServer(self.network, HELLO, [pipeline], config, link)
 
 
 class ToyRouter(Router):

@@ -62,7 +62,7 @@ def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float) -> 
     from swarmnode.compute.model.hub import open_checkpoint
     from swarmnode.compute.read_rate import measure_read_rate
     from swarmnode.plan.offline import fit as plan
-    from swarmnode.roles.serving.stage import MEMORY_SHARE
+    from swarmnode.roles.serving.hardware import MEMORY_SHARE
 
     checkpoint = open_checkpoint(model)
     dtype = device.dtype_for(checkpoint.dtype)

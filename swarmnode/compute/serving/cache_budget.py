@@ -36,6 +36,10 @@ class CacheBudget:
         claims = ", ".join(f"{size / 1e6:.1f} {claim.value}" for claim, size in self._claims.items())
         return f"<CacheBudget of {self.limit_bytes / 1e6:.1f} MB: {claims}>"
 
+    def is_in(self, ledger: MemoryLedger) -> bool:
+        """Whether what it takes is taken of this ledger."""
+        return self._ledger is ledger
+
     def claimed(self, claim: Claim) -> int:
         """Bytes of one claim."""
         return self._claims[claim]

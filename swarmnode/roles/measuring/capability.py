@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -196,6 +197,28 @@ class Capability:
     def section(self) -> WorkSpeeds:
         """What the announcement says; speeds that were not measured are left out."""
         return speeds_section(self.speeds)
+
+
+def in_sequence(parts: Iterable[tuple[int, Speeds]]) -> Speeds:
+    """Of (units, their speeds) that lie on devices one behind another: a position takes the time of all; 0 where one was not
+    measured."""
+    held = list(parts)
+    units = sum(count for count, _ in held)
+    fields = Speeds.__dataclass_fields__
+    by_field = {field: [(count, getattr(speeds, field)) for count, speeds in held] for field in fields}
+    return Speeds(
+        **{
+            field: units / sum(count / speed for count, speed in pairs) if all(speed for _, speed in pairs) else 0.0
+            for field, pairs in by_field.items()
+        }
+    )
+
+
+def mean_speeds(several: Sequence[Speeds]) -> Speeds:
+    """Of devices that do the same."""
+    return Speeds(
+        **{field: fmean(getattr(speeds, field) for speeds in several) for field in Speeds.__dataclass_fields__}
+    )
 
 
 def speeds_section(speeds: Speeds) -> WorkSpeeds:

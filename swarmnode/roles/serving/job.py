@@ -54,6 +54,7 @@ class Job(msgspec.Struct, frozen=True):
     skip: int = 0
     stages_after: int = 0
     truncate: Truncate | None = None  # what comes before it
+    handed_on: bool = False  # from another device of this node, where its positions were counted
 
     @property
     def phase(self) -> str:

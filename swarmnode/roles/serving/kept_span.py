@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,35 +14,35 @@ from swarmnode.plan.view import Span
 
 @dataclass(frozen=True)
 class KeptSpan:
-    """`memory` is what it takes in the host's ledger, until `release`, or `into` another one."""
+    """`replicas` of it, in parts, each with the number of its device. `memory` is what they take in the host's ledger, until
+    `release`, or until they are on their devices again."""
 
-    span: ModelSpan
+    replicas: Sequence[Sequence[tuple[int, ModelSpan]]]
     memory: Reservation
 
     def __repr__(self) -> str:
-        return f"<KeptSpan {self.span!r}>"
+        return f"<KeptSpan {self.replicas!r}>"
 
     @classmethod
-    def of(cls, span: ModelSpan, host: MemoryLedger) -> KeptSpan | None:
+    def of(cls, replicas: Sequence[Sequence[tuple[int, ModelSpan]]], host: MemoryLedger) -> KeptSpan | None:
         """Move a span that nobody uses into the host's memory; None for quantised weights, which cannot go there and come back."""
-        if span.quantization is not None:
-            span.close()
+        spans = [span for replica in replicas for _, span in replica]
+        if any(span.quantization is not None for span in spans):
+            for span in spans:
+                span.close()
             return None
-        span.move_to(torch.device("cpu"))
-        return cls(span, host.count(Account.WEIGHTS, span.weight_bytes))
+        for span in spans:
+            span.move_to(torch.device("cpu"))
+        return cls(replicas, host.count(Account.WEIGHTS, sum(span.weight_bytes for span in spans)))
 
     @property
     def units(self) -> Span:
         """Which they are."""
-        return Span(self.span.start, self.span.end)
-
-    def into(self, ledger: MemoryLedger) -> Reservation:
-        """Its memory belongs to this ledger from now on: a device's."""
-        weights = ledger.count(Account.WEIGHTS, self.span.weight_bytes)
-        self.memory.release()
-        return weights
+        return Span(self.replicas[0][0][1].start, self.replicas[0][-1][1].end)
 
     def release(self) -> None:
         """Free it."""
-        self.span.close()
+        for replica in self.replicas:
+            for _, span in replica:
+                span.close()
         self.memory.release()

@@ -6,12 +6,11 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Attach, Body, Error, Hello, Open
 from swarmnode.codec.trace_messages import trace_id
-from swarmnode.compute.serving.cache_budget import Claim
 from swarmnode.compute.serving.grammar import GrammarMatcher
 from swarmnode.config import ServerConfig
 from swarmnode.decisions import DecisionLog, Topic
@@ -24,12 +23,11 @@ from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.roles.credit.completed_work import CompletedWork
-from swarmnode.roles.measuring.meters import SERVE, cause_of
+from swarmnode.roles.measuring.meters import cause_of
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.measuring.trace_log import SessionTrace, TraceLog
 from swarmnode.roles.measuring.trace_server import trace_server
 from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
-from swarmnode.roles.serving.compute_watch import ComputeWatch
 from swarmnode.roles.serving.early_attaches import EarlyAttaches
 from swarmnode.roles.serving.grammars import Grammars
 from swarmnode.roles.serving.job import Job, Pass
@@ -37,14 +35,13 @@ from swarmnode.roles.serving.opened import (
     check_sampling,
     draws_by_grammar,
     is_for,
-    journal_bytes,
     shape_of,
     text_of,
     units_of,
 )
+from swarmnode.roles.serving.pipeline import Pipeline
+from swarmnode.roles.serving.replicas import Replicas
 from swarmnode.roles.serving.session import StageSession
-from swarmnode.roles.serving.session_memory import SessionMemory
-from swarmnode.roles.serving.worker import Worker
 
 WATCH_S = 0.5
 
@@ -61,7 +58,7 @@ class StageServer:
         self,
         network: Network,
         hello: Hello,
-        worker: Worker,
+        pipelines: Sequence[Pipeline],
         config: ServerConfig,
         link_config: LinkConfig,
         observed_latency: ObservedLatency | None = None,
@@ -72,20 +69,17 @@ class StageServer:
         decisions: DecisionLog | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """`grammars` where tokens are drawn here, by a checkpoint with a tokenizer."""
+        """`pipelines` are the replicas of one span. `grammars` where tokens are drawn here, by a checkpoint with a tokenizer."""
         self.config = config
         self._grammars = grammars
         self._tasks = Tasks("stage server", on_crash=None)
         self._decisions = decisions or DecisionLog()
         self._network = network
-        self._worker = worker
-        self._runner = worker.runner
         self._sessions: dict[bytes, StageSession] = {}
-        self._memory = SessionMemory(worker.runner.pool.budget, link_config.ledger)
+        self._replicas = Replicas(pipelines, self._sessions, config)
         self._early = EarlyAttaches(config)
         self._keys = itertools.count()
         self._refusals: Counter[ErrorCode] = Counter()
-        self.watch = ComputeWatch()
         self._watching: asyncio.TimerHandle | None = None
         self._sweeping: asyncio.TimerHandle | None = None
         self.draining = False
@@ -94,19 +88,18 @@ class StageServer:
         self.switchboard = Switchboard(
             network, SESSION_PROTOCOL, hello, link_config, accept=self._accept, on_peer_lost=on_neighbour_lost
         )
-        self.hidden_size = self._runner.span.hidden_size
-        self._position_limit = self._runner.span.position_limit  # of every session
+        self.hidden_size = self._replicas.hidden_size
         self.orphan_grace_s = config.orphan_grace_s
         self.observed_latency = observed_latency or ObservedLatency()
         self._completed = completed or CompletedWork()
         self._weight_of = weight_of
-        self.clock = worker.clock  # on which what its jobs take is told, too
+        self.clock = self._replicas.clock  # on which what its jobs take is told, too
         self._traces = TraceLog()  # of sessions that are over
         self._trace_server = trace_server(network, hello, link_config, self.trace)
 
     def __repr__(self) -> str:
         state = "draining" if self.draining else "serving"
-        return f"<StageServer {state} {self.load} sessions with {self._worker!r}>"
+        return f"<StageServer {state} {self.load} sessions with {self._replicas!r}>"
 
     @property
     def load(self) -> int:
@@ -115,13 +108,9 @@ class StageServer:
 
     def readings(self) -> Readings:
         """What the sessions do here and take, and what was refused."""
-        span = self._worker.meter.label
-        budget = self._runner.pool.budget
-        yield from self._worker.meter.readings()
-        yield Reading(table.QUEUE, self._worker.queued, (span, SERVE))
+        span = f"{self._replicas.span.start}:{self._replicas.span.end}"
+        yield from self._replicas.readings()
         yield Reading(table.SESSIONS, self.load, (span,))
-        yield Reading(table.CACHE_SIZE, budget.limit_bytes, (span,))
-        yield Reading(table.CACHE_RESERVED, budget.claimed(Claim.PROMISED), (span,))
         for code in ErrorCode:
             yield Reading(table.REFUSALS, self._refusals[code], (span, cause_of(code)))
 
@@ -183,30 +172,26 @@ class StageServer:
     # -- what sessions need
 
     def submit(self, job: Job) -> None:
-        self.watch.submitted(job.session, job.end, job.count, self._loop_s())
         if self._watching is None:
             self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._look_at_computing)
-        self._worker.submit(job)
+        self._replicas.of(job.session).submit(job, self._loop_s())
 
     def computed(self, session: StageSession, job: Job, run: Pass) -> None:
         """A job came back from the compute thread."""
         start, end = units_of(session.opened)
         self._completed.note(session.id, (end - start) * session.opened.rows * job.count)
-        self.watch.computed(job.session, job.end, job.count, run.ended_s - run.began_s, self._loop_s())
+        watch = self._replicas.of(job.session).watch
+        watch.computed(job.session, job.end, job.count, run.ended_s - run.began_s, self._loop_s())
 
     def _look_at_computing(self) -> None:
         self._watching = None
-        if self._stalled:
-            log.error("computing stands still: %r", self._worker)
-            waiting = self.watch.waiting
+        for pipeline in self._replicas.stalled:
+            log.error("computing stands still: %r", pipeline)
+            waiting = pipeline.watch.waiting
             for session in [session for session in self._sessions.values() if session.key in waiting]:
                 session.give_up(ErrorCode.PEER_LOST)
-        if self.watch.waiting:
+        if self._replicas.waiting:
             self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._look_at_computing)
-
-    @property
-    def _stalled(self) -> bool:
-        return self.watch.stalled(self._loop_s(), self._worker.running)
 
     def _sweep_soon(self) -> None:
         if self._sweeping is None and self._sessions:
@@ -225,16 +210,14 @@ class StageServer:
 
     def note_fault(self, code: ErrorCode) -> None:
         """A session told its client that a hop fails."""
-        self._worker.meter.faults[code] += 1
+        self._replicas.meter.faults[code] += 1
 
     def freed(self, session: StageSession) -> None:
         """A session gives back its place."""
         if self._sessions.get(session.id) is session:
             del self._sessions[session.id]
-            self._memory.release(session.key)
             self._traces.keep(session.trace_id, session.trace)
-            self.watch.forget(session.key)
-            self._worker.forget(session.key)
+            self._replicas.of(session.key).forget(session.key)
         if not self._sessions:
             self._idle.set()
 
@@ -280,9 +263,9 @@ class StageServer:
         if not is_for(body, self._network.peer_id, channel.peer):
             return Error(ErrorCode.MALFORMED)
         hop = body.route[body.index]
-        if not self._runner.span.start <= hop.start < hop.end <= self._runner.span.end:
+        if not self._replicas.span.start <= hop.start < hop.end <= self._replicas.span.end:
             return Error(ErrorCode.WRONG_SPAN)
-        wrong = check_sampling(body, text, self._runner.span.vocab_size)
+        wrong = check_sampling(body, text, self._replicas.vocab_size)
         if wrong is not None:
             return Error(wrong)
         session = self._sessions.get(body.session)
@@ -293,7 +276,7 @@ class StageServer:
             session = None
         if session is not None and text_of(body) != text_of(session.opened):
             session.kept = False  # it does not make room for itself
-            refusal = self._admit(session.key, channel.claimant, body, grows=True)
+            refusal = self._admit(session.key, channel.claimant, body)
             if refusal is not None:
                 session.free()
                 return refusal
@@ -313,79 +296,47 @@ class StageServer:
 
     def _note(self, what: str, sender: PeerId, body: Open) -> None:
         """Write down what was decided of a session, on the memory and the work that there were."""
-        span, budget = self._runner.span, self._runner.pool.budget
         facts = (
             f"it asks for {body.rows} rows of {body.max_length} positions, place {body.index} of {len(body.route)}",
-            f"here are units {span.start} to {span.end - 1}",
-            f"{self._asked_bytes(body) / 1e6:.1f} MB of cache are asked for",
-            f"{budget.free_bytes / 1e6:.1f} of {budget.limit_bytes / 1e6:.1f} MB of cache are free now",
-            f"{self.load} sessions are held, {len(self._idle_sessions())} of them without input for {self.config.idle_s:g} s",
+            f"here are units {self._replicas.span.start} to {self._replicas.span.end - 1}",
+            *self._replicas.describe(body),
+            f"{self.load} sessions are held, {len(self._replicas.idle)} of them without input for {self.config.idle_s:g} s",
             "this node takes nothing new" if self.draining else "this node takes sessions",
-            "computing stands still" if self._stalled else "computing goes on",
+            "computing stands still" if self._replicas.stalled else "computing goes on",
         )
         about = (sender, trace_id(body.session).hex())
-        self._decisions.note(Topic.ADMISSION, what, facts, about=about, units=(span.start, span.end))
+        self._decisions.note(Topic.ADMISSION, what, facts, about=about, units=self._replicas.span)
 
-    def _asked_bytes(self, body: Open) -> int:
-        """Cache of the units that it asks for and that are here."""
-        if body.index >= len(body.route):
-            return 0
-        start, end = (max(self._runner.span.start, min(unit, self._runner.span.end)) for unit in units_of(body))
-        return self._runner.reservation_bytes(body.rows, body.max_length, start, end) if start < end else 0
-
-    def _admit(self, key: int, claimant: Claimant, body: Open, *, grows: bool = False) -> Error | None:
+    def _admit(self, key: int, claimant: Claimant, body: Open) -> Error | None:
         """Reserve memory for a new session, or for one that gets another text: it can then never fail half-way for want of it."""
         if self.draining:
             return Error(ErrorCode.DRAINING)
-        if self._stalled:
-            return Error(ErrorCode.BUSY, retry_s=self.config.retry_s)
-        if self._position_limit is not None and body.max_length > self._position_limit:
+        limit = self._replicas.position_limit
+        if limit is not None and body.max_length > limit:
             return Error(ErrorCode.INVALID_REQUEST)
-        start, end = units_of(body)
-        cache_bytes = self._runner.reservation_bytes(body.rows, body.max_length, start, end)
-        if cache_bytes > self._runner.pool.budget.limit_bytes:
-            return Error(ErrorCode.TOO_LARGE)
-        if not self._reserve(key, claimant, cache_bytes, journal_bytes(body, self.hidden_size), grows=grows):
-            return Error(ErrorCode.BUSY, retry_s=self.config.retry_s)
-        if grows:
-            self._worker.extend(key, body.max_length)
+        pipeline = self._replicas.reserve(key, claimant, body)
+        if isinstance(pipeline, ErrorCode):
+            return Error(pipeline, retry_s=self.config.retry_s if pipeline == ErrorCode.BUSY else 0.0)
+        if key in pipeline:
+            pipeline.extend(key, body.max_length)
             return None
-        owner = owner_of(claimant) if body.index == 0 else ""  # for whom it is only the first hop knows
-        reservation = {"rows": body.rows, "max_length": body.max_length, "padding": body.padding}
-        weight = self._weight_of(claimant.peer)
-        self._worker.open(key, owner=owner, weight=weight, start=start, end=end, **reservation)
+        start, end = units_of(body)
+        pipeline.open(
+            key,
+            start=start,
+            end=end,
+            rows=body.rows,
+            max_length=body.max_length,
+            padding=body.padding,
+            owner=owner_of(claimant) if body.index == 0 else "",  # for whom it is only the first hop knows
+            weight=self._weight_of(claimant.peer),
+        )
         return None
 
-    def _reserve(self, key: int, claimant: Claimant, cache_bytes: int, journal_bytes: int, *, grows: bool) -> bool:
-        """Whether there is room for a session; it is reserved then. Those that nobody is bound to make room, those that are kept
-        for another text, then those of peers that have more."""
-        memory = self._memory
-        sizes = {"cache_bytes": cache_bytes, "journal_bytes": journal_bytes}
-        while not (memory.grow(key, **sizes) if grows else memory.reserve(key, claimant, **sizes)):
-            orphans = [session for session in self._sessions.values() if session.orphaned and session.key != key]
-            spare = min(orphans or self._kept(), key=lambda session: session.moved_s, default=None)
-            if spare is not None:
-                spare.free()
-                continue
-            ended = set(memory.who_gives_way(claimant, cache_bytes, journal_bytes, self._idle_sessions()))
-            if not ended:
-                return False
-            for session in [session for session in self._sessions.values() if session.key in ended]:
-                session.give_up(ErrorCode.BUSY, retry_s=self.config.retry_s)
-        return True
-
-    def _idle_sessions(self) -> list[int]:
-        """The keys of those that have had no input for a while and wait for nothing, the longest first."""
-        since_s = self._loop_s() - self.config.idle_s
-        waiting = self.watch.waiting
-        idle = [one for one in self._sessions.values() if one.moved_s <= since_s and one.key not in waiting]
-        return [session.key for session in sorted(idle, key=lambda session: session.moved_s)]
-
     @property
-    def free_cache_bytes(self) -> int:
-        """Cache that new sessions may reserve."""
-        kept_bytes = sum(self._memory.cache_bytes(session.key) for session in self._kept())
-        return self._runner.pool.budget.free_bytes + kept_bytes
+    def free_cache_tokens(self) -> int:
+        """Positions that a new session may have."""
+        return self._replicas.free_cache_tokens
 
     def _attach(self, channel: Channel, body: Attach) -> None:
         session = self._sessions.get(body.session)

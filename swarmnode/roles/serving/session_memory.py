@@ -22,30 +22,42 @@ BUSY_WEIGHT = 2  # how many times as much a peer must have for a session of it t
 
 @dataclass(frozen=True)
 class Promise:
-    """What one session of a peer may take."""
+    """What one session of a peer may take: of the cache on each device that it is computed on, and of the host for its journal."""
 
     claimant: Claimant
-    cache_bytes: int
+    cache_bytes: tuple[int, ...]  # by device
     journal: Reservation
 
     @property
     def total_bytes(self) -> int:
         """Of both kinds."""
-        return self.cache_bytes + self.journal.size_bytes
+        return sum(self.cache_bytes) + self.journal.size_bytes
 
 
 class SessionMemory:
-    """The promises to all sessions of a stage, by session key."""
+    """The promises to sessions that are computed together, by session key. `budgets` are of their devices, `ledger` the host's."""
 
-    def __init__(self, budget: CacheBudget, ledger: MemoryLedger) -> None:
-        self._budget = budget
+    def __init__(self, budgets: Sequence[CacheBudget], ledger: MemoryLedger) -> None:
+        self._budgets = budgets
         self._ledger = ledger
         self._promises: dict[int, Promise] = {}
 
     def __repr__(self) -> str:
-        return f"<SessionMemory of {len(self._promises)} sessions, {self._budget!r}>"
+        return f"<SessionMemory of {len(self._promises)} sessions, {self._budgets!r}>"
 
-    def reserve(self, key: int, claimant: Claimant, *, cache_bytes: int, journal_bytes: int) -> bool:
+    def __len__(self) -> int:
+        return len(self._promises)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._promises
+
+    def take(self, key: int, claimant: Claimant, *, cache_bytes: tuple[int, ...], journal_bytes: int) -> bool:
+        """Whether there is room for a session, new or already here, to have so much; it is promised then."""
+        if key in self._promises:
+            return self.grow(key, cache_bytes=cache_bytes, journal_bytes=journal_bytes)
+        return self.reserve(key, claimant, cache_bytes=cache_bytes, journal_bytes=journal_bytes)
+
+    def reserve(self, key: int, claimant: Claimant, *, cache_bytes: tuple[int, ...], journal_bytes: int) -> bool:
         """Whether there is room for a session; it is promised then."""
         try:
             journal = self._ledger.reserve(Account.JOURNALS, journal_bytes)
@@ -55,11 +67,11 @@ class SessionMemory:
         try:
             self._claim()
         except OutOfCache:
-            self._promises.pop(key).journal.release()
+            self.release(key)
             return False
         return True
 
-    def grow(self, key: int, *, cache_bytes: int, journal_bytes: int) -> bool:
+    def grow(self, key: int, *, cache_bytes: tuple[int, ...], journal_bytes: int) -> bool:
         """Whether there is room for a session to have so much; it is promised then, or else what it had."""
         had = self._promises[key]
         had_journal_bytes = had.journal.size_bytes
@@ -67,17 +79,18 @@ class SessionMemory:
             had.journal.resize(max(had_journal_bytes, journal_bytes))
         except Full:
             return False
-        self._promises[key] = replace(had, cache_bytes=max(had.cache_bytes, cache_bytes))
+        self._promises[key] = replace(had, cache_bytes=tuple(map(max, had.cache_bytes, cache_bytes)))
         try:
             self._claim()
         except OutOfCache:
             self._promises[key] = had
             had.journal.resize(had_journal_bytes)
+            self._claim()
             return False
         return True
 
-    def cache_bytes(self, key: int) -> int:
-        """What a session is promised of the cache."""
+    def cache_bytes(self, key: int) -> tuple[int, ...]:
+        """What a session is promised of the cache, by device."""
         return self._promises[key].cache_bytes
 
     def release(self, key: int) -> None:
@@ -86,22 +99,30 @@ class SessionMemory:
         self._claim()
 
     def _claim(self) -> None:
-        self._budget.claim(Claim.PROMISED, sum(promise.cache_bytes for promise in self._promises.values()))
+        """Of each device what all sessions are promised there. Raises OutOfCache where one of them has no room; to claim less again
+        never fails."""
+        promised = [promise.cache_bytes for promise in self._promises.values()]
+        for device, budget in enumerate(self._budgets):
+            budget.claim(Claim.PROMISED, sum(cache_bytes[device] for cache_bytes in promised))
 
-    def who_gives_way(self, asker: Claimant, cache_bytes: int, journal_bytes: int, idle: Sequence[int]) -> list[int]:
+    def who_gives_way(
+        self, asker: Claimant, cache_bytes: tuple[int, ...], journal_bytes: int, idle: Sequence[int]
+    ) -> list[int]:
         """The sessions to be ended so that somebody may have one of this size; none where that is not to be had.
 
         `idle` are the sessions that do nothing now, the one that has done nothing for the longest first.
         """
-        asked_bytes = cache_bytes + journal_bytes
-        lacking_bytes = max(cache_bytes - self._budget.free_bytes, asked_bytes - self._ledger.free_bytes)
+        asked_bytes = sum(cache_bytes) + journal_bytes
+        lacking = [
+            asked - free for asked, free in zip(self._taken(cache_bytes, journal_bytes), self._free, strict=True)
+        ]
         held = _Shares(self._promises.values())
         busy = [key for key in reversed(self._promises) if key not in idle]  # who came last goes first
         ended: list[int] = []
         for keys, weight in ((list(idle), 1), (busy, BUSY_WEIGHT)):
-            while lacking_bytes > 0 and keys:
+            while max(lacking) > 0 and (helpful := [key for key in keys if self._helps(key, lacking)]):
                 key = max(
-                    keys, key=lambda key: held.excess_bytes(self._promises[key].claimant, asker, weight, asked_bytes)
+                    helpful, key=lambda key: held.excess_bytes(self._promises[key].claimant, asker, weight, asked_bytes)
                 )
                 promise = self._promises[key]
                 if held.excess_bytes(promise.claimant, asker, weight, asked_bytes) <= 0:
@@ -109,8 +130,24 @@ class SessionMemory:
                 keys.remove(key)
                 ended.append(key)
                 held.take(promise)
-                lacking_bytes -= promise.total_bytes
-        return ended if lacking_bytes <= 0 else []
+                freed = self._taken(promise.cache_bytes, promise.journal.size_bytes)
+                lacking = [lack - size for lack, size in zip(lacking, freed, strict=True)]
+        return ended if max(lacking) <= 0 else []
+
+    def _taken(self, cache_bytes: tuple[int, ...], journal_bytes: int) -> tuple[int, ...]:
+        """What a session takes of each device's cache, and of the host, in whose memory some of these may be."""
+        near = (size for size, budget in zip(cache_bytes, self._budgets, strict=True) if budget.is_in(self._ledger))
+        return *cache_bytes, journal_bytes + sum(near)
+
+    @property
+    def _free(self) -> tuple[float, ...]:
+        return *(budget.free_bytes for budget in self._budgets), self._ledger.free_bytes
+
+    def _helps(self, key: int, lacking: Sequence[float]) -> bool:
+        """Whether a session has something of what is lacking."""
+        promise = self._promises[key]
+        freed = self._taken(promise.cache_bytes, promise.journal.size_bytes)
+        return any(size > 0 and lack > 0 for size, lack in zip(freed, lacking, strict=True))
 
 
 class _Shares:

@@ -201,7 +201,7 @@ class Worker:
                 finishes[id(job)] = _told(JobResult(error=error.code, bad_input=True))
             except Exception as error:
                 finishes[id(job)] = _told(_failure(job, error))
-        outcomes = self._pass(works) if works else []
+        outcomes = self._pass(ready, works) if works else []
         for job, flag, outcome in zip(ready, sound, outcomes, strict=True):
             finishes[id(job)] = self._leave(job, flag, outcome, outputs)
         self.steps += 1
@@ -212,15 +212,16 @@ class Worker:
             self.meter.note_hop(job.phase, self.clock() - job.submitted_s)
         return results
 
-    def _pass(self, works: Sequence[StepInput]) -> list[Output | Exception]:
+    def _pass(self, jobs: Sequence[Job], works: Sequence[StepInput]) -> list[Output | Exception]:
         phase = DECODE if min(work.count for work in works) == 1 else PREFILL
         tokens = [work.x.shape[0] * work.count for work in works]
         units = [self.runner.units(work.session_id) for work in works]
         unit_tokens = sum(map(operator.mul, tokens, units))
+        new_tokens = sum(count for job, count in zip(jobs, tokens, strict=True) if not job.handed_on)
         outcomes: list[Output | Exception] = []
 
         def told(pass_s: float) -> None:
-            self.meter.note_pass(phase, pass_s, microbatches=len(works), tokens=sum(tokens), unit_tokens=unit_tokens)
+            self.meter.note_pass(phase, pass_s, microbatches=len(works), tokens=new_tokens, unit_tokens=unit_tokens)
             if len(works) == 1 and not isinstance(outcomes[0], Exception):
                 self.on_lone_pass(phase, works[0].count, units[0], pass_s)
 

@@ -16,7 +16,7 @@ from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork
 from swarmnode.plan.view import PeerView, View
 from swarmnode.roles.host import Host
 from swarmnode.roles.placement import Placement, PlacementConfig
-from swarmnode.roles.serving.stage import Hardware
+from swarmnode.roles.serving.hardware import Hardware
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import State
 

@@ -25,7 +25,7 @@ async def test_a_session_over_the_whole_cache_that_does_nothing_makes_room() -> 
     swarm = await ToySwarm.start((0, 4), cache_bytes=1000)
     greedy = await Greedy(swarm).join()
     await greedy.open(1, 250)
-    assert swarm.volunteers[0].server.free_cache_bytes == 0
+    assert swarm.volunteers[0].server.free_cache_tokens == 0
     assert [token async for token in swarm.ring(PROMPT, 12)] == expected(PROMPT, 12)
 
 
@@ -94,7 +94,7 @@ async def test_subscriptions_to_nothing_push_out_only_their_own() -> None:
 
 
 def memory(cache_bytes: int) -> SessionMemory:
-    return SessionMemory(CacheBudget(cache_bytes), MemoryLedger())
+    return SessionMemory([CacheBudget(cache_bytes)], MemoryLedger())
 
 
 def of(peer: str) -> Claimant:
@@ -103,31 +103,31 @@ def of(peer: str) -> Claimant:
 
 
 async def reserve(memory: SessionMemory, key: int, peer: str, size: int) -> bool:
-    return memory.reserve(key, of(peer), cache_bytes=size, journal_bytes=0)
+    return memory.reserve(key, of(peer), cache_bytes=(size,), journal_bytes=0)
 
 
 async def test_a_hundred_peers_of_one_network_hold_no_more_than_one() -> None:
     shares = memory(100)
     for number in range(10):
         assert await reserve(shares, number, f"a{number}", 10)
-    assert shares.who_gives_way(of("b0"), 10, 0, idle=[]) == [9]  # the last that came
-    assert shares.who_gives_way(of("a99"), 10, 0, idle=[]) == []  # its network has most of it already
-    assert shares.who_gives_way(of("b0"), 10, 0, idle=[3, 4]) == [3]  # the longest idle
+    assert shares.who_gives_way(of("b0"), (10,), 0, idle=[]) == [9]  # the last that came
+    assert shares.who_gives_way(of("a99"), (10,), 0, idle=[]) == []  # its network has most of it already
+    assert shares.who_gives_way(of("b0"), (10,), 0, idle=[3, 4]) == [3]  # the longest idle
 
 
 async def test_who_computes_gives_way_only_to_who_would_have_less_than_half() -> None:
     shares = memory(100)
     for number in range(10):
         assert await reserve(shares, number, "a", 10)
-    assert shares.who_gives_way(of("b"), 30, 0, idle=[]) == [9, 8, 7]
-    assert shares.who_gives_way(of("b"), 40, 0, idle=[]) == []
+    assert shares.who_gives_way(of("b"), (30,), 0, idle=[]) == [9, 8, 7]
+    assert shares.who_gives_way(of("b"), (40,), 0, idle=[]) == []
 
 
 async def test_nobody_is_cut_off_in_vain() -> None:
     shares = memory(100)
     for number in range(10):
         assert await reserve(shares, number, "a", 10)
-    assert shares.who_gives_way(of("b"), 70, 0, idle=list(range(10))) == []
+    assert shares.who_gives_way(of("b"), (70,), 0, idle=list(range(10))) == []
 
 
 @in_virtual_time

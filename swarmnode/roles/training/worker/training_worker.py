@@ -29,7 +29,9 @@ from swarmnode.plan.view import Span
 from swarmnode.roles.host import Host
 from swarmnode.roles.measuring.capability import Capability, SpeedCache
 from swarmnode.roles.measuring.meters import TRAIN
-from swarmnode.roles.serving.stage import SPEEDS_FILE, Hardware, ServingStage
+from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware
+from swarmnode.roles.serving.span_part import LoadedSpan
+from swarmnode.roles.serving.stage import ServingStage
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.roles.training.coordinator.election import CoordinatorElection
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
@@ -65,14 +67,15 @@ class TrainingWorker:
 
     @classmethod
     async def load(
-        cls, host: Host, checkpoint: Checkpoint, hardware: Hardware, units: Span, executor: Executor
+        cls, host: Host, checkpoint: Checkpoint, hardware: Hardware, units: Span, executors: Sequence[Executor]
     ) -> TrainingWorker:
         """Load units whose weights are here, and train them as the swarm asks. Raises CheckpointError, LocalError."""
+        (lent,), (executor,) = hardware.lent, executors
         segment = await asyncio.to_thread(load, checkpoint, units, hardware)
         serving = None
         if isinstance(segment, SpanSegment):
             twin = await asyncio.to_thread(load_twin, checkpoint, segment)
-            serving = await ServingStage.serve(host, twin, hardware, executor)
+            serving = await ServingStage.serve(host, [[LoadedSpan(0, twin)]], hardware, executors)
         folder = host.config.home / "training" / host.swarm.id.hex()[:16]
         checkpoint_manager = CheckpointManager(host.network, host.hello, host.link_config, folder)
         assert host.swarm.manifest is not None
@@ -85,13 +88,13 @@ class TrainingWorker:
             checkpoint_manager,
             executor,
             compressor=ActivationCompressor(hardware.config.compress, host.swarm.manifest.codecs),
-            memory=TrainingMemory(hardware.ledger, segment, functools.partial(estimates, checkpoint)),
-            stopwatch=Stopwatch(segment.device, clock=clock.compute, throttle=hardware.throttle),
+            memory=TrainingMemory(lent.ledger, segment, functools.partial(estimates, checkpoint)),
+            stopwatch=Stopwatch(segment.device, clock=clock.compute, throttle=lent.throttle),
             completed=host.completed,
             on_neighbour_lost=host.lost_neighbour,
         )
         cache = SpeedCache(host.config.home / SPEEDS_FILE, now=clock.unix)
-        conditions = replace(hardware.conditions(host.swarm.id, units.units), number_format="training")
+        conditions = replace(hardware.conditions(host.swarm.id, units.units, lent), number_format="training")
         measuring = functools.partial(measure, segment, clock.compute, hardware.config.share)
         capability = await executor.call(
             Urgency.CONTROL,
@@ -206,7 +209,7 @@ def measure(segment: Segment, clock: Callable[[], float], share: float = 1.0) ->
 
 def load(checkpoint: Checkpoint, units: Span, hardware: Hardware) -> Segment:
     """The units, ready to be trained. Raises CheckpointError, LocalError."""
-    device = hardware.device.torch_device
+    device = hardware.lent[0].device.torch_device
     if isinstance(checkpoint, GraphCheckpoint):
         return load_graph_segment(checkpoint.path, units.start, units.end, device=device)
     return load_segment(checkpoint, units.start, units.end, device=device)

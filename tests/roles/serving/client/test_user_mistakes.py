@@ -28,6 +28,7 @@ from swarmnode.net.memory.network import FakeWorld
 from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession, ids_entry
 from swarmnode.roles.serving.client.generation import GenerateOptions, RingStream
 from swarmnode.roles.serving.client.session_spec import SessionSpec
+from swarmnode.roles.serving.pipeline import Pipeline
 from swarmnode.roles.serving.server import StageServer
 from swarmnode.roles.serving.worker import Worker
 from tests.roles.toy_swarm import HELLO, ToyRouter
@@ -52,7 +53,9 @@ class Volunteer:
         stage = ModelSpan(family, assemble(family, mine, *span, dtype=torch.float32), *span)
         self.executor = Executor()
         self.worker = Worker(StageRunner(stage, RunnerConfig(cache_bytes=1 << 22)), self.executor)
-        self.server = StageServer(self.network, HELLO, self.worker, ServerConfig(), LinkConfig())
+        config = LinkConfig()
+        pipeline = Pipeline([self.worker], config.ledger)
+        self.server = StageServer(self.network, HELLO, [pipeline], ServerConfig(), config)
 
 
 class TinySwarm:

@@ -1,0 +1,183 @@
+"""A replica of the span that a node serves: workers on the devices over which it is laid, one behind another.
+
+    submit(job) -> worker -> hidden states -> worker -> ... -> job.done(result)
+
+Each device has its own executor and its own memory, and computes for some sessions while others are at the next one (GPipe,
+arXiv 1811.06965). What goes from device to device is what a hop would send, uncompressed, through the host's memory: it is small
+beside the weights that each pass reads, and cards at home seldom reach each other in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from swarmnode.codec.tensors import Codec
+from swarmnode.compute.serving.cache_budget import Claim
+from swarmnode.ledger import MemoryLedger
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.plan.view import Span
+from swarmnode.roles.measuring.meters import SERVE
+from swarmnode.roles.serving.compute_watch import ComputeWatch
+from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample
+from swarmnode.roles.serving.session_memory import SessionMemory
+
+if TYPE_CHECKING:
+    from swarmnode.roles.serving.worker import Worker
+
+OnDone = Callable[[Job, JobResult, Pass], None]
+
+
+class Pipeline:
+    """The sessions that are computed by one replica. Used on the loop. `units_per_s` is its speed as against other replicas'."""
+
+    def __init__(self, workers: Sequence[Worker], journals: MemoryLedger, *, units_per_s: float = 1.0) -> None:
+        self.workers = tuple(workers)
+        self.watch = ComputeWatch()
+        self.memory = SessionMemory([worker.runner.pool.budget for worker in workers], journals)
+        self._units_per_s = units_per_s
+        self._passed: dict[int, tuple[Worker, ...]] = {}  # by session: those whose units its positions pass, in order
+
+    def __repr__(self) -> str:
+        return f"<Pipeline of {len(self._passed)} sessions over {self.workers!r}>"
+
+    def __contains__(self, session: int) -> bool:
+        return session in self._passed
+
+    @property
+    def span(self) -> Span:
+        """All of its units."""
+        return Span(self.workers[0].runner.span.start, self.workers[-1].runner.span.end)
+
+    @property
+    def queued(self) -> int:
+        """Jobs that wait, at any device."""
+        return sum(worker.queued for worker in self.workers)
+
+    @property
+    def load(self) -> float:
+        """Sessions for its speed, with one more."""
+        return (1 + len(self._passed)) / self._units_per_s
+
+    # -- memory
+
+    def cache_bytes(self, rows: int, max_length: int, start: int, end: int) -> tuple[int, ...]:
+        """What a session over units [start, end) takes of each device's cache."""
+        parts = ((worker.runner, self._part(worker, start, end)) for worker in self.workers)
+        return tuple(
+            runner.reservation_bytes(rows, max_length, *part) if part.units > 0 else 0 for runner, part in parts
+        )
+
+    def may_hold(self, cache_bytes: Sequence[int]) -> bool:
+        """Whether there would be room if there were nobody else."""
+        limits = (worker.runner.pool.budget.limit_bytes for worker in self.workers)
+        return all(size <= limit for size, limit in zip(cache_bytes, limits, strict=True))
+
+    def free_cache_tokens(self, kept: Sequence[int]) -> int:
+        """Positions that new sessions may reserve, on the device where they are fewest; those of `kept` sessions among them."""
+        held = [self.memory.cache_bytes(session) for session in kept if session in self.memory]
+        return min(
+            (worker.runner.pool.budget.free_bytes + sum(cache_bytes[device] for cache_bytes in held))
+            // max(1, worker.runner.span.cache_bytes_per_token)
+            for device, worker in enumerate(self.workers)
+        )
+
+    # -- sessions
+
+    def open(
+        self,
+        session: int,
+        *,
+        start: int,
+        end: int,
+        rows: int,
+        max_length: int,
+        padding: Sequence[int] = (),
+        owner: str = "",
+        weight: float = 1.0,
+    ) -> None:
+        """Make room for a session over units [start, end) before any job of it is run; its memory is promised already."""
+        parts = ((worker, self._part(worker, start, end)) for worker in self.workers)
+        held = [(worker, part) for worker, part in parts if part.units > 0]
+        for worker, part in held:
+            reservation = {"rows": rows, "max_length": max_length, "padding": padding}
+            worker.open(session, owner=owner, weight=weight, start=part.start, end=part.end, **reservation)
+        self._passed[session] = tuple(worker for worker, _ in held)
+
+    def extend(self, session: int, max_length: int) -> None:
+        """Let a session have so many positions; they are promised already."""
+        for worker in self._passed[session]:
+            worker.extend(session, max_length)
+
+    def forget(self, session: int) -> None:
+        """A session is over: drop what waits for it, and free its memory."""
+        self.memory.release(session)
+        self.watch.forget(session)
+        for worker in self._passed.pop(session):
+            worker.forget(session)
+
+    def submit(self, job: Job, now_s: float) -> None:
+        """Queue a job; `job.done` is called on the loop, also where it comes to nothing."""
+        self.watch.submitted(job.session, job.end, job.count, now_s)
+        after = len(self._passed[job.session]) - 1
+        self._submit(replace(job, stages_after=job.stages_after + after) if after else job, 0, None)
+
+    def stalled(self, now_s: float) -> bool:
+        """Whether computing stands still, as far as the device tells that has been busy with one thing for longest."""
+        running = [worker.running for worker in self.workers]
+        longest = max((one for one in running if one is not None), key=lambda one: one.seconds, default=None)
+        return self.watch.stalled(now_s, longest)
+
+    def readings(self) -> Readings:
+        """What its devices do and hold."""
+        for worker in self.workers:
+            span, budget = worker.meter.label, worker.runner.pool.budget
+            yield from worker.meter.readings()
+            yield Reading(table.QUEUE, worker.queued, (span, SERVE))
+            yield Reading(table.CACHE_SIZE, budget.limit_bytes, (span,))
+            yield Reading(table.CACHE_RESERVED, budget.claimed(Claim.PROMISED), (span,))
+
+    # -- from device to device
+
+    @staticmethod
+    def _part(worker: Worker, start: int, end: int) -> Span:
+        """Of units [start, end) those that a worker has."""
+        span = worker.runner.span
+        return Span(max(start, span.start), min(end, span.end))
+
+    def _submit(self, job: Job, place: int, began_s: float | None) -> None:
+        """To the worker at this place of those that the session passes; the first of them began with the job at `began_s`."""
+        workers = self._passed[job.session]
+        if place < len(workers) - 1:
+            done = partial(self._hand_on, place, job.then, job.done, began_s)
+            job = replace(job, then=ForwardHidden(Codec.NONE), done=done)
+        elif began_s is not None:
+            job = replace(job, done=partial(_finish, job.done, began_s))
+        workers[place].submit(job)
+
+    def _hand_on(
+        self,
+        place: int,
+        then: ForwardHidden | Sample | Return,
+        done: OnDone,
+        began_s: float | None,
+        job: Job,
+        result: JobResult,
+        run: Pass,
+    ) -> None:
+        """What a worker made of a job is the next one's input, unless it failed or the session is over."""
+        job = replace(job, then=then, done=done)
+        if result.tensor is None or job.session not in self._passed:
+            (done if began_s is None else partial(_finish, done, began_s))(job, result, run)
+            return
+        job = replace(job, parts=(result.tensor,), skip=0, stages_after=job.stages_after - 1, handed_on=True)
+        self._submit(job, place + 1, run.began_s if began_s is None else began_s)
+
+
+def _finish(done: OnDone, began_s: float, job: Job, result: JobResult, run: Pass) -> None:
+    """A job that other workers had before is done, or failed. What came into this one was made here: nobody else is to blame."""
+    done(job, replace(result, bad_input=False), run._replace(began_s=began_s))

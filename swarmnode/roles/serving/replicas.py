@@ -1,0 +1,137 @@
+"""The replicas of a node's span, and which of them takes a session: the one that has least to do for its speed, and room.
+
+Most nodes have one. Several are on devices of their own, and a session stays where its cache is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from swarmnode.codec.messages import Open
+from swarmnode.config import ServerConfig
+from swarmnode.errors import ErrorCode
+from swarmnode.metrics.metric import Readings
+from swarmnode.net.limits.address_group import Claimant
+from swarmnode.plan.view import Span
+from swarmnode.roles.serving.opened import journal_bytes, units_of
+from swarmnode.roles.serving.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from swarmnode.roles.serving.session import StageSession
+
+
+class Replicas:
+    """Of one stage. `sessions` are the server's, by their ids."""
+
+    def __init__(
+        self, pipelines: Sequence[Pipeline], sessions: Mapping[bytes, StageSession], config: ServerConfig
+    ) -> None:
+        self._pipelines = pipelines
+        self._sessions = sessions
+        self._config = config
+        runner = pipelines[0].workers[0].runner
+        self.span: Span = pipelines[0].span
+        self.hidden_size: int = runner.span.hidden_size
+        self.vocab_size: int = runner.span.vocab_size
+        self.position_limit: int | None = runner.span.position_limit  # of every session
+        self.meter = pipelines[0].workers[0].meter
+        self.clock = pipelines[0].workers[0].clock
+
+    def __repr__(self) -> str:
+        return f"<Replicas {self._pipelines!r}>"
+
+    def of(self, key: int) -> Pipeline:
+        """The one that computes for a session, by its key."""
+        return next(pipeline for pipeline in self._pipelines if key in pipeline)
+
+    @property
+    def waiting(self) -> set[int]:
+        """The keys of the sessions for which something is to be computed."""
+        return {key for pipeline in self._pipelines for key in pipeline.watch.waiting}
+
+    @property
+    def stalled(self) -> list[Pipeline]:
+        """Those whose devices stand still."""
+        return [pipeline for pipeline in self._pipelines if pipeline.stalled(_loop_s())]
+
+    @property
+    def idle(self) -> list[int]:
+        """The keys of sessions that have had no input for a while and wait for nothing, the longest first."""
+        since_s, waiting = _loop_s() - self._config.idle_s, self.waiting
+        idle = [one for one in self._sessions.values() if one.moved_s <= since_s and one.key not in waiting]
+        return [session.key for session in sorted(idle, key=lambda session: session.moved_s)]
+
+    @property
+    def free_cache_tokens(self) -> int:
+        """Positions that a new session may have, of the replica that has most."""
+        kept = [session.key for session in self._sessions.values() if session.kept]
+        return max(pipeline.free_cache_tokens(kept) for pipeline in self._pipelines)
+
+    def readings(self) -> Readings:
+        """What their devices do and hold."""
+        for pipeline in self._pipelines:
+            yield from pipeline.readings()
+
+    def describe(self, body: Open) -> tuple[str, ...]:
+        """The memory that there is, and what a session asks for, in sentences."""
+        budgets = [worker.runner.pool.budget for pipeline in self._pipelines for worker in pipeline.workers]
+        free_bytes, limit_bytes = sum(one.free_bytes for one in budgets), sum(one.limit_bytes for one in budgets)
+        asked_bytes = sum(_cache_bytes(self._pipelines[0], body))
+        return (
+            f"{asked_bytes / 1e6:.1f} MB of cache are asked for",
+            f"{free_bytes / 1e6:.1f} of {limit_bytes / 1e6:.1f} MB of cache are free now",
+        )
+
+    def reserve(self, key: int, claimant: Claimant, body: Open) -> Pipeline | ErrorCode:
+        """Memory for a session, new or already here; or why there is none."""
+        able = [pipeline for pipeline in self._pipelines if key in pipeline] or list(self._pipelines)
+        stalled = self.stalled
+        able = sorted((pipeline for pipeline in able if pipeline not in stalled), key=lambda pipeline: pipeline.load)
+        if not able:
+            return ErrorCode.BUSY
+        able = [pipeline for pipeline in able if pipeline.may_hold(_cache_bytes(pipeline, body))]
+        if not able:
+            return ErrorCode.TOO_LARGE
+        return self._reserve(key, claimant, body, able) or ErrorCode.BUSY
+
+    def _reserve(self, key: int, claimant: Claimant, body: Open, pipelines: Sequence[Pipeline]) -> Pipeline | None:
+        """The first that has room, or makes some."""
+        journal = journal_bytes(body, self.hidden_size)
+        sizes = {pipeline: _cache_bytes(pipeline, body) for pipeline in pipelines}
+        for pipeline, cache_bytes in sizes.items():
+            if pipeline.memory.take(key, claimant, cache_bytes=cache_bytes, journal_bytes=journal):
+                return pipeline
+        pipeline, cache_bytes = pipelines[0], sizes[pipelines[0]]
+        while self._make_room(pipeline, key, claimant, cache_bytes, journal):
+            if pipeline.memory.take(key, claimant, cache_bytes=cache_bytes, journal_bytes=journal):
+                return pipeline
+        return None
+
+    def _make_room(
+        self, pipeline: Pipeline, key: int, claimant: Claimant, cache_bytes: tuple[int, ...], journal_bytes: int
+    ) -> bool:
+        """Whether somebody gave way: one that nobody is bound to, one that is kept for another text, then those of peers that have
+        more."""
+        here = [session for session in self._sessions.values() if session.key in pipeline]
+        orphans = [session for session in here if session.orphaned and session.key != key]
+        spare = orphans or [session for session in here if session.kept]
+        if spare:
+            min(spare, key=lambda session: session.moved_s).free()
+            return True
+        idle = [key for key in self.idle if key in pipeline]
+        ended = set(pipeline.memory.who_gives_way(claimant, cache_bytes, journal_bytes, idle))
+        for session in [session for session in here if session.key in ended]:
+            session.give_up(ErrorCode.BUSY, retry_s=self._config.retry_s)
+        return bool(ended)
+
+
+def _cache_bytes(pipeline: Pipeline, body: Open) -> tuple[int, ...]:
+    """By device, of the units that a session asks for and that are here."""
+    units = units_of(body) if body.index < len(body.route) else (0, 0)
+    return pipeline.cache_bytes(body.rows, body.max_length, *units)
+
+
+def _loop_s() -> float:
+    return asyncio.get_running_loop().time()

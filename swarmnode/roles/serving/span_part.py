@@ -1,0 +1,130 @@
+"""What one device holds of the span that its node serves: loaded, tried, measured, and ready to compute for sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from swarmnode.compute.executor import Executor
+from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
+from swarmnode.compute.serving.trial import try_span
+from swarmnode.compute.speed import PREFILL_POSITIONS, Speeds, measure_serving
+from swarmnode.ledger import Account, Reservation
+from swarmnode.plan.view import Span
+from swarmnode.roles.host import Host
+from swarmnode.roles.measuring.capability import Capability, SpeedCache
+from swarmnode.roles.measuring.meters import DECODE
+from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware
+from swarmnode.roles.serving.worker import Worker
+
+MAX_BATCH = 64  # rows of a pass that the ledger counts with
+
+
+@dataclass(frozen=True)
+class LoadedSpan:
+    """Units on the device of this number. `weights` are what they take of its ledger, if they are the stage's own."""
+
+    device: int
+    span: ModelSpan
+    weights: Reservation | None = None
+
+
+class SpanPart:
+    """Made by `start`, ended by `close`."""
+
+    def __init__(
+        self,
+        loaded: LoadedSpan,
+        runner: StageRunner,
+        worker: Worker,
+        capability: Capability,
+        measure: Callable[[], Speeds],
+        passes: Reservation,
+    ) -> None:
+        self.device = loaded.device
+        self.span = loaded.span
+        self.worker = worker
+        self._runner = runner
+        self._capability = capability
+        self._measure = measure
+        self._memory = [passes] if loaded.weights is None else [passes, loaded.weights]
+        self._closed = False
+        worker.on_lone_pass = self._note_pass
+
+    def __repr__(self) -> str:
+        return f"<SpanPart {self.span!r} on device {self.device}>"
+
+    @classmethod
+    async def start(cls, host: Host, loaded: LoadedSpan, hardware: Hardware, executor: Executor) -> SpanPart:
+        """Try a loaded span, and measure it. Raises ExecutorDied, and LocalError where the device cannot compute it."""
+        span, lent, clock = loaded.span, hardware.lent[loaded.device], host.clock
+        units = Span(span.start, span.end)
+        cache_bytes = hardware.cache_tokens(units, lent) * max(1, span.cache_bytes_per_token)
+        bounds = RunnerConfig(cache_bytes=cache_bytes, capture=hardware.config.capture != "off")
+        runner = StageRunner(span, bounds, lent.throttle, lent.ledger)
+        worker = Worker(runner, executor, chunk_tokens=hardware.config.server.prefill_chunk_tokens)
+        async with contextlib.AsyncExitStack() as undo:  # whoever pauses gives a start up in its middle
+            passes = lent.ledger.count(Account.ACTIVATIONS, span.pass_bytes(RunnerConfig.prefill_positions, MAX_BATCH))
+            undo.callback(passes.release)
+            undo.push_async_callback(worker.close)
+            await worker.start()
+            if lent.device.kind != "cpu":
+                await worker.call("try the span", lambda: try_span(runner))
+            cache = SpeedCache(host.config.home / SPEEDS_FILE, now=clock.unix)
+            conditions = hardware.conditions(host.swarm.id, units.units, lent)
+            measure = partial(measure_serving, runner, clock=clock.compute)
+            lasting = not span.packing  # else a few units will do: all is measured again once they are packed
+            at_first = partial(measure, few=not lasting)
+            capability = await worker.call(
+                "measure", lambda: Capability.of(conditions, cache, at_first, lasting=lasting, clock=clock.monotonic)
+            )
+            worker.expect(capability.speeds)
+            undo.pop_all()
+        return cls(loaded, runner, worker, capability, measure, passes)
+
+    @property
+    def label(self) -> str:
+        """Its units as metrics write them."""
+        return self.worker.meter.label
+
+    @property
+    def units(self) -> int:
+        """How many there are."""
+        return self.span.end - self.span.start
+
+    @property
+    def speeds(self) -> Speeds:
+        """As measured, or as real work has shown since."""
+        return self._capability.speeds
+
+    async def pack(self) -> bool:
+        """Rearrange weights while sessions go on; whether there was something to do."""
+        await asyncio.to_thread(self.span.packing.run, lambda: self._closed)
+        return not self._capability.lasting
+
+    async def measure_again(self) -> None:
+        """What was measured before weights were rearranged does not last. Nobody else may compute meanwhile."""
+        await self.worker.call("measure", lambda: self._capability.measure(self._measure))
+
+    def _note_pass(self, phase: str, positions: int, units: int, seconds: float) -> None:
+        """Real work of one session alone is what announced speeds are of. Short prompts tell little."""
+        if phase == DECODE:
+            self._capability.note("decode_units_per_s", seconds / units)
+        elif positions >= PREFILL_POSITIONS:
+            self._capability.note("prefill_units_per_s", seconds / (units * positions))
+
+    def stop_packing(self) -> None:
+        """The thread ends with the layer that it packs."""
+        self._closed = True
+
+    async def close(self, *, keep_span: bool = False) -> None:
+        """Free everything, but the span where it is to be kept."""
+        self.stop_packing()
+        await self.worker.close()
+        self._runner.close_all(keep_span=keep_span)
+        for reservation in self._memory:
+            reservation.release()
