@@ -5,7 +5,7 @@
     training_large  Llama of 1.1 B parameters in 2 stages with SGD
     serving         Llama of 1.1 B in bf16 over 2 nodes by invite: start, one stream, a prompt, eight sessions, against local
     sessions        64 sessions at once over 2 nodes: the times between tokens
-    context         16,384 positions over 2 nodes and a spare, the first hop killed at 12,000
+    context         16,384 positions over 2 nodes and a spare, the first hop killed at 12,288
 
 Every node is a process of its own with one thread and its own p2pd, on loopback. `--small` runs the same on models of a few
 hundred kB. Weights and many nodes at once have benchmarks of their own (weights.py, crowd.py).
@@ -105,6 +105,13 @@ def halves(units: int) -> list[str]:
     return [f"0:{units // 2}", f"{units // 2}:{units}"]
 
 
+def equal_stages(gpt2: dict[str, int]) -> list[str]:
+    """Spans of two stages that compute as much: a layer multiplies by 12 H^2 weights, the head by V H, the embedding by none."""
+    layers, layer, head = gpt2["n_layer"], 12 * gpt2["n_embd"] ** 2, gpt2["vocab_size"] * gpt2["n_embd"]
+    first = min(range(1, layers), key=lambda first: max(first * layer, (layers - first) * layer + head))
+    return [f"0:{first + 1}", f"{first + 1}:{layers + 2}"]
+
+
 # -- memory
 
 
@@ -161,7 +168,7 @@ def training(sizes: Sizes, folder: Path) -> dict[str, Any]:
     bench = Bench(folder, folder / "model", settings(sizes, sizes.batch, 4, 3))
     truth = bench.alone()
     report: dict[str, Any] = {"one_process_tokens_per_s": round(tokens_per_s(truth), 1)}
-    for shape, spans in {"2 replicas": [f"0:{units}"] * 2, "2 stages": halves(units)}.items():
+    for shape, spans in {"2 replicas": [f"0:{units}"] * 2, "2 stages": equal_stages(sizes.gpt2)}.items():
         log = bench.swarm(spans)
         report[shape] = {
             "ratio": round(tokens_per_s(log) / tokens_per_s(truth), 3),
@@ -324,8 +331,8 @@ def context(sizes: Sizes, folder: Path) -> dict[str, Any]:
     """A long text through a hop that dies at three quarters of it, beside the same undisturbed; and a prefill of as much."""
     shape = {**SMALL.llama, "max_position_embeddings": sizes.positions}
     make_llama(folder / "model", shape, dtype="float32")
-    new = sizes.positions // 16
-    prompt = prompt_of(SMALL, sizes.positions * 3 // 4 - new // 2)
+    new, before = sizes.positions * 5 // 16, sizes.positions // 16
+    prompt = prompt_of(SMALL, sizes.positions - new)
 
     async def ask(_swarm: LocalSwarm, client: SwarmClient, nodes: list[NodeProcess]) -> dict[str, Any]:
         truth = await client.generate(prompt, max_new_tokens=new)
@@ -333,7 +340,7 @@ def context(sizes: Sizes, folder: Path) -> dict[str, Any]:
         number = 0
         async for _ in stream:
             number += 1
-            if number == new // 2:
+            if number == before:
                 next(node for node in nodes if node.peer == stream.result.route[0].peer).kill()
         return {
             "positions": len(prompt) + new,
