@@ -55,7 +55,7 @@ class VirtualExecutor:
         self.stalls_after: int | None = None
         self._free_at_s = 0.0
 
-    def call(self, _urgency: Urgency, function: Callable[[], T]) -> asyncio.Future[T]:
+    def call(self, _urgency: Urgency, function: Callable[[], T], **_about: str) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         if self.stalls_after is not None:
