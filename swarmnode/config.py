@@ -59,6 +59,7 @@ class StageConfig:
     throttle_units_per_s: float | None = None  # serve no faster than this, to have unequal peers on one machine
     capture: str = "auto"  # decode steps as CUDA graphs, where the device and the family can
     share: float = 1.0  # of the time the device may be busy with serving
+    audit_share: float = 0.03  # of what it trains, for computing some of its replicas' microbatches once more
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def check(self) -> StageConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,12 +19,14 @@ from swarmnode.codec.audit_messages import running_digest
 from swarmnode.codec.frames import FrameKind, FrameReader, pack_header
 from swarmnode.codec.messages import BODIES, Sampling, decode_body, encode_body
 from swarmnode.codec.sampling import pack_text
+from swarmnode.codec.spot_check_messages import MicrobatchReply
 from swarmnode.codec.tensors import MAX_ELEMENTS, Codec, TensorInfo
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.serving.device_outputs import DeviceOutputs
 from swarmnode.compute.serving.sampler import Sampler
 from swarmnode.compute.serving.sampling import sample, uniform
 from swarmnode.compute.serving.sketch import sketch, sketch_bytes
+from swarmnode.compute.training.gradient_sketch import gradient_sketch, step_seed
 from swarmnode.errors import ErrorCode, PeerLost, ProtocolError, UsageError
 from swarmnode.net.direct.agreement import KeyPair, Occasion
 from swarmnode.net.direct.direct_connections import OFFER, REQUEST
@@ -31,6 +34,7 @@ from swarmnode.net.direct.records import DirectionKey
 from swarmnode.net.identity import Identity, verify
 from swarmnode.swarm.records.announcement import open_announcement, sign_announcement
 from swarmnode.swarm.records.certificate import Certificate, open_certificate
+from swarmnode.swarm.records.commitment import open_commitment, sign_commitment
 from swarmnode.swarm.records.grant import open_grant
 from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, encode_invite
 from swarmnode.swarm.records.manifest import decode_manifest, encode_manifest, swarm_id
@@ -190,6 +194,7 @@ class SignedKind(NamedTuple):
 
 SIGNED = {
     "announcements": SignedKind("announcement", open_announcement, sign_announcement),
+    "commitments": SignedKind("step_commitment", open_commitment, sign_commitment),
     "receipts": SignedKind("work_receipt", open_receipt, sign_receipt),
     "reports": SignedKind("report", lambda *arguments: open_report(*arguments)[0], sign_report),
     "statements": SignedKind("hop_statement", open_statement, sign_statement),
@@ -255,6 +260,21 @@ def test_tolerated_manifests(vector: Vector) -> None:
 def test_sketches(vector: Vector) -> None:
     drawn = sketch(torch.tensor([vector["hidden"]]), bytes.fromhex(vector["seed"]))
     assert sketch_bytes(drawn).hex() == vector["value"]
+
+
+@pytest.mark.parametrize("vector", vectors("gradient_sketches"))
+def test_gradient_sketches(vector: Vector) -> None:
+    seed = step_seed(bytes.fromhex(vector["run"]), vector["step"])
+    assert seed.hex() == vector["seed"]
+    gradient_N = torch.arange(1, vector["elements"] + 1).remainder(7)  # sums of these are exact in any order
+    assert gradient_sketch([gradient_N.float()], seed).tolist() == vector["value"]
+
+
+def test_an_entry_is_of_the_record_as_it_travels() -> None:
+    (row,) = (param.values[0] for param in vectors("bodies") if param.values[0]["name"] == "MICROBATCH: in the middle")
+    reply = decode_body(FrameKind.MICROBATCH, data_of(row))
+    assert isinstance(reply, MicrobatchReply)
+    assert reply.record.digest == hashlib.sha256(data_of(row)[1:]).digest(), "behind the array of one that is the body"
 
 
 @pytest.mark.parametrize("vector", vectors("digests"))

@@ -84,6 +84,11 @@ class FrameKind(IntEnum):
     PULL = 67
     WAITING = 68
     PROGRESS = 69
+    GET_COMMITMENT = 70
+    COMMITMENT = 71
+    GET_MICROBATCH = 72
+    MICROBATCH = 73
+    ACCUSATION = 74
     LIST_STATES = 80
     STATES = 81
 

@@ -48,6 +48,7 @@ from swarmnode.codec.frames import MAX_SEQ, FrameKind
 from swarmnode.codec.measuring_messages import MEASURING_BODIES
 from swarmnode.codec.measuring_messages import Ran as Ran
 from swarmnode.codec.sampling import Sampling as Sampling
+from swarmnode.codec.spot_check_messages import SPOT_CHECK_BODIES
 from swarmnode.codec.state_messages import STATE_BODIES
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, TensorInfo, check_tensor
 from swarmnode.codec.trace_messages import TRACE_BODIES
@@ -283,6 +284,7 @@ BODIES: dict[FrameKind, type[Body]] = {
     **AUDIT_BODIES,
     **CREDIT_BODIES,
     **TRAINING_BODIES,
+    **SPOT_CHECK_BODIES,
     **STATE_BODIES,
 }
 KIND_OF: dict[type[Body], FrameKind] = {body: kind for kind, body in BODIES.items()}

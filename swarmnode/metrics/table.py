@@ -108,6 +108,9 @@ CLIENT_TOKENS = _counter("client_tokens", "Tokens that came.")
 FIRST_TOKEN_SECONDS = _histogram("client_first_token_seconds", "From the call to the first token.")
 TOKEN_SECONDS = _histogram("client_token_seconds", "From one token to the next.")
 AUDITS = _counter("audits", "Sessions of this client that were computed once more, by what came of it.", "result")
+SPOT_CHECKS = _counter(
+    "spot_checks", "Microbatches of other stages that were computed once more, by what came of it.", "result"
+)
 REROUTES = _counter("reroutes", "Sessions that were moved to another route, by cause.", "cause")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

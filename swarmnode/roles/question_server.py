@@ -1,10 +1,11 @@
-"""Answers one kind of question over a protocol of its own: to each peer one at a time, since an answer is so much longer."""
+"""Answers the questions of a protocol of its own: to each peer one at a time, since an answer is so much longer."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from types import UnionType
 from typing import Any, NamedTuple
 
 from swarmnode.codec.frames import Frame
@@ -28,7 +29,7 @@ class Answer(NamedTuple):
 
 
 class QuestionServer:
-    """Answers questions of the type `question` with what `answer` makes of them. They carry no payload."""
+    """Answers questions of the type `question` (or of several) with what `answer` makes of them. They carry no payload."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class QuestionServer:
         protocol: str,
         hello: Hello,
         link_config: LinkConfig,
-        question: type[Body],
+        question: type[Body] | UnionType,
         answer: Callable[[Any], Awaitable[Answer]],
     ) -> None:
         self._question = question

@@ -17,12 +17,14 @@ from msgspec import inspect as types
 from swarmnode.codec.averaging_messages import Group, MemberSpec
 from swarmnode.codec.messages import BODIES, HopSpec, Sampling
 from swarmnode.codec.sampling import Grammar
+from swarmnode.codec.spot_check_messages import Crossing, MicrobatchRecord
 from swarmnode.codec.state_messages import StateEntry
 from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.trace_messages import TraceStep
 from swarmnode.codec.training_messages import Counted, Wait
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.certificate import Certificate
+from swarmnode.swarm.records.commitment import Commitment
 from swarmnode.swarm.records.grant import Grant
 from swarmnode.swarm.records.invite import Invite, OwnedInvite
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo
@@ -58,6 +60,9 @@ NAMES: dict[type[msgspec.Struct], str] = {
     Grant: "grant",
     Certificate: "certificate",
     RevocationList: "revocation_list",
+    MicrobatchRecord: "microbatch_record",
+    Crossing: "crossing",
+    Commitment: "step_commitment",
     Statement: "hop_statement",
     Edge: "edge",
     Report: "report",

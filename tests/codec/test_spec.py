@@ -24,6 +24,7 @@ from swarmnode.codec import (
     measuring_messages,
     messages,
     sampling,
+    spot_check_messages,
     state_messages,
     tensors,
     trace_messages,
@@ -58,6 +59,7 @@ MODULES = (
         credit_messages,
         measuring_messages,
         sampling,
+        spot_check_messages,
         trace_messages,
         state_messages,
         training_fields,
@@ -201,6 +203,7 @@ def test_limits_are_the_ones_of_the_code() -> None:
         )
         for name in constants(body)
     }
+    imported |= {f"spot_check_messages.MAX_{name}" for name in ("MASK_BYTES", "VALUES")}
     imported |= {"body.MAX_SEQ", "messages.MAX_SEQ", "manifest.MAX_FILE_BYTES", "run.MAX_RUN_BYTES"}
     imported |= {
         f"certificate.MAX_{name}" for name in ("CERTIFICATE_BYTES", "GRANT_BYTES", "PEER_CHARS", "PROOF_BYTES")
@@ -217,11 +220,23 @@ STRUCTS = {name: struct for struct, name in NAMES.items()}
 PARTS = (training_messages.Counted, averaging_messages.Group, averaging_messages.MemberSpec, training_messages.Wait)
 PAGES = {
     **dict.fromkeys(
-        ("announcement", "manifest", "model", "file", "hop_statement", "edge", "report", "work_receipt", "voucher"),
+        (
+            "announcement",
+            "manifest",
+            "model",
+            "file",
+            "hop_statement",
+            "edge",
+            "report",
+            "step_commitment",
+            "work_receipt",
+            "voucher",
+        ),
         "records",
     ),
     **{NAMES[body]: "training" for body in (*training_messages.TRAINING_BODIES.values(), *PARTS) if body in NAMES},
-    **dict.fromkeys(("run", "averaging"), "training"),
+    **{NAMES[body]: "training" for body in spot_check_messages.SPOT_CHECK_BODIES.values()},
+    **dict.fromkeys(("run", "averaging", "microbatch_record", "crossing"), "training"),
     "tensor": "tensors",
     **dict.fromkeys(("invite", "owned_invite"), "invites"),
     **dict.fromkeys(("grant", "certificate", "revocation_list"), "membership"),
@@ -238,6 +253,7 @@ CHECKED_ELSEWHERE = {
     "hop_statement",
     "edge",
     "report",
+    "step_commitment",
     "work_receipt",
     "voucher",
 } | {*("owned_invite", "grant", "certificate", "revocation_list")}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +23,7 @@ from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.graph.costs.work import ComputeWork
 from swarmnode.compute.inline_executor import InlineExecutor
+from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches
 from swarmnode.compute.training.local import train_locally
 from swarmnode.ledger import MemoryLedger
@@ -33,10 +36,13 @@ from swarmnode.plan.spans.flow import Floats
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.roles.training.coordinator.election import CoordinatorElection, ready_peers
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
+from swarmnode.roles.training.spot_checks.check_server import Committer
+from swarmnode.roles.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.roles.training.trainer import Trainer
 from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
 from swarmnode.swarm.peers.directory import Directory
+from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.run import Run
 from tests.compute.training.toy import CLASSES, FEATURES, ToySegment
@@ -152,6 +158,15 @@ def toy_estimates(_run: Run) -> list[UnitEstimate]:
     return [UnitEstimate(ComputeWork(), ComputeWork(), ACTIVATION_BYTES, 0, BOUNDARY_BYTES)] * ToySegment.units
 
 
+def sign_as(peer: PeerId) -> Callable[[bytes], bytes]:
+    """Signatures of peers that have no keys."""
+    return lambda data: hashlib.sha256(peer.encode() + data).digest()
+
+
+def is_signed_by(peer: PeerId, data: bytes, signature: bytes) -> bool:
+    return signature == sign_as(peer)(data)
+
+
 class Volunteer:
     """A node that trains some units, and leads when it is its turn."""
 
@@ -172,8 +187,24 @@ class Volunteer:
         self.ledger = MemoryLedger()
         memory = TrainingMemory(self.ledger, segment, toy_estimates)
         config = replace(config, ledger=self.ledger)
-        self.stage = TrainingStage(network, HELLO, config, segment, self.checkpoint_manager, executor, memory=memory)
         loop = asyncio.get_running_loop()
+        self.standing = Standing(folder / "standing.json", loop.time)
+        committer = Committer(network.peer_id, HELLO.swarm, sign_as(network.peer_id), is_signed_by)
+        dice = random.Random(network.peer_id)
+        self.spot_checks = SpotChecks(
+            network, HELLO, config, committer, executor, self.standing, self.ledger, dice=dice
+        )
+        self.stage = TrainingStage(
+            network,
+            HELLO,
+            config,
+            segment,
+            self.checkpoint_manager,
+            executor,
+            memory=memory,
+            stopwatch=Stopwatch(segment.device, clock=config.clock),
+            spot_checks=self.spot_checks,
+        )
         links = cast("LinkTimes", NoLinkTimes())
         self.election = CoordinatorElection(
             cast("Directory", directory), self.stage, ToySegment.units, links, clock=loop.time

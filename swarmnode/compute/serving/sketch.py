@@ -48,10 +48,13 @@ def read_sketches(data: bytes | bytearray | memoryview, count: int) -> Tensor:
     return sketch_TK
 
 
-def deviations(one_TK: Tensor, other_TK: Tensor) -> list[float]:
+def deviations(one_TK: Tensor, other_TK: Tensor, *, least: float = 0.0) -> list[float]:
     """For each position the distance of two sketches, relative to their lengths: 0 where they are equal, infinite where one alone
-    is zero."""
+    is zero. `least`: what a position is taken for at least, in lengths of a usual one: of gradients some are nothing but rounding.
+    """
     one_TK, other_TK = one_TK.double(), other_TK.double()
     distance_T = (one_TK - other_TK).norm(dim=-1)
     length_T = (one_TK.norm(dim=-1) * other_TK.norm(dim=-1)).sqrt()
+    if least:
+        length_T = length_T.clamp_min(least * float(length_T.square().mean().sqrt()))
     return torch.where(distance_T == 0, 0.0, distance_T / length_T).tolist()

@@ -73,6 +73,11 @@ class Block:
         outer = [] if self.outer is None else [self.outer.anchor_N, self.outer.velocity_N]
         return sum(tensor.nbytes for tensor in (*slots, *outer))
 
+    @property
+    def gradient_N(self) -> Tensor:
+        """The step's sum of the parameters' gradients: a reference."""
+        return self.sums_N[self._gradient]
+
     # -- statistics
 
     def save(self) -> Changes:
@@ -104,7 +109,7 @@ class Block:
     @torch.no_grad()
     def update(self, step: int, factor: float) -> None:
         """End step `step` with the sums, gradients multiplied by `factor`; the sums are zero then."""
-        self.sums_N[self._gradient].mul_(factor)
+        self.gradient_N.mul_(factor)
         self.optimizer.update(step)
         for name, buffer in self.statistics.items():
             mean = self._changes[name] / self.run.microbatches

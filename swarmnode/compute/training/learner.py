@@ -26,12 +26,13 @@ from swarmnode.compute.training.saved_activations import (
     SavedActivations,
     SavedPiece,
     accumulate,
+    check_gradients,
     flow_through,
     is_finite,
     leaves,
 )
 from swarmnode.compute.training.segment import Segment, Values
-from swarmnode.errors import NotFinite, ProtocolError
+from swarmnode.errors import NotFinite
 from swarmnode.swarm.records.run import Run
 
 
@@ -123,7 +124,7 @@ class Learner:
             raise ValueError(f"microbatch {saved.index} was counted meanwhile for some of the units")
         if saved.end == self.segment.units:
             grads = (*grads, torch.full(saved.shapes[0], 1 / self.run.microbatches))
-        _check_gradients(saved, grads)
+        check_gradients(grads, saved.shapes, saved.end)
         try:
             inputs = self._fly_back(saved, grads)
         except RuntimeError:  # out of memory: nobody knows what the accumulators hold now, so nothing counts
@@ -158,7 +159,7 @@ class Learner:
         inputs = leaves(values, start)
         keep = not self.recompute or end == self.segment.units
         with torch.set_grad_enabled(keep):
-            outputs, changes = self._compute(saved.index, start, end, inputs)
+            outputs, changes = self.compute(saved.index, start, end, inputs)
         saved.pieces.append(SavedPiece(start, end, inputs, outputs if keep else None))
         saved.changes.update(changes)
         return tuple(output.detach() for output in outputs)
@@ -170,14 +171,14 @@ class Learner:
             outputs = piece.outputs
             if outputs is None:
                 with torch.enable_grad():
-                    outputs, _ = self._compute(saved.index, piece.start, piece.end, piece.inputs)
+                    outputs, _ = self.compute(saved.index, piece.start, piece.end, piece.inputs)
             go_back = flow_through if self._has(piece.start, saved.index) else accumulate
             with tf32(is_fast(self.segment.device, wanted=self.run.autocast)):
                 grads = go_back(outputs, grads, piece.inputs)
             del piece, outputs
         return tuple(grads)
 
-    def _compute(self, index: int, start: int, end: int, inputs: Values) -> tuple[Values, dict[int, Changes]]:
+    def compute(self, index: int, start: int, end: int, inputs: Values) -> tuple[Values, dict[int, Changes]]:
         """Run units; running statistics are as before it, and what it would have changed is returned."""
         saved = {unit: self._blocks[unit].save() for unit in range(start, end)}
         seed = microbatch_seed(self.run.seed, self.step, index)
@@ -194,10 +195,28 @@ class Learner:
         if not is_finite(values):
             raise NotFinite(f"NaN or infinity came in at the boundary before unit {start}", unit=start)
         for unit in range(start, end):
-            values, _ = self._compute(index, unit, unit + 1, values)
+            values, _ = self.compute(index, unit, unit + 1, values)
             if not is_finite(values) or unit == end - 1:
                 what = "the loss is" if unit == self.segment.units - 1 else "what comes out is"
                 raise NotFinite(f"unit {unit}, step {self.step}: {what} NaN or infinite", unit=unit)
+
+    # -- what others may check
+
+    def has_counted(self, index: int, start: int, end: int) -> bool:
+        """Whether any of units [start, end) has counted a microbatch."""
+        return any(self._has(unit, index) for unit in range(start, end))
+
+    def parameters(self, start: int, end: int) -> dict[int, list[Tensor]]:
+        """By block those of units [start, end); with those of an end, what the ends share."""
+        return {number: list(self._blocks[number].parameters.values()) for number in self._of(start, end)}
+
+    def accumulators(self, start: int, end: int) -> list[Tensor]:
+        """The sums_N of the gradients of these parameters, by block: references."""
+        return [self._blocks[number].gradient_N for number in self._of(start, end)]
+
+    def _of(self, start: int, end: int) -> list[int]:
+        shares = start == 0 or end == self.segment.units
+        return [number for number in self._blocks if start <= number < end or (number == SHARED and shares)]
 
     # -- the end of a step
 
@@ -316,14 +335,3 @@ class Learner:
     def load(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Take over a state. Raises CheckpointError, changing nothing, where names or shapes differ."""
         self._blocks[block].load(tensors)
-
-
-def _check_gradients(saved: SavedActivations, grads: Sequence[Tensor | None]) -> None:
-    """Raises ProtocolError where they do not fit what left, NotFinite for NaN or infinity."""
-    if len(grads) != len(saved.shapes):
-        raise ProtocolError(f"{len(grads)} gradients for {len(saved.shapes)} values at boundary {saved.end}")
-    for gradient, shape in zip(grads, saved.shapes, strict=True):
-        if gradient is not None and gradient.shape != shape:
-            raise ProtocolError(f"a gradient of shape {tuple(gradient.shape)} for a value of shape {tuple(shape)}")
-    if not is_finite(grads):
-        raise NotFinite(f"the gradient that came back from unit {saved.end} is NaN or infinite", unit=saved.end)

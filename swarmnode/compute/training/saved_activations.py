@@ -11,6 +11,7 @@ from torch import Tensor
 
 from swarmnode.compute.training.block import Changes
 from swarmnode.compute.training.segment import Values
+from swarmnode.errors import NotFinite, ProtocolError
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -44,7 +45,7 @@ def leaves(values: Values, boundary: int) -> Values:
 
 def accumulate(outputs: Values, grads: Sequence[Tensor | None], inputs: Values) -> Gradients:
     """Gradients of the inputs; those of the parameters are added to their `grad`."""
-    roots, seeds = _pairs(outputs, grads)
+    roots, seeds = pairs(outputs, grads)
     if roots:
         torch.autograd.backward(roots, seeds)
     return tuple(value.grad for value in inputs)
@@ -52,12 +53,23 @@ def accumulate(outputs: Values, grads: Sequence[Tensor | None], inputs: Values) 
 
 def flow_through(outputs: Values, grads: Sequence[Tensor | None], inputs: Values) -> Gradients:
     """Gradients of the inputs; parameters are left alone."""
-    roots, seeds = _pairs(outputs, grads)
+    roots, seeds = pairs(outputs, grads)
     wanted = [value for value in inputs if value.requires_grad]
     if not roots or not wanted:
         return tuple(None for _ in inputs)
     gradients = iter(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
     return tuple(next(gradients) if value.requires_grad else None for value in inputs)
+
+
+def check_gradients(gradients: Sequence[Tensor | None], shapes: Sequence[torch.Size], boundary: int) -> None:
+    """Raises ProtocolError where they do not fit the values of these shapes at a boundary, NotFinite for NaN or infinity."""
+    if len(gradients) != len(shapes):
+        raise ProtocolError(f"{len(gradients)} gradients for {len(shapes)} values at boundary {boundary}")
+    for gradient, shape in zip(gradients, shapes, strict=True):
+        if gradient is not None and gradient.shape != shape:
+            raise ProtocolError(f"a gradient of shape {tuple(gradient.shape)} for a value of shape {tuple(shape)}")
+    if not is_finite(gradients):
+        raise NotFinite(f"the gradient that came back from unit {boundary} is NaN or infinite", unit=boundary)
 
 
 def is_finite(values: Sequence[Tensor | None]) -> bool:
@@ -66,7 +78,7 @@ def is_finite(values: Sequence[Tensor | None]) -> bool:
     return all(math.isfinite(value.detach().sum(dtype=torch.float32).item()) for value in floats)
 
 
-def _pairs(outputs: Values, grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+def pairs(outputs: Values, grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs that depend on something trained, and their gradients."""
     pairs = [
         (output, gradient.to(output))

@@ -94,6 +94,11 @@ class AllReduceAttempt:
             self.late.add(peer)
 
     @property
+    def contributors(self) -> set[PeerId]:
+        """All those whose gradients are summed."""
+        return {member.peer for group in self._groups for member in group.members if member.count}
+
+    @property
     def convicted(self) -> PeerId | None:
         """Of whom more than half of the others that contribute to a group with it say that what it contributes is not its
         gradient; at least two of them, for one member's word decides nothing about another."""

@@ -62,6 +62,7 @@ class Coordinator:
         *,
         check_run: Callable[[Run], None],
         resigned: Callable[[int], None],
+        found_false: Callable[[], set[PeerId]],
         clock: Callable[[], float],
     ) -> None:
         self.term = term
@@ -84,7 +85,14 @@ class Coordinator:
             units, self._worker_group.members, self._trainer_connections, strikes, link_times, clock=clock
         )
         self._office = Office(
-            units, self._worker_group, self._dispatcher, self._trainer_connections, strikes, itertools.count(1), clock
+            units,
+            self._worker_group,
+            self._dispatcher,
+            self._trainer_connections,
+            strikes,
+            itertools.count(1),
+            clock,
+            found_false,
         )
         self._rendezvous = Rendezvous(units, clock)
         self._found: tuple[Run, RecoveryPlan] | None = None  # by the rendezvous

@@ -162,6 +162,7 @@ class CoordinatorElection:
             self._link_times,
             check_run=partial(check_positions, self._stage.segment),
             resigned=self._heard_term,
+            found_false=self._stage.found_false,
             clock=self._clock,
         )
         log.info("this node leads the training from now on")

@@ -48,6 +48,7 @@ class Office:
     strikes: Strikes
     attempts: Iterator[int]
     clock: Callable[[], float]
+    found_false: Callable[[], set[PeerId]]  # by this node's own stage
 
 
 class StepLoop:
@@ -246,7 +247,7 @@ class StepLoop:
             if self._all_reduce.failed and self._all_heard(self._all_reduce):
                 return Event.DISAGREED
             if self._all_reduce.over and not self._all_reduce.failed:
-                return Event.AGREED if self._all_reduce.convicted is None else Event.DISAGREED
+                return Event.AGREED if self._convicted(self._all_reduce) is None else Event.DISAGREED
         return None
 
     def _due_in_step(self) -> Event | None:
@@ -273,8 +274,9 @@ class StepLoop:
         all_reduce, self._all_reduce, self._failed_at_s = self._all_reduce, None, None
         if all_reduce is None:
             return
-        if all_reduce.convicted is not None:
-            self._leave_out(all_reduce.convicted)
+        convicted = self._convicted(all_reduce)
+        if convicted is not None:
+            self._leave_out(convicted)
         if not all_reduce.failed:
             return
         culprit = all_reduce.culprit
@@ -283,9 +285,13 @@ class StepLoop:
         elif self._office.strikes.strike(culprit) > 1 and self._worker_group.can_spare(culprit):
             self._worker_group.dismiss(culprit, "the replicas cannot agree with it")
 
+    def _convicted(self, all_reduce: AllReduceAttempt) -> PeerId | None:
+        """By most of the others that contribute with it; or by this node's own stage, which has seen it itself."""
+        return all_reduce.convicted or min(self._office.found_false() & all_reduce.contributors, default=None)
+
     def _leave_out(self, peer: PeerId) -> None:
         """For as long as this node leads: others compute what it had counted, and nothing of what it contributed is committed."""
-        reason = "most of its replicas say that what it contributes is not the gradient of its microbatches"
+        reason = "its replicas find that what it contributes is not the gradient of its microbatches"
         log.warning("stage %s is left out: %s", peer, reason)
         self._office.strikes.ban(peer)
         self._worker_group.dismiss(peer, reason)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.training_messages import Forward
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
@@ -18,11 +21,11 @@ def refusal_of(body: Forward, sender: PeerId, here: PeerId, run: Run, key: bytes
         return ErrorCode.MALFORMED
     if sender != before or not is_sealed(key, body):
         return ErrorCode.REFUSED
-    return None if _is_of_its_size(body, run) else ErrorCode.MALFORMED
+    return None if is_of_its_size(body.values, run) else ErrorCode.MALFORMED
 
 
-def _is_of_its_size(body: Forward, run: Run) -> bool:
+def is_of_its_size(values: Sequence[TensorInfo], run: Run) -> bool:
     """Whether it has as many samples and tokens as the run says: who holds a lease decides nothing about memory. Of modules that
     are no language models the shapes are known to the graph alone."""
     sample = (run.microbatch, run.sequence)
-    return not run.sequence or (bool(body.values) and all(info.shape[:2] == sample for info in body.values))
+    return not run.sequence or (bool(values) and all(info.shape[:2] == sample for info in values))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -22,11 +22,12 @@ from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
-from swarmnode.net.interfaces import PeerId
+from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.roles.credit.completed_work import CompletedWork
 from swarmnode.roles.measuring.meters import BACKWARD, FORWARD
 from swarmnode.roles.training.coordinator.answer_times import CLEANUP
+from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.roles.training.worker.meter import TrainingMeter
 from swarmnode.roles.training.worker.unit_time import UnitTime
@@ -59,6 +60,10 @@ class MicrobatchStage(Protocol):
     @property
     def learner(self) -> Learner:
         """Of the run in force."""
+        ...
+
+    def remember(self, body: Forward, payload: Buffer) -> KeptMicrobatch | None:
+        """A microbatch is about to be computed; what to keep of it for replicas that check. On the bench."""
         ...
 
     def note_loss(self, number: int, loss: float) -> None:
@@ -94,6 +99,7 @@ class MicrobatchInFlight:
         self._stage = stage
         self._channel = channel
         self._payload: bytes | bytearray = payload
+        self.kept: KeptMicrobatch | None = None  # for replicas that check
         self._next: Channel | None = None
         self._answer: asyncio.Future[tuple[Backward, bytes | bytearray]] | None = None
         self._ended = False
@@ -126,6 +132,8 @@ class MicrobatchInFlight:
                 values = await self._compute(FORWARD, self._forward)
                 answer, payload = await self._ask_next(values)
                 loss = answer.loss
+                if self.kept is not None:
+                    self.kept.answer, self.kept.gradients = answer, payload
                 encoded, present = await self._compute(
                     BACKWARD, lambda: self._backward(self._gradients(answer, payload))
                 )
@@ -176,13 +184,18 @@ class MicrobatchInFlight:
         outputs = self._outputs()
         peer = self.body.route[self.body.hop + 1].peer
         bandwidth_bps = self._stage.switchboard.bandwidth_bps(peer)
-        return self._encode(outputs, peer, FORWARD, bandwidth_bps)
+        encoded = self._encode(outputs, peer, FORWARD, bandwidth_bps)
+        if self.kept is not None:
+            self.kept.sent = encoded
+        return encoded
 
     def _there_and_back(self) -> tuple[float, Encoded, tuple[bool, ...]]:
         """At the last hop the loss's gradient is at hand."""
         (loss,) = self._outputs()
         encoded, present = self._backward(())
         self._stage.note_loss(self.body.number, float(loss))
+        if self.kept is not None:
+            self.kept.loss = float(loss)
         return float(loss), encoded, present
 
     def _outputs(self) -> tuple[Tensor, ...]:
@@ -190,6 +203,7 @@ class MicrobatchInFlight:
         body, learner = self.body, self._stage.learner
         self._check_alive()
         values = decode_values(body.values, self._payload, learner.segment.device)
+        self.kept = self._stage.remember(body, self._payload)
         self._payload = b""
         hop = body.route[body.hop]
         with self._passing(FORWARD):
@@ -197,14 +211,18 @@ class MicrobatchInFlight:
 
     def _backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Encoded, tuple[bool, ...]]:
         self._check_alive()
-        with self._passing(BACKWARD):
-            inputs = self._stage.learner.backward(place_of(self.body), gradients)
+        learner, kept = self._stage.learner, self.kept
+        with self._passing(BACKWARD), kept.counting(learner) if kept is not None else nullcontext():
+            inputs = learner.backward(place_of(self.body), gradients)
         if self.body.hop == 0:
             inputs = tuple(None for _ in inputs)  # the trainer has no use for them
         present = tuple(gradient is not None for gradient in inputs)
         flowing = [gradient for gradient in inputs if gradient is not None]
         channel = self._channel
-        return self._encode(flowing, channel.peer, BACKWARD, channel.bandwidth_bps), present
+        encoded = self._encode(flowing, channel.peer, BACKWARD, channel.bandwidth_bps)
+        if kept is not None:
+            kept.returned = encoded
+        return encoded, present
 
     def _passing(self, phase: str) -> AbstractContextManager[None]:
         """Around the pass itself."""

@@ -34,7 +34,7 @@ from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Segment
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, ProtocolError, SwarmnodeError
 from swarmnode.ledger import MemoryLedger
-from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.interfaces import Buffer, Network, PeerId
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
@@ -44,6 +44,8 @@ from swarmnode.roles.training.averaging.all_reduce import AllReducer
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.roles.training.coordinator.answer_times import SAVE_S
 from swarmnode.roles.training.coordinator.worker_handle import Line
+from swarmnode.roles.training.spot_checks.spot_checks import SpotChecks
+from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.roles.training.worker.admission import refusal_of
 from swarmnode.roles.training.worker.admission_queue import AdmissionQueue, Arrival
@@ -78,6 +80,7 @@ class TrainingStage:
         memory: TrainingMemory | None = None,
         stopwatch: Stopwatch | None = None,
         completed: CompletedWork | None = None,
+        spot_checks: SpotChecks | None = None,
         on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
     ) -> None:
         self.segment = segment
@@ -94,6 +97,7 @@ class TrainingStage:
         self.state = StageState(segment, checkpoint_manager, executor, self._memory)
         self.may_lead: Callable[[PeerId], bool] = lambda _peer: True
         self.on_work: Callable[[Channel, Work], None] = lambda channel, _body: channel.close(Error(ErrorCode.ELSEWHERE))
+        self.spot_checks = spot_checks
         self._checkpoint_manager = checkpoint_manager
         self._all_reducer = AllReducer(network.peer_id, self.switchboard, self.bench)
         self._admission_queue = AdmissionQueue(self._memory)
@@ -131,6 +135,8 @@ class TrainingStage:
     async def start(self) -> None:
         """Answer from now on."""
         await self.switchboard.start()
+        if self.spot_checks is not None:
+            await self.spot_checks.start()
 
     async def close(self) -> None:
         """Keep the step that is reached, and leave."""
@@ -138,6 +144,8 @@ class TrainingStage:
         await self._tasks.close()
         await self.following.close()
         await self.switchboard.close()
+        if self.spot_checks is not None:
+            await self.spot_checks.close()
         if self.state.condition == Condition.READY:
             try:
                 await asyncio.wait_for(self.state.save(), SAVE_S)
@@ -195,7 +203,17 @@ class TrainingStage:
     def ended(self, microbatch: MicrobatchInFlight) -> None:
         """A microbatch is over, in whatever way: what it kept goes."""
         self._admission_queue.ended(microbatch)
+        if self.spot_checks is not None and microbatch.kept is not None:
+            self.spot_checks.records.close(microbatch.kept)
         self._on_bench("drop a microbatch", lambda: self.state.drop(place_of(microbatch.body)))
+
+    def remember(self, body: Forward, payload: Buffer) -> KeptMicrobatch | None:
+        """What to keep of a microbatch that is computed now, so that replicas may check it."""
+        return None if self.spot_checks is None else self.spot_checks.remember(self.learner, body, payload)
+
+    def found_false(self) -> set[PeerId]:
+        """By its own spot checks."""
+        return set() if self.spot_checks is None else self.spot_checks.found
 
     def note_loss(self, number: int, loss: float) -> None:
         """Of a microbatch that the model's last unit has counted; on the bench."""
@@ -238,6 +256,7 @@ class TrainingStage:
         elif isinstance(body, Discard):
             if body.run == self.state.run_id:
                 self._admission_queue.give_up_all()
+                self._forget_records()
                 self._on_bench("discard gradients", self.learner.discard)
             self._answer(line, FrameKind.DISCARD)
         elif isinstance(body, Reduce):
@@ -322,7 +341,8 @@ class TrainingStage:
             with self.meter.averaging.timing():
                 reducing = self._all_reducer.reduce(self.term, body, self.learner, listening=listening)
                 state.agreed = agreed = await asyncio.wait_for(reducing, body.within_s or None)
-            answer = Reduced(body.step, body.attempt, tuple(agreed.squares), body.run, agreed.suspect)
+            suspect = await self._found_false_in(body) or agreed.suspect
+            answer = Reduced(body.step, body.attempt, tuple(agreed.squares), body.run, suspect)
         except asyncio.TimeoutError:
             answer = Failed(body.attempt, "", ErrorCode.PEER_LOST, run=body.run)
         except SwarmnodeError as error:
@@ -332,6 +352,12 @@ class TrainingStage:
         if line.open:
             line.send(answer)
 
+    async def _found_false_in(self, body: Reduce) -> PeerId:
+        """Which contributor was found false here, in this step or before."""
+        if self.spot_checks is None or self.state.condition != Condition.READY:
+            return ""
+        return await self.spot_checks.check(body, self.learner)
+
     def _commit(self, line: Line, body: Commit) -> None:
         if self.state.misses(body):
             return
@@ -339,10 +365,16 @@ class TrainingStage:
         if done is None:
             self._answer(line, FrameKind.COMMIT)
             return
+        self._forget_records()
         self.compressor.beat_s = body.beat_s
         self._tasks.spawn(self._after_commit(line, done), "commit")
         for arrival in self._admission_queue.next_step():
             self._forward(arrival)
+
+    def _forget_records(self) -> None:
+        """Nobody can check the step any more."""
+        if self.spot_checks is not None:
+            self.spot_checks.records.clear()
 
     async def _after_commit(self, line: Line, done: asyncio.Future[None]) -> None:
         await asyncio.shield(done)  # the update is made, whatever becomes of us

@@ -23,7 +23,9 @@ from swarmnode.compute.training.segment import Segment
 from swarmnode.ledger import MemoryLedger
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.audits.budget import AuditBudget
 from swarmnode.plan.training.compression import Choice
 from swarmnode.plan.view import Span
 from swarmnode.roles.host import Host
@@ -35,6 +37,8 @@ from swarmnode.roles.serving.stage import ServingStage
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.roles.training.coordinator.election import CoordinatorElection
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
+from swarmnode.roles.training.spot_checks.check_server import Committer
+from swarmnode.roles.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.stage import TrainingStage
@@ -91,6 +95,16 @@ class TrainingWorker:
             memory=TrainingMemory(lent.ledger, segment, functools.partial(estimates, checkpoint)),
             stopwatch=Stopwatch(segment.device, clock=clock.compute, throttle=lent.throttle),
             completed=host.completed,
+            spot_checks=SpotChecks(
+                host.network,
+                host.hello,
+                host.link_config,
+                Committer(host.peer_id, host.swarm.id, host.identity.sign, verify),
+                executor,
+                host.standing,
+                lent.ledger,
+                budget=AuditBudget(hardware.config.audit_share),
+            ),
             on_neighbour_lost=host.lost_neighbour,
         )
         cache = SpeedCache(host.config.home / SPEEDS_FILE, now=clock.unix)
@@ -144,6 +158,8 @@ class TrainingWorker:
             yield Reading(table.CODEC_LINKS, count, (span, codec.name.lower(), direction))
         yield Reading(table.QUEUE, training.bench.queued, (span, TRAIN))
         yield from training.meter.readings()
+        if training.spot_checks is not None:
+            yield from training.spot_checks.readings()
         if self._serving is not None:
             yield from self._serving.readings()
 

@@ -31,6 +31,11 @@ def encode_values(values: Sequence[Tensor], codec: Codec = Codec.NONE, keep: flo
     return tuple(info for info, _ in encoded), [payload for _, payload in encoded]
 
 
+def payload_of(buffers: Sequence[Buffer]) -> bytes:
+    """The payloads one after another, as they arrive."""
+    return b"".join(buffers)
+
+
 def decode_values(
     infos: Sequence[TensorInfo], payload: bytes | bytearray, device: torch.device | str
 ) -> tuple[Tensor, ...]:

@@ -1,0 +1,123 @@
+"""Bodies of `/swarmnode/spot-check/1`: what a stage did in the step in force, for its replicas (`protocol/training.md`).
+
+GET_COMMITMENT, COMMITMENT      what it says that it did, signed, before anybody says which of it is looked at
+GET_MICROBATCH, MICROBATCH      one microbatch of that
+ACCUSATION, END                  who was found false: nobody believes it, who hears of it looks at that peer next
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from swarmnode.codec.audit_messages import Seed
+from swarmnode.codec.body import Body, Step, Unit
+from swarmnode.codec.frames import FrameKind
+from swarmnode.codec.training_fields import (
+    MAX_MASK_BYTES,
+    MAX_VALUES,
+    Index,
+    Number,
+    Peer,
+    RunId,
+    Values,
+    check_rules,
+    check_values,
+)
+
+SPOT_CHECK_PROTOCOL = "/swarmnode/spot-check/1"
+DIGEST_BYTES = 32
+MAX_COMMITMENT_BYTES = 1024
+ENTRY_BYTES = 4 + DIGEST_BYTES  # number and first unit (16 bits each, little-endian), and the record's SHA-256
+MAX_ENTRIES = 8 * MAX_MASK_BYTES
+
+Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+
+
+class Crossing(Body, frozen=True):
+    """What crossed one of a stage's boundaries in one direction: its tensors, and the SHA-256 of the payload that they were."""
+
+    values: Values
+    digest: Digest
+
+
+class MicrobatchRecord(Body, frozen=True):
+    """What a stage did with one microbatch in units [start, end). `present`: for each value that was sent on, whether a gradient
+    came back. `parameters`: SHA-256 of the sketch of what it added to the gradients of its parameters."""
+
+    number: Index
+    start: Unit
+    end: Unit
+    received: Crossing
+    sent: Crossing
+    present: Annotated[tuple[bool, ...], Meta(max_length=MAX_VALUES)]
+    gradients: Crossing
+    returned: Crossing
+    parameters: Digest
+    loss: Number = 0.0
+
+    @property
+    def digest(self) -> bytes:
+        """That a commitment has of it."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
+
+
+class GetCommitment(Body, frozen=True):
+    """Asks a stage for what it has counted in a step."""
+
+    run: RunId
+    step: Step
+
+
+class CommitmentReply(Body, frozen=True):
+    """The answer: a signed commitment (`protocol/records.md`). The payload has an entry for each microbatch."""
+
+    commitment: Annotated[bytes, Meta(max_length=MAX_COMMITMENT_BYTES)]
+
+
+class GetMicrobatch(Body, frozen=True):
+    """Asks for one microbatch, and for sketches by projections that follow from `seed`."""
+
+    run: RunId
+    step: Step
+    number: Index
+    start: Unit
+    seed: Seed
+
+
+class MicrobatchReply(Body, frozen=True):
+    """The answer. The payload: what was received, the gradients that came back, the sketch of the parameters' gradients, then
+    sketches of the floats among what was sent on and returned: of each row SKETCH_VALUES float32."""
+
+    record: MicrobatchRecord
+
+    def check(self) -> None:
+        record = self.record
+        for crossing in (record.received, record.sent, record.gradients, record.returned):
+            check_values(crossing.values)
+        rules: Mapping[str, bool] = {
+            "units": record.start < record.end,
+            "a gradient for each value that it names": sum(record.present) == len(record.gradients.values),
+        }
+        check_rules("MICROBATCH", rules)
+
+
+class Accusation(Body, frozen=True):
+    """The sender found this peer false in a step; `commitment` is what the peer signed of it."""
+
+    run: RunId
+    peer: Peer
+    commitment: Annotated[bytes, Meta(max_length=MAX_COMMITMENT_BYTES)]
+
+
+SPOT_CHECK_BODIES: dict[FrameKind, type[Body]] = {
+    FrameKind.GET_COMMITMENT: GetCommitment,
+    FrameKind.COMMITMENT: CommitmentReply,
+    FrameKind.GET_MICROBATCH: GetMicrobatch,
+    FrameKind.MICROBATCH: MicrobatchReply,
+    FrameKind.ACCUSATION: Accusation,
+}

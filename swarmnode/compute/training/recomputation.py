@@ -1,0 +1,79 @@
+"""Recomputation: a microbatch of the step in force once more, as another replica computed it, with nothing counted.
+
+Unit by unit, so that it needs the memory of one unit's graph and gradients beside what crosses the boundaries between units.
+
+Shape letters: N elements of a block's gradient, S of a gradient sketch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.training.gradient_sketch import gradient_sketch
+from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.precision import is_fast, tf32
+from swarmnode.compute.training.saved_activations import Gradients, check_gradients, leaves, pairs
+from swarmnode.compute.training.segment import Values
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What comes out, the gradients of what came in, and the sketch_S of what the parameters' gradients grow by."""
+
+    outputs: Values
+    gradients: Gradients
+    sketch_S: Tensor
+
+
+def recompute(
+    learner: Learner, number: int, start: int, end: int, values: Values, gradients: Gradients, seed: bytes
+) -> Recomputation:
+    """Units [start, end) on microbatch `number`: from `values`, and the gradients of what comes out (none at the model's end).
+    Raises ProtocolError where the gradients do not fit, NotFinite."""
+    boundaries = [values]
+    with torch.no_grad():
+        for unit in range(start, end):
+            boundaries.append(learner.compute(number, unit, unit + 1, boundaries[-1])[0])
+    outputs = boundaries.pop()
+    if end == learner.segment.units:
+        gradients = (torch.full_like(outputs[0], 1 / learner.run.microbatches),)
+    check_gradients(gradients, [output.shape for output in outputs], end)
+    sketches: dict[int, Tensor] = {}
+    for unit in reversed(range(start, end)):
+        flowing, found = _back_through(learner, number, unit, boundaries.pop(), gradients)
+        for block, gradient_N in found:
+            sketch_S = gradient_sketch([gradient_N], seed)
+            sketches[block] = sketches[block] + sketch_S if block in sketches else sketch_S
+        gradients = flowing
+    return Recomputation(
+        outputs, gradients, torch.cat([torch.empty(0), *(sketches[block] for block in sorted(sketches))])
+    )
+
+
+def _back_through(
+    learner: Learner, number: int, unit: int, values: Values, gradients: Gradients
+) -> tuple[Gradients, Iterator[tuple[int, Tensor]]]:
+    """The gradients of what came into a unit, and by block the gradient_N of its parameters."""
+    inputs = leaves(values, unit)
+    with torch.enable_grad():
+        outputs, _ = learner.compute(number, unit, unit + 1, inputs)
+    blocks = learner.parameters(unit, unit + 1)
+    wanted = [value for value in inputs if value.requires_grad]
+    wanted += [parameter for parameters in blocks.values() for parameter in parameters]
+    roots, seeds = pairs(outputs, gradients)
+    with tf32(is_fast(learner.segment.device, wanted=learner.run.autocast)):
+        found = iter(torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots else [None] * len(wanted))
+    flowing = tuple(next(found) if value.requires_grad else None for value in inputs)
+    return flowing, ((block, _flat(parameters, found)) for block, parameters in blocks.items())
+
+
+def _flat(parameters: Sequence[Tensor], found: Iterator[Tensor | None]) -> Tensor:
+    """gradient_N of one block's parameters."""
+    gradients = (
+        torch.zeros_like(parameter) if (gradient := next(found)) is None else gradient for parameter in parameters
+    )
+    return torch.cat([gradient.reshape(-1) for gradient in gradients])

@@ -1,0 +1,1 @@
+"""Spot checks: microbatches computed once more by replicas, and what follows for who was false."""

@@ -1,0 +1,82 @@
+"""Tells replicas what this stage did in the step in force: all of it in digests, and the microbatch that they choose."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swarmnode.codec.messages import End, Error, Hello
+from swarmnode.codec.spot_check_messages import (
+    SPOT_CHECK_PROTOCOL,
+    Accusation,
+    CommitmentReply,
+    GetCommitment,
+    GetMicrobatch,
+    MicrobatchReply,
+)
+from swarmnode.errors import ErrorCode
+from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.links.link import LinkConfig
+from swarmnode.roles.question_server import Answer, QuestionServer
+from swarmnode.roles.training.spot_checks.row_sketches import sketches_payload
+from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch, StepRecords, entries_of
+from swarmnode.roles.training.worker.values import decode_values, payload_of
+from swarmnode.swarm.records.commitment import Commitment, sign_commitment
+from swarmnode.swarm.records.signed import Sign, Verify
+
+
+@dataclass(frozen=True)
+class Committer:
+    """Who commits, in which swarm, and how signatures are made and checked."""
+
+    peer: PeerId
+    swarm: bytes
+    sign: Sign
+    verify: Verify
+
+
+def check_server(
+    network: Network,
+    hello: Hello,
+    link_config: LinkConfig,
+    committer: Committer,
+    records: StepRecords,
+    on_accusation: Callable[[Accusation], None],
+) -> QuestionServer:
+    """Answers from these records."""
+
+    async def answer(question: GetCommitment | GetMicrobatch | Accusation) -> Answer:
+        if isinstance(question, Accusation):
+            on_accusation(question)
+            return Answer(End())
+        of_step = records.of(question.run, question.step)
+        if isinstance(question, GetCommitment):
+            kept = list(of_step.values())
+            return (
+                await asyncio.to_thread(_commit, committer, question, kept)
+                if kept
+                else Answer(Error(ErrorCode.NOT_FOUND))
+            )
+        found = of_step.get((question.number, question.start))
+        if found is None:
+            return Answer(Error(ErrorCode.NOT_FOUND))
+        return await asyncio.to_thread(_tell, found, question.seed)
+
+    questions = GetCommitment | GetMicrobatch | Accusation
+    return QuestionServer(network, SPOT_CHECK_PROTOCOL, hello, link_config, questions, answer)
+
+
+def _commit(committer: Committer, question: GetCommitment, kept: list[KeptMicrobatch]) -> Answer:
+    entries = entries_of(one.record() for one in kept)
+    digest = hashlib.sha256(entries).digest()
+    said = Commitment(committer.swarm, committer.peer, question.run, question.step, len(kept), digest)
+    return Answer(CommitmentReply(sign_commitment(said, committer.sign)), (entries,))
+
+
+def _tell(kept: KeptMicrobatch, seed: bytes) -> Answer:
+    record = kept.record()
+    edges = ((record.sent.values, kept.sent[1]), (record.returned.values, kept.returned[1]))
+    sketches = [sketches_payload(decode_values(infos, payload_of(payload), "cpu"), seed) for infos, payload in edges]
+    return Answer(MicrobatchReply(record), (kept.received, kept.gradients, kept.parameters, *sketches))

@@ -1,0 +1,195 @@
+"""Examination: one microbatch of another stage, asked for after its commitment, computed once more here and compared."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarmnode.codec.audit_messages import SEED_BYTES, SKETCH_VALUES
+from swarmnode.codec.messages import Body
+from swarmnode.codec.spot_check_messages import (
+    CommitmentReply,
+    GetCommitment,
+    GetMicrobatch,
+    MicrobatchRecord,
+    MicrobatchReply,
+)
+from swarmnode.codec.tensors import Codec, TensorInfo, payload_bytes
+from swarmnode.codec.training_fields import check_rules
+from swarmnode.compute.serving.sketch import deviations
+from swarmnode.compute.training.gradient_sketch import step_seed
+from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.recomputation import Recomputation, recompute
+from swarmnode.compute.training.saved_activations import Gradients
+from swarmnode.errors import ProtocolError
+from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.plan.audits.judgement import Judgement, judge_states
+from swarmnode.plan.audits.tolerances import Calibration, Tolerance
+from swarmnode.roles.fetching.sources import ask
+from swarmnode.roles.training.spot_checks.check_server import Committer
+from swarmnode.roles.training.spot_checks.row_sketches import as_sent, payload_bytes_of, read_payload, sketched
+from swarmnode.roles.training.spot_checks.step_records import read_entries
+from swarmnode.roles.training.worker.admission import is_of_its_size
+from swarmnode.roles.training.worker.values import decode_values
+from swarmnode.swarm.records.commitment import open_commitment
+
+Reply = TypeVar("Reply", bound=Body)
+
+LEAST = 0.1  # of a usual row: gradients have rows that are nothing but rounding
+SUMS_ROUND = 4.0  # times more: what a microbatch added is the difference of two sums
+LOSS = 0.02  # of itself
+
+
+class FalseWork(ProtocolError):
+    """A stage shows something else than it signed, or than follows from it."""
+
+
+@dataclass(frozen=True)
+class ShownMicrobatch:
+    """What a stage shows of one microbatch."""
+
+    record: MicrobatchRecord
+    received: bytes
+    gradients: bytes
+    parameters_S: Tensor
+    sent: Sequence[Tensor]  # sketch_TK of each
+    returned: Sequence[Tensor]
+
+
+class Examination:
+    """Of what `peer` did in the step that the learner is at. `dice` draws what the peer must not foresee."""
+
+    def __init__(self, board: Switchboard, peer: PeerId, committer: Committer, learner: Learner, dice: Random) -> None:
+        self.peer = peer
+        self.commitment = b""  # as it was signed
+        self._board = board
+        self._committer = committer
+        self._learner = learner
+        self._step = learner.step
+        self._dice = dice
+        self._seed = dice.randbytes(SEED_BYTES)
+
+    def __repr__(self) -> str:
+        return f"<Examination of {self.peer[-8:]} at step {self._step}>"
+
+    async def fetch(self) -> ShownMicrobatch | None:
+        """One microbatch of those that it committed to, drawn now; None where it has none of our units. Raises FalseWork,
+        PeerError, NetworkDown."""
+        segment = self._learner.segment
+        entries = await self._commitment()
+        able = [place for place in entries if segment.start <= place[1] < segment.end]
+        if not able:
+            return None
+        number, start = self._dice.choice(able)
+        question = GetMicrobatch(self._learner.run.id, self._step, number, start, self._seed)
+        reply, payload = await self._ask(question, MicrobatchReply)
+        record = reply.record
+        if (record.number, record.start) != (number, start) or record.digest != entries[number, start]:
+            raise FalseWork("a microbatch is not what was committed to", peer=self.peer)
+        return None if record.end > segment.end else self._read(record, payload)
+
+    async def _commitment(self) -> dict[tuple[int, int], bytes]:
+        reply, payload = await self._ask(GetCommitment(self._learner.run.id, self._step), CommitmentReply)
+        said = open_commitment(reply.commitment, self._committer.swarm, self._committer.verify)
+        asked = (self.peer, self._learner.run.id, self._step, hashlib.sha256(payload).digest())
+        if (said.peer, said.run, said.step, said.entries) != asked:
+            raise FalseWork("a commitment to something else than was asked", peer=self.peer)
+        self.commitment = reply.commitment
+        return read_entries(payload, said.count)
+
+    async def _ask(self, question: Body, kind: type[Reply]) -> tuple[Reply, Buffer]:
+        async for frame, body in ask(self._board, self.peer, question):
+            if isinstance(body, kind):
+                return body, frame.payload
+        raise ProtocolError("no answer to a spot check", peer=self.peer)
+
+    def _read(self, record: MicrobatchRecord, payload: Buffer) -> ShownMicrobatch:
+        """The parts of an answer, each of which has to be what was signed."""
+        if not is_of_its_size(record.received.values, self._learner.run):
+            raise FalseWork("a microbatch of another size than the run's", peer=self.peer)
+        parts, view = [], memoryview(payload)
+        sizes = [_size(record.received.values), _size(record.gradients.values)]
+        sketches = [payload_bytes_of(record.sent.values), payload_bytes_of(record.returned.values)]
+        for size in (*sizes, len(view) - sum(sizes) - sum(sketches), *sketches):
+            check_rules("MICROBATCH", {"a payload as long as its descriptors say": 0 <= size <= len(view)})
+            parts.append(view[:size])
+            view = view[size:]
+        received, gradients, parameters, sent, returned = parts
+        signed = (record.received.digest, record.gradients.digest, record.parameters)
+        if signed != tuple(hashlib.sha256(part).digest() for part in parts[:3]) or len(parameters) % 4:
+            raise FalseWork("a payload that its author did not sign", peer=self.peer)
+        sketch_S = torch.from_numpy(np.frombuffer(parameters, dtype="<f4").astype(np.float32))
+        sketches_of = (read_payload(sent, record.sent.values), read_payload(returned, record.returned.values))
+        return ShownMicrobatch(record, bytes(received), bytes(gradients), sketch_S, *sketches_of)
+
+    def compare(self, shown: ShownMicrobatch, calibration: Calibration) -> Judgement | None:
+        """On the executor, while the step lasts: None where it is over. Raises FalseWork where no computing is needed to see it."""
+        record, learner = shown.record, self._learner
+        if learner.step != self._step:
+            return None
+        values = decode_values(record.received.values, shown.received, learner.segment.device)
+        seed = step_seed(learner.run.id, self._step)
+        again = recompute(learner, record.number, record.start, record.end, values, self._gradients(shown), seed)
+        if record.end == learner.segment.units and not math.isclose(float(again.outputs[0]), record.loss, rel_tol=LOSS):
+            raise FalseWork(f"a loss of {record.loss}, which is {float(again.outputs[0])}", peer=self.peer)
+        judgements = self._judgements(shown, again, calibration)
+        return max(judgements, key=lambda judgement: (judgement.false, judgement.worst), default=None)
+
+    def _gradients(self, shown: ShownMicrobatch) -> Gradients:
+        record = shown.record
+        values = decode_values(record.gradients.values, shown.gradients, self._learner.segment.device)
+        flowing = iter(values)
+        return tuple(next(flowing) if present else None for present in record.present)
+
+    def _judgements(
+        self, shown: ShownMicrobatch, again: Recomputation, calibration: Calibration
+    ) -> Iterator[Judgement]:
+        """Of what was sent on, of what was returned, and of what was added to the parameters' gradients."""
+        record = shown.record
+        outputs = () if record.end == self._learner.segment.units else again.outputs
+        returned = [gradient for gradient in again.gradients if gradient is not None] if record.returned.values else ()
+        for values, crossing, theirs in (
+            (outputs, record.sent, shown.sent),
+            (returned, record.returned, shown.returned),
+        ):
+            ours = sketched(as_sent(values, crossing.values), self._seed)
+            pairs = zip(ours, theirs, strict=True)
+            apart = [deviation for pair in pairs for deviation in deviations(*pair, least=LEAST)]
+            codec = Codec(max((info.codec for info in crossing.values), default=Codec.NONE))
+            judgement = judge_states(apart, self._tolerance(record, calibration, codec, apart))
+            if not judgement.false:
+                calibration.note(self.peer, self._number_format, codec, apart, units=record.end - record.start)
+            yield judgement
+        if shown.parameters_S.shape != again.sketch_S.shape:
+            raise FalseWork("a sketch of other parameters", peer=self.peer)
+        apart = deviations(_in_rows(shown.parameters_S), _in_rows(again.sketch_S), least=LEAST)
+        tolerance = self._tolerance(record, calibration, Codec.NONE, apart)
+        yield judge_states(apart, replace(tolerance, deviation=SUMS_ROUND * tolerance.deviation))
+
+    def _tolerance(
+        self, record: MicrobatchRecord, calibration: Calibration, codec: Codec, apart: Sequence[float]
+    ) -> Tolerance:
+        units = record.end - record.start
+        return calibration.tolerance(self._number_format, codec, units=units, deviations=apart)
+
+    @property
+    def _number_format(self) -> str:
+        return "bfloat16" if self._learner.run.autocast else "float32"
+
+
+def _in_rows(sketch_S: Tensor) -> Tensor:
+    """sketch_TK: so that it is judged as states are."""
+    return torch.nn.functional.pad(sketch_S, (0, -len(sketch_S) % SKETCH_VALUES)).view(-1, SKETCH_VALUES)
+
+
+def _size(infos: Sequence[TensorInfo]) -> int:
+    return sum(map(payload_bytes, infos))

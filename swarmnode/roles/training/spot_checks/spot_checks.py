@@ -1,0 +1,224 @@
+"""Spot checks of one stage: it shows others what it did, and computes some of what they did once more.
+
+When a step's gradients are about to be summed everything is counted, and everybody still has the step's parameters: then a stage
+may draw one of its replicas, and one of the microbatches that it has committed to. Who is false is named from now on whenever
+gradients are summed with it (`coordinator/all_reduce_attempt.py` goes by most of the others), and the others hear whom to look at:
+nobody takes somebody else's word for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+
+from swarmnode.codec.averaging_messages import How, Reduce
+from swarmnode.codec.body import SHARED
+from swarmnode.codec.messages import Hello
+from swarmnode.codec.spot_check_messages import SPOT_CHECK_PROTOCOL, Accusation
+from swarmnode.codec.training_messages import Forward
+from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.training.learner import Learner
+from swarmnode.errors import LocalError, NotFinite, ProtocolError, SwarmnodeError
+from swarmnode.ledger import Account, MemoryLedger
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.interfaces import Buffer, Network, PeerId
+from swarmnode.net.links.link import LinkConfig
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.tasks import Tasks
+from swarmnode.plan.audits.budget import AuditBudget, SessionCost
+from swarmnode.plan.audits.judgement import Judgement
+from swarmnode.plan.audits.tolerances import Calibration
+from swarmnode.roles.fetching.sources import ask
+from swarmnode.roles.training.spot_checks.check_server import Committer, check_server
+from swarmnode.roles.training.spot_checks.examination import Examination, FalseWork
+from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch, StepRecords
+from swarmnode.swarm.peers.standing import Standing
+from swarmnode.swarm.records.commitment import open_commitment
+
+log = logging.getLogger(__name__)
+
+RECOMPUTED = 4 / 3  # passes: forward twice, back once
+CHECK_S = 20.0
+WITHIN = 0.5  # of the time for an all-reduce, at most: who takes longer is not waited for
+TELL_S = 5.0
+MAX_SUSPECTED = 64
+RESULTS = ("passed", "false", "void")
+
+
+class SpotChecks:
+    """`memory` says how much a recomputation needs at most; `standing` keeps what is found of whom over restarts."""
+
+    def __init__(
+        self,
+        network: Network,
+        hello: Hello,
+        link_config: LinkConfig,
+        committer: Committer,
+        executor: Executor,
+        standing: Standing,
+        ledger: MemoryLedger,
+        *,
+        budget: AuditBudget | None = None,
+        dice: random.Random | None = None,
+    ) -> None:
+        self.records = StepRecords(link_config.ledger)
+        self.found: set[PeerId] = set()  # false, by what was computed here
+        self.counts: Counter[str] = Counter()
+        self._committer = committer
+        self._executor = executor
+        self._standing = standing
+        self._ledger = ledger
+        self._budget = budget or AuditBudget()
+        self._dice = dice or random.SystemRandom()
+        self._calibration = Calibration()
+        self._suspected: dict[PeerId, None] = {}  # by others
+        self._checked = (b"", -1)  # the last run and step
+        self._board = Switchboard(network, SPOT_CHECK_PROTOCOL, hello, link_config)
+        self._server = check_server(network, hello, link_config, committer, self.records, self._hear)
+        self._telling = Tasks("accusations", on_crash=link_config.supervisor.ends_conversation)
+
+    def __repr__(self) -> str:
+        return f"<SpotChecks {self._budget!r}, {dict(self.counts)}, {self.records!r}>"
+
+    def readings(self) -> Readings:
+        """What came of the checks so far."""
+        for result in RESULTS:
+            yield Reading(table.SPOT_CHECKS, self.counts[result], (result,))
+
+    async def start(self) -> None:
+        """Answer from now on."""
+        await self._server.start()
+
+    async def close(self) -> None:
+        """Forget what was kept."""
+        await self._telling.close()
+        await self._server.close()
+        await self._board.close()
+        self.records.clear()
+
+    def remember(self, learner: Learner, body: Forward, payload: Buffer) -> KeptMicrobatch | None:
+        """What to keep of a microbatch that is about to be computed; nothing, where it is one that was counted before."""
+        hop = body.route[body.hop]
+        again = learner.has_counted(body.number, hop.start, hop.end)
+        return None if again else self.records.open(body, payload)
+
+    # -- checking
+
+    async def check(self, reduce: Reduce, learner: Learner) -> PeerId:
+        """Once in a step: perhaps look at one replica. Who of those that contribute was found false here, now or before; empty:
+        nobody. Never raises what a peer can bring about."""
+        await self._look(reduce, learner)
+        return min(self.found & contributors(reduce), default="")
+
+    async def _look(self, reduce: Reduce, learner: Learner) -> None:
+        drawn = self._draw(reduce, learner)
+        if drawn is None:
+            return
+        examination = Examination(self._board, drawn, self._committer, learner, self._dice)
+        try:
+            within_s = min(CHECK_S, WITHIN * reduce.within_s or CHECK_S)
+            judgement = await asyncio.wait_for(self._examine(examination, learner), within_s)
+        except (FalseWork, NotFinite) as error:
+            self._find(examination, reduce, str(error))
+        except (
+            SwarmnodeError,
+            asyncio.TimeoutError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # of what it sent, torch's among them
+            log.info("a spot check of %s came to nothing: %s", drawn, error or "no answer in time")
+            self._standing.forfeit(drawn)
+            self.counts["void"] += 1
+        else:
+            self._settle(examination, reduce, judgement)
+        try:
+            await asyncio.to_thread(self._standing.save)
+        except LocalError as error:
+            log.warning("%s", error)
+
+    def _draw(self, reduce: Reduce, learner: Learner) -> PeerId | None:
+        """Whom to look at in this step: who is suspected, or, now and then, anybody."""
+        step = learner.run.id, learner.step
+        averages = learner.run.averaging.every > 1  # then parameters differ
+        others = contributors(reduce) - self.found - {self._committer.peer}
+        if step == self._checked or averages or not others:
+            return None
+        self._checked = step
+        counted = max(map(int.bit_count, learner.counted.values()), default=0)
+        cost = SessionCost(served_s=counted, audit_s=RECOMPUTED)  # in passes
+        peer = self._dice.choice(sorted(others))
+        chance = self._budget.chance(cost, self._standing.trust(peer))
+        suspected = next((suspect for suspect in self._suspected if suspect in others), None)
+        if suspected is not None and self._budget.afford(cost):
+            del self._suspected[suspected]
+            return suspected
+        if self._dice.random() >= chance:
+            return None
+        self._budget.spend(cost)
+        return peer
+
+    async def _examine(self, examination: Examination, learner: Learner) -> Judgement | None:
+        shown = await examination.fetch()
+        if shown is None:
+            return None
+        with self._ledger.reserve(Account.GRADIENTS, learner.gradient_bytes):
+            return await self._executor.call(
+                Urgency.CONTROL,
+                lambda: examination.compare(shown, self._calibration),
+                kind="spot check",
+                owner=examination.peer,
+            )
+
+    def _settle(self, examination: Examination, reduce: Reduce, judgement: Judgement | None) -> None:
+        if judgement is None:
+            self.counts["void"] += 1
+        elif judgement.false:
+            beyond = f"{judgement.beyond} of {judgement.compared} rows are beyond what is tolerated"
+            self._find(examination, reduce, f"{beyond}, by up to {judgement.worst:.3g} times")
+        else:
+            self.counts["passed"] += 1
+            self._standing.pass_audit(examination.peer, judgement.compared)
+
+    def _find(self, examination: Examination, reduce: Reduce, why: str) -> None:
+        peer = examination.peer
+        log.warning("peer %s computes falsely in the training: %s", peer, why)
+        self.counts["false"] += 1
+        self.found.add(peer)
+        self._standing.shun(peer)
+        others = contributors(reduce) - {self._committer.peer, peer}
+        accusation = Accusation(reduce.run, peer, examination.commitment)
+        for other in sorted(others):
+            self._telling.spawn(self._tell(other, accusation), f"tell {other}")
+
+    # -- telling
+
+    async def _tell(self, other: PeerId, accusation: Accusation) -> None:
+        async def told() -> None:
+            async for _ in ask(self._board, other, accusation):
+                pass
+
+        try:
+            await asyncio.wait_for(told(), TELL_S)
+        except (SwarmnodeError, asyncio.TimeoutError) as error:
+            log.info("peer %s does not hear of an accusation: %s", other, error or "no answer in time")
+
+    def _hear(self, accusation: Accusation) -> None:
+        """Somebody found a peer false, and shows what that peer signed: a reason to look there next."""
+        try:
+            commitment = open_commitment(accusation.commitment, self._committer.swarm, self._committer.verify)
+        except ProtocolError as error:
+            log.info("an accusation without a reason: %s", error)
+            return
+        if (commitment.peer, commitment.run) == (accusation.peer, accusation.run) and len(
+            self._suspected
+        ) < MAX_SUSPECTED:
+            self._suspected[accusation.peer] = None
+
+
+def contributors(reduce: Reduce) -> set[PeerId]:
+    """Those whose gradients of the receiver's units are summed. What the ends share says nothing: they do different things."""
+    groups = (group for group in reduce.groups if group.how == How.SUM and group.blocks != (SHARED,))
+    return {member.peer for group in groups for member in group.members if member.count}

@@ -1,0 +1,168 @@
+"""Step records: what this stage did with the microbatches of the step in force, kept for as long as a replica may ask for it.
+
+They are payloads as they came and went, on the host, in the ledger. Where there is no room a microbatch is not kept, and training
+goes on: it is the check that is given up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from swarmnode.codec.spot_check_messages import Crossing, MicrobatchRecord
+from swarmnode.codec.training_messages import Backward, Forward
+from swarmnode.compute.training.gradient_sketch import gradient_sketch, step_seed
+from swarmnode.compute.training.learner import Learner
+from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
+from swarmnode.net.interfaces import Buffer
+from swarmnode.roles.training.worker.values import Encoded
+
+MAX_KEPT_BYTES = 1 << 30  # of a step
+_PLACE = struct.Struct("<HH")
+
+Place = tuple[int, int]
+"""Number of a microbatch and first unit: a stage counts it once at each."""
+
+
+@dataclass
+class KeptMicrobatch:
+    """What came and went of one microbatch."""
+
+    body: Forward
+    received: Buffer
+    memory: Reservation
+    sent: Encoded = ((), [])
+    answer: Backward | None = None
+    gradients: Buffer = b""
+    returned: Encoded = ((), [])
+    loss: float = 0.0
+    parameters: bytes = b""  # sketch_S of what it added, float32, little-endian
+    _record: MicrobatchRecord | None = field(default=None, repr=False)
+
+    @property
+    def place(self) -> Place:
+        """Which microbatch, from which unit on."""
+        return self.body.number, self.body.route[self.body.hop].start
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all that is kept."""
+        payloads = (self.received, self.gradients, self.parameters, *self.sent[1], *self.returned[1])
+        return sum(memoryview(payload).nbytes for payload in payloads)
+
+    def record(self) -> MicrobatchRecord:
+        """As it is told; hashes all payloads the first time."""
+        if self._record is None:
+            body, answer = self.body, self.answer
+            hop = body.route[body.hop]
+            self._record = MicrobatchRecord(
+                body.number,
+                hop.start,
+                hop.end,
+                Crossing(body.values, _digest([self.received])),
+                Crossing(self.sent[0], _digest(self.sent[1])),
+                () if answer is None else answer.present,
+                Crossing(() if answer is None else answer.values, _digest([self.gradients])),
+                Crossing(self.returned[0], _digest(self.returned[1])),
+                _digest([self.parameters]),
+                self.loss,
+            )
+        return self._record
+
+    @contextmanager
+    def counting(self, learner: Learner) -> Iterator[None]:
+        """Around the pass that adds its gradients to the sums; on the executor."""
+        before_S = self._sketch(learner)
+        yield
+        self.parameters = (self._sketch(learner) - before_S).numpy().astype("<f4").tobytes()
+
+    def _sketch(self, learner: Learner) -> Tensor:
+        hop = self.body.route[self.body.hop]
+        return gradient_sketch(learner.accumulators(hop.start, hop.end), step_seed(self.body.run, self.body.step))
+
+
+class StepRecords:
+    """Of one stage."""
+
+    def __init__(self, ledger: MemoryLedger) -> None:
+        self._ledger = ledger
+        self._kept: dict[Place, KeptMicrobatch] = {}
+        self._step: tuple[bytes, int] = (b"", 0)  # run and step
+
+    def __repr__(self) -> str:
+        return (
+            f"<StepRecords of {len(self._kept)} microbatches of step {self._step[1]}, {self.size_bytes / 1e6:.1f} MB>"
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all that is kept."""
+        return sum(kept.memory.size_bytes for kept in self._kept.values())
+
+    def open(self, body: Forward, payload: Buffer) -> KeptMicrobatch | None:
+        """A microbatch comes in; None where there is no room to keep what it was."""
+        size_bytes = len(payload)
+        if self.size_bytes + size_bytes > MAX_KEPT_BYTES:
+            return None
+        try:
+            return KeptMicrobatch(body, payload, self._ledger.reserve(Account.MESSAGES, size_bytes))
+        except Full:
+            return None
+
+    def close(self, kept: KeptMicrobatch) -> None:
+        """It is over: kept, if it was counted."""
+        if not kept.parameters:
+            kept.memory.release()
+            return
+        step = kept.body.run, kept.body.step
+        if step != self._step:
+            self.clear()
+            self._step = step
+        try:
+            kept.memory.resize(kept.size_bytes)
+        except Full:
+            kept.memory.release()
+            return
+        if self.size_bytes + kept.size_bytes > MAX_KEPT_BYTES or kept.place in self._kept:
+            kept.memory.release()
+            return
+        self._kept[kept.place] = kept
+
+    def of(self, run: bytes, step: int) -> dict[Place, KeptMicrobatch]:
+        """What there is of a step, in the order of places."""
+        return dict(sorted(self._kept.items())) if (run, step) == self._step else {}
+
+    def clear(self) -> None:
+        """The step is over, or counted anew: nobody can check it any more."""
+        for kept in self._kept.values():
+            kept.memory.release()
+        self._kept.clear()
+
+
+def entries_of(records: Iterable[MicrobatchRecord]) -> bytes:
+    """As a commitment binds them."""
+    return b"".join(_PLACE.pack(record.number, record.start) + record.digest for record in records)
+
+
+def read_entries(entries: Buffer, count: int) -> dict[Place, bytes]:
+    """Digests by place. Raises ValueError where they are not so many, or a place is there twice."""
+    size = _PLACE.size + hashlib.sha256().digest_size
+    data = bytes(entries)
+    if len(data) != count * size:
+        raise ValueError(f"{len(data)} bytes of {count} entries")
+    found = {_PLACE.unpack_from(data, at): data[at + _PLACE.size : at + size] for at in range(0, len(data), size)}
+    if len(found) != count:
+        raise ValueError("a microbatch that is there twice")
+    return found
+
+
+def _digest(payloads: Sequence[Buffer]) -> bytes:
+    digest = hashlib.sha256()
+    for payload in payloads:
+        digest.update(payload)
+    return digest.digest()

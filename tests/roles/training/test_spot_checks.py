@@ -1,0 +1,244 @@
+"""Spot checks in a whole swarm: a replica whose microbatches are not what it says is found and named, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from swarmnode.codec.messages import Error
+from swarmnode.codec.spot_check_messages import Accusation, CommitmentReply, MicrobatchReply
+from swarmnode.compute.training.learner import Learner
+from swarmnode.errors import ErrorCode
+from swarmnode.ledger import MemoryLedger
+from swarmnode.plan.audits.budget import AuditBudget
+from swarmnode.roles.question_server import Answer
+from swarmnode.roles.training.spot_checks.spot_checks import RECOMPUTED
+from swarmnode.swarm.records.commitment import Commitment, sign_commitment
+from tests.roles.training.test_hangs import LONGEST_S, Scenario, in_scenario
+from tests.roles.training_swarm import HELLO, Volunteer, local_losses, sign_as, toy_run
+
+STEPS = 12
+LIES_FROM = 3  # step: it was honest before
+
+Lie = Callable[[Tensor], Tensor]
+
+
+def perturbed(value: Tensor) -> Tensor:
+    return value * 1.01
+
+
+GRADIENT_LIES: dict[str, Lie] = {
+    "turned round": lambda gradient: -gradient,
+    "100 times": lambda gradient: 100 * gradient,
+    "nothing": torch.zeros_like,
+    "noise": lambda gradient: torch.randn_like(gradient) * gradient.norm() / len(gradient) ** 0.5,
+    "a drift of 1 %": perturbed,
+}
+
+
+class FalseLearner(Learner):
+    """What it adds to its sums, sends on or returns is something else than it computes, and it commits to that."""
+
+    adds: Lie | None = None
+    sends: Lie | None = None
+    returns: Lie | None = None
+
+    def forward(self, lease: int, index: int, start: int, end: int, values: Any) -> Any:
+        outputs = super().forward(lease, index, start, end, values)
+        return _first(outputs, self.sends if self.step >= LIES_FROM else None)
+
+    def backward(self, lease: int, grads: Sequence[Tensor | None]) -> Any:
+        before = [sums_N.clone() for sums_N in self.accumulators(0, self.segment.units)]
+        inputs = super().backward(lease, grads)
+        if self.step < LIES_FROM:
+            return inputs
+        for sums_N, before_N in zip(self.accumulators(0, self.segment.units), before, strict=True):
+            if self.adds is not None:
+                sums_N.copy_(before_N + self.adds(sums_N - before_N))
+        return _first(inputs, self.returns)
+
+
+def _first(values: Any, lie: Lie | None) -> Any:
+    return values if lie is None or values[0] is None else (lie(values[0]), *values[1:])
+
+
+async def train(scene: Scenario, *, steps: int = STEPS) -> list[float]:
+    """The losses of what has joined."""
+    scene.run = toy_run(scene.batches, steps)
+    _, trainer = await scene.swarm.trainer(scene.run, scene.batches, scene._step, scene._wait)
+    assert await asyncio.wait_for(trainer.train(asyncio.Event()), LONGEST_S) == steps
+    scene.left_out = trainer.left_out  # type: ignore[attr-defined]
+    return [scene.losses[step] for step in range(steps)]
+
+
+async def join(scene: Scenario, *spans: tuple[int, int], share: float = 1.0) -> list[Volunteer]:
+    """Volunteers who spend so much of what they compute on checks."""
+    joined = [await scene.swarm.join(*span) for span in spans]
+    for volunteer in joined:
+        volunteer.spot_checks._budget = AuditBudget(share)
+    return joined
+
+
+def make_false(monkeypatch: pytest.MonkeyPatch, liar: Volunteer, **lies: Lie) -> None:
+    """From now on; its learner is made when the run begins."""
+    real = Learner
+
+    def make(segment: Any, *arguments: Any, **named: Any) -> Learner:
+        if segment is not liar.segment:
+            return real(segment, *arguments, **named)
+        learner = FalseLearner(segment, *arguments, **named)
+        for name, lie in lies.items():
+            setattr(learner, name, lie)
+        return learner
+
+    monkeypatch.setattr("swarmnode.roles.training.worker.stage_state.Learner", make)
+
+
+def counts(volunteers: Sequence[Volunteer]) -> Counter[str]:
+    return sum((volunteer.spot_checks.counts for volunteer in volunteers), Counter())
+
+
+@pytest.mark.parametrize("spans", [[(0, 3)] * 3, [(0, 1)] * 2 + [(1, 3)] * 2], ids=["whole", "two stages"])
+def test_honest_replicas_pass(tmp_path: Path, spans: list[tuple[int, int]]) -> None:
+    async def test(scene: Scenario) -> None:
+        volunteers = await join(scene, *spans)
+        losses = await train(scene)
+        assert losses == pytest.approx(local_losses(scene.run, scene.batches), rel=1e-5)
+        found = counts(volunteers)
+        assert found["passed"] > STEPS and not found["false"] and not found["void"], found
+
+    in_scenario(tmp_path, test)
+
+
+@pytest.mark.parametrize("lie", GRADIENT_LIES.values(), ids=GRADIENT_LIES)
+def test_who_adds_what_is_not_its_gradient_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: Lie
+) -> None:
+    async def test(scene: Scenario) -> None:
+        *honest, liar = await join(scene, *[(0, 3)] * 4)
+        make_false(monkeypatch, liar, adds=lie)
+        await train(scene)
+        assert scene.left_out == {liar.peer}, "the user hears who it is"  # type: ignore[attr-defined]
+        assert all(volunteer.standing.shunned <= {liar.peer} for volunteer in honest), counts(honest)
+
+    in_scenario(tmp_path, test)
+
+
+@pytest.mark.parametrize("what", ["sends", "returns"])
+def test_who_sends_what_it_does_not_compute_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    async def test(scene: Scenario) -> None:
+        before, *middle, behind = await join(scene, (0, 1), *[(1, 2)] * 3, (2, 3))
+        make_false(monkeypatch, middle[2], **{what: perturbed})
+        await train(scene)
+        assert scene.left_out == {middle[2].peer}, counts(middle)  # type: ignore[attr-defined]
+        assert not (before.standing.shunned | behind.standing.shunned)
+
+    in_scenario(tmp_path, test)
+
+
+def test_of_two_the_one_that_coordinates_believes_what_it_has_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(scene: Scenario) -> None:
+        _, liar = await join(scene, (0, 3), (0, 3))
+        make_false(monkeypatch, liar, adds=perturbed)
+        await train(scene)
+        assert scene.left_out == {liar.peer}  # type: ignore[attr-defined]
+
+    in_scenario(tmp_path, test)
+
+
+def test_no_more_is_computed_once_more_than_the_budget_has(tmp_path: Path) -> None:
+    async def test(scene: Scenario) -> None:
+        volunteers = await join(scene, *[(0, 3)] * 2, share=AuditBudget().share)
+        await train(scene)
+        budgets = [volunteer.spot_checks._budget for volunteer in volunteers]
+        assert counts(volunteers)["passed"] <= 0.2 * STEPS * scene.run.microbatches
+        assert all(budget._spent_s <= budget._earned_s + 4 * RECOMPUTED for budget in budgets), budgets
+
+    in_scenario(tmp_path, test)
+
+
+def test_what_was_kept_is_given_back_when_the_step_is_over(tmp_path: Path) -> None:
+    async def test(scene: Scenario) -> None:
+        volunteers = await join(scene, (0, 1), (1, 2), (2, 3))
+        held: list[int] = []
+        scene.on_step = lambda _step: held.append(max(one.spot_checks.records.size_bytes for one in volunteers))
+        await train(scene)
+        await scene.swarm.settled(STEPS)
+        assert [one.spot_checks.records.size_bytes for one in volunteers] == [0, 0, 0]
+
+    in_scenario(tmp_path, test)
+
+
+def test_where_there_is_no_room_nothing_is_kept_and_training_goes_on(tmp_path: Path) -> None:
+    async def test(scene: Scenario) -> None:
+        volunteers = await join(scene, *[(0, 3)] * 2)
+        for volunteer in volunteers:
+            volunteer.spot_checks.records._ledger = MemoryLedger(limit_bytes=0)
+        losses = await train(scene)
+        assert losses == pytest.approx(local_losses(scene.run, scene.batches), rel=1e-5)
+        found = counts(volunteers)
+        assert found["void"] and not found["passed"] and not found["false"]
+
+    in_scenario(tmp_path, test)
+
+
+@pytest.mark.parametrize("garbage", ["other microbatch", "other payload", "false signature", "nothing"])
+def test_who_shows_something_else_than_it_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, garbage: str) -> None:
+    async def test(scene: Scenario) -> None:
+        *honest, liar = await join(scene, *[(0, 3)] * 4)
+        server = liar.spot_checks._server
+        answer = server._answer
+
+        async def lie(question: Any) -> Any:
+            body, payload = await answer(question)
+            if isinstance(body, MicrobatchReply) and garbage == "other microbatch":
+                body = MicrobatchReply(msgspec.structs.replace(body.record, loss=body.record.loss + 1e-3))
+            elif isinstance(body, MicrobatchReply) and garbage == "other payload":
+                payload = (bytes(len(payload[0])), *payload[1:])
+            elif isinstance(body, CommitmentReply) and garbage == "false signature":
+                body = CommitmentReply(body.commitment[:-1] + bytes([body.commitment[-1] ^ 1]))
+            elif garbage == "nothing":
+                body, payload = Error(ErrorCode.INTERNAL), ()
+            return Answer(body, payload)
+
+        server._answer = lie
+        losses = await train(scene)
+        if garbage in ("other microbatch", "other payload"):
+            assert scene.left_out == {liar.peer}  # type: ignore[attr-defined]
+        else:
+            assert losses == pytest.approx(local_losses(scene.run, scene.batches), rel=1e-5)
+            assert not counts(honest)["false"], "it may have had to let go of it"
+
+    in_scenario(tmp_path, test)
+
+
+def test_an_accusation_is_looked_into_and_not_believed(tmp_path: Path) -> None:
+    async def test(scene: Scenario) -> None:
+        accuser, accused, judge = await join(scene, *[(0, 3)] * 3, share=0.03)
+        told: list[int] = []
+
+        def accuse(step: int) -> None:
+            said = Commitment(HELLO.swarm, accused.peer, scene.run.id, step, 0, bytes(32))
+            raw = sign_commitment(said, sign_as(accused.peer))
+            for commitment in (raw, raw[:-1], b""):
+                judge.spot_checks._hear(Accusation(scene.run.id, accused.peer, commitment))
+            told.append(len(judge.spot_checks._suspected))
+
+        scene.on_step = accuse
+        await train(scene)
+        assert max(told) == 1 and not scene.left_out  # type: ignore[attr-defined]
+        assert judge.spot_checks.counts["passed"] > 0 and not counts([accuser, judge])["false"]
+
+    in_scenario(tmp_path, test)
