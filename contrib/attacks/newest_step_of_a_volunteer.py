@@ -1,0 +1,18 @@
+"""A volunteer of a training says that it is at step 2**40 and has it on its disk, so that all others are behind."""
+
+from __future__ import annotations
+
+from attack import Outcome, main
+from training_liar import train_against
+
+from tests.roles.training.test_liars import Liar, newest
+
+VIRTUAL, FAST = True, True
+
+
+async def attack() -> Outcome:
+    liar = Liar(newest)
+    return await train_against(liar, what=lambda: f"{liar.lies} times step {1 << 40:,}")
+
+
+main(__name__, attack, virtual=VIRTUAL)

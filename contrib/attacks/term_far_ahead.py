@@ -1,0 +1,19 @@
+"""A volunteer of a training says that it follows a coordinator of the last term that there can be, so that nobody can lead."""
+
+from __future__ import annotations
+
+from attack import Outcome, main
+from training_liar import train_against
+
+from swarmnode.codec.training_fields import MAX_TERM
+from tests.roles.training.test_liars import Liar, term
+
+VIRTUAL, FAST = True, True
+
+
+async def attack() -> Outcome:
+    liar = Liar(term(MAX_TERM))
+    return await train_against(liar, what=lambda: f"{liar.lies} times the term {MAX_TERM:,}")
+
+
+main(__name__, attack, virtual=VIRTUAL)

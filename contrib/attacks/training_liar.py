@@ -1,0 +1,36 @@
+"""Of a training one volunteer does something else than it should; the others' losses must be those of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from attack import Outcome
+
+from tests.roles.training.sabotage import Saboteur
+from tests.roles.training.test_hangs import STEPS, Scenario
+
+PAIRS = (0, 0, 1, 1, 2, 2)  # units: two replicas of each
+LIAR = 4  # one of them that does not coordinate
+
+
+async def train_against(
+    saboteur: Saboteur, *, what: Callable[[], str], number: int = LIAR, units: tuple[int, ...] = PAIRS
+) -> Outcome:
+    """The volunteer of this number is sabotaged. `what` it did by then, in words. Held: all steps were made, with the losses that
+    one process has from the same batches."""
+    loop = asyncio.get_running_loop()
+    with tempfile.TemporaryDirectory() as folder:
+        scene = Scenario(Path(folder), {number: saboteur})
+        began_s = loop.time()
+        try:
+            await scene.join(*units)
+            await scene.train()
+            held, came = True, "the losses of one process"
+        except (AssertionError, asyncio.TimeoutError) as error:
+            held, came = False, f"{len(scene.losses)} of {STEPS} steps ({str(error)[:80] or 'no end'})"
+        finally:
+            await scene.swarm.close()
+    return Outcome(held, f"{what()}: {came}, after {loop.time() - began_s:.1f} s")
