@@ -52,7 +52,7 @@ async def export(
         store = StateStore(root, run, keep=1)
         try:
             step = await fetch_states(
-                board, lambda: _others(host), blocks, into=store, at_least=newest, progress=progress
+                board, lambda: _others(host), blocks, into=store, at_least=newest, progress=progress, whole=True
             )
             files = [store.path(step, block, verify=False) for block in blocks]  # each chunk was checked on its way
             await _write(host, files, out, force)
@@ -114,10 +114,10 @@ def _lack(units: Sequence[int], listings: Mapping[PeerId, Listing]) -> str:
         )
     if missing:
         return f"no peer has a training state of units {missing}; the model can be exported when one is there again"
-    return (
-        "the peers have no step of all units together yet, or more than half of a unit's holders do not agree on one; "
-        "try again after the next checkpoint of the training"
-    )
+    text = "the peers have no step of all units together yet; try again after the next checkpoint of the training"
+    run = _of_one_run(listings)
+    differ = None if run is None else Votes(run[1]).disagreement(units)
+    return text if differ is None else f"{text}: {differ}"
 
 
 async def _write(host: Host, files: Sequence[Path], out: Path, force: bool) -> None:

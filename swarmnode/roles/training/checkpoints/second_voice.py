@@ -1,8 +1,8 @@
 """A second voice for a state: whether other holders, whose files differ in their last bits, have the same values.
 
-Replicas make the same updates, but devices round differently, so their files may have different roots. A few chunks, drawn at
-random once the whole file is here, are asked of the others and compared. It shows a state that nobody trained, not one that was
-changed in a few places.
+Replicas make the same updates, but devices round differently, so their files may have different roots. For who joins a few chunks,
+drawn at random once the whole file is here, are asked of the others and compared: it shows a state that nobody trained, not one
+that was changed in a few places. What is exported stays: of that every value is compared (`whole`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ STRAYS = 1e-3  # share of the values that may differ by more
 class SecondVoice:
     """`mute`: names of those that did not give what they list."""
 
-    def __init__(self, rng: random.Random | None = None) -> None:
+    def __init__(self, rng: random.Random | None = None, *, whole: bool = False) -> None:
         self.mute: set[str] = set()
+        self._whole = whole
         self._rng = rng or random.SystemRandom()
 
     def __repr__(self) -> str:
@@ -45,11 +46,13 @@ class SecondVoice:
 
     async def _agrees(self, incoming: ChunkFolder, ours: FileContent, source: PeerSource, theirs: FileContent) -> bool:
         chunks = ours.chunks()
+        drawn = [(number, 1) for number in self._rng.sample(range(chunks), min(SAMPLES, chunks))]
+        strays = 0.0 if self._whole else STRAYS
         try:
-            for number in self._rng.sample(range(chunks), min(SAMPLES, chunks)):
-                async for _, chunk in source.chunks(theirs, number, 1):
+            for first, count in [(0, chunks)] if self._whole else drawn:
+                async for number, chunk in source.chunks(theirs, first, count):
                     here = await asyncio.to_thread(incoming.read, ours, number)
-                    if not are_alike(here, chunk):
+                    if not are_alike(here, chunk, strays=strays):
                         return False
         except (PeerError, NetworkDown):
             self.mute.add(source.name)
@@ -57,8 +60,8 @@ class SecondVoice:
         return True
 
 
-def are_alike(one: Buffer, other: Buffer) -> bool:
-    """Whether two pieces of equal files hold nearly the same float32 numbers."""
+def are_alike(one: Buffer, other: Buffer, *, strays: float = STRAYS) -> bool:
+    """Whether two pieces of equal files hold nearly the same float32 numbers, but for a share `strays` of them."""
     if len(one) != len(other):
         return False
     count = len(one) // 4
@@ -66,4 +69,4 @@ def are_alike(one: Buffer, other: Buffer) -> bool:
     same_N = np.frombuffer(one, dtype="<u4", count=count) == np.frombuffer(other, dtype="<u4", count=count)
     with np.errstate(all="ignore"):
         close_N = np.abs(left_N - right_N) <= ABSOLUTE + RELATIVE * np.abs(right_N)
-    return bool(np.count_nonzero(~(same_N | close_N)) <= STRAYS * count)
+    return bool(np.count_nonzero(~(same_N | close_N)) <= strays * count)

@@ -27,13 +27,14 @@ from swarmnode.roles.fetching.fetcher import Fetcher
 from swarmnode.roles.fetching.sources import PeerSource, ask
 from swarmnode.roles.training.checkpoints.second_voice import SecondVoice
 from swarmnode.roles.training.checkpoints.state_server import STATE_PROTOCOL
-from swarmnode.roles.training.checkpoints.votes import ChosenStep, Version, Votes
+from swarmnode.roles.training.checkpoints.votes import ChosenStep, Version, Votes, named
 from swarmnode.swarm.storage.content import CHUNK_BYTES, HASH_BYTES, FileContent, Progress
 from swarmnode.swarm.storage.states import StateStore, file_name
 
 log = logging.getLogger(__name__)
 
-LISTING_S = 120.0  # for a list: the peer may have to write a snapshot of gigabytes first
+LISTING_S = 120.0  # for a list, where the peer may have to write a snapshot of gigabytes first
+KNOWN_S = 15.0  # for a list of what is on its disk
 IDLE_S = 5.0  # without anybody who gives what is missing, before all are asked anew what they have
 AGAIN_S = 1.0  # between two such rounds
 PEERS_AT_ONCE = 32
@@ -68,7 +69,8 @@ async def list_states(board: Switchboard, peer: PeerId, blocks: Sequence[int] = 
     """What a peer has of these blocks (none: of all). Raises PeerLost, PeerRefused, ProtocolError, NetworkDown."""
     run = b""
     entries: list[StateEntry] = []
-    async for _, body in ask(board, peer, ListStates(at_least, tuple(blocks)), silence_s=LISTING_S):
+    silence_s = LISTING_S if at_least else KNOWN_S
+    async for _, body in ask(board, peer, ListStates(at_least, tuple(blocks)), silence_s=silence_s):
         if not isinstance(body, States) or (run and run != body.run):
             raise ProtocolError("a peer answered something else than its states", peer=peer)
         run = body.run
@@ -127,16 +129,18 @@ async def fetch_states(
     at_least: int = 0,
     patience_s: float = 60.0,
     progress: Progress | None = None,
+    whole: bool = False,
 ) -> int:
     """Fetch one step of all these blocks from the peers of the store's run; which step it was.
 
     `step` says which one; else it is the newest that the peers have together, not older than `at_least` (where all are, they
     are asked to write down the step that they are at), unless a fetch of another such step was begun and is still possible.
     What counts is what more than half of a block's holders have (`votes.py`). A lost peer's part comes from others; what came
-    stays on the disk for the next attempt. Raises PeerRefused (NOT_FOUND) after `patience_s` without a byte, LocalError where the
+    stays on the disk for the next attempt. `whole`: where roots differ, every value has to be alike (`second_voice.py`). Raises
+    PeerRefused (NOT_FOUND) after `patience_s` without a byte, LocalError where the
     disk is full.
     """
-    fetch = _Fetch(board, peers, tuple(sorted(blocks)), into, step, at_least)
+    fetch = _Fetch(board, peers, tuple(sorted(blocks)), into, step, at_least, whole)
     idle_since = asyncio.get_running_loop().time()
     while True:
         listings = await fetch.listings()
@@ -150,10 +154,9 @@ async def fetch_states(
                 idle_since = asyncio.get_running_loop().time()
         if asyncio.get_running_loop().time() - idle_since > patience_s:
             what = "state" if step is None else f"state of step {step}"
-            raise PeerRefused(
-                f"the peers have no {what} of all units {list(fetch.blocks)} that more than half of a unit's holders agree on",
-                code=ErrorCode.NOT_FOUND,
-            )
+            text = f"the peers have no {what} of all units {list(fetch.blocks)} that more than half of a unit's holders agree on"
+            differ = votes.disagreement(fetch.blocks)
+            raise PeerRefused(text if differ is None else f"{text}: {differ}", code=ErrorCode.NOT_FOUND)
         await asyncio.sleep(AGAIN_S)
 
 
@@ -168,6 +171,7 @@ class _Fetch:
         into: StateStore,
         step: int | None,
         at_least: int,
+        whole: bool,
     ) -> None:
         self.blocks = blocks
         self.fetched_bytes = 0
@@ -179,7 +183,8 @@ class _Fetch:
         self._ask_for = at_least if step is None else 0
         self._ahead = 0  # steps: where peers go on faster than they are asked, they meet at one that is still to come
         self._liars: set[PeerId] = set()
-        self._second_voice = SecondVoice()
+        self._whole = whole
+        self._second_voice = SecondVoice(whole=whole)
         self._failed: set[Version] = set()  # listed, and then not given or not confirmed
 
     def __repr__(self) -> str:
@@ -235,6 +240,10 @@ class _Fetch:
                 log.warning("one version of unit %d at step %d has nobody else's word", block, chosen.step)
                 self._failed.add(chosen.versions[block])
                 return False
+        for peer, differing in votes.dissenters(chosen).items():
+            units = ", ".join(map(named, differing))
+            text = "peer %s has another state of %s at step %d than most holders: its device rounds differently, or it is false"
+            log.log(logging.WARNING if self._whole else logging.INFO, text, peer, units, chosen.step)
         await asyncio.to_thread(self._into.take_in, chosen.step, files)
         return True
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from swarmnode.codec.body import SHARED
 from swarmnode.codec.state_messages import StateEntry
 from swarmnode.net.interfaces import PeerId
 
@@ -80,6 +81,24 @@ class Votes:
                 lacking[block] = needed - votes[versions[block]]
         return ChosenStep(step, versions, lacking)
 
+    def dissenters(self, choice: ChosenStep) -> dict[PeerId, list[int]]:
+        """Who has another version of the chosen step, and of which blocks."""
+        found: dict[PeerId, list[int]] = {}
+        for block in sorted(choice.versions):
+            for peer in self.others(choice, block):
+                found.setdefault(peer, []).append(block)
+        return found
+
+    def disagreement(self, blocks: Collection[int]) -> str | None:
+        """In a sentence, who has which version of the newest step that as many hold as must agree, where too few do; None where
+        nobody differs."""
+        for step in sorted(self._versions, reverse=True):
+            for block in blocks:
+                listed, holders = self._versions[step].get(block, {}), len(self._newest.get(block, {}))
+                if len(listed) >= majority(holders) and max(Counter(listed.values()).values()) < majority(holders):
+                    return _sentence(step, block, listed, holders)
+        return None
+
     def others(self, choice: ChosenStep, block: int) -> dict[PeerId, Version]:
         """The holders of another version of the chosen step."""
         listed = self._versions[choice.step].get(block, {})
@@ -89,3 +108,20 @@ class Votes:
         """The latest step that some block's holders are at, by the word of more than any minority of them."""
         steps = [sorted(self._newest[block].values(), reverse=True) for block in blocks if block in self._newest]
         return max((newest[(len(newest) - 1) // 2] for newest in steps), default=0)
+
+
+def _sentence(step: int, block: int, listed: Mapping[PeerId, Version], holders: int) -> str:
+    camps: dict[Version, list[PeerId]] = {}
+    for peer in sorted(listed):
+        camps.setdefault(listed[peer], []).append(peer)
+    ordered = sorted(camps.items(), key=lambda camp: (-len(camp[1]), camp))
+    told = "; ".join(f"{', '.join(peers)}: {root.hex()[:8]}" for (_, root), peers in ordered)
+    return (
+        f"of {named(block)} at step {step} its {holders} holders have different states, and {majority(holders)} would have to "
+        f"have the same one ({told})"
+    )
+
+
+def named(block: int) -> str:
+    """A block, to a user."""
+    return "what the first and the last unit share" if block == SHARED else f"unit {block}"

@@ -420,3 +420,68 @@ async def test_a_state_that_nobody_else_has_is_not_believed(world: World, liars:
     else:
         with pytest.raises(PeerRefused, match="agree on"):
             await world.fetch(0, patience_s=0.3)
+
+
+def with_a_false_value(step: int, block: int) -> bytes:
+    """As it was trained, but for one number among hundreds of thousands."""
+    values_N = np.frombuffer(content(step, block)[: -(len(content(step, block)) % 4)], "<f4").copy()
+    values_N[len(values_N) // 2] += 1.0
+    return values_N.tobytes() + content(step, block)[4 * len(values_N) :]
+
+
+def lie_in_one_value(node: Peer, step: int, *blocks: int) -> None:
+    node.step, node.blocks = step, blocks
+    node.store.write(step, blocks, lambda block, path: _write(path, with_a_false_value(step, block)))
+
+
+@pytest.mark.parametrize(("honest", "liars"), [(1, 1), (2, 2), (3, 1), (1, 3)])
+async def test_an_exported_state_is_what_most_of_its_holders_have(
+    world: World, caplog: pytest.LogCaptureFixture, honest: int, liars: int
+) -> None:
+    """The same step, and one wrong value: of two, both have to have it, of four three. Who differs is named."""
+    for number in range(honest):
+        (await world.peer(f"honest {number}")).has(10, 0)
+    for number in range(liars):
+        lie_in_one_value(await world.peer(f"liar {number}"), 10, 0)
+    if honest > liars:
+        assert await world.fetch(0, whole=True) == 10
+        world.assert_has(10, 0)
+        assert "liar 0 has another state of unit 0 at step 10" in caplog.text and "honest" not in caplog.text
+    elif honest == liars:
+        with pytest.raises(PeerRefused, match="of unit 0 at step 10 its") as caught:
+            await world.fetch(0, whole=True, patience_s=0.1)
+        assert all(name in str(caught.value) for name in world.nodes), "whoever is false, the user hears who says what"
+        assert world.store.steps() == {}
+    else:
+        assert await world.fetch(0, whole=True) == 10, "most of the holders together can make up what they like"
+
+
+async def test_replicas_that_round_differently_can_be_exported(world: World) -> None:
+    for number in range(2):
+        (await world.peer(f"{number}")).has(10, 0, version=number)
+    assert await world.fetch(0, whole=True) == 10
+
+
+@in_virtual_time
+async def test_a_holder_that_says_nothing_holds_nobody_up(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    for name in ("one", "two", "silent"):
+        (await world.peer(name)).has(10, 0)
+
+    async def silence(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    setattr(world.nodes["silent"].server, "_list", silence)  # noqa: B010
+    began_s = asyncio.get_running_loop().time()
+    assert await fetch_states(world.board, lambda: list(world.nodes), (0,), into=world.store, whole=True) == 10
+    assert asyncio.get_running_loop().time() - began_s < 30
+    await world.close()
+
+
+def test_what_ends_share_and_who_agrees_are_not_named() -> None:
+    same = {name: [entry(20, SHARED, b"a"), entry(20, 0, b"a")] for name in ("one", "two")}
+    assert Votes(same).disagreement((SHARED, 0)) is None
+    differ = Votes({**same, "three": [entry(20, SHARED, b"b")], "four": [entry(20, SHARED, b"c")]})
+    found = differ.disagreement((SHARED, 0))
+    assert found is not None and "what the first and the last unit share at step 20" in found
+    assert "one, two: " in found and "three" in found and "four" in found
