@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from swarmnode.lending.control_client import running_gateways, tell_node
 from swarmnode.localswarm import NodeProcess
 from tests.browser.axe import serious_faults
 from tests.browser.chromium import BrowserPage, Chromium, find_chromium
+from tests.contrib.script import CONTRIB
 from tests.gateway.speaking import save_speaking_llama
 from tests.real.forked import ForkedSwarm
 
@@ -69,6 +73,17 @@ async def while_one_is_killed(url: str, node: NodeProcess) -> list[str]:
             await begun.acquire()
         node.kill()
         return list(await asyncio.gather(*telling))
+
+
+@pytest.mark.parametrize("package", ["openai", "anthropic", "langchain_openai", "litellm"])
+def test_the_clients_that_people_have(server: NodeProcess, package: str) -> None:
+    """Those that are installed here; `contrib/clients/run.py` tries all, npm's too."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    script = CONTRIB / "clients" / f"{package.removesuffix('_openai')}_package.py"
+    url = server.wait_for("serving")["url"]
+    done = subprocess.run([sys.executable, str(script), url, "local"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
 
 
 LAST = "document.querySelector('.message.assistant:last-child .text').textContent"

@@ -12,6 +12,8 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from swarmnode.net.tasks import cancel_and_wait
+
 T = TypeVar("T")
 DONE = "[DONE]"
 
@@ -49,9 +51,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             raise ClientGone
         return working.result()
     finally:
-        for task in (working, gone):
-            task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        await cancel_and_wait(working, gone)
 
 
 async def _gone(receive: Receive) -> None:

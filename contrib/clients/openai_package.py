@@ -1,0 +1,61 @@
+"""The `openai` package against a gateway: `python contrib/clients/openai_package.py URL MODEL`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import openai
+
+SAID: list[Any] = [{"role": "user", "content": "How are the hens?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"hens": {"type": "boolean"}},
+    "required": ["hens"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "function": {"name": "count", "parameters": SCHEMA}}
+FLAT: Any = {"type": "function", "name": "count", "parameters": SCHEMA, "strict": False}
+
+
+def sync(url: str, model: str) -> None:
+    """Everything, without asyncio."""
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        assert model in [one.id for one in client.models.list()] and client.models.retrieve(model).id == model
+        ask: Any = {"model": model, "temperature": 0}
+        whole = client.chat.completions.create(messages=SAID, max_tokens=16, **ask)
+        chunks = list(client.chat.completions.create(messages=SAID, max_tokens=16, stream=True, **ask))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+        forced = client.chat.completions.create(
+            messages=SAID, max_tokens=100, tools=[TOOL], tool_choice="required", **ask
+        )
+        assert set(json.loads(forced.choices[0].message.tool_calls[0].function.arguments)) == {"hens"}
+        assert client.completions.create(prompt="A hen", max_tokens=8, **ask).usage.completion_tokens == 8
+        response = client.responses.create(input=SAID, max_output_tokens=16, **ask)
+        *_, last = client.responses.create(input=SAID, max_output_tokens=16, stream=True, **ask)
+        assert last.type == "response.incomplete" and last.response.output_text == response.output_text
+        called = client.responses.create(
+            input=SAID, max_output_tokens=100, tools=[FLAT], tool_choice={"type": "function", "name": "count"}, **ask
+        )
+        assert called.output[0].type == "function_call" and set(json.loads(called.output[0].arguments)) == {"hens"}
+        try:
+            client.chat.completions.create(model="nobody", messages=SAID)
+        except openai.NotFoundError:
+            return
+        raise AssertionError("a model that is not served was found")
+
+
+async def with_asyncio(url: str, model: str) -> None:
+    """Several at once."""
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        asked = [client.chat.completions.create(model=model, messages=SAID, max_tokens=8, seed=n) for n in range(4)]
+        assert all(answer.usage.completion_tokens == 8 for answer in await asyncio.gather(*asked))
+        stream = await client.chat.completions.create(model=model, messages=SAID, max_tokens=8, stream=True)
+        assert [chunk async for chunk in stream][-1].choices[0].finish_reason == "length"
+
+
+if __name__ == "__main__":
+    sync(sys.argv[1], sys.argv[2])
+    asyncio.run(with_asyncio(sys.argv[1], sys.argv[2]))

@@ -1,0 +1,11 @@
+"""docs/api.md has the schema that the gateway serves."""
+
+from __future__ import annotations
+
+from tests.contrib.script import CONTRIB, load
+
+
+def test_the_page_is_the_schema() -> None:
+    script = load(CONTRIB / "docs" / "api.py")
+    assert script.PAGE.read_text() == script.page(), "run: python contrib/docs/api.py"
+    assert all(f"`POST {path}`" in script.page() for path in ("/v1/responses", "/v1/messages"))
