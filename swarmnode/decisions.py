@@ -31,6 +31,7 @@ class Topic(str, Enum):
     LENDING = "lending"
     AUDIT = "audit"
     REACHABILITY = "reachability"
+    TRAINING = "training"
 
 
 @dataclass(frozen=True)

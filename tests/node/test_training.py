@@ -200,6 +200,17 @@ async def test_a_unit_without_anybody_is_waited_for(founded: Founded, alone: dic
         trainer.missing = None
         await trainer.wait_until(lambda: bool(trainer.missing))
         assert trainer.missing == (2, 3)
+        lost = school.members[SPANS[1]].peer
+        explained = [
+            school.members[name].node.why(about)["decisions"]
+            for name in SPANS
+            if name != SPANS[1]
+            for about in ("", lost)
+        ]
+        told = [one["what"] for decisions in explained for one in decisions if one["topic"] == "training"]
+        gone = {f"goes on without {lost[-8:]}", f"does not follow {lost[-8:]} any more"}  # as a stage, or as who led
+        assert "leads the training" in told and gone & {*told}
+        assert any(one.startswith("follows ") for one in told)
         school.start(SPANS[1], SPANS[1])
         assert await trainer.finish() == STEPS
         assert_same_curve(trainer.losses, alone, steps=STEPS)

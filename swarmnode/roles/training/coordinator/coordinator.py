@@ -20,6 +20,7 @@ from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import Body, End, Error
 from swarmnode.codec.training_fields import KEY_BYTES, MAX_LEFT_OUT
 from swarmnode.codec.training_messages import Done, Failed, ProgressReport, Status, Work
+from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
@@ -64,6 +65,7 @@ class Coordinator:
         resigned: Callable[[int], None],
         found_false: Callable[[], set[PeerId]],
         clock: Callable[[], float],
+        decisions: DecisionLog,
     ) -> None:
         self.term = term
         self._units = units
@@ -72,6 +74,7 @@ class Coordinator:
         self._check_run = check_run
         self._resigned = resigned
         self._clock = clock
+        self._decisions = decisions
         self._worker_group = WorkerGroup(
             dial,
             strikes,
@@ -195,8 +198,11 @@ class Coordinator:
         else:
             self._worker_group.dismiss(member.peer, "it follows a term that nobody else has heard of")
 
-    def _lose(self, peer: PeerId) -> None:
+    def _lose(self, peer: PeerId, reason: str) -> None:
         """A stage is gone with what it had counted."""
+        step = "before the first step" if self._step_loop is None else f"in step {self._step_loop.step}"
+        failed = f"it has failed {self._strikes.in_a_row(peer)} times in a row"
+        self._decisions.note(Topic.TRAINING, f"goes on without {peer[-8:]}", (reason, step, failed), about=(peer,))
         self._dispatcher.lose(peer)
         if self._step_loop is not None:
             self._step_loop.lose(peer)

@@ -13,6 +13,7 @@ from functools import partial
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, Error
 from swarmnode.codec.training_messages import Failed, Work
+from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.errors import ErrorCode, PeerError, PeerLost
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
@@ -51,7 +52,9 @@ class CoordinatorElection:
         *,
         clock: Callable[[], float] = time.monotonic,
         on_crash: OnCrash | None = None,
+        decisions: DecisionLog | None = None,
     ) -> None:
+        self._decisions = decisions or DecisionLog()
         self._directory = directory
         self._stage = stage
         self._units = units
@@ -164,12 +167,19 @@ class CoordinatorElection:
             resigned=self._heard_term,
             found_false=self._stage.found_false,
             clock=self._clock,
+            decisions=self._decisions,
         )
         log.info("this node leads the training from now on")
+        able = len(list(filter(self._may_lead, ready_peers(self._directory))))
+        vacant_s = self._clock() - self._vacant_since_s
+        facts = f"nobody has led for {vacant_s:.0f} s", f"it is this node's turn among {able} that may"
+        self._decisions.note(Topic.TRAINING, "leads the training", facts)
         self._coordinator.start()
 
     def _followed(self, peer: PeerId) -> None:
         """Our stage follows somebody, us included."""
+        facts = (f"its term is {self._stage.term}, the highest that was heard of",)
+        self._decisions.note(Topic.TRAINING, f"follows {peer[-8:]}, who leads", facts, about=(peer,))
         if peer != self._directory.network.peer_id:
             self._let_go()
 
@@ -192,6 +202,10 @@ class CoordinatorElection:
 
     def _lost(self, peer: PeerId, error: PeerError | None) -> None:
         self._pass_over_s = LET_GO_S if error is None else PASS_OVER_S
+        facts = (
+            f"it let this node go; somebody else's turn comes in {LET_GO_S:.0f} s" if error is None else str(error),
+        )
+        self._decisions.note(Topic.TRAINING, f"does not follow {peer[-8:]} any more", facts, about=(peer,))
         if error is not None:
             self._directory.suspect(peer, str(error))
         self._changed.set()

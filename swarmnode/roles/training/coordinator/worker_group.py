@@ -22,7 +22,7 @@ Dial = Callable[[PeerId, Callable[[Frame, Body], None], Callable[[PeerError], No
 
 class WorkerGroup:
     """`dial` opens a conversation with a stage. `joined` is called for each that answers the call, `heard` for what it says,
-    `lost` once it is gone. Who failed lately (`strikes`) is called again after a pause that grows."""
+    `lost` once it is gone, with the reason. Who failed lately (`strikes`) is called again after a pause that grows."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class WorkerGroup:
         clock: Callable[[], float],
         joined: Callable[[WorkerHandle], None],
         heard: Callable[[WorkerHandle, Body], None],
-        lost: Callable[[PeerId], None],
+        lost: Callable[[PeerId, str], None],
     ) -> None:
         self.members: dict[PeerId, WorkerHandle] = {}
         self._dial = dial
@@ -86,10 +86,11 @@ class WorkerGroup:
     def _lose(self, peer: PeerId, error: PeerError | None = None) -> None:
         member = self.members.pop(peer, None)
         if member is not None:
-            log.info("stage %s is lost: %s", peer, error or "it let go")
+            reason = str(error or "it let go")
+            log.info("stage %s is lost: %s", peer, reason)
             self._strikes.strike(peer)
             member.line.close()
-            self._lost(peer)
+            self._lost(peer, reason)
 
     def dismiss(self, peer: PeerId, reason: str) -> None:
         """Go on without a stage that does not do its part."""

@@ -124,6 +124,7 @@ class TrainingWorker:
             link_times,
             clock=clock.monotonic,
             on_crash=host.supervisor.ends_peer,
+            decisions=host.decisions,
         )
         await training.start()
         election.start()

@@ -58,7 +58,8 @@ class Stages:
     def _hear(self, member: WorkerHandle, body: Body) -> None:
         self.heard.append((member.peer, body))
 
-    def _lose(self, peer: PeerId) -> None:
+    def _lose(self, peer: PeerId, reason: str) -> None:
+        assert reason
         self.lost.append(peer)
 
 
