@@ -1,10 +1,11 @@
 """What robust averaging costs where all are honest, and what it saves where one of four lies. Prints JSON; some 10 minutes on
 one core.
 
-    python contrib/benchmarks/robust.py [--steps 150] [--seeds 2] [--layers 2]
+    python contrib/benchmarks/robust.py [--steps 150] [--seeds 2] [--layers 2] [--only TEXT]
 
 A GPT-2 on bytes of the standard library's sources, sequence 64. Four replicas compute a quarter of each batch and agree on the
-sum, in one process (`together.agree`); one of them contributes something else from step `FROM` on. Whom two of the three others
+sum, in one process (`together.agree`); one of them contributes something else from step `FROM` on, and commits to that. The
+others compute one of its samples once more now and then, as spot checks do, out of their budget. Whom two of the three others
 suspect is left out from the same step on, as a coordinator would, and the others compute its samples. A loss is the mean over
 the last 20 steps, and relative to that of honest replicas whose gradients are summed plainly. `found_after`: contributions
 until the liar was named; `wrongly_named`: honest ones that were.
@@ -14,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import tempfile
 import time
 import typing
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,11 +31,20 @@ import torch
 from corpus import batches, read_corpus
 from torch import Tensor
 
+from swarmnode.codec.audit_messages import SEED_BYTES
+from swarmnode.codec.tensors import Codec
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.serving.sketch import deviations
 from swarmnode.compute.training.averaging.gradient_compressor import make_gradient_compressor
-from swarmnode.compute.training.averaging.outlier_detector import OutlierDetector, suspect
+from swarmnode.compute.training.averaging.outlier_detector import History, OutlierDetector, suspect
 from swarmnode.compute.training.averaging.together import agree
+from swarmnode.compute.training.gradient_sketch import gradient_sketch
 from swarmnode.compute.training.lm import load_segment
+from swarmnode.plan.audits.budget import AuditBudget, SessionCost
+from swarmnode.plan.audits.judgement import judge_states
+from swarmnode.plan.audits.tolerances import Calibration
+from swarmnode.roles.training.spot_checks.examination import LEAST, in_rows
+from swarmnode.roles.training.spot_checks.spot_checks import RECOMPUTED
 from swarmnode.swarm.records.run import Averaging
 
 HIDDEN, SEQUENCE, BATCH = 96, 64, 16
@@ -91,10 +102,41 @@ def make_checkpoint(folder: Path, layers: int, seed: int) -> Checkpoint:
     return Checkpoint(folder)
 
 
+class Checker:
+    """What an honest replica does of spot checks: `draw` and `is_false` are as in a stage."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self.dice = dice
+        self.found: set[str] = set()
+        self.suspected: set[str] = set()
+        self._budget = AuditBudget()
+        self._calibration = Calibration()
+
+    def draw(self, others: list[str], counted: int) -> str | None:
+        """Whom to look at in this step, if anybody."""
+        others = [other for other in others if other not in self.found]
+        cost = SessionCost(served_s=counted, audit_s=RECOMPUTED)
+        chance = self._budget.chance(cost, 0.0)
+        suspected = next((other for other in others if other in self.suspected), None)
+        if suspected is not None and self._budget.afford(cost):
+            return suspected
+        if not others or self.dice.random() >= chance:
+            return None
+        self._budget.spend(cost)
+        return self.dice.choice(others)
+
+    def is_false(self, told_N: Tensor, found_N: Tensor) -> bool:
+        """By sketches of the gradients of one sample."""
+        seed = self.dice.randbytes(SEED_BYTES)
+        apart = deviations(*(in_rows(gradient_sketch([one_N], seed)) for one_N in (told_N, found_N)), least=LEAST)
+        tolerance = self._calibration.tolerance("float32", Codec.NONE, units=1, deviations=apart)
+        return judge_states(apart, tolerance).false
+
+
 class Swarm:
     """Four replicas with equal parameters, so one copy of them."""
 
-    def __init__(self, checkpoint: Checkpoint, lie: Lie, *, robust: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, lie: Lie, *, robust: bool, checked: bool) -> None:
         self._segment = load_segment(checkpoint, 0, checkpoint.units)
         self._parameters = [parameter for block in self._segment.parameters().values() for parameter in block.values()]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE)
@@ -106,6 +148,7 @@ class Swarm:
         self._detectors = {peer: OutlierDetector(seed) for seed, peer in enumerate(REPLICAS)} if robust else {}
         self._direction_N = random_like(torch.empty(sum(shape.numel() for shape in shapes)), 1)
         self._lie = lie
+        self._checkers = {peer: Checker(random.Random(peer)) for peer in REPLICAS if peer != "liar"} if checked else {}
         self.members = list(REPLICAS)
 
     def step(self, number: int, ids_BT: Tensor) -> tuple[float, str | None]:
@@ -113,11 +156,30 @@ class Swarm:
         shares = ids_BT.tensor_split(len(self.members))
         losses, gradients = zip(*(self._gradient(share_BT, number) for share_BT in shares), strict=True)
         weights = [len(share_BT) / len(ids_BT) for share_BT in shares]
+        self._spot_check(number, dict(zip(self.members, shares, strict=True)))
         named = self._agree(number, gradients, weights)
         if named is not None:
             self.members.remove(named)
             return self.step(number, ids_BT)[0], named
         return statistics.mean(losses), None
+
+    def _spot_check(self, number: int, shares: Mapping[str, Tensor]) -> None:
+        """Each of the others perhaps computes one sample of one other once more."""
+        for peer, checker in self._checkers.items():
+            drawn = checker.draw([other for other in self.members if other != peer], len(shares[peer]))
+            if drawn is None:
+                continue
+            row = checker.dice.randrange(len(shares[drawn]))
+            _, gradient_N = self._gradient(shares[drawn][row : row + 1], number)
+            if checker.is_false(self._told_by(drawn, gradient_N, number), gradient_N):
+                checker.found.add(drawn)
+                for other in self._checkers.values():
+                    other.suspected.add(drawn)
+
+    def _told_by(self, peer: str, gradient_N: Tensor, number: int) -> Tensor:
+        return (
+            self._lie(gradient_N, number - FROM, self._direction_N) if peer == "liar" and number >= FROM else gradient_N
+        )
 
     def _gradient(self, ids_BT: Tensor, seed: int) -> tuple[float, Tensor]:
         (loss,) = self._segment.forward((ids_BT,), 0, self._segment.units, seed)[:1]
@@ -127,8 +189,7 @@ class Swarm:
     def _agree(self, number: int, gradients: typing.Sequence[Tensor], weights: list[float]) -> str | None:
         """Update with the sum; or who is named, and nothing is done."""
         contributed = [
-            self._lie(gradient_N, number - FROM, self._direction_N) if peer == "liar" and number >= FROM else gradient_N
-            for peer, gradient_N in zip(self.members, gradients, strict=True)
+            self._told_by(peer, gradient_N, number) for peer, gradient_N in zip(self.members, gradients, strict=True)
         ]
         scaled = [gradient_N * weight for gradient_N, weight in zip(contributed, weights, strict=True)]
         detectors = [self._detectors[peer] for peer in self.members if len(self.members) > 2 and self._detectors]
@@ -139,8 +200,8 @@ class Swarm:
         histories = [detector.histories() for detector in detectors]
         voices = Counter(
             named
-            for peer, seen in zip(self.members, histories, strict=False)
-            if (named := suspect(seen)) not in (None, peer)
+            for peer, seen in zip(self.members, histories or [{}] * len(self.members), strict=False)
+            if (named := self._named_by(peer, seen)) not in (None, peer)
         )
         for named, count in voices.most_common(1):
             if count > max(1, (len(self.members) - 1) / 2):
@@ -149,6 +210,10 @@ class Swarm:
             detector.accept(seen)
         self._update(totals[0])
         return None
+
+    def _named_by(self, peer: str, seen: Mapping[str, History]) -> str | None:
+        found = self._checkers[peer].found if peer in self._checkers else set()
+        return min(found & {*self.members}, default=None) or suspect(seen)
 
     def _update(self, total_N: Tensor) -> None:
         parts = total_N.split([parameter.numel() for parameter in self._parameters])
@@ -159,9 +224,11 @@ class Swarm:
         self._warmup.step()
 
 
-def train(checkpoint: Checkpoint, lie: Lie, steps: int, corpus_N: Tensor, seed: int, *, robust: bool) -> Outcome:
+def train(
+    checkpoint: Checkpoint, lie: Lie, steps: int, corpus_N: Tensor, seed: int, *, robust: bool, checked: bool
+) -> Outcome:
     """One training from the first step on."""
-    swarm = Swarm(checkpoint, lie, robust=robust)
+    swarm = Swarm(checkpoint, lie, robust=robust, checked=checked)
     losses: list[float] = []
     found_after, wrongly_named = None, 0
     for number, ids_BT in enumerate(islice(batches(corpus_N, BATCH, SEQUENCE, seed), steps)):
@@ -178,21 +245,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("steps", 150), ("seeds", 2), ("layers", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--only", default="", help="trainings with this in their names")
     options = parser.parse_args()
     torch.set_num_threads(1)
     corpus_N = read_corpus()
     trainings = {
-        "summed plainly": (LIES["honest"], False),
-        "summed plainly, one turned round": (LIES["turned round"], False),
+        "summed plainly": (LIES["honest"], False, False),
+        "summed plainly, one turned round": (LIES["turned round"], False, False),
     }
-    trainings |= {f"robust, {name}": (lie, True) for name, lie in LIES.items()}
-    found: dict[str, list[Outcome]] = {name: [] for name in trainings}
+    trainings |= {f"robust, {name}": (lie, True, False) for name, lie in LIES.items()}
+    trainings |= {f"robust and checked, {name}": (lie, True, True) for name, lie in LIES.items()}
+    chosen = {name: how for name, how in trainings.items() if options.only in name or name == "summed plainly"}
+    found: dict[str, list[Outcome]] = {name: [] for name in chosen}
     began_s = time.perf_counter()
     for seed in range(options.seeds):
         with tempfile.TemporaryDirectory(prefix="swarmnode-bench-") as folder:
             checkpoint = make_checkpoint(Path(folder), options.layers, seed)
-            for name, (lie, robust) in trainings.items():
-                found[name].append(train(checkpoint, lie, options.steps, corpus_N, seed, robust=robust))
+            for name, (lie, robust, checked) in chosen.items():
+                found[name].append(
+                    train(checkpoint, lie, options.steps, corpus_N, seed, robust=robust, checked=checked)
+                )
                 print(f"seed {seed}, {name}: {found[name][-1]}", file=sys.stderr)
     plain = [outcome.loss for outcome in found["summed plainly"]]
     report = {

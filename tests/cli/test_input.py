@@ -89,6 +89,8 @@ def test_wildcards_become_addresses_that_can_be_dialled() -> None:
         (("--disk", "1"), ("--disk 1", "1GB")),
         (("--max-download", "8"), ("--max-download 8", "8Mbit")),
         (("--cpu-share", "0.5"), ("--cpu-share 0.5", "25%")),
+        (("--audit-share", "0.03"), ("--audit-share 0.03", "25%")),
+        (("--audit-share", "101%"), ("--audit-share 101%", "25%")),
         (("--gpu-share", "0%"), ("0%", "not a share")),
         (("--hours", "night"), ("hours night", "22:00-07:00")),
         (("--max-upload", "8"), ("--max-upload 8", "8Mbit")),

@@ -19,6 +19,7 @@ from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Wa
 from swarmnode.cli.options.node_file import CONFIG
 from swarmnode.cli.options.node_flags import (
     ANNOUNCE_MADDR,
+    AUDIT_SHARE,
     CAPTURE,
     COMPRESS,
     DEVICE,
@@ -115,6 +116,7 @@ def run(
     max_age: str = MAX_AGE,
     idle_disk: bool = IDLE_DISK,
     compress: str = COMPRESS,
+    audit_share: str = AUDIT_SHARE,
     span: str = SPAN,
     plan: Path = PLAN,
     host_maddr: list[str] = HOST_MADDR,

@@ -16,6 +16,12 @@ COMPRESS = typer.Option(
     metavar="auto|none|bf16|int8|int4|adatopk",
     help="In training, what is sent to other stages: auto takes no more than a slow link needs.",
 )
+AUDIT_SHARE = typer.Option(
+    "3%",
+    "--audit-share",
+    metavar="SHARE",
+    help="In training, compute so much of what others computed once more, to find who is false; 0%: nothing.",
+)
 THREADS = typer.Option(0, "--threads", min=0, help="CPU threads to compute with; default: torch's choice.")
 THROTTLE = typer.Option(
     0.0, "--throttle", metavar="UNITS_PER_S", min=0.0, hidden=True, help="Serve as a device of this speed would."

@@ -48,6 +48,7 @@ def node_config(options: Mapping[str, Any]) -> NodeConfig:
             memory_bytes=parse_bytes(given["memory"], "--memory") if "memory" in given else None,
             threads=given.get("threads"),
             compress=options["compress"],
+            audit_share=parse_share(options["audit_share"], "--audit-share", zero=True),
             capture=options["capture"],
             throttle_units_per_s=given.get("throttle"),
             share=parse_share(options["share"], "--cpu-share"),

@@ -37,10 +37,10 @@ def parse_rate(text: str, option: str) -> float:
     return float(match[1]) * _PREFIXES[match[2] or match[3] or ""]
 
 
-def parse_share(text: str, option: str) -> float:
-    """A share like 25%, between 0 and 1. Raises UsageError, also for a number without the sign."""
+def parse_share(text: str, option: str, *, zero: bool = False) -> float:
+    """A share like 25%, up to 1, and 0 where that may be. Raises UsageError, also for a number without the sign."""
     match = re.fullmatch(_NUMBER + "%", text.strip())
-    if match is None or not 0 < float(match[1]) <= 100:
+    if match is None or not 0 <= float(match[1]) <= 100 or not (zero or float(match[1])):
         raise UsageError(f"{option} {text}: it is not a share; write it as 25%")
     return float(match[1]) / 100
 

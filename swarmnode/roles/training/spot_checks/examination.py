@@ -171,7 +171,7 @@ class Examination:
             yield judgement
         if shown.parameters_S.shape != again.sketch_S.shape:
             raise FalseWork("a sketch of other parameters", peer=self.peer)
-        apart = deviations(_in_rows(shown.parameters_S), _in_rows(again.sketch_S), least=LEAST)
+        apart = deviations(in_rows(shown.parameters_S), in_rows(again.sketch_S), least=LEAST)
         tolerance = self._tolerance(record, calibration, Codec.NONE, apart)
         yield judge_states(apart, replace(tolerance, deviation=SUMS_ROUND * tolerance.deviation))
 
@@ -186,7 +186,7 @@ class Examination:
         return "bfloat16" if self._learner.run.autocast else "float32"
 
 
-def _in_rows(sketch_S: Tensor) -> Tensor:
+def in_rows(sketch_S: Tensor) -> Tensor:
     """sketch_TK: so that it is judged as states are."""
     return torch.nn.functional.pad(sketch_S, (0, -len(sketch_S) % SKETCH_VALUES)).view(-1, SKETCH_VALUES)
 
