@@ -84,6 +84,7 @@ async def test_neighbours_state_the_same_of_what_went_between_them(founded: Foun
         assert first.sent_TK is not None and last.received_TK is not None
         assert torch.equal(first.sent_TK, last.received_TK)
         assert first.statement.number_format == "float32"
+        assert last.statement.sent.base == len(PROMPT) < last.statement.sent.length, "the tokens that it told"
         await tokens.aclose()
 
 

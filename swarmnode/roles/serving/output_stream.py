@@ -23,6 +23,14 @@ class OutputStream:
         output, _ = self._outputs.get(position, (None, ()))
         return output
 
+    def drawn(self) -> tuple[int, tuple[int, ...]]:
+        """The tokens of one row that were told last, none left out, and the position of the first one."""
+        position, ids = max(self._outputs, default=0), list[int]()
+        while (output := self.held(position)) is not None and output.ids:
+            ids.append(output.ids[0])
+            position -= 1
+        return position + 1, tuple(reversed(ids))
+
     def publish(self, position: int, output: Output, payload: tuple[Buffer, ...]) -> None:
         """Send an output to all subscribers. One whose link is cut is none any more."""
         self._outputs[position] = (output, payload)

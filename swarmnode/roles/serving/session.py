@@ -94,10 +94,10 @@ class StageSession:
         self.moved_s = asyncio.get_running_loop().time()  # when it was bound, or its last input came
         self._upstream: Channel | None = None
         self._downstream = Hop(stage.switchboard, self._from_downstream, self._downstream_failed)
-        self.transcript = Transcript(self._downstream, keeps=opened.rows == 1)
+        self._output_stream = OutputStream()
+        self.transcript = Transcript(self._downstream, self._output_stream, keeps=opened.rows == 1)
         self._extended: Open | None = None  # for which the rest of the route is bound
         self._ring: Channel | None = None
-        self._output_stream = OutputStream()
         self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}", on_crash=self._crashed)
         self._log = logging.LoggerAdapter(log, {"trace": self.trace_id.hex()})
         self._orphaned: asyncio.TimerHandle | None = None

@@ -21,8 +21,8 @@ DIGEST_BYTES = 32
 class Edge(msgspec.Struct, array_like=True, frozen=True):
     """What went over one edge of a session: the running digest of its frames for positions [base, length).
 
-    Of token ids, which come in many ways, it is the SHA-256 of all of them as int64, and `base` is 0. Empty where there is no
-    such edge: behind the last hop.
+    Of token ids, which come in many ways, it is the SHA-256 of all of them as int64, and `base` is 0. Of the tokens that a last hop
+    told it is the same, from the position of the first one on. Empty where there is no such edge.
     """
 
     digest: bytes = b""

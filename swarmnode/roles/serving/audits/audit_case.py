@@ -122,8 +122,11 @@ class AuditCase:
         """Two neighbours of a route say different things of what went between them: one of the two is to be doubted."""
         edge = run.contradiction(self.ids)
         assert edge is not None
-        if edge == 0 and run.moved:
+        if edge in (0, len(run.route)) and run.moved:
             return "void"  # a token may have been drawn twice: who was lost told it to one of us
+        if edge == len(run.route):  # between it and us is nobody
+            log.info("peer %s did not sign for the tokens that it told", run.route[-1].peer)
+            return "false" if self._doubt(run.route[-1].peer, self._name) else "doubt"
         one, other = run.route[edge - 1].peer, run.route[edge].peer  # into the first hop the last one feeds
         log.info("peers %s and %s contradict one another", one, other)
         self._doubt(one, other)

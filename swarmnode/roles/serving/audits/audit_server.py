@@ -18,7 +18,7 @@ from swarmnode.roles.serving.audits.transcript import Conveyed
 from swarmnode.roles.serving.opened import units_of
 from swarmnode.roles.serving.session import StageSession
 from swarmnode.swarm.records.announcement import Sign
-from swarmnode.swarm.records.statement import Statement, sign_statement
+from swarmnode.swarm.records.statement import Edge, Statement, sign_statement
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,19 @@ def audit_server(
         session = find(question.session)
         if session is None:
             return Answer(Error(ErrorCode.NO_SESSION))
-        opened, received, sent = session.opened, session.transcript.received, session.transcript.sent
-        end = question.first + question.count
-        if end > received.length or (opened.index + 1 < len(opened.route) and end > sent.length):
+        opened, transcript = session.opened, session.transcript
+        received, sent, told = transcript.received, transcript.sent, transcript.told
+        is_last = opened.index + 1 == len(opened.route)
+        if question.first + question.count > min(received.length, told.length if is_last else sent.length):
             return Answer(Error(ErrorCode.INVALID_REQUEST))
-        statement, payload = await asyncio.to_thread(_state, author, question, opened, received, sent)
+        statement, payload = await asyncio.to_thread(_state, author, question, opened, received, sent, told)
         return Answer(StatementReply(statement), (payload,))
 
     return QuestionServer(network, AUDIT_PROTOCOL, hello, link_config, GetStatement, answer)
 
 
 def _state(
-    author: Author, question: GetStatement, opened: Open, received: Conveyed, sent: Conveyed
+    author: Author, question: GetStatement, opened: Open, received: Conveyed, sent: Conveyed, told: Edge
 ) -> tuple[bytes, bytes]:
     """The signed statement, and its sketches."""
     sketched = [edge for edge in (received, sent) if edge.entries and not edge.is_ids]
@@ -74,7 +75,7 @@ def _state(
         first=question.first,
         count=question.count,
         received=received.edge(),
-        sent=sent.edge(),
+        sent=sent.edge() if sent.entries else told,
         sketches=hashlib.sha256(payload).digest(),
     )
     return sign_statement(statement, author.sign), payload

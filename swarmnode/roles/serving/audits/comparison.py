@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +13,7 @@ from swarmnode.compute.serving.sketch import deviations
 from swarmnode.plan.audits.judgement import Judgement, judge_states, judge_tokens
 from swarmnode.plan.audits.tolerances import Calibration
 from swarmnode.roles.serving.audits.hop_account import HopAccount
-from swarmnode.roles.serving.audits.transcript import id_bytes
+from swarmnode.roles.serving.audits.transcript import ids_digest
 
 SAME = 1e-4  # two sketches of the same bytes, on different machines
 
@@ -37,13 +36,22 @@ class TextRun:
         return self.accounts[index].statement.received.base
 
     def contradiction(self, ids: Sequence[int]) -> int | None:
-        """The first edge whose two ends say different things of what went over it: k is the edge into hop k. None where there is
-        none. Into hop 0 went `ids`."""
+        """The first edge whose two ends say different things of what went over it: k is the edge into hop k, the one after the last
+        hop is to us. None where there is none. Into hop 0 went `ids`, of which we were told those that are not in `drawn`."""
         taken = self.accounts[0].statement.received
-        fed_T = torch.tensor(ids[: taken.length], dtype=torch.int64)
-        if taken.digest != hashlib.sha256(id_bytes(fed_T)).digest():
+        if taken.digest != ids_digest(torch.tensor(ids[: taken.length], dtype=torch.int64)):
             return 0
-        return next((index for index in range(1, len(self.accounts)) if not self._agree(index)), None)
+        apart = next((index for index in range(1, len(self.accounts)) if not self._agree(index)), None)
+        return len(self.accounts) if apart is None and not self._was_told(ids) else apart
+
+    def _was_told(self, ids: Sequence[int]) -> bool:
+        """Whether the last hop signed for the tokens that it told us."""
+        told = self.accounts[-1].statement.sent
+        first, last = min(self.drawn, default=told.base), max(self.drawn, default=told.length - 1)
+        if not told.base <= first <= last < told.length <= len(ids):
+            return False
+        tokens = [self.drawn.get(at, ids[at]) for at in range(told.base, told.length)]
+        return told.digest == ids_digest(torch.tensor(tokens, dtype=torch.int64))
 
     def _agree(self, index: int) -> bool:
         sender, receiver, base = self.accounts[index - 1], self.accounts[index], self.base(index)

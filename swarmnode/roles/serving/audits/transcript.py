@@ -1,7 +1,7 @@
 """What a hop took in and sent on in one session, kept while it lasts, so that it can be made to stand by it.
 
-What was sent is in the journal anyway. What came in is kept as it came, in the room that the session has reserved for inputs that
-wait: no step costs more for it.
+What was sent is in the journal anyway, and what the last hop drew is with its outputs. What came in is kept as it came, in the room
+that the session has reserved for inputs that wait: no step costs more for it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from swarmnode.codec.tensors import ID_DTYPES, Codec, TensorInfo
 from swarmnode.compress.codecs import decode
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.links.hop import Entry, Hop
+from swarmnode.roles.serving.output_stream import OutputStream
 from swarmnode.swarm.records.statement import Edge
 
 
@@ -49,7 +50,7 @@ class Conveyed:
         if not self.entries:
             return Edge()
         if self.is_ids:
-            return Edge(hashlib.sha256(id_bytes(self._tensor(0, self.length))).digest(), 0, self.length)
+            return Edge(ids_digest(self._tensor(0, self.length)), 0, self.length)
         since = [entry for entry in self.entries if entry.end > self.base]
         digest = running_digest((entry.start, entry.count, _joined(entry.payload)) for entry in since)
         return Edge(digest, self.base, self.length)
@@ -72,8 +73,9 @@ class Conveyed:
 class Transcript:
     """Of one session at one hop. Only sessions of one row are kept."""
 
-    def __init__(self, downstream: Hop, *, keeps: bool) -> None:
+    def __init__(self, downstream: Hop, output_stream: OutputStream, *, keeps: bool) -> None:
         self._downstream = downstream
+        self._output_stream = output_stream
         self._keeps = keeps
         self._received: list[Entry] = []
         self._base = 0
@@ -105,10 +107,16 @@ class Transcript:
         """What was sent on so far; nothing at the last hop."""
         return Conveyed(tuple(self._downstream.journal) if self._keeps else (), self._downstream.had)
 
+    @property
+    def told(self) -> Edge:
+        """Of the tokens that the last hop has told; empty at the others."""
+        base, ids = self._output_stream.drawn() if self._keeps else (0, ())
+        return Edge(ids_digest(torch.tensor(ids)), base, base + len(ids)) if ids else Edge()
 
-def id_bytes(ids_T: Tensor) -> bytes:
-    """Token ids as they are digested: int64, little-endian."""
-    return ids_T.to(torch.int64).numpy().astype("<i8").tobytes()
+
+def ids_digest(ids_T: Tensor) -> bytes:
+    """Of token ids as int64, little-endian."""
+    return hashlib.sha256(ids_T.to(torch.int64).numpy().astype("<i8").tobytes()).digest()
 
 
 def _joined(payload: Sequence[Buffer]) -> Buffer:

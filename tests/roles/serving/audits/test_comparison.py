@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+import msgspec
 import torch
 
 from swarmnode.codec.messages import HopSpec
@@ -12,12 +13,12 @@ from swarmnode.compute.serving.sketch import sketch
 from swarmnode.plan.audits.tolerances import Calibration
 from swarmnode.roles.serving.audits.comparison import TextRun, compare
 from swarmnode.roles.serving.audits.hop_account import HopAccount
-from swarmnode.roles.serving.audits.transcript import id_bytes
+from swarmnode.roles.serving.audits.transcript import ids_digest
 from swarmnode.swarm.records.statement import Edge, Statement
 
 SEED = bytes(16)
 IDS = list(range(64))
-FED = Edge(hashlib.sha256(id_bytes(torch.tensor(IDS))).digest(), 0, 64)
+FED = Edge(ids_digest(torch.tensor(IDS)), 0, 64)
 
 
 def states(layer: int, noise: float = 0.0) -> torch.Tensor:
@@ -29,7 +30,8 @@ def run(first: torch.Tensor, second: torch.Tensor, drawn: list[int], name: str =
     """Three hops; `first` and `second` are what went over the edges between them. The last one held `base` positions when the
     route began."""
     digests = (hashlib.sha256(sent.numpy()).digest() for sent in (first, second))
-    edges = [FED, *(Edge(digest, held, 64) for digest, held in zip(digests, (0, base), strict=True)), Edge()]
+    edges = [FED, *(Edge(digest, held, 64) for digest, held in zip(digests, (0, base), strict=True))]
+    edges.append(Edge(ids_digest(torch.tensor(drawn)), 0, 64))  # to the client
     sketches = [None, sketch(first, SEED), sketch(second, SEED), None]
     route = [HopSpec(f"{name}{unit}", unit, unit + 2) for unit in (0, 2, 4)]
     accounts = [
@@ -71,6 +73,16 @@ def test_who_states_something_else_than_it_sent_contradicts_its_neighbour() -> N
     for account in (keeps_its_digest, changes_both):
         assert TextRun(honest.route, [account, *honest.accounts[1:]], {}).contradiction(IDS) == 1
     assert honest.contradiction([*IDS[:-1], 7]) == 0, "it was fed other tokens"
+
+
+def test_a_last_hop_signs_for_the_tokens_that_it_told() -> None:
+    told, signed = run(states(1), states(2), IDS), run(states(1), states(2), [*IDS[:-1], 9]).accounts[-1]
+    assert told.contradiction(IDS) is None
+    nothing = HopAccount(msgspec.structs.replace(signed.statement, sent=Edge()), b"", signed.received_TK, None)
+    beyond = Edge(told.accounts[-1].statement.sent.digest, 0, 65)
+    more = HopAccount(msgspec.structs.replace(signed.statement, sent=beyond), b"", signed.received_TK, None)
+    for account in (signed, nothing, more):
+        assert TextRun(told.route, [*told.accounts[:-1], account], told.drawn).contradiction(IDS) == 3
 
 
 def test_nobody_answers_for_what_a_hop_had_from_one_that_has_left() -> None:
