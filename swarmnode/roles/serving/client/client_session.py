@@ -15,7 +15,9 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from swarmnode.codec.body import SESSION_ID_BYTES
 from swarmnode.codec.frames import Frame
@@ -168,8 +170,7 @@ class ClientSession:
         return self._first.had if self.epoch == epoch + 1 else 0
 
     def send(self, entry: Entry, *, expect: int | None = None) -> None:
-        """Send an input. `expect` is the position of the output that it will bring, where it brings one. One that begins before the
-        end of the last takes the positions from there on back."""
+        """Send an input; positions from its first one on are taken back. `expect`: of the output that it will bring, if any."""
         if entry.start < self.length:
             entry = replace(entry, truncate=self._first.truncation(entry.start))
         if expect is not None:
