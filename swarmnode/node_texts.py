@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from swarmnode.codec.messages import VERSION
+from swarmnode.counting import counted
 from swarmnode.lending.lifecycle import LendingState
 from swarmnode.plan.spans.placement import Move
 from swarmnode.swarm.records.manifest import TRAIN, Manifest
@@ -27,7 +28,7 @@ def introduce(manifest: Manifest) -> str:
     model = manifest.model
     named = model.hub_id or f"a {model.family}"
     does = "trains" if manifest.mode == TRAIN else "serves"
-    return f"It {does} {named}: {model.units} units, {manifest.total_bytes / 1e9:.1f} GB"
+    return f"It {does} {named}: {counted(model.units, 'unit')}, {manifest.total_bytes / 1e9:.1f} GB"
 
 
 def outdated(newer: int) -> str:

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "swarmnode"
 ROOMS = (
-    {"errors", "config", "decisions", "durable", "ledger", "metrics", "version"},
+    {"errors", "config", "counting", "decisions", "durable", "ledger", "metrics", "version"},
     {"codec"},
     {"compress"},
     {"net"},

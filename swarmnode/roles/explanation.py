@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from swarmnode.counting import counted
 from swarmnode.decisions import Decision, names_unit
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import Span
@@ -45,9 +46,14 @@ def _facts(host: Host, about: str, peer: PeerId | None) -> Iterator[str]:
 
 def _of_unit(host: Host, unit: int) -> Iterator[str]:
     holders = [announced for announced in host.directory.peers().values() if announced.holds(unit)]
-    yield f"{len(holders)} peers hold unit {unit} or are about to" if holders else f"nobody holds unit {unit}"
+    yield (
+        f"unit {unit} is held by {counted(len(holders), 'peer')}, or about to be"
+        if holders
+        else f"nobody holds unit {unit}"
+    )
     for holder in holders:
-        yield f"{holder.peer[-8:]} {holder.name}: {state_name(holder.life)}, units {Span(*holder.span)}, {holder.sessions} sessions"
+        doing = f"{state_name(holder.life)}, units {Span(*holder.span)}, {counted(holder.sessions, 'session')}"
+        yield f"{holder.peer[-8:]} {holder.name}: {doing}"
 
 
 def _of_peer(host: Host, peer: PeerId) -> Iterator[str]:
@@ -65,7 +71,7 @@ def _of_peer(host: Host, peer: PeerId) -> Iterator[str]:
 
 def _announced(peer: Announcement) -> Iterator[str]:
     yield f"it is {state_name(peer.life)} at units {Span(*peer.span)} on {peer.device or 'a device that it does not name'}"
-    yield f"it runs {peer.sessions} sessions, and has room for {peer.cache_tokens_free} positions more"
+    yield f"it runs {counted(peer.sessions, 'session')}, and has room for {counted(peer.cache_tokens_free, 'position')} more"
     speeds = peer.decode_units_per_s, peer.prefill_units_per_s, peer.training_units_per_s
     yield "it announces {:.4g} units/s one by one, {:.4g} in prompts, {:.4g} in training".format(*speeds)
     yield f"others reach it: {peer.reach.name.lower()}"

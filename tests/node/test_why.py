@@ -32,7 +32,7 @@ async def test_what_was_decided_is_told_with_its_facts(founded: Founded, tmp_pat
         session = node.why(result.trace)
         assert "takes a session" in told(session, "admission") and "MB of cache are free" in told(session, "admission")
         assert "fixed with --span" in told(node.why(str(start)), "placement")
-        assert f"2 peers hold unit {start} or are about to" in client.why(str(start))["facts"]
+        assert f"unit {start} is held by 2 peers, or about to be" in client.why(str(start))["facts"]
         node.lending.pause("a film")
         await node.lending.until(LendingState.PAUSED)
         assert "a film" in told(node.why(), "lending") and node.why()["facts"][0].startswith("it is paused")

@@ -28,6 +28,7 @@ from swarmnode.cli.terminal.console import (
     set_up_logging,
 )
 from swarmnode.cli.terminal.teller import Teller
+from swarmnode.counting import counted
 
 if TYPE_CHECKING:
     from swarmnode.node_texts import Tell
@@ -202,7 +203,7 @@ async def _welcome(
         more = "the router mapped none (UPnP)" if nat else "or try --nat"
         lines.append(f"Only this network reaches these; for the internet forward a port and give --announce; {more}.")
     life = "for ever" if terms.life_s is None else f"for {terms.life_s / 86_400:.3g} days"
-    uses = f"{terms.uses} peers" if terms.uses else "any number of peers"
+    uses = counted(terms.uses, "peer") if terms.uses else "any number of peers"
     whom = f"volunteer, {uses}, {life}" if swarm.private else "everybody who has the line, for ever"
     ask = f'swarmnode generate {shlex.quote(str(path))} "Once upon a time"'
     lines += [f"A friend types ({whom}):", f"  swarmnode run {invite}", f"You ask it with:\n  {ask}"]

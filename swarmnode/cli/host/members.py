@@ -21,6 +21,7 @@ from swarmnode.cli.terminal.console import (
     run_async,
     set_up_logging,
 )
+from swarmnode.counting import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -94,9 +95,8 @@ def members_table(picture: dict[str, Any]) -> Table:
     from swarmnode.cli.terminal.tables import new_table
 
     count = picture["revocations"]["peers"] + len(picture["revocations"]["invites"])
-    title = (
-        f"{picture['membership']} swarm {picture['name']}: {len(picture['members'])} members seen, {count} revocations"
-    )
+    seen = f"{counted(len(picture['members']), 'member')} seen, {counted(count, 'revocation')}"
+    title = f"{picture['membership']} swarm {picture['name']}: {seen}"
     table = new_table(title, ("peer", "name", "state", "role", "group", "invite", "until"))
     for member in picture["members"]:
         texts = (member.get(field, "") for field in ("name", "state", "role", "group"))

@@ -21,6 +21,7 @@ from swarmnode.cli.terminal.console import (
     say,
     set_up_logging,
 )
+from swarmnode.counting import counted
 
 
 @reports_errors
@@ -81,6 +82,8 @@ def revoke(
     if as_json:
         print_json({"peer": peer, "invite": invite.hex() if invite else None, "told": told})
     elif told:
-        say(f"Revoked {peer or 'invite ' + (invite or b'').hex()}; {told} peers know, and tell the others.")
+        say(
+            f"Revoked {peer or 'invite ' + (invite or b'').hex()}: {counted(told, 'peer')} heard it, and others will from them."
+        )
     else:
         say(f"Revoked, and kept in {book.path}; nobody is online. It spreads when a node of yours runs with {swarm}.")

@@ -9,6 +9,7 @@ import typer
 
 from swarmnode.cli.options.swarm import open_swarm
 from swarmnode.cli.terminal.console import HOME, JSON, default_home, print_json, reports_errors, say
+from swarmnode.counting import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,10 +58,10 @@ def credit(
 
 
 def _sentence(one: WorkerCredit) -> str:
-    credit = one.credit
+    credit, clients = one.credit, counted(one.credit.clients, "client")
     return (
         f"Node {one.worker[-8:]} has credit for {credit.counted:,.0f} units x tokens: it served {credit.served:,} and trained "
-        f"{credit.trained:,} (which counts thrice) for {credit.clients} clients, at a concentration of {credit.concentration:.2f}."
+        f"{credit.trained:,} (which counts thrice) for {clients}, at a concentration of {credit.concentration:.2f}."
     )
 
 
@@ -75,5 +76,5 @@ def _table(one: WorkerCredit) -> Table:
         table.add_row(client[-8:], f"{work:,}", f"{work / total:.1%}")
     if rest := ranked[SHOWN_CLIENTS:]:
         work = sum(work for _, work in rest)
-        table.add_row(f"{len(rest)} others", f"{work:,}", f"{work / total:.1%}")
+        table.add_row(counted(len(rest), "other"), f"{work:,}", f"{work / total:.1%}")
     return table

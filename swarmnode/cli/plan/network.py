@@ -21,6 +21,7 @@ from swarmnode.cli.terminal.console import (
     say,
     set_up_logging,
 )
+from swarmnode.counting import counted
 
 
 @reports_errors
@@ -58,6 +59,7 @@ def _write(output: Path, found: dict[str, Any]) -> None:
     pairs = found["devices"] * (found["devices"] - 1)
     delays, bandwidths = (pairs - len(found["estimated"][field]) for field in ("delay_ms", "bandwidth_gbps"))
     say(
-        f"Wrote {output}: {found['devices']} machines; of {pairs} links {delays} delays and {bandwidths} bandwidths were "
+        f"Wrote {output}: {counted(found['devices'], 'machine')}; of {counted(pairs, 'link')} {counted(delays, 'delay')} and "
+        f"{counted(bandwidths, 'bandwidth')} were "
         "measured, the others are estimated."
     )

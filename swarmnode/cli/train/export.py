@@ -22,6 +22,7 @@ from swarmnode.cli.terminal.console import (
     set_up_logging,
     unless_stopped,
 )
+from swarmnode.counting import counted
 
 
 @reports_errors
@@ -63,4 +64,4 @@ def export(
     if as_json:
         print_json({"out": str(out), "step": step})
     else:
-        say(f"Wrote the model after {step} steps to {out}")
+        say(f"Wrote the model after {counted(step, 'step')} to {out}")

@@ -24,6 +24,7 @@ from swarmnode.cli.terminal.console import (
     say,
     set_up_logging,
 )
+from swarmnode.counting import counted
 
 if TYPE_CHECKING:
     from swarmnode.swarm.records.run import Run
@@ -165,6 +166,6 @@ def _say_where_it_stands(done: int, settings: Run, out: Path | None, swarm: str,
     saved = f"; the model is in {out}" if out is not None else ""
     if done < settings.steps:
         goes_on = "" if local else "; the swarm keeps them, and the same command goes on"
-        fail(f"stopped after {done} of {settings.steps} steps{goes_on}{saved}")
+        fail(f"stopped after {done} of {counted(settings.steps, 'step')}{goes_on}{saved}")
     next_step = "" if local else f". Next: swarmnode export {shlex.quote(swarm)} OUT"
-    say(f"All {done} steps are done{saved}{next_step}", err=as_json)
+    say(f"Done: {counted(done, 'step')}{saved}{next_step}", err=as_json)

@@ -11,6 +11,7 @@ import typer
 
 from swarmnode.cli.options.swarm import MAX_LINE_CHARS, STANDARD_INPUT, read_line
 from swarmnode.cli.terminal.console import HOME, JSON, default_home, fail, print_json, reports_errors, say
+from swarmnode.counting import counted
 
 
 @reports_errors
@@ -92,5 +93,5 @@ def _say(terms: dict[str, Any]) -> str:
 
     until = terms["expires_at"]
     life = f"until {datetime.datetime.fromtimestamp(until):%Y-%m-%d}" if until else "for ever"
-    uses = f", for {terms['uses']} peers in all" if terms["uses"] else ""
+    uses = f", for {counted(terms['uses'], 'peer')} in all" if terms["uses"] else ""
     return f"a private swarm, you are invited as {terms['role']} {life}{uses}"

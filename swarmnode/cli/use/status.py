@@ -25,6 +25,7 @@ from swarmnode.cli.terminal.console import (
 )
 from swarmnode.cli.terminal.printable import one_line
 from swarmnode.cli.terminal.swarm_news import SwarmNews, slowest_links
+from swarmnode.counting import counted
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -157,9 +158,8 @@ def cut(text: str, chars: int) -> str:
 
 def credit_line(credit: dict[str, Any]) -> str:
     """What clients signed for a node of this home."""
-    return (
-        f"your node {credit['worker'][-8:]}: credit {credit['credit']:,} units x tokens, by {credit['clients']} clients"
-    )
+    by = counted(credit["clients"], "client")
+    return f"your node {credit['worker'][-8:]}: credit {credit['credit']:,} units x tokens, by {by}"
 
 
 def draw_span(start: int, end: int, units: int, width: int = BAR_CHARS) -> str:

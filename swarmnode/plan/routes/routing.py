@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from swarmnode.codec.messages import HopSpec
+from swarmnode.counting import counted
 from swarmnode.errors import NoRoute
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.routes.lattice import Candidate, Lattice, Request, Route, RoutingConfig, SessionSize
@@ -96,7 +97,7 @@ def _check_covered(candidates: Sequence[Candidate], span: Span, units: int, avoi
     held = {unit for candidate in candidates for unit in range(*candidate.span)}
     missing = [unit for unit in range(*span) if unit not in held]
     if missing:
-        but = f" ({len(avoid)} peers failed or are busy and are left out)" if avoid else ""
+        but = f" ({counted(len(avoid), 'peer')} left out that failed or had no room)" if avoid else ""
         raise NoRoute(f"no live peer holds {_ranges(missing)} of the model's {units} units{but}; more nodes must join")
 
 

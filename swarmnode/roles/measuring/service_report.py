@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from swarmnode.counting import counted
 from swarmnode.metrics import table
 from swarmnode.metrics.histogram import Histogram
 from swarmnode.metrics.metric import Metric, Reading, Readings, Source
@@ -33,8 +34,12 @@ class ServiceReport:
     reachability: Reachability
 
     def __str__(self) -> str:
-        now = f"{self.sessions} sessions now, {self.tokens_per_s:,.1f} tokens/s" if self.sessions else "idle now"
-        return f"{self.tokens:,} tokens computed for others; {now}; {REACHED[self.reachability]}"
+        now = (
+            f"{counted(self.sessions, 'session')} now, {self.tokens_per_s:,.1f} tokens/s"
+            if self.sessions
+            else "idle now"
+        )
+        return f"{counted(self.tokens, 'token')} computed for others; {now}; {REACHED[self.reachability]}"
 
 
 class ServiceReporter:

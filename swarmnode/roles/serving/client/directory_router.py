@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 
 from swarmnode.codec.messages import HopSpec
+from swarmnode.counting import counted
 from swarmnode.decisions import Topic
 from swarmnode.errors import NoRoute
 from swarmnode.net.interfaces import PeerId
@@ -86,14 +87,14 @@ class DirectoryRouter(Router):
         left_out = avoid & peers.keys()
         facts = [
             result,
-            f"{ready} peers were ready, {len(left_out)} left out: they failed, were busy, are new, or false",
+            f"{counted(ready, 'peer')} ready, {len(left_out)} left out: failed, busy, new, or false",
         ]
         for hop in hops:
             peer, rtt_s = peers[hop.peer], view.rtt_s.get((own, hop.peer))
             distance = "its distance is not known" if rtt_s is None else f"{rtt_s * 1e3:.1f} ms away"
             speed = f"counts as {peer.assumed_units_per_s:.4g} units/s"
             facts.append(
-                f"{hop.peer[-8:]} for units {Span(hop.start, hop.end)} {speed}, {peer.sessions} sessions, {distance}"
+                f"{hop.peer[-8:]} for units {Span(hop.start, hop.end)} {speed}, {counted(peer.sessions, 'session')}, {distance}"
             )
         self._decisions.note(Topic.ROUTING, what, facts, about=tuple(hop.peer for hop in hops), units=self._span)
 
