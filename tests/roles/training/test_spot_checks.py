@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.messages import Error
-from swarmnode.codec.spot_check_messages import Accusation, CommitmentReply, MicrobatchReply
+from swarmnode.codec.spot_check_messages import Accusation, CommitmentReply, MicrobatchRecord, MicrobatchReply
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ErrorCode
 from swarmnode.ledger import MemoryLedger
@@ -194,7 +194,7 @@ def test_where_there_is_no_room_nothing_is_kept_and_training_goes_on(tmp_path: P
     in_scenario(tmp_path, test)
 
 
-@pytest.mark.parametrize("garbage", ["other microbatch", "other payload", "false signature", "nothing"])
+@pytest.mark.parametrize("garbage", ["other microbatch", "other payload", "other shapes", "false signature", "nothing"])
 def test_who_shows_something_else_than_it_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, garbage: str) -> None:
     async def test(scene: Scenario) -> None:
         *honest, liar = await join(scene, *[(0, 3)] * 4)
@@ -207,6 +207,11 @@ def test_who_shows_something_else_than_it_signed(tmp_path: Path, monkeypatch: py
                 body = MicrobatchReply(msgspec.structs.replace(body.record, loss=body.record.loss + 1e-3))
             elif isinstance(body, MicrobatchReply) and garbage == "other payload":
                 payload = (bytes(len(payload[0])), *payload[1:])
+            elif isinstance(body, MicrobatchReply) and garbage == "other shapes":  # and it has signed for them
+                received = body.record.received
+                values = tuple(msgspec.structs.replace(info, shape=(1 << 20, 64)) for info in received.values)
+                record = msgspec.structs.replace(body.record, received=msgspec.structs.replace(received, values=values))
+                body = MicrobatchReply(record)
             elif isinstance(body, CommitmentReply) and garbage == "false signature":
                 body = CommitmentReply(body.commitment[:-1] + bytes([body.commitment[-1] ^ 1]))
             elif garbage == "nothing":
@@ -214,7 +219,9 @@ def test_who_shows_something_else_than_it_signed(tmp_path: Path, monkeypatch: py
             return Answer(body, payload)
 
         server._answer = lie
-        losses = await train(scene)
+        if garbage == "other shapes":
+            monkeypatch.setattr(MicrobatchRecord, "digest", property(lambda _record: bytes(32)))
+        losses = await train(scene, steps=6)
         if garbage in ("other microbatch", "other payload"):
             assert scene.left_out == {liar.peer}  # type: ignore[attr-defined]
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import TypeVar
@@ -49,6 +49,10 @@ SUMS_ROUND = 4.0  # times more: what a microbatch added is the difference of two
 LOSS = 0.02  # of itself
 
 
+Shapes = tuple[tuple[int, tuple[int, ...]], ...]
+"""Of values: dtype and shape of each."""
+
+
 class FalseWork(ProtocolError):
     """A stage shows something else than it signed, or than follows from it."""
 
@@ -66,15 +70,25 @@ class ShownMicrobatch:
 
 
 class Examination:
-    """Of what `peer` did in the step that the learner is at. `dice` draws what the peer must not foresee."""
+    """Of what `peer` did in the step that the learner is at. `usual`: what comes in at each first unit here; `dice` draws what the
+    peer must not foresee."""
 
-    def __init__(self, board: Switchboard, peer: PeerId, committer: Committer, learner: Learner, dice: Random) -> None:
+    def __init__(
+        self,
+        board: Switchboard,
+        peer: PeerId,
+        committer: Committer,
+        learner: Learner,
+        usual: Mapping[int, Shapes],
+        dice: Random,
+    ) -> None:
         self.peer = peer
         self.commitment = b""  # as it was signed
         self._board = board
         self._committer = committer
         self._learner = learner
         self._step = learner.step
+        self._usual = usual
         self._dice = dice
         self._seed = dice.randbytes(SEED_BYTES)
 
@@ -82,8 +96,8 @@ class Examination:
         return f"<Examination of {self.peer[-8:]} at step {self._step}>"
 
     async def fetch(self) -> ShownMicrobatch | None:
-        """One microbatch of those that it committed to, drawn now; None where it has none of our units. Raises FalseWork,
-        PeerError, NetworkDown."""
+        """One microbatch of those that it committed to, drawn now; None where it has none of our units, or one unlike all that came
+        here. Raises FalseWork, PeerError, NetworkDown."""
         segment = self._learner.segment
         entries = await self._commitment()
         able = [place for place in entries if segment.start <= place[1] < segment.end]
@@ -95,7 +109,7 @@ class Examination:
         record = reply.record
         if (record.number, record.start) != (number, start) or record.digest != entries[number, start]:
             raise FalseWork("a microbatch is not what was committed to", peer=self.peer)
-        return None if record.end > segment.end else self._read(record, payload)
+        return self._read(record, payload) if record.end <= segment.end and self._is_usual(record) else None
 
     async def _commitment(self) -> dict[tuple[int, int], bytes]:
         reply, payload = await self._ask(GetCommitment(self._learner.run.id, self._step), CommitmentReply)
@@ -114,8 +128,6 @@ class Examination:
 
     def _read(self, record: MicrobatchRecord, payload: Buffer) -> ShownMicrobatch:
         """The parts of an answer, each of which has to be what was signed."""
-        if not is_of_its_size(record.received.values, self._learner.run):
-            raise FalseWork("a microbatch of another size than the run's", peer=self.peer)
         parts, view = [], memoryview(payload)
         sizes = [_size(record.received.values), _size(record.gradients.values)]
         sketches = [payload_bytes_of(record.sent.values), payload_bytes_of(record.returned.values)]
@@ -130,6 +142,12 @@ class Examination:
         sketch_S = torch.from_numpy(np.frombuffer(parameters, dtype="<f4").astype(np.float32))
         sketches_of = (read_payload(sent, record.sent.values), read_payload(returned, record.returned.values))
         return ShownMicrobatch(record, bytes(received), bytes(gradients), sketch_S, *sketches_of)
+
+    def _is_usual(self, record: MicrobatchRecord) -> bool:
+        """Who shows it decides nothing about our memory; and it may have been sent what it did not ask for."""
+        values, run = record.received.values, self._learner.run
+        known = self._usual.get(record.start)
+        return is_of_its_size(values, run) and (shapes_of(values) == known if known is not None else run.sequence > 0)
 
     def compare(self, shown: ShownMicrobatch, calibration: Calibration) -> Judgement | None:
         """On the executor, while the step lasts: None where it is over. Raises FalseWork where no computing is needed to see it."""
@@ -184,6 +202,11 @@ class Examination:
     @property
     def _number_format(self) -> str:
         return "bfloat16" if self._learner.run.autocast else "float32"
+
+
+def shapes_of(values: Sequence[TensorInfo]) -> Shapes:
+    """However they travel."""
+    return tuple((info.dtype, info.shape) for info in values)
 
 
 def in_rows(sketch_S: Tensor) -> Tensor:

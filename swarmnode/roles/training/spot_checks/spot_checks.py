@@ -33,7 +33,7 @@ from swarmnode.plan.audits.judgement import Judgement
 from swarmnode.plan.audits.tolerances import Calibration
 from swarmnode.roles.fetching.sources import ask
 from swarmnode.roles.training.spot_checks.check_server import Committer, check_server
-from swarmnode.roles.training.spot_checks.examination import Examination, FalseWork
+from swarmnode.roles.training.spot_checks.examination import Examination, FalseWork, shapes_of
 from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch, StepRecords
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.commitment import open_commitment
@@ -46,6 +46,10 @@ WITHIN = 0.5  # of the time for an all-reduce, at most: who takes longer is not 
 TELL_S = 5.0
 MAX_SUSPECTED = 64
 RESULTS = ("passed", "false", "void")
+WITHOUT_RESULT = (  # what a peer shows may be unlike anything that torch was made for
+    *(SwarmnodeError, asyncio.TimeoutError),
+    *(ValueError, RuntimeError, LookupError, TypeError, ArithmeticError),
+)
 
 
 class SpotChecks:
@@ -117,18 +121,15 @@ class SpotChecks:
         drawn = self._draw(reduce, learner)
         if drawn is None:
             return
-        examination = Examination(self._board, drawn, self._committer, learner, self._dice)
+        kept = self.records.of(learner.run.id, learner.step).values()
+        usual = {one.place[1]: shapes_of(one.body.values) for one in kept}
+        examination = Examination(self._board, drawn, self._committer, learner, usual, self._dice)
         try:
             within_s = min(CHECK_S, WITHIN * reduce.within_s or CHECK_S)
             judgement = await asyncio.wait_for(self._examine(examination, learner), within_s)
         except (FalseWork, NotFinite) as error:
             self._find(examination, reduce, str(error))
-        except (
-            SwarmnodeError,
-            asyncio.TimeoutError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # of what it sent, torch's among them
+        except WITHOUT_RESULT as error:
             log.info("a spot check of %s came to nothing: %s", drawn, error or "no answer in time")
             self._standing.forfeit(drawn)
             self.counts["void"] += 1
