@@ -109,6 +109,12 @@ class ExecutorDied(LocalError):
     remedy = "Start the node again. If the device fails again, `swarmnode doctor` and the driver's log say more."
 
 
+class PrecisionError(LocalError):
+    """What this device computed with the weights is NaN or infinite: in the precision that it takes, numbers are too large."""
+
+    remedy = "Say --dtype float32, and lend more memory where that does not fit."
+
+
 class CheckpointError(LocalError):
     """A checkpoint cannot be used: missing, truncated or tampered files, or a model that cannot be split."""
 

@@ -278,7 +278,7 @@ class Node:
         )
         self._tell("loading", f"Units {span}: {hardware.describe(span)}", span=list(span))
         if self._kept is not None and self._kept.units == span:
-            self._stage = await self._take_up(host, self._kept, hardware)
+            self._stage = await self._take_up(host, self._kept)
         else:
             self._stage = await self._fetch_and_load(host, seeder, weights, hardware, span)
         host.directory.announce(Place(state=State.READY, seeds=seeder.units), *self._stage.sections())
@@ -356,12 +356,12 @@ class Node:
         self.lending.happened(LendingEvent.DRAINED)
         await self.lending.until(LendingState.WAITING)
 
-    async def _take_up(self, host: Host, kept: KeptSpan, hardware: Hardware) -> ServingStage:
+    async def _take_up(self, host: Host, kept: KeptSpan) -> ServingStage:
         """Serve what was kept in memory."""
         from swarmnode.roles.serving.stage import ServingStage
 
         self._kept = None
-        return await ServingStage.take_up(host, kept, hardware, self._executors)
+        return await ServingStage.take_up(host, kept, self._executors)
 
     def _tell_lending(self, state: LendingState, reason: str) -> None:
         if state in LENDING:

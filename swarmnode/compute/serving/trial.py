@@ -11,14 +11,14 @@ from torch import Tensor
 
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.runner import WANT_ALL, StageRunner, StepInput
-from swarmnode.errors import LocalError
+from swarmnode.errors import PrecisionError
 
 TRIAL_SESSION = -2
 PROMPT, PADDING = 8, (0, 5)  # positions of two rows, and how many of each are padding
 
 
 def try_span(runner: StageRunner) -> None:
-    """A short prompt and a step. Raises LocalError where what comes out is not finite. The session is closed again."""
+    """A short prompt and a step. Raises PrecisionError where what comes out is not finite. The session is closed again."""
     span = runner.span
     runner.open(TRIAL_SESSION, rows=len(PADDING), max_length=PROMPT + 1, padding=PADDING)
     try:
@@ -30,9 +30,7 @@ def try_span(runner: StageRunner) -> None:
         runner.close(TRIAL_SESSION)
     if not bool(torch.stack(outputs).isfinite().all()):
         name = str(span.dtype).removeprefix("torch.")
-        raise LocalError(
-            f"units [{span.start}:{span.end}) compute NaN or infinity in {name} on {span.device}: try --dtype float32"
-        )
+        raise PrecisionError(f"units [{span.start}:{span.end}) compute NaN or infinity in {name} on {span.device}")
 
 
 def _inputs(span: ModelSpan, count: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -197,12 +197,23 @@ class Hardware:
             share=self.config.share,
         )
 
+    def in_float32(self, checkpoint: Checkpoint) -> Hardware | None:
+        """The same, computing in float32; None where it does, or where its owner has chosen."""
+        if self.dtype is torch.float32 or self.config.dtype != "auto":
+            return None
+        sizes = unit_sizes(checkpoint, dtype=torch.float32, quantize=self.quantize)
+        return replace(self, dtype=torch.float32, sizes=sizes)
+
+    @property
+    def section(self) -> Machine:
+        """What the announcement says of this machine."""
+        return Machine(device=self.device_name, number_format=self.number_format, memory_bytes=self.memory_bytes)
+
     def sections(self, host: Host) -> tuple[Section, ...]:
-        """What the announcement says of this machine before a span is loaded: speeds are those of the last span held."""
+        """What the announcement says before a span is loaded: speeds are those of the last span held."""
         conditions = self.conditions(host.swarm.id, self.capacity_units, self.lent[0])
         known = SpeedCache(host.config.home / SPEEDS_FILE, now=host.clock.unix).nearest(conditions)
-        machine = Machine(device=self.device_name, number_format=self.number_format, memory_bytes=self.memory_bytes)
-        return machine, speeds_section(known)
+        return self.section, speeds_section(known)
 
     def prepare(self, outline: Checkpoint, units: Units) -> None:
         """Do what loading a span takes besides its weights. Raises CheckpointError where the family cannot be split."""

@@ -10,13 +10,15 @@ import torch
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.ledger import Account, MemoryLedger, Reservation
 from swarmnode.plan.view import Span
+from swarmnode.roles.serving.hardware import Hardware
 
 
 @dataclass(frozen=True)
 class KeptSpan:
     """`replicas` of it, in parts, each with the number of its device. `memory` is what they take in the host's ledger, until
-    `release`, or until they are on their devices again."""
+    `release`, or until they are on their devices again. `hardware` as they were computed with."""
 
+    hardware: Hardware
     replicas: Sequence[Sequence[tuple[int, ModelSpan]]]
     memory: Reservation
 
@@ -24,7 +26,9 @@ class KeptSpan:
         return f"<KeptSpan {self.replicas!r}>"
 
     @classmethod
-    def of(cls, replicas: Sequence[Sequence[tuple[int, ModelSpan]]], host: MemoryLedger) -> KeptSpan | None:
+    def of(
+        cls, hardware: Hardware, replicas: Sequence[Sequence[tuple[int, ModelSpan]]], host: MemoryLedger
+    ) -> KeptSpan | None:
         """Move a span that nobody uses into the host's memory; None for quantised weights, which cannot go there and come back."""
         spans = [span for replica in replicas for _, span in replica]
         if any(span.quantization is not None for span in spans):
@@ -33,7 +37,7 @@ class KeptSpan:
             return None
         for span in spans:
             span.move_to(torch.device("cpu"))
-        return cls(replicas, host.count(Account.WEIGHTS, sum(span.weight_bytes for span in spans)))
+        return cls(hardware, replicas, host.count(Account.WEIGHTS, sum(span.weight_bytes for span in spans)))
 
     @property
     def units(self) -> Span:

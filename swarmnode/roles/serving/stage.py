@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 from collections.abc import Sequence
 
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import load_span
 from swarmnode.compute.serving.grammar import GrammarCompiler
+from swarmnode.errors import PrecisionError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -29,6 +31,8 @@ from swarmnode.roles.serving.server import StageServer
 from swarmnode.roles.serving.span_part import LoadedSpan, SpanPart
 from swarmnode.swarm.records.sections import Section, ServingLoad
 
+log = logging.getLogger(__name__)
+
 Replica = Sequence[SpanPart]
 
 
@@ -36,8 +40,14 @@ class ServingStage:
     """Replicas of a span, each in parts on devices of its own, and their server. Made by `load`, ended by `close`."""
 
     def __init__(
-        self, replicas: Sequence[Replica], server: StageServer, statements: QuestionServer, tasks: Tasks
+        self,
+        hardware: Hardware,
+        replicas: Sequence[Replica],
+        server: StageServer,
+        statements: QuestionServer,
+        tasks: Tasks,
     ) -> None:
+        self._hardware = hardware
         self._replicas = replicas
         self._server = server
         self._statements = statements
@@ -53,32 +63,44 @@ class ServingStage:
     async def load(
         cls, host: Host, checkpoint: Checkpoint, hardware: Hardware, units: Units, executors: Sequence[Executor]
     ) -> ServingStage:
-        """Load a span whose weights are here, measure it, and serve. Raises CheckpointError, LocalError."""
+        """Load a span whose weights are here, measure it, and serve: in float32 where numbers are too large for less. Raises
+        CheckpointError, LocalError."""
+        try:
+            return await cls._load(host, checkpoint, hardware, units, executors)
+        except PrecisionError as error:
+            wider = hardware.in_float32(checkpoint)
+            if wider is None:
+                raise
+            log.warning("%s: they are loaded again, in float32", error)
+        return await cls._load(host, checkpoint, wider, units, executors)
+
+    @classmethod
+    async def _load(
+        cls, host: Host, checkpoint: Checkpoint, hardware: Hardware, units: Units, executors: Sequence[Executor]
+    ) -> ServingStage:
         cache = SpeedCache(host.config.home / SPEEDS_FILE, now=host.clock.unix)
         layout = hardware.lay_out(units, cache, host.swarm.id)
         async with contextlib.AsyncExitStack() as undo:
-            loaded = [[await _load(checkpoint, hardware, part, undo) for part in replica] for replica in layout]
+            loaded = [[await _load_part(checkpoint, hardware, part, undo) for part in replica] for replica in layout]
             stage = await cls.serve(host, loaded, hardware, executors)
             undo.pop_all()
         return stage
 
     @classmethod
-    async def take_up(
-        cls, host: Host, kept: KeptSpan, hardware: Hardware, executors: Sequence[Executor]
-    ) -> ServingStage:
+    async def take_up(cls, host: Host, kept: KeptSpan, executors: Sequence[Executor]) -> ServingStage:
         """Serve a span that was kept in the host's memory. Raises ExecutorDied."""
         async with contextlib.AsyncExitStack() as undo:
             loaded: list[list[LoadedSpan]] = []
             for replica in kept.replicas:
                 loaded.append([])
                 for device, span in replica:
-                    lent = hardware.lent[device]
+                    lent = kept.hardware.lent[device]
                     weights = lent.ledger.count(Account.WEIGHTS, span.weight_bytes)
                     undo.callback(weights.release)
                     await asyncio.to_thread(span.move_to, lent.device.torch_device)
                     loaded[-1].append(LoadedSpan(device, span, weights))
             kept.memory.release()
-            stage = await cls.serve(host, loaded, hardware, executors)
+            stage = await cls.serve(host, loaded, kept.hardware, executors)
             undo.pop_all()
         return stage
 
@@ -123,7 +145,7 @@ class ServingStage:
             await statements.start()
             undo.pop_all()
             gc.freeze()  # what libraries made is here to stay: to look through it again would keep every session waiting
-        return cls(replicas, server, statements, Tasks("serving stage", on_crash=host.supervisor.ends_peer))
+        return cls(hardware, replicas, server, statements, Tasks("serving stage", on_crash=host.supervisor.ends_peer))
 
     @property
     def _parts(self) -> list[SpanPart]:
@@ -143,7 +165,7 @@ class ServingStage:
         """What the announcement says of this stage: the speed of one session alone, whichever replica it is at."""
         speeds = mean_speeds([in_sequence((part.units, part.speeds) for part in replica) for replica in self._replicas])
         load = ServingLoad(sessions=self._server.load, cache_tokens_free=self._server.free_cache_tokens)
-        return speeds_section(speeds), load
+        return self._hardware.section, speeds_section(speeds), load
 
     def readings(self) -> Readings:
         """What Prometheus may know of this stage."""
@@ -165,7 +187,8 @@ class ServingStage:
 
     def keep(self, host: MemoryLedger) -> KeptSpan | None:
         """What a closed stage served, in the memory of the host; None where it cannot be there."""
-        return KeptSpan.of([[(part.device, part.span) for part in replica] for replica in self._replicas], host)
+        replicas = [[(part.device, part.span) for part in replica] for replica in self._replicas]
+        return KeptSpan.of(self._hardware, replicas, host)
 
     async def close(self, *, keep_span: bool = False) -> None:
         """Free everything, but the span where it is to be kept."""
@@ -179,7 +202,7 @@ class ServingStage:
         gc.unfreeze()  # what this stage was made of may be collected
 
 
-async def _load(
+async def _load_part(
     checkpoint: Checkpoint, hardware: Hardware, part: DevicePart, undo: contextlib.AsyncExitStack
 ) -> LoadedSpan:
     """A part of a span, on its device. Raises CheckpointError."""
@@ -195,6 +218,7 @@ async def _load(
         dtype=hardware.dtype,
         quantize=hardware.quantize,
     )
+    undo.callback(span.close)
     weights.count(span.weight_bytes)  # tied ones are here once
     return LoadedSpan(part.device, span, weights)
 
