@@ -31,7 +31,7 @@ class Holder:
 
 
 Count = Callable[[PeerId, Sequence[int]], int]
-"""(peer, units) -> how many microbatches it has counted for the first of them that it holds"""
+"""(peer, units) -> how many microbatches it has counted for one of them, at most"""
 
 
 def make_groups(units: int, run: Run, step: int, holders: Sequence[Holder], count: Count) -> list[Group]:

@@ -104,9 +104,10 @@ class StepLedger:
         return sum(mask.bit_count() for mask in self._holdings[peer].masks.values())
 
     def counts(self, peer: PeerId, units: Sequence[int]) -> int:
-        """How many microbatches a replica has counted for the first of these units that it holds; 0 for a listener."""
+        """How many microbatches a replica has counted for one of these units, at most; 0 for a listener. Who holds both ends of the
+        model adds to what they share though all microbatches came in elsewhere."""
         holding = self._holdings.get(peer)
         if holding is None:
             return 0
-        held = [unit for unit in units if holding.span.start <= unit < holding.span.end]
-        return holding.mask(held[0]).bit_count() if held else 0
+        held = (unit for unit in units if holding.span.start <= unit < holding.span.end)
+        return max((holding.mask(unit).bit_count() for unit in held), default=0)

@@ -34,6 +34,17 @@ def test_a_microbatch_that_went_the_whole_way_is_not_missing() -> None:
     assert held.counts("a", (0, 1)) == 1 and held.counts("a", (2,)) == 0 and held.counts("nobody", (0,)) == 0
 
 
+def test_who_holds_both_ends_counts_for_what_they_share_whichever_end_it_computed() -> None:
+    held = StepLedger(0, 3, MICROBATCHES)
+    held.report("whole", Span(0, 3), {})
+    held.report("front", Span(0, 1), {})
+    for number in range(MICROBATCHES):
+        held.count("front", Span(0, 1), number)
+        held.count("whole", Span(1, 3), number)
+    assert held.counts("whole", (0,)) == 0
+    assert held.counts("whole", (0, 2)) == held.counts("front", (0, 2)) == MICROBATCHES
+
+
 def test_a_lost_replica_takes_its_counts_with_it() -> None:
     held = ledger()
     for peer in "abc":
