@@ -122,6 +122,34 @@ def test_who_would_leave_units_alone_says_so() -> None:
     assert choose_training_place(forecast, common_layout(forecast, [2, 2]), peers, 1) is None
 
 
+def test_what_hangs_on_one_peer_attracts_a_newcomer_before_anything_else() -> None:
+    """Something is trained already: no layout. Seven units have two holders, the last one has one; a step would become shorter
+    elsewhere, and not by much anywhere."""
+    forecast = StepForecast(load(1e7), islands([4]))
+    peers = TrainingPeers([Span(0, 8), Span(0, 4), Span(4, 7), STANDING_BY], [8, 4, 3, 4])
+    place = choose_training_place(forecast, None, peers, 3, hysteresis=0.2)
+    assert place is not None and place.span.start <= 7 < place.span.end
+
+
+def test_who_would_hold_all_others_up_is_no_second_holder() -> None:
+    bandwidth_NN = np.full((3, 3), NEAR_BPS)
+    bandwidth_NN[2, :] = bandwidth_NN[:, 2] = 1e3
+    network = TrainingNetwork(np.full(3, 100.0), np.full((3, 3), 0.001), bandwidth_NN)
+    peers = TrainingPeers([Span(0, 8), Span(0, 4), STANDING_BY], [8, 4, 8])
+    assert choose_training_place(StepForecast(load(), network), None, peers, 2) == TrainingPlace(STANDING_BY)
+
+
+def test_units_without_anybody_are_taken_as_far_as_memory_goes() -> None:
+    """Two came for two units and have room for one each: the second one finds what the first one left."""
+    forecast = StepForecast(load(), islands([3]))
+    spans, capacities = [Span(0, 6), STANDING_BY, STANDING_BY], [6, 1, 1]
+    for peer in (1, 2):
+        place = choose_training_place(forecast, None, TrainingPeers(spans, capacities), peer, hysteresis=0.2)
+        assert place is not None and place.gain == math.inf
+        spans[peer] = place.span
+    assert set(spans[1:]) == {Span(6, 7), Span(7, 8)}
+
+
 def test_one_that_is_content_stays() -> None:
     network = islands([2, 2])
     peers = TrainingPeers(settled(load(1e8), network, [UNITS] * 4), [UNITS] * 4)
