@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from swarmnode.errors import LocalError
 from swarmnode.metrics.metric import Readings
@@ -18,8 +18,12 @@ from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.fetching.seeder import Seeder
 from swarmnode.roles.host import Host, HostConfig
 from swarmnode.swarm.records.announcement import State
+from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.sections import Machine, Place
 from swarmnode.swarm.storage.swarmfile import Swarm, save_swarm
+
+if TYPE_CHECKING:
+    from swarmnode.roles.training.checkpoints.shared_states import SharedStates
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -31,9 +35,10 @@ NAT_S, NAT_LOOK_S = 15.0, 0.5  # a router that maps ports does it within seconds
 class Bootstrap:
     """Where newcomers look: a full member of the DHT that relays, gives out manifest and weights, and computes nothing."""
 
-    def __init__(self, host: Host, seeder: Seeder) -> None:
+    def __init__(self, host: Host, seeder: Seeder, states: SharedStates | None = None) -> None:
         self._host = host
         self._seeder = seeder
+        self._states = states  # where the swarm trains
         self.invite = host.swarm.invite
 
     def __repr__(self) -> str:
@@ -65,10 +70,11 @@ class Bootstrap:
             host.directory.announce(
                 Place(state=State.READY, seeds=seeder.units), Machine(device="none"), await host.introduction()
             )
+            states = await _shared_states(host)
         except BaseException:
             await host.close()
             raise
-        return cls(host, seeder)
+        return cls(host, seeder, states)
 
     def readings(self) -> Readings:
         """What Prometheus may know of this bootstrap peer."""
@@ -92,9 +98,20 @@ class Bootstrap:
         return await self._host.network.addresses()
 
     async def close(self) -> None:
-        """Leave the swarm: the weights first, then the network."""
+        """Leave the swarm: weights and states first, then the network."""
+        if self._states is not None:
+            await self._states.close()
         await self._seeder.close()
         await self._host.close()
+
+
+async def _shared_states(host: Host) -> SharedStates | None:
+    """A bootstrap peer keeps states for those who train."""
+    if host.swarm.manifest is None or host.swarm.manifest.mode != TRAIN:
+        return None
+    from swarmnode.roles.training.checkpoints.shared_states import SharedStates
+
+    return await SharedStates.start(host, share=1.0)  # it fetches no weights
 
 
 async def _mapped(host: Host) -> list[str]:

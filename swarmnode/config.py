@@ -58,6 +58,7 @@ class StageConfig:
     compress: str = "auto"  # what travels between stages in training: auto, a codec, or adatopk
     throttle_units_per_s: float | None = None  # serve no faster than this, to have unequal peers on one machine
     capture: str = "auto"  # decode steps as CUDA graphs, where the device and the family can
+    min_holders: int = 2  # states of units that fewer nodes train are kept on other peers' disks, too; below 2 none are
     share: float = 1.0  # of the time the device may be busy with serving
     audit_share: float = 0.03  # of what it trains, for computing some of its replicas' microbatches once more
     server: ServerConfig = field(default_factory=ServerConfig)

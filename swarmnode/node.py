@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from swarmnode.roles.serving.hardware import Hardware
     from swarmnode.roles.serving.kept_span import KeptSpan
     from swarmnode.roles.serving.stage import ServingStage
+    from swarmnode.roles.training.checkpoints.shared_states import SharedStates
     from swarmnode.roles.training.worker.training_worker import TrainingWorker
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Node:
         self._host: Host | None = None
         self._receipts: ReceiptKeeper | None = None
         self._executors: list[Executor] = []  # by device
+        self._states: SharedStates | None = None  # where the swarm trains
         self._stage: ServingStage | TrainingWorker | None = None
         self._span: Span | None = None
         self._kept: KeptSpan | None = None  # while it pauses
@@ -191,6 +193,11 @@ class Node:
         await receipts.start()
         await prober.start(host.directory.peers)
         trains = host.swarm.manifest.mode == TRAIN
+        if trains:
+            from swarmnode.roles.training.checkpoints.shared_states import SharedStates
+
+            self._states = await SharedStates.start(host)
+            services.push_async_callback(self._states.close)
         probe = partial(Hardware.probe, trains=trains, host=host.link_config.ledger, clock=host.clock)
         hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
         paced = [lent.throttle for lent in hardware.lent]
@@ -316,7 +323,8 @@ class Node:
             return await ServingStage.load(host, checkpoint, hardware, span, self._executors)
         from swarmnode.roles.training.worker.training_worker import TrainingWorker
 
-        training_worker = await TrainingWorker.load(host, checkpoint, hardware, span, self._executors)
+        assert self._states is not None
+        training_worker = await TrainingWorker.load(host, checkpoint, hardware, span, self._executors, self._states)
         training_worker.listen(self._tell)
         return training_worker
 

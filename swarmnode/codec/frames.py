@@ -91,6 +91,7 @@ class FrameKind(IntEnum):
     ACCUSATION = 74
     LIST_STATES = 80
     STATES = 81
+    BACK_UP = 82
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):

@@ -1,8 +1,10 @@
-"""Bodies of `/swarmnode/state/1`: which training states a peer has (`protocol/frames.md`). The bytes travel as chunks.
+"""Bodies of `/swarmnode/state/1`: which training states a peer has, and of `/swarmnode/backup/1`: who keeps one for another
+(`protocol/frames.md`). The bytes travel as chunks.
 
 LIST_STATES                 asks
 STATES, STATES, ... END     the answer, in as many frames as its entries need
 GET_CHUNKS, CHUNK           as for the files of a manifest; the root is an entry's
+BACK_UP, END                over the other protocol: keep this state of mine, and the answer once it is on the disk
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from swarmnode.codec.body import Block, Body, Root, RunBytes, Step
+from swarmnode.codec.body import MAX_RATE_BPS, ROOT_BYTES, Block, Body, Root, RunBytes, Step
 from swarmnode.codec.frames import FrameKind
 
 MAX_STATE_BLOCKS = 4097
@@ -21,20 +23,23 @@ MAX_LISTED = 12 * MAX_ENTRIES  # in one answer
 
 
 class ListStates(Body, frozen=True):
-    """Asks which steps of these blocks (none: of all) are there. Where none is as late as `at_least`, the peer first
-    writes down the step that it is at."""
+    """Asks which steps of these blocks (none: of all) are there, of the run with this id (empty: of the one that the peer is in).
+    Where none is as late as `at_least`, the peer first writes down the step that it is at."""
 
     at_least: Step = 0
     blocks: Annotated[tuple[Block, ...], Meta(max_length=MAX_STATE_BLOCKS)] = ()
+    run: Annotated[bytes, Meta(max_length=ROOT_BYTES)] = b""
 
 
 class StateEntry(Body, frozen=True):
-    """The state of one block at the beginning of a step: a safetensors file of `size` bytes with this root."""
+    """The state of one block at the beginning of a step: a safetensors file of `size` bytes with this root. `backup`: of another
+    peer, for which it is kept."""
 
     step: Step
     block: Block
     size: Annotated[int, Meta(ge=0, le=MAX_STATE_BYTES)]
     root: Root
+    backup: bool = False
 
 
 class States(Body, frozen=True):
@@ -44,4 +49,16 @@ class States(Body, frozen=True):
     entries: Annotated[tuple[StateEntry, ...], Meta(max_length=MAX_ENTRIES)] = ()
 
 
-STATE_BODIES: dict[FrameKind, type[Body]] = {FrameKind.LIST_STATES: ListStates, FrameKind.STATES: States}
+class BackUp(Body, frozen=True):
+    """Asks to keep a state of the sender's, which the receiver gets by GET_CHUNKS, no faster than `rate_bps` (0: as it goes)."""
+
+    run: RunBytes
+    state: StateEntry
+    rate_bps: Annotated[float, Meta(ge=0, le=MAX_RATE_BPS)] = 0.0
+
+
+STATE_BODIES: dict[FrameKind, type[Body]] = {
+    FrameKind.LIST_STATES: ListStates,
+    FrameKind.STATES: States,
+    FrameKind.BACK_UP: BackUp,
+}

@@ -29,7 +29,8 @@ class Answer(NamedTuple):
 
 
 class QuestionServer:
-    """Answers questions of the type `question` (or of several) with what `answer` makes of them. They carry no payload."""
+    """Answers questions of the type `question` (or of several) with what `answer` makes of (who asks, question). They carry no
+    payload."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class QuestionServer:
         hello: Hello,
         link_config: LinkConfig,
         question: type[Body] | UnionType,
-        answer: Callable[[Any], Awaitable[Answer]],
+        answer: Callable[[PeerId, Any], Awaitable[Answer]],
     ) -> None:
         self._question = question
         self._answer = answer
@@ -70,7 +71,7 @@ class QuestionServer:
 
     async def _tell(self, channel: Channel, question: Body) -> None:
         try:
-            answer = await self._answer(question)
+            answer = await self._answer(channel.peer, question)
             if isinstance(answer.body, Error | End):
                 channel.close(answer.body)
                 return

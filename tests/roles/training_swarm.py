@@ -34,6 +34,7 @@ from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
 from swarmnode.plan.spans.flow import Floats
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
+from swarmnode.roles.training.checkpoints.state_server import StateServer
 from swarmnode.roles.training.coordinator.election import CoordinatorElection, ready_peers
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.spot_checks.check_server import Committer
@@ -182,7 +183,8 @@ class Volunteer:
         self.network = network
         self.segment = segment
         self.folder = folder
-        self.checkpoint_manager = CheckpointManager(network, HELLO, config, folder)
+        self.states = StateServer(network, HELLO, config)
+        self.checkpoint_manager = CheckpointManager(network, HELLO, config, folder, self.states)
         self.executor = executor
         self.ledger = MemoryLedger()
         memory = TrainingMemory(self.ledger, segment, toy_estimates)
@@ -231,6 +233,7 @@ class Volunteer:
         await self.stage.close()
         await self.executor.close()
         await self.checkpoint_manager.close()
+        await self.states.close()
         await self.network.close()
 
 
@@ -282,6 +285,7 @@ class TrainingSwarm:
         directory = ToyDirectory(network, self.announced)
         volunteer = Volunteer(network, directory, segment, folder, self._config(), executor)
         self.volunteers.append(volunteer)
+        await volunteer.states.serve()
         await volunteer.stage.start()
         volunteer.election.start()
         self.announced.add(volunteer.peer, (start, end))

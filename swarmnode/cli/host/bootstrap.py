@@ -35,6 +35,12 @@ def bootstrap(
         help="Listen here too, beside the addresses that the invite promises. Repeatable.",
     ),
     announce_maddr: list[str] = ANNOUNCE_MADDR,
+    disk: str = typer.Option(
+        "",
+        "--disk",
+        metavar="SIZE",
+        help="Disk space for training states, so that none is lost with its node; default: a quarter of what is free.",
+    ),
     name: str = typer.Option("bootstrap", "--name", help="Name shown to others."),
     home: Path = HOME,
     nat: bool = NAT,
@@ -52,6 +58,7 @@ def bootstrap(
     """
     set_up_logging(verbose, log_format)
     from swarmnode.bootstrap import Bootstrap
+    from swarmnode.cli.options.quantities import parse_bytes
     from swarmnode.net.addressing.addresses import check_all
     from swarmnode.roles.host import HostConfig
 
@@ -63,6 +70,7 @@ def bootstrap(
         nat_port_map=nat,
         direct=direct,
         lan=lan,
+        max_cache_bytes=parse_bytes(disk, "--disk") if disk else None,
     )
     loaded = open_swarm(swarm, default_home(home))
     watch = Watch(metrics_host, metrics_port, config.home, as_json)

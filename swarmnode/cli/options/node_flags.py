@@ -37,7 +37,18 @@ PLAN = typer.Option(
 
 MEMORY = typer.Option("", "--memory", metavar="SIZE", help="Memory to lend, as 6GB or 512MiB; default: what is free.")
 DISK = typer.Option(
-    "", "--disk", metavar="SIZE", help="Disk space for fetched weights of all swarms; default: most of what is free."
+    "",
+    "--disk",
+    metavar="SIZE",
+    help="Disk space for fetched weights of all swarms, and for training states of others; default: most of what is free.",
+)
+MIN_HOLDERS = typer.Option(
+    2,
+    "--min-holders",
+    metavar="N",
+    min=1,
+    max=16,
+    help="In training, have states of units that fewer nodes hold kept on other peers' disks, too; 1: of none.",
 )
 MAX_UPLOAD = typer.Option(
     "", "--max-upload", metavar="RATE", help="Send no faster than this, as in 8Mbit; default: as fast as it goes."

@@ -51,6 +51,7 @@ def node_config(options: Mapping[str, Any]) -> NodeConfig:
             audit_share=parse_share(options["audit_share"], "--audit-share", zero=True),
             capture=options["capture"],
             throttle_units_per_s=given.get("throttle"),
+            min_holders=options["min_holders"],
             share=parse_share(options["share"], "--cpu-share"),
         ).check(),
         span=parse_span(given["span"]) if "span" in given else None,

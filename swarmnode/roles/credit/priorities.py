@@ -62,7 +62,7 @@ class Priorities:
         """Take none any more."""
         await self._server.close()
 
-    async def _answer(self, claim: CreditClaim) -> Answer:
+    async def _answer(self, _peer: PeerId, claim: CreditClaim) -> Answer:
         try:
             voucher, receipts = await asyncio.to_thread(self._open, claim)
         except ProtocolError as error:

@@ -28,7 +28,7 @@ def trace_server(
 ) -> QuestionServer:
     """Answers with what `find` has of a session."""
 
-    async def answer(question: GetTrace) -> Answer:
+    async def answer(_peer: PeerId, question: GetTrace) -> Answer:
         known = find(question.trace)
         return Answer(Error(ErrorCode.NO_SESSION) if known is None else known.trace())
 

@@ -97,6 +97,7 @@ class Announcement(msgspec.Struct, array_like=True, frozen=True):
     unit_us: dict[bytes, int] = {}  # of a few peers, by digest: how long a unit took them while this peer used them
     number_format: str = ""  # in which it computes: bfloat16, bfloat16-nf4
     left: tuple[int, int] = (0, 0)  # units that it held until now, and under whose keys it says so once more
+    backup_bytes: int = 0  # disk space that it offers for training states of others
 
     def __repr__(self) -> str:
         start, end = self.span
@@ -214,6 +215,7 @@ def _rules(announcement: Announcement) -> dict[str, bool]:
         announcement.sessions,
         announcement.training_step,
         announcement.reachability,
+        announcement.backup_bytes,
     )
     texts = (
         announcement.peer,

@@ -62,6 +62,12 @@ class TrainingNews(Section, frozen=True, kw_only=True):
     sends: dict[bytes, int] | UnsetType = UNSET
 
 
+class DiskOffer(Section, frozen=True, kw_only=True):
+    """Room for others' training states. Of the backup server."""
+
+    backup_bytes: int | UnsetType = UNSET
+
+
 class PathNews(Section, frozen=True, kw_only=True):
     """What its links have shown. Of the paths."""
 
@@ -78,7 +84,7 @@ class Hearsay(Section, frozen=True, kw_only=True):
     unit_us: dict[bytes, int] | UnsetType = UNSET
 
 
-SECTIONS = (Introduction, Place, Machine, WorkSpeeds, ServingLoad, TrainingNews, PathNews, Hearsay)
+SECTIONS = (Introduction, Place, Machine, WorkSpeeds, ServingLoad, TrainingNews, DiskOffer, PathNews, Hearsay)
 
 
 def said(sections: Iterable[Section]) -> dict[str, Any]:

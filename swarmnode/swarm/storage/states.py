@@ -39,6 +39,7 @@ RUN_FILE = "run.msgpack"
 FILES = "files.msgpack"
 MAX_SLOTS = 64
 NAME_CHARS = 16  # of a run's id, in the name of its folder
+STRIDES = (1, 4, 16)  # checkpoints between those that are brought away as backups, the slower the uplink
 MAX_HELD = 4  # so that nobody can fill a disk by asking for ever newer steps
 _STEP = re.compile(r"step-(\d{8,})")
 _INCOMING = re.compile(r"\.incoming-(\d{8,})")
@@ -52,7 +53,8 @@ class StateStore:
     """The steps of one run. Nodes that share a home have a folder each, for each knows only its own units.
 
     Kept are the newest `keep` steps of those that the run names (every `checkpoint_steps`, and the last one), for all peers
-    have them; the newest one of the others; and what is held (`hold`). Methods may be called from any thread.
+    have them; of every fourth and every sixteenth of these two; the newest one of the others; and what is held (`hold`).
+    Methods may be called from any thread.
     """
 
     def __init__(self, root: Path, run: Run, keep: int = 3, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -233,11 +235,16 @@ class StateStore:
     def _remove_old(self, newest: int) -> None:
         named = [step for step in sorted(self._steps) if self._is_named(step)]
         others = [step for step in sorted(self._steps) if not self._is_named(step)]
-        kept = {newest, *named[-self.keep :], *others[-1:], *self._held()}
+        kept = {newest, *named[-self.keep :], *self._on_strides(named), *others[-1:], *self._held()}
         gone = set(self._steps) - kept
         self._steps = {step: files for step, files in self._steps.items() if step in kept}
         for step in gone:
             shutil.rmtree(self._step_folder(step), ignore_errors=True)
+
+    def _on_strides(self, named: Iterable[int]) -> set[int]:
+        """Those that the backups of peers with slow uplinks are of."""
+        apart = [stride * self.run.checkpoint_steps for stride in STRIDES[1:]]
+        return {step for steps in apart for step in [step for step in named if step % steps == 0][-2:]}
 
     def _is_named(self, step: int) -> bool:
         return step % self.run.checkpoint_steps == 0 or step == self.run.steps

@@ -13,6 +13,7 @@ from swarmnode.errors import LocalError
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder, disk_error, used_bytes
 
 FOLDER = "weights"  # in the home folder
+BACKUPS = "backups"  # beside it, within the same bound: `backups.py`
 DISK_SHARE = 0.8  # of what is free, where no bound is given
 
 
@@ -36,7 +37,7 @@ class WeightCache(ChunkFolder):
 
         Raises LocalError where that is not enough.
         """
-        used = used_bytes(self.root)
+        used = used_bytes(self.root) + used_bytes(self.root.parent / BACKUPS)
         free = shutil.disk_usage(self.root).free
         bound = self._max_bytes if self._max_bytes is not None else used + int(free * DISK_SHARE)
         excess = used + needed_bytes - bound

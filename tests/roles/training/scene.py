@@ -20,6 +20,7 @@ from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.net.memory.virtual_time import run_virtual
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
+from swarmnode.roles.training.checkpoints.state_server import StateServer
 from swarmnode.roles.training.coordinator.seal import seal_lease
 from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
 from swarmnode.roles.training.worker.values import encode_values
@@ -66,7 +67,8 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         world = FakeWorld(seed=1)
         self.networks = [world.join() for _ in range(3)]
-        checkpoint_manager = CheckpointManager(self.networks[0], HELLO, LinkConfig(), folder)
+        self.states = StateServer(self.networks[0], HELLO, LinkConfig())
+        checkpoint_manager = CheckpointManager(self.networks[0], HELLO, LinkConfig(), folder, self.states)
         self.checkpoint_manager = checkpoint_manager
         self.computed: list[str] = []  # what the executor was told of what it runs
         self.executor = InlineExecutor(self._note)
@@ -77,6 +79,7 @@ class Scene:
         self.peer = self.networks[0].peer_id
 
     async def __aenter__(self) -> Scene:
+        await self.states.serve()
         await self.stage.start()
         for network in self.networks[1:]:
             await network.connect(await self.networks[0].addresses(), timeout_s=1)
@@ -116,6 +119,7 @@ class Scene:
         await self.stage.close()
         await self.executor.close()
         await self.checkpoint_manager.close()
+        await self.states.close()
         for network in self.networks:
             await network.close()
 

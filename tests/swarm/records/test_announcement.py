@@ -93,6 +93,7 @@ def fullest(**changes):
         "coordinate": (MAX_COORDINATE,) * COORDINATE_NUMBERS,
         "reachability": Reachability.RELAYED,
         "unit_us": {peer_digest(str(i)): 2**32 - 1 for i in range(MAX_UNIT_TIMES)},
+        "backup_bytes": 2**63 - 1,
     }
     return make(**{**limits, **changes})
 

@@ -40,7 +40,7 @@ def audit_server(
 ) -> QuestionServer:
     """Answers for the sessions that `find` knows."""
 
-    async def answer(question: GetStatement) -> Answer:
+    async def answer(_peer: PeerId, question: GetStatement) -> Answer:
         session = find(question.session)
         if session is None:
             return Answer(Error(ErrorCode.NO_SESSION))

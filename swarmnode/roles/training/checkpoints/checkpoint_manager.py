@@ -1,4 +1,4 @@
-"""Checkpoint manager: a stage's states on its disk, given to the replicas that ask, and fetched from them."""
+"""Checkpoint manager: a stage's states on its disk, given to who asks for them, and fetched from others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.roles.training.checkpoints.state_server import Fresh, StateServer
 from swarmnode.roles.training.checkpoints.states import fetch_states, state_board
+from swarmnode.roles.training.checkpoints.whole_step import find_whole_step
 from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.storage.backups import BackupFolder
 from swarmnode.swarm.storage.states import StateStore, remove_old_runs, stored_runs
 
 MAX_TOLD = 16
@@ -27,21 +29,32 @@ MAX_TOLD = 16
 class CheckpointManager:
     """One store at a time: that of the run in force, at the start of the latest run on this disk."""
 
-    def __init__(self, network: Network, hello: Hello, link_config: LinkConfig, root: Path) -> None:
-        self._network = network
-        self._hello = hello
+    def __init__(
+        self,
+        network: Network,
+        hello: Hello,
+        link_config: LinkConfig,
+        root: Path,
+        server: StateServer,
+        backups: BackupFolder | None = None,
+    ) -> None:
         self._link_config = link_config
         self._root = root
         self._board = state_board(network, hello, link_config)
-        self._server: StateServer | None = None
+        self._server = server
+        self._backups = backups
         self._store: StateStore | None = None
-        self._served: StateStore | None = None
         runs = stored_runs(root)
         if runs:
             self.open(runs[0])
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._store!r}>"
+
+    @property
+    def store(self) -> StateStore | None:
+        """Where the run's states are kept; None before any run."""
+        return self._store
 
     @property
     def run(self) -> Run | None:
@@ -60,15 +73,10 @@ class CheckpointManager:
         """Steps on the disk, newest first."""
         return () if self._store is None else tuple(sorted(self._store.steps(), reverse=True)[:MAX_TOLD])
 
-    async def serve(self, fresh: Fresh) -> None:
+    def give(self, fresh: Fresh) -> None:
         """Give states to peers; `fresh` writes down the step that the stage is at, or is about to come to."""
         assert self._store is not None
-        if self._served is self._store:
-            return
-        if self._server is not None:
-            await self._server.close()
-        self._served = self._store
-        self._server = await StateServer.start(self._network, self._hello, self._link_config, self._store, fresh)
+        self._server.give(self._store, fresh)
 
     async def save(self, learner: Learner, executor: Executor) -> int:
         """Write down the learner's step, unless it is there; which one it is. Raises LocalError where the disk is full.
@@ -100,10 +108,21 @@ class CheckpointManager:
         assert self._store is not None
         return await fetch_states(self._board, peers, blocks, into=self._store, at_least=at_least)
 
+    async def restore(self, peers: Callable[[], Iterable[PeerId]], blocks: Collection[int], units: int) -> int | None:
+        """Bring these blocks of the newest step of which all `units` are there, as backups if need be, and keep its run's
+        states from now on; which step it is. None where there is none, or it is here. Raises PeerRefused, LocalError."""
+        found = await find_whole_step(self._board, peers, blocks, units, self._backups)
+        if found is None:
+            return None
+        self.open(found.run)
+        assert self._store is not None
+        if set(blocks) <= set(self._store.files(found.step)):
+            return None
+        return await fetch_states(self._board, peers, blocks, into=self._store, step=found.step, backups=self._backups)
+
     async def close(self) -> None:
         """Stop giving and fetching."""
-        if self._server is not None:
-            await self._server.close()
+        self._server.give(None)
         await self._board.close()
         if self._store is not None:
             self._store.close()

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
-from swarmnode.codec.body import SHARED
-from swarmnode.codec.state_messages import StateEntry
 from swarmnode.compute.training.gather import gather, write_language_model, write_module
-from swarmnode.errors import ErrorCode, PeerRefused, ProtocolError
+from swarmnode.errors import ErrorCode, PeerRefused
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.roles.fetching.weights import Weights
 from swarmnode.roles.host import Host
 from swarmnode.roles.training.checkpoints.states import Listing, fetch_states, state_board, survey
 from swarmnode.roles.training.checkpoints.votes import Votes
+from swarmnode.roles.training.checkpoints.whole_step import WholeStep, of_one_run, whole_step
 from swarmnode.swarm.records.manifest import CAUSAL_LM
-from swarmnode.swarm.records.run import Run, decode_run
 from swarmnode.swarm.storage.content import Progress
 from swarmnode.swarm.storage.new_folder import check_free, new_folder
 from swarmnode.swarm.storage.states import StateStore
@@ -47,14 +44,22 @@ async def export(
     check_free(out, force=force)
     board = state_board(host.network, host.hello, host.link_config)
     try:
-        run, blocks, newest = await _look(host, board, patience_s)
+        found = await _look(host, board, patience_s)
         root = host.config.home / "exports" / host.swarm.id.hex()[:16]
-        store = StateStore(root, run, keep=1)
+        store = StateStore(root, found.run, keep=1)
         try:
             step = await fetch_states(
-                board, lambda: _others(host), blocks, into=store, at_least=newest, progress=progress, whole=True
+                board,
+                lambda: _others(host),
+                found.blocks,
+                into=store,
+                at_least=found.step,
+                progress=progress,
+                whole=True,
             )
-            files = [store.path(step, block, verify=False) for block in blocks]  # each chunk was checked on its way
+            files = [
+                store.path(step, block, verify=False) for block in found.blocks
+            ]  # each chunk was checked on its way
             await _write(host, files, out, force)
             shutil.rmtree(store.folder, ignore_errors=True)
         finally:
@@ -68,41 +73,19 @@ def _others(host: Host) -> list[PeerId]:
     return [peer for peer in host.directory.peers() if peer != host.peer_id]
 
 
-async def _look(host: Host, board: Switchboard, patience_s: float) -> tuple[Run, tuple[int, ...], int]:
-    """The run, all blocks of the model, and the newest step that the peers have of them."""
+async def _look(host: Host, board: Switchboard, patience_s: float) -> WholeStep:
+    """The newest step that the peers have of the model."""
     assert host.swarm.manifest is not None
     units = tuple(range(host.swarm.manifest.model.units))
     deadline_s = asyncio.get_running_loop().time() + patience_s
     while True:
         listings = await survey(board, _others(host))
-        found = _of_one_run(listings)
+        found = whole_step(listings, len(units))
         if found is not None:
-            run, of_it = found
-            shares = any(entry.block == SHARED for entries in of_it.values() for entry in entries)
-            blocks = (SHARED, *units) if shares else units
-            chosen = Votes(of_it).choose(blocks)
-            if chosen is not None:
-                return run, blocks, chosen.step
+            return found
         if asyncio.get_running_loop().time() > deadline_s:
             raise PeerRefused(_lack(units, listings), code=ErrorCode.NOT_FOUND)
         await asyncio.sleep(AGAIN_S)
-
-
-def _of_one_run(listings: Mapping[PeerId, Listing]) -> tuple[Run, dict[PeerId, Sequence[StateEntry]]] | None:
-    """The run of most peers, and what each of them has of it."""
-    votes = Counter(listing.run for listing in listings.values() if listing.entries and _is_run(listing.run))
-    if not votes:
-        return None
-    encoded = max(votes, key=lambda run: (votes[run], run))
-    return decode_run(encoded), {peer: listing.entries for peer, listing in listings.items() if listing.run == encoded}
-
-
-def _is_run(encoded: bytes) -> bool:
-    try:
-        decode_run(encoded)
-    except ProtocolError:
-        return False
-    return True
 
 
 def _lack(units: Sequence[int], listings: Mapping[PeerId, Listing]) -> str:
@@ -115,7 +98,7 @@ def _lack(units: Sequence[int], listings: Mapping[PeerId, Listing]) -> str:
     if missing:
         return f"no peer has a training state of units {missing}; the model can be exported when one is there again"
     text = "the peers have no step of all units together yet; try again after the next checkpoint of the training"
-    run = _of_one_run(listings)
+    run = of_one_run(listings)
     differ = None if run is None else Votes(run[1]).disagreement(units)
     return text if differ is None else f"{text}: {differ}"
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from swarmnode.errors import NetworkDown, PeerError
+from swarmnode.errors import CheckpointError, NetworkDown, PeerError
 from swarmnode.net.interfaces import Buffer
-from swarmnode.roles.fetching.sources import PeerSource
+from swarmnode.roles.fetching.sources import Source
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder
 from swarmnode.swarm.storage.content import FileContent
 
@@ -36,7 +36,7 @@ class SecondVoice:
         return f"<SecondVoice, {len(self.mute)} peers mute>"
 
     async def confirmed(
-        self, incoming: ChunkFolder, ours: FileContent, others: Iterable[tuple[PeerSource, FileContent]], needed: int
+        self, incoming: ChunkFolder, ours: FileContent, others: Iterable[tuple[Source, FileContent]], needed: int
     ) -> bool:
         """Whether so many of the others have values like those of `ours`, all of which are here."""
         for source, theirs in others:
@@ -44,7 +44,7 @@ class SecondVoice:
                 needed -= await self._agrees(incoming, ours, source, theirs)
         return not needed
 
-    async def _agrees(self, incoming: ChunkFolder, ours: FileContent, source: PeerSource, theirs: FileContent) -> bool:
+    async def _agrees(self, incoming: ChunkFolder, ours: FileContent, source: Source, theirs: FileContent) -> bool:
         chunks = ours.chunks()
         drawn = [(number, 1) for number in self._rng.sample(range(chunks), min(SAMPLES, chunks))]
         strays = 0.0 if self._whole else STRAYS
@@ -54,7 +54,7 @@ class SecondVoice:
                     here = await asyncio.to_thread(incoming.read, ours, number)
                     if not are_alike(here, chunk, strays=strays):
                         return False
-        except (PeerError, NetworkDown):
+        except (PeerError, CheckpointError, NetworkDown):
             self.mute.add(source.name)
             return False
         return True

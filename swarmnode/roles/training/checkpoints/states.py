@@ -24,10 +24,13 @@ from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.roles.fetching.chunk_server import weights_link
 from swarmnode.roles.fetching.fetcher import Fetcher
-from swarmnode.roles.fetching.sources import PeerSource, ask
+from swarmnode.roles.fetching.sources import PeerSource, Source, ask
+from swarmnode.roles.training.checkpoints.local_source import NAME, LocalSource
 from swarmnode.roles.training.checkpoints.second_voice import SecondVoice
-from swarmnode.roles.training.checkpoints.state_server import STATE_PROTOCOL
+from swarmnode.roles.training.checkpoints.state_server import STATE_PROTOCOL, listed_of
 from swarmnode.roles.training.checkpoints.votes import ChosenStep, Version, Votes, named
+from swarmnode.swarm.records.run import Run, encode_run
+from swarmnode.swarm.storage.backups import BackupFolder
 from swarmnode.swarm.storage.content import CHUNK_BYTES, HASH_BYTES, FileContent, Progress
 from swarmnode.swarm.storage.states import StateStore, file_name
 
@@ -65,12 +68,15 @@ def state_board(network: Network, hello: Hello, config: LinkConfig) -> Switchboa
     return Switchboard(network, STATE_PROTOCOL, hello, weights_link(config, longest))
 
 
-async def list_states(board: Switchboard, peer: PeerId, blocks: Sequence[int] = (), *, at_least: int = 0) -> Listing:
-    """What a peer has of these blocks (none: of all). Raises PeerLost, PeerRefused, ProtocolError, NetworkDown."""
+async def list_states(
+    board: Switchboard, peer: PeerId, blocks: Sequence[int] = (), *, at_least: int = 0, run_id: bytes = b""
+) -> Listing:
+    """What a peer has of these blocks (none: of all), of the run that it is in or of this one. Raises PeerLost, PeerRefused,
+    ProtocolError, NetworkDown."""
     run = b""
     entries: list[StateEntry] = []
     silence_s = LISTING_S if at_least else KNOWN_S
-    async for _, body in ask(board, peer, ListStates(at_least, tuple(blocks)), silence_s=silence_s):
+    async for _, body in ask(board, peer, ListStates(at_least, tuple(blocks), run_id), silence_s=silence_s):
         if not isinstance(body, States) or (run and run != body.run):
             raise ProtocolError("a peer answered something else than its states", peer=peer)
         run = body.run
@@ -81,7 +87,12 @@ async def list_states(board: Switchboard, peer: PeerId, blocks: Sequence[int] = 
 
 
 async def survey(
-    board: Switchboard, peers: Iterable[PeerId], blocks: Sequence[int] = (), *, at_least: int = 0
+    board: Switchboard,
+    peers: Iterable[PeerId],
+    blocks: Sequence[int] = (),
+    *,
+    at_least: int = 0,
+    run_id: bytes = b"",
 ) -> dict[PeerId, Listing]:
     """What these peers have; those that do not answer are left out."""
     turn = asyncio.Semaphore(PEERS_AT_ONCE)
@@ -89,7 +100,7 @@ async def survey(
     async def look(peer: PeerId) -> Listing | None:
         async with turn:
             try:
-                return await list_states(board, peer, blocks, at_least=at_least)
+                return await list_states(board, peer, blocks, at_least=at_least, run_id=run_id)
             except (PeerError, NetworkDown) as error:
                 log.debug("no states from %s: %s", peer, error)
                 return None
@@ -127,6 +138,7 @@ async def fetch_states(
     into: StateStore,
     step: int | None = None,
     at_least: int = 0,
+    backups: BackupFolder | None = None,
     patience_s: float = 60.0,
     progress: Progress | None = None,
     whole: bool = False,
@@ -135,12 +147,12 @@ async def fetch_states(
 
     `step` says which one; else it is the newest that the peers have together, not older than `at_least` (where all are, they
     are asked to write down the step that they are at), unless a fetch of another such step was begun and is still possible.
-    What counts is what more than half of a block's holders have (`votes.py`). A lost peer's part comes from others; what came
+    `backups` is what this machine keeps for others, and counts as a peer's. What counts is what more than half of a block's
+    holders have (`votes.py`). A lost peer's part comes from others; what came
     stays on the disk for the next attempt. `whole`: where roots differ, every value has to be alike (`second_voice.py`). Raises
-    PeerRefused (NOT_FOUND) after `patience_s` without a byte, LocalError where the
-    disk is full.
+    PeerRefused (NOT_FOUND) after `patience_s` without a byte, LocalError where the disk is full.
     """
-    fetch = _Fetch(board, peers, tuple(sorted(blocks)), into, step, at_least, whole)
+    fetch = _Fetch(board, peers, tuple(sorted(blocks)), into, step, at_least, whole, backups)
     idle_since = asyncio.get_running_loop().time()
     while True:
         listings = await fetch.listings()
@@ -172,6 +184,7 @@ class _Fetch:
         step: int | None,
         at_least: int,
         whole: bool,
+        backups: BackupFolder | None,
     ) -> None:
         self.blocks = blocks
         self.fetched_bytes = 0
@@ -180,6 +193,7 @@ class _Fetch:
         self._into = into
         self._step = step
         self._at_least = at_least
+        self._backups = backups
         self._ask_for = at_least if step is None else 0
         self._ahead = 0  # steps: where peers go on faster than they are asked, they meet at one that is still to come
         self._liars: set[PeerId] = set()
@@ -194,8 +208,11 @@ class _Fetch:
         """What the honest peers have of our run."""
         left = self._liars | self._second_voice.mute
         asked = [peer for peer in self._peers() if peer not in left]
-        found = await survey(self._board, asked, self.blocks, at_least=self._ask_for)
-        return {peer: listing for peer, listing in found.items() if listing.run_id == self._into.run.id}
+        run_id = self._into.run.id
+        found = await survey(self._board, asked, self.blocks, at_least=self._ask_for, run_id=run_id)
+        if self._backups is not None and NAME not in left:
+            found[NAME] = listing_of(self._backups, self._into.run)
+        return {peer: listing for peer, listing in found.items() if listing.run_id == run_id}
 
     def choose(self, votes: Votes) -> ChosenStep | None:
         """What to fetch now, if possible nothing that nobody gave before."""
@@ -215,8 +232,8 @@ class _Fetch:
         self, chosen: ChosenStep, votes: Votes, listings: Mapping[PeerId, Listing], progress: Progress | None
     ) -> bool:
         """Fetch the chosen versions, and take the step into the store; False where nobody gives or confirms what is missing."""
-        files = {block: _file_of(block, version) for block, version in chosen.versions.items()}
-        sources = {peer: StateSource(self._board, peer, listing.roots) for peer, listing in listings.items()}
+        files = {block: file_of(block, version) for block, version in chosen.versions.items()}
+        sources = {peer: self._source(peer, listing) for peer, listing in listings.items()}
         incoming = self._into.incoming(chosen.step)
         fetcher = Fetcher(incoming, lambda: list(sources.values()), lambda *_: None)
         wanted = {file: range(file.chunks()) for file in files.values()}
@@ -235,7 +252,7 @@ class _Fetch:
             self._liars |= fetcher.liars
             self.fetched_bytes += fetcher.fetched_bytes
         for block, lacking in chosen.lacking.items():
-            others = [(sources[peer], _file_of(block, own)) for peer, own in votes.others(chosen, block).items()]
+            others = [(sources[peer], file_of(block, own)) for peer, own in votes.others(chosen, block).items()]
             if not await self._second_voice.confirmed(incoming, files[block], others, lacking):
                 log.warning("one version of unit %d at step %d has nobody else's word", block, chosen.step)
                 self._failed.add(chosen.versions[block])
@@ -247,8 +264,19 @@ class _Fetch:
         await asyncio.to_thread(self._into.take_in, chosen.step, files)
         return True
 
+    def _source(self, peer: PeerId, listing: Listing) -> Source:
+        here = self._backups if peer == NAME else None
+        return StateSource(self._board, peer, listing.roots) if here is None else LocalSource(here)
 
-def _file_of(block: int, version: Version) -> FileContent:
+
+def listing_of(backups: BackupFolder, run: Run) -> Listing:
+    """What this machine keeps for others of a run."""
+    entries = [entry for store in backups.of_run(run.id) for entry in listed_of(store, backup=True)]
+    return Listing(encode_run(run), entries)
+
+
+def file_of(block: int, version: Version) -> FileContent:
+    """A version of a block's state while it is being fetched: others may be on their way, too."""
     size, root = version
     return FileContent(f"{file_name(block)}-{root.hex()[:16]}", size, root)
 

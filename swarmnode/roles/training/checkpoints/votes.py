@@ -1,8 +1,9 @@
 """Votes on states: of what peers say that they have, what one of them alone cannot have made up.
 
-A peer is a holder of a block where it lists any state of it. A step counts where more than half of each block's holders list it
-(both, where there are two), and so does a version; what a version lacks in votes may be made up for by holders whose own
-versions are alike, for devices round differently (`second_voice.py`).
+A peer is a holder of a block where it lists any state of it that is its own. A step counts where more than half of each block's
+holders list it (both, where there are two), and so does a version; what a version lacks in votes may be made up for by holders
+whose own versions are alike, for devices round differently (`second_voice.py`). A backup of a step makes its keeper a holder as
+far as this step goes: that it has others, or not this one, says nothing.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ class Votes:
 
     def __init__(self, listings: Mapping[PeerId, Sequence[StateEntry]]) -> None:
         self._versions: dict[int, dict[int, dict[PeerId, Version]]] = {}  # by step, block, holder
-        self._newest: dict[int, dict[PeerId, int]] = {}  # by block and holder
+        self._newest: dict[int, dict[PeerId, int]] = {}  # by block and holder, backups apart
         for peer, entries in listings.items():
             for entry in entries:
                 version = (entry.size, entry.root)
                 self._versions.setdefault(entry.step, {}).setdefault(entry.block, {}).setdefault(peer, version)
-                newest = self._newest.setdefault(entry.block, {})
-                newest[peer] = max(newest.get(peer, 0), entry.step)
+                if not entry.backup:
+                    newest = self._newest.setdefault(entry.block, {})
+                    newest[peer] = max(newest.get(peer, 0), entry.step)
 
     def __repr__(self) -> str:
         return f"<Votes on {len(self._versions)} steps of {len(self._newest)} blocks>"
@@ -72,7 +74,7 @@ class Votes:
         lacking: dict[int, int] = {}
         for block in blocks:
             listed = self._versions[step].get(block, {})
-            needed = majority(len(self._newest.get(block, {})))
+            needed = majority(self._holders(step, block))
             votes = Counter(version for version in listed.values() if version not in failed)
             if len(listed) < needed or not votes:
                 return None
@@ -80,6 +82,10 @@ class Votes:
             if votes[versions[block]] < needed:
                 lacking[block] = needed - votes[versions[block]]
         return ChosenStep(step, versions, lacking)
+
+    def _holders(self, step: int, block: int) -> int:
+        """How many have a say in a step."""
+        return len({*self._newest.get(block, {}), *self._versions[step].get(block, {})})
 
     def dissenters(self, choice: ChosenStep) -> dict[PeerId, list[int]]:
         """Who has another version of the chosen step, and of which blocks."""
@@ -94,7 +100,7 @@ class Votes:
         nobody differs."""
         for step in sorted(self._versions, reverse=True):
             for block in blocks:
-                listed, holders = self._versions[step].get(block, {}), len(self._newest.get(block, {}))
+                listed, holders = self._versions[step].get(block, {}), self._holders(step, block)
                 if len(listed) >= majority(holders) and max(Counter(listed.values()).values()) < majority(holders):
                     return _sentence(step, block, listed, holders)
         return None

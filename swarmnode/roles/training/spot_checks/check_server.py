@@ -47,7 +47,7 @@ def check_server(
 ) -> QuestionServer:
     """Answers from these records."""
 
-    async def answer(question: GetCommitment | GetMicrobatch | Accusation) -> Answer:
+    async def answer(_peer: PeerId, question: GetCommitment | GetMicrobatch | Accusation) -> Answer:
         if isinstance(question, Accusation):
             on_accusation(question)
             return Answer(End())

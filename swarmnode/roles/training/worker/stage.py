@@ -285,6 +285,11 @@ class TrainingStage:
         if line.open:
             line.send(status)
 
+    def tell_status(self) -> None:
+        """Let the coordinator know that there is more on the disk than it was told."""
+        if self.following.line is not None:
+            self._tasks.spawn(self._tell(self.following.line, 0), "status")
+
     def _status(self, kind: int) -> Status:
         """Made on the bench, where the masks are."""
         state, kept = self.state, self._checkpoint_manager

@@ -115,7 +115,7 @@ class StageState:
         check_positions(self._segment, run)
         self.condition = Condition.BLANK
         self._checkpoint_manager.open(run)
-        await self._checkpoint_manager.serve(self._fresh)
+        self._checkpoint_manager.give(self._fresh)
         self.run, self.step, self.agreed, self.losses = run, step, None, {}
         learner = await self._call(
             "begin a run", lambda: Learner(self._segment, run, step=step, recompute=self._memory.begin(run))

@@ -34,7 +34,10 @@ from swarmnode.roles.measuring.meters import TRAIN
 from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware
 from swarmnode.roles.serving.span_part import LoadedSpan
 from swarmnode.roles.serving.stage import ServingStage
+from swarmnode.roles.training.checkpoints.backup_sender import BackupSender
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
+from swarmnode.roles.training.checkpoints.restoration import Restoration
+from swarmnode.roles.training.checkpoints.shared_states import SharedStates
 from swarmnode.roles.training.coordinator.election import CoordinatorElection
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.spot_checks.check_server import Committer
@@ -59,8 +62,12 @@ class TrainingWorker:
         checkpoint_manager: CheckpointManager,
         serving: ServingStage | None,
         capability: Capability,
+        backups: BackupSender,
+        restoration: Restoration,
     ) -> None:
         self._training = training
+        self._backups = backups
+        self._restoration = restoration
         self._capability = capability
         self._election = election
         self._checkpoint_manager = checkpoint_manager
@@ -71,7 +78,13 @@ class TrainingWorker:
 
     @classmethod
     async def load(
-        cls, host: Host, checkpoint: Checkpoint, hardware: Hardware, units: Span, executors: Sequence[Executor]
+        cls,
+        host: Host,
+        checkpoint: Checkpoint,
+        hardware: Hardware,
+        units: Span,
+        executors: Sequence[Executor],
+        states: SharedStates,
     ) -> TrainingWorker:
         """Load units whose weights are here, and train them as the swarm asks. Raises CheckpointError, LocalError."""
         (lent,), (executor,) = hardware.lent, executors
@@ -81,7 +94,9 @@ class TrainingWorker:
             twin = await asyncio.to_thread(load_twin, checkpoint, segment)
             serving = await ServingStage.serve(host, [[LoadedSpan(0, twin)]], hardware, executors)
         folder = host.config.home / "training" / host.swarm.id.hex()[:16]
-        checkpoint_manager = CheckpointManager(host.network, host.hello, host.link_config, folder)
+        checkpoint_manager = CheckpointManager(
+            host.network, host.hello, host.link_config, folder, states.state_server, states.backups
+        )
         assert host.swarm.manifest is not None
         clock = host.clock
         training = TrainingStage(
@@ -126,9 +141,13 @@ class TrainingWorker:
             on_crash=host.supervisor.ends_peer,
             decisions=host.decisions,
         )
+        backups = BackupSender(host, lambda: checkpoint_manager.store, hardware.config.min_holders)
+        restoration = Restoration(host, training, checkpoint_manager, checkpoint.units)
         await training.start()
         election.start()
-        return cls(training, election, checkpoint_manager, serving, capability)
+        backups.start()
+        restoration.start()
+        return cls(training, election, checkpoint_manager, serving, capability, backups, restoration)
 
     @property
     def bound(self) -> bool:
@@ -201,9 +220,14 @@ class TrainingWorker:
         """It never stopped."""
 
     async def close(self, *, keep_span: bool = False) -> None:
-        """Keep the step that is reached, and free everything."""
+        """Keep the step that is reached, here and where nobody else has it at another peer's, and free everything."""
+        await self._restoration.close()
         await self._election.close()
         await self._training.close()
+        left = await self._backups.hand_over()
+        if left:
+            log.warning("the newest state of units %s is on this disk alone: nobody took it", list(left))
+        await self._backups.close()
         await self._checkpoint_manager.close()
         if self._serving is not None:
             await self._serving.close()

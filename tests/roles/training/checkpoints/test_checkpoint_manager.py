@@ -19,6 +19,7 @@ from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.roles.training.checkpoints import checkpoint_manager as module
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
+from swarmnode.roles.training.checkpoints.state_server import StateServer
 from swarmnode.swarm.storage.states import StateStore
 from tests.compute.training.toy import ToySegment
 from tests.roles.memory_network import MemoryNetwork
@@ -50,7 +51,9 @@ class Stage:
         self.learner = Learner(ToySegment(), RUN)
         self.executor = Executor()
         network: Any = MemoryNetwork({}, "stage")  # type: ignore[no-untyped-call]
-        self.manager = CheckpointManager(network, HELLO, LinkConfig(ledger=self.ledger), folder)
+        self.manager = CheckpointManager(
+            network, HELLO, LinkConfig(ledger=self.ledger), folder, StateServer(network, HELLO, LinkConfig())
+        )
         self.manager.open(RUN)
 
     async def update(self) -> None:

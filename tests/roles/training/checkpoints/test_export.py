@@ -63,7 +63,10 @@ class World:
             return self.stages[stage].step
 
         self.stores.append(store)
-        self.servers.append(await StateServer.start(network, self.hello, LinkConfig(), store, fresh))
+        server = StateServer(network, self.hello, LinkConfig())
+        server.give(store, fresh)
+        await server.serve()
+        self.servers.append(server)
 
     def train(self, steps: int) -> None:
         train(self.stages, steps)

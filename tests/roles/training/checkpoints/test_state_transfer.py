@@ -49,7 +49,8 @@ class Peer:
         self.blocks: tuple[int, ...] = ()
         self.network = MemoryNetwork(world.peers, name)
         self.store = StateStore(world.folder / name, run)
-        self.server = StateServer(self.network, world.hello, LinkConfig(), self.store, self._fresh)
+        self.server = StateServer(self.network, world.hello, LinkConfig())
+        self.server.give(self.store, self._fresh)
 
     async def _fresh(self, _at_least: int) -> int:
         self.snapshots.append(self.step)

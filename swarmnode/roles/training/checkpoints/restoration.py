@@ -1,0 +1,80 @@
+"""Restoration: a stage whose units nobody else holds any more brings their last state back from where it was kept.
+
+It happens where the last holder of a unit is gone for good and this node came in its place. The coordinator then finds the step on
+this disk, too, and leads everybody back to it (`plan/training/recovery.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from swarmnode.errors import NetworkDown, PeerError, SwarmnodeError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.tasks import Tasks
+from swarmnode.plan.training.backups import holds
+from swarmnode.roles.host import Host
+from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
+from swarmnode.roles.training.worker.stage import TrainingStage
+from swarmnode.swarm.records.announcement import State
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+
+
+class Restoration:
+    """Of one stage, until it is in a run."""
+
+    def __init__(self, host: Host, stage: TrainingStage, checkpoint_manager: CheckpointManager, units: int) -> None:
+        segment = stage.segment
+        self._host = host
+        self._stage = stage
+        self._checkpoint_manager = checkpoint_manager
+        self._units = units
+        self._blocks: Sequence[int] = sorted({*segment.parameters(), *range(segment.start, segment.end)})
+        self._tasks = Tasks("restoration", on_crash=host.supervisor.ends_peer)
+
+    def __repr__(self) -> str:
+        return f"<Restoration of blocks {list(self._blocks)}>"
+
+    def start(self) -> None:
+        """Watch whether it is needed from now on."""
+        self._tasks.spawn(self._watch(), "watch")
+
+    async def close(self) -> None:
+        """Needed no more."""
+        await self._tasks.close()
+
+    async def _watch(self) -> None:
+        while self._stage.run is None:
+            if self._is_needed():
+                await self._bring()
+            await asyncio.sleep(LOOK_S)
+
+    def _others(self) -> list[PeerId]:
+        return [peer for peer in self._host.directory.peers() if peer != self._host.peer_id]
+
+    def _is_needed(self) -> bool:
+        """Whether others train already, and some unit of this stage has no holder but this one."""
+        announced = self._host.directory.peers()
+        ready = [announced[peer] for peer in self._others() if announced[peer].life is State.READY]
+        begun = any(peer.training_step > 0 for peer in ready)
+        segment = self._stage.segment
+        return begun and any(
+            not any(holds(peer, unit, self._units) for peer in ready) for unit in range(segment.start, segment.end)
+        )
+
+    async def _bring(self) -> None:
+        try:
+            step = await self._checkpoint_manager.restore(self._others, self._blocks, self._units)
+        except (PeerError, NetworkDown) as error:
+            log.info("the state of units %s is not to be had: %s", list(self._blocks), error)
+            return
+        except SwarmnodeError as error:
+            log.warning("%s", error)
+            return
+        if step is not None:
+            log.warning("step %d of units %s was brought back from where it was kept", step, list(self._blocks))
+            self._stage.tell_status()

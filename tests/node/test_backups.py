@@ -1,0 +1,108 @@
+"""States of units that one node holds are kept on other peers' disks: a run goes on when their last holder is lost for good."""
+
+from __future__ import annotations
+
+import shutil
+import typing
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from swarmnode.compute.executor import WorkItem
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.training.lm import load_segment
+from swarmnode.compute.training.local import train_locally
+from swarmnode.swarm.records.manifest import TRAIN
+from swarmnode.swarm.records.run import Run
+from swarmnode.training.preparation import NO_DATA, prepare
+from tests.net.virtual import in_virtual_time
+from tests.node.conftest import Founded
+from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
+from tests.training_results import assert_same_curve
+
+DATA = Path(typing.__file__)
+STEPS, CHECKPOINT_STEPS = 14, 2
+SETTINGS = Run(NO_DATA, STEPS, batch=4, microbatch=2, sequence=16, learning_rate=1e-3, checkpoint_steps=2, seed=7)
+FRONT, BACK = "0:2", "2:4"
+
+
+def pass_s(_item: WorkItem) -> float:
+    """A step takes seconds, so that there is time to bring states away."""
+    return 0.3
+
+
+class School(VirtualSwarm):
+    """A swarm of slow nodes that train."""
+
+    def start(self, name: str, span: str | None = None) -> VirtualMember:
+        return self.node(name, span, cost_s=pass_s, compress="none")
+
+    async def open(self, founded: Founded) -> None:
+        """The founder's bootstrap peer, and a node for each half of the model."""
+        founded.into(self)
+        await self.bootstrap()
+        for span in (FRONT, BACK):
+            await self.start(span, span).wait_for("ready")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 of two layers on bytes, whose ends share their parameters."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    config = GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
+    torch.manual_seed(3)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def founded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Founded:
+    return Founded.on(model, tmp_path_factory.mktemp("founded"), mode=TRAIN)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, founded: Founded) -> dict[int, float]:
+    """The losses of a single process on the same batches."""
+    manifest = founded.swarm.manifest
+    assert manifest is not None
+    run, batches = prepare(manifest, model, DATA, SETTINGS)
+    segment = load_segment(Checkpoint(model), 0, 4, device=torch.device("cpu"))
+    return {report.step: report.loss for report in train_locally(segment, run, batches)}
+
+
+@in_virtual_time
+async def test_a_run_whose_only_holder_is_lost_for_good_goes_on(
+    founded: Founded, alone: dict[int, float], tmp_path: Path
+) -> None:
+    """Its disk is lost, too. A newcomer takes the units that nobody holds, and has their state from the bootstrap peer's disk."""
+    async with School(tmp_path) as school:
+        await school.open(founded)
+        trainer = school.trainer("trainer", DATA, SETTINGS)
+        await trainer.wait_for_step(3 * CHECKPOINT_STEPS)
+        await school.members[BACK].kill()
+        shutil.rmtree(school.members[BACK].home)
+        newcomer = school.start("newcomer")
+        assert await trainer.finish() == STEPS
+        assert_same_curve(trainer.losses, alone, steps=STEPS)
+        assert newcomer.node.describe()["span"] == [0, 4]
+
+
+@in_virtual_time
+async def test_who_leaves_hands_over_what_it_alone_holds(
+    founded: Founded, alone: dict[int, float], tmp_path: Path
+) -> None:
+    """No step is lost then, and none is computed twice."""
+    async with School(tmp_path) as school:
+        await school.open(founded)
+        trainer = school.trainer("trainer", DATA, SETTINGS)
+        await trainer.wait_for_step(2 * CHECKPOINT_STEPS)
+        await school.members[BACK].stop()
+        shutil.rmtree(school.members[BACK].home)
+        done = max(trainer.losses) + 1
+        newcomer = school.start("newcomer")
+        assert await trainer.finish() == STEPS
+        assert_same_curve(trainer.losses, alone, steps=STEPS)
+        first = min(int(path.name.removeprefix("step-")) for path in newcomer.home.glob("training/*/*/step-*"))
+        assert first >= done - CHECKPOINT_STEPS
