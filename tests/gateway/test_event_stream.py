@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from swarmnode.gateway.http.event_stream import ClientGone, while_connected
+from swarmnode.gateway.http.event_stream import ClientGone, TextEvent, while_connected
+from swarmnode.gateway.openai.replies import TextChoice
 from tests.net.virtual import in_virtual_time
 
 
@@ -31,3 +34,10 @@ async def test_work_that_loses_its_cancellation_ends_when_the_client_goes() -> N
     with pytest.raises(ClientGone):
         await while_connected(gone, work())
     assert ended.is_set()
+
+
+@given(st.text())
+def test_a_filled_event_says_what_a_written_one_does(text: str) -> None:
+    told = TextEvent(lambda text: TextChoice(index=0, text=text)).fill(text)
+    assert told.endswith(b"\n\n") and told.count(b"\n") == 2
+    assert TextChoice.model_validate_json(told.removeprefix(b"data: ")) == TextChoice(index=0, text=text)

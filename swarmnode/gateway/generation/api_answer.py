@@ -48,8 +48,8 @@ class Style(Protocol):
         """All of it."""
         ...
 
-    def events(self, piece: Piece) -> Sequence[BaseModel]:
-        """What a piece adds to a stream."""
+    def events(self, piece: Piece) -> Sequence[BaseModel | bytes]:
+        """What a piece adds to a stream, written or not."""
         ...
 
     def ending(self) -> Sequence[BaseModel | str]:

@@ -32,6 +32,11 @@ class Piece(NamedTuple):
     reasoning: str = ""
     ids: tuple[int, ...] = ()
 
+    @property
+    def is_text(self) -> bool:
+        """Whether text is all that it tells, beside its ids."""
+        return bool(self.text) and not (self.finish_reason or self.logprobs or self.reasoning)
+
 
 class ChoiceStream:
     """Iterate over its pieces. Who stops listening ends the session at every hop."""

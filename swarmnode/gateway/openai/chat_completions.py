@@ -12,7 +12,7 @@ from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import Piece
 from swarmnode.gateway.generation.logprobs import ChatLogprobs
 from swarmnode.gateway.generation.tool_calls import ToolCall
-from swarmnode.gateway.http.event_stream import DONE
+from swarmnode.gateway.http.event_stream import DONE, TextEvent
 from swarmnode.gateway.openai.replies import ChatChoice, ChatMessage, ChatReply, FunctionCall, ToolCallReply, Usage
 from swarmnode.gateway.openai.requests import ChatRequest
 
@@ -34,6 +34,7 @@ class _ChatStyle:
         self._answer = answer
         self._tells_usage = tells_usage
         self._begun: set[int] = set()  # choices that have said whose words they are
+        self._texts: dict[int, TextEvent] = {}  # of each choice
 
     def whole(self, texts: Sequence[Text]) -> ChatReply:
         choices = [
@@ -52,8 +53,13 @@ class _ChatStyle:
         ]
         return self._told("chat.completion", choices, Usage.of(self._answer.usage()))
 
-    def events(self, piece: Piece) -> list[ChatReply]:
-        index, chunks = piece.choice.index, []
+    def events(self, piece: Piece) -> list[ChatReply | bytes]:
+        index = piece.choice.index
+        if piece.is_text and index in self._begun:
+            if index not in self._texts:
+                self._texts[index] = TextEvent(lambda text: self._chunk(index, ChatMessage(content=text)))
+            return [self._texts[index].fill(piece.text)]
+        chunks = []
         if index not in self._begun:
             self._begun.add(index)
             chunks.append(ChatChoice(index=index, delta=ChatMessage(role="assistant", content="")))
@@ -68,6 +74,9 @@ class _ChatStyle:
         if piece.finish_reason is not None:
             chunks.append(ChatChoice(index=index, delta=ChatMessage(), finish_reason=piece.finish_reason))
         return [self._told("chat.completion.chunk", [chunk]) for chunk in chunks]
+
+    def _chunk(self, index: int, delta: ChatMessage) -> ChatReply:
+        return self._told("chat.completion.chunk", [ChatChoice(index=index, delta=delta)])
 
     def ending(self) -> Sequence[ChatReply | str]:
         if not self._tells_usage:

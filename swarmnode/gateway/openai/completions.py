@@ -13,7 +13,7 @@ from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import Piece
 from swarmnode.gateway.generation.logprobs import TextLogprobs
 from swarmnode.gateway.http.api_error import ApiError
-from swarmnode.gateway.http.event_stream import DONE
+from swarmnode.gateway.http.event_stream import DONE, TextEvent
 from swarmnode.gateway.openai.replies import CompletionReply, TextChoice, Usage
 from swarmnode.gateway.openai.requests import CompletionRequest
 
@@ -39,14 +39,20 @@ class _CompletionStyle:
         self._answer = answer
         self._tells_usage = asked.tells_usage
         self._tells_ids = tells_ids
+        self._texts: dict[int, TextEvent] = {}  # of each choice
         self._offsets: Counter[int] = Counter()  # of each choice, where its next token begins
 
     def whole(self, texts: Sequence[Text]) -> CompletionReply:
         choices = [self._choice(text.index, text) for text in texts]
         return self._told(choices, Usage.of(self._answer.usage()))
 
-    def events(self, piece: Piece) -> list[CompletionReply]:
-        return [self._told([self._choice(piece.choice.index, piece)])]
+    def events(self, piece: Piece) -> list[CompletionReply | bytes]:
+        index = piece.choice.index
+        if not piece.is_text or self._tells_ids:
+            return [self._told([self._choice(index, piece)])]
+        if index not in self._texts:
+            self._texts[index] = TextEvent(lambda text: self._told([TextChoice(index=index, text=text)]))
+        return [self._texts[index].fill(piece.text)]
 
     def _choice(self, index: int, said: Text | Piece) -> TextChoice:
         logprobs = TextLogprobs.of(said.logprobs, self._offsets[index])
