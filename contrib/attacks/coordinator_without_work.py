@@ -8,7 +8,7 @@ from training_liar import train_against
 from tests.roles.training.sabotage import Ill
 from tests.roles.training.test_hangs import Withholds
 
-VIRTUAL, FAST = True, True
+VIRTUAL, FAST = True, False
 
 
 async def attack() -> Outcome:
