@@ -6,6 +6,7 @@ Nothing heavy is imported here: `swarmnode --help` must answer at once.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable
 
 import typer
@@ -33,6 +34,7 @@ from swarmnode.cli.plan.fit import fit
 from swarmnode.cli.plan.network import network
 from swarmnode.cli.plan.plan import plan
 from swarmnode.cli.plan.simulate import simulate
+from swarmnode.cli.terminal.console import fail
 from swarmnode.cli.terminal.grouped_help import GroupedHelp
 from swarmnode.cli.train.export import export
 from swarmnode.cli.train.train import train
@@ -87,7 +89,8 @@ def _options(
         False, "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
     ),
 ) -> None:
-    pass
+    if platform.system() == "Windows":
+        fail("there is no network daemon (p2pd) for Windows: run swarmnode in WSL 2 or in Docker", 2)
 
 
 def main() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import plistlib
+import shutil
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from swarmnode.cli.lend.service import commands
-from swarmnode.cli.lend.service.commands import UNIT
+from swarmnode.cli.lend.service import commands, service
+from swarmnode.cli.lend.service.systemd import UNIT
 from swarmnode.swarm.records.invite import decode_invite
 from swarmnode.swarm.storage.weight_cache import WeightCache
 from tests.cli.command import assert_clear, invoke
@@ -19,9 +22,18 @@ from tests.swarm.storage.test_joined_swarms import FRIENDS
 
 @pytest.fixture
 def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """What systemd is told, instead of telling it."""
+    """What the system is told, instead of telling it: that all is well."""
     told: list[tuple[str, ...]] = []
-    monkeypatch.setattr(commands, "_call", lambda *words, **_: told.append(words) or 0)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(service, "TIMEOUT_S", 5.0)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+
+    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        told.append(tuple(words))
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(service.subprocess, "run", run)
+    monkeypatch.delenv("WSL_DISTRO_NAME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("SWARMNODE_HOME", str(tmp_path / "home"))
     return told
@@ -42,6 +54,54 @@ def test_a_service_is_installed_and_removed(tmp_path: Path, called: list[tuple[s
     assert invoke("service", "uninstall", "friends").returncode == 0
     assert not any(path.exists() for path in (invite, options, unit))
     assert_clear(invoke("service", "uninstall", "friends"), 2, "no service friends")
+
+
+def test_a_service_of_macos(tmp_path: Path, called: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    assert invoke("join", FRIENDS).returncode == 0
+    done = invoke("service", "install", "friends", "--memory", "6GB")
+    assert done.returncode == 0, done.stderr
+    agent = tmp_path / "user/Library/LaunchAgents/org.swarmnode.friends.plist"
+    told = plistlib.loads(agent.read_bytes())
+    swarm = tmp_path / "config/swarmnode/friends.swarm"
+    home = ["--home", str(tmp_path / "home")]  # of SWARMNODE_HOME, which the service will not have
+    assert told["ProgramArguments"] == ["/usr/bin/swarmnode", "run", str(swarm), "--json", "--memory", "6GB", *home]
+    assert told["KeepAlive"] == {"SuccessfulExit": False}
+    assert Path(told["StandardErrorPath"]).parent.is_dir()
+    domain = f"gui/{os.getuid()}"
+    assert called[-1] == ("launchctl", "bootstrap", domain, str(agent))
+    assert invoke("service", "logs", "friends", "-f").returncode == 0 and called[-1][:4] == ("tail", "-n", "100", "-f")
+    assert invoke("service", "uninstall", "friends").returncode == 0
+    assert called[-1] == ("launchctl", "bootout", f"{domain}/org.swarmnode.friends")
+    assert not agent.exists() and not swarm.exists()
+
+
+def test_a_service_of_windows_for_wsl(
+    tmp_path: Path, called: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WSL_DISTRO_NAME", "Debian")
+    monkeypatch.setattr(commands, "SYSTEMD", tmp_path / "none")
+    assert invoke("join", FRIENDS).returncode == 0
+    done = invoke("service", "install", "friends", "--name", "alice's")
+    assert done.returncode == 0, done.stderr
+    script = tmp_path / "config/swarmnode/friends.sh"
+    with subprocess.Popen(["sh", "-n", script]) as checked:
+        assert checked.wait() == 0
+    assert stat.S_IMODE(script.stat().st_mode) == 0o700
+    assert (
+        "--name 'alice'\"'\"'s'" in script.read_text() and "exec /usr/bin/swarmnode stop friends" in script.read_text()
+    )
+    assert [words[:2] for words in called] == [("schtasks.exe", "/Create"), ("schtasks.exe", "/Run")]
+    assert called[0][-1] == f"wsl.exe -d Debian -e {script}"
+    assert invoke("service", "status", "friends").returncode == 0 and called[-1][1] == "/Query"
+    assert invoke("service", "uninstall", "friends").returncode == 0
+    assert called[-2] == (str(script), "stop") and called[-1][1] == "/Delete"
+    assert not script.exists()
+
+
+def test_windows_itself_is_told_where_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Windows")
+    assert_clear(invoke("status", FRIENDS), 2, "WSL 2")
 
 
 @pytest.mark.parametrize(

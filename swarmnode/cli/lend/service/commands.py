@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
-import shlex
-import shutil
-import subprocess
-import sys
-from importlib import resources
 from pathlib import Path
 
 import typer
 
+from swarmnode.cli.lend.service.launchd import Launchd
+from swarmnode.cli.lend.service.scheduled_task import ScheduledTask
+from swarmnode.cli.lend.service.service import Service, ServiceManager
+from swarmnode.cli.lend.service.systemd import Systemd
 from swarmnode.cli.terminal.console import HOME, default_home, fail, reports_errors, say
 
-UNIT = "swarmnode@.service"
-PROGRAM = "%h/.local/bin/swarmnode"  # what the unit has; the one that installs it takes its place
-TIMEOUT_S = 60.0
+WSL = "WSL_DISTRO_NAME"  # which WSL sets
+SYSTEMD = Path("/run/systemd/system")  # there where systemd is what runs the machine
 
 NAME = typer.Argument(..., metavar="NAME", help="Name of the swarm that was joined; one service for each.")
 app = typer.Typer(
-    help="Run a node in the background, from the start of the machine on (systemd).", no_args_is_help=True
+    help="Run a node in the background, from the start of the machine on (systemd, launchd, Windows' tasks).",
+    no_args_is_help=True,
 )
 
 
@@ -41,38 +41,31 @@ def install(
     from swarmnode.swarm.storage.atomic import write_private
 
     _check_name(name)
-    options = [*context.args, *(["--home", str(default_home(home))] if home is not None else [])]
-    _check_options(options)
+    service = Service(name, tuple(context.args), None if home is None else default_home(home))
+    _check_options(service.all_options)
     swarm = open_swarm(name, default_home(home))
-    folder, units = _folder("swarmnode"), _folder("systemd/user")
-    for each in (folder, units):
-        each.mkdir(parents=True, exist_ok=True)
-    (units / UNIT).write_text(unit_text(_program()))
-    link = folder / f"{name}.swarm"
+    manager = manager_here()
+    service.swarm.parent.mkdir(parents=True, exist_ok=True)
     if swarm.file is not None:
-        link.unlink(missing_ok=True)
-        link.symlink_to(swarm.file.absolute())
+        service.swarm.unlink(missing_ok=True)
+        service.swarm.symlink_to(swarm.file.absolute())
     else:
-        write_private(link, f"{_invite(name, default_home(home))}\n".encode())
-    write_private(folder / f"{name}.conf", f"OPTIONS={shlex.join(options)}\n".encode())
-    say(f"Wrote {units / UNIT}, {link} and {folder / f'{name}.conf'}")
+        write_private(service.swarm, f"{_invite(name, default_home(home))}\n".encode())
+    written = [service.swarm, *manager.write(service)]
+    say(f"Wrote {', '.join(map(str, written))}")
     if start:
-        _systemctl("daemon-reload")
-        _systemctl("enable", "--now", f"swarmnode@{name}")
-        say(
-            f"It runs. To have it run while you are not logged in, too: loginctl enable-linger\nswarmnode service logs {name}"
-        )
+        say(f"It runs. {manager.start(service)}\nswarmnode service logs {name}")
 
 
 @app.command()
 @reports_errors
 def status(name: str = NAME) -> None:
-    """Whether the service runs, as systemd has it.
+    """Whether the service runs, as the system has it.
 
     Example: swarmnode service status friends
     """
     _check_name(name)
-    raise typer.Exit(_call("systemctl", "--user", "status", "--no-pager", f"swarmnode@{name}"))
+    raise typer.Exit(manager_here().status(name))
 
 
 @app.command()
@@ -83,8 +76,7 @@ def logs(name: str = NAME, follow: bool = typer.Option(False, "--follow", "-f", 
     Example: swarmnode service logs friends -f
     """
     _check_name(name)
-    arguments = ["--follow"] if follow else ["--no-pager", "--lines=100"]
-    raise typer.Exit(_call("journalctl", "--user", f"--unit=swarmnode@{name}", *arguments, endless=follow))
+    raise typer.Exit(manager_here().logs(name, follow=follow))
 
 
 @app.command()
@@ -95,33 +87,21 @@ def uninstall(name: str = NAME) -> None:
     Example: swarmnode service uninstall friends
     """
     _check_name(name)
-    folder = _folder("swarmnode")
-    written = [folder / f"{name}.swarm", folder / f"{name}.conf"]
-    if not any(path.is_symlink() or path.exists() for path in written):
+    swarm = Service(name).swarm
+    if not (swarm.is_symlink() or swarm.exists()):
         fail(f"there is no service {name}", 2)
-    _systemctl("disable", "--now", f"swarmnode@{name}")
-    for path in written:
-        path.unlink(missing_ok=True)
-    if not list(folder.glob("*.conf")):
-        (_folder("systemd/user") / UNIT).unlink(missing_ok=True)
-        _systemctl("daemon-reload")
+    manager_here().remove(name)
+    swarm.unlink(missing_ok=True)
     say(f"The service {name} is gone.")
 
 
-def unit_text(program: str) -> str:
-    """The unit of this package, with the program that it starts."""
-    text = resources.files("swarmnode.cli.lend.service").joinpath(UNIT).read_text()
-    return text.replace(PROGRAM, program)
-
-
-def _program() -> str:
-    """How this swarmnode is started, in a unit's words."""
-    found = shutil.which("swarmnode")
-    return found if found is not None else f"{sys.executable} -m swarmnode.cli.main"
-
-
-def _folder(kind: str) -> Path:
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / kind
+def manager_here() -> ServiceManager:
+    """What keeps services going on this machine."""
+    if platform.system() == "Darwin":
+        return Launchd()
+    if os.environ.get(WSL) and not SYSTEMD.is_dir():
+        return ScheduledTask()
+    return Systemd()
 
 
 def _invite(name: str, home: Path) -> str:
@@ -131,7 +111,7 @@ def _invite(name: str, home: Path) -> str:
 
 
 def _check_name(name: str) -> None:
-    """What systemd takes for the name of an instance without quoting."""
+    """What every manager of services takes for a name without quoting."""
     if not re.fullmatch(r"[A-Za-z0-9_.][A-Za-z0-9_.-]*", name):
         fail(
             f"{name!r} cannot be a service's name; join the swarm under another one: swarmnode join INVITE --name friends",
@@ -145,14 +125,3 @@ def _check_options(options: list[str]) -> None:
 
     run = typer.main.get_command(commands).commands["run"]  # type: ignore[attr-defined]  # it is a group
     run.make_context("swarmnode run", ["name", *options])
-
-
-def _systemctl(*arguments: str) -> None:
-    if _call("systemctl", "--user", *arguments):
-        fail(f"systemctl --user {shlex.join(arguments)} did not succeed")
-
-
-def _call(program: str, *arguments: str, endless: bool = False) -> int:
-    if shutil.which(program) is None:
-        fail(f"no {program} on this machine: services need systemd")
-    return subprocess.run([program, *arguments], timeout=None if endless else TIMEOUT_S, check=False).returncode
