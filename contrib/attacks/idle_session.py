@@ -16,11 +16,11 @@ async def attack() -> Outcome:
     swarm = await ToySwarm.start((0, 4), cache_bytes=CACHE_BYTES)
     greedy = await Greedy(swarm).join()
     await greedy.open(1, WHOLE_CACHE)
-    left_bytes = swarm.volunteers[0].server.free_cache_bytes
+    left_positions = swarm.volunteers[0].server.free_cache_tokens
     text = [token async for token in swarm.ring(PROMPT, TOKENS)]
     return Outcome(
-        left_bytes == 0 and text == expected(PROMPT, TOKENS),
-        f"{left_bytes} bytes of cache were left; somebody else got {len(text)} of {TOKENS} tokens",
+        left_positions == 0 and text == expected(PROMPT, TOKENS),
+        f"cache for {left_positions} positions was left; somebody else got {len(text)} of {TOKENS} tokens",
     )
 
 

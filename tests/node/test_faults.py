@@ -124,8 +124,7 @@ async def test_a_node_whose_device_is_lost_says_so_and_ends(
         async def strike(route: Sequence[HopSpec]) -> None:
             member = swarm.member(route[hop].peer)
             struck.append(member)
-            executor = member.node._executor
-            assert executor is not None
+            (executor,) = member.node._executors
             with pytest.raises(ExecutorDied):
                 await executor.call(Urgency.CONTROL, fault, kind="try")
 
