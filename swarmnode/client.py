@@ -36,6 +36,7 @@ from swarmnode.roles.picture import picture_of
 from swarmnode.roles.serving.audits.auditor import Auditor
 from swarmnode.roles.serving.audits.reports import Reports
 from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession
+from swarmnode.roles.serving.client.compressions import check_compression
 from swarmnode.roles.serving.client.directory_router import DirectoryRouter
 from swarmnode.roles.serving.client.generation import GenerateOptions, Generation, RingStream
 from swarmnode.roles.serving.client.kept_sessions import KeptSessions
@@ -249,6 +250,7 @@ class SwarmClient:
             options,
             config,
             vocabulary=limits.vocabulary,
+            allowed=limits.codecs,
             meter=self._meter,
             audit=self.auditor.take,
             clock=self._clock,
@@ -292,12 +294,14 @@ class SwarmClient:
 
     # -- transformers
 
-    async def acausal_lm(self, *, hold_ends: bool = False) -> RemoteCausalLM:
+    async def acausal_lm(self, *, hold_ends: bool = False, compress: str = "none") -> RemoteCausalLM:
         """The swarm as a transformers model whose `generate` drives every step; call it from other threads than this loop's.
 
-        With `hold_ends` embedding and head run here, so that token ids and logits never leave this machine.
+        With `hold_ends` embedding and head run here, so that token ids and logits never leave this machine. `compress`: as
+        GenerateOptions'.
         """
         self._host.supervisor.check()
+        check_compression(compress, self.manifest.codecs)
         loop = asyncio.get_running_loop()
 
         def run(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -331,6 +335,7 @@ class SwarmClient:
             ends,
             self.config.prompt_chunk_tokens,
             await self.limits(),
+            compress,
         )
 
     async def _open_weights(self) -> Weights:
@@ -363,7 +368,8 @@ class SwarmClient:
 
     async def limits(self) -> ModelLimits:
         """What the model can be asked for."""
-        return ModelLimits(vocabulary_size(await self._folder()), self.manifest.model.positions or None)
+        manifest = self.manifest
+        return ModelLimits(vocabulary_size(await self._folder()), manifest.model.positions or None, manifest.codecs)
 
     async def stop_ids(self) -> tuple[int, ...]:
         """The tokens that end a text."""

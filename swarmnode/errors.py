@@ -48,7 +48,7 @@ ERROR_TEXT = {
     ErrorCode.NOT_FOUND: "it does not have the content asked for",
     ErrorCode.WRONG_RUN: "the swarm is being trained with other settings or other data",
     ErrorCode.ELSEWHERE: "another peer does that at the moment",
-    ErrorCode.INVALID_REQUEST: "the model has no such token ids, not as many positions, or cannot follow the grammar",
+    ErrorCode.INVALID_REQUEST: "the swarm has no such token ids, positions or codec, or cannot follow the grammar",
 }
 """What a code from a peer is shown as: never a word that the peer chose."""
 

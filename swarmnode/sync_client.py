@@ -103,9 +103,9 @@ class SyncSwarm:
         """See SwarmClient.stream."""
         return SyncStream(self, self.run(self._client.stream(prompt, options, **changes)))
 
-    def causal_lm(self, *, hold_ends: bool = False) -> RemoteCausalLM:
+    def causal_lm(self, *, hold_ends: bool = False, compress: str = "none") -> RemoteCausalLM:
         """See SwarmClient.acausal_lm."""
-        return self.run(self._client.acausal_lm(hold_ends=hold_ends))
+        return self.run(self._client.acausal_lm(hold_ends=hold_ends, compress=compress))
 
     def close(self) -> None:
         """Leave the swarm and end the thread. Safe to call twice."""

@@ -23,7 +23,7 @@ PROMPT = [5, 17, 3, 99, 42]
 async def attack() -> Outcome:
     swarm = await ToySwarm.start((0, 4), (0, 4))
     liar = swarm.volunteers[0]
-    liar.worker._result = lambda _job: JobResult(tensor=(HUGE, bytes(PAYLOAD_BYTES)))  # type: ignore[method-assign]
+    liar.worker._result = lambda _job: JobResult(tensors=((HUGE, bytes(PAYLOAD_BYTES)),))  # type: ignore[method-assign]
     clock = asyncio.get_running_loop().time
     spec = SessionSpec(Mode.DRIVEN, max_length=20, width=1)
     session = ClientSession(swarm.switchboard, swarm.router, spec, swarm.config, clock=clock)

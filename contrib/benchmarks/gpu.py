@@ -47,6 +47,7 @@ from swarmnode.compute.serving.runner import WANT_NOTHING, RunnerConfig, StageRu
 from swarmnode.compute.stopwatch import synchronize
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
+from swarmnode.plan.serving.codec_schedule import CodecSchedule
 from swarmnode.roles.serving.job import ForwardHidden, Job
 from swarmnode.roles.serving.worker import Worker
 from swarmnode.swarm.records.run import Run
@@ -265,7 +266,7 @@ async def _hop(bench: Bench) -> Any:
 
 def _job(session: int, position: int, hidden_BTH: torch.Tensor, codec: Codec) -> Job:
     """Of one position, which is computed again and again."""
-    payload, then = encode(hidden_BTH.cpu(), codec), ForwardHidden(codec)
+    payload, then = encode(hidden_BTH.cpu(), codec), ForwardHidden(CodecSchedule(codec))
     return Job(session, position, 1, (payload,), then, lambda *_: None, 0.0, truncate=Truncate(1, position))
 
 

@@ -57,6 +57,7 @@ class FrameKind(IntEnum):
     RECEIPT = 28
     CLAIM = 29
     KEEP = 30
+    LINK_CODEC = 31
     GET_MANIFEST = 32
     MANIFEST = 33
     GET_CHUNKS = 34

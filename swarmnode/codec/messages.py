@@ -20,6 +20,7 @@ from swarmnode.codec.audit_messages import AUDIT_BODIES
 from swarmnode.codec.body import (
     MAX_CHUNKS,
     MAX_CODE,
+    MAX_LINK_CODECS,
     MAX_POSITIONS,
     MAX_PROOF_BYTES,
     MAX_RATE_BPS,
@@ -37,6 +38,7 @@ from swarmnode.codec.body import (
     Row,
     SessionId,
     TokenId,
+    Unit,
 )
 from swarmnode.codec.body import MAX_STOP_IDS as MAX_STOP_IDS
 from swarmnode.codec.body import VERSION as VERSION
@@ -107,12 +109,27 @@ class Mode(IntEnum):
     DRIVEN = 1  # the client drives every step
 
 
+class LinkCodec(Body, frozen=True):
+    """From position `start` of a session on, the states that enter unit `unit` travel as `codec`. A hop tells the client what it
+    has chosen, upstream; in OPEN the client tells it to whoever sends these positions again."""
+
+    unit: Unit
+    start: Position
+    codec: Code
+
+    def check(self) -> None:
+        if self.codec not in Codec._value2member_map_:
+            raise ProtocolError(f"a LINK_CODEC needs a codec of this version, not {self.codec}")
+
+
 class Open(Body, frozen=True):
     """Opens a session at a hop, or moves it to a newer epoch. The frame's channel carries its INPUT frames from now on.
 
     Travels hop to hop along `route`; `index` is the receiver's own place in it. `max_length` is the number of positions
     for which the hop reserves cache. `padding` holds, per row, how many of the first positions are left padding. The payload is
     the text so far, for the penalties of `sampling`: ids_T (int32), as many as its `text_length`.
+
+    States between hops travel as `codec`, but for what `codecs` says. Where it `adapts`, each hop chooses for what comes next.
     """
 
     session: SessionId
@@ -127,6 +144,8 @@ class Open(Body, frozen=True):
     padding: Annotated[tuple[Position, ...], Meta(max_length=MAX_ROWS)] = ()
     known: Position = 0  # the client has the outputs for positions below this: a replay need not produce them again
     truncate: Truncate | None = None  # before anything else: another text begins as the session's does
+    codecs: Annotated[tuple[LinkCodec, ...], Meta(max_length=MAX_LINK_CODECS)] = ()
+    adapts: bool = False
 
     def check(self) -> None:
         rules = {
@@ -134,7 +153,8 @@ class Open(Body, frozen=True):
             "spans that are not empty": all(hop.start < hop.end for hop in self.route),
             "spans that follow one another": all(left.end == right.start for left, right in pairwise(self.route)),
             "a mode of this version": self.mode in Mode._value2member_map_,
-            "a codec of this version": self.codec in Codec._value2member_map_,
+            "codecs of this version": {self.codec, *(one.codec for one in self.codecs)}
+            <= Codec._value2member_map_.keys(),
             "sampling and one row in RING mode": self.mode != Mode.RING
             or (self.sampling is not None and self.rows == 1),
             "padding of no row or of each": len(self.padding) in (0, self.rows),
@@ -273,6 +293,7 @@ BODIES: dict[FrameKind, type[Body]] = {
     FrameKind.INPUT: Input,
     FrameKind.TRUNCATE: Truncate,
     FrameKind.KEEP: KeepCache,
+    FrameKind.LINK_CODEC: LinkCodec,
     FrameKind.OUTPUT: Output,
     FrameKind.FAULT: Fault,
     FrameKind.GET_MANIFEST: GetManifest,

@@ -15,6 +15,7 @@ from swarmnode.codec.tensors import FLOAT_DTYPES, MAX_ELEMENTS, Codec, DType, Te
 from swarmnode.compress.dense import decode_half, encode_half
 from swarmnode.compress.int4 import decode_int4, encode_int4
 from swarmnode.compress.int8 import decode_int8, encode_int8
+from swarmnode.compress.small import decode_small_int8, encode_small_int8, is_few, is_small
 from swarmnode.compress.topk import decode_topk, encode_topk
 from swarmnode.errors import ProtocolError
 
@@ -33,6 +34,7 @@ DTYPE_OF = {
     torch.int32: DType.INT32,
     torch.uint8: DType.UINT8,
 }
+_SMALL = (Codec.INT8, DType.FLOAT32)
 _TORCH_DTYPE = {int(code): dtype for dtype, code in DTYPE_OF.items()}
 
 
@@ -43,6 +45,8 @@ def encode(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[TensorInfo,
     a large payload is a view of the tensor's memory: do not write to the tensor before the payload is sent.
     Raises ValueError on a dtype that the codec does not carry.
     """
+    if codec == Codec.INT8 and is_small(tensor) and (payload := encode_small_int8(tensor.detach())) is not None:
+        return TensorInfo(int(codec), int(DType.FLOAT32), tuple(tensor.shape)), payload
     info, payload_M = encode_in_place(tensor, codec, param=param)
     return info, to_buffer(payload_M)
 
@@ -53,6 +57,8 @@ def encode_in_place(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[Te
     if dtype is None or (codec != Codec.NONE and dtype not in FLOAT_DTYPES):
         raise ValueError(f"codec {Codec(codec).name} does not carry tensors of {tensor.dtype}")
     shape = tuple(tensor.shape)
+    if codec == Codec.INT8 and is_small(tensor) and (payload := encode_small_int8(tensor.detach())) is not None:
+        return TensorInfo(int(codec), int(dtype), shape), torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     if not tensor.numel():
         return TensorInfo(int(codec), int(dtype), shape), torch.empty(0, dtype=torch.uint8)
     with torch.inference_mode():  # cheaper than no_grad; no tensor made here leaves
@@ -96,6 +102,10 @@ def decode(
     _check_length(info, length, max_elements)
     if not length:
         return torch.empty(info.shape, dtype=_TORCH_DTYPE[info.dtype], device=device)
+    if (info.codec, info.dtype) == _SMALL and is_few(count := prod(info.shape)) and torch.device(device).type == "cpu":
+        x_N = decode_small_int8(payload, count)
+        if x_N is not None:
+            return x_N.view(info.shape)
     return _decode_flat(info, _from_buffer(payload, torch.device(device))).view(info.shape)
 
 

@@ -19,3 +19,4 @@ class GatewayConfig:
     default_new_tokens: int = 1024  # where a request does not say how many; fewer where they do not fit
     loopback: bool = True  # only this machine connects: whoever asks under another name was led here by a page
     origins: tuple[str, ...] = ()
+    compress: str = "auto"  # as what states go from peer to peer, for all that is asked here

@@ -103,6 +103,7 @@ class ServedModel:
             for choice in range(asked.texts):
                 options = GenerateOptions(
                     max_new_tokens=await self._new_tokens(len(prompt), asked.new_tokens),
+                    compress=self._config.compress,
                     **asked.drawing(choice, grammar),
                 )
                 parser = await self._parser(prompt, asked.tool_use, is_free=grammar is None)

@@ -19,6 +19,7 @@ from swarmnode.compute.serving.sampler import Sampler
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.errors import ErrorCode
+from swarmnode.plan.serving.codec_schedule import CodecSchedule
 from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Sample
 from swarmnode.roles.serving.worker import Worker
 from swarmnode.roles.training.worker.values import decode_values, encode_values
@@ -59,7 +60,7 @@ class Hop:
         else:
             hidden_BTH = torch.randn(1, 1, HIDDEN, generator=torch.Generator().manual_seed(session))
             part = encode(hidden_BTH * float("nan") if is_spoilt else hidden_BTH, Codec.NONE if is_spoilt else codec)
-        then = Sample(Sampler(SAMPLED, 60), first=1) if self.is_last else ForwardHidden(codec)
+        then = Sample(Sampler(SAMPLED, 60), first=1) if self.is_last else ForwardHidden(CodecSchedule(codec))
         return Job(session, self.start, 1, (part,), then, lambda *_: None, self.executor.clock())
 
 

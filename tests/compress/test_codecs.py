@@ -186,3 +186,15 @@ def test_payloads_may_be_read_only_or_unaligned(codec: Codec) -> None:
 
 def test_every_dtype_of_the_table_has_a_torch_dtype() -> None:
     assert {int(code) for code in DType} == set(codecs._TORCH_DTYPE)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 3e38, float("inf"), float("nan")])
+def test_small_tensors_are_the_same_bytes_by_either_way(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(3, 5, 64, generator=generator) * scale
+    fast_info, fast = encode(x, Codec.INT8)
+    read = decode(fast_info, fast)
+    monkeypatch.setattr("swarmnode.compress.small.MOST_ELEMENTS", 0)
+    slow_info, slow = encode(x, Codec.INT8)
+    assert (fast_info, bytes(fast)) == (slow_info, bytes(slow))
+    assert torch.equal(read.nan_to_num(), decode(slow_info, slow).nan_to_num())

@@ -27,6 +27,7 @@ from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.network import FakeWorld, Path
 from swarmnode.plan.routes.lattice import SessionSize
+from swarmnode.plan.serving.pass_cost import PassCost
 from swarmnode.plan.view import Span
 from swarmnode.roles.measuring.meters import SERVE, ClientMeter, StageMeter
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
@@ -92,6 +93,7 @@ class ToyWorker:
             pool=SimpleNamespace(budget=CacheBudget(cache_bytes)),
             reservation_bytes=lambda rows, length, start, end: rows * length * (end - start),
         )
+        self.scheduler = SimpleNamespace(cost=PassCost())
         self.meter = StageMeter(Span(start, end), SERVE)
         self.clock = asyncio.get_running_loop().time
         self.caches: dict[int, tuple[int, list[int]]] = {}  # first unit, sums
@@ -143,7 +145,7 @@ class ToyWorker:
             held.append(list(sums))
             outputs.append(step(sums, first_unit, value))
         if isinstance(job.then, ForwardHidden):
-            return JobResult(tensor=pack(outputs))
+            return JobResult(tensors=(pack(outputs),))
         if isinstance(job.then, Sample):
             drawn = enumerate(outputs, job.start + 1)
             is_final = job.then.sampler.is_final
@@ -154,7 +156,7 @@ class ToyWorker:
                     if position >= job.then.first
                 )
             )
-        return JobResult(tensor=pack(outputs[-1:])) if job.want == Want.LAST else JobResult()
+        return JobResult(tensors=(pack(outputs[-1:]),)) if job.want == Want.LAST else JobResult()
 
 
 class Volunteer:

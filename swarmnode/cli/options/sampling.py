@@ -10,6 +10,7 @@ import typer
 
 from swarmnode.codec.sampling import Grammar, GrammarKind
 from swarmnode.errors import UsageError
+from swarmnode.roles.serving.client.compressions import AUTO, COMPRESSIONS
 
 if TYPE_CHECKING:
     from swarmnode.roles.serving.client.generation import GenerateOptions
@@ -36,6 +37,12 @@ REPETITION_PENALTY = typer.Option(
 LOGIT_BIAS = typer.Option(
     [], "--logit-bias", metavar="ID=BIAS", help="Add to the logit of a token id, from -100 (never) to 100. Repeatable."
 )
+COMPRESS = typer.Option(
+    AUTO,
+    "--compress",
+    metavar="|".join(COMPRESSIONS),
+    help="As what states go from peer to peer; auto lets them compress where a link is slow, none keeps them exact.",
+)
 JSON_SCHEMA = typer.Option(
     "", "--json-schema", metavar="FILE|{…}", help="A JSON schema that the text shall fit, or a file with one."
 )
@@ -52,6 +59,7 @@ AS_THEY_ARE = (
     "frequency_penalty",
     "presence_penalty",
     "repetition_penalty",
+    "compress",
 )
 
 

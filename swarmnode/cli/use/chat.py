@@ -11,6 +11,7 @@ import typer
 
 from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
 from swarmnode.cli.options.sampling import (
+    COMPRESS,
     FREQUENCY_PENALTY,
     LOGIT_BIAS,
     MIN_P,
@@ -56,6 +57,7 @@ def chat(
     presence_penalty: float = PRESENCE_PENALTY,
     repetition_penalty: float = REPETITION_PENALTY,
     logit_bias: list[str] = LOGIT_BIAS,
+    compress: str = COMPRESS,
     trust: list[str] = TRUST,
     patience: float = PATIENCE,
     home: Path = HOME,

@@ -15,6 +15,7 @@ import typer
 from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
 from swarmnode.cli.options.metrics import METRICS_HOST, METRICS_PORT, Watch
 from swarmnode.cli.options.sampling import (
+    COMPRESS,
     FREQUENCY_PENALTY,
     GRAMMAR,
     JSON_SCHEMA,
@@ -72,6 +73,7 @@ def generate(
     logit_bias: list[str] = LOGIT_BIAS,
     json_schema: str = JSON_SCHEMA,
     grammar: str = GRAMMAR,
+    compress: str = COMPRESS,
     logprobs: int = typer.Option(
         -1,
         "--logprobs",

@@ -11,6 +11,7 @@ import typer
 
 from swarmnode.cli.options.asking import TRUST
 from swarmnode.cli.options.gateway import PORT, GatewayAddress
+from swarmnode.cli.options.sampling import COMPRESS
 from swarmnode.cli.options.swarm import open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
 from swarmnode.cli.terminal.console import (
@@ -49,6 +50,7 @@ def serve(
     cors: list[str] = typer.Option(
         [], "--cors", metavar="ORIGIN", help="Pages that may call from a browser, as https://chat.example. Repeatable."
     ),
+    compress: str = COMPRESS,
     trust: list[str] = TRUST,
     patience: float = typer.Option(30.0, "--patience", help="Seconds that a request waits for peers that have room."),
     home: Path = HOME,
@@ -66,11 +68,12 @@ def serve(
         return
     from swarmnode.gateway.access.keys import KeyRing, load_keys
     from swarmnode.gateway.config import GatewayConfig
+    from swarmnode.roles.serving.client.compressions import check_compression
 
     if keys is None and host not in LOOPBACK:
         fail(f"whoever reaches {host} could use the swarm: give --keys FILE, made by --new-key NAME", 2)
     ring = KeyRing() if keys is None else load_keys(keys)
-    config = GatewayConfig(loopback=host in LOOPBACK, origins=tuple(cors))
+    config = GatewayConfig(loopback=host in LOOPBACK, origins=tuple(cors), compress=compress)
     folder = default_home(home)
 
     async def answer(stop: asyncio.Event) -> None:
@@ -80,6 +83,7 @@ def serve(
             clients = {}
             for swarm, name in zip(loaded, _names(loaded), strict=True):
                 clients[name] = await ends.enter_async_context(await _join(swarm, folder, patience, trust))
+                check_compression(compress, clients[name].manifest.codecs)
             pause.end()
             async with GatewayAddress(folder, port, host, as_json).serving(clients, ring, config):
                 await stop.wait()

@@ -102,6 +102,12 @@ class LinkStatistics:
         known = {peer: rtt_s for peer, one in reversed(self._peers.items()) if (rtt_s := one.rtt_s) is not None}
         return dict(list(known.items())[:most])
 
+    def up_bps_to(self, peer: PeerId) -> float:
+        """How fast the peer has seen our large frames come in lately, in bits/s; 0 where none has."""
+        path_measurement = self._peers.get(peer)
+        is_fresh = path_measurement is not None and path_measurement.up_at_s >= self._clock() - FRESH_S
+        return path_measurement.up_bps if path_measurement is not None and is_fresh else 0.0
+
     @property
     def up_bps(self) -> float:
         """What this node can send, in bits/s; 0 where no large frame has left lately."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
-from swarmnode.codec.messages import Truncate, Want
-from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.codec.messages import Input, Truncate, Want
+from swarmnode.codec.tensors import TensorInfo
 from swarmnode.compute.serving.sampler import Drawn, Sampler
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import Buffer
+from swarmnode.net.links.hop import Entry
+from swarmnode.plan.serving.codec_schedule import CodecSchedule
 from swarmnode.roles.measuring.meters import DECODE, PREFILL
 
 
@@ -22,7 +24,7 @@ from swarmnode.roles.measuring.meters import DECODE, PREFILL
 class ForwardHidden:
     """What becomes of a job's output in the middle of a route: hidden states, encoded for the next hop."""
 
-    codec: Codec
+    codecs: CodecSchedule
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,23 @@ class Pass(NamedTuple):
 
 
 class JobResult(msgspec.Struct, frozen=True):
-    """What came of a job. `tokens` for Sample; `tensor` for Forward and Return."""
+    """What came of a job. `tokens` for Sample; `tensors`, one after another, for Forward and Return."""
 
-    tensor: tuple[TensorInfo, Buffer] | None = None
+    tensors: tuple[tuple[TensorInfo, Buffer], ...] = ()
     tokens: tuple[Drawn, ...] = ()
     error: ErrorCode | None = None
     bad_input: bool = False  # the error was in what came in, not in what was made of it
+
+
+def entries_of(job: Job, tensors: Sequence[tuple[TensorInfo, Buffer]]) -> Iterator[Entry]:
+    """What the next hop gets of a job: its positions, in one piece for each codec."""
+    start = job.start
+    for info, payload in tensors:
+        count, is_first = info.shape[1], start == job.start
+        want = job.want if start + count == job.end else Want.NOTHING
+        body = Input(info, want=want, reorder=job.reorder if is_first else ())
+        yield Entry(start, count, body, (payload,), job.truncate if is_first else None)
+        start += count
 
 
 def merge(first: Job, second: Job) -> Job | None:

@@ -20,6 +20,7 @@ from swarmnode.compute.serving.cache_budget import Claim
 from swarmnode.ledger import MemoryLedger
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.plan.serving.codec_schedule import CodecSchedule
 from swarmnode.plan.view import Span
 from swarmnode.roles.measuring.meters import SERVE
 from swarmnode.roles.serving.compute_watch import ComputeWatch
@@ -29,6 +30,7 @@ from swarmnode.roles.serving.session_memory import SessionMemory
 if TYPE_CHECKING:
     from swarmnode.roles.serving.worker import Worker
 
+EXACT = CodecSchedule(Codec.NONE)
 OnDone = Callable[[Job, JobResult, Pass], None]
 
 
@@ -154,7 +156,7 @@ class Pipeline:
         workers = self._passed[job.session]
         if place < len(workers) - 1:
             done = partial(self._hand_on, place, job.then, job.done, began_s)
-            job = replace(job, then=ForwardHidden(Codec.NONE), done=done)
+            job = replace(job, then=ForwardHidden(EXACT), done=done)
         elif began_s is not None:
             job = replace(job, done=partial(_finish, job.done, began_s))
         workers[place].submit(job)
@@ -171,10 +173,10 @@ class Pipeline:
     ) -> None:
         """What a worker made of a job is the next one's input, unless it failed or the session is over."""
         job = replace(job, then=then, done=done)
-        if result.tensor is None or job.session not in self._passed:
+        if not result.tensors or job.session not in self._passed:
             (done if began_s is None else partial(_finish, done, began_s))(job, result, run)
             return
-        job = replace(job, parts=(result.tensor,), skip=0, stages_after=job.stages_after - 1, handed_on=True)
+        job = replace(job, parts=result.tensors, skip=0, stages_after=job.stages_after - 1, handed_on=True)
         self._submit(job, place + 1, run.began_s if began_s is None else began_s)
 
 

@@ -38,6 +38,7 @@ class Replicas:
         self.position_limit: int | None = runner.span.position_limit  # of every session
         self.meter = pipelines[0].workers[0].meter
         self.clock = pipelines[0].workers[0].clock
+        self.pass_cost = pipelines[0].workers[-1].scheduler.cost  # of the device whose passes are sent on
 
     def __repr__(self) -> str:
         return f"<Replicas {self._pipelines!r}>"

@@ -31,6 +31,7 @@ from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.roles.serving.early_attaches import EarlyAttaches
 from swarmnode.roles.serving.grammars import Grammars
 from swarmnode.roles.serving.job import Job, Pass
+from swarmnode.roles.serving.link_codecs import CodecRules
 from swarmnode.roles.serving.opened import (
     check_sampling,
     draws_by_grammar,
@@ -42,6 +43,7 @@ from swarmnode.roles.serving.opened import (
 from swarmnode.roles.serving.pipeline import Pipeline
 from swarmnode.roles.serving.replicas import Replicas
 from swarmnode.roles.serving.session import StageSession
+from swarmnode.roles.serving.session_host import HostedSession
 
 WATCH_S = 0.5
 
@@ -68,9 +70,10 @@ class StageServer:
         on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
         decisions: DecisionLog | None = None,
         grammars: Grammars | None = None,
+        codec_rules: CodecRules = CodecRules(),
     ) -> None:
         """`pipelines` are the replicas of one span. `grammars` where tokens are drawn here, by a checkpoint with a tokenizer."""
-        self.config = config
+        self.config, self.codec_rules = config, codec_rules
         self._grammars = grammars
         self._tasks = Tasks("stage server", on_crash=None)
         self._decisions = decisions or DecisionLog()
@@ -94,6 +97,7 @@ class StageServer:
         self._completed = completed or CompletedWork()
         self._weight_of = weight_of
         self.clock = self._replicas.clock  # on which what its jobs take is told, too
+        self.pass_cost = self._replicas.pass_cost
         self._traces = TraceLog()  # of sessions that are over
         self._trace_server = trace_server(network, hello, link_config, self.trace)
 
@@ -176,7 +180,7 @@ class StageServer:
             self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._look_at_computing)
         self._replicas.of(job.session).submit(job, self._loop_s())
 
-    def computed(self, session: StageSession, job: Job, run: Pass) -> None:
+    def computed(self, session: HostedSession, job: Job, run: Pass) -> None:
         """A job came back from the compute thread."""
         start, end = units_of(session.opened)
         self._completed.note(session.id, (end - start) * session.opened.rows * job.count)
@@ -212,7 +216,7 @@ class StageServer:
         """A session told its client that a hop fails."""
         self._replicas.meter.faults[code] += 1
 
-    def freed(self, session: StageSession) -> None:
+    def freed(self, session: HostedSession) -> None:
         """A session gives back its place."""
         if self._sessions.get(session.id) is session:
             del self._sessions[session.id]
@@ -265,7 +269,7 @@ class StageServer:
         hop = body.route[body.index]
         if not self._replicas.span.start <= hop.start < hop.end <= self._replicas.span.end:
             return Error(ErrorCode.WRONG_SPAN)
-        wrong = check_sampling(body, text, self._replicas.vocab_size)
+        wrong = check_sampling(body, text, self._replicas.vocab_size) or self.codec_rules.refusal(body)
         if wrong is not None:
             return Error(wrong)
         session = self._sessions.get(body.session)

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 
@@ -28,6 +26,7 @@ from swarmnode.codec.messages import (
     Fault,
     Input,
     KeepCache,
+    LinkCodec,
     Mode,
     Open,
     Output,
@@ -35,48 +34,26 @@ from swarmnode.codec.messages import (
     Truncate,
     Want,
 )
-from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.trace_messages import trace_id
 from swarmnode.compute.serving.grammar import GrammarMatcher
 from swarmnode.compute.serving.sampler import Sampler
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError
 from swarmnode.net.interfaces import Buffer
-from swarmnode.net.links.hop import Entry, Hop
-from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.net.links.hop import Hop
+from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
-from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.measuring.timing import Timing
 from swarmnode.roles.measuring.trace_log import SessionTrace
 from swarmnode.roles.serving.audits.transcript import Transcript
 from swarmnode.roles.serving.input_cursor import InputCursor
-from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample
+from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample, entries_of
+from swarmnode.roles.serving.link_codecs import LinkCodecs
 from swarmnode.roles.serving.opened import check_input, units_of
 from swarmnode.roles.serving.output_stream import OutputStream
+from swarmnode.roles.serving.session_host import SessionHost
 
 log = logging.getLogger(__name__)
-
-
-class SessionHost(Protocol):
-    """What a session needs of the node that it runs on."""
-
-    switchboard: Switchboard
-    hidden_size: int
-    orphan_grace_s: float
-    observed_latency: ObservedLatency
-    clock: Callable[[], float]
-    draining: bool
-
-    def submit(self, job: Job) -> None:
-        """Run it as soon as the stage comes to it; its `done` is called on the loop."""
-
-    def computed(self, session: StageSession, job: Job, run: Pass) -> None:
-        """A job came back from the compute thread."""
-
-    def note_fault(self, code: ErrorCode) -> None:
-        """The session told its client that a hop fails."""
-
-    def freed(self, session: StageSession) -> None:
-        """The session is over."""
 
 
 class StageSession:
@@ -88,6 +65,7 @@ class StageSession:
         self.trace_id = trace_id(opened.session)
         self.key = key  # names the cache: a session that had to start over has another
         self._cursor = InputCursor(opened.known)
+        self._codecs = LinkCodecs(opened, stage.codec_rules, stage.hidden_size)
         self._sampler = (
             Sampler(opened.sampling, opened.max_length, grammar) if self._is_last and opened.sampling else None
         )
@@ -161,6 +139,7 @@ class StageSession:
         accepted = self._cursor.accepted
         self.moved_s = asyncio.get_running_loop().time()
         self.transcript.rebound(accepted)
+        self._codecs.rebound(opened, accepted)
         self._timing = self._new_timing()
         channel.on_frame, channel.on_lost = self._from_upstream, self._upstream_lost
         channel.send(Ready(have=accepted))
@@ -205,12 +184,13 @@ class StageSession:
 
     def _from_upstream(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Input):
-            code = check_input(self._open, body, frame.seq, self._cursor.accepted, self._stage.hidden_size)
+            code = self._stage.codec_rules.wrong(body) or check_input(
+                self._open, body, frame.seq, self._cursor.accepted, self._stage.hidden_size
+            )
             if code is None:
                 self._accept(frame.seq, body, frame.payload)
-            elif self._upstream is not None:
-                self._upstream.close(Error(code))
-                self.free()
+            else:
+                self._refuse(code)
         elif isinstance(body, End):
             self.free()
         elif isinstance(body, Truncate) and body.to <= self._cursor.accepted:
@@ -220,13 +200,19 @@ class StageSession:
             self._downstream.tell(body)
             if self._stage.draining:  # who leaves keeps nothing
                 self.free()
-        elif self._upstream is not None:
-            self._upstream.close(Error(ErrorCode.MALFORMED))
+        else:
+            self._refuse(ErrorCode.MALFORMED)
+
+    def _refuse(self, code: ErrorCode) -> None:
+        """What came from upstream cannot be: the session ends."""
+        if self._upstream is not None:
+            self._upstream.close(Error(code))
             self.free()
 
     def _cut(self, truncate: Truncate) -> None:
         if truncate.to <= self._cursor.accepted and self._cursor.truncate(truncate):
             self.transcript.end()
+            self._codecs.schedule.truncate(truncate.to)
             self._downstream.cut(truncate)
 
     def _accept(self, start: int, body: Input, payload: Buffer) -> None:
@@ -244,14 +230,16 @@ class StageSession:
         start, truncate = self._cursor.advance(end)
         self.moved_s = asyncio.get_running_loop().time()
         self.transcript.take(start - skip, parts)
-        then, now_s = self._then(), self._stage.clock()
+        then, now_s = self._then(start, end), self._stage.clock()
         after = len(self._open.route) - 1 - self.index
         job = Job(self.key, start, end - start, parts, then, self._done, now_s, want, reorder, skip, after, truncate)
         self._stage.submit(job)
 
-    def _then(self) -> ForwardHidden | Sample | Return:
+    def _then(self, start: int, end: int) -> ForwardHidden | Sample | Return:
         if not self._is_last:
-            return ForwardHidden(Codec(self._open.codec))
+            for chosen in self._codecs.look(start, end, self._downstream.rtt_s or 0.0, self._stage.pass_cost):
+                self._tell_client(chosen)
+            return ForwardHidden(self._codecs.schedule)
         if self._sampler is not None and self._open.mode == Mode.RING:
             return Sample(self._sampler, first=self._sampler.first(self._cursor.known))
         return Return()
@@ -283,14 +271,12 @@ class StageSession:
             self._output_stream.close(Error(result.error))
             self.free()
         elif isinstance(job.then, ForwardHidden):
-            assert result.tensor is not None
-            info, payload = result.tensor
-            body = Input(info, want=job.want, reorder=job.reorder)
-            self._downstream.send(Entry(job.start, job.count, body, (payload,), job.truncate))
+            for entry in entries_of(job, result.tensors):
+                self._downstream.send(entry)
             if job.count == 1:
                 self._timing.sent(job.end)
-        elif result.tensor is not None:
-            info, payload = result.tensor
+        elif result.tensors:
+            ((info, payload),) = result.tensors
             self._output_stream.forget()  # the client drives: it has the earlier ones
             self._publish(job.end, Output(tensor=info), (payload,))
         for drawn in result.tokens:
@@ -335,10 +321,8 @@ class StageSession:
     def _from_downstream(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Ran):
             self._timing.heard(frame.seq, body, self._downstream.rtt_s)
-        elif (
-            isinstance(body, Fault) and body.epoch == self.epoch and self._upstream is not None and self._upstream.open
-        ):
-            self._upstream.send(body)
+        elif isinstance(body, LinkCodec) or (isinstance(body, Fault) and body.epoch == self.epoch):
+            self._tell_client(body)
 
     def _downstream_failed(self, error: PeerError) -> None:
         if self._extended is self._open:  # else it is of an older epoch, and its loss is why there is a newer one
@@ -351,8 +335,12 @@ class StageSession:
     def _send_fault(self, index: int, code: ErrorCode, retry_s: float = 0.0) -> None:
         self._log.info("session %s: hop %d of its route fails: %s", self.trace_id.hex()[:8], index, code.name)
         self._stage.note_fault(code)
+        self._tell_client(Fault(self.epoch, index, code, retry_s))
+
+    def _tell_client(self, body: Fault | LinkCodec) -> None:
+        """By the hops before this one."""
         if self._upstream is not None and self._upstream.open:
-            self._upstream.send(Fault(self.epoch, index, code, retry_s))
+            self._upstream.send(body)
 
     def _crashed(self, _error: BaseException) -> None:
         """A task of ours died of what nobody expected (it is logged): the client is to go elsewhere, not to wait."""

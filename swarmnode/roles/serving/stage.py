@@ -26,6 +26,7 @@ from swarmnode.roles.serving.audits.audit_server import Author, audit_server
 from swarmnode.roles.serving.grammars import Grammars
 from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware
 from swarmnode.roles.serving.kept_span import KeptSpan
+from swarmnode.roles.serving.link_codecs import codec_rules_of
 from swarmnode.roles.serving.pipeline import Pipeline
 from swarmnode.roles.serving.server import StageServer
 from swarmnode.roles.serving.span_part import LoadedSpan, SpanPart
@@ -136,6 +137,7 @@ class ServingStage:
                 on_neighbour_lost=host.lost_neighbour,
                 decisions=host.decisions,
                 grammars=Grammars(compiler, host.link_config.ledger, hardware.config.server) if compiler else None,
+                codec_rules=codec_rules_of(host, span.dtype),
             )
             undo.push_async_callback(server.close)
             await server.start()

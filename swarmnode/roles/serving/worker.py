@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from swarmnode.codec.tensors import Codec
+from swarmnode.codec.tensors import Codec, TensorInfo, payload_bytes
 from swarmnode.compress.codecs import encode_in_place, to_buffer
 from swarmnode.compute.device_fault import is_device_fault
 from swarmnode.compute.executor import Executor, Urgency, WorkItem
@@ -36,7 +36,7 @@ from swarmnode.plan.serving.scheduler import PassScheduler
 from swarmnode.plan.view import Span
 from swarmnode.roles.measuring.meters import DECODE, FORWARD, PREFILL, SERVE, StageMeter
 from swarmnode.roles.serving.compute_watch import Running
-from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample, take
+from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Sample, take
 
 if TYPE_CHECKING:
     from swarmnode.compute.serving.runner import StageRunner
@@ -270,25 +270,37 @@ class Worker:
         """`y` is hidden_BTH, or at the last hop logits_BKV (hidden_BTH where the client holds the head)."""
         then, wanted = job.then, job.wanted
         if isinstance(then, ForwardHidden):
-            info, payload_M = encode_in_place(y, then.codec)
-            self.meter.note_tensors(then.codec, FORWARD, raw_bytes=y.nbytes, encoded_bytes=payload_M.nbytes)
-            place = outputs.add(payload_M)
-            return lambda fetched: JobResult(tensor=(info, to_buffer(fetched[place])))
+            pieces = list(then.codecs.pieces(job.start, job.end))
+            states = [y if len(pieces) == 1 else y[:, start - job.start : end - job.start] for start, end, _ in pieces]
+            infos, finish = _put(states, [codec for _, _, codec in pieces], outputs)
+            for info, piece in zip(infos, states, strict=True):
+                codec, encoded_bytes = Codec(info.codec), payload_bytes(info)
+                self.meter.note_tensors(codec, FORWARD, raw_bytes=piece.nbytes, encoded_bytes=encoded_bytes)
+            return finish
         if not wanted:
             return _told(JobResult())
         y = y[:, y.shape[1] - wanted :]
         sound = outputs.add(finiteness(y))
-        finish = self._return(y, outputs) if isinstance(then, Return) else self._sample(job, then, y, outputs)
+        if isinstance(then, Sample):
+            finish = self._sample(job, then, y, outputs)
+        else:
+            _, finish = _put([y], [Codec.NONE], outputs)
         return lambda fetched: finish(fetched) if bool(fetched[sound]) else JobResult(error=ErrorCode.NOT_FINITE)
-
-    def _return(self, y: Tensor, outputs: DeviceOutputs) -> Finish:
-        info, payload_M = encode_in_place(y, Codec.NONE)
-        place = outputs.add(payload_M)
-        return lambda fetched: JobResult(tensor=(info, to_buffer(fetched[place])))
 
     def _sample(self, job: Job, then: Sample, logits_BKV: Tensor, outputs: DeviceOutputs) -> Finish:
         draw = then.sampler.launch(logits_BKV, job.end - job.wanted + 1, outputs)  # logits at p draw the token at p + 1
         return lambda fetched: JobResult(tokens=draw(fetched))
+
+
+def _put(tensors: Sequence[Tensor], codecs: Sequence[Codec], outputs: DeviceOutputs) -> tuple[list[TensorInfo], Finish]:
+    """Each in its codec: what it is, and what to make of it on the host."""
+    encoded = [encode_in_place(tensor, codec) for tensor, codec in zip(tensors, codecs, strict=True)]
+    places = [(info, outputs.add(payload_M)) for info, payload_M in encoded]
+
+    def finish(fetched: Sequence[Tensor]) -> JobResult:
+        return JobResult(tensors=tuple((info, to_buffer(fetched[place])) for info, place in places))
+
+    return [info for info, _ in encoded], finish
 
 
 def _told(result: JobResult) -> Finish:

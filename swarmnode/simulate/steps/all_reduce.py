@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from swarmnode.codec.averaging_messages import Group, How
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.training.compression import encoded_bytes
+from swarmnode.plan.compression import encoded_bytes
 from swarmnode.simulate.environment.links import Links
 from swarmnode.simulate.environment.model import Model
 from swarmnode.swarm.records.run import Averaging

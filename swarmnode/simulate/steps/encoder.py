@@ -1,5 +1,5 @@
 """What values travel as, link by link and direction by direction: the live controllers' choices
-(`plan/training/compression.py`)."""
+(`plan/compression.py`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from swarmnode.codec.tensors import Codec, DType, TensorInfo, payload_bytes
 from swarmnode.errors import UsageError
+from swarmnode.plan.compression import LADDER, Controller, Look, adatopk_keep, encoded_bytes
 from swarmnode.plan.spans.flow import Floats
-from swarmnode.plan.training.compression import LADDER, Controller, Look, adatopk_keep, encoded_bytes
 from swarmnode.simulate.environment.links import Links
 
 AUTO, ADATOPK = "auto", "adatopk"

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from swarmnode.codec.messages import Sampling, Want
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.compute.serving.sampler import Sampler
+from swarmnode.plan.serving.codec_schedule import CodecSchedule
 from swarmnode.roles.serving.job import ForwardHidden, Job, Return, Sample, cut, merge, take
 
 
@@ -18,7 +19,7 @@ def job(start: int, count: int, want: Want = Want.NOTHING, **more: object) -> Jo
     """Positions whose payload is their own numbers, one byte each; after `skip` others."""
     skip = int(more.get("skip", 0))  # type: ignore[call-overload]
     part = (TensorInfo(Codec.NONE, DType.INT64, (1, skip + count)), bytes(range(start - skip, start + count)))
-    made = Job(1, start, count, (part,), ForwardHidden(Codec.NONE), lambda *_: None, 0.0, want=want)
+    made = Job(1, start, count, (part,), ForwardHidden(CodecSchedule(Codec.NONE)), lambda *_: None, 0.0, want=want)
     return replace(made, **more)  # type: ignore[arg-type]
 
 
@@ -78,7 +79,7 @@ SAMPLER = Sampler(Sampling(prompt_length=10, max_new_tokens=5), 20)
 
 
 @pytest.mark.parametrize(("then", "want", "wanted"), [
-    (ForwardHidden(Codec.NONE), Want.ALL, 0),
+    (ForwardHidden(CodecSchedule(Codec.NONE)), Want.ALL, 0),
     (Return(), Want.NOTHING, 0), (Return(), Want.LAST, 1), (Return(), Want.ALL, 10),
     (Sample(SAMPLER, first=10), Want.NOTHING, 1),
     (Sample(SAMPLER, first=11), Want.NOTHING, 0),

@@ -45,8 +45,8 @@ class Recorder:
     def finish(self, began_s: float, *, value: float = 0.0, **result: Any) -> None:
         """The job that came first."""
         job = self.jobs.pop(0)
-        tensor = {} if result else {"tensor": (INFO, struct.pack("<f", value))}
-        job.done(job, JobResult(**tensor, **result), Pass(began_s, began_s + PASS_S, 1))
+        tensors = {} if result else {"tensors": ((INFO, struct.pack("<f", value)),)}
+        job.done(job, JobResult(**tensors, **result), Pass(began_s, began_s + PASS_S, 1))
 
 
 class Line:
@@ -80,7 +80,7 @@ async def test_a_job_goes_from_device_to_device_and_what_was_asked_of_it_is_done
         assert isinstance(job.then, ForwardHidden if place < 2 else Return)
         worker.finish(10.0 * place, value=float(place))
     ((job, result, run),) = line.done
-    assert struct.unpack("<f", bytes(job.parts[0][1])) == (1.0,) and result.tensor is not None
+    assert struct.unpack("<f", bytes(job.parts[0][1])) == (1.0,) and len(result.tensors) == 1
     assert run == Pass(0.0, 20.0 + PASS_S, 1), "the time of all devices"
 
 

@@ -17,6 +17,7 @@ from swarmnode.compute.executor import Executor
 from swarmnode.compute.serving.runner import StepInput
 from swarmnode.compute.serving.runner import StepOutput as Output
 from swarmnode.errors import ErrorCode
+from swarmnode.plan.serving.codec_schedule import CodecSchedule
 from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult
 from swarmnode.roles.serving.worker import Worker
 
@@ -70,7 +71,7 @@ class Desk:
     def submit(self, session: int, *ids: int) -> None:
         info = TensorInfo(Codec.NONE, DType.INT64, (1, len(ids)))
         payload = struct.pack(f"<{len(ids)}q", *ids)
-        then, now_s = ForwardHidden(Codec.NONE), self.worker.clock()
+        then, now_s = ForwardHidden(CodecSchedule(Codec.NONE)), self.worker.clock()
         self.worker.submit(Job(session, 0, len(ids), ((info, payload),), then, self._done, now_s))
 
     def _done(self, job: Job, result: JobResult, _run: object) -> None:
@@ -108,8 +109,7 @@ async def test_a_long_prompt_goes_in_chunks_and_comes_out_whole(desk: Desk) -> N
     values: list[float] = []
     while len(values) < 300:
         result = (await desk.next(1))[0]
-        assert result.tensor is not None
-        info, payload = result.tensor
+        ((info, payload),) = result.tensors
         values += struct.unpack(f"<{info.shape[1]}f", payload)
     assert values == [number % 100 for number in range(300)]
     assert lengths == [128, 128, 44]

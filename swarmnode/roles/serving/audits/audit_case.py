@@ -85,6 +85,8 @@ class AuditCase:
         """What comes of it: `passed`, `false`, `doubt` or `void`; standings are kept. Raises what made it come to nothing."""
         if original.contradiction(self.ids) is not None:
             return self._contradicted(original)
+        if (index := self._untold(original)) is not None:
+            return self._concealed(original, index)
         second = await self._run_again(original.route)
         if second is None or second.contradiction(self.ids) is not None:
             return "void"  # and no doubt: what it drew may have come back to it sooner than what it was sent
@@ -116,7 +118,31 @@ class AuditCase:
         return "doubt"
 
     def _compare(self, one: TextRun, other: TextRun) -> Comparison:
-        return compare(one, other, self._spec.codec, self._auditor.calibration)
+        return compare(one, other, lambda unit: self._spec.coarsest(unit, self._end), self._auditor.calibration)
+
+    def _untold(self, run: TextRun) -> int | None:
+        """The first hop that says that it sent in another codec than the client was told; None where there is none."""
+        stated = (account.statement for account in run.accounts[:-1])
+        return next(
+            (
+                index
+                for index, said in enumerate(stated)
+                if said.codec != self._spec.codec_into(said.end, said.sent.length)
+            ),
+            None,
+        )
+
+    def _concealed(self, run: TextRun, index: int) -> str:
+        """Its choice went to the client by the hops before it: nobody can compute the text again, and one of them is to be
+        doubted. Where hops were lost, one of them may have chosen and not told it."""
+        if run.moved:
+            return "void"
+        one, other = run.route[index].peer, run.route[max(0, index - 1)].peer
+        log.info("peer %s sent in another codec than was told", one)
+        self._doubt(one, other if other != one else self._name)
+        if one != other:
+            self._doubt(other, one)
+        return "doubt"
 
     def _contradicted(self, run: TextRun) -> str:
         """Two neighbours of a route say different things of what went between them: one of the two is to be doubted."""

@@ -100,7 +100,7 @@ class Auditor:
     async def _audit(self, session: ClientSession, ids: list[int]) -> None:
         from swarmnode.roles.serving.audits.audit_case import AuditCase
 
-        case = AuditCase(self, session.spec, ids)
+        case = AuditCase(self, session.settled, ids)
 
         async def examine() -> str:
             return await case.decide(await case.heard(session))

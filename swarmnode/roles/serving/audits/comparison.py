@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,8 @@ from swarmnode.plan.audits.tolerances import Calibration
 from swarmnode.roles.serving.audits.hop_account import HopAccount
 from swarmnode.roles.serving.audits.transcript import ids_digest
 
+CodecAt = Callable[[int], Codec]
+"""unit -> the coarsest codec that states have met when they enter it"""
 SAME = 1e-4  # two sketches of the same bytes, on different machines
 
 
@@ -82,12 +84,13 @@ class Comparison:
         return True if len(self.judgements) > index else None
 
 
-def compare(one: TextRun, other: TextRun, codec: Codec, calibration: Calibration) -> Comparison:
-    """What came out of each hop in two runs of the same text, whose states travelled by `codec`: as the next hop got them, and in
-    the end tokens."""
+def compare(one: TextRun, other: TextRun, codec_at: CodecAt, calibration: Calibration) -> Comparison:
+    """What came out of each hop in two runs of the same text, whose states had met no coarser codec than `codec_at` says: as the
+    next hop got them, and in the end tokens."""
     judgements: list[Judgement] = []
     for index in range(len(one.route)):
         said = one.accounts[index].statement
+        codec = codec_at(said.end)
         if index + 1 == len(one.route):
             tolerance = calibration.tolerance(said.number_format, codec, units=said.end)
             both = [at for at in one.drawn if at in other.drawn]

@@ -19,6 +19,7 @@ from swarmnode.codec.tensors import ID_DTYPES, Codec, TensorInfo
 from swarmnode.compress.codecs import decode
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.links.hop import Entry, Hop
+from swarmnode.plan.serving.codec_schedule import coarsest
 from swarmnode.roles.serving.output_stream import OutputStream
 from swarmnode.swarm.records.statement import Edge
 
@@ -42,8 +43,8 @@ class Conveyed:
 
     @property
     def codec(self) -> Codec:
-        """How it travelled."""
-        return Codec(self.entries[-1].body.tensor.codec) if self.entries else Codec.NONE
+        """The coarsest in which any of it travelled."""
+        return coarsest(Codec(entry.body.tensor.codec) for entry in self.entries)
 
     def edge(self) -> Edge:
         """As a statement has it."""

@@ -15,7 +15,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from swarmnode.codec.body import MAX_WANTED_POSITIONS
 from swarmnode.codec.messages import Input, Mode, Want
-from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.errors import UsageError
 from swarmnode.net.links.hop import Entry
@@ -25,7 +24,8 @@ from swarmnode.roles.serving.client.session_spec import MAX_WIDTH, SessionSpec
 
 if TYPE_CHECKING:
     from swarmnode.compute.model.checkpoint import Checkpoint
-    from swarmnode.roles.serving.client.ends import Ends
+    from swarmnode.roles.serving.client.compressions import AUTO, codec_named
+from swarmnode.roles.serving.client.ends import Ends
 
 T = TypeVar("T")
 OpenSession = Callable[[SessionSpec], ClientSession]
@@ -112,8 +112,8 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         generation_config: GenerationConfig | None = None,
         ends: Ends | None = None,
         prompt_chunk_tokens: int = 128,
-        codec: Codec = Codec.NONE,
         limits: ModelLimits = ModelLimits(),
+        compress: str = "none",
     ) -> None:
         config._attn_implementation = "eager"  # no attention runs here
         super().__init__(config)
@@ -121,7 +121,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         self.run = run
         self._ends = ends
         self._prompt_chunk_tokens = prompt_chunk_tokens
-        self._codec = codec
+        self._compress = compress
         self._limits = limits
         self.generation_config = generation_config or GenerationConfig.from_model_config(config)
         self.register_buffer("_where", torch.empty(0), persistent=False)  # gives the model a device and a dtype
@@ -149,6 +149,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         ends: Ends | None,
         prompt_chunk_tokens: int,
         limits: ModelLimits = ModelLimits(),
+        compress: str = "none",
     ) -> RemoteCausalLM:
         """With the config and generation config of a checkpoint, of which no weights need be here."""
         try:
@@ -163,6 +164,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
             ends=ends,
             prompt_chunk_tokens=prompt_chunk_tokens,
             limits=limits,
+            compress=compress,
         )
 
     # -- transformers' side
@@ -217,7 +219,14 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         self._limits.check_session(rows, max_length)
         width = (self._ends.hidden_size if self._ends else self._limits.vocabulary) or MAX_WIDTH
         spec = SessionSpec(
-            Mode.DRIVEN, max_length=max_length, rows=rows, padding=padding, codec=self._codec, width=width
+            Mode.DRIVEN,
+            max_length=max_length,
+            rows=rows,
+            padding=padding,
+            codec=codec_named(self._compress),
+            adapts=self._compress == AUTO,
+            allowed=frozenset(self._limits.codecs),
+            width=width,
         )
         session = self._open_session(spec)
         if self._ends is not None:
@@ -297,7 +306,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
     def _entry(self, session: bytes, start: int, ids_BT: torch.Tensor, want: Want, reorder: tuple[int, ...]) -> Entry:
         if self._ends is None:
             return ids_entry(start, ids_BT.tolist(), want, reorder)
-        info, payload = encode(self._ends.embed(session, ids_BT, reorder), self._codec)
+        info, payload = encode(self._ends.embed(session, ids_BT, reorder), codec_named(self._compress))
         return Entry(start, ids_BT.shape[1], Input(info, want=want, reorder=reorder), (payload,))
 
     @staticmethod

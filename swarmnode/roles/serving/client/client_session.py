@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import secrets
 import sys
@@ -31,8 +32,8 @@ from swarmnode.codec.messages import (
     HopSpec,
     Input,
     KeepCache,
+    LinkCodec,
     Mode,
-    Open,
     Output,
     Truncate,
     Want,
@@ -63,6 +64,7 @@ from swarmnode.roles.serving.client.router import Route, Router
 from swarmnode.roles.serving.client.served_work import ServedWork
 from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.roles.serving.client.session_stats import SessionStats
+from swarmnode.roles.serving.client.told_codecs import ToldCodecs
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +132,7 @@ class ClientSession:
         self._tainted = False  # whether some hop may hold what no honest one made
         self._received: asyncio.Queue[Received | SwarmnodeError] = asyncio.Queue()
         self._faults: asyncio.Queue[tuple[int, int, PeerError]] = asyncio.Queue()
+        self._codecs = ToldCodecs(spec.codec, spec.codecs)
         self._blame = Blame(clock, avoid_s=config.avoid_s)
         self._last_progress_s = clock()
         self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}", on_crash=self._crashed)
@@ -138,6 +141,11 @@ class ClientSession:
     def __repr__(self) -> str:
         hops = " -> ".join(f"{hop.peer[-6:]}[{hop.start}:{hop.end})" for hop in self.route)
         return f"<ClientSession {self.trace_id.hex()[:8]} epoch {self.epoch} at {self._first.end} positions via {hops or 'nobody'}>"
+
+    @property
+    def settled(self) -> SessionSpec:
+        """How it was computed, for whoever computes it again."""
+        return dataclasses.replace(self.spec, adapts=False, codecs=self._codecs.told)
 
     @property
     def length(self) -> int:
@@ -163,6 +171,7 @@ class ClientSession:
         if begin < self.length:
             self._truncate = self._first.truncation(begin)
             self._first.cut(self._truncate)
+            self._codecs.truncate(begin)
         self.spec, self.stats, self._drawn, self._complete = spec, SessionStats(), [], False
         self._expected, self._wanted = spec.sampling.prompt_length, 1
         self._last_progress_s = self._clock()
@@ -173,6 +182,7 @@ class ClientSession:
         """Send an input; positions from its first one on are taken back. `expect`: of the output that it will bring, if any."""
         if entry.start < self.length:
             entry = replace(entry, truncate=self._first.truncation(entry.start))
+            self._codecs.truncate(entry.start)
         if expect is not None:
             self._expected = expect
             self._wanted = entry.count if entry.body.want == Want.ALL else 1
@@ -208,6 +218,8 @@ class ClientSession:
         if isinstance(body, Ran) and self._timing is not None:
             self._timing.heard(frame.seq, body, self._first.rtt_s)
             self._timing.learn(body)
+        elif isinstance(body, LinkCodec) and self.spec.adapts and body.codec in self.spec.allowed:
+            self._codecs.hear(body, self.route, self.spec.max_length)
         elif isinstance(body, Fault) and body.index < len(self.route):
             error = refusal(body.code, retry_s=body.retry_s, peer=self.route[body.index].peer)
             self._fault(body.epoch, body.index, error)
@@ -367,20 +379,7 @@ class ClientSession:
             return
         self.epoch, self.known = self.epoch + 1, self._expected
         spec = self.spec
-        opened = Open(
-            session=self.id,
-            epoch=self.epoch,
-            route=self.route,
-            index=0,
-            mode=spec.mode,
-            rows=spec.rows,
-            max_length=spec.max_length,
-            codec=spec.codec,
-            sampling=spec.sampling,
-            padding=spec.padding,
-            known=self.known,
-            truncate=self._truncate,
-        )
+        opened = spec.opening(self.id, self.epoch, self.route, self.known, self._truncate, self._codecs.told)
         if self._last is not None:
             self._last.close()
             self._last = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarmnode.codec.body import MAX_POSITIONS, MAX_SEED, MAX_STOP_IDS, MAX_TEMPERATURE, MAX_TOKEN_ID
@@ -21,16 +21,17 @@ from swarmnode.codec.sampling import (
     Grammar,
     Sampling,
 )
-from swarmnode.codec.tensors import Codec
 from swarmnode.config import ClientConfig
 from swarmnode.errors import UsageError
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.roles.measuring.meters import ClientMeter
 from swarmnode.roles.serving.client.client_session import ClientSession, ids_entry
+from swarmnode.roles.serving.client.compressions import AUTO, COMPRESSIONS, codec_named
 from swarmnode.roles.serving.client.kept_sessions import KeptSessions
 from swarmnode.roles.serving.client.router import Router
 from swarmnode.roles.serving.client.served_work import ServedWork
 from swarmnode.roles.serving.client.session_spec import MAX_WIDTH, SessionSpec
+from swarmnode.swarm.records.manifest import SERVING_CODECS
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class GenerateOptions:
 
     `frequency_penalty` and `presence_penalty` count generated tokens, `repetition_penalty` the prompt's, too. `logit_bias` is added
     to the logits of these token ids. `logprobs`: tell the logarithms of the probabilities of the tokens and of so many others. The
-    text follows the `grammar`; it is whole unless it ends for want of new tokens.
+    text follows the `grammar`; it is whole unless it ends for want of new tokens. `compress`: as what states go from peer to peer;
+    "auto" leaves it to them, who compress where a link is what one waits for.
     """
 
     max_new_tokens: int = 64
@@ -48,7 +50,7 @@ class GenerateOptions:
     top_k: int = 0
     seed: int | None = None
     stop_ids: tuple[int, ...] = ()
-    codec: Codec = Codec.NONE
+    compress: str = AUTO
     min_p: float = 0.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -68,6 +70,7 @@ class GenerateOptions:
             f"at most {MAX_STOP_IDS} stop tokens": len(self.stop_ids) <= MAX_STOP_IDS,
             "stop tokens must be token ids": all(0 <= token <= MAX_TOKEN_ID for token in self.stop_ids),
             "seed must be a number of 63 bits": self.seed is None or 0 <= self.seed <= MAX_SEED,
+            f"compress must be one of {', '.join(COMPRESSIONS)}": self.compress in COMPRESSIONS,
             "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
             f"frequency_penalty and presence_penalty must be between -{MAX_PENALTY:g} and {MAX_PENALTY:g}": max(
                 abs(self.frequency_penalty), abs(self.presence_penalty)
@@ -156,6 +159,7 @@ class RingStream:
         config: ClientConfig,
         *,
         vocabulary: int | None = None,
+        allowed: Collection[int] = SERVING_CODECS,
         meter: ClientMeter | None = None,
         audit: Audit = lambda _session, _ids: False,
         clock: Callable[[], float] = time.monotonic,
@@ -163,7 +167,7 @@ class RingStream:
         kept: KeptSessions | None = None,
         owner: str = "",
     ) -> None:
-        """`kept` are sessions of earlier texts; those of this `owner` may be gone on with."""
+        """`allowed`: the codecs of the swarm. `kept` are sessions of earlier texts; those of this `owner` may be gone on with."""
         self._kept = None if options.grammar is not None else kept  # its matcher is made for a new session
         self._owner = owner
         self._goes_on = False  # with an earlier text's session, whose hops may have forgotten what an audit asks for
@@ -177,7 +181,9 @@ class RingStream:
             Mode.RING,
             max_length=len(self.prompt) + options.max_new_tokens - 1,  # the last one is told and not fed
             sampling=options.sampling(len(self.prompt)),
-            codec=options.codec,
+            codec=codec_named(options.compress),
+            adapts=options.compress == AUTO,
+            allowed=frozenset(allowed),
             prompt_tokens=len(self.prompt) - 1,  # its last one makes the first new token
             prompt=tuple(self.prompt),
             width=vocabulary or MAX_WIDTH,
@@ -224,7 +230,7 @@ class RingStream:
 
     async def _begin(self) -> int:
         """Open the session, or go on with one: how many positions of the prompt need not be sent."""
-        found = None if self._kept is None else self._kept.take(self._owner, self.prompt)
+        found = None if self._kept is None else self._kept.take(self._owner, self.prompt, self._spec)
         if found is None:
             await self._session.start()
             return 0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from swarmnode.roles.serving.client.client_session import ClientSession
+from swarmnode.roles.serving.client.session_spec import SessionSpec
 
 MOST = 64  # of one client
 LEAST_POSITIONS = 16  # in common: below, a new session costs no more
@@ -33,13 +34,13 @@ class KeptSessions:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def take(self, owner: str, prompt: Sequence[int]) -> tuple[ClientSession, int] | None:
+    def take(self, owner: str, prompt: Sequence[int], spec: SessionSpec) -> tuple[ClientSession, int] | None:
         """The owner's session that has most in common with a prompt, and how many positions; it is not kept any more. None where
-        none has enough, or only a small part of itself, so that its own text may go on with it."""
+        none has enough, or only a small part of itself, so that its own text may go on with it, or travels as `spec` does."""
         common = [
             (common_length(kept.ids, prompt[:-1]), kept)  # the last one's logits are needed
             for kept in self._kept
-            if kept.owner == owner
+            if kept.owner == owner and kept.session.spec.travels_as(spec)
         ]
         useful = [
             (length, kept) for length, kept in common if length >= LEAST_POSITIONS and 2 * length >= len(kept.ids)

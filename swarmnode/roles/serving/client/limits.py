@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from swarmnode.codec.body import MAX_POSITIONS, MAX_ROWS, MAX_TOKEN_ID
 from swarmnode.codec.sampling import Grammar
 from swarmnode.errors import ContextTooLong, ProtocolError, UsageError
+from swarmnode.roles.serving.client.compressions import check_compression
 from swarmnode.roles.serving.client.generation import GenerateOptions
+from swarmnode.swarm.records.manifest import SERVING_CODECS
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """`vocabulary`: how many token ids it knows. `positions`: how many a sequence may have. None: no limit is known."""
+    """`vocabulary`: how many token ids it knows. `positions`: how many a sequence may have. None: no limit is known. `codecs`: as
+    what its states may travel."""
 
     vocabulary: int | None = None
     positions: int | None = None
+    codecs: tuple[int, ...] = SERVING_CODECS
 
     def ids(self, prompt: Iterable[object]) -> list[int]:
         """The prompt's token ids. Raises UsageError where there is none, or one that the model does not know."""
@@ -55,7 +59,9 @@ class ModelLimits:
         return self._bound - prompt_length + 1
 
     async def check_options(self, options: GenerateOptions) -> None:
-        """Raises UsageError where a bias is for a token that the model does not have, or the grammar is none."""
+        """Raises UsageError where a bias is for a token that the model does not have, the grammar is none, or the swarm does not
+        allow to compress so."""
+        check_compression(options.compress, self.codecs)
         if options.logit_bias:
             self.check_ids(min(options.logit_bias), max(options.logit_bias))
         if options.grammar is not None:

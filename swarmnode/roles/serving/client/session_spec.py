@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmnode.codec.logprobs import unpack_logprobs
-from swarmnode.codec.messages import Mode, Output, Sampling
+from swarmnode.codec.messages import HopSpec, LinkCodec, Mode, Open, Output, Sampling, Truncate
 from swarmnode.codec.sampling import pack_text
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import ProtocolError
 from swarmnode.net.interfaces import Buffer
 from swarmnode.plan.routes.lattice import SessionSize
+from swarmnode.plan.serving.codec_schedule import CodecSchedule, coarsest
+from swarmnode.swarm.records.manifest import SERVING_CODECS
 
 MAX_WIDTH = 1 << 20  # wider than any vocabulary
 
@@ -19,7 +21,8 @@ MAX_WIDTH = 1 << 20  # wider than any vocabulary
 @dataclass(frozen=True)
 class SessionSpec:
     """`width`: logits or hidden states that come out are no wider, token ids below it. `prompt_tokens` of `max_length`
-    positions come at once, where that is known. `prompt` is what goes before the drawn tokens."""
+    positions come at once, where that is known. `prompt` is what goes before the drawn tokens. States between hops travel as
+    `codec`, but for what `codecs` says; where it `adapts`, as the hops choose among what the swarm has `allowed`."""
 
     mode: Mode
     max_length: int
@@ -27,6 +30,9 @@ class SessionSpec:
     sampling: Sampling | None = None
     padding: tuple[int, ...] = ()
     codec: Codec = Codec.NONE
+    adapts: bool = False
+    codecs: tuple[LinkCodec, ...] = ()
+    allowed: frozenset[int] = frozenset(SERVING_CODECS)
     prompt_tokens: int = 0
     prompt: tuple[int, ...] = ()
     width: int = MAX_WIDTH
@@ -35,6 +41,47 @@ class SessionSpec:
     def size(self) -> SessionSize:
         """What routing knows of it."""
         return SessionSize(self.rows * self.prompt_tokens, self.rows * (self.max_length - self.prompt_tokens))
+
+    def opening(
+        self,
+        session: bytes,
+        epoch: int,
+        route: tuple[HopSpec, ...],
+        known: int,
+        truncate: Truncate | None,
+        codecs: tuple[LinkCodec, ...],
+    ) -> Open:
+        """The OPEN of an epoch, for the first hop of a route."""
+        return Open(
+            session=session,
+            epoch=epoch,
+            route=route,
+            index=0,
+            mode=self.mode,
+            rows=self.rows,
+            max_length=self.max_length,
+            codec=self.codec,
+            sampling=self.sampling,
+            padding=self.padding,
+            known=known,
+            truncate=truncate,
+            codecs=codecs,
+            adapts=self.adapts,
+        )
+
+    def travels_as(self, other: SessionSpec) -> bool:
+        """Whether what the hops hold of another session is what they would hold of this one."""
+        return (self.codec, self.adapts) == (other.codec, other.adapts)
+
+    def codec_into(self, unit: int, end: int) -> Codec:
+        """The coarsest codec in which the positions below `end` entered a unit."""
+        schedule = CodecSchedule(self.codec, ((one.start, Codec(one.codec)) for one in self.codecs if one.unit == unit))
+        return schedule.coarsest(end)
+
+    def coarsest(self, unit: int, end: int) -> Codec:
+        """The coarsest codec that the positions below `end` had met when they entered a unit, on whatever route."""
+        met = {one.unit for one in self.codecs if one.unit <= unit}
+        return coarsest([self.codec, *(self.codec_into(one, end) for one in met)])
 
     def text(self, drawn: Sequence[int]) -> bytes:
         """What goes with an OPEN where so many tokens have been drawn already."""

@@ -9,10 +9,10 @@ import numpy as np
 
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.compression import LADDER, encoded_bytes
 from swarmnode.plan.cost import transfer_s
 from swarmnode.plan.routes.delays import bandwidths, one_way_delays
 from swarmnode.plan.spans.flow import Floats
-from swarmnode.plan.training.compression import LADDER, encoded_bytes
 from swarmnode.plan.view import view_of
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import peer_digest

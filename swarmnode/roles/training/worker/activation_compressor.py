@@ -9,7 +9,7 @@ from torch import Tensor
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.training.compression import Choice, Controller, Look, adatopk_keep, encoded_bytes
+from swarmnode.plan.compression import Choice, Controller, Look, adatopk_keep, encoded_bytes
 from swarmnode.roles.training.worker.values import Encoded, describe_values, encode_values
 
 AUTO, ADATOPK = "auto", "adatopk"

@@ -26,7 +26,7 @@ from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.audits.budget import AuditBudget
-from swarmnode.plan.training.compression import Choice
+from swarmnode.plan.compression import Choice
 from swarmnode.plan.view import Span
 from swarmnode.roles.host import Host
 from swarmnode.roles.measuring.capability import Capability, SpeedCache

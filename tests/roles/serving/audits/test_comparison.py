@@ -54,7 +54,7 @@ HONEST = run(states(1), states(2), IDS)
 
 def false_hop(other: TextRun) -> int | None:
     assert other.contradiction(IDS) is None
-    return compare(HONEST, other, Codec.NONE, Calibration()).false_hop
+    return compare(HONEST, other, lambda _unit: Codec.NONE, Calibration()).false_hop
 
 
 def test_the_first_hop_that_differs_is_named_and_nothing_is_said_behind_it() -> None:
@@ -90,14 +90,16 @@ def test_nobody_answers_for_what_a_hop_had_from_one_that_has_left() -> None:
     lied = states(2)
     lied[:32] = states(3)[:32]
     took_over = run(states(1), lied, [9] * 64, base=32)
-    found = compare(took_over, HONEST, Codec.NONE, Calibration())
+    found = compare(took_over, HONEST, lambda _unit: Codec.NONE, Calibration())
     assert found.unclear
     assert found.false_hop is None
     assert found.agree_at(0) is True
     assert found.agree_at(1) is None
     lied[40:] = states(4)[40:]
-    assert compare(took_over, HONEST, Codec.NONE, Calibration()).false_hop is None, "sketches are of what was sent"
-    assert compare(run(states(1), lied, IDS, base=32), HONEST, Codec.NONE, Calibration()).false_hop == 1
+    assert compare(took_over, HONEST, lambda _unit: Codec.NONE, Calibration()).false_hop is None, (
+        "sketches are of what was sent"
+    )
+    assert compare(run(states(1), lied, IDS, base=32), HONEST, lambda _unit: Codec.NONE, Calibration()).false_hop == 1
 
 
 def test_a_replaced_hops_sketches_count_from_where_it_took_over() -> None:
@@ -113,5 +115,5 @@ def test_a_replaced_hops_sketches_count_from_where_it_took_over() -> None:
 
 
 def test_of_two_runs_that_part_earlier_nothing_can_be_said() -> None:
-    found = compare(HONEST, run(states(5), states(2), IDS), Codec.NONE, Calibration())
+    found = compare(HONEST, run(states(5), states(2), IDS), lambda _unit: Codec.NONE, Calibration())
     assert (found.agree_at(0), found.agree_at(1), found.agree_at(2)) == (False, None, None)

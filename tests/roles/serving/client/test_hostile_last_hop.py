@@ -62,7 +62,7 @@ async def test_token_ids_beyond_the_vocabulary_are_the_last_hops_fault() -> None
 async def test_outputs_of_another_shape_are_never_decoded(shape: tuple[int, int, int]) -> None:
     swarm = await ToySwarm.start((0, 4), (0, 4))
     liar = swarm.volunteers[0]
-    lies(liar, JobResult(tensor=(TensorInfo(Codec.TOPK, DType.FLOAT32, shape, 0), bytes(131_072))))
+    lies(liar, JobResult(tensors=((TensorInfo(Codec.TOPK, DType.FLOAT32, shape, 0), bytes(131_072)),)))
     spec = SessionSpec(Mode.DRIVEN, max_length=20, width=1)
     session = ClientSession(swarm.switchboard, swarm.router, spec, swarm.config, clock=asyncio.get_running_loop().time)
     await session.start()

@@ -7,10 +7,10 @@ import torch
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import UsageError
-from swarmnode.plan.training.compression import HURRY, Choice
+from swarmnode.plan.compression import HURRY, Choice
 from swarmnode.roles.measuring.meters import BACKWARD, FORWARD
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
-from swarmnode.swarm.records.manifest import SERVING_CODECS, TRAINING_CODECS
+from swarmnode.swarm.records.manifest import DEFAULT_CODECS, TRAINING_CODECS
 
 VALUES = (torch.randn(4, 64, 64), torch.ones(4, 64, dtype=torch.int64))
 
@@ -27,7 +27,7 @@ def test_a_fixed_codec_for_floats_alone() -> None:
 @pytest.mark.parametrize("mode", ["int4", "adatopk"])
 def test_what_the_swarm_does_not_allow(mode: str) -> None:
     with pytest.raises(UsageError, match=f"--compress {mode}"):
-        ActivationCompressor(mode, SERVING_CODECS)
+        ActivationCompressor(mode, DEFAULT_CODECS)
 
 
 def test_a_choice_is_told_when_it_changes() -> None:

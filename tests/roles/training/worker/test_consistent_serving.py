@@ -69,8 +69,7 @@ class TrainedAndServed:
             )
         )
         result = await asyncio.wait_for(done, PATIENCE_S)
-        assert result.tensor is not None
-        return decode(*result.tensor)
+        return decode(*result.tensors[0])
 
 
 async def test_an_update_comes_before_a_pass_or_after_it_and_never_into_it(tmp_path: Path) -> None:

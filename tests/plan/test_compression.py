@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from swarmnode.plan.training.compression import HURRY, LADDER, PATIENCE, Controller, Look, adatopk_keep, encoded_bytes
+from swarmnode.plan.compression import HURRY, LADDER, PATIENCE, Controller, Look, adatopk_keep, encoded_bytes
 
 HIDDEN = TensorInfo(Codec.NONE, DType.FLOAT32, (4, 128, 512))  # 1 MiB
 IDS = TensorInfo(Codec.NONE, DType.INT64, (4, 128))

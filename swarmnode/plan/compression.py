@@ -81,10 +81,9 @@ class Controller:
         self._rung, self._wishes = rung, 0
 
     def _least_that_keeps_up(self, look: Look, share: float) -> int:
-        """The mildest rung that is done within this share of a beat; where none is, the strongest."""
+        assert look.bandwidth_bps
         room_s = share * look.beat_s / look.directions
-        fitting = (rung for rung in range(len(self._ladder)) if self._seconds(look, rung) <= room_s)
-        return next(fitting, len(self._ladder) - 1)
+        return self._ladder.index(mildest(self._ladder, look.values, look.bandwidth_bps, room_s))
 
     def _seconds(self, look: Look, rung: int) -> float:
         assert look.bandwidth_bps
@@ -98,6 +97,12 @@ class Controller:
             f"{plain_bytes * 8 / look.bandwidth_bps:.3g} s uncompressed, {self._seconds(look, self._rung):.3g} s so; "
             f"the slowest stage needs {look.beat_s:.3g} s for a microbatch"
         )
+
+
+def mildest(ladder: Sequence[Codec], values: Sequence[TensorInfo], bandwidth_bps: float, room_s: float) -> Codec:
+    """The first of the ladder as which the values cross a link within so many seconds; where none does, the last."""
+    fitting = (codec for codec in ladder if encoded_bytes(values, codec) * 8 <= room_s * bandwidth_bps)
+    return next(fitting, ladder[-1])
 
 
 def encoded_bytes(values: Sequence[TensorInfo], codec: Codec) -> int:

@@ -1,0 +1,97 @@
+"""As what the states of a session enter one of its units: by position, so that whoever sends them again sends the same.
+
+A codec is chosen once for the prompt of a text and once for its steps. Prompts are many positions at once: there a link must
+keep up with the pass that makes them, as in training. A step is a single one: there a transfer is waited for, and what is not
+noticed beside pass and round trip is not worth a loss.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.plan.compression import LADDER, SHARE, mildest
+
+MAX_CHANGES = 64  # of one session between two of its hops: a conversation of as many texts
+PROMPT_LADDER: Sequence[Codec] = LADDER
+STEP_LADDER: Sequence[Codec] = (Codec.NONE, Codec.BF16, Codec.INT8)  # every step makes a token
+STEP_SHARE = 0.1  # of what a step takes anyway
+NOTICED_S = 0.001
+COARSENESS = (Codec.NONE, Codec.FP16, Codec.BF16, Codec.INT8, Codec.INT4, Codec.TOPK)
+
+
+@dataclass(frozen=True)
+class LinkView:
+    """What is known of a link on which a pass is about to be sent: bits/s, the round trip, and what the pass itself takes."""
+
+    bandwidth_bps: float
+    rtt_s: float
+    pass_s: float
+
+
+def choose(states: TensorInfo, link: LinkView, allowed: Collection[int], *, is_step: bool) -> Codec:
+    """The mildest codec of those `allowed` as which the states of one pass do not hold up what follows it."""
+    ladder = STEP_LADDER if is_step else PROMPT_LADDER
+    room_s = STEP_SHARE * (link.pass_s + link.rtt_s) if is_step else SHARE * link.pass_s
+    usable = [codec for codec in ladder if codec in allowed] or [Codec.NONE]
+    return mildest(usable, [states], link.bandwidth_bps, max(NOTICED_S, room_s))
+
+
+def coarsest(codecs: Iterable[Codec]) -> Codec:
+    """The one of them that loses most; NONE of none."""
+    return max(codecs, key=COARSENESS.index, default=Codec.NONE)
+
+
+class CodecSchedule:
+    """From which positions on which codec is used, after `first`."""
+
+    def __init__(self, first: Codec, changes: Iterable[tuple[int, Codec]] = ()) -> None:
+        self._first = first
+        self._changes = dict(sorted(changes)[:MAX_CHANGES])
+
+    def __repr__(self) -> str:
+        changes = "".join(f", {codec.name} from {start}" for start, codec in self._changes.items())
+        return f"<CodecSchedule {self._first.name}{changes}>"
+
+    @property
+    def changes(self) -> tuple[tuple[int, Codec], ...]:
+        """(from which position on, codec), rising."""
+        return tuple(self._changes.items())
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes no change any more."""
+        return len(self._changes) >= MAX_CHANGES
+
+    def at(self, position: int) -> Codec:
+        """As what a position travels."""
+        return next((codec for start, codec in reversed(self.changes) if start <= position), self._first)
+
+    def pieces(self, start: int, end: int) -> Iterator[tuple[int, int, Codec]]:
+        """The positions [start, end) as (start, end, codec), cut where the codec changes."""
+        edges = [start, *(at for at, _ in self.changes if start < at < end), end]
+        for begin, until in itertools.pairwise(edges):
+            yield begin, until, self.at(begin)
+
+    def is_chosen(self, start: int, end: int) -> bool:
+        """Whether a codec was chosen for positions from [start, end)."""
+        return any(start <= at < end for at in self._changes)
+
+    def coarsest(self, end: int) -> Codec:
+        """Of all positions below `end`."""
+        return coarsest(codec for _, _, codec in self.pieces(0, end)) if end else Codec.NONE
+
+    def change(self, start: int, codec: Codec) -> None:
+        """Use a codec from a position on. What was said of positions behind it is void."""
+        self.truncate(start)
+        self._changes = {**self._changes, start: codec}  # another thread may be reading the former
+
+    def take_up(self, changes: Iterable[tuple[int, Codec]]) -> None:
+        """Know what others have chosen, too; what was chosen here stands."""
+        self._changes = dict(sorted({**dict(changes), **self._changes}.items())[:MAX_CHANGES])
+
+    def truncate(self, to: int) -> None:
+        """The positions from `to` on are to come again."""
+        self._changes = {at: codec for at, codec in self._changes.items() if at < to}
