@@ -17,14 +17,51 @@ AVERAGE_EVERY = typer.Option(
     1, "--average-every", min=1, help="Steps between two averagings of replicas; above 1: as DiLoCo does."
 )
 AVERAGE_CODEC = typer.Option("none", "--average-codec", metavar="|".join(CODECS), help="Of what they send.")
+AVERAGE_KEEP = typer.Option(
+    0.0, "--average-keep", help="Of topk: the share of the elements that is sent; default: 0.05.", show_default=False
+)
 AVERAGE_RANK = typer.Option(0, "--average-rank", min=0, max=1024, help="Above 0: PowerSGD of that rank.")
+OUTER_LR = typer.Option(
+    -1.0,
+    "--outer-lr",
+    help="With --average-every: the outer optimiser's learning rate; default: 1.",
+    show_default=False,
+)
+OUTER_MOMENTUM = typer.Option(
+    -1.0, "--outer-momentum", help="With --average-every: its Nesterov momentum; default: 0.5.", show_default=False
+)
 
 
-def parse_averaging(every: int, codec: str, rank: int, *, robust: bool = False) -> Averaging:
-    """What these options mean. Raises UsageError."""
+def fine_settings(every: int, codec: str, *, keep: float, outer_lr: float, outer_momentum: float) -> dict[str, float]:
+    """Those of Averaging's fields that are given. Raises UsageError where they are out of bounds, or go with nothing."""
+    given = {
+        "keep": (keep, 0.0, "--average-keep", "a share above 0, up to 1", 0 < keep <= 1),
+        "outer_lr": (outer_lr, -1.0, "--outer-lr", "a number above 0, up to 10", 0 < outer_lr <= 10),
+        "outer_momentum": (
+            outer_momentum,
+            -1.0,
+            "--outer-momentum",
+            "a number from 0, below 1",
+            0 <= outer_momentum < 1,
+        ),
+    }
+    found = {name: value for name, (value, default, *_) in given.items() if value != default}
+    for name, value in found.items():
+        _, _, flag, bounds, is_sound = given[name]
+        if not is_sound:
+            raise UsageError(f"{flag} {value:g}: it is {bounds}")
+    if "keep" in found and codec != "topk":
+        raise UsageError("--average-keep goes with --average-codec topk")
+    if every == 1 and {"outer_lr", "outer_momentum"} & found.keys():
+        raise UsageError("--outer-lr and --outer-momentum go with --average-every above 1")
+    return found
+
+
+def parse_averaging(every: int, codec: str, rank: int, *, robust: bool = False, **fine: float) -> Averaging:
+    """What these options mean; `fine` are other fields of it. Raises UsageError."""
     from swarmnode.codec.tensors import Codec
     from swarmnode.swarm.records.run import Averaging
 
     if codec not in CODECS:
         raise UsageError(f"--average-codec {codec}: it is one of {', '.join(CODECS)}")
-    return Averaging(every=every, codec=Codec[codec.upper()], rank=rank, robust=robust)
+    return Averaging(every=every, codec=Codec[codec.upper()], rank=rank, robust=robust, **fine)

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.options.averaging import AVERAGE_CODEC, AVERAGE_EVERY, AVERAGE_RANK, parse_averaging
+from swarmnode.cli.options.averaging import (
+    AVERAGE_CODEC,
+    AVERAGE_EVERY,
+    AVERAGE_KEEP,
+    AVERAGE_RANK,
+    OUTER_LR,
+    OUTER_MOMENTUM,
+    fine_settings,
+    parse_averaging,
+)
 from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.console import (
@@ -78,7 +87,10 @@ def train(
     checkpoint_steps: int = typer.Option(50, "--checkpoint-steps", help="Nodes keep their state every so many steps."),
     average_every: int = AVERAGE_EVERY,
     average_codec: str = AVERAGE_CODEC,
+    average_keep: float = AVERAGE_KEEP,
     average_rank: int = AVERAGE_RANK,
+    outer_lr: float = OUTER_LR,
+    outer_momentum: float = OUTER_MOMENTUM,
     robust: bool = typer.Option(
         False,
         "--robust",
@@ -151,12 +163,14 @@ def _settings(options: Mapping[str, Any]) -> Run:
     from swarmnode.swarm.records.run import Run
     from swarmnode.training.preparation import NO_DATA
 
-    every, codec, rank = (options[f"average_{name}"] for name in ("every", "codec", "rank"))
+    every, codec, rank, keep = (options[f"average_{name}"] for name in ("every", "codec", "rank", "keep"))
+    outer = {name: options[name] for name in ("outer_lr", "outer_momentum")}
+    fine = fine_settings(every, codec, keep=keep, **outer)
     return Run(
         data=NO_DATA,
         learning_rate=options["lr"],
         warmup_steps=options["warmup"],
-        averaging=parse_averaging(every, codec, rank, robust=options["robust"]),
+        averaging=parse_averaging(every, codec, rank, robust=options["robust"], **fine),
         **{name: options[name] for name in AS_THEY_ARE},
     )
 
