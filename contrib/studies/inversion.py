@@ -1,11 +1,12 @@
 """What a peer can read out of the hidden states that pass it: an inverter is trained on a boundary of a tiny language model.
 
-    python contrib/studies/inversion.py [--steps 150] [--seed 0]
+    python contrib/studies/inversion.py [--steps 150] [--seed 0] [--codecs none,int8,int4,topk]
 
 A volunteer that holds units [i, j) sees hidden_BTH before unit i. It has the model's weights, for the swarm gives them to
 it, and any text: so it can run the model itself and learn which hidden states come from which tokens. Here a Llama of 8
 blocks is trained for a while on one half of the standard library's sources (as bytes); then at each boundary a linear map
-and a small MLP learn hidden state -> token from the first half, and are tried on the other half, which nobody has seen.
+and a small MLP learn hidden state -> token from the first half, and are tried on the other half, which nobody has seen;
+for each codec from the states as they arrive (of top-k a twentieth of the elements).
 The share of tokens that they name is printed. It is a lower bound: who weighs whole sentences, or trains for longer, gets more.
 """
 
@@ -20,6 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from swarmnode.codec.tensors import Codec
+from swarmnode.compress.codecs import decode, encode
+
 VOCABULARY = 256
 WIDTH = 128
 BLOCKS = 8
@@ -27,6 +31,7 @@ LENGTH = 128
 BATCH = 16
 CORPUS_BYTES = 2_000_000
 BOUNDARIES = (1, 2, 4, 6, 8)  # after so many blocks
+KEEP = 0.05  # of top-k
 
 
 def corpus() -> tuple[Tensor, Tensor]:
@@ -72,10 +77,17 @@ def train_model(tokens: Tensor, steps: int, seed: int) -> LlamaForCausalLM:
     return model.eval().requires_grad_(False)
 
 
-def hidden_states(model: LlamaForCausalLM, ids_BT: Tensor) -> list[Tensor]:
-    """hidden_BTH before each block and after the last one: what travels between the units."""
+def hidden_states(model: LlamaForCausalLM, ids_BT: Tensor, codec: Codec) -> list[Tensor]:
+    """hidden_BTH after each of BOUNDARIES, as a peer gets them."""
     with torch.no_grad():
-        return list(model.model(input_ids=ids_BT, output_hidden_states=True).hidden_states)
+        states = model.model(input_ids=ids_BT, output_hidden_states=True).hidden_states
+        return [arrived(states[boundary], codec) for boundary in BOUNDARIES]
+
+
+def arrived(hidden_BTH: Tensor, codec: Codec) -> Tensor:
+    """What a codec leaves of it."""
+    kept = round(KEEP * hidden_BTH.numel()) if codec == Codec.TOPK else 0
+    return decode(*encode(hidden_BTH, codec, param=kept))
 
 
 def inverter(kind: str) -> nn.Module:
@@ -87,23 +99,23 @@ def inverter(kind: str) -> nn.Module:
 
 
 def recovered_shares(
-    model: LlamaForCausalLM, known: Tensor, unseen: Tensor, kind: str, steps: int, seed: int
+    model: LlamaForCausalLM, known: Tensor, unseen: Tensor, kind: str, codec: Codec, steps: int, seed: int
 ) -> list[float]:
     """For each boundary the share of unseen tokens that an inverter, trained on known text, names right."""
     torch.manual_seed(seed)
     inverters = [inverter(kind) for _ in BOUNDARIES]
     optimizer = torch.optim.AdamW([p for one in inverters for p in one.parameters()], lr=2e-3)
     for _, ids_BT in zip(range(steps), batches(known, seed + 1), strict=False):
-        states = hidden_states(model, ids_BT)
-        logits = [one(states[boundary]) for one, boundary in zip(inverters, BOUNDARIES, strict=True)]
+        states = hidden_states(model, ids_BT, codec)
+        logits = [one(state_BTH) for one, state_BTH in zip(inverters, states, strict=True)]
         loss = torch.stack([nn.functional.cross_entropy(one.flatten(0, 1), ids_BT.flatten()) for one in logits]).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     right, total = torch.zeros(len(BOUNDARIES)), 0
     for _, ids_BT in zip(range(20), batches(unseen, seed + 2), strict=False):
-        states = hidden_states(model, ids_BT)
-        named = [one(states[boundary]).argmax(-1) for one, boundary in zip(inverters, BOUNDARIES, strict=True)]
+        states = hidden_states(model, ids_BT, codec)
+        named = [one(state_BTH).argmax(-1) for one, state_BTH in zip(inverters, states, strict=True)]
         right += torch.stack([(guess_BT == ids_BT).sum() for guess_BT in named])
         total += ids_BT.numel()
     return (right / total).tolist()
@@ -113,15 +125,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150, help="of the model's training and of each inverter's")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--codecs", default="none,int8,int4,topk", help="As what the states travel.")
     arguments = parser.parse_args()
     known, unseen = corpus()
     guess = (unseen == known.mode().values).float().mean().item()
     print(f"always naming the most frequent byte: {guess:.1%}")
     model = train_model(known, arguments.steps, arguments.seed)
     print("after block  " + "".join(f"{boundary:>8}" for boundary in BOUNDARIES))
-    for kind in ("linear", "mlp"):
-        shares = recovered_shares(model, known, unseen, kind, arguments.steps, arguments.seed)
-        print(f"{kind:<12} " + "".join(f"{share:>8.1%}" for share in shares))
+    for codec in (Codec[name.upper()] for name in arguments.codecs.split(",")):
+        for kind in ("linear", "mlp"):
+            shares = recovered_shares(model, known, unseen, kind, codec, arguments.steps, arguments.seed)
+            print(f"{codec.name.lower():<5}{kind:<8}" + "".join(f"{share:>8.1%}" for share in shares), flush=True)
 
 
 if __name__ == "__main__":
