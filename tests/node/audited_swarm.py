@@ -46,7 +46,7 @@ async def three_by_two(
 def span_of(member: VirtualMember) -> ModelSpan:
     """What a node computes with."""
     assert member.node._stage is not None
-    return member.node._stage._runner.span  # type: ignore[union-attr]
+    return member.node._stage._parts[0].span  # type: ignore[union-attr]
 
 
 def tamper(member: VirtualMember, change: Change) -> None:
