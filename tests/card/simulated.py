@@ -89,6 +89,7 @@ class SimulatedCards:
         for card in range(CARDS):
             self._library.card_reset(card)
             self.limit(card, 1 << 62)
+        self.use(0)
         self.lose(False)
         self.on_waiting(Waiting.GOES)
         self.pace(0.0)

@@ -18,6 +18,7 @@ from swarmnode.codec.spot_check_messages import Accusation, CommitmentReply, Mic
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ErrorCode
 from swarmnode.ledger import MemoryLedger
+from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.audits.budget import AuditBudget
 from swarmnode.roles.question_server import Answer
 from swarmnode.roles.training.spot_checks.spot_checks import RECOMPUTED
@@ -201,8 +202,8 @@ def test_who_shows_something_else_than_it_signed(tmp_path: Path, monkeypatch: py
         server = liar.spot_checks._server
         answer = server._answer
 
-        async def lie(question: Any) -> Any:
-            body, payload = await answer(question)
+        async def lie(peer: PeerId, question: Any) -> Any:
+            body, payload = await answer(peer, question)
             if isinstance(body, MicrobatchReply) and garbage == "other microbatch":
                 body = MicrobatchReply(msgspec.structs.replace(body.record, loss=body.record.loss + 1e-3))
             elif isinstance(body, MicrobatchReply) and garbage == "other payload":

@@ -19,13 +19,13 @@ from swarmnode.compress.codecs import decode, encode
 from swarmnode.errors import UsageError
 from swarmnode.net.links.hop import Entry
 from swarmnode.roles.serving.client.client_session import ClientSession, Received, ids_entry
+from swarmnode.roles.serving.client.compressions import AUTO, codec_named
 from swarmnode.roles.serving.client.limits import ModelLimits
 from swarmnode.roles.serving.client.session_spec import MAX_WIDTH, SessionSpec
 
 if TYPE_CHECKING:
     from swarmnode.compute.model.checkpoint import Checkpoint
-    from swarmnode.roles.serving.client.compressions import AUTO, codec_named
-from swarmnode.roles.serving.client.ends import Ends
+    from swarmnode.roles.serving.client.ends import Ends
 
 T = TypeVar("T")
 OpenSession = Callable[[SessionSpec], ClientSession]
