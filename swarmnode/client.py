@@ -21,6 +21,7 @@ from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.peer_versions import PeerVersions
 from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.owner_client import OwnerClient
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.credit.claims import Claims
@@ -153,6 +154,16 @@ class SwarmClient:
         """What the swarm works on."""
         assert self._host.swarm.manifest is not None
         return self._host.swarm.manifest
+
+    @property
+    def swarm(self) -> Swarm:
+        """As this machine knows it."""
+        return self._host.swarm
+
+    def as_owner(self) -> OwnerClient:
+        """What the swarm's owner asks and tells by the same connection, which ends with this client. Raises UsageError where the
+        swarm has no owner."""
+        return OwnerClient(self._host)
 
     @property
     def units(self) -> int:

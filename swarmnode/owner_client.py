@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from swarmnode.errors import NetworkDown, UsageError
+from swarmnode.errors import UsageError
+from swarmnode.net.identity import is_peer_id
 from swarmnode.net.interfaces import PeerId
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.host import Host, HostConfig, state_name
-from swarmnode.roles.membership.access_control import AccessControl
+from swarmnode.roles.membership.owner import newest_list, revoke
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.certificate import Member
 from swarmnode.swarm.records.manifest import OPEN, PRIVATE
+from swarmnode.swarm.records.signing_key import SigningKey
+from swarmnode.swarm.storage.issued_invites import IssuedInvite, IssuedInvites
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 JOIN_S = 15.0
@@ -20,11 +25,14 @@ MIN_END_CHARS = 6
 
 
 class OwnerClient:
-    """Made by `join`, ended by `close`."""
+    """Made by `join`, ended by `close`; or on a host that is there already, which others end. Raises UsageError where the swarm
+    has no owner."""
 
-    def __init__(self, host: Host, access_control: AccessControl) -> None:
+    def __init__(self, host: Host) -> None:
+        _check_owned(host.swarm)
+        assert host.access_control is not None
         self._host = host
-        self._access_control = access_control
+        self._access_control = host.access_control
 
     def __repr__(self) -> str:
         return f"<OwnerClient {self._host!r}>"
@@ -34,18 +42,21 @@ class OwnerClient:
         cls, swarm: Swarm, home: Path, *, patience_s: float = JOIN_S, platform: Platform = MACHINE
     ) -> OwnerClient:
         """Join as a client, and learn what the swarm knows of its members. Raises NetworkDown, NotAdmitted, UsageError."""
-        if not swarm.owner:
-            raise UsageError(f"{swarm.name} has no owner: everybody may join, and nobody can be revoked")
+        _check_owned(swarm)
         host = await Host.join(swarm, HostConfig(home, looks_on=True), role="client", platform=platform)
-        assert host.access_control is not None
+        self = cls(host)
         try:
             await host.wait_joined(patience_s)
-            await host.access_control.exchange()
-            await host.directory.refresh()
+            await self.refresh()
         except BaseException:
             await host.close()
             raise
-        return cls(host, host.access_control)
+        return self
+
+    async def refresh(self) -> None:
+        """Read now what the swarm knows of its members and of revocations. Where the network is down, nothing is new."""
+        await self._access_control.exchange()
+        await self._host.directory.refresh()
 
     async def close(self) -> None:
         """Leave the swarm."""
@@ -61,7 +72,7 @@ class OwnerClient:
 
         Raises UsageError where there are several.
         """
-        members = self.picture()["members"]
+        members = self._members()
         found = {
             member["peer"]
             for member in members
@@ -73,27 +84,19 @@ class OwnerClient:
         return found.pop() if found else None
 
     async def publish(self, revocations: bytes) -> int:
-        """Hand the owner's next list to the swarm; how many peers were told. Raises NetworkDown where none was."""
-        told = await self._access_control.publish(revocations, self._host.directory.peers())
-        if not told:
-            raise NetworkDown("no peer of the swarm took the list; it spreads when a node of yours runs with this file")
-        return told
+        """Hand the owner's next list to the swarm; how many peers were told."""
+        return await self._access_control.publish(revocations, self._host.directory.peers())
 
-    def picture(self) -> dict[str, Any]:
-        """As `swarmnode members --json` prints it: members, how often each limited invite was used, and revocations. Members are
-        those that have announced themselves or used a limited invite: nobody keeps a list of those who only ask."""
+    def picture(self, guests: Sequence[IssuedInvite] = ()) -> dict[str, Any]:
+        """As `swarmnode members --json` prints it: members, how often each limited invite was used, revocations, and the invites
+        of the owner's book, which are `guests`. Members are those that have announced themselves or used a limited invite:
+        nobody keeps a list of those who only ask."""
         membership = self._access_control.membership
-        announced = self._host.directory.peers()
-        certified = {member.peer: member for member in membership.members(self._host.clock.unix())}
-        certified.pop(self._host.peer_id, None)
-        return {
+        picture = {
             "swarm": membership.swarm.hex(),
             "name": self._host.swarm.name,
             "membership": PRIVATE if membership.private else OPEN,
-            "members": [
-                {"peer": peer, **_seen(announced.get(peer)), **_certified(certified.get(peer))}
-                for peer in sorted({*announced, *certified})
-            ],
+            "members": self._members(),
             "uses": {use.member.invite.hex(): membership.uses.count(use.member.invite) for use in membership.uses},
             "revocations": {
                 "number": membership.revocations.number,
@@ -101,6 +104,69 @@ class OwnerClient:
                 "invites": [invite.hex() for invite in membership.revocations.invites],
             },
         }
+        return {**picture, "invites": invites_given_out(guests, picture)}
+
+    def _members(self) -> list[dict[str, Any]]:
+        announced = self._host.directory.peers()
+        certified = {member.peer: member for member in self._access_control.membership.members(self._host.clock.unix())}
+        certified.pop(self._host.peer_id, None)
+        return [
+            {"peer": peer, **_seen(announced.get(peer)), **_certified(certified.get(peer))}
+            for peer in sorted({*announced, *certified})
+        ]
+
+
+def invites_given_out(guests: Sequence[IssuedInvite], picture: dict[str, Any]) -> list[dict[str, Any]]:
+    """The owner's book beside what the swarm knows: whether an invite was revoked, and how many used it: all who ever did
+    where its uses are counted, else the members by it that were seen."""
+    seen = Counter(member.get("invite") for member in picture["members"])
+    return [
+        {
+            "id": guest.invite,
+            "role": guest.role,
+            "issued_at": guest.issued_at,
+            "expires_at": guest.expires_at or None,
+            "uses": guest.uses or None,
+            "used": picture["uses"].get(guest.invite, 0) if guest.uses else seen[guest.invite],
+            "peer": guest.peer or None,
+            "group": guest.group,
+            "note": guest.note,
+            "revoked": guest.invite in picture["revocations"]["invites"],
+        }
+        for guest in guests
+    ]
+
+
+def find_member(who: str, swarm: Swarm, book: IssuedInvites, client: OwnerClient | None) -> PeerId:
+    """The peer that a text means which is no invite: a member, or any peer's whole id. Raises UsageError where it means none."""
+    peer = (client and client.find_peer(who)) or (who if is_peer_id(who) else None)
+    if peer is None:
+        raise UsageError(f"{who} is neither a member of {swarm.name} nor an invite in {book.path}")
+    return peer
+
+
+async def end_membership(
+    swarm: Swarm,
+    owner: SigningKey,
+    book: IssuedInvites,
+    client: OwnerClient | None,
+    *,
+    peer: PeerId | None = None,
+    invite: bytes | None = None,
+) -> int:
+    """Revoke a peer or an invite: enter it into the owner's book, and tell it to the swarm where there is a client. Returns how
+    many peers were told; where it is 0, the list spreads when a node runs with the owner's file. Raises UsageError, LocalError.
+    """
+    current = newest_list(swarm, [book.revocations, client.revocations if client else b""])
+    peers, invites = [peer] if peer else [], [invite] if invite else []
+    book.revocations = revoke(swarm, owner, current, peers=peers, invites=invites)
+    book.save()
+    return await client.publish(book.revocations) if client else 0
+
+
+def _check_owned(swarm: Swarm) -> None:
+    if not swarm.owner:
+        raise UsageError(f"{swarm.name} has no owner: everybody may join, and nobody can be revoked")
 
 
 def _seen(announcement: Announcement | None) -> dict[str, Any]:

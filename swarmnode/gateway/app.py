@@ -18,7 +18,7 @@ from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.http.api_error import ApiError, api_error
 from swarmnode.gateway.http.event_stream import ClientGone
 from swarmnode.gateway.openai import chat_completions, completions, models, responses
-from swarmnode.gateway.page import machine, static_files, swarms
+from swarmnode.gateway.page import machine, members, static_files, swarms
 from swarmnode.gateway.page.page import Page
 from swarmnode.version import __version__
 
@@ -34,7 +34,7 @@ def build_app(gateway: Gateway, page: Page | None = None) -> FastAPI:
         app.include_router(each.router)
     if page is not None:
         app.state.page = page
-        for part in (static_files, swarms, machine):
+        for part in (static_files, swarms, members, machine):
             app.include_router(part.router)
     app.add_middleware(Guard, keys=gateway.keys, config=gateway.config)
     if gateway.config.origins:  # outside of the guard: a browser asks without a key whether it may ask

@@ -174,10 +174,9 @@ class BrowserPage:
         """By the keyboard, into the field."""
         self.evaluate(f"document.querySelector({json.dumps(selector)}).focus()")
         self.call("Input.insertText", {"text": text})
-        for kind in ("keyDown", "keyUp"):
-            self.call(
-                "Input.dispatchKeyEvent", {"type": kind, "key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13}
-            )
+        enter = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13}
+        self.call("Input.dispatchKeyEvent", {"type": "keyDown", "text": "\r", **enter})  # by which a form is sent, too
+        self.call("Input.dispatchKeyEvent", {"type": "keyUp", **enter})
 
     def resize(self, width: int, height: int, *, dark: bool = False, scale: float = 1.0) -> None:
         """Let the window be as large, in pixels."""

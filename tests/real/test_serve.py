@@ -22,6 +22,7 @@ from tests.real.forked import ForkedSwarm
 
 STREAMS = 64
 MARKUP = "<img src=x onerror=alert(1)>{}"  # what a stranger may call a machine
+PASSWORD = "correct horse"
 ASK = {"model": "local", "max_tokens": 32, "temperature": 0}
 
 
@@ -30,7 +31,8 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSwarm]:
     folder = tmp_path_factory.mktemp("served")
     save_speaking_llama(folder / "model")
     with ForkedSwarm(folder) as local:
-        local.create(folder / "model")
+        local.environment["SWARMNODE_OWNER_PASSWORD"] = PASSWORD
+        local.create(folder / "model", "--private")
         local.bootstrap()
         for node in [local.node(name, "--span", "0:4", "--name", MARKUP.format(name)) for name in "abc"]:
             node.wait_for("ready")
@@ -114,12 +116,30 @@ def test_a_chat_in_a_browser_goes_on_while_its_writer_is_killed(
         assert page.evaluate("document.querySelector('#machines .machine h3 span').textContent") in {
             MARKUP.format(name) for name in "abc"
         } - {writer}
+        invite_somebody(page)
         page.evaluate("location.hash = '#chat'; document.getElementById('stop').click()")
         page.wait_until("document.querySelector('.message footer')?.textContent.includes('stopped')")
         assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0, "text stays text"
         take_pictures(page, tmp_path)
         assert page.complaints() == []
         assert serious_faults(page, tmp_path) == []
+
+
+def invite_somebody(page: BrowserPage) -> None:
+    """As the swarm's owner, who mistypes the password first, with a note that is markup."""
+    page.wait_until("document.querySelectorAll('#members .member').length")
+    page.evaluate("document.getElementById('invite-note').value = '<img src=x onerror=alert(2)>'")
+    page.evaluate("document.getElementById('invite-make').click()")
+    page.type_and_enter("#owner-password", "guess")
+    page.wait_until("document.getElementById('owner-error').textContent.includes('password is wrong')")
+    page.type_and_enter("#owner-password", PASSWORD)
+    page.wait_until(
+        "document.querySelector('#new-invite textarea')?.value && document.querySelector('#new-invite .qr path')"
+    )
+    page.wait_until("document.querySelector('#invites').textContent.includes('onerror=alert(2)')")
+    assert not page.evaluate(
+        "document.getElementById('owner-dialog').open || document.getElementById('owner-password').value"
+    )
 
 
 def take_pictures(page: BrowserPage, folder: Path) -> None:

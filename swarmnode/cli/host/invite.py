@@ -47,7 +47,7 @@ def invite(
     if role not in ROLES:
         fail(f"--role {role}: it is one of {', '.join(ROLES)}", 2)
     from swarmnode.cli.terminal.durations import parse_duration
-    from swarmnode.roles.membership.owner import InviteTerms, make_invite
+    from swarmnode.roles.membership.owner import InviteTerms, issue_invite
     from swarmnode.swarm.records.grant import Role
     from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
     from swarmnode.swarm.storage.swarmfile import load_swarm
@@ -57,10 +57,8 @@ def invite(
     file = swarm_file(swarm)
     loaded = load_swarm(file)
     book = open_issued_invites(issued_invites_path(file))
-    line = make_invite(loaded, owner_key_of(file, owner_key, password_file), terms, book)
-    book.save()
+    line, guest = issue_invite(loaded, owner_key_of(file, owner_key, password_file), terms, book)
     if as_json:
-        guest = book.guests[-1]
         fields = {"id": guest.invite, "role": guest.role, "expires_at": guest.expires_at or None, "uses": guest.uses}
         print_json({"invite": line, **fields, "peer": guest.peer or None, "group": guest.group or None})
         return
@@ -70,11 +68,11 @@ def invite(
 
 
 def qr_code(line: str) -> str:
-    """The invite as a QR code of half blocks; in capitals, which take 5.5 bits a character instead of 8."""
-    import io
+    """The invite as a QR code of half blocks. Raises UsageError where it is too long for one."""
+    from swarmnode.errors import UsageError
+    from swarmnode.roles.membership.invite_qr import InviteQr
 
-    import segno
-
-    text = io.StringIO()
-    segno.make_qr(line.upper(), error="l").terminal(text, compact=True, border=2)
-    return text.getvalue()
+    try:
+        return InviteQr(line).terminal()
+    except ValueError:
+        raise UsageError(f"an invite of {len(line)} characters fits into no QR code: hand out the line above") from None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import time
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +23,6 @@ from swarmnode.counting import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from swarmnode.swarm.storage.issued_invites import IssuedInvite
 
 SHOWN_CHARS = 8  # of an invite's id
 SOON_S = 48 * 3600.0  # an end that is nearer is told to the minute
@@ -55,39 +51,17 @@ def members(
     async def look(_stop: asyncio.Event) -> dict[str, Any]:
         owner_client = await OwnerClient.join(loaded, default_home(home))
         try:
-            return owner_client.picture()
+            return owner_client.picture(guests)
         finally:
             await owner_client.close()
 
     picture = run_async(look)
-    picture["invites"] = invites_given_out(guests, picture)
     if as_json:
         print_json(picture)
         return
     from swarmnode.cli.terminal.tables import show
 
     show(members_table(picture), *([invites_table(picture["invites"])] if picture["invites"] else []))
-
-
-def invites_given_out(guests: Sequence[IssuedInvite], picture: dict[str, Any]) -> list[dict[str, Any]]:
-    """The owner's book beside what the swarm knows: whether an invite was revoked, and how many used it: all who ever did
-    where its uses are counted, else the members by it that were seen."""
-    seen = Counter(member.get("invite") for member in picture["members"])
-    return [
-        {
-            "id": guest.invite,
-            "role": guest.role,
-            "issued_at": guest.issued_at,
-            "expires_at": guest.expires_at or None,
-            "uses": guest.uses or None,
-            "used": picture["uses"].get(guest.invite, 0) if guest.uses else seen[guest.invite],
-            "peer": guest.peer or None,
-            "group": guest.group,
-            "note": guest.note,
-            "revoked": guest.invite in picture["revocations"]["invites"],
-        }
-        for guest in guests
-    ]
 
 
 def members_table(picture: dict[str, Any]) -> Table:

@@ -14,7 +14,6 @@ from swarmnode.cli.terminal.console import (
     JSON,
     VERBOSE,
     default_home,
-    fail,
     print_json,
     reports_errors,
     run_async,
@@ -44,10 +43,8 @@ def revoke(
     """
     set_up_logging(verbose)
     from swarmnode.errors import NetworkDown
-    from swarmnode.net.identity import is_peer_id
-    from swarmnode.owner_client import OwnerClient
-    from swarmnode.roles.membership.owner import find_invite, newest_list
-    from swarmnode.roles.membership.owner import revoke as next_list
+    from swarmnode.owner_client import OwnerClient, end_membership, find_member
+    from swarmnode.roles.membership.owner import find_invite
     from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
     from swarmnode.swarm.storage.swarmfile import load_swarm
 
@@ -63,17 +60,8 @@ def revoke(
         except NetworkDown:
             owner_client = None
         try:
-            peer = (
-                None if invite else (owner_client and owner_client.find_peer(who)) or (who if is_peer_id(who) else None)
-            )
-            if invite is None and peer is None:
-                fail(f"{who} is neither a member of {loaded.name} nor an invite in {book.path}", 2)
-            current = newest_list(loaded, [book.revocations, owner_client.revocations if owner_client else b""])
-            book.revocations = next_list(
-                loaded, owner, current, peers=[peer] if peer else [], invites=[invite] if invite else []
-            )
-            book.save()
-            return peer, await owner_client.publish(book.revocations) if owner_client else 0
+            peer = None if invite else find_member(who, loaded, book, owner_client)
+            return peer, await end_membership(loaded, owner, book, owner_client, peer=peer, invite=invite)
         finally:
             if owner_client is not None:
                 await owner_client.close()

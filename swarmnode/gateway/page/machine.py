@@ -5,26 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Literal
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from swarmnode.gateway.http.api_error import ApiError
-from swarmnode.gateway.page.page import Page, page_of
+from swarmnode.gateway.page.page import OWNED, Page
 from swarmnode.gateway.page.replies import MachineReply, NodeReply
 from swarmnode.lending.control_client import running_nodes, tell_node
 
 MAX_REASON_CHARS = 200
 
 
-def _owned(request: Request) -> Page:
-    """The page, where its owner asks. Raises ApiError."""
-    page = page_of(request)
-    page.owner.check(request)
-    return page
-
-
 router = APIRouter(prefix="/api/v1/machine")
-OWNED = Depends(_owned)
 
 
 class NodeCommand(BaseModel):

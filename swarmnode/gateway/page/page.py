@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from fastapi import Request
+from fastapi import Depends, Request
 
 from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.http.api_error import ApiError
@@ -23,6 +24,7 @@ class Page:
 
     def __init__(self, gateway: Gateway, home: Path) -> None:
         self.owner = OwnerAccess(home)
+        self.book_lock = asyncio.Lock()  # of the book of a swarm's owner, which is read, changed and written
         self._feeds = {
             name: SwarmFeed(
                 name, model.client, SwarmHistory(model.client, self.loss_of), tells_sessions=not len(gateway.keys)
@@ -73,3 +75,13 @@ def page_of(request: Request) -> Page:
     page = request.app.state.page
     assert isinstance(page, Page)
     return page
+
+
+def owned_page(request: Request) -> Page:
+    """The page, where its owner asks. Raises ApiError."""
+    page = page_of(request)
+    page.owner.check(request)
+    return page
+
+
+OWNED = Depends(owned_page)

@@ -121,3 +121,73 @@ class MachineReply(BaseModel):
     """The nodes that run on this machine."""
 
     nodes: list[NodeReply]
+
+
+class MemberReply(BaseModel):
+    """Who belongs to a swarm; `unseen` is the state of one who came by an invite and has not announced itself. Role, group and
+    invite are what its certificate says, empty where nobody has seen one; `expires_at` null is never."""
+
+    peer: str
+    name: str
+    state: str
+    role: str = ""
+    group: str = ""
+    invite: str = ""
+    joined_at: int | None = None
+    expires_at: int | None = None
+
+
+class GivenInvite(BaseModel):
+    """An invite that was given out, and how many `used` it. `uses` null is any number, `peer` null anybody, `expires_at` null
+    never."""
+
+    id: str
+    role: str
+    issued_at: int
+    expires_at: int | None
+    uses: int | None
+    used: int
+    peer: str | None
+    group: str
+    note: str
+    revoked: bool
+
+
+class MembersReply(BaseModel):
+    """As `swarmnode members --json` has it. `owned`: the .swarm file and the owner's key lie on this machine, so that invites can
+    be made and revoked."""
+
+    name: str
+    membership: str
+    owned: bool
+    members: list[MemberReply]
+    invites: list[GivenInvite]
+
+
+class QrPicture(BaseModel):
+    """The dark modules of a QR code as an SVG `path` in a square of `size`, which has a light ground and its quiet zone."""
+
+    size: int
+    path: str
+
+
+class NewInvite(BaseModel):
+    """`invite` is the line to hand out, which is kept nowhere; `qr` is null where it is too long for one."""
+
+    id: str
+    invite: str
+    role: str
+    expires_at: int | None
+    uses: int | None
+    peer: str | None
+    group: str
+    qr: QrPicture | None
+
+
+class RevocationReply(BaseModel):
+    """Which peer or invite belongs no more. `told`: how many peers heard it now; where none did, it spreads when a node runs with
+    the .swarm file."""
+
+    peer: str | None
+    invite: str | None
+    told: int

@@ -13,7 +13,7 @@ from swarmnode.swarm.records.grant import MAX_GROUP_CHARS, MAX_USES, VERSION, Gr
 from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, encode_invite, looks_like_invite
 from swarmnode.swarm.records.revocation import nobody, open_list, sign_list
 from swarmnode.swarm.records.signing_key import SigningKey
-from swarmnode.swarm.storage.issued_invites import IssuedInvites
+from swarmnode.swarm.storage.issued_invites import IssuedInvite, IssuedInvites
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 MIN_ID_CHARS = 6
@@ -57,6 +57,13 @@ def make_invite(swarm: Swarm, owner: SigningKey, terms: InviteTerms, book: Issue
     grant, secret = make_grant(swarm, owner, terms, book)
     address = (swarm.id, swarm.name, swarm.bootstraps, swarm.owner, swarm.signature, True)
     return encode_invite(OwnedInvite(*address, grant, secret))
+
+
+def issue_invite(swarm: Swarm, owner: SigningKey, terms: InviteTerms, book: IssuedInvites) -> tuple[str, IssuedInvite]:
+    """(the line of text to hand out, what the book, which is written, has of it). Raises UsageError, LocalError."""
+    line = make_invite(swarm, owner, terms, book)
+    book.save()
+    return line, book.guests[-1]
 
 
 def with_host_grant(swarm: Swarm, owner: SigningKey, book: IssuedInvites) -> Swarm:

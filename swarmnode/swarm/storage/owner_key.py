@@ -31,8 +31,8 @@ def save_owner_key(key: SigningKey, path: Path, password: str) -> None:
     write_private(path, private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, lock))
 
 
-def load_owner_key(path: Path, password: str) -> SigningKey:
-    """The key in a file. Raises UsageError with what is wrong."""
+def load_owner_key(path: Path, password: str | None) -> SigningKey:
+    """The key in a file; `password` None where it is not encrypted. Raises UsageError with what is wrong."""
     data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what="an owner's key")
     if data is None:
         raise UsageError(f"{path}: no such file; only the swarm's owner, who has it, can do this")

@@ -36,7 +36,7 @@ export async function ask(path, { body, signal } = {}) {
     const headers = { Accept: "application/json, text/event-stream" };
     const key = sessionStorage.getItem(KEY);
     if (key) headers.Authorization = `Bearer ${key}`;
-    if (isOwner() && path.startsWith("/api/v1/machine")) headers["X-Swarmnode-Owner"] = sessionStorage.getItem(OWNER);
+    if (isOwner() && path.startsWith("/api/v1/")) headers["X-Swarmnode-Owner"] = sessionStorage.getItem(OWNER);
     if (body) headers["Content-Type"] = "application/json";
     const answer = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
     if (answer.ok) return answer;

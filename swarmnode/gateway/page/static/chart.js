@@ -1,17 +1,9 @@
 // A curve small enough to read at a glance: an area under a line, what it is now, and the ends of its axes.
 
-import { h } from "./dom.js";
+import { h, s } from "./dom.js";
 
-const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 240;
 const HEIGHT = 56;
-
-function s(tag, attributes, ...children) {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
 
 /** A figure with its history: `points` are numbers, the oldest first; `fromZero` lets the axis begin there. */
 export function chart(title, now, points, { fromZero = true, span = "the last hour" } = {}) {

@@ -1,5 +1,7 @@
 // Elements out of values. Text goes in as text, whoever wrote it: nothing here ever parses markup.
 
+const SVG = "http://www.w3.org/2000/svg";
+
 export const $ = (id) => document.getElementById(id);
 
 /** An element. Properties that begin with `on` are listeners, `data` is a dataset, false and null are left out, the rest are attributes. */
@@ -13,6 +15,14 @@ export function h(tag, properties = {}, ...children) {
     else element.setAttribute(name, value === true ? "" : value);
   }
   element.append(...children.flat().filter((child) => child != null && child !== false));
+  return element;
+}
+
+/** An element of a picture. */
+export function s(tag, attributes, ...children) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
   return element;
 }
 

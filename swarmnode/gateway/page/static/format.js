@@ -35,6 +35,13 @@ export function duration(value) {
   return minutes < 2880 ? `${Math.floor(minutes / 60)} h ${minutes % 60} min` : `${Math.round(minutes / 1440)} days`;
 }
 
+/** When something ends, in unix seconds; null is never. */
+export function until(unix) {
+  if (unix === null) return "for ever";
+  const end = new Date(unix * 1000);
+  return end < new Date() ? "expired" : `until ${end.toLocaleDateString("en", { dateStyle: "medium" })}`;
+}
+
 /** The colour of a machine, the same wherever it is shown: a hue that follows from its id. */
 export function hue(peer) {
   let hash = 0;

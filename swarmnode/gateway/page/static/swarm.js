@@ -6,6 +6,7 @@ import { $, everyFrame, fill, h } from "./dom.js";
 import { bytes, plural, runs, seconds, units } from "./format.js";
 import { showLinks } from "./links.js";
 import { Machines } from "./machines.js";
+import { Members } from "./members.js";
 import { coverage, coverageText, holders, strip } from "./strip.js";
 import { badge } from "./writers.js";
 
@@ -33,6 +34,7 @@ export class SwarmView {
     this.swarm = null;
     this.isShown = false;
     this.machines = new Machines($("machines"));
+    this.members = new Members();
     this.refresh = everyFrame(() => this.show());
     $("link-kind").addEventListener("change", () => this.showLinks());
     setInterval(() => this.look("links"), LINKS_MS);
@@ -50,6 +52,7 @@ export class SwarmView {
   /** Whether the view is looked at. */
   shown(isShown) {
     this.isShown = isShown;
+    this.members.shown(isShown);
     if (!isShown) return;
     this.refresh();
     this.look("links");
@@ -83,6 +86,7 @@ export class SwarmView {
     fill($("figures"), figures(swarm, this.history?.samples ?? []));
     fill($("sessions"), sessions(swarm));
     this.machines.set(swarm.peers);
+    this.members.follow(swarm.id);
   }
 }
 

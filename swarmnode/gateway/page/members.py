@@ -1,0 +1,131 @@
+"""/api/v1/swarms/NAME/members, invites, revocations: what a swarm's owner does, where the .swarm file and the owner's key lie.
+
+As `swarmnode members`, `invite` and `revoke`. The password of the key comes with each request that needs it, and goes with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field, SecretStr
+
+from swarmnode.errors import UsageError
+from swarmnode.gateway.page.page import OWNED, Page
+from swarmnode.gateway.page.replies import MembersReply, NewInvite, RevocationReply
+from swarmnode.owner_client import end_membership, find_member
+from swarmnode.roles.membership.invite_qr import InviteQr
+from swarmnode.roles.membership.owner import InviteTerms, find_invite, issue_invite
+from swarmnode.swarm.records.grant import MAX_GROUP_CHARS, MAX_PEER_CHARS, MAX_USES, Role
+from swarmnode.swarm.records.invite import MAX_INVITE_CHARS
+from swarmnode.swarm.records.signing_key import SigningKey
+from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path, open_issued_invites
+from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
+from swarmnode.swarm.storage.owner_key import load_owner_key
+from swarmnode.swarm.storage.swarmfile import Swarm
+
+MAX_PASSWORD_CHARS = 1024
+MAX_NOTE_CHARS = 200
+YEAR_S = 365 * 86_400
+MAX_LIFE_S = 100 * YEAR_S
+
+router = APIRouter(prefix="/api/v1/swarms/{name}")
+
+
+class InviteCommand(BaseModel):
+    """As the options of `swarmnode invite`: `life_s` null is for ever, `uses` 0 any number of peers, `peer` empty anybody; `note`
+    is for the owner's own book. `password` opens the owner's key."""
+
+    password: SecretStr = Field(max_length=MAX_PASSWORD_CHARS)
+    role: Literal["client", "bootstrap", "volunteer", "trainer"] = "volunteer"
+    life_s: int | None = Field(YEAR_S, ge=1, le=MAX_LIFE_S)
+    uses: int = Field(0, ge=0, le=MAX_USES)
+    peer: str = Field("", max_length=MAX_PEER_CHARS)
+    group: str = Field("", max_length=MAX_GROUP_CHARS)
+    note: str = Field("", max_length=MAX_NOTE_CHARS)
+
+    def terms(self) -> InviteTerms:
+        """What the invite is good for."""
+        return InviteTerms(Role[self.role.upper()], self.life_s, self.uses, self.peer, self.group, self.note)
+
+
+class RevokeCommand(BaseModel):
+    """`who` is a peer's id, its end or its name, or an invite or the beginning of its id. `password` opens the owner's key."""
+
+    password: SecretStr = Field(max_length=MAX_PASSWORD_CHARS)
+    who: str = Field(min_length=1, max_length=MAX_INVITE_CHARS)
+
+
+@router.get("/members", response_model=MembersReply)
+async def members(name: str, page: Page = OWNED) -> dict[str, Any]:
+    """Who belongs to a swarm, and with the owner's .swarm file the invites that were given out. For the owner of this machine."""
+    client = page.feed(name).client
+    owner_client, file = client.as_owner(), client.swarm.file
+    guests = [] if file is None else (await asyncio.to_thread(_book_beside, file)).guests
+    owned = file is not None and file.with_suffix(OWNER_SUFFIX).is_file()
+    return {"owned": owned, **owner_client.picture(guests)}
+
+
+@router.post("/invites", response_model=NewInvite)
+async def invite(name: str, wanted: InviteCommand, page: Page = OWNED) -> dict[str, Any]:
+    """Make an invite to a private swarm. For its owner."""
+    swarm = page.feed(name).client.swarm
+    async with page.book_lock:
+        line, guest = await asyncio.to_thread(_issue, swarm, wanted)
+    return {
+        "id": guest.invite,
+        "invite": line,
+        "role": guest.role,
+        "expires_at": guest.expires_at or None,
+        "uses": guest.uses or None,
+        "peer": guest.peer or None,
+        "group": guest.group,
+        "qr": _qr_picture(line),
+    }
+
+
+@router.post("/revocations", response_model=RevocationReply)
+async def revoke(name: str, wanted: RevokeCommand, page: Page = OWNED) -> dict[str, Any]:
+    """End a membership, or an invite with all memberships by it, for good. For the swarm's owner."""
+    client = page.feed(name).client
+    swarm, owner_client = client.swarm, client.as_owner()
+    owner = await asyncio.to_thread(_unlock, swarm, wanted.password)
+    await owner_client.refresh()
+    async with page.book_lock:
+        book = await asyncio.to_thread(_book_beside, _owners_file(swarm))
+        revoked = find_invite(wanted.who, swarm, book)
+        peer = None if revoked else find_member(wanted.who, swarm, book, owner_client)
+        told = await end_membership(swarm, owner, book, owner_client, peer=peer, invite=revoked)
+    return {"peer": peer, "invite": revoked.hex() if revoked else None, "told": told}
+
+
+def _issue(swarm: Swarm, wanted: InviteCommand) -> tuple[str, Any]:
+    owner = _unlock(swarm, wanted.password)
+    return issue_invite(swarm, owner, wanted.terms(), _book_beside(_owners_file(swarm)))
+
+
+def _unlock(swarm: Swarm, password: SecretStr) -> SigningKey:
+    """The owner's key; it takes a moment, as whoever guesses is to notice. Raises UsageError."""
+    return load_owner_key(_owners_file(swarm).with_suffix(OWNER_SUFFIX), password.get_secret_value() or None)
+
+
+def _owners_file(swarm: Swarm) -> Path:
+    if swarm.file is None:
+        raise UsageError(
+            f"this gateway knows {swarm.name} by an invite: its owner starts one with the .swarm file, beside which the key lies"
+        )
+    return swarm.file
+
+
+def _book_beside(file: Path) -> IssuedInvites:
+    return open_issued_invites(issued_invites_path(file))
+
+
+def _qr_picture(line: str) -> dict[str, Any] | None:
+    try:
+        code = InviteQr(line)
+    except ValueError:
+        return None
+    return {"size": code.size, "path": code.svg_path()}
