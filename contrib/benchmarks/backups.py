@@ -25,6 +25,7 @@ from training import SEQUENCE, TIMEOUT_S, make_checkpoint
 from swarmnode.localswarm import LocalSwarm
 
 LOOK_S = 0.1
+GOES_ON_S = 300.0  # at most, after the holder is lost
 
 
 class Log:
@@ -63,7 +64,7 @@ class Bench:
         self._options = options
 
     def train(self, name: str, min_holders: int, *, kill_after: int | None = None) -> dict[str, typing.Any]:
-        """A whole run; `kill_after`: the step after which one of its two nodes is lost for good."""
+        """A whole run. `kill_after`: the step after which one of its nodes is lost for good, once its state is kept elsewhere."""
         options, folder = self._options, self._folder / name
         folder.mkdir()
         units = options.layers + 2
@@ -83,12 +84,13 @@ class Bench:
             trainer = local.trainer("trainer", "--log", str(folder / "log"), *settings)
             while max(log.steps(), default=-1) < options.steps - 1:
                 seen.update(kept(door.home))
-                if kill_after is not None and max(log.steps(), default=-1) >= kill_after:
+                is_kept = any(path.stem == f"unit-{units - 1:04d}" for path in seen)
+                if kill_after is not None and is_kept and max(log.steps(), default=-1) >= kill_after:
                     nodes[1].kill()
                     shutil.rmtree(nodes[1].home)
                     killed_s, done = time.monotonic(), max(log.steps())
                     local.node("newcomer", *lends)
-                    log.wait_for(done + 1, within_s=TIMEOUT_S)
+                    log.wait_for(done + 1, within_s=GOES_ON_S)
                     report["goes_on_after_s"] = round(time.monotonic() - killed_s, 1)
                     kill_after = None
                 time.sleep(LOOK_S)

@@ -10,6 +10,7 @@ every fourth or every sixteenth, which all keep for longer for this (`swarm/stor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 
 from swarmnode.codec.body import SHARED
@@ -59,17 +60,18 @@ def disks(announced: Iterable[Announcement], own: PeerId, block: int, units: int
 
 def rate_bps(up_bps: float, max_upload_bps: float | None) -> float:
     """How fast backups may leave, by the measured uplink (0: unknown) and what the node lends at most."""
-    uplink_bps = min(up_bps or UNMEASURED_BPS, max_upload_bps or float("inf"))
+    uplink_bps = min(up_bps or max_upload_bps or UNMEASURED_BPS, max_upload_bps or math.inf)
     return max(LEAST_BPS, UPLINK_SHARE * uplink_bps)
 
 
-def next_step(steps: Sequence[int], last: int, checkpoint_steps: int, end: int) -> int | None:
-    """Which of the steps on the disk to bring away now that `last` (-1: none) is away; None where none of them."""
+def next_step(steps: Sequence[int], last: int, checkpoint_steps: int, end: int, *, late: float = 0.0) -> int | None:
+    """Which of the steps on the disk to bring away now that `last` (-1: none) is away; None where none of them. `late`: checkpoints
+    that come while one is on its way, as far as can be told beforehand."""
     named = [step for step in steps if step % checkpoint_steps == 0 or step == end]
     newest = max(named, default=-1)
     if newest <= last:
         return None
-    behind = (newest - last) // checkpoint_steps if last >= 0 else 1
+    behind = max(late, (newest - last) // checkpoint_steps if last >= 0 else 1)
     stride = next((stride for stride in STRIDES if behind <= stride), STRIDES[-1])
     able = [step for step in named if step > last and (step % (stride * checkpoint_steps) == 0 or step == end)]
     return max(able, default=None)

@@ -47,7 +47,7 @@ def test_disks_of_those_who_hold_nothing_and_are_elsewhere_come_first() -> None:
 
 def test_a_budget_is_a_share_of_what_leaves() -> None:
     assert rate_bps(40e6, None) == 10e6 and rate_bps(40e6, 8e6) == 2e6
-    assert rate_bps(0.0, None) == 2e6 and rate_bps(1e3, None) == LEAST_BPS
+    assert rate_bps(0.0, None) == 2e6 and rate_bps(0.0, 100e6) == 25e6 and rate_bps(1e3, None) == LEAST_BPS
 
 
 def test_every_checkpoint_as_far_as_the_uplink_follows() -> None:
@@ -58,6 +58,12 @@ def test_every_checkpoint_as_far_as_the_uplink_follows() -> None:
     assert next_step((40, 50, 60, 70), 40, 10, 95) is None, "until the next fourth one comes"
     assert next_step((80, 90, 160, 170, 180), 90, 10, 1000) == 160
     assert next_step((70, 80, 90, 95), 80, 10, 95) == 95, "the last one whatever its number"
+
+
+def test_the_first_one_waits_for_a_step_that_others_keep_long_enough() -> None:
+    assert next_step((10, 20, 30), -1, 10, 95, late=2.5) is None
+    assert next_step((20, 30, 40), -1, 10, 95, late=2.5) == 40
+    assert next_step((140, 150, 160), -1, 10, 1000, late=float("inf")) == 160
 
 
 def test_writers_with_unlike_uplinks_have_steps_in_common() -> None:

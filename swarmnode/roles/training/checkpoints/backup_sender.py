@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable
 
 from swarmnode.codec.state_messages import BackUp, StateEntry
@@ -43,6 +44,7 @@ class BackupSender:
         self._wanted = wanted
         self._board = Switchboard(host.network, BACKUP_PROTOCOL, host.hello, host.link_config)
         self._there: dict[tuple[bytes, int, PeerId], int] = {}  # by run, block and disk: the newest step that is there
+        self._first: tuple[bytes, float, int] | None = None  # run, time and newest step at the first look
         self._away = (b"", -1)  # run and step that were brought away last
         self._rests_until_s: dict[PeerId, float] = {}
         self._tasks = Tasks("backups", on_crash=host.supervisor.ends_peer)
@@ -92,15 +94,26 @@ class BackupSender:
         """The next step that is to be away, as far as somebody takes it; and the last one once more where its disks were lost."""
         run = store.run
         last = self._away[1] if self._away[0] == run.id else -1
-        step = backups.next_step(tuple(store.steps()), last, run.checkpoint_steps, run.steps)
+        rate_bps, steps = self._rate_bps(), tuple(store.steps())
+        late = self._late(store, rate_bps)
+        step = backups.next_step(steps, last, run.checkpoint_steps, run.steps, late=late)
         if step is None:
             step = last
-        rate_bps = self._rate_bps()
         for block, file in store.files(step).items():
             count = self._lacking(block, wanted=self._wanted)
             if count and not await self._send(store, step, block, file, count=count, rate_bps=rate_bps):
                 return
         self._away = run.id, step
+
+    def _late(self, store: StateStore, rate_bps: float) -> float:
+        """How many checkpoints come while all that is scarce is brought away; infinite until one has come."""
+        now_s, newest = asyncio.get_running_loop().time(), store.newest() or 0
+        if self._first is None or self._first[0] != store.run.id:
+            self._first = store.run.id, now_s, newest
+        _, since_s, first = self._first
+        passed = (newest - first) / store.run.checkpoint_steps
+        scarce = [file.size for block, file in store.files(newest).items() if self._lacking(block, wanted=self._wanted)]
+        return math.inf if passed < 1 else sum(scarce) * 8 / rate_bps * passed / (now_s - since_s)
 
     def _rate_bps(self) -> float:
         own = self._host.directory.own
