@@ -19,6 +19,7 @@ from swarmnode.compute.training.averaging.gradient_compressor import make_gradie
 from swarmnode.compute.training.averaging.together import agree
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
+from swarmnode.compute.training.optimizer import Optimizer
 from swarmnode.compute.training.segment import Values
 from swarmnode.swarm.records.run import Averaging, Run
 from tests.card.conftest import LAYERS
@@ -115,3 +116,18 @@ def test_payloads_are_those_of_the_cpu(codec: Codec, dtype: torch.dtype, card: t
         wanted_info, wanted = encode(x_N, codec, param=count // 30 + 1 if codec == Codec.TOPK else 0)
         assert info == wanted_info and bytes(payload) == bytes(wanted)
         assert torch.equal(decode(info, bytes(payload), device=card).cpu(), decode(info, bytes(payload)))
+
+
+def test_moments_of_8_bits_are_the_cpus_to_the_bit(card: torch.device) -> None:
+    def on(device: torch.device) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        parameter = torch.nn.Parameter(torch.randn(70, 100, generator=generator).to(device))
+        run = Run(data=bytes(32), steps=4, batch=1, microbatch=1, optimizer="adamw8bit")
+        optimizer = Optimizer({"weight": parameter}, run)
+        for step in range(run.steps):
+            parameter.grad = torch.randn(70, 100, generator=generator).to(device)
+            optimizer.update(step)
+        return [parameter.detach().cpu(), *(named["weight"].cpu() for named in optimizer.slots.values())]
+
+    for got, wanted in zip(on(card), on(CPU), strict=True):
+        assert torch.equal(got, wanted)

@@ -183,7 +183,7 @@ def test_ctrl_c_says_where_it_stands(school: Path) -> None:
         ("short.txt", (), 2, ("less than one sample",)),
         ("data.txt", ("--sequence", "65"), 2, ("64 positions",)),
         ("data.txt", ("--batch", "8", "--microbatch", "3"), 2, ("multiple of the microbatch",)),
-        ("data.txt", ("--optimizer", "lion"), 2, ("adamw, sgd",)),
+        ("data.txt", ("--optimizer", "lion"), 2, ("adamw, adamw8bit, sgd",)),
         ("data.txt", ("--average-codec", "zip"), 2, ("none, bf16",)),
         ("data.txt", ("--log", "/no/such/log"), 1, ("cannot write the log",)),
         ("data.txt", ("--device", "cuda:77"), 1, ("no device",)),

@@ -171,5 +171,9 @@ class Block:
             if tensor.shape != own[name].shape:
                 shapes = f"{tuple(tensor.shape)}, not {tuple(own[name].shape)}"
                 raise CheckpointError(f"the state of unit {self.number} has {name} of shape {shapes}")
+            if tensor.dtype != own[name].dtype:
+                raise CheckpointError(
+                    f"the state of unit {self.number} has {name} in {tensor.dtype}, not {own[name].dtype}"
+                )
         for name, tensor in tensors.items():
             own[name].copy_(tensor)

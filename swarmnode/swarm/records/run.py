@@ -17,7 +17,7 @@ from swarmnode.errors import ProtocolError, UsageError
 
 MAX_MICROBATCHES = 2048
 FINGERPRINT_BYTES = 32
-OPTIMIZERS = ("adamw", "sgd")
+OPTIMIZERS = ("adamw", "adamw8bit", "sgd")
 SCHEDULES = ("constant", "linear", "cosine")
 
 

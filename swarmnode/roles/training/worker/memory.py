@@ -13,6 +13,7 @@ from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.training.averaging.gradient_compressor import feeds_back
 from swarmnode.compute.training.heap import give_back_large_tensors
 from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.optimizer import slots_share
 from swarmnode.compute.training.segment import Segment
 from swarmnode.errors import CheckpointError
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
@@ -63,7 +64,7 @@ class TrainingMemory:
             return False
         kept_bytes = sum(unit.activation_bytes for unit in estimates)
         largest_bytes = max(unit.activation_bytes for unit in estimates)
-        learning_bytes = (1 + _slots(run)) * self._for_good[Account.WEIGHTS].size_bytes
+        learning_bytes = (1 + _remembered(run)) * self._for_good[Account.WEIGHTS].size_bytes
         recompute = learning_bytes + IN_FLIGHT * kept_bytes > self._room_bytes()
         if recompute:
             size_mb, room_mb = IN_FLIGHT * kept_bytes / 1e6, (self._room_bytes() - learning_bytes) / 1e6
@@ -133,7 +134,6 @@ def segment_bytes(segment: Segment) -> int:
     return sum({id(tensor): tensor.nbytes for tensors in named for tensor in tensors.values()}.values())
 
 
-def _slots(run: Run) -> int:
-    """Tensors that the optimiser keeps for each parameter, and those of replicas that update apart."""
-    own = 2 if run.optimizer == "adamw" else int(bool(run.momentum))
-    return own + (2 if run.averaging.every > 1 else 0)
+def _remembered(run: Run) -> float:
+    """By the optimiser and by replicas that update apart, in sizes of the parameters."""
+    return slots_share(run) + (2 if run.averaging.every > 1 else 0)

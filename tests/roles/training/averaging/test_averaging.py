@@ -11,6 +11,7 @@ import pytest
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.codec.training_messages import StepReport
+from swarmnode.compute.training import adamw8bit
 from swarmnode.swarm.records.run import Averaging
 from tests.net.virtual import in_virtual_time
 from tests.roles.training_swarm import PATIENCE_S, TrainingSwarm, local_losses, toy_batches, toy_run
@@ -39,7 +40,9 @@ async def two_by_two(folder: Path) -> AsyncIterator[TrainingSwarm]:
     await swarm.close()
 
 
-async def losses_of(swarm: TrainingSwarm, averaging: Averaging, after: dict[int, object] | None = None) -> list[float]:
+async def losses_of(
+    swarm: TrainingSwarm, averaging: Averaging, after: dict[int, object] | None = None, optimizer: str = "adamw"
+) -> list[float]:
     """The losses of a run; `after` a step something happens."""
     batches = toy_batches()
     losses: list[float] = []
@@ -50,7 +53,7 @@ async def losses_of(swarm: TrainingSwarm, averaging: Averaging, after: dict[int,
         if event is not None:
             event()  # type: ignore[operator]
 
-    run = toy_run(batches, STEPS, averaging=averaging)
+    run = toy_run(batches, STEPS, averaging=averaging, optimizer=optimizer)
     _, trainer = await swarm.trainer(run, batches, on_step)
     assert await asyncio.wait_for(trainer.train(asyncio.Event()), PATIENCE_S) == STEPS
     await swarm.settled(STEPS)
@@ -76,15 +79,18 @@ async def test_replicas_end_equal_and_have_learnt(tmp_path: Path, averaging: Ave
         swarm.assert_replicas_are_equal()
 
 
-@pytest.mark.parametrize("name", ["int8", "PowerSGD", "DiLoCo"])
+@pytest.mark.parametrize(("name", "optimizer"), [("int8", "adamw8bit"), ("PowerSGD", "adamw"), ("DiLoCo", "adamw")])
 @in_virtual_time
-async def test_a_replica_dies_and_another_joins(tmp_path: Path, name: str) -> None:
+async def test_a_replica_dies_and_another_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, optimizer: str
+) -> None:
+    monkeypatch.setattr(adamw8bit, "MIN_ELEMENTS", 1)  # of small models, too
     async with two_by_two(tmp_path) as swarm:
         joining: list[asyncio.Task[object]] = []
         after = {
             7: lambda: swarm.kill(swarm.volunteers[1]),
             12: lambda: joining.append(asyncio.ensure_future(swarm.join(0, 2))),
         }
-        assert_close(await losses_of(swarm, LOSSY[name], after), LOSSY[name])  # type: ignore[arg-type]
+        assert_close(await losses_of(swarm, LOSSY[name], after, optimizer), LOSSY[name])  # type: ignore[arg-type]
         await asyncio.gather(*joining)
         swarm.assert_replicas_are_equal()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
@@ -84,6 +85,16 @@ def test_graphs_are_computed_again_where_four_do_not_fit(microbatches: int, reco
     room = 4 * segment_bytes(segment) + microbatches * 2 * KEPT  # AdamW
     memory = TrainingMemory(MemoryLedger(room), segment, estimates)
     assert memory.begin(RUN) is recompute
+
+
+def test_moments_of_8_bits_leave_room_for_graphs() -> None:
+    segment = ToySegment(0, 2)
+    room = 2.6 * segment_bytes(segment) + 4 * 2 * KEPT
+    recomputes = [
+        TrainingMemory(MemoryLedger(int(room)), segment, estimates).begin(msgspec.structs.replace(RUN, optimizer=name))
+        for name in ("adamw", "adamw8bit")
+    ]
+    assert recomputes == [True, False]
 
 
 def test_where_nothing_is_known_graphs_are_kept() -> None:
