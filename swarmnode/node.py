@@ -24,6 +24,7 @@ from swarmnode.codec.messages import VERSION
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.lending.card_guard import CardGuard
 from swarmnode.lending.cards import Cards
+from swarmnode.lending.energy import EnergyMeter
 from swarmnode.lending.lending import Keep, Lending
 from swarmnode.lending.lifecycle import LendingEvent, LendingState
 from swarmnode.lending.rule_watch import follow_rules
@@ -187,8 +188,9 @@ class Node:
         from swarmnode.roles.serving.hardware import Hardware
 
         weights = Weights(host)
+        energy = EnergyMeter.start(host.config.home, Cards, on_crash=host.supervisor.ends_peer)
         receipts = self._receipts = await asyncio.to_thread(ReceiptKeeper, host)
-        for service in (weights, seeder, prober, receipts):
+        for service in (weights, seeder, prober, energy, receipts):
             services.push_async_callback(service.close)
         await receipts.start()
         await prober.start(host.directory.peers)

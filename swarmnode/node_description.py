@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from swarmnode.config import StageConfig
+from swarmnode.lending.energy import energy_used
 from swarmnode.lending.rules import DAYS, Rules
 from swarmnode.metrics.metric import Readings
 from swarmnode.node_config import NodeConfig
@@ -29,6 +30,7 @@ def described(
         "sessions": 0 if own is None else own.sessions,
         "device": config.stage.device if own is None else own.device,
         "lends": lent(config.host, config.stage, config.rules),
+        "energy": None if (energy := energy_used(config.host.home)) is None else energy._asdict(),
         **given(readings),
     }
 

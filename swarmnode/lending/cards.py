@@ -41,6 +41,13 @@ class Cards:
         """Of the one that draws most."""
         return self._most(lambda handle: self._nvml.nvmlDeviceGetPowerUsage(handle) / 1000)  # milliwatts
 
+    def joules(self) -> float | None:
+        """Drawn by all cards together since the driver was loaded; None where no card counts it (before Volta)."""
+        counted = self._figures(
+            lambda handle: self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
+        )  # millijoules
+        return sum(counted) if counted else None
+
     def others_bytes(self) -> int | None:
         """Memory of a card that other programs than this one use, on the card where it is most."""
         own = _own_pids()
@@ -75,13 +82,17 @@ class Cards:
         yield from {each.pid: each.usedGpuMemory or 0 for ask in asked for each in ask(handle)}.items()
 
     def _most(self, figure: Callable[[Any], float]) -> float | None:
+        return max(self._figures(figure), default=None)
+
+    def _figures(self, figure: Callable[[Any], float]) -> list[float]:
+        """Of those cards that tell it."""
         figures = []
         for handle in self._handles:
             try:
                 figures.append(float(figure(handle)))
             except self._nvml.NVMLError:
                 continue
-        return max(figures, default=None)
+        return figures
 
 
 def _own_pids() -> set[int]:

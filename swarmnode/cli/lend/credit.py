@@ -36,6 +36,7 @@ def credit(
 
     Example: swarmnode credit friends
     """
+    from swarmnode.lending.energy import energy_used
     from swarmnode.roles.credit.worker_credits import folder_credits, summary, worker_credits
     from swarmnode.swarm.storage.swarmfile import swarm_path
 
@@ -55,6 +56,8 @@ def credit(
     for one in found:
         say(_sentence(one))
         show(_table(one))
+    if (energy := energy_used(here)) is not None:
+        say(f"The cards of this machine drew {energy} while its nodes ran.")
 
 
 def _sentence(one: WorkerCredit) -> str:
