@@ -1,4 +1,4 @@
-"""What a training swarm's results are held to, on real processes and in virtual time alike."""
+"""What a training swarm's results are held to, on real processes and in virtual time alike; and a model for it to train."""
 
 from __future__ import annotations
 
@@ -9,6 +9,31 @@ from typing import Protocol
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.training.lm import load_segment
+from swarmnode.compute.training.local import train_locally
+from swarmnode.swarm.records.manifest import Manifest
+from swarmnode.swarm.records.run import Run
+from swarmnode.training.preparation import prepare
+
+NO_MARKS = {"bos_token_id": 0, "eos_token_id": 0}
+
+
+def save_gpt2(folder: Path, *, layers: int, heads: int, width: int, positions: int) -> None:
+    """A GPT-2 on bytes with dropout, random but fixed, whose ends share their parameters."""
+    config = GPT2Config(vocab_size=256, n_embd=width, n_layer=layers, n_head=heads, n_positions=positions, **NO_MARKS)
+    torch.manual_seed(3)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+
+
+def losses_of_one_process(manifest: Manifest | None, model: Path, data: Path, settings: Run) -> dict[int, float]:
+    """By step, on the batches that a swarm's trainer would take."""
+    assert manifest is not None
+    run, batches = prepare(manifest, model, data, settings)
+    segment = load_segment(Checkpoint(model), 0, manifest.model.units, device=torch.device("cpu"))
+    return {report.step: report.loss for report in train_locally(segment, run, batches)}
 
 
 class KeepsStates(Protocol):

@@ -7,13 +7,8 @@ from typing import Any
 
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
+from question import SCHEMA
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"hens": {"type": "boolean"}},
-    "required": ["hens"],
-    "additionalProperties": False,
-}
 COUNT: dict[str, Any] = {"type": "function", "function": {"name": "count", "parameters": SCHEMA}}
 
 

@@ -7,14 +7,7 @@ import sys
 from typing import Any
 
 import litellm
-
-SAID = [{"role": "user", "content": "How are the hens?"}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"hens": {"type": "boolean"}},
-    "required": ["hens"],
-    "additionalProperties": False,
-}
+from question import SAID, SCHEMA
 
 
 def main(url: str, model: str) -> None:

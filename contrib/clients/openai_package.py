@@ -8,14 +8,8 @@ import sys
 from typing import Any
 
 import openai
+from question import SAID, SCHEMA
 
-SAID: list[Any] = [{"role": "user", "content": "How are the hens?"}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"hens": {"type": "boolean"}},
-    "required": ["hens"],
-    "additionalProperties": False,
-}
 TOOL: Any = {"type": "function", "function": {"name": "count", "parameters": SCHEMA}}
 FLAT: Any = {"type": "function", "name": "count", "parameters": SCHEMA, "strict": False}
 

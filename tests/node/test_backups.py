@@ -7,20 +7,15 @@ import typing
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from swarmnode.compute.executor import WorkItem
-from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.training.lm import load_segment
-from swarmnode.compute.training.local import train_locally
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.run import Run
-from swarmnode.training.preparation import NO_DATA, prepare
+from swarmnode.training.preparation import NO_DATA
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
-from tests.training_results import assert_same_curve
+from tests.training_results import assert_same_curve, losses_of_one_process, save_gpt2
 
 DATA = Path(typing.__file__)
 STEPS, CHECKPOINT_STEPS = 14, 2
@@ -51,9 +46,7 @@ class School(VirtualSwarm):
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2 of two layers on bytes, whose ends share their parameters."""
     folder = tmp_path_factory.mktemp("gpt2")
-    config = GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
-    torch.manual_seed(3)
-    GPT2LMHeadModel(config).save_pretrained(folder)
+    save_gpt2(folder, layers=2, heads=2, width=32, positions=16)
     return folder
 
 
@@ -65,11 +58,7 @@ def founded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Founded:
 @pytest.fixture(scope="module")
 def alone(model: Path, founded: Founded) -> dict[int, float]:
     """The losses of a single process on the same batches."""
-    manifest = founded.swarm.manifest
-    assert manifest is not None
-    run, batches = prepare(manifest, model, DATA, SETTINGS)
-    segment = load_segment(Checkpoint(model), 0, 4, device=torch.device("cpu"))
-    return {report.step: report.loss for report in train_locally(segment, run, batches)}
+    return losses_of_one_process(founded.swarm.manifest, model, DATA, SETTINGS)
 
 
 @in_virtual_time

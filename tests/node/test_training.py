@@ -10,21 +10,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.training.lm import load_segment
-from swarmnode.compute.training.local import train_locally
 from swarmnode.node import NodeConfig
 from swarmnode.roles.host import HostConfig
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.run import Run
-from swarmnode.training.preparation import NO_DATA, prepare
+from swarmnode.training.preparation import NO_DATA
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
-from tests.training_results import assert_same_curve, assert_same_parameters
+from tests.training_results import assert_same_curve, assert_same_parameters, losses_of_one_process, save_gpt2
 
 DATA = Path(typing.__file__)
 SPANS = ("0:2", "2:4", "4:6")
@@ -48,9 +43,7 @@ SETTINGS = Run(
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2 of four layers on bytes, with dropout."""
     folder = tmp_path_factory.mktemp("gpt2")
-    config = GPT2Config(vocab_size=256, n_embd=64, n_layer=4, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0)
-    torch.manual_seed(3)
-    GPT2LMHeadModel(config).save_pretrained(folder)
+    save_gpt2(folder, layers=4, heads=4, width=64, positions=32)
     return folder
 
 
@@ -62,11 +55,7 @@ def founded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Founded:
 @pytest.fixture(scope="module")
 def alone(model: Path, founded: Founded) -> dict[int, float]:
     """The losses of a single process on the same batches."""
-    manifest = founded.swarm.manifest
-    assert manifest is not None
-    run, batches = prepare(manifest, model, DATA, SETTINGS)
-    segment = load_segment(Checkpoint(model), 0, 6, device=torch.device("cpu"))
-    return {report.step: report.loss for report in train_locally(segment, run, batches)}
+    return losses_of_one_process(founded.swarm.manifest, model, DATA, SETTINGS)
 
 
 class School(VirtualSwarm):
