@@ -199,7 +199,7 @@ class TableCalls:
         """Who calls. Raises PermissionError where it calls too often."""
         peer: PeerId = context.remote_id.to_base58()
         claimant = Claimant(await self._groups.learn(peer), peer)
-        await _take_turn(self._calls.wait_s(claimant))
+        await _take_turn(self._calls, claimant)
         if info.node_id:
             await self._heard(peer)
         return claimant
@@ -225,26 +225,28 @@ class TableCalls:
         if len(request.keys) > MAX_FIND_KEYS or any(len(key) != KEY_BYTES for key in request.keys):
             raise ValueError(f"more than {MAX_FIND_KEYS} keys, or ones that are none")
         answer = dht_pb2.FindResponse(peer=self._info)
+        keys = list(dict.fromkeys(int.from_bytes(raw, "big") for raw in request.keys))
         left_bytes = MAX_ANSWER_BYTES
-        for key in dict.fromkeys(int.from_bytes(raw, "big") for raw in request.keys):
-            answer.results.append(self._find_here(key, claimant.peer, left_bytes))
+        for number, key in enumerate(keys):
+            answer.results.append(self._find_here(key, claimant.peer, left_bytes // (len(keys) - number)))
             left_bytes -= len(answer.results[-1].value)
-        await _take_turn(self._answers_bytes.wait_s(claimant, answer.ByteSize()))
+        await _take_turn(self._answers_bytes, claimant, answer.ByteSize())
         return answer
 
     def _find_here(self, key: int, asker: PeerId, room_bytes: int) -> Any:
-        """What we have, if there is room for it, and whom we know."""
+        """What we have, as far as there is room for it, and whom we know."""
         result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
-        records = self._store.get(key)
-        packed = msgspec.msgpack.encode([(subkey, each.value, each.expires_at) for subkey, each in records.items()])
-        if records and len(packed) <= room_bytes:
+        records = self._store.some(key, room_bytes)
+        if records:
+            packed = msgspec.msgpack.encode([(subkey, each.value, each.expires_at) for subkey, each in records.items()])
             result = dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=packed)
         nearest = [peer for peer in self._routing_table.nearest(key, BUCKET_PEERS + 1) if peer != asker]
         result.nearest_peer_ids.extend(PeerID.from_base58(peer).to_bytes() for peer in nearest[:BUCKET_PEERS])
         return result
 
 
-async def _take_turn(wait_s: float) -> None:
+async def _take_turn(pace: FairPace, claimant: Claimant, amount: float = 1.0) -> None:
+    wait_s = pace.wait_s(claimant, amount, within_s=PATIENCE_S)
     if wait_s > PATIENCE_S:
         raise PermissionError("too many calls; slower")
     if wait_s:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -33,14 +34,23 @@ class FairPace:
     def __repr__(self) -> str:
         return f"<FairPace of {self._peer} for a peer, {self._group} for a group, {len(self._free_at_s)} known>"
 
-    def wait_s(self, claimant: Claimant, amount: float = 1.0) -> float:
-        """Take the amount; how long to wait before it is this claimant's turn, in seconds."""
-        return max(self._take(claimant, amount, self._peer), self._take(claimant.group, amount, self._group))
+    def wait_s(self, claimant: Claimant, amount: float = 1.0, *, within_s: float = math.inf) -> float:
+        """Take the amount; how long to wait before it is this claimant's turn, in seconds. Where that is longer than `within_s`
+        nothing is taken: what one peer is refused must not be paid for by the others of its group."""
+        paces: tuple[tuple[Hashable, Pace], ...] = ((claimant, self._peer), (claimant.group, self._group))
+        free_at_s = {whose: self._free_after_s(whose, amount, pace) for whose, pace in paces}
+        wait_s = max(0.0, max(free_at_s.values()) - self._clock())
+        if wait_s <= within_s:
+            for whose, at_s in free_at_s.items():
+                self._note(whose, at_s)
+        return wait_s
 
-    def _take(self, whose: Hashable, amount: float, pace: Pace) -> float:
-        now_s = self._clock()
-        begin_s = max(self._free_at_s.pop(whose, float("-inf")), now_s - pace.at_once / pace.per_s)
-        self._free_at_s[whose] = begin_s + amount / pace.per_s
+    def _free_after_s(self, whose: Hashable, amount: float, pace: Pace) -> float:
+        rested_s = self._clock() - pace.at_once / pace.per_s
+        return max(self._free_at_s.get(whose, rested_s), rested_s) + amount / pace.per_s
+
+    def _note(self, whose: Hashable, free_at_s: float) -> None:
+        self._free_at_s.pop(whose, None)
+        self._free_at_s[whose] = free_at_s
         if len(self._free_at_s) > MAX_BUCKETS:
             del self._free_at_s[next(iter(self._free_at_s))]
-        return max(0.0, self._free_at_s[whose] - now_s)

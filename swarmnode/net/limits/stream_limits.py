@@ -40,7 +40,7 @@ class StreamLimits:
     def enter(self, stream: Stream) -> bool:
         """A stream has come in; whether it may stay. One of whoever has most may have to go for it."""
         claimant = Claimant(stream.group, stream.peer)
-        return self._pace.wait_s(claimant) == 0 and _take(self._half_open, stream, claimant)
+        return self._pace.wait_s(claimant, within_s=0) == 0 and _take(self._half_open, stream, claimant)
 
     def let_in(self, stream: Stream) -> None:
         """Its peer was let in: it counts among the open ones."""

@@ -13,6 +13,7 @@ from swarmnode.net.limits.fair_share import FairShare
 MAX_RECORDS = 4096
 MAX_SUBKEYS = 256  # of a key
 MAX_SUBKEY_BYTES = 256
+PACKING_BYTES = 32  # of a record's answer, beside subkey and value: expiry, lengths
 
 Slot = tuple[int, bytes]
 """(place of the key, subkey)"""
@@ -39,6 +40,17 @@ class RecordStore:
         """The records under a key that live."""
         self._expire(key)
         return dict(self._keys.get(key, {}))
+
+    def some(self, key: int, room_bytes: int) -> dict[bytes, Record]:
+        """As many of them as fit, the shortest first: who fills a key with long ones must not hide the others, and of
+        MAX_SUBKEYS records none is hidden that is no longer than its part of the room."""
+        found: dict[bytes, Record] = {}
+        for subkey, record in sorted(self.get(key).items(), key=lambda item: len(item[1].value)):
+            room_bytes -= len(subkey) + len(record.value) + PACKING_BYTES
+            if room_bytes < 0:
+                break
+            found[subkey] = record
+        return found
 
     def items(self) -> Iterator[tuple[int, bytes, Record]]:
         """All that live."""

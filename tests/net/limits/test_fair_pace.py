@@ -27,3 +27,12 @@ def test_memory_is_bounded():
     for number in range(2 * MAX_BUCKETS):
         pace.wait_s(Claimant("a", f"{number}"))
     assert len(pace._free_at_s) <= MAX_BUCKETS
+
+
+def test_what_one_is_refused_its_neighbours_do_not_pay_for():
+    pace = FairPace(Pace(10, 20), Pace(20, 60), clock=lambda: 0.0)
+    greedy, neighbour = Claimant("a", "1"), Claimant("a", "2")
+    waits = [pace.wait_s(greedy, within_s=1.01) for _ in range(10_000)]
+    assert sum(wait <= 1.01 for wait in waits) == 30, "its own pace, and a second ahead"
+    assert waits[-1] == pytest.approx(1.1), "and no debt that grows"
+    assert all(pace.wait_s(neighbour, within_s=1.0) < 1e-9 for _ in range(20))

@@ -86,3 +86,15 @@ def test_who_brings_others_records_does_not_pay_for_them_once_they_come_themselv
         assert shop.put(1, f"peer {number}", group=f"home {number}", life_s=20)
     assert not shop.put(1, "stranger 1", group="home 1", writer="peer 1"), "all have one"
     assert len(shop.store.get(1)) == MAX_SUBKEYS
+
+
+def test_long_records_do_not_hide_short_ones_from_readers():
+    """A key with more than the room of an answer was read as empty."""
+    store = Shop().store
+    for number in range(MAX_SUBKEYS // 2):
+        assert store.store(1, b"long %d" % number, bytes(MAX_RECORD_BYTES), NOW + 9, Claimant(STRANGER, f"{number}"))
+        assert store.store(1, b"short %d" % number, bytes(1000), NOW + 9, Claimant(f"home {number}", f"{number}"))
+    found = store.some(1, room_bytes=256 << 10)
+    assert sum(subkey.startswith(b"short") for subkey in found) == MAX_SUBKEYS // 2
+    assert 0 < sum(subkey.startswith(b"long") for subkey in found) < MAX_SUBKEYS // 2
+    assert store.some(2, room_bytes=256 << 10) == {} and store.some(1, room_bytes=0) == {}

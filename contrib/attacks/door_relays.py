@@ -1,0 +1,75 @@
+"""Two strangers to a private swarm have its bootstrap peer relay between them, for bytes that are none of the swarm's."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from attack import Outcome, main
+from members_listed import MembersOnly
+
+from swarmnode.errors import PeerLost
+from swarmnode.net.identity import Identity
+from swarmnode.net.interfaces import PeerId, Stream
+from swarmnode.net.libp2p.engine import Engine, EngineConfig
+
+VIRTUAL, FAST = False, False
+PROTOCOL = "/attack/1"
+PIECE = bytes(1 << 16)
+BYTES = 4 << 20
+TIMEOUT_S = 30.0
+
+
+async def reach(caller: Engine, door: Engine, called: PeerId) -> Stream | None:
+    """A stream over the door, as soon as it relays for who is called; None where it does not."""
+    circuit = f"{(await door.addresses())[0]}/p2p-circuit"
+    ends_s = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < ends_s:
+        try:
+            await caller._running().connect(called, circuit, timeout_s=TIMEOUT_S)
+            return await caller.open(called, PROTOCOL, timeout_s=TIMEOUT_S)
+        except PeerLost:  # it has not asked for its place there yet
+            await asyncio.sleep(0.5)
+    return None
+
+
+async def attack() -> Outcome:
+    async with AsyncExitStack() as ends:
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory()))
+
+        async def start(name: str, *, public: bool = False, relays: tuple[str, ...] = ()) -> Engine:
+            identity = Identity.load_or_create(folder / name)
+            gate = MembersOnly({identity.peer_id})
+            config = EngineConfig(folder / name, gate=gate, public=public, relays=relays, hidden=bool(relays))
+            engine = await Engine.start(config)
+            ends.push_async_callback(engine.close)
+            return engine
+
+        door = await start("door", public=True)
+        called = await start("called", relays=tuple(await door.addresses()))
+        caller = await start("caller")
+        came = 0
+        over = asyncio.Event()
+
+        async def count(stream: Stream) -> None:
+            nonlocal came
+            while data := await stream.read():
+                came += len(data)
+            over.set()
+
+        await called.serve(PROTOCOL, count)
+        stream = await reach(caller, door, called.peer_id)
+        if stream is None:
+            return Outcome(True, "the door relays nothing")
+        for _ in range(BYTES // len(PIECE)):
+            stream.write([PIECE])
+            await stream.drain()
+        await stream.close()
+        await asyncio.wait_for(over.wait(), TIMEOUT_S)
+        return Outcome(False, f"{came / 1e6:.1f} MB went between two strangers over the door", known=True)
+
+
+main(__name__, attack, virtual=VIRTUAL)
