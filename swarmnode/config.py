@@ -28,7 +28,7 @@ class ServerConfig:
     max_early_per_peer: int = 64
     max_compiling: int = 16  # grammars that wait
     compile_s: float = 20.0  # how long a session waits for its grammar, and the first one for the tokenizer
-    prefill_chunk_tokens: int = 128
+    longest_chunk_tokens: int = 1024  # of a prompt in one pass, where positions cost next to nothing
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ positions beside B steps would be one of (B + 1) T.
 How long a chunk is, from what passes were seen to cost (a fixed time f, and p for each position):
 
   - While others decode it takes at most STALL times what their step takes: that is the longest that a step waits for it.
+  - While nobody does, UNDISTURBED times: reading the weights is then a small part of it, on a card as on a slow processor, and who
+    comes meanwhile does not wait long.
   - Who has had much more of the device than others (`device_shares.py`) has a few positions of its prompt beside their steps, as
     many as lengthen that pass by half, and a short chunk where no step waits: others hardly notice.
   - Where stages follow, they are to work on its beginning while this one works on its end. Of L positions in n chunks, h stages one
@@ -26,7 +28,8 @@ from swarmnode.plan.serving.device_shares import SLOWDOWN, DeviceShares
 from swarmnode.plan.serving.pass_cost import PassCost
 
 STALL = 1.5  # times a step: who comes just after a chunk has begun waits for it and for a step
-SHORTEST_CHUNK = 16  # positions; shorter ones are all overhead
+UNDISTURBED = 10.0  # times a step
+SHORTEST_CHUNK, USUAL_CHUNK = 16, 128  # positions; shorter ones are all overhead, or most of it where no step waits
 RECENT_PASSES = 16  # who had no step in as many is so slow that a whole chunk does not matter to it
 
 
@@ -155,10 +158,11 @@ class PassScheduler:
 
     def _room(self) -> int:
         """Positions of a pass over chunks, such that who decodes does not wait too long for it."""
-        if not self._stepped_at:
-            return self._longest_chunk
-        most = self.cost.positions(STALL * self.cost.seconds(len(self._stepped_at)))
-        return int(min(max(most, SHORTEST_CHUNK), self._longest_chunk))
+        if self._stepped_at:
+            most = max(self.cost.positions(STALL * self.cost.seconds(len(self._stepped_at))), SHORTEST_CHUNK)
+        else:
+            most = max(self.cost.positions(UNDISTURBED * self.cost.seconds(1)), USUAL_CHUNK)
+        return int(min(most, self._longest_chunk))
 
     def _chunk(self, backlog: Backlog) -> int:
         """Such that the stages after this one are not idle for long; all chunks of a prompt are about as long."""

@@ -66,7 +66,7 @@ class SpanPart:
         cache_bytes = hardware.cache_tokens(units, lent) * max(1, span.cache_bytes_per_token)
         bounds = RunnerConfig(cache_bytes=cache_bytes, capture=hardware.config.capture != "off")
         runner = StageRunner(span, bounds, lent.throttle, lent.ledger)
-        worker = Worker(runner, executor, chunk_tokens=hardware.config.server.prefill_chunk_tokens)
+        worker = Worker(runner, executor, longest_chunk_tokens=hardware.config.server.longest_chunk_tokens)
         async with contextlib.AsyncExitStack() as undo:  # whoever pauses gives a start up in its middle
             passes = lent.ledger.count(Account.ACTIVATIONS, span.pass_bytes(RunnerConfig.prefill_positions, MAX_BATCH))
             undo.callback(passes.release)

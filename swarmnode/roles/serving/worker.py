@@ -31,6 +31,7 @@ from swarmnode.compute.serving.runner import StepOutput as Output
 from swarmnode.compute.serving.window import LONGEST_SHARED
 from swarmnode.compute.speed import PREFILL_POSITIONS, Speeds
 from swarmnode.compute.stopwatch import Stopwatch
+from swarmnode.config import ServerConfig
 from swarmnode.errors import ErrorCode, LocalError, ProtocolError
 from swarmnode.plan.serving.scheduler import PassScheduler
 from swarmnode.plan.view import Span
@@ -74,10 +75,16 @@ class _Batch(WorkItem):
 class Worker:
     """What sessions want computed on one span: a source of work for the device's executor."""
 
-    def __init__(self, runner: StageRunner, executor: Executor, *, chunk_tokens: int = 128) -> None:
+    def __init__(
+        self,
+        runner: StageRunner,
+        executor: Executor,
+        *,
+        longest_chunk_tokens: int = ServerConfig.longest_chunk_tokens,
+    ) -> None:
         self.runner = runner
         self.clock = executor.clock
-        self.scheduler = PassScheduler(longest_step=LONGEST_SHARED, longest_chunk=chunk_tokens)
+        self.scheduler = PassScheduler(longest_step=LONGEST_SHARED, longest_chunk=longest_chunk_tokens)
         self._executor = executor
         self._stopwatch = Stopwatch(runner.span.device, clock=executor.clock)
         self._waiting: dict[int, deque[Job]] = {}

@@ -33,7 +33,7 @@ class SimulatedExecutor:
         self._clock = clock
         self._peer = peer
         self._model = model
-        self._scheduler = PassScheduler(longest_step=LONGEST_SHARED, longest_chunk=ServerConfig.prefill_chunk_tokens)
+        self._scheduler = PassScheduler(longest_step=LONGEST_SHARED, longest_chunk=ServerConfig.longest_chunk_tokens)
         self._waiting: dict[int, deque[SimulatedJob]] = {}  # by session
         self._busy = False
         self._stopped = False

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from swarmnode.plan.serving.scheduler import PassScheduler
 
-LONGEST_STEP, LONGEST_CHUNK = 8, 128
+LONGEST_STEP, LONGEST_CHUNK = 8, 512
 FIXED_S, POSITION_S = 0.010, 0.001
 OTHERS = range(4)  # peers with one session each
 TOKENS = 2_500  # of each of them: the first hundredth of them may wait while a newcomer's long prompt goes by
 GREEDY = itertools.count(100)
 
 
-def cost_s(counts: Mapping[int, int]) -> float:
+def cost_s(counts: Mapping[int, int], position_s: float = POSITION_S) -> float:
     """Of a pass: all rows are filled up to the longest."""
-    return FIXED_S + POSITION_S * len(counts) * max(counts.values())
+    return FIXED_S + position_s * len(counts) * max(counts.values())
 
 
 class Stage:
     """A stage whose passes cost what `cost_s` says. Who decodes asks for the next step as soon as one is done."""
 
-    def __init__(self) -> None:
+    def __init__(self, position_s: float = POSITION_S) -> None:
+        self.cost_s = partial(cost_s, position_s=position_s)
         self.scheduler = PassScheduler(longest_step=LONGEST_STEP, longest_chunk=LONGEST_CHUNK)
         self.passes: list[dict[int, int]] = []
         self.now_s = 0.0
@@ -32,8 +34,8 @@ class Stage:
         counts = self.scheduler.next()
         if counts:
             self.scheduler.took(counts)
-            self.now_s += cost_s(counts)
-            self.scheduler.ran(len(counts) * max(counts.values()), cost_s(counts))
+            self.now_s += self.cost_s(counts)
+            self.scheduler.ran(len(counts) * max(counts.values()), self.cost_s(counts))
             self.passes.append(counts)
         for session in self.decoding.intersection(counts):
             self.scheduler.add(session, 1)
@@ -42,7 +44,7 @@ class Stage:
     def decode(self, *sessions: int, turns: int = 20) -> None:
         """Let them decode. The stage then knows what passes cost."""
         for positions in (1, LONGEST_CHUNK):
-            self.scheduler.ran(positions, cost_s({0: positions}))
+            self.scheduler.ran(positions, self.cost_s({0: positions}))
         for session in sessions:
             self.scheduler.add(session, 1)
             self.decoding.add(session)

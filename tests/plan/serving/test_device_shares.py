@@ -6,8 +6,8 @@ import pytest
 
 from swarmnode.plan.serving.device_shares import ALLOWED_POSITIONS, MAX_OWNERS, SLOWDOWN, DeviceShares
 from swarmnode.plan.serving.pass_cost import PassCost
-from swarmnode.plan.serving.scheduler import PassScheduler
-from tests.plan.serving.stage import LONGEST_CHUNK, OTHERS, cost_s, open_greedy, p99_s, with_others
+from swarmnode.plan.serving.scheduler import USUAL_CHUNK, PassScheduler
+from tests.plan.serving.stage import OTHERS, cost_s, open_greedy, p99_s, with_others
 
 
 @pytest.mark.parametrize("steps", [0, 60], ids=["", "many sessions"])
@@ -59,7 +59,7 @@ def test_a_greedy_peers_prompt_goes_on_and_where_nobody_else_is_it_is_not_held_b
         pass
     for _ in range(20):
         stage.turn()
-    assert stage.turn() == {session: LONGEST_CHUNK}
+    assert stage.turn() == {session: USUAL_CHUNK}
 
 
 def test_one_long_prompt_of_somebody_who_had_nothing_is_not_held_back() -> None:

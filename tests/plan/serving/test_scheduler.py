@@ -14,6 +14,7 @@ from tests.plan.serving.stage import LONGEST_CHUNK, LONGEST_STEP, Stage, cost_s
 
 def test_steps_go_together_and_short_prompts_go_together() -> None:
     stage = Stage()
+    stage.decode()
     for session in range(20):
         stage.scheduler.add(session, 16)
     assert [len(counts) for counts in stage.run()] == [8, 8, 4]
@@ -24,6 +25,7 @@ def test_steps_go_together_and_short_prompts_go_together() -> None:
 
 def test_a_long_prompt_keeps_nobody_from_the_shorter_ones() -> None:
     stage = Stage()
+    stage.decode()
     stage.scheduler.add(0, 10_000)
     for session in range(1, 5):
         stage.scheduler.add(session, 20)
@@ -57,11 +59,19 @@ def test_a_prompt_goes_on_however_many_decode() -> None:
     assert min(counts[7] for counts in stage.passes if 7 in counts) >= SHORTEST_CHUNK
 
 
-def test_alone_a_prompt_goes_in_the_longest_chunks() -> None:
-    stage = Stage()
+@pytest.mark.parametrize(("position_s", "chunks"), [(1e-3, [128, 128, 44]), (1e-4, [300])])
+def test_alone_a_prompt_goes_in_longer_chunks_where_positions_cost_little(position_s: float, chunks: list[int]) -> None:
+    stage = Stage(position_s=position_s)
     stage.decode()
     stage.scheduler.add(7, 300)
-    assert [counts[7] for counts in stage.run()] == [128, 128, 44]
+    assert [counts[7] for counts in stage.run()] == chunks
+
+
+def test_no_chunk_is_longer_than_the_bound() -> None:
+    stage = Stage(position_s=0.0)
+    stage.decode()
+    stage.scheduler.add(7, 2 * LONGEST_CHUNK + 1)
+    assert [counts[7] for counts in stage.run()] == [LONGEST_CHUNK, LONGEST_CHUNK, 1]
 
 
 def test_a_prompt_is_cut_for_the_stages_that_follow() -> None:

@@ -61,7 +61,7 @@ class Desk:
     def __init__(self) -> None:
         self.executor = Executor()
         self.runner = EchoRunner()
-        self.worker = Worker(self.runner, self.executor)  # type: ignore[arg-type]
+        self.worker = Worker(self.runner, self.executor, longest_chunk_tokens=128)  # type: ignore[arg-type]
         self.results: asyncio.Queue[tuple[int, JobResult]] = asyncio.Queue()
 
     async def start(self) -> Desk:
