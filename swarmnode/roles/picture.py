@@ -14,6 +14,7 @@ from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import Announcement, State, peer_digest
 from swarmnode.swarm.storage.swarmfile import Swarm
 
+CODEC_NAMES = {int(codec): codec.name.lower() for codec in Codec}
 GOOD, DOUBTED, SHUNNED = "good", "doubted", "shunned"
 
 
@@ -24,6 +25,8 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
     units = swarm.manifest.model.units
     ready = [peer for peer in view_of(units, peers.values()).peers if peer.state is State.READY]
     missing = gaps(units, ready)
+    digests = {peer_digest(peer): peer for peer in peers}
+    shunned, doubted = standing.shunned, standing.doubted
     return {
         "swarm": swarm.id.hex(),
         "name": swarm.name,
@@ -36,8 +39,8 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
         "training_step": max((peer.training_step for peer in peers.values()), default=0),
         "peers": [
             {
-                **_portrait(peer, peers),
-                "standing": _standing_of(peer.peer, standing),
+                **_portrait(peer, digests),
+                "standing": SHUNNED if peer.peer in shunned else DOUBTED if peer.peer in doubted else GOOD,
                 "trust": standing.trust(peer.peer),
             }
             for peer in sorted(peers.values(), key=lambda peer: (peer.span, peer.name, peer.peer))
@@ -48,7 +51,7 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
     }
 
 
-def _portrait(peer: Announcement, peers: Mapping[PeerId, Announcement]) -> dict[str, Any]:
+def _portrait(peer: Announcement, digests: Mapping[bytes, PeerId]) -> dict[str, Any]:
     return {
         "peer": peer.peer,
         "name": peer.name,
@@ -66,18 +69,12 @@ def _portrait(peer: Announcement, peers: Mapping[PeerId, Announcement]) -> dict[
         "up_bps": peer.up_bps,
         "down_bps": peer.down_bps,
         "reached": peer.reach.name.lower(),
-        "sends": sent_as(peer, peers),
+        "sends": _sent_as(peer, digests),
     }
 
 
-def _standing_of(peer: PeerId, standing: Standing) -> str:
-    if peer in standing.shunned:
-        return SHUNNED
-    return DOUBTED if peer in standing.doubted else GOOD
-
-
-def sent_as(peer: Announcement, peers: Mapping[PeerId, Announcement]) -> dict[str, str]:
+def _sent_as(peer: Announcement, digests: Mapping[bytes, PeerId]) -> dict[str, str]:
     """Which codec a peer's values travel in, by the stage that they go to."""
-    names = {peer_digest(other): other for other in peers}
-    known = {int(codec): codec.name.lower() for codec in Codec}
-    return {names[digest]: known.get(codec, str(codec)) for digest, codec in peer.sends.items() if digest in names}
+    return {
+        digests[digest]: CODEC_NAMES.get(codec, str(codec)) for digest, codec in peer.sends.items() if digest in digests
+    }

@@ -32,6 +32,7 @@ class SwarmFeed:
         self._name = name
         self._tells_sessions = tells_sessions
         self._ended = False
+        self._status: tuple[int, Picture] = (-1, {})  # the last one, and of which revision it is
 
     def __repr__(self) -> str:
         return f"<SwarmFeed of {self._name}>"
@@ -41,9 +42,11 @@ class SwarmFeed:
         self._ended = True
 
     def picture(self) -> Picture:
-        """As `SwarmReply` has it."""
-        status = {name: value for name, value in self.client.status().items() if name not in HIDDEN}
-        return {"id": self._name, **status, "sessions": self._sessions()}
+        """As `SwarmReply` has it. All who look share one look at a thousand machines."""
+        if self._status[0] != self.client.revision:
+            status = {name: value for name, value in self.client.status().items() if name not in HIDDEN}
+            self._status = (self.client.revision, status)
+        return {"id": self._name, **self._status[1], "sessions": self._sessions()}
 
     def _sessions(self) -> list[Picture]:
         running = list(self.client.running.items())[:MAX_SESSIONS] if self._tells_sessions else []

@@ -1,6 +1,7 @@
 // Elements out of values. Text goes in as text, whoever wrote it: nothing here ever parses markup.
 
 const SVG = "http://www.w3.org/2000/svg";
+const SLICE_MS = 4;
 
 export const $ = (id) => document.getElementById(id);
 
@@ -32,6 +33,16 @@ export function fill(element, ...children) {
   return element;
 }
 
+const shown = new WeakMap(); // what elements were filled for
+
+/** The element filled with what `make()` is, unless it shows the same value already. */
+export function refill(element, value, make) {
+  const told = JSON.stringify(value);
+  if (shown.get(element) === told) return element;
+  shown.set(element, told);
+  return fill(element, ...[make()].flat(2));
+}
+
 /** Let custom properties of a style be these values. */
 export function styled(element, properties) {
   for (const [name, value] of Object.entries(properties)) element.style.setProperty(name, value);
@@ -48,6 +59,28 @@ export function everyFrame(work) {
       waiting = false;
       work();
     });
+  };
+}
+
+/** Calls `works` one after the other, once, however often it was asked for: in each frame as many as leave it time. */
+export function overFrames(works) {
+  let next = works.length;
+  let again = false; // asked for while some of them were done already
+  const slice = () => {
+    const until = performance.now() + SLICE_MS;
+    do works[next++]();
+    while (next < works.length && performance.now() < until);
+    if (next === works.length && again) {
+      again = false;
+      next = 0;
+    }
+    if (next < works.length) requestAnimationFrame(slice);
+  };
+  return () => {
+    if (next === works.length) {
+      next = 0;
+      requestAnimationFrame(slice);
+    } else if (next > 0) again = true;
   };
 }
 

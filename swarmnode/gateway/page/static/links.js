@@ -1,36 +1,90 @@
-// The links between machines as a matrix: rows send, columns receive.
+// The links between machines as a matrix: rows send, columns receive. Its thousands of cells are written a few in each frame.
 
-import { fill, h, styled } from "./dom.js";
+import { fill, h, overFrames, styled } from "./dom.js";
 import { nameOf } from "./format.js";
 
 const SLOW_MS = 200; // as dark as it gets
 const SLOW_MBIT = 10;
+const CAPTIONS = {
+  delay: "Round trips in ms; in italics what follows from coordinates and was not measured.",
+  rate: "Bandwidths in Mbit/s.",
+};
+const NOTHING = { text: "", shade: 0, isMeasured: true };
 
-/** Show round trips (`delay`) or bandwidths (`rate`). */
-export function showLinks(element, links, swarm, kind) {
-  if (links.peers.length < 2) {
-    fill(element, h("p", { class: "fine" }, "There are no links yet: fewer than two machines hold units."));
-    return;
+export class LinkMatrix {
+  constructor(element) {
+    this.element = element;
+    this.table = null;
   }
-  const name = (id) => nameOf(swarm.peers.get(id) ?? { peer: id });
-  const cell = kind === "delay" ? delay : bandwidth;
-  const head = h("tr", {}, h("td"), links.peers.map((id) => h("th", { scope: "col" }, h("span", {}, name(id)))));
-  const rows = links.peers.map((id, row) =>
-    h("tr", {}, h("th", { scope: "row" }, name(id)), links.peers.map((_, column) => (row === column ? h("td", { class: "self" }) : cell(links, row, column)))),
-  );
-  const caption = kind === "delay" ? "Round trips in ms; in italics what follows from coordinates and was not measured." : "Bandwidths in Mbit/s.";
-  fill(element, h("table", {}, h("caption", { class: "fine" }, caption), h("thead", {}, head), h("tbody", {}, rows)));
+
+  /** Show round trips (`delay`) or bandwidths (`rate`). */
+  show(links, swarm, kind) {
+    if (links.peers.length < 2) {
+      this.table = null;
+      fill(this.element, h("p", { class: "fine" }, "There are no links yet: fewer than two machines hold units."));
+      return;
+    }
+    const names = links.peers.map((id) => nameOf(swarm.peers.get(id) ?? { peer: id }));
+    if (names.join("\n") !== this.table?.names.join("\n")) {
+      this.table = new LinkTable(names);
+      fill(this.element, this.table.element);
+    }
+    this.table.show(links, kind);
+  }
+}
+
+/** Of machines with these names. Roles are told because tables lose them where they are laid out as grids. */
+class LinkTable {
+  constructor(names) {
+    this.names = names;
+    this.cells = []; // [row][column]
+    this.written = []; // what is in them, in the same places
+    this.write = overFrames(names.map((_, row) => () => this.writeRow(row)));
+    this.caption = h("caption", { class: "fine" });
+    this.body = h("tbody", { role: "rowgroup" });
+    const heads = names.map((name) => h("th", { role: "columnheader", scope: "col" }, h("span", {}, name)));
+    const head = h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, h("td", { role: "cell" }), heads));
+    this.element = styled(h("table", { role: "table" }, this.caption, head, this.body), { "--columns": names.length });
+  }
+
+  show(links, kind) {
+    this.valueOf = (row, column) => (kind === "delay" ? delay : bandwidth)(links, row, column);
+    this.caption.textContent = CAPTIONS[kind];
+    this.write();
+  }
+
+  writeRow(row) {
+    if (row === this.cells.length) this.addRow(row);
+    this.cells[row].forEach((cell, column) => {
+      if (row === column) return;
+      const value = this.valueOf(row, column);
+      writeCell(cell, value, this.written[row][column]);
+      this.written[row][column] = value;
+    });
+  }
+
+  addRow(row) {
+    this.cells.push(this.names.map((_, column) => h("td", { role: "cell", class: row === column && "self" })));
+    this.written.push(this.names.map(() => NOTHING));
+    this.body.append(h("tr", { role: "row" }, h("th", { role: "rowheader", scope: "row" }, this.names[row]), this.cells[row]));
+  }
+}
+
+function writeCell(cell, { text, shade, isMeasured }, before) {
+  if (text !== before.text) cell.textContent = text;
+  if (shade !== before.shade) styled(cell, { "--shade": `${shade}%` });
+  if (isMeasured !== before.isMeasured) cell.classList.toggle("inferred", !isMeasured);
 }
 
 function delay(links, row, column) {
   const value = links.rtt_s[row][column] * 1000;
-  const text = value < 10 ? value.toFixed(1) : value.toFixed(0);
-  return shaded(Math.log1p(value) / Math.log1p(SLOW_MS), links.measured[row][column] ? text : h("em", {}, text));
+  const shade = Math.log1p(value) / Math.log1p(SLOW_MS);
+  return { text: value < 10 ? value.toFixed(1) : value.toFixed(0), shade: percent(shade), isMeasured: links.measured[row][column] };
 }
 
 function bandwidth(links, row, column) {
   const value = links.bandwidth_bps[row][column] / 1e6;
-  return value ? shaded(SLOW_MBIT / value, value.toPrecision(2)) : h("td", { class: "fine" }, "?");
+  return value ? { text: value.toPrecision(2), shade: percent(SLOW_MBIT / value), isMeasured: true } : { ...NOTHING, text: "?" };
 }
 
-const shaded = (share, ...children) => styled(h("td", {}, ...children), { "--shade": `${Math.round(Math.min(1, share) * 60)}%` });
+const percent = (share) => Math.round(Math.min(1, share) * 60);

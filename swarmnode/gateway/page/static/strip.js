@@ -1,7 +1,8 @@
 // The model as a strip of its units: above how many machines hold each, below every machine's span, in as many lanes as it takes.
 
-import { fill, h, styled } from "./dom.js";
+import { fill, h, refill, styled } from "./dom.js";
 import { byId, hue, nameOf, plural, runs, units } from "./format.js";
+import { KeptElements } from "./kept-elements.js";
 
 const CELLS = 128; // at most; several units share one in larger models
 const LANES = 8;
@@ -25,35 +26,49 @@ export function coverageText(swarm, counts) {
 }
 
 /** The counts as cells in a row. */
-export function coverage(element, swarm) {
-  const counts = holders(swarm);
+export function coverage(element, swarm, counts) {
   const size = Math.ceil(swarm.units / CELLS);
   const cells = [];
-  for (let unit = 0; unit < swarm.units; unit += size) cells.push(Math.min(...counts.slice(unit, unit + size)));
-  element.setAttribute("role", "img");
-  element.setAttribute("aria-label", coverageText(swarm, counts));
+  for (let unit = 0; unit < swarm.units; unit += size) cells.push(Math.min(4, ...counts.slice(unit, unit + size)));
+  const text = coverageText(swarm, counts);
+  if (element.ariaLabel !== text) Object.assign(element, { role: "img", ariaLabel: text });
   if (element.childElementCount !== cells.length) fill(element, cells.map(() => h("i")));
   cells.forEach((count, index) => {
-    const shown = String(Math.min(count, 4));
-    if (element.children[index].dataset.holders !== shown) element.children[index].dataset.holders = shown;
+    const { dataset } = element.children[index];
+    if (dataset.holders !== String(count)) dataset.holders = count;
   });
 }
 
-/** The whole strip. `writing` are the ids of machines that write something now. */
-export function strip(element, swarm, writing) {
-  if (!element.childElementCount) element.append(h("div", { class: "coverage tall" }), h("div", { class: "lanes", "aria-hidden": "true" }), h("p", { class: "fine" }));
-  const [cells, lanes, note] = element.children;
-  coverage(cells, swarm);
-  const { rows, hidden } = packed([...swarm.peers.values()].filter((peer) => peer.span[1] > peer.span[0]));
-  styled(lanes, { "--units": swarm.units });
-  fill(lanes, rows.flatMap((row, lane) => row.map((peer) => bar(peer, lane, writing))));
-  note.textContent = hidden ? `${plural(hidden, "machine")} more below.` : "";
+/** The whole strip. */
+export class Strip {
+  constructor(element) {
+    this.cells = h("div", { class: "coverage tall" });
+    this.lanes = h("div", { class: "lanes", "aria-hidden": "true" });
+    this.note = h("p", { class: "fine" });
+    this.bars = new KeptElements(this.lanes, { make: () => h("span"), show: showBar, idOf: ({ peer }) => peer.peer });
+    fill(element, this.cells, this.lanes, this.note);
+  }
+
+  show(swarm, counts) {
+    const writing = new Set(swarm.sessions.flatMap((session) => session.route.map((hop) => hop.peer)));
+    coverage(this.cells, swarm, counts);
+    const { rows, hidden } = packed([...swarm.peers.values()].filter((peer) => peer.span[1] > peer.span[0]));
+    refill(this.note, hidden, () => (hidden ? `${plural(hidden, "machine")} more below.` : ""));
+    if (this.units !== swarm.units) styled(this.lanes, { "--units": swarm.units });
+    this.units = swarm.units;
+    this.bars.set(rows.flatMap((row, lane) => row.map((peer) => ({ peer, lane, isWriting: writing.has(peer.peer) }))));
+  }
 }
 
-function bar(peer, lane, writing) {
-  const classes = ["bar", peer.state, writing.has(peer.peer) && "writing"].filter(Boolean).join(" ");
-  const element = h("span", { class: classes, title: `${nameOf(peer)}: ${units(peer.span)}, ${peer.state}` }, nameOf(peer));
-  return styled(element, { "--hue": hue(peer.peer), "--from": peer.span[0] + 1, "--to": peer.span[1] + 1, "--lane": lane + 1 });
+function showBar(bar, { peer, lane, isWriting }, before) {
+  if (peer === before?.peer && lane === before.lane && isWriting === before.isWriting) return;
+  const { span, state } = peer;
+  bar.className = ["bar", state, isWriting && "writing"].filter(Boolean).join(" ");
+  refill(bar, [nameOf(peer), span, state, lane], () => {
+    bar.title = `${nameOf(peer)}: ${units(span)}, ${state}`;
+    styled(bar, { "--hue": hue(peer.peer), "--from": span[0] + 1, "--to": span[1] + 1, "--lane": lane + 1 });
+    return nameOf(peer);
+  });
 }
 
 /** Spans in rows in which none overlaps another, the first row that has room taking the next; and how many found room in none. */

@@ -1,14 +1,14 @@
 // A swarm at a glance: what it lacks, who is there, what is written now, and how the last hour went.
 
 import { askJson } from "./api.js";
-import { chart, figure } from "./chart.js";
-import { $, everyFrame, fill, h } from "./dom.js";
+import { Figures } from "./chart.js";
+import { $, h, overFrames, refill } from "./dom.js";
 import { bytes, plural, runs, seconds, units } from "./format.js";
-import { showLinks } from "./links.js";
+import { LinkMatrix } from "./links.js";
 import { Machines } from "./machines.js";
 import { Members } from "./members.js";
-import { coverage, coverageText, holders, strip } from "./strip.js";
-import { badge } from "./writers.js";
+import { Sessions } from "./sessions.js";
+import { Strip, coverage, coverageText, holders } from "./strip.js";
 
 const LINKS_MS = 10_000;
 const HISTORY_MS = 10_000;
@@ -33,9 +33,13 @@ export class SwarmView {
   constructor() {
     this.swarm = null;
     this.isShown = false;
+    this.strip = new Strip($("strip"));
+    this.figures = new Figures($("figures"));
+    this.sessions = new Sessions($("sessions"));
     this.machines = new Machines($("machines"));
+    this.matrix = new LinkMatrix($("links"));
     this.members = new Members();
-    this.refresh = everyFrame(() => this.show());
+    this.refresh = overFrames(this.parts());
     $("link-kind").addEventListener("change", () => this.showLinks());
     setInterval(() => this.look("links"), LINKS_MS);
     setInterval(() => this.look("history"), HISTORY_MS);
@@ -45,7 +49,7 @@ export class SwarmView {
   follow(swarm) {
     this.swarm = swarm;
     this.links = null;
-    this.history = null;
+    this.history = seriesOf([]);
     this.refresh();
   }
 
@@ -53,89 +57,101 @@ export class SwarmView {
   shown(isShown) {
     this.isShown = isShown;
     this.members.shown(isShown);
-    if (!isShown) return;
+    this.asked = null;
     this.refresh();
+  }
+
+  /** At what events do not tell, without waiting for its time to come. */
+  lookAtOnce(swarm) {
+    if (this.asked === swarm) return;
+    this.asked = swarm;
     this.look("links");
     this.look("history");
   }
 
   /** Ask for what is not told by events. */
   async look(what) {
-    if (!this.isShown || document.hidden || !this.swarm?.id) return;
+    const { swarm } = this;
+    if (!this.isShown || document.hidden || !swarm?.id) return;
+    let told;
     try {
-      this[what] = await askJson(`/api/v1/swarms/${encodeURIComponent(this.swarm.id)}/${what}`);
+      told = await askJson(`/api/v1/swarms/${encodeURIComponent(swarm.id)}/${what}`);
     } catch {
       return; // the stream of events tells that the gateway is away
     }
-    if (what === "links") this.showLinks();
-    else this.refresh();
+    if (swarm !== this.swarm) return; // another was chosen meanwhile
+    if (what === "links") {
+      this.links = told;
+      this.showLinks();
+    } else {
+      this.history = seriesOf(told.samples);
+      this.refresh();
+    }
   }
 
   showLinks() {
-    if (this.links) showLinks($("links"), this.links, this.swarm, $("link-kind").value);
+    if (this.links) this.matrix.show(this.links, this.swarm, $("link-kind").value);
   }
 
-  show() {
-    const { swarm } = this;
-    if (!swarm?.id) return;
-    coverage($("coverage"), swarm);
-    if (!this.isShown) return;
-    const writing = new Set(swarm.sessions.flatMap((session) => session.route.map((hop) => hop.peer)));
-    fill($("swarm-head"), headline(swarm));
-    strip($("strip"), swarm, writing);
-    fill($("figures"), figures(swarm, this.history?.samples ?? []));
-    fill($("sessions"), sessions(swarm));
-    this.machines.set(swarm.peers);
-    this.members.follow(swarm.id);
+  /** What an event may have changed, a part after the other, so that none holds up a frame for the others. */
+  parts() {
+    const looked = (show) => () => this.isShown && this.swarm?.id && show(this.swarm);
+    return [
+      () => this.swarm?.id && this.count(this.swarm),
+      looked((swarm) => showHead($("swarm-head"), swarm, this.counts)),
+      looked((swarm) => this.strip.show(swarm, this.counts)),
+      looked((swarm) => this.figures.set(figures(swarm, this.history))),
+      looked((swarm) => this.sessions.show(swarm)),
+      looked((swarm) => this.machines.set(swarm.peers)),
+      looked((swarm) => this.members.follow(swarm.id)),
+      looked((swarm) => this.lookAtOnce(swarm)),
+    ];
+  }
+
+  count(swarm) {
+    this.counts = holders(swarm);
+    coverage($("coverage"), swarm, this.counts);
   }
 }
 
-function headline(swarm) {
-  const counts = holders(swarm);
+/** Samples of the last hour, and what of them is drawn. */
+function seriesOf(samples) {
+  return { samples, tokens: samples.map((each) => each.tokens_per_s), losses: samples.map((each) => each.loss).filter((loss) => loss !== null) };
+}
+
+function showHead(element, swarm, counts) {
+  const { name, mode, model, missing } = swarm;
   const size = swarm.weights_bytes / swarm.units;
-  const lacks = runs(swarm.missing).map((run) => `${units(run)}: about ${bytes((run[1] - run[0]) * size)} of weights`);
-  return [
-    h("h1", {}, swarm.name),
-    h("p", {}, `${swarm.mode === "train" ? "Trains" : "Serves"} ${swarm.model}, ${plural(swarm.units, "unit")}, ${bytes(swarm.weights_bytes)}.`),
-    h("p", { class: swarm.missing.length ? "lacks" : "whole" }, coverageText(swarm, counts)),
+  const what = `${mode === "train" ? "Trains" : "Serves"} ${model}, ${plural(swarm.units, "unit")}, ${bytes(swarm.weights_bytes)}.`;
+  const lacks = runs(missing).map((run) => `${units(run)}: about ${bytes((run[1] - run[0]) * size)} of weights`);
+  refill(element, [name, what, coverageText(swarm, counts), lacks], () => [
+    h("h1", {}, name),
+    h("p", {}, what),
+    h("p", { class: missing.length ? "lacks" : "whole" }, coverageText(swarm, counts)),
     lacks.length ? h("p", {}, `It needs machines with room for ${lacks.join("; ")}, and their caches.`) : null,
-  ];
+  ]);
 }
 
-function figures(swarm, samples) {
-  const ready = [...swarm.peers.values()].filter((peer) => peer.state === "ready").length;
-  const busy = [...swarm.peers.values()].reduce((sum, peer) => sum + peer.sessions, 0);
+function figures(swarm, history) {
+  const peers = [...swarm.peers.values()];
+  const ready = peers.filter((peer) => peer.state === "ready").length;
+  const busy = peers.reduce((sum, peer) => sum + peer.sessions, 0);
   const shown = [
-    figure("Machines", String(swarm.peers.size), `${ready} ready, ${plural(swarm.bootstraps.length, "bootstrap peer")}`),
-    figure("Sessions at machines", String(busy), "each text has one at every machine of its route"),
-    chart("Tokens per second, by this gateway", (samples.at(-1)?.tokens_per_s ?? 0).toFixed(1), samples.map((each) => each.tokens_per_s)),
+    { title: "Machines", now: String(swarm.peers.size), note: `${ready} ready, ${plural(swarm.bootstraps.length, "bootstrap peer")}` },
+    { title: "Sessions at machines", now: String(busy), note: "each text has one at every machine of its route" },
+    { title: "Tokens per second, by this gateway", now: (history.tokens.at(-1) ?? 0).toFixed(1), points: history.tokens },
   ];
-  return swarm.mode === "train" ? [...shown, ...training(swarm, samples)] : shown;
+  return swarm.mode === "train" ? [...shown, ...training(swarm, history)] : shown;
 }
 
-function training(swarm, samples) {
-  const losses = samples.map((each) => each.loss).filter((loss) => loss !== null);
+function training(swarm, { samples, losses }) {
   const [first, last] = [samples[0], samples.at(-1)];
   const steps = first ? last.training_step - first.training_step : 0;
   const pace = steps > 0 ? `${seconds((last.at - first.at) / steps)} a step` : "no step in the last hour";
   return [
-    figure("Training step", swarm.training_step.toLocaleString("en"), pace),
+    { title: "Training step", now: swarm.training_step.toLocaleString("en"), note: pace },
     losses.length
-      ? chart("Loss", losses.at(-1).toFixed(4), losses, { fromZero: false })
-      : figure("Loss", "?", "known where a node of this machine trains"),
+      ? { title: "Loss", now: losses.at(-1).toFixed(4), points: losses, fromZero: false }
+      : { title: "Loss", now: "?", note: "known where a node of this machine trains" },
   ];
-}
-
-function sessions(swarm) {
-  if (!swarm.sessions.length) return h("p", { class: "fine" }, "Nothing, by this gateway.");
-  const rows = swarm.sessions.map((session) =>
-    h(
-      "li",
-      {},
-      session.route.map((hop) => badge(swarm, hop.peer, h("small", {}, ` ${hop.span[0]}–${hop.span[1] - 1}`))),
-      h("span", { class: "fine" }, `${plural(session.tokens, "token")} at ${session.tokens_per_s.toFixed(1)}/s`),
-      session.reroutes ? h("span", { class: "fine" }, `, moved ${plural(session.reroutes, "time")}`) : null,
-    ),
-  );
-  return h("ul", { class: "sessions" }, rows);
 }

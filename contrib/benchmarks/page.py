@@ -1,0 +1,268 @@
+"""How smooth the page of a large swarm is: frames in real Chromium while many of its machines change.
+
+    python contrib/benchmarks/page.py
+
+The page and its endpoints are the real ones; the swarm behind them is announcements alone, of which some change before each
+update. Its view is opened, left alone, scrolled, and searched. Prints JSON: of frames the time from one to the next, and of the
+browser's main thread the longest task between two, with the CPU time that it took, which depends on no other work on this
+machine (a trace of `toplevel`); of the gateway how long it looks at the swarm for an update. Needs Chromium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from swarmnode.errors import UsageError
+from swarmnode.gateway.app import build_app
+from swarmnode.gateway.gateway import Gateway
+from swarmnode.gateway.http.http_server import serving_http
+from swarmnode.gateway.page import feed
+from swarmnode.gateway.page.page import Page
+from swarmnode.net.identity import Identity
+from swarmnode.roles.picture import picture_of
+from swarmnode.swarm.peers.standing import Standing
+from swarmnode.swarm.records.announcement import VERSION, Announcement, State
+from swarmnode.swarm.records.manifest import FileContent, Manifest, ModelInfo
+from swarmnode.swarm.storage.swarmfile import Swarm
+from tests.browser.chromium import BrowserPage, Chromium, find_chromium
+
+UNITS, WIDTHS, HOPS = 48, (4, 8, 8, 12), 6
+DEVICES = ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3060", "Apple M3 Max", "CPU, 16 cores")
+WATCH = """
+window.framesMs = [];
+let last = performance.now();
+const look = (now) => {
+  window.framesMs.push(now - last);
+  last = now;
+  requestAnimationFrame(look);
+};
+requestAnimationFrame(look);
+"""
+SCROLL = """
+const grid = document.querySelector("#machines .window");
+let down = 40;
+const go = () => {
+  const before = grid.scrollTop;
+  grid.scrollTop += down;
+  if (grid.scrollTop === before) down = -down;
+  requestAnimationFrame(go);
+};
+go();
+"""
+SEARCH = """
+const find = document.getElementById("find");
+const words = ["", "n", "no", "nod", "node", "node-1", "rtx", "rtx 4090"];
+let typed = 0;
+setInterval(() => {
+  find.value = words[typed++ % words.length];
+  find.dispatchEvent(new Event("input"));
+}, 250);
+"""
+
+
+class Crowd:
+    """What a page asks of a client, of a swarm of so many machines that are made up."""
+
+    def __init__(self, folder: Path, machines: int, sessions: int) -> None:
+        self._dice = random.Random(0)
+        model = ModelInfo("llama", UNITS, 4096)
+        manifest = Manifest("crowd", model, (FileContent("model.safetensors", 140 << 30, ()),), 0)
+        self.swarm = Swarm(bytes(32), "crowd", manifest=manifest)
+        self.manifest = manifest
+        self.revision = 0
+        self.looked_s: list[float] = []
+        self._standing = Standing(folder / "standing", time.time)
+        self._peers = {peer.peer: peer for peer in map(self._machine, range(machines))}
+        ids = list(self._peers)
+        self.running: dict[str, Any] = {
+            f"{number:032x}": SimpleNamespace(
+                route=[
+                    SimpleNamespace(peer=self._dice.choice(ids), start=8 * hop, end=8 * hop + 8) for hop in range(HOPS)
+                ],
+                ids=[0],
+                tokens_per_s=20.0,
+                reroutes=0,
+                faults=[],
+                longest_stall_s=0.0,
+            )
+            for number in range(sessions)
+        }
+
+    def _machine(self, number: int) -> Announcement:
+        now, dice = time.time(), self._dice
+        start = dice.randrange(UNITS - 3)
+        peer = Identity(number.to_bytes(32, "big")).peer_id
+        return Announcement(
+            *(VERSION, bytes(32), peer, 1, now, now + 600, now - dice.randrange(100_000), State.READY),
+            span=(start, min(UNITS, start + dice.choice(WIDTHS))),
+            name=f"node-{number}",
+            device=dice.choice(DEVICES),
+            decode_units_per_s=dice.uniform(50, 5000),
+            cache_tokens_free=65536,
+            memory_bytes=24 << 30,
+            up_bps=4.1e7,
+            down_bps=2.2e8,
+            number_format="bfloat16",
+        )
+
+    def change(self, changed: int) -> None:
+        """Let so many machines say something new, and one of them come or go."""
+        dice = self._dice
+        for peer in dice.sample(list(self._peers), changed):
+            news = {"sessions": dice.randrange(20), "cache_tokens_free": dice.randrange(1 << 16)}
+            self._peers[peer] = msgspec.structs.replace(self._peers[peer], **news)
+        turned = dice.choice(list(self._peers))
+        state = State.DRAINING if self._peers[turned].state == State.READY else State.READY
+        self._peers[turned] = msgspec.structs.replace(self._peers[turned], state=state)
+        for session in self.running.values():
+            session.ids.append(0)
+        self.revision += 1
+
+    def status(self) -> dict[str, Any]:
+        """As SwarmClient's."""
+        began_s = time.perf_counter()
+        try:
+            return picture_of(self.swarm, self._peers, self._standing)
+        finally:
+            self.looked_s.append(time.perf_counter() - began_s)
+
+    def links(self, most: int) -> dict[str, Any]:
+        """As SwarmClient's."""
+        dice = np.random.default_rng(self.revision)
+        return {
+            "peers": sorted(self._peers, key=lambda peer: (self._peers[peer].span, peer))[:most],
+            "rtt_s": dice.uniform(0.001, 0.3, (most, most)).tolist(),
+            "measured": dice.integers(0, 2, (most, most)).astype(bool).tolist(),
+            "bandwidth_bps": dice.uniform(1e6, 1e9, (most, most)).tolist(),
+        }
+
+    def as_owner(self) -> Any:
+        """As SwarmClient's, of a swarm without an owner."""
+        raise UsageError("this swarm has no owner")
+
+    def readings(self) -> tuple[()]:
+        """As SwarmClient's."""
+        return ()
+
+
+def watch(program: str, folder: Path, address: str, seconds: float) -> dict[str, Any]:
+    """What a browser meets from the moment at which it opens the page."""
+    told: dict[str, Any] = {}
+    with Chromium(program, folder) as browser:
+        page = browser.open("about:blank")
+        page.resize(1280, 800)
+        page.call("Page.addScriptToEvaluateOnNewDocument", {"source": WATCH})
+        with traced(browser, told, "loaded"):
+            page.call("Page.navigate", {"url": address})
+            page.wait_until("document.getElementById('model')?.value")
+            told["loaded"] = frames(page, 1.0)
+        with traced(browser, told, "opened"):
+            page.evaluate("location.hash = '#swarm'")
+            page.wait_until("document.querySelectorAll('#machines .machine').length > 4")
+            page.wait_until("document.querySelectorAll('#links td').length > 4")
+            told["opened"] = frames(page, 1.0)
+        for name, script in {"left alone": "", "scrolled": SCROLL, "scrolled and searched": SEARCH}.items():
+            with traced(browser, told, name):
+                page.evaluate(script)
+                told[name] = frames(page, seconds)
+        told["complaints"] = page.complaints()
+    return told
+
+
+def frames(page: BrowserPage, seconds: float) -> dict[str, Any]:
+    """Of the next so many seconds, and of what has not been told yet."""
+    page.evaluate(f"new Promise((resolve) => setTimeout(resolve, {1000 * seconds}))")
+    intervals_ms = page.evaluate("window.framesMs.splice(0)")
+    return {
+        "frames": len(intervals_ms),
+        "median_ms": round(statistics.median(intervals_ms), 1),
+        "longest_ms": round(max(intervals_ms), 1),
+        "over_50_ms": sum(interval_ms > 50 for interval_ms in intervals_ms),
+    }
+
+
+@contextlib.contextmanager
+def traced(browser: Chromium, told: dict[str, Any], name: str) -> Iterator[None]:
+    """Add the longest task of a page's main thread meanwhile, by the CPU time that it took, to what is told under `name`."""
+    config = {"includedCategories": ["toplevel"], "excludedCategories": ["*"]}
+    browser.call("Tracing.start", {"traceConfig": config, "transferMode": "ReportEvents"})
+    yield
+    browser.call("Tracing.end")
+    events: list[dict[str, Any]] = []
+    is_over = False
+    while not is_over:
+        browser.call("Browser.getVersion")  # what has come until its answer is in `events`
+        events += [each for event in taken(browser, "Tracing.dataCollected") for each in event["params"]["value"]]
+        is_over = bool(taken(browser, "Tracing.tracingComplete"))
+    named = [event for event in events if event["name"] == "thread_name"]
+    main = {(each["pid"], each["tid"]) for each in named if each["args"]["name"] == "CrRendererMain"}
+    tasks = [event for event in events if (event["pid"], event["tid"]) in main and event["name"].endswith("RunTask")]
+    told[name]["longest_task_cpu_ms"] = max((task.get("tdur", 0) for task in tasks), default=0) / 1000
+
+
+def taken(browser: Chromium, method: str) -> list[dict[str, Any]]:
+    """The events of a kind, which are there no more afterwards."""
+    found = [event for event in browser.events if event.get("method") == method]
+    browser.events[:] = [event for event in browser.events if event.get("method") != method]
+    return found
+
+
+async def measure(program: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """All of it."""
+    feed.SWARM_PERIOD_S = 1 / options.updates_per_s
+    crowd = Crowd(folder, options.machines, options.sessions)
+    gateway = Gateway({"crowd": crowd})  # type: ignore[dict-item]
+    page = Page(gateway, folder / "page")
+
+    async def change() -> None:
+        while True:
+            await asyncio.sleep(1 / options.updates_per_s)
+            crowd.change(options.changed)
+
+    async with page.watching(), serving_http(build_app(gateway, page), "127.0.0.1", 0) as port:
+        changing = asyncio.ensure_future(change())
+        try:
+            told = await asyncio.to_thread(
+                watch, program, folder / "profile", f"http://127.0.0.1:{port}/", options.seconds
+            )
+        finally:
+            changing.cancel()
+    looked_ms = sorted(1000 * each for each in crowd.looked_s)
+    return {
+        **told,
+        "gateway_looks_ms": {"median": round(statistics.median(looked_ms), 1), "longest": round(looked_ms[-1], 1)},
+        "updates": crowd.revision,
+    }
+
+
+def main(options: argparse.Namespace) -> None:
+    """Raises RuntimeError where there is no Chromium."""
+    program = find_chromium()
+    if program is None:
+        raise RuntimeError("there is no chromium here: apt-get install chromium")
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(asyncio.run(measure(program, Path(folder), options)), indent=1))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--machines", type=int, default=1000)
+    parser.add_argument("--updates-per-s", type=float, default=10.0)
+    parser.add_argument("--changed", type=int, default=50, help="machines, for each update")
+    parser.add_argument("--sessions", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    main(parser.parse_args())

@@ -1,0 +1,32 @@
+// The texts that this gateway has written now, and by which machines.
+
+import { fill, h, refill } from "./dom.js";
+import { plural } from "./format.js";
+import { KeptElements } from "./kept-elements.js";
+import { badge } from "./writers.js";
+
+export class Sessions {
+  constructor(element) {
+    this.nothing = h("p", { class: "fine" }, "Nothing, by this gateway.");
+    this.list = h("ul", { class: "sessions" });
+    this.rows = new KeptElements(this.list, { make: () => h("li"), show: showSession, idOf: ({ session }) => session.trace });
+    fill(element, this.nothing, this.list);
+  }
+
+  show(swarm) {
+    this.nothing.hidden = swarm.sessions.length > 0;
+    this.list.hidden = !this.nothing.hidden;
+    this.rows.set(swarm.sessions.map((session) => ({ session, swarm })));
+  }
+}
+
+function showSession(row, { session, swarm }) {
+  const names = session.route.map((hop) => swarm.peers.get(hop.peer)?.name);
+  refill(row, [session.route, names], () => [
+    session.route.map((hop) => badge(swarm, hop.peer, h("small", {}, ` ${hop.span[0]}–${hop.span[1] - 1}`))),
+    h("span", { class: "fine" }),
+  ]);
+  const moved = session.reroutes ? `, moved ${plural(session.reroutes, "time")}` : "";
+  const pace = `${plural(session.tokens, "token")} at ${session.tokens_per_s.toFixed(1)}/s${moved}`;
+  if (row.lastChild.textContent !== pace) row.lastChild.textContent = pace;
+}
