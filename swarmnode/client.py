@@ -14,26 +14,19 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from swarmnode.codec.trace_messages import Trace
 from swarmnode.config import ClientConfig
 from swarmnode.errors import NoRoute, UsageError
 from swarmnode.metrics.metric import Readings
-from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.peer_versions import PeerVersions
+from swarmnode.model_files import ModelFiles
 from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.owner_client import OwnerClient
+from swarmnode.observer import SwarmObserver
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.credit.claims import Claims
 from swarmnode.roles.credit.receipt_issuer import ReceiptIssuer
 from swarmnode.roles.explanation import explain
 from swarmnode.roles.host import Host, HostConfig
-from swarmnode.roles.measuring.bandwidth import Bandwidth, Prober
-from swarmnode.roles.measuring.link_matrix import link_matrix
-from swarmnode.roles.measuring.measured_network import measured_network
 from swarmnode.roles.measuring.meters import ClientMeter
-from swarmnode.roles.measuring.trace_server import fetch_traces
-from swarmnode.roles.picture import picture_of
 from swarmnode.roles.serving.audits.auditor import Auditor
 from swarmnode.roles.serving.audits.reports import Reports
 from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession
@@ -44,27 +37,25 @@ from swarmnode.roles.serving.client.kept_sessions import KeptSessions
 from swarmnode.roles.serving.client.limits import ModelLimits
 from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.swarm.peers.trust import EVERYBODY, Trust, parse_trust
-from swarmnode.swarm.records.manifest import TRAIN, Manifest
-from swarmnode.swarm.storage.content import has_tokenizer
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 from swarmnode.text_stream import TextStream
-from swarmnode.tokenizer import ByteTokenizer, Tokenizer, Turn, stop_ids, vocabulary_size
+from swarmnode.tokenizer import ByteTokenizer, Tokenizer, Turn
 
 if TYPE_CHECKING:
-    from swarmnode.roles.fetching.weights import Weights
     from swarmnode.roles.serving.client.causal_lm import RemoteCausalLM
 
 T = TypeVar("T")
 MAX_SHOWN = 32  # first hops that hear what a node of ours is credited
 
 
-class SwarmClient:
+class SwarmClient(SwarmObserver):
     """The asyncio client. Made by `join` (or `aconnect`), ended by `close`."""
 
     def __init__(self, host: Host, config: ClientConfig, trust: Trust = EVERYBODY) -> None:
+        super().__init__(host)
         self.config = config
         self.trust = trust
-        self._host = host
+        self._files = ModelFiles(host, lambda: self.config.patience_s)
         self._clock = host.clock.monotonic
         self._switchboard = Switchboard(
             host.network,
@@ -83,12 +74,6 @@ class SwarmClient:
         if config.audit_share > 0:
             self.auditor.on_found = self.reports.tell
             self.reports.start()
-        self._tokenizer: Tokenizer | ByteTokenizer | None = None
-        self._weights: Weights | None = None
-        self._small_files: Path | None = None
-
-    def __repr__(self) -> str:
-        return f"<SwarmClient {self._host!r}>"
 
     @classmethod
     async def join(
@@ -132,8 +117,7 @@ class SwarmClient:
         await self._claims.close()
         await self._receipts.close()
         await self._switchboard.close()
-        if self._weights is not None:
-            await self._weights.close()
+        await self._files.close()
         await self._host.close()
 
     def readings(self) -> Readings:
@@ -142,85 +126,12 @@ class SwarmClient:
         yield from self.auditor.readings()
         yield from self._host.readings()
 
-    # -- looking
-
-    @property
-    def peer_id(self) -> PeerId:
-        """Who we are in the swarm."""
-        return self._host.peer_id
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the swarm works on."""
-        assert self._host.swarm.manifest is not None
-        return self._host.swarm.manifest
-
-    @property
-    def swarm(self) -> Swarm:
-        """As this machine knows it."""
-        return self._host.swarm
-
-    def as_owner(self) -> OwnerClient:
-        """What the swarm's owner asks and tells by the same connection, which ends with this client. Raises UsageError where the
-        swarm has no owner."""
-        return OwnerClient(self._host)
-
-    @property
-    def units(self) -> int:
-        """Units of the model."""
-        return self.manifest.model.units
-
-    def status(self) -> dict[str, Any]:
-        """Who is here and holds what, as `swarmnode status --json` prints it."""
-        return picture_of(self._host.swarm, self._host.directory.peers(), self._host.standing)
-
-    @property
-    def revision(self) -> int:
-        """Grows with every change of the picture."""
-        return self._host.directory.revision
-
-    def links(self, most: int) -> dict[str, Any]:
-        """What is known of the links between the peers that hold units, of at most so many of them; see `link_matrix`."""
-        return link_matrix(self._host, self.units, most)
-
-    def network(self) -> dict[str, Any]:
-        """Machines and links to plan on, as `swarmnode network` writes them. Raises LocalError where nobody lends one."""
-        return measured_network(self._host.swarm, self._host.directory.peers())
-
-    async def bandwidth(self, most_peers: int = 3) -> Bandwidth:
-        """What this machine can send and receive, tested with up to so many peers that hold units: half a megabyte each way and
-        peer at most, and less on a slow line. Raises NetworkDown."""
-        host = self._host
-        prober = Prober(host.network, host.hello, host.link_config, busy=lambda: False)
-        holders = [peer.peer for peer in host.directory.peers().values() if peer.span[1] > 0]
-        try:
-            return await prober.look_around(holders, most_peers)
-        finally:
-            await prober.close()
-
-    @property
-    def peer_versions(self) -> PeerVersions:
-        """Of the protocol, as the peers that were met speak them."""
-        return self._host.link_config.peer_versions
-
     def why(self, about: str = "") -> dict[str, Any]:
         """What the directory knows of a peer or a unit; where `about` is empty, which way a session would go now, and why."""
         if not about:
             with contextlib.suppress(NoRoute):  # which is written down, too
                 self._router(Span(0, self.units), ring=True).route(frozenset(), ())
         return explain(self._host, about)
-
-    async def changed(self) -> None:
-        """Wait until the picture of the swarm changes."""
-        directory = self._host.directory
-        await self._host.supervisor.watch(directory.changed(directory.revision))
-
-    async def traces(self, trace: bytes) -> dict[PeerId, Trace]:
-        """What the peers that hold units remember of the session with this trace id, also one that is over; without those
-        that know nothing."""
-        host = self._host
-        holders = [peer.peer for peer in host.directory.peers().values() if peer.span[1] > 0]
-        return await fetch_traces(host.network, holders, host.hello, host.link_config, trace)
 
     # -- generating
 
@@ -318,7 +229,7 @@ class SwarmClient:
         def run(coroutine: Coroutine[Any, Any, T]) -> T:
             return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
-        weights = await self._open_weights()
+        weights = await self._files.weights()
         checkpoint = await weights.outline()
         model_class, ends_class = await asyncio.to_thread(_import_causal_lm)
         ends = None
@@ -349,48 +260,19 @@ class SwarmClient:
             compress,
         )
 
-    async def _open_weights(self) -> Weights:
-        """Access to the checkpoint, held until `close`."""
-        weights_class = await asyncio.to_thread(_import_weights)
-        if self._weights is None:
-            self._weights = weights_class(self._host)
-        return self._weights
+    # -- the model
 
     async def tokenizer(self) -> Tokenizer | ByteTokenizer | None:
         """The checkpoint's own; a swarm that trains without one does so on bytes."""
-        if self._tokenizer is None and has_tokenizer(file.name for file in self.manifest.files):
-            folder = await self._folder()
-            self._tokenizer = await asyncio.to_thread(Tokenizer, folder)
-        elif self._tokenizer is None and self.manifest.mode == TRAIN:
-            self._tokenizer = ByteTokenizer()
-        return self._tokenizer
-
-    async def _folder(self) -> Path:
-        """The checkpoint's small files: config and tokenizer. Raises NoRoute where nobody gives them in time."""
-        if self._small_files is None:
-            weights, patience_s = await self._open_weights(), self.config.patience_s
-            try:
-                self._small_files = await asyncio.wait_for(weights.small_files(), patience_s)
-            except asyncio.TimeoutError:
-                raise NoRoute(
-                    f"no peer gave the model's config and tokenizer within {patience_s:.0f} s: nobody who holds the model is here"
-                ) from None
-        return self._small_files
+        return await self._files.tokenizer()
 
     async def limits(self) -> ModelLimits:
         """What the model can be asked for."""
-        manifest = self.manifest
-        return ModelLimits(vocabulary_size(await self._folder()), manifest.model.positions or None, manifest.codecs)
+        return await self._files.limits()
 
     async def stop_ids(self) -> tuple[int, ...]:
         """The tokens that end a text."""
-        return stop_ids(await self._folder())
-
-
-def _import_weights() -> type[Weights]:
-    from swarmnode.roles.fetching.weights import Weights
-
-    return Weights
+        return await self._files.stop_ids()
 
 
 def _import_causal_lm() -> tuple[Any, Any]:

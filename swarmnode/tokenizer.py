@@ -98,12 +98,15 @@ class Tokenizer:
         """Whether its model thinks before it answers, as the chat template says."""
         return THINK_END in str(self._tokenizer.chat_template)
 
-    def response_parser(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Any | None:
-        """transformers' parser of what follows this prompt, which wants special tokens, too; None where the checkpoint does not
-        say how its answers are written. Raises CheckpointError where it says so wrongly."""
+    @property
+    def has_response_template(self) -> bool:
+        """Whether the checkpoint says how its answers are written."""
+        return getattr(self._tokenizer, "response_template", None) is not None
+
+    def response_parser(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Any:
+        """transformers' parser of what follows this prompt, which wants special tokens, too. Raises CheckpointError where the
+        checkpoint says wrongly how its answers are written."""
         offered: list[Any] = list(tools)
-        if getattr(self._tokenizer, "response_template", None) is None:
-            return None
         try:
             return self._tokenizer.get_response_parser(prefix=list(prompt), tools=offered)
         except (AttributeError, ValueError, KeyError, TypeError) as error:
