@@ -90,6 +90,8 @@ class FrameKind(IntEnum):
     GET_MICROBATCH = 72
     MICROBATCH = 73
     ACCUSATION = 74
+    GET_SKETCHES = 75
+    SKETCHES = 76
     LIST_STATES = 80
     STATES = 81
     BACK_UP = 82

@@ -2,6 +2,7 @@
 
 GET_COMMITMENT, COMMITMENT      what it says that it did, signed, before anybody says which of it is looked at
 GET_MICROBATCH, MICROBATCH      one microbatch of that
+GET_SKETCHES, SKETCHES          what all of them added to the gradients, which is what it has to contribute to their sum
 ACCUSATION, END                  who was found false: nobody believes it, who hears of it looks at that peer next
 """
 
@@ -34,6 +35,7 @@ DIGEST_BYTES = 32
 MAX_COMMITMENT_BYTES = 1024
 ENTRY_BYTES = 4 + DIGEST_BYTES  # number and first unit (16 bits each, little-endian), and the record's SHA-256
 MAX_ENTRIES = 8 * MAX_MASK_BYTES
+MAX_RECORDS = 16  # of one SKETCHES
 
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
@@ -96,14 +98,36 @@ class MicrobatchReply(Body, frozen=True):
     record: MicrobatchRecord
 
     def check(self) -> None:
-        record = self.record
-        for crossing in (record.received, record.sent, record.gradients, record.returned):
-            check_values(crossing.values)
-        rules: Mapping[str, bool] = {
-            "units": record.start < record.end,
-            "a gradient for each value that it names": sum(record.present) == len(record.gradients.values),
-        }
-        check_rules("MICROBATCH", rules)
+        _check_record("MICROBATCH", self.record)
+
+
+class GetSketches(Body, frozen=True):
+    """Asks for what the microbatches of a commitment added to the gradients, from its entry `first` on."""
+
+    run: RunId
+    step: Step
+    first: Annotated[int, Meta(ge=0, lt=MAX_ENTRIES)]
+
+
+class SketchesReply(Body, frozen=True):
+    """The answer: the records of that entry and of some that follow it. The payload: their sketches of the parameters' gradients,
+    one after another."""
+
+    records: Annotated[tuple[MicrobatchRecord, ...], Meta(min_length=1, max_length=MAX_RECORDS)]
+
+    def check(self) -> None:
+        for record in self.records:
+            _check_record("SKETCHES", record)
+
+
+def _check_record(kind: str, record: MicrobatchRecord) -> None:
+    for crossing in (record.received, record.sent, record.gradients, record.returned):
+        check_values(crossing.values)
+    rules: Mapping[str, bool] = {
+        "units": record.start < record.end,
+        "a gradient for each value that it names": sum(record.present) == len(record.gradients.values),
+    }
+    check_rules(kind, rules)
 
 
 class Accusation(Body, frozen=True):
@@ -120,4 +144,6 @@ SPOT_CHECK_BODIES: dict[FrameKind, type[Body]] = {
     FrameKind.GET_MICROBATCH: GetMicrobatch,
     FrameKind.MICROBATCH: MicrobatchReply,
     FrameKind.ACCUSATION: Accusation,
+    FrameKind.GET_SKETCHES: GetSketches,
+    FrameKind.SKETCHES: SketchesReply,
 }

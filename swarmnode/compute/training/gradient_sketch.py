@@ -29,7 +29,7 @@ def step_seed(run: bytes, step: int) -> bytes:
 
 
 @lru_cache(maxsize=REMEMBERED)
-def _signs(seed: bytes) -> Tensor:
+def signs(seed: bytes) -> Tensor:
     """signs_T (float32) of the longest tile: the bits of SHAKE-128 of the seed, the highest of each byte first."""
     bits = np.unpackbits(np.frombuffer(hashlib.shake_128(seed).digest(LARGEST_TILE // 8), dtype=np.uint8))
     return torch.from_numpy(bits.astype(np.float32) * 2 - 1)
@@ -40,6 +40,11 @@ def tile_length(elements: int) -> int:
     return min(LARGEST_TILE, max(1, elements // TILES))
 
 
+def tile_count(elements: int) -> int:
+    """Of a block with so many; the last one may be of nothing."""
+    return elements // tile_length(elements) + 1
+
+
 @torch.no_grad()
 def gradient_sketch(gradients: Sequence[Tensor], seed: bytes) -> Tensor:
     """sketch_S (float32, on the CPU) of the gradients_N of blocks, one after another."""
@@ -48,7 +53,7 @@ def gradient_sketch(gradients: Sequence[Tensor], seed: bytes) -> Tensor:
 
 def _of_block(gradient_N: Tensor, seed: bytes) -> Tensor:
     tile = tile_length(len(gradient_N))
-    signs_T = _signs(seed)[:tile].to(gradient_N.device)
+    signs_T = signs(seed)[:tile].to(gradient_N.device)
     whole = len(gradient_N) - len(gradient_N) % tile
     sums_S = gradient_N[:whole].view(-1, tile) @ signs_T
     rest_N = gradient_N[whole:]

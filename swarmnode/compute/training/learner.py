@@ -228,6 +228,10 @@ class Learner:
         """The accumulators of these blocks, float32, not copied; see `shapes`. Raises KeyError for others' blocks."""
         return FlatVector([self._blocks[block].sums_N for block in blocks])
 
+    def lengths(self, blocks: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """Of each block, how much of `gradient` it is, and how many of these elements, the first, are gradients."""
+        return {block: (len(self._blocks[block].sums_N), len(self._blocks[block].gradient_N)) for block in blocks}
+
     def squared_norm(self, blocks: Sequence[int], flat: Tensor | None = None) -> float:
         """Of the gradients of these blocks, by the accumulators or by a flat sum. Raises NotFinite, naming the unit."""
         parts = self._split(blocks, flat) if flat is not None else [self._blocks[block].sums_N for block in blocks]

@@ -6,6 +6,7 @@ contradict one another and nobody can tell who is right, both are in doubt; doub
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import msgspec
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.storage.kept_file import read_kept, write_kept
+
+log = logging.getLogger(__name__)
 
 HALF_LIFE_S = 3 * 86_400.0  # of what was passed
 SHUN_S = 7 * 86_400.0
@@ -85,6 +88,11 @@ class Standing:
             return False
         self.shun(peer)
         return True
+
+    def accused_in_vain(self, author: PeerId, accused: PeerId) -> None:
+        """Whom it said to compute falsely was found right, again and again: it is in doubt, and shunned where it goes on."""
+        if self.doubt(author, f"accusation of {accused}"):
+            log.warning("peer %s accuses one honest peer after another: it is left out from now on", author)
 
     def shun(self, peer: PeerId) -> None:
         """It was found to compute falsely: it begins anew, in a week."""

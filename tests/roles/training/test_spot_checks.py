@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swarmnode.codec.messages import Error
@@ -22,8 +24,13 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.audits.budget import AuditBudget
 from swarmnode.roles.question_server import Answer
 from swarmnode.roles.training.spot_checks.spot_checks import RECOMPUTED
+from swarmnode.roles.training.spot_checks.suspicions import LOOKS, Suspicions
+from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.commitment import Commitment, sign_commitment
+from tests.roles import training_swarm
 from tests.roles.training.test_hangs import LONGEST_S, Scenario, in_scenario
+from tests.roles.training.test_robust import FalseGradients, WideSegment
+from tests.roles.training.test_robust import batches as wide_batches
 from tests.roles.training_swarm import HELLO, Volunteer, local_losses, sign_as, toy_run
 
 STEPS = 12
@@ -133,6 +140,46 @@ def test_who_adds_what_is_not_its_gradient_is_left_out(
     in_scenario(tmp_path, test)
 
 
+@pytest.mark.parametrize("lie", [torch.neg, perturbed], ids=["turned round", "a drift of 1 %"])
+def test_who_contributes_what_it_has_not_committed_to_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: Lie
+) -> None:
+    """All that it computes, sends and signs is right, and what it contributes to the sums is not."""
+    monkeypatch.setattr(training_swarm, "ToySegment", WideSegment)
+
+    def false(values: NDArray[np.float32]) -> NDArray[np.float32]:
+        told: NDArray[np.float32] = lie(torch.from_numpy(values.copy())).numpy()
+        return told
+
+    async def test(scene: Scenario) -> None:
+        scene.batches = wide_batches()
+        *honest, liar = await join(scene, *[(0, 3)] * 4)
+        await train(scene)
+        assert scene.left_out == {liar.peer}  # type: ignore[attr-defined]
+        assert all(volunteer.standing.shunned <= {liar.peer} for volunteer in honest), counts(honest)
+
+    in_scenario(tmp_path, test, peer_3=FalseGradients(false))
+
+
+def test_who_does_not_show_all_that_it_contributes_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it found false: it may have had no room."""
+    monkeypatch.setattr(training_swarm, "ToySegment", WideSegment)
+
+    async def test(scene: Scenario) -> None:
+        scene.batches = wide_batches()
+        *honest, forgetful = await join(scene, *[(0, 3)] * 3)
+        records = forgetful.spot_checks.records
+        of = records.of
+        records.of = lambda run, step: dict(list(of(run, step).items())[1:])  # type: ignore[method-assign]
+        await train(scene)
+        assert not scene.left_out and not counts(honest)["false"]  # type: ignore[attr-defined]
+        assert counts(honest)["void"] and all(one.standing.trust(forgetful.peer) == 0 for one in honest)
+
+    in_scenario(tmp_path, test)
+
+
 @pytest.mark.parametrize("what", ["sends", "returns"])
 def test_who_sends_what_it_does_not_compute_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -232,21 +279,49 @@ def test_who_shows_something_else_than_it_signed(tmp_path: Path, monkeypatch: py
     in_scenario(tmp_path, test)
 
 
-def test_an_accusation_is_looked_into_and_not_believed(tmp_path: Path) -> None:
+def test_an_accusation_is_looked_into_and_not_believed_and_in_vain_it_costs_its_author(tmp_path: Path) -> None:
     async def test(scene: Scenario) -> None:
-        accuser, accused, judge = await join(scene, *[(0, 3)] * 3, share=0.03)
+        accuser, accused, judge = await join(scene, *[(0, 3)] * 3)
+        stranger = scene.swarm.world.join().peer_id
         told: list[int] = []
 
         def accuse(step: int) -> None:
             said = Commitment(HELLO.swarm, accused.peer, scene.run.id, step, 0, bytes(32))
             raw = sign_commitment(said, sign_as(accused.peer))
-            for commitment in (raw, raw[:-1], b""):
-                judge.spot_checks._hear(Accusation(scene.run.id, accused.peer, commitment))
-            told.append(len(judge.spot_checks._suspected))
+            for author in (accuser.peer, stranger, accused.peer):
+                for commitment in (raw, raw[:-1], b""):
+                    judge.spot_checks._hear(author, Accusation(scene.run.id, accused.peer, commitment))
+            told.append(len(judge.spot_checks._suspicions))
 
         scene.on_step = accuse
         await train(scene)
-        assert max(told) == 1 and not scene.left_out  # type: ignore[attr-defined]
+        assert max(told) == 2 and not scene.left_out, "one of each author"  # type: ignore[attr-defined]
         assert judge.spot_checks.counts["passed"] > 0 and not counts([accuser, judge])["false"]
+        assert judge.standing.doubted == {accuser.peer, stranger} and told[-1] == 0, (
+            "their next ones are not listened to"
+        )
 
     in_scenario(tmp_path, test)
+
+
+def test_suspicions(tmp_path: Path) -> None:
+    standing = Standing(tmp_path / "standing.json", lambda: 0.0)
+    suspicions = Suspicions(standing)
+    suspicions.hear("author", "accused")
+    suspicions.hear("author", "another")
+    assert suspicions.next({"accused", "another", "others"}) is None, "a stranger to the step chooses nobody"
+    assert suspicions.next({"author", "accused", "another"}) == "accused"
+    suspicions.looked("accused", "void")
+    for _ in range(LOOKS - 1):
+        suspicions.looked("accused", "passed")
+    assert len(suspicions) == 0 and not standing.doubted, "what came to nothing proves nothing"
+    for accused in ("a", "b", "c"):
+        suspicions.hear("liar", accused)
+        suspicions.hear("honest", accused)
+        for _ in range(LOOKS):
+            suspicions.looked(accused, "passed")
+        suspicions.hear("liar", "d")
+    assert standing.doubted == {"liar", "honest"} and len(suspicions) == 0
+    suspicions.hear("finder", "false one")
+    suspicions.looked("false one", "false")
+    assert "finder" not in standing.doubted and len(suspicions) == 0

@@ -162,8 +162,8 @@ class Reports:
         while len(results) < TEXTS and "false" not in results:
             results.append((await self._try(report.ids[: report.prompt], route))[0])
         log.info("%r: %s", report, ", ".join(results))
-        if set(results) == {"passed"} and self._auditor.standing.doubt(report.author, f"report of {report.accused}"):
-            log.warning("peer %s reports one honest peer after another: it is left out from now on", report.author)
+        if set(results) == {"passed"}:
+            self._auditor.standing.accused_in_vain(report.author, report.accused)
 
     def _through(self, accused: PeerId, units: Span) -> Route | None:
         """A route on which the accused computes these units, and nobody else twice."""

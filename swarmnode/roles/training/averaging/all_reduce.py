@@ -11,6 +11,7 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -31,6 +32,7 @@ from swarmnode.compute.training.averaging.gradient_compressor import (
 )
 from swarmnode.compute.training.averaging.outlier_detector import History, OutlierDetector, suspect
 from swarmnode.compute.training.averaging.round import Round
+from swarmnode.compute.training.contribution_sketch import ContributionSketch
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
@@ -105,8 +107,16 @@ class AllReducer:
         else:
             channel.close(Error(ErrorCode.REFUSED))
 
-    async def reduce(self, term: int, body: Reduce, learner: Learner, *, listening: bool) -> Agreed:
-        """Agree with the members of each group that we are in.
+    async def reduce(
+        self,
+        term: int,
+        body: Reduce,
+        learner: Learner,
+        *,
+        listening: bool,
+        watched: ContributionSketch | None = None,
+    ) -> Agreed:
+        """Agree with the members of each group that we are in. `watched` takes in what one of them contributes.
 
         Raises PeerLost with the peer that stands still or is gone, ProtocolError with the one that broke the rules, NotFinite.
         """
@@ -114,7 +124,9 @@ class AllReducer:
             self._learner = learner
             self._gradient_compressors.clear()
             self._detector = _new_detector()
-        circles = {group.number: _circle(group, learner.run) for group in body.groups if len(group.members) > 1}
+        circles = {
+            group.number: _circle(group, learner.run, watched) for group in body.groups if len(group.members) > 1
+        }
         attempt = self._begin(AttemptId(term, body.step, body.attempt, body.run), list(circles.values()))
         agreed = Agreed(detector=self._detector)
         self._detector.begin()
@@ -223,12 +235,14 @@ def _next(rounds: Rounds) -> Round | None:
     return next(rounds, None)
 
 
-def _circle(group: Group, run: Run) -> Circle:
+def _circle(group: Group, run: Run, watched: ContributionSketch | None) -> Circle:
     """Contributors, in their order, weigh as much as their share of the microbatches."""
     total = sum(member.count for member in group.members)
     weights = {member.peer: member.count / total for member in group.members if member.count > 0}
     robust = run.averaging.robust and len(weights) >= LEAST_MEMBERS and _are_alike(group, run)
-    return Circle(group.number, tuple(member.peer for member in group.members), weights, robust)
+    sums = watched is not None and group.how == How.SUM and SHARED not in group.blocks
+    heard = partial(watched.hear, group.blocks) if watched is not None and sums else None
+    return Circle(group.number, tuple(member.peer for member in group.members), weights, robust, heard)
 
 
 def _are_alike(group: Group, run: Run) -> bool:

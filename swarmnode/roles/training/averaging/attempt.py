@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
+from torch import Tensor
 
 from swarmnode.codec.averaging_messages import Part
 from swarmnode.codec.training_fields import MAX_PULLED
@@ -48,6 +49,10 @@ WINDOW = 8  # chunks of each kind that one of them may have on the way: 1 Gbit/s
 SETTLED_AHEAD = 2  # parts that wait for the slowest member
 
 
+Heard = Callable[[PeerId, slice, Tensor], None]
+"""Sees what a contributor has of a part that is settled here."""
+
+
 @dataclass(frozen=True)
 class Circle:
     """Who sums up a group's vector. `weights`: of the contributors, in their order. `robust`: none of them is to drag it away."""
@@ -56,6 +61,7 @@ class Circle:
     members: tuple[PeerId, ...]
     weights: Mapping[PeerId, float]
     robust: bool = False
+    heard: Heard | None = None
 
 
 Call = Callable[[Callable[[], Any]], "asyncio.Future[Any]"]
@@ -193,6 +199,8 @@ class Attempt:
             with _blaming(peer):
                 offer = round_.offer(place) if peer == self._peer else chunks[peer].encoded
                 heard.append(round_.hear(place, weight, *offer))
+            if circle.heard is not None:
+                circle.heard(peer, place, heard[-1].values_N)
         settled = round_.settle(place, heard)
         round_.take(place, *settled)
         return settled

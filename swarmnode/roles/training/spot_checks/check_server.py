@@ -7,14 +7,20 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
+from swarmnode.codec.frames import MAX_BODY_BYTES
 from swarmnode.codec.messages import End, Error, Hello
 from swarmnode.codec.spot_check_messages import (
+    MAX_RECORDS,
     SPOT_CHECK_PROTOCOL,
     Accusation,
     CommitmentReply,
     GetCommitment,
     GetMicrobatch,
+    GetSketches,
     MicrobatchReply,
+    SketchesReply,
 )
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import Network, PeerId
@@ -25,6 +31,9 @@ from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch, St
 from swarmnode.roles.training.worker.values import decode_values, payload_of
 from swarmnode.swarm.records.commitment import Commitment, sign_commitment
 from swarmnode.swarm.records.signed import Sign, Verify
+
+Question = GetCommitment | GetMicrobatch | GetSketches | Accusation
+RECORDS_BYTES = MAX_BODY_BYTES // 2  # in one answer
 
 
 @dataclass(frozen=True)
@@ -43,13 +52,13 @@ def check_server(
     link_config: LinkConfig,
     committer: Committer,
     records: StepRecords,
-    on_accusation: Callable[[Accusation], None],
+    on_accusation: Callable[[PeerId, Accusation], None],
 ) -> QuestionServer:
     """Answers from these records."""
 
-    async def answer(_peer: PeerId, question: GetCommitment | GetMicrobatch | Accusation) -> Answer:
+    async def answer(peer: PeerId, question: Question) -> Answer:
         if isinstance(question, Accusation):
-            on_accusation(question)
+            on_accusation(peer, question)
             return Answer(End())
         of_step = records.of(question.run, question.step)
         if isinstance(question, GetCommitment):
@@ -59,13 +68,15 @@ def check_server(
                 if kept
                 else Answer(Error(ErrorCode.NOT_FOUND))
             )
+        if isinstance(question, GetSketches):
+            kept = list(of_step.values())[question.first :]
+            return await asyncio.to_thread(_sketches, kept) if kept else Answer(Error(ErrorCode.NOT_FOUND))
         found = of_step.get((question.number, question.start))
         if found is None:
             return Answer(Error(ErrorCode.NOT_FOUND))
         return await asyncio.to_thread(_tell, found, question.seed)
 
-    questions = GetCommitment | GetMicrobatch | Accusation
-    return QuestionServer(network, SPOT_CHECK_PROTOCOL, hello, link_config, questions, answer)
+    return QuestionServer(network, SPOT_CHECK_PROTOCOL, hello, link_config, Question, answer)
 
 
 def _commit(committer: Committer, question: GetCommitment, kept: list[KeptMicrobatch]) -> Answer:
@@ -80,3 +91,15 @@ def _tell(kept: KeptMicrobatch, seed: bytes) -> Answer:
     edges = ((record.sent.values, kept.sent[1]), (record.returned.values, kept.returned[1]))
     sketches = [sketches_payload(decode_values(infos, payload_of(payload), "cpu"), seed) for infos, payload in edges]
     return Answer(MicrobatchReply(record), (kept.received, kept.gradients, kept.parameters, *sketches))
+
+
+def _sketches(kept: list[KeptMicrobatch]) -> Answer:
+    """Of the first ones, as many as go into one answer."""
+    told: list[KeptMicrobatch] = []
+    size_bytes = 0
+    for one in kept[:MAX_RECORDS]:
+        size_bytes += len(msgspec.msgpack.encode(one.record()))
+        if told and size_bytes > RECORDS_BYTES:
+            break
+        told.append(one)
+    return Answer(SketchesReply(tuple(one.record() for one in told)), [one.parameters for one in told])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -19,13 +20,16 @@ from swarmnode.codec.spot_check_messages import (
     CommitmentReply,
     GetCommitment,
     GetMicrobatch,
+    GetSketches,
     MicrobatchRecord,
     MicrobatchReply,
+    SketchesReply,
 )
 from swarmnode.codec.tensors import Codec, TensorInfo, payload_bytes
 from swarmnode.codec.training_fields import check_rules
 from swarmnode.compute.serving.sketch import deviations
-from swarmnode.compute.training.gradient_sketch import step_seed
+from swarmnode.compute.training.contribution_sketch import ContributionSketch
+from swarmnode.compute.training.gradient_sketch import step_seed, tile_count
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.recomputation import Recomputation, recompute
 from swarmnode.compute.training.saved_activations import Gradients
@@ -37,7 +41,7 @@ from swarmnode.plan.audits.tolerances import Calibration, Tolerance
 from swarmnode.roles.fetching.sources import ask
 from swarmnode.roles.training.spot_checks.check_server import Committer
 from swarmnode.roles.training.spot_checks.row_sketches import as_sent, payload_bytes_of, read_payload, sketched
-from swarmnode.roles.training.spot_checks.step_records import read_entries
+from swarmnode.roles.training.spot_checks.step_records import Place, read_entries
 from swarmnode.roles.training.worker.admission import is_of_its_size
 from swarmnode.roles.training.worker.values import decode_values
 from swarmnode.swarm.records.commitment import open_commitment
@@ -47,6 +51,7 @@ Reply = TypeVar("Reply", bound=Body)
 LEAST = 0.1  # of a usual row: gradients have rows that are nothing but rounding
 SUMS_ROUND = 4.0  # times more: what a microbatch added is the difference of two sums
 LOSS = 0.02  # of itself
+CONTRIBUTED = 1e-3  # of a row: what rounds differently in sums of thousands, with room
 
 
 Shapes = tuple[tuple[int, tuple[int, ...]], ...]
@@ -84,6 +89,7 @@ class Examination:
     ) -> None:
         self.peer = peer
         self.commitment = b""  # as it was signed
+        self._entries: dict[Place, bytes] = {}
         self._board = board
         self._committer = committer
         self._learner = learner
@@ -100,6 +106,7 @@ class Examination:
         here. Raises FalseWork, PeerError, NetworkDown."""
         segment = self._learner.segment
         entries = await self._commitment()
+        self._entries = entries
         able = [place for place in entries if segment.start <= place[1] < segment.end]
         if not able:
             return None
@@ -119,6 +126,45 @@ class Examination:
             raise FalseWork("a commitment to something else than was asked", peer=self.peer)
         self.commitment = reply.commitment
         return read_entries(payload, said.count)
+
+    async def fetch_sums(self, counts: Mapping[int, int]) -> dict[int, Tensor]:
+        """By block, the sketch_S of all that it has committed to, after `fetch`. `counts`: by block, of how many microbatches it
+        contributes the gradients. Raises ProtocolError where it shows fewer; FalseWork, PeerError, NetworkDown."""
+        sums: dict[int, Tensor] = {}
+        shown: Counter[int] = Counter()
+        due = list(self._entries.items())
+        while due:
+            question = GetSketches(self._learner.run.id, self._step, len(self._entries) - len(due))
+            reply, payload = await self._ask(question, SketchesReply)
+            view = memoryview(payload)
+            for record, (place, digest) in zip(reply.records, due, strict=False):
+                if (record.number, record.start) != place or record.digest != digest:
+                    raise FalseWork("a microbatch is not what was committed to", peer=self.peer)
+                view = self._add_up(record, view, sums)
+                shown.update(range(record.start, record.end))
+            if len(view) or len(reply.records) > len(due):
+                raise ProtocolError("sketches that nobody asked for", peer=self.peer)
+            due = due[len(reply.records) :]
+        if any(shown[block] != count for block, count in counts.items()):
+            raise ProtocolError("not all that is contributed was committed to", peer=self.peer)
+        return sums
+
+    def _add_up(self, record: MicrobatchRecord, view: memoryview, sums: dict[int, Tensor]) -> memoryview:
+        """Add a microbatch's sketch, with which `view` begins, to those of its blocks; what comes behind it."""
+        segment, learner = self._learner.segment, self._learner
+        if not segment.start <= record.start < record.end <= segment.end:
+            raise ProtocolError("a microbatch of units that are not held here", peer=self.peer)
+        counts = {
+            block: tile_count(sum(parameter.numel() for parameter in parameters))
+            for block, parameters in learner.parameters(record.start, record.end).items()
+        }
+        sketch, rest = view[: 4 * sum(counts.values())], view[4 * sum(counts.values()) :]
+        if hashlib.sha256(sketch).digest() != record.parameters:
+            raise FalseWork("a payload that its author did not sign", peer=self.peer)
+        sketch_S = torch.from_numpy(np.frombuffer(sketch, dtype="<f4").astype(np.float32))
+        for block, part_S in zip(counts, sketch_S.split(list(counts.values())), strict=True):
+            sums[block] = sums[block] + part_S if block in sums else part_S
+        return rest
 
     async def _ask(self, question: Body, kind: type[Reply]) -> tuple[Reply, Buffer]:
         async for frame, body in ask(self._board, self.peer, question):
@@ -202,6 +248,16 @@ class Examination:
     @property
     def _number_format(self) -> str:
         return "bfloat16" if self._learner.run.autocast else "float32"
+
+
+def judge_contribution(watched: ContributionSketch, sums: Mapping[int, Tensor]) -> Judgement | None:
+    """What a stage contributed beside the sketches of all that it committed to; None where no tile of it came whole. They are sums
+    of the same numbers: there is no honest deviation but rounding."""
+    apart = deviations(*map(in_rows, watched.beside(sums)), least=LEAST)
+    if not apart:
+        return None
+    beyond = sum(not deviation <= CONTRIBUTED for deviation in apart)
+    return Judgement(len(apart), beyond, max(apart) / CONTRIBUTED, beyond > 0)
 
 
 def shapes_of(values: Sequence[TensorInfo]) -> Shapes:

@@ -17,8 +17,11 @@ from swarmnode.codec.averaging_messages import How, Reduce
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import Hello
 from swarmnode.codec.spot_check_messages import SPOT_CHECK_PROTOCOL, Accusation
+from swarmnode.codec.tensors import Codec
 from swarmnode.codec.training_messages import Forward
 from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.training.contribution_sketch import ContributionSketch
+from swarmnode.compute.training.gradient_sketch import step_seed
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import LocalError, NotFinite, ProtocolError, SwarmnodeError
 from swarmnode.ledger import Account, MemoryLedger
@@ -33,8 +36,9 @@ from swarmnode.plan.audits.judgement import Judgement
 from swarmnode.plan.audits.tolerances import Calibration
 from swarmnode.roles.fetching.sources import ask
 from swarmnode.roles.training.spot_checks.check_server import Committer, check_server
-from swarmnode.roles.training.spot_checks.examination import Examination, FalseWork, shapes_of
+from swarmnode.roles.training.spot_checks.examination import Examination, FalseWork, judge_contribution, shapes_of
 from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch, StepRecords
+from swarmnode.roles.training.spot_checks.suspicions import Suspicions
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.commitment import open_commitment
 
@@ -44,7 +48,6 @@ RECOMPUTED = 4 / 3  # passes: forward twice, back once
 CHECK_S = 20.0
 WITHIN = 0.5  # of the time for an all-reduce, at most: who takes longer is not waited for
 TELL_S = 5.0
-MAX_SUSPECTED = 64
 RESULTS = ("passed", "false", "void")
 WITHOUT_RESULT = (  # what a peer shows may be unlike anything that torch was made for
     *(SwarmnodeError, asyncio.TimeoutError),
@@ -78,8 +81,10 @@ class SpotChecks:
         self._budget = budget or AuditBudget()
         self._dice = dice or random.SystemRandom()
         self._calibration = Calibration()
-        self._suspected: dict[PeerId, None] = {}  # by others
+        self._suspicions = Suspicions(standing)
         self._checked = (b"", -1)  # the last run and step
+        self._drawn: PeerId | None = None  # in that step, and not looked at yet
+        self._watched: ContributionSketch | None = None
         self._board = Switchboard(network, SPOT_CHECK_PROTOCOL, hello, link_config)
         self._server = check_server(network, hello, link_config, committer, self.records, self._hear)
         self._telling = Tasks("accusations", on_crash=link_config.supervisor.ends_conversation)
@@ -111,28 +116,41 @@ class SpotChecks:
 
     # -- checking
 
+    def watch(self, reduce: Reduce, learner: Learner) -> ContributionSketch | None:
+        """Before gradients are summed, once in a step: perhaps choose a replica to look at. What takes in its contributions, as far
+        as they travel as they are."""
+        if (learner.run.id, learner.step) != self._checked:
+            self._drawn = self._draw(reduce, learner)
+        due = contributed_by(self._drawn, reduce)
+        plain = learner.run.averaging.codec == Codec.NONE and not learner.run.averaging.rank
+        self._watched = None
+        if self._drawn is not None and due and plain and all(block in learner.blocks for block in due):
+            seed = step_seed(learner.run.id, learner.step)
+            self._watched = ContributionSketch(self._drawn, learner.lengths(list(due)), seed)
+        return self._watched
+
     async def check(self, reduce: Reduce, learner: Learner) -> PeerId:
-        """Once in a step: perhaps look at one replica. Who of those that contribute was found false here, now or before; empty:
+        """After they are: look at whom `watch` chose. Who of those that contribute was found false here, now or before; empty:
         nobody. Never raises what a peer can bring about."""
         await self._look(reduce, learner)
         return min(self.found & contributors(reduce), default="")
 
     async def _look(self, reduce: Reduce, learner: Learner) -> None:
-        drawn = self._draw(reduce, learner)
-        if drawn is None:
+        drawn, self._drawn = self._drawn, None
+        if drawn is None or drawn not in contributors(reduce):
             return
         kept = self.records.of(learner.run.id, learner.step).values()
         usual = {one.place[1]: shapes_of(one.body.values) for one in kept}
         examination = Examination(self._board, drawn, self._committer, learner, usual, self._dice)
         try:
             within_s = min(CHECK_S, WITHIN * reduce.within_s or CHECK_S)
-            judgement = await asyncio.wait_for(self._examine(examination, learner), within_s)
+            judgement = await asyncio.wait_for(self._examine(examination, reduce, learner), within_s)
         except (FalseWork, NotFinite) as error:
             self._find(examination, reduce, str(error))
         except WITHOUT_RESULT as error:
             log.info("a spot check of %s came to nothing: %s", drawn, error or "no answer in time")
             self._standing.forfeit(drawn)
-            self.counts["void"] += 1
+            self._note(drawn, "void")
         else:
             self._settle(examination, reduce, judgement)
         try:
@@ -145,26 +163,26 @@ class SpotChecks:
         step = learner.run.id, learner.step
         averages = learner.run.averaging.every > 1  # then parameters differ
         others = contributors(reduce) - self.found - {self._committer.peer}
-        if step == self._checked or averages or not others:
-            return None
         self._checked = step
+        if averages or not others:
+            return None
         counted = max(map(int.bit_count, learner.counted.values()), default=0)
         cost = SessionCost(served_s=counted, audit_s=RECOMPUTED)  # in passes
         peer = self._dice.choice(sorted(others))
         chance = self._budget.chance(cost, self._standing.trust(peer))
-        suspected = next((suspect for suspect in self._suspected if suspect in others), None)
+        suspected = self._suspicions.next(others)
         if suspected is not None and self._budget.afford(cost):
-            del self._suspected[suspected]
             return suspected
         if self._dice.random() >= chance:
             return None
         self._budget.spend(cost)
         return peer
 
-    async def _examine(self, examination: Examination, learner: Learner) -> Judgement | None:
+    async def _examine(self, examination: Examination, reduce: Reduce, learner: Learner) -> Judgement | None:
         shown = await examination.fetch()
-        if shown is None:
-            return None
+        contributed = await self._examine_contribution(examination, reduce)
+        if shown is None or (contributed is not None and contributed.false):
+            return contributed
         with self._ledger.reserve(Account.GRADIENTS, learner.gradient_bytes):
             return await self._executor.call(
                 Urgency.CONTROL,
@@ -173,26 +191,39 @@ class SpotChecks:
                 owner=examination.peer,
             )
 
+    async def _examine_contribution(self, examination: Examination, reduce: Reduce) -> Judgement | None:
+        """Whether what it contributed is the sum of what it committed to."""
+        watched = self._watched
+        if watched is None or not watched.blocks:
+            return None
+        due = contributed_by(examination.peer, reduce)
+        sums = await examination.fetch_sums({block: due[block] for block in watched.blocks})
+        return judge_contribution(watched, sums)
+
     def _settle(self, examination: Examination, reduce: Reduce, judgement: Judgement | None) -> None:
         if judgement is None:
-            self.counts["void"] += 1
+            self._note(examination.peer, "void")
         elif judgement.false:
             beyond = f"{judgement.beyond} of {judgement.compared} rows are beyond what is tolerated"
             self._find(examination, reduce, f"{beyond}, by up to {judgement.worst:.3g} times")
         else:
-            self.counts["passed"] += 1
+            self._note(examination.peer, "passed")
             self._standing.pass_audit(examination.peer, judgement.compared)
 
     def _find(self, examination: Examination, reduce: Reduce, why: str) -> None:
         peer = examination.peer
         log.warning("peer %s computes falsely in the training: %s", peer, why)
-        self.counts["false"] += 1
+        self._note(peer, "false")
         self.found.add(peer)
         self._standing.shun(peer)
         others = contributors(reduce) - {self._committer.peer, peer}
         accusation = Accusation(reduce.run, peer, examination.commitment)
         for other in sorted(others):
             self._telling.spawn(self._tell(other, accusation), f"tell {other}")
+
+    def _note(self, peer: PeerId, result: str) -> None:
+        self.counts[result] += 1
+        self._suspicions.looked(peer, result)
 
     # -- telling
 
@@ -206,20 +237,30 @@ class SpotChecks:
         except (SwarmnodeError, asyncio.TimeoutError) as error:
             log.info("peer %s does not hear of an accusation: %s", other, error or "no answer in time")
 
-    def _hear(self, accusation: Accusation) -> None:
+    def _hear(self, author: PeerId, accusation: Accusation) -> None:
         """Somebody found a peer false, and shows what that peer signed: a reason to look there next."""
         try:
             commitment = open_commitment(accusation.commitment, self._committer.swarm, self._committer.verify)
         except ProtocolError as error:
             log.info("an accusation without a reason: %s", error)
             return
-        if (commitment.peer, commitment.run) == (accusation.peer, accusation.run) and len(
-            self._suspected
-        ) < MAX_SUSPECTED:
-            self._suspected[accusation.peer] = None
+        if (commitment.peer, commitment.run) == (accusation.peer, accusation.run):
+            self._suspicions.hear(author, accusation.peer)
 
 
 def contributors(reduce: Reduce) -> set[PeerId]:
     """Those whose gradients of the receiver's units are summed. What the ends share says nothing: they do different things."""
     groups = (group for group in reduce.groups if group.how == How.SUM and group.blocks != (SHARED,))
     return {member.peer for group in groups for member in group.members if member.count}
+
+
+def contributed_by(peer: PeerId | None, reduce: Reduce) -> dict[int, int]:
+    """By block, of how many microbatches a peer's gradients are in the receiver's sums, but for what the ends share."""
+    groups = (group for group in reduce.groups if group.how == How.SUM and SHARED not in group.blocks)
+    return {
+        block: member.count
+        for group in groups
+        for member in group.members
+        if member.peer == peer and member.count
+        for block in group.blocks
+    }

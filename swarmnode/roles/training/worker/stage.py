@@ -344,9 +344,12 @@ class TrainingStage:
             if body.run != self.state.run_id:
                 raise ProtocolError("a REDUCE of another run", code=ErrorCode.WRONG_RUN)
             with self.meter.averaging.timing():
-                reducing = self._all_reducer.reduce(self.term, body, self.learner, listening=listening)
+                watched = None if self._checking is None else self._checking.watch(body, self.learner)
+                reducing = self._all_reducer.reduce(self.term, body, self.learner, listening=listening, watched=watched)
                 state.agreed = agreed = await asyncio.wait_for(reducing, body.within_s or None)
-            suspect = await self._found_false_in(body) or agreed.suspect
+            suspect = agreed.suspect
+            if self._checking is not None:
+                suspect = await self._checking.check(body, self.learner) or suspect
             answer = Reduced(body.step, body.attempt, tuple(agreed.squares), body.run, suspect)
         except asyncio.TimeoutError:
             answer = Failed(body.attempt, "", ErrorCode.PEER_LOST, run=body.run)
@@ -357,11 +360,10 @@ class TrainingStage:
         if line.open:
             line.send(answer)
 
-    async def _found_false_in(self, body: Reduce) -> PeerId:
-        """Which contributor was found false here, in this step or before."""
-        if self.spot_checks is None or self.state.condition != Condition.READY:
-            return ""
-        return await self.spot_checks.check(body, self.learner)
+    @property
+    def _checking(self) -> SpotChecks | None:
+        """Who has the step's parameters may look at others."""
+        return self.spot_checks if self.state.condition == Condition.READY else None
 
     def _commit(self, line: Line, body: Commit) -> None:
         if self.state.misses(body):
