@@ -35,15 +35,20 @@ class Credit:
         return len(self.by_client)
 
     @property
+    def signed(self) -> int:
+        """All that clients signed for, weighted."""
+        return sum(self.by_client.values())
+
+    @property
     def concentration(self) -> float:
         """H: the sum of the squares of the clients' shares; 1 of a single client."""
-        total = sum(self.by_client.values())
+        total = self.signed
         return sum((work / total) ** 2 for work in self.by_client.values()) if total else 1.0
 
     @property
     def counted(self) -> float:
         """What is left of all work after the discount."""
-        return sum(self.by_client.values()) * (1.0 - self.concentration)
+        return self.signed * (1.0 - self.concentration)
 
 
 def weight_of(credit: Credit, units: int) -> float:

@@ -14,6 +14,7 @@ from swarmnode.counting import counted
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from swarmnode.plan.credit import Credit
     from swarmnode.roles.credit.worker_credits import WorkerCredit
 
 SHOWN_CLIENTS = 20
@@ -30,7 +31,7 @@ def credit(
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Show what clients have signed for that this machine's nodes did for them, by client.
+    """Show what clients have signed for that this machine's nodes did for them, by client, and what of it counts as credit.
 
     Of one client alone nothing counts, of two alike half: who serves nobody but friends could have any receipt.
 
@@ -63,8 +64,20 @@ def credit(
 def _sentence(one: WorkerCredit) -> str:
     credit, clients = one.credit, counted(one.credit.clients, "client")
     return (
-        f"Node {one.worker[-8:]} has credit for {credit.counted:,.0f} units x tokens: it served {credit.served:,} and trained "
-        f"{credit.trained:,} (which counts thrice) for {clients}, at a concentration of {credit.concentration:.2f}."
+        f"Node {one.worker[-8:]}: {clients} signed for {credit.signed:,} units x tokens ({credit.served:,} served, "
+        f"{credit.trained:,} trained, which counts thrice). {_discount(credit)}"
+    )
+
+
+def _discount(credit: Credit) -> str:
+    if credit.clients == 1:
+        return (
+            "Nothing of it counts as credit, since a single client could be your own and sign for anything. "
+            "Among people who know one another what was signed is the figure to go by."
+        )
+    return (
+        f"Of that {credit.counted:,.0f} counts as credit: the fewer clients, the less of what they sign "
+        f"(discounted by their concentration of {credit.concentration:.2f})."
     )
 
 
@@ -72,7 +85,7 @@ def _table(one: WorkerCredit) -> Table:
     from swarmnode.cli.terminal.tables import new_table
 
     credit = one.credit
-    total = sum(credit.by_client.values())
+    total = credit.signed
     table = new_table("", ("client", "units x tokens", "share"), numbers=("units x tokens", "share"))
     ranked = sorted(credit.by_client.items(), key=lambda item: (-item[1], item[0]))
     for client, work in ranked[:SHOWN_CLIENTS]:

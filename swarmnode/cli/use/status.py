@@ -159,7 +159,7 @@ def cut(text: str, chars: int) -> str:
 def credit_line(credit: dict[str, Any]) -> str:
     """What clients signed for a node of this home."""
     by = counted(credit["clients"], "client")
-    return f"your node {credit['worker'][-8:]}: credit {credit['credit']:,} units x tokens, by {by}"
+    return f"your node {credit['worker'][-8:]}: {by} signed for {credit['signed']:,} units x tokens; credit {credit['credit']:,}"
 
 
 def draw_span(start: int, end: int, units: int, width: int = BAR_CHARS) -> str:

@@ -33,13 +33,14 @@ def folder_credits(folder: Path) -> list[WorkerCredit]:
 
 
 def summary(one: WorkerCredit) -> dict[str, Any]:
-    """As scripts read it: `credit` is what counts after the discount, in units times tokens."""
+    """As scripts read it, in units times tokens: `signed` is all that clients signed for, `credit` what of it counts."""
     credit = one.credit
     return {
         "swarm": one.swarm.hex(),
         "worker": one.worker,
         "served": credit.served,
         "trained": credit.trained,
+        "signed": credit.signed,
         "clients": credit.clients,
         "concentration": round(credit.concentration, 4),
         "credit": round(credit.counted),
