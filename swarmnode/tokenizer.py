@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from swarmnode.errors import CheckpointError
+from swarmnode.errors import CheckpointError, UsageError
 
 THINK_END = "</think>"  # of what a model thinks before it answers, in most chat templates
 UNFINISHED = "\ufffd"  # what a part of a character is shown as
@@ -43,7 +43,8 @@ class Tokenizer:
         return f"<Tokenizer of {len(self._tokenizer)} tokens>"
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the model expects."""
+        """Token ids of a prompt, with the special tokens that the model expects. Raises UsageError where it is no text."""
+        _utf8(text)
         return list(self._tokenizer(text)["input_ids"])
 
     @property
@@ -67,11 +68,12 @@ class Tokenizer:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         """The same for a checkpoint that has a template: each message is whatever that one takes, and each tool a JSON schema as
-        OpenAI's API has it; `variables` are what else the template knows."""
+        OpenAI's API has it; `variables` are what else the template knows. Raises UsageError where a message is no text."""
         from jinja2 import TemplateError
 
         turns: list[Any] = list(messages)
         offered: list[Any] = list(tools)
+        _utf8(json.dumps([turns, offered], ensure_ascii=False, default=str))
         own = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() & variables.keys()
         if own:  # one of them is the template itself
             raise CheckpointError(f"{', '.join(sorted(own))} cannot be set: that is no variable of a chat template")
@@ -130,8 +132,8 @@ class ByteTokenizer:
         return "<ByteTokenizer>"
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of a prompt."""
-        return list(text.encode())
+        """The bytes of a prompt. Raises UsageError where it is no text."""
+        return list(_utf8(text))
 
     def encode_chat(self, turns: Sequence[Turn]) -> list[int]:
         """The bytes of a conversation, as one text."""
@@ -173,6 +175,17 @@ class Detokenizer:
         self._told_text = self._decode(self._told)
         piece, self.rest = self.rest, ""
         return piece
+
+
+def _utf8(text: str) -> bytes:
+    """Raises UsageError where it holds half of a character."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise UsageError(
+            f"this is no text: {half} in it is half of a character (a surrogate without the other)"
+        ) from None
 
 
 def stop_ids(folder: Path) -> tuple[int, ...]:

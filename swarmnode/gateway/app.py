@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,6 +25,7 @@ from swarmnode.gateway.page import machine, members, static_files, swarms
 from swarmnode.gateway.page.page import Page
 from swarmnode.version import __version__
 
+TRIED_TYPE = re.compile(r"str|int|float|bool|[\w-]+\[.*|[A-Z]\w+")
 GONE = 499  # nginx's, for logs: nobody reads it
 
 
@@ -60,9 +64,20 @@ async def _swarm_failed(request: Request, error: Exception) -> Response:
 
 async def _not_valid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first: dict[str, Any] = error.errors()[0]
-    where = ".".join(str(step) for step in first["loc"][1:])
-    return ApiError(400, f"{where or 'the body'}: {first['msg']}", parameter=where or None).response()
+    found: dict[str, list[str]] = {}  # what could be there instead, by field
+    for each in error.errors():
+        found.setdefault(_field(each["loc"]), []).append(each["msg"])
+    where, wanted = next(iter(found.items()))
+    text = "; or: ".join(dict.fromkeys(wanted))
+    if not where and "json" not in request.headers.get("content-type", ""):
+        text = "it is not read as JSON without Content-Type: application/json"
+    return ApiError(400, f"{where or 'the body'}: {text}", parameter=where or None).response()
+
+
+def _field(place: Sequence[int | str]) -> str:
+    """The field at a place in the body: of several types that it may have, pydantic names the one that it tried."""
+    path = itertools.takewhile(lambda step: not TRIED_TYPE.fullmatch(str(step)), place[1:])
+    return ".".join(map(str, path))
 
 
 async def _http_failed(request: Request, error: Exception) -> Response:

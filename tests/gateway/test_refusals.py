@@ -34,6 +34,15 @@ BAD: list[tuple[str, Any, int, str]] = [
     (CHAT, {"model": "gpt-4", "messages": HI}, 404, "there is no model 'gpt-4'"),
     (CHAT, {"messages": []}, 400, "messages"),
     (CHAT, {"messages": IMAGE}, 400, "text only"),
+    (CHAT, {"messages": [{"role": "user", "content": None}]}, 400, "'user' needs content"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": 7}]},
+        400,
+        "messages.0.content: Input should be a valid string; or",
+    ),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, r"'\ud800' in it is half of a character"),
+    (CHAT, {"messages": HI, "model": "\ud800"}, 404, "there is no model"),
     (CHAT, {"messages": [{"role": "wizard", "content": "hi"}]}, 400, "who is wizard?"),
     (CHAT, {"messages": HI, "n": 0}, 400, "n:"),
     (CHAT, {"messages": HI, "n": 10_000}, 400, "at most"),
@@ -50,6 +59,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, 400, "response format"),
     (CHAT, {"messages": HI, "response_format": {"type": "json_schema"}}, 400, "with a schema"),
     (CHAT, {"messages": HI, "response_format": formatted({"type": "objct"})}, 400, "Invalid type"),
+    (CHAT, {"messages": HI, "response_format": formatted({"type": "string", "pattern": "(a"})}, 400, "unclosed group"),
     (CHAT, {"messages": HI, "response_format": formatted({"enum": ["x" * 9999] * 2})}, 400, "16384 bytes"),
     (CHAT, {"messages": HI, "grammar": "start: ("}, 400, "grammar"),
     (CHAT, {"messages": HI, "tool_choice": "required"}, 400, "tool_choice"),
@@ -77,7 +87,8 @@ BAD: list[tuple[str, Any, int, str]] = [
     (TEXT, {"prompt": []}, 400, "no tokens"),
     (TEXT, {"prompt": [511, 512]}, 400, "vocabulary"),
     (TEXT, {"prompt": [-1]}, 400, "negative"),
-    (TEXT, {"prompt": {"a": 1}}, 400, "prompt"),
+    (TEXT, {"prompt": {"a": 1}}, 400, "prompt: Input should be a valid string; or: Input should be a valid list"),
+    (TEXT, {"prompt": "hens \udfff"}, 400, "half of a character"),
     (TEXT, {"prompt": "hi", "suffix": "!"}, 400, "suffix"),
     (TEXT, "{", 400, "JSON"),
     (TEXT, "[" * 100_000, 400, ""),
@@ -186,6 +197,8 @@ async def test_bodies_are_bounded_and_pages_kept_out(founded: Founded, tmp_path:
         asks = {"origin": "https://chat.example", "access-control-request-method": "POST"}
         allowed = await served.http.options(CHAT, headers=asks)
         assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "https://chat.example")
+        told = await served.http.post(TEXT, content=b'{"prompt": "hi"}', headers={"content-type": "text/plain"})
+        assert told.status_code == 400 and "Content-Type: application/json" in told.json()["error"]["message"]
         answer = await served.http.get("/v1/models", headers={"origin": "https://chat.example"})
         assert answer.headers["access-control-allow-origin"] == "https://chat.example"
         assert "access-control-allow-origin" not in (await served.http.get("/v1/models")).headers

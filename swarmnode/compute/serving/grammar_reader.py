@@ -48,4 +48,5 @@ def read_grammar(grammar: Grammar) -> str:
 def invalid(why: str) -> ProtocolError:
     """The error of a grammar that cannot be used, in one line."""
     lines = why.strip().splitlines() or ["unknown"]
-    return ProtocolError(f"the grammar cannot be used: {lines[0]}", code=ErrorCode.INVALID_REQUEST)
+    told = f"{lines[0]} {lines[-1].strip()}" if lines[0].endswith(":") else lines[0]  # between them it shows where
+    return ProtocolError(f"the grammar cannot be used: {told}", code=ErrorCode.INVALID_REQUEST)

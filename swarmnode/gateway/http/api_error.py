@@ -37,7 +37,7 @@ class ApiError(HTTPException):
         parameter: str | None = None,
         retry_s: float | None = None,
     ) -> None:
-        super().__init__(status, message)
+        super().__init__(status, message.encode(errors="replace").decode())  # it may tell of half a character
         self.kind = kind
         self.code = code
         self.parameter = parameter

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from swarmnode.gateway.http.api_error import ApiError
 
+ASSISTANT = "assistant"
 MAX_MESSAGES = 4096
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
@@ -95,7 +96,10 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
     def as_template_takes_it(self) -> dict[str, Any]:
-        """As chat templates expect it, in which content is one text. Raises ApiError where there is anything but text."""
+        """As chat templates expect it, in which content is one text. Raises ApiError where there is anything but text, or nothing
+        although no calls say what the model did."""
+        if self.content is None and self.role != ASSISTANT:
+            raise ApiError(400, f"a message of the role {self.role!r} needs content", parameter="messages")
         told: dict[str, Any] = {"role": template_role(self.role), "content": text_of(self.content)}
         if self.tool_calls:
             told["tool_calls"] = [call.as_template_takes_it() for call in self.tool_calls]
