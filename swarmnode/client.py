@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +19,7 @@ from swarmnode.errors import NoRoute, UsageError
 from swarmnode.metrics.metric import Readings
 from swarmnode.model_files import ModelFiles
 from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.observer import SwarmObserver
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
@@ -37,11 +38,15 @@ from swarmnode.roles.serving.client.kept_sessions import KeptSessions
 from swarmnode.roles.serving.client.limits import ModelLimits
 from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.swarm.peers.trust import EVERYBODY, Trust, parse_trust
+from swarmnode.swarm.records.manifest import GRAPH, SERVE, TRAIN
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 from swarmnode.text_stream import TextStream
 from swarmnode.tokenizer import ByteTokenizer, Tokenizer, Turn
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from swarmnode.roles.inference.remote_module import RemoteModule
     from swarmnode.roles.serving.client.causal_lm import RemoteCausalLM
 
 T = TypeVar("T")
@@ -56,6 +61,7 @@ class SwarmClient(SwarmObserver):
         self.config = config
         self.trust = trust
         self._files = ModelFiles(host, lambda: self.config.patience_s)
+        self._module: asyncio.Task[RemoteModule] | None = None
         self._clock = host.clock.monotonic
         self._switchboard = Switchboard(
             host.network,
@@ -117,6 +123,10 @@ class SwarmClient(SwarmObserver):
         await self._claims.close()
         await self._receipts.close()
         await self._switchboard.close()
+        if self._module is not None:
+            await cancel_and_wait(self._module)
+            if not self._module.cancelled() and self._module.exception() is None:
+                await self._module.result().close()
         await self._files.close()
         await self._host.close()
 
@@ -150,6 +160,7 @@ class SwarmClient(SwarmObserver):
         `special_tokens` are in the text only where that is asked for.
         """
         self._host.supervisor.check()
+        self._check_language_model()
         options = dataclasses.replace(options or GenerateOptions(), **changes)
         deadline_s = self._clock() + self.config.patience_s
         tokenizer = await self.tokenizer()
@@ -208,11 +219,42 @@ class SwarmClient(SwarmObserver):
             pass
         return stream.result
 
+    def _check_language_model(self) -> None:
+        """Raises UsageError where the swarm has none."""
+        if self.manifest.kind == GRAPH:
+            raise UsageError(f"the swarm {self.manifest.name} has no language model: it cannot generate text")
+
     def _router(self, span: Span, *, ring: bool) -> DirectoryRouter:
         announced = self._host.directory.peers().values()
         first_hops = (peer.peer for peer in announced if peer.holds(span.start))
         self._claims.show(itertools.islice(first_hops, MAX_SHOWN))
         return DirectoryRouter(self._host, self.units, span, ring=ring, trust=self.trust)
+
+    # -- modules
+
+    async def infer(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """The module's outputs, arrays by name, for its inputs, arrays by name: samples along their first dimension, where it was
+        exported so. Raises UsageError where the inputs are not those that it takes, NoRoute, Busy."""
+        return await (await self.remote_module()).infer(inputs)
+
+    async def remote_module(self) -> RemoteModule:
+        """The swarm's graph, every pass through it computed by the swarm. Raises UsageError where the swarm has none to serve."""
+        self._host.supervisor.check()
+        if self.manifest.kind != GRAPH or self.manifest.mode != SERVE:
+            does = "trains its model" if self.manifest.mode == TRAIN else "serves a language model"
+            raise UsageError(f"the swarm {self.manifest.name} {does}: there is no module to give arrays to")
+        if self._module is None or (self._module.done() and self._module.exception() is not None):
+            self._module = asyncio.ensure_future(self._open_module())
+        return await asyncio.shield(self._module)
+
+    async def _open_module(self) -> RemoteModule:
+        module_class = await asyncio.to_thread(_import_module)
+        folder = await self._files.folder()
+
+        def router(span: Span) -> DirectoryRouter:
+            return self._router(span, ring=False)
+
+        return await module_class.open(self._host, folder, router, patience_s=self.config.patience_s)
 
     # -- transformers
 
@@ -223,6 +265,7 @@ class SwarmClient(SwarmObserver):
         GenerateOptions'.
         """
         self._host.supervisor.check()
+        self._check_language_model()
         check_compression(compress, self.manifest.codecs)
         loop = asyncio.get_running_loop()
 
@@ -273,6 +316,13 @@ class SwarmClient(SwarmObserver):
     async def stop_ids(self) -> tuple[int, ...]:
         """The tokens that end a text."""
         return await self._files.stop_ids()
+
+
+def _import_module() -> type[RemoteModule]:
+    """Off the loop, as what follows."""
+    from swarmnode.roles.inference.remote_module import RemoteModule
+
+    return RemoteModule
 
 
 def _import_causal_lm() -> tuple[Any, Any]:

@@ -48,7 +48,7 @@ class ModelFiles:
     async def tokenizer(self) -> Tokenizer | ByteTokenizer | None:
         """The checkpoint's own; a swarm that trains without one does so on bytes."""
         if self._tokenizer is None and has_tokenizer(file.name for file in self._manifest.files):
-            folder = await self._fetched()
+            folder = await self.folder()
             self._tokenizer = await asyncio.to_thread(Tokenizer, folder)
         elif self._tokenizer is None and self._manifest.mode == TRAIN:
             self._tokenizer = ByteTokenizer()
@@ -57,14 +57,14 @@ class ModelFiles:
     async def limits(self) -> ModelLimits:
         """What the model can be asked for."""
         if self._limits is None:
-            manifest, vocabulary = self._manifest, vocabulary_size(await self._fetched())
+            manifest, vocabulary = self._manifest, vocabulary_size(await self.folder())
             self._limits = ModelLimits(vocabulary, manifest.model.positions or None, manifest.codecs)
         return self._limits
 
     async def stop_ids(self) -> tuple[int, ...]:
         """The tokens that end a text."""
         if self._stop_ids is None:
-            self._stop_ids = stop_ids(await self._fetched())
+            self._stop_ids = stop_ids(await self.folder())
         return self._stop_ids
 
     @property
@@ -72,7 +72,7 @@ class ModelFiles:
         assert self._host.swarm.manifest is not None
         return self._host.swarm.manifest
 
-    async def _fetched(self) -> Path:
+    async def folder(self) -> Path:
         """The folder with config and tokenizer. Raises NoRoute where nobody gives them in time."""
         if self._folder is None:
             weights, patience_s = await self.weights(), self._patience_s()

@@ -51,11 +51,14 @@ from swarmnode.swarm.storage.swarmfile import Swarm
 if TYPE_CHECKING:
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.roles.fetching.weights import Weights
+    from swarmnode.roles.inference.stage import InferenceStage
     from swarmnode.roles.serving.hardware import Hardware
     from swarmnode.roles.serving.kept_span import KeptSpan
     from swarmnode.roles.serving.stage import ServingStage
     from swarmnode.roles.training.checkpoints.shared_states import SharedStates
     from swarmnode.roles.training.worker.training_worker import TrainingWorker
+
+    Stage = ServingStage | InferenceStage | TrainingWorker
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +80,7 @@ class Node:
         self._receipts: ReceiptKeeper | None = None
         self._executors: list[Executor] = []  # by device
         self._states: SharedStates | None = None  # where the swarm trains
-        self._stage: ServingStage | TrainingWorker | None = None
+        self._stage: Stage | None = None
         self._span: Span | None = None
         self._kept: KeptSpan | None = None  # while it pauses
         self._moves = 0
@@ -296,7 +299,7 @@ class Node:
 
     async def _fetch_and_load(
         self, host: Host, seeder: Seeder, weights: Weights, hardware: Hardware, span: Span
-    ) -> ServingStage | TrainingWorker:
+    ) -> Stage:
         checkpoint = await self._fetch(weights, hardware, span)
         if weights.cache is not None:
             seeder.add_cache(weights.cache, (span.start, span.end))
@@ -315,13 +318,15 @@ class Node:
         finally:
             await cancel_and_wait(fetching)
 
-    async def _load(
-        self, host: Host, checkpoint: Checkpoint, hardware: Hardware, span: Span
-    ) -> ServingStage | TrainingWorker:
+    async def _load(self, host: Host, checkpoint: Checkpoint, hardware: Hardware, span: Span) -> Stage:
         """What this swarm's volunteers do with their units."""
         if not hardware.trains:
+            from swarmnode.compute.graph.checkpoint import GraphCheckpoint
+            from swarmnode.roles.inference.stage import InferenceStage
             from swarmnode.roles.serving.stage import ServingStage
 
+            if isinstance(checkpoint, GraphCheckpoint):
+                return await InferenceStage.load(host, checkpoint, hardware, span, self._executors)
             return await ServingStage.load(host, checkpoint, hardware, span, self._executors)
         from swarmnode.roles.training.worker.training_worker import TrainingWorker
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,8 @@ from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 from swarmnode.text_stream import GeneratedText, TextStream
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from swarmnode.roles.serving.client.causal_lm import RemoteCausalLM
 
 T = TypeVar("T")
@@ -102,6 +104,10 @@ class SyncSwarm:
     def stream(self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any) -> SyncStream:
         """See SwarmClient.stream."""
         return SyncStream(self, self.run(self._client.stream(prompt, options, **changes)))
+
+    def infer(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """See SwarmClient.infer."""
+        return self.run(self._client.infer(inputs))
 
     def causal_lm(self, *, hold_ends: bool = False, compress: str = "none") -> RemoteCausalLM:
         """See SwarmClient.acausal_lm."""

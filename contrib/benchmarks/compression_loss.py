@@ -25,9 +25,9 @@ from corpus import batches, read_corpus
 from torch import Tensor
 
 from swarmnode.codec.tensors import Codec
+from swarmnode.compress.values import decode_values, encode_values
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.lm import SpanSegment, load_segment
-from swarmnode.roles.training.worker.values import decode_values, encode_values
 
 LAYERS, HIDDEN, SEQUENCE = 4, 96, 64
 SPANS = ((0, 2), (2, 4), (4, 6))

@@ -40,6 +40,7 @@ from swarmnode.cli.train.export import export
 from swarmnode.cli.train.train import train
 from swarmnode.cli.use.chat import chat
 from swarmnode.cli.use.generate import generate
+from swarmnode.cli.use.infer import infer
 from swarmnode.cli.use.join import join
 from swarmnode.cli.use.launch import launch
 from swarmnode.cli.use.mcp import mcp
@@ -50,7 +51,7 @@ from swarmnode.cli.use.trace import trace
 from swarmnode.version import __version__
 
 GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Use a swarm": (join, models, generate, chat, serve, launch, mcp, status, trace),
+    "Use a swarm": (join, models, generate, chat, infer, serve, launch, mcp, status, trace),
     "Lend this machine": (run, ps, pause, resume, finish, stop, why, credit, doctor, bench),
     "Host a swarm": (host, create, bootstrap, invite, revoke, members),
     "Train": (train, export),

@@ -95,6 +95,8 @@ class FrameKind(IntEnum):
     LIST_STATES = 80
     STATES = 81
     BACK_UP = 82
+    INFER = 96
+    INFERRED = 97
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):

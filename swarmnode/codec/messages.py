@@ -47,6 +47,7 @@ from swarmnode.codec.body import HopSpec as HopSpec
 from swarmnode.codec.credit_messages import CREDIT_BODIES
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.codec.frames import MAX_SEQ, FrameKind
+from swarmnode.codec.inference_messages import INFERENCE_BODIES
 from swarmnode.codec.measuring_messages import MEASURING_BODIES
 from swarmnode.codec.measuring_messages import Ran as Ran
 from swarmnode.codec.sampling import Sampling as Sampling
@@ -307,6 +308,7 @@ BODIES: dict[FrameKind, type[Body]] = {
     **TRAINING_BODIES,
     **SPOT_CHECK_BODIES,
     **STATE_BODIES,
+    **INFERENCE_BODIES,
 }
 KIND_OF: dict[type[Body], FrameKind] = {body: kind for kind, body in BODIES.items()}
 

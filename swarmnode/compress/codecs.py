@@ -35,7 +35,7 @@ DTYPE_OF = {
     torch.uint8: DType.UINT8,
 }
 _SMALL = (Codec.INT8, DType.FLOAT32)
-_TORCH_DTYPE = {int(code): dtype for dtype, code in DTYPE_OF.items()}
+TORCH_DTYPE = {int(code): dtype for dtype, code in DTYPE_OF.items()}
 
 
 def encode(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[TensorInfo, Buffer]:
@@ -101,7 +101,7 @@ def decode(
     length = memoryview(payload).nbytes
     _check_length(info, length, max_elements)
     if not length:
-        return torch.empty(info.shape, dtype=_TORCH_DTYPE[info.dtype], device=device)
+        return torch.empty(info.shape, dtype=TORCH_DTYPE[info.dtype], device=device)
     if (info.codec, info.dtype) == _SMALL and is_few(count := prod(info.shape)) and torch.device(device).type == "cpu":
         x_N = decode_small_int8(payload, count)
         if x_N is not None:
@@ -113,7 +113,7 @@ def decode_in_place(info: TensorInfo, payload_M: Tensor, *, max_elements: int = 
     """As `decode`, of a payload (uint8) that is on its device already."""
     _check_length(info, payload_M.nbytes, max_elements)
     if not payload_M.numel():
-        return torch.empty(info.shape, dtype=_TORCH_DTYPE[info.dtype], device=payload_M.device)
+        return torch.empty(info.shape, dtype=TORCH_DTYPE[info.dtype], device=payload_M.device)
     return _decode_flat(info, payload_M).view(info.shape)
 
 
@@ -133,7 +133,7 @@ def _from_buffer(payload: Buffer, device: torch.device) -> Tensor:
 
 
 def _decode_flat(info: TensorInfo, payload_M: Tensor) -> Tensor:
-    dtype = _TORCH_DTYPE[info.dtype]
+    dtype = TORCH_DTYPE[info.dtype]
     if info.codec == Codec.NONE:
         return payload_M.view(dtype)
     if info.codec == Codec.BF16:

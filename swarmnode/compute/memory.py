@@ -47,6 +47,15 @@ def unit_sizes(checkpoint: Checkpoint, *, dtype: torch.dtype, quantize: str = "n
     return UnitSizes(tuple(int(size) for size in weights), tuple(cache))
 
 
+def graph_sizes(checkpoint: Checkpoint) -> UnitSizes:
+    """Sizes of a graph's units as they are served: nothing is cached between passes. What units share counts in each."""
+    weights = tuple(
+        sum(checkpoint.entries[name].nbytes for name in checkpoint.tensors_of(unit, unit + 1))
+        for unit in range(checkpoint.units)
+    )
+    return UnitSizes(weights, (0,) * len(weights))
+
+
 def training_sizes(checkpoint: Checkpoint) -> UnitSizes:
     """Sizes for training: parameters, gradients and AdamW's two memories, all in float32. What is tied counts in both ends."""
     weights = tuple(
@@ -102,10 +111,8 @@ def describe_fit(sizes: UnitSizes, start: int, end: int, cache_tokens: int) -> s
     """As in "fits 12 of 34 units: 5.1 GB weights + 1.2 GB cache for 8192 tokens"."""
     weights = sum(sizes.weight_bytes[start:end])
     cache = cache_tokens * sum(sizes.cache_bytes_per_token[start:end])
-    return (
-        f"fits {end - start} of {len(sizes.weight_bytes)} units: {format_bytes(weights)} weights + "
-        f"{format_bytes(cache)} cache for {cache_tokens} tokens"
-    )
+    text = f"fits {end - start} of {len(sizes.weight_bytes)} units: {format_bytes(weights)} weights"
+    return f"{text} + {format_bytes(cache)} cache for {cache_tokens} tokens" if cache else text
 
 
 def format_bytes(count: float) -> str:

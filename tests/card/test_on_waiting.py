@@ -11,6 +11,7 @@ import torch
 from swarmnode.codec.messages import Sampling
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.compress.codecs import encode
+from swarmnode.compress.values import decode_values, encode_values
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import load_span
@@ -22,7 +23,6 @@ from swarmnode.errors import ErrorCode
 from swarmnode.plan.serving.codec_schedule import CodecSchedule
 from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Sample
 from swarmnode.roles.serving.worker import Worker
-from swarmnode.roles.training.worker.values import decode_values, encode_values
 from swarmnode.swarm.records.run import Run
 from tests.card.conftest import LAYERS
 from tests.card.simulated import Counts, SimulatedCards

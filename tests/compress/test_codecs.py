@@ -185,7 +185,7 @@ def test_payloads_may_be_read_only_or_unaligned(codec: Codec) -> None:
 
 
 def test_every_dtype_of_the_table_has_a_torch_dtype() -> None:
-    assert {int(code) for code in DType} == set(codecs._TORCH_DTYPE)
+    assert {int(code) for code in DType} == set(codecs.TORCH_DTYPE)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 3e38, float("inf"), float("nan")])

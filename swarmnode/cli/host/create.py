@@ -44,7 +44,7 @@ def create(
         "",
         "--module",
         metavar="PACKAGE.MODULE:FUNCTION|FILE.pt2",
-        help="Train any torch module: a function that returns it with an example batch, or an exported program.",
+        help="Any torch module: a function that returns it with an example batch, or an exported program.",
         show_default=False,
     ),
     seed: int = typer.Option(0, "--seed", help="Of the random weights of --config."),
@@ -127,8 +127,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
         fail("a swarm is --private or --public, not both", 2)
     if sum(map(bool, (model, config, module))) != 1:
         fail("give exactly one of --model, --config and --module", 2)
-    if mode == "serve" and not model:
-        fail("a swarm that serves needs trained weights (--model); --config and --module go with --mode train", 2)
+    if mode == "serve" and config:
+        fail("a swarm that serves needs trained weights (--model, --module); --config goes with --mode train", 2)
     if options["units"] and not module:
         fail("--units goes with --module; a language model's units are its layers", 2)
     if options["byte_level"] and (module or mode == "serve"):
@@ -139,12 +139,13 @@ def _model_source(options: Mapping[str, Any], path: Path) -> ModelSource:
     """The model of the swarm that is kept at `path`; weights that did not exist yet are written beside it."""
     from swarmnode.roles.creation.model_source import from_checkpoint, from_config, from_module
 
+    trains = options["mode"] == "train"
     weights, force = path.with_name(f"{path.stem}-weights").absolute(), options["force"]
     if options["config"] is not None:
         byte_level = options["byte_level"]
         return from_config(options["config"], weights, seed=options["seed"], byte_level=byte_level, force=force)
     if options["module"]:
-        return from_module(options["module"], weights, units=options["units"] or None, force=force)
+        return from_module(options["module"], weights, units=options["units"] or None, trains=trains, force=force)
     return from_checkpoint(options["model"], byte_level=options["byte_level"])
 
 
@@ -159,6 +160,8 @@ def _tell(swarm: Swarm, path: Path, model_source: ModelSource, mode: str) -> Non
         say(f"{key} is the key to the swarm: keep it, and its password; nobody can replace it.")
     if mode == "train":
         say(f"When they run: swarmnode train {file} --data PATH --steps N")
+    elif model_source.kind == "graph":
+        say(f"When they run: swarmnode infer {file} --input FILE.npz")
     say(_reach(swarm))
     if swarm.private:
         say(f"An invite for a friend: swarmnode invite {file}")

@@ -1,4 +1,5 @@
-"""Graph: a module's forward pass in training mode, from its inputs to its mean loss, as a list of operators. Data, no code.
+"""Graph: a module's forward pass as a list of operators: in training mode from its inputs to its mean loss, or in evaluation mode
+to its outputs. Data, no code.
 
 Every value has a name: an input's, a weight's or a node's. Sizes that grow with the batch are polynomials of it.
 """
@@ -120,6 +121,13 @@ class OperatorCall(msgspec.Struct, frozen=True):
                     yield atom
 
 
+class GraphOutput(msgspec.Struct, frozen=True):
+    """An output of the module in evaluation mode, by the name under which people find it."""
+
+    name: str
+    value: Ref
+
+
 class BufferUpdate(msgspec.Struct, frozen=True):
     """At the end of the pass, the buffer of that value name takes over a value."""
 
@@ -130,18 +138,20 @@ class BufferUpdate(msgspec.Struct, frozen=True):
 class Graph(msgspec.Struct, frozen=True):
     """See the module. `cuts`: the numbers of the nodes at which units begin, but for the first.
 
-    `batch` is the example's; where `any_batch` is false, no other one works.
+    `batch` is the example's; where `any_batch` is false, no other one works. A graph that is trained has a `loss`, one that is
+    served has `outputs`.
     """
 
     inputs: tuple[GraphInput, ...]
     weights: tuple[Weight, ...]
     nodes: tuple[OperatorCall, ...]
     moves: tuple[BufferUpdate, ...]
-    loss: Ref
+    loss: Ref | None
     batch: int
     any_batch: bool
     cuts: tuple[int, ...] = ()
     format: int = FORMAT
+    outputs: tuple[GraphOutput, ...] = ()
 
     def __repr__(self) -> str:
         batch = "any batch" if self.any_batch else f"batches of {self.batch}"
@@ -153,6 +163,12 @@ class Graph(msgspec.Struct, frozen=True):
         return tuple((item.name, item.type) for item in self.inputs) + tuple(
             (weight.name, weight.type) for weight in self.weights
         )
+
+    @property
+    def results(self) -> tuple[Ref, ...]:
+        """What is left in the end, each value once."""
+        wanted = [output.value for output in self.outputs] if self.loss is None else [self.loss]
+        return tuple(dict.fromkeys(wanted))
 
     @property
     def units(self) -> int:

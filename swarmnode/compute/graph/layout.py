@@ -34,8 +34,8 @@ class Unit:
 class Layout:
     """The units of a graph. Raises CheckpointError where a weight is used by units that cannot share it.
 
-    `boundaries[k]` are the values before unit k, inputs first; the last boundary has the loss alone. A node that computes
-    from nothing but constants belongs to no unit: every unit that needs it computes it again.
+    `boundaries[k]` are the values before unit k, inputs first; the last boundary has the results alone. A node that computes from
+    nothing but constants belongs to no unit: every unit that needs it computes it again.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -97,13 +97,14 @@ class Layout:
             own = {node.name for node in unit.nodes}
             made.update({ref: number for ref in self._types if ref.name in own and ref.name in self._unit_of})
             used.update({ref: number for node in unit.nodes for ref in node.refs()})
+        used.update(dict.fromkeys(self.graph.results, self.graph.units))
         crossing = [
             [ref for ref in self._types if ref in made and made[ref] < number <= used.get(ref, -1)]
             for number in range(self.graph.units)
         ]
         crossing[0] = [Ref(item.name) for item in self.graph.inputs]
         self._carry_batch(crossing)
-        for refs in [*crossing, [self.graph.loss]]:
+        for refs in [*crossing, self.graph.results]:
             yield tuple(Value(ref, self._types[ref], ref.name in self._trained) for ref in refs)
 
     def _carry_batch(self, crossing: list[list[Ref]]) -> None:
@@ -142,9 +143,10 @@ def constant_values(graph: Graph) -> set[str]:
     """Names of the nodes that compute the same in every pass: positions, masks, tables."""
     known = {weight.name for weight in graph.weights if weight.kind == CONSTANT}
     nodes: set[str] = set()
+    results = {ref.name for ref in graph.results}
     for node in graph.nodes:
         fixed = all(ref.name in known or ref.name in nodes for ref in node.refs())
-        if fixed and not is_random(node.operator, node.args) and node.name != graph.loss.name:
+        if fixed and not is_random(node.operator, node.args) and node.name not in results:
             nodes.add(node.name)
     return nodes
 

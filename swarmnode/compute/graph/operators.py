@@ -19,6 +19,9 @@ BATCH_NORM = "aten.batch_norm.default"
 FUNCTIONAL_BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 """What torch.export makes of it; it has no derivative."""
 
+EVALUATED_BATCH_NORM = "aten._native_batch_norm_legit_no_training.default"
+"""The same in evaluation mode: running statistics are read alone."""
+
 _ALLOWED_NAMES = """
 batch_norm linear mm bmm addmm baddbmm addmv mv dot outer ger matmul einsum bilinear kron tensordot cdist _euclidean_dist
 conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d unfold im2col col2im
@@ -78,6 +81,7 @@ INSTEAD = {
     "aten.new_empty.default": "aten.new_zeros.default",
     "aten.lift_fresh_copy.default": "aten.clone.default",
     FUNCTIONAL_BATCH_NORM: BATCH_NORM,
+    EVALUATED_BATCH_NORM: BATCH_NORM,
 }
 """What the export writes in place of some operators."""
 

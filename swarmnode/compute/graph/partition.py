@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from swarmnode.compute.graph.costs.estimate import estimate_nodes, reference_seconds, type_bytes
-from swarmnode.compute.graph.graph import BUFFER, Graph, Ref
+from swarmnode.compute.graph.graph import BUFFER, PARAMETER, Graph, Ref
 from swarmnode.compute.graph.layout import constant_values, value_types
 
 UNITS = 64
@@ -60,6 +60,7 @@ def crossing_bytes(graph: Graph) -> list[int]:
             made[ref] = number_of[ref.name] + 1
     for number, node in enumerate(graph.nodes):
         last.update(dict.fromkeys((ref for ref in node.refs() if ref in made), number))
+    last.update(dict.fromkeys((ref for ref in graph.results if ref in made), len(graph.nodes)))
     change = [0] * (len(graph.nodes) + 2)
     for ref, end in last.items():
         size = type_bytes(types[ref], graph.batch)
@@ -96,8 +97,8 @@ def balance(
 
 
 def _first_weights(graph: Graph) -> list[int]:
-    """By node: bytes of the trained weights that it is the first to use."""
-    sizes = {weight.name: type_bytes(weight.type, 1) for weight in graph.weights if weight.trained}
+    """By node: bytes of the parameters that it is the first to use."""
+    sizes = {weight.name: type_bytes(weight.type, 1) for weight in graph.weights if weight.kind == PARAMETER}
     return [sum(sizes.pop(ref.name, 0) for ref in node.refs()) for node in graph.nodes]
 
 
@@ -147,7 +148,7 @@ def _without_crumbs(places: list[int], crossing: list[int], sums: Sequence[list[
     """Of two places with next to nothing between them, keep the one that fewer bytes cross. The ends stay."""
 
     def is_crumb(start: int, end: int) -> bool:
-        return all(numbers[end] - numbers[start] < share * numbers[-1] for numbers in sums)
+        return all(numbers[end] - numbers[start] < share * numbers[-1] for numbers in sums if numbers[-1])
 
     kept = [places[0]]
     for place in places[1:-1]:

@@ -48,7 +48,7 @@ class Program(nn.Module):
         for spec in graph_module["signature"]["input_specs"]:
             self._read_input(spec)
         self.any_batch = self._is_any_batch()
-        self._loss = self._read_outputs(graph_module["signature"]["output_specs"])
+        self._outputs = self._read_outputs(graph_module["signature"]["output_specs"])
         for name in self._names.values():
             _register(self, name, tensors[name], name in parameters)
         self._functions: dict[str, Callable[..., Any]] = {}
@@ -60,7 +60,7 @@ class Program(nn.Module):
         return tuple(self._inputs)
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
-        """The program's first output. Inputs come in their order, or all of them by name."""
+        """The program's tensors, in their order. Inputs come in theirs, or all of them by name."""
         held = {
             **dict(self.named_parameters(remove_duplicate=False)),
             **dict(self.named_buffers(remove_duplicate=False)),
@@ -71,7 +71,7 @@ class Program(nn.Module):
         for buffer, value in self._moves:
             with torch.no_grad():
                 held[buffer].copy_(values[value])
-        return values[self._loss]
+        return tuple(values[name] for name in self._outputs)
 
     # -- reading
 
@@ -88,20 +88,20 @@ class Program(nn.Module):
         sizes = [self._graph["tensor_values"][name]["sizes"] for name in self._inputs]
         return any("as_expr" in dimensions[0] for dimensions in sizes if dimensions)
 
-    def _read_outputs(self, specs: list[Json]) -> str:
-        """Notes the buffers that move; returns the value of the loss."""
-        losses: list[str] = []
+    def _read_outputs(self, specs: list[Json]) -> list[str]:
+        """Notes the buffers that move; returns the values of the outputs."""
+        outputs: list[str] = []
         for spec in specs:
             ((kind, content),) = spec.items()
             if kind == "buffer_mutation":
                 self._moves.append((content["buffer_name"], content["arg"]["name"]))
             elif kind == "user_output" and "as_tensor" in content["arg"]:
-                losses.append(content["arg"]["as_tensor"]["name"])
+                outputs.append(content["arg"]["as_tensor"]["name"])
             elif kind != "user_output":
-                raise UsageError(f"the exported program has a {kind}, which a training cannot use")
-        if not losses:
-            raise UsageError("the exported program returns no tensor: its first output must be the mean loss")
-        return losses[0]
+                raise UsageError(f"the exported program has a {kind}, which a graph cannot hold")
+        if not outputs:
+            raise UsageError("the exported program returns no tensor")
+        return outputs
 
     def _resolve(self, graph: Json) -> None:
         for node in graph["nodes"]:

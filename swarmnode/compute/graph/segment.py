@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.graph.arguments import argument_value, torch_constant
+from swarmnode.compute.graph.arguments import argument_value
+from swarmnode.compute.graph.boundary import batch_of, described, text_of
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.graph import Argument, Graph, OperatorCall, Poly, Ref, TensorType
 from swarmnode.compute.graph.layout import Layout, Unit
@@ -93,7 +94,7 @@ class GraphSegment(Segment):
     def forward(self, values: Values, start: int, end: int, seed: int) -> Values:
         """See `Segment`. Raises ProtocolError for values that are not those of the boundary, or out of an operator's range."""
         boundary = self.layout.boundaries[start]
-        batch = self._check(values, start)
+        batch = batch_of(self.layout, start, described(values))
         slots = self._template.copy()
         for value, tensor in zip(boundary, values, strict=True):
             slots[self._slots[value.ref]] = tensor if value.trained else tensor.detach().to(self.device)
@@ -125,27 +126,6 @@ class GraphSegment(Segment):
             raise ProtocolError(f"unit {number} of the graph cannot work with this batch: {error}") from error
         for buffer, slot in program.moves:
             buffer.data.copy_(slots[slot].detach())  # data: graphs that are kept must not take it for a change
-
-    # -- values
-
-    def _check(self, values: Values, number: int) -> int:
-        """The size of the batch. Raises ProtocolError where the values are not those of the boundary."""
-        boundary = self.layout.boundaries[number]
-        if len(values) != len(boundary):
-            raise ProtocolError(f"{len(values)} values at boundary {number} of the graph, not {len(boundary)}")
-        for value, tensor in zip(boundary, values, strict=True):
-            if tensor.dim() != len(value.type.shape) or not _fits(tensor.dtype, value.type.dtype):
-                raise ProtocolError(f"{value.ref.name} is {_describe(tensor)} at boundary {number}, not {value.type}")
-        batch = self.graph.batch
-        if self.graph.any_batch:
-            teller = next(number for number, value in enumerate(boundary) if value.type.tells_batch)
-            batch = boundary[teller].type.batch_of(tuple(values[teller].shape))
-        for value, tensor in zip(boundary, values, strict=True):
-            if tuple(tensor.shape) != value.type.sizes(batch):
-                hint = "" if self.graph.any_batch else f" (the module was exported for batches of {batch} only)"
-                sizes = value.type.sizes(batch)
-                raise ProtocolError(f"{value.ref.name} is {_describe(tensor)} at boundary {number}, not {sizes}{hint}")
-        return batch
 
     # -- programs
 
@@ -213,15 +193,6 @@ def _fill(argument: Any, slots: list[Any], batch: int) -> Any:
 
 def _as_weight(tensor: Tensor, trained: bool, kind: TensorType, name: str) -> Tensor:
     if tuple(tensor.shape) != kind.shape or str(tensor.dtype) != f"torch.{kind.dtype}":
-        raise CheckpointError(f"the tensor {name} is {_describe(tensor)}, but the graph has {kind.dtype} {kind.shape}")
+        (text,) = map(text_of, described([tensor]))
+        raise CheckpointError(f"the tensor {name} is {text}, but the graph has {kind.dtype} {kind.shape}")
     return nn.Parameter(tensor) if trained else tensor
-
-
-def _fits(dtype: torch.dtype, wanted: str) -> bool:
-    """Under autocast a float may come in another precision."""
-    own = torch_constant(wanted)
-    return dtype == own or (dtype.is_floating_point and isinstance(own, torch.dtype) and own.is_floating_point)
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -40,6 +40,7 @@ MAX_NODES = 1 << 17
 MAX_WEIGHTS = 1 << 17
 MAX_UNITS = 4096
 MAX_INPUTS = 256
+MAX_OUTPUTS = 256
 MAX_ARGUMENTS = 64
 MAX_LIST = 4096
 MAX_RESULTS = 4096
@@ -124,8 +125,22 @@ def check_graph(graph: Graph) -> None:
         _check_ref(move.value, known)
         if kinds.get(move.buffer) != BUFFER:
             raise CheckpointError(f"the graph moves {move.buffer[:MAX_TEXT]!r}, which is no buffer")
-    _check_ref(graph.loss, known)
-    if graph.loss.name not in {node.name for node in graph.nodes}:
+    _check_results(graph, known)
+
+
+def _check_results(graph: Graph, known: dict[str, int]) -> None:
+    if (graph.loss is None) == (not graph.outputs) or len(graph.outputs) > MAX_OUTPUTS:
+        raise CheckpointError("the graph needs a loss, or a bounded number of outputs")
+    weights = {weight.name for weight in graph.weights}
+    names: dict[str, int] = {}
+    for output in graph.outputs:
+        _check_name(output.name, names)
+        names[output.name] = 1
+    for ref in graph.results:
+        _check_ref(ref, known)
+        if ref.name in weights:
+            raise CheckpointError("the graph gives a weight away as a result")
+    if graph.loss is not None and graph.loss.name not in {node.name for node in graph.nodes}:
         raise CheckpointError("the graph's loss is no result of a node")
 
 

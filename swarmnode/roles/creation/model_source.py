@@ -80,20 +80,27 @@ def from_config(
     return from_checkpoint(str(out))
 
 
-def from_module(spec: str, out: Path, *, units: int | None = None, force: bool = False) -> ModelSource:
-    """A factory "package.module:function" or an exported program "file.pt2", written as a graph into the folder `out`.
+def from_module(
+    spec: str, out: Path, *, units: int | None = None, trains: bool = True, force: bool = False
+) -> ModelSource:
+    """A factory "package.module:function" or an exported program "file.pt2", written as a graph into the folder `out`: one that
+    `trains`, from inputs to loss, or one that is served, from inputs to outputs.
 
     `units` is about how many units to cut it into. Raises UsageError where it cannot be exported, with operator and line.
     """
+    from swarmnode.compute.graph.boundary import check_travel
     from swarmnode.compute.graph.exporting.reader import Exported
     from swarmnode.compute.graph.exporting.source import export_source
+    from swarmnode.compute.graph.layout import Layout
     from swarmnode.compute.graph.partition import UNITS, partition
     from swarmnode.compute.graph.serialise import write_graph
 
     if units is not None and not 1 <= units <= MAX_UNITS:
         raise UsageError(f"--units {units}: a model can be cut into 1 to {MAX_UNITS} units")
-    exported = export_source(spec)
+    exported = export_source(spec, trains=trains)
     cut = partition(exported.graph, units or UNITS)
+    if not trains:
+        check_travel(Layout(cut.graph))
     with new_folder(out, force=force) as partial:
         write_graph(Exported(cut.graph, exported.weights), partial)
     return ModelSource(

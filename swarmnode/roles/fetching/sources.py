@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, Chunk, End, Error, GetChunks
@@ -42,7 +42,12 @@ def largest_answer_bytes(manifest: manifests.Manifest) -> int:
 
 
 async def ask(
-    board: Switchboard, peer: PeerId, question: Body, *, silence_s: float = SILENCE_S
+    board: Switchboard,
+    peer: PeerId,
+    question: Body,
+    *,
+    payload: Sequence[Buffer] = (),
+    silence_s: float = SILENCE_S,
 ) -> AsyncIterator[tuple[Frame, Body]]:
     """The answers to a question, until the peer ends the conversation; each may take `silence_s`.
 
@@ -61,7 +66,7 @@ async def ask(
     channel = await board.call(peer, hear, answers.put_nowait)
     silent = PeerLost(f"peer {peer} did not answer for {silence_s:.0f} s", peer=peer)
     try:
-        channel.send(question)
+        channel.send(question, payload=payload)
         while True:
             # Not wait_for: before Python 3.12 it loses a cancellation that comes together with an answer.
             alarm = asyncio.get_running_loop().call_later(silence_s, answers.put_nowait, silent)

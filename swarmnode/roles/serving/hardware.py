@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from swarmnode.compute.device import Device, probe_device, probe_devices, set_threads, threads_each, usable_cores
+from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.memory import (
     UnitSizes,
     cache_tokens_that_fit,
     describe_fit,
     format_bytes,
+    graph_sizes,
     most_anywhere,
     training_sizes,
     unit_sizes,
@@ -84,12 +86,19 @@ class Hardware:
         config.check()
         if trains and (config.quantize != "none" or config.dtype not in ("auto", "float32")):
             raise UsageError("training keeps its weights in float32: leave --quantize and --dtype alone")
+        is_graph = isinstance(checkpoint, GraphCheckpoint)
+        if is_graph and (config.quantize != "none" or config.dtype != "auto"):
+            raise UsageError(
+                "a module computes in the dtypes that it was exported with: leave --quantize and --dtype alone"
+            )
         devices = probe_devices(config.device)
-        if trains and len(devices) > 1:
-            raise UsageError(f"--device {config.device}: training takes one device of a node")
+        if (trains or is_graph) and len(devices) > 1:
+            what = "training" if trains else "a module"
+            raise UsageError(f"--device {config.device}: {what} takes one device of a node")
         set_threads(threads_each(config.device, config.threads, len(devices)))
-        dtype = torch.float32 if trains else _common_dtype(devices, checkpoint.dtype, config.dtype)
-        sizes = training_sizes(checkpoint) if trains else unit_sizes(checkpoint, dtype=dtype, quantize=config.quantize)
+        fixed = trains or is_graph
+        dtype = torch.float32 if fixed else _common_dtype(devices, checkpoint.dtype, config.dtype)
+        sizes = _sizes(checkpoint, dtype, config.quantize, trains=trains)
         lent = _lend(devices, config, host or MemoryLedger(), clock)
         hardware = cls(lent, dtype, config.quantize, sizes, config, trains, checkpoint.path)
         if hardware.capacity_units == 0:
@@ -217,6 +226,8 @@ class Hardware:
 
     def prepare(self, outline: Checkpoint, units: Units) -> None:
         """Do what loading a span takes besides its weights. Raises CheckpointError where the family cannot be split."""
+        if isinstance(outline, GraphCheckpoint):
+            return
         device = self.lent[0].device.torch_device
         prepare_span(outline, units.start, units.end, device=device, dtype=self.dtype)
 
@@ -235,6 +246,15 @@ def threads_of_devices(config: StageConfig) -> list[int | None]:
     """For each device how many threads it computes with (None: as many as torch takes). Raises LocalError where one is not here."""
     devices = probe_devices(config.device)
     return [threads_each(config.device, config.threads, len(devices))] * len(devices)
+
+
+def _sizes(checkpoint: Checkpoint, dtype: torch.dtype, quantize: str, *, trains: bool) -> UnitSizes:
+    """Of its units, for what is done with them."""
+    if trains:
+        return training_sizes(checkpoint)
+    if isinstance(checkpoint, GraphCheckpoint):
+        return graph_sizes(checkpoint)
+    return unit_sizes(checkpoint, dtype=dtype, quantize=quantize)
 
 
 def _common_dtype(devices: Sequence[Device], own: torch.dtype, wanted: str) -> torch.dtype:

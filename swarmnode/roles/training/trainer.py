@@ -21,6 +21,7 @@ from swarmnode.codec.training_messages import (
     Stopped,
     Work,
 )
+from swarmnode.compress.values import encode_values
 from swarmnode.compute.training.datasets.batches import Batches
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, PeerRefused, SwarmnodeError, UsageError, refusal
 from swarmnode.net.deadlines import Backoff
@@ -29,7 +30,6 @@ from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.roles.training.coordinator.answer_times import CLEANUP, SILENCE_S, STALLED_S
 from swarmnode.roles.training.coordinator.waits import sentence
-from swarmnode.roles.training.worker.values import encode_values
 from swarmnode.swarm.records.run import Run, encode_run
 
 log = logging.getLogger(__name__)

@@ -25,6 +25,8 @@ MAX_HIDDEN = 1 << 20
 MAX_POSITIONS = 1 << 31
 CAUSAL_LM = "causal_lm"
 GRAPH = "graph"
+EMBED = "embed"
+CLASSIFY = "classify"
 SERVE = "serve"
 TRAIN = "train"
 DEFAULT_CODECS = (Codec.NONE, Codec.BF16, Codec.FP16, Codec.INT8)  # of a manifest that names none
@@ -50,6 +52,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     hub_id: str | None = None
     revision: str | None = None
     positions: int = 0
+    task: str | UnsetType = UNSET  # of a graph that makes one vector of a row of token ids: EMBED or CLASSIFY
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -133,7 +136,8 @@ def _check(manifest: Manifest) -> None:
         "a name": 0 < len(manifest.name) <= MAX_NAME_CHARS and manifest.name.isprintable(),
         "a kind that this version knows (causal_lm, graph)": manifest.kind in (CAUSAL_LM, GRAPH),
         "a mode that this version knows (serve, train)": manifest.mode in (SERVE, TRAIN),
-        "the mode train for a graph": not is_graph or manifest.mode == TRAIN,
+        "a task that this version knows (embed, classify), of a graph": manifest.model.task is UNSET
+        or (is_graph and manifest.model.task in (EMBED, CLASSIFY)),
         "a model family": 0 < len(model.family) <= MAX_NAME_CHARS and model.family.isprintable(),
         "a sane number of units": (1 if is_graph else 3) <= model.units <= MAX_UNITS,
         "a sane width": (0 if is_graph else 1) <= model.hidden <= MAX_HIDDEN,

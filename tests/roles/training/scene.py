@@ -12,6 +12,7 @@ from typing import Any
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, HopSpec
 from swarmnode.codec.training_messages import Begin, Condition, Forward, Lead, Status
+from swarmnode.compress.values import encode_values
 from swarmnode.compute.executor import WorkItem
 from swarmnode.compute.inline_executor import InlineExecutor
 from swarmnode.errors import PeerError
@@ -23,7 +24,6 @@ from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointMa
 from swarmnode.roles.training.checkpoints.state_server import StateServer
 from swarmnode.roles.training.coordinator.seal import seal_lease
 from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
-from swarmnode.roles.training.worker.values import encode_values
 from swarmnode.swarm.records.run import encode_run
 from tests.compute.training.toy import ToySegment, toy_values
 from tests.roles.training_swarm import HELLO, PATIENCE_S, toy_batches, toy_run

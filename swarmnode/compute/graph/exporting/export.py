@@ -1,7 +1,8 @@
 """Export: what a module does with an example batch becomes a graph. Only here, at the founder's, the module's code runs.
 
-torch.export traces the module in training mode; what it writes in place is made functional, and operators that torch can
-differentiate as they are stay whole. Batch norms are put back together, since their functional form has no derivative.
+torch.export traces the module in training mode, or in evaluation mode for a swarm that serves it; what it writes in place is
+made functional, and operators that torch can differentiate as they are stay whole. Batch norms are put back together, since
+their functional form has no derivative.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from torch import Tensor, nn
 
 from swarmnode.compute.graph.exporting.complaint import FailedCall, complaint
 from swarmnode.compute.graph.exporting.reader import Exported, read_program
+from swarmnode.compute.graph.exporting.results import Loss, Outputs
+from swarmnode.compute.graph.graph import BUFFER, Graph
+from swarmnode.compute.graph.operators import is_random
 from swarmnode.errors import UsageError
 
 Example = Mapping[str, Tensor] | tuple[Tensor, ...]
@@ -26,41 +30,40 @@ Example = Mapping[str, Tensor] | tuple[Tensor, ...]
 _NO_GRAD = "wrap_with_set_grad_enabled"
 
 
-def export_module(module: nn.Module, example: Example, *, any_batch: bool = True) -> Exported:
-    """What the module computes in training, for any batch where it can be. Its forward gives the mean loss of the batch:
-    a scalar, an output with `.loss`, or a tuple that begins with it. Without `any_batch`: for the example's batch only.
+def export_module(module: nn.Module, example: Example, *, any_batch: bool = True, trains: bool = True) -> Exported:
+    """What the module computes, for any batch where it can be. Where it `trains` its forward gives the mean loss of the batch:
+    a scalar, an output with `.loss`, or a tuple that begins with it. Else it gives tensors: one, or several by name or in a row.
+    Without `any_batch`: for the example's batch only.
 
     Raises UsageError, naming operator and source line, where the module does something that a graph cannot hold.
     """
     args, kwargs = _check_example(module, example)
     was_training = module.training
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # one operator for a whole layer, that no graph may use
     try:
-        return _export(module.train(), args, kwargs, any_batch)
+        exported = _export(module.train(trains), args, kwargs, any_batch)
     finally:
         module.train(was_training)
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+    if not trains:
+        _check_served(type(module).__name__, exported.graph)
+    return exported
 
 
-class _Loss(nn.Module):
-    """A module that returns its loss only."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
-        output = self.module(*args, **kwargs)
-        loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-        if loss is None and isinstance(output, tuple | list) and output:
-            loss = output[0]
-        if loss is None and isinstance(output, Mapping):
-            loss = output.get("loss")
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
-            raise UsageError(
-                f"{type(self.module).__name__} returned {what} for the example batch: its forward must give the mean loss "
-                "(a scalar, an output with .loss, or a tuple that begins with it); the labels belong to the batch"
-            )
-        return loss
+def _check_served(module: str, graph: Graph) -> None:
+    """Two peers must give one answer, and remember nothing of it. Raises UsageError."""
+    drawing = next((node for node in graph.nodes if is_random(node.operator, node.args)), None)
+    if drawing is not None:
+        raise UsageError(
+            f"{module} draws random numbers ({drawing.operator}) in evaluation mode, so no two machines would answer alike; "
+            "a program must be exported after module.eval()"
+        )
+    if graph.moves or any(weight.kind == BUFFER for weight in graph.weights):
+        raise UsageError(
+            f"{module} changes its buffers in evaluation mode, and what is served remembers nothing; "
+            "a program must be exported after module.eval()"
+        )
 
 
 def _check_example(module: nn.Module, example: Example) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
@@ -82,6 +85,7 @@ def _check_example(module: nn.Module, example: Example) -> tuple[tuple[Tensor, .
 def _export(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], any_batch: bool) -> Exported:
     """With a batch of any size where the module takes one, else with the example's."""
     values = (*args, *kwargs.values())
+    results = Loss(module) if module.training else Outputs(module)
     batch = next((value.shape[0] for value in values if value.dim()), 1)
 
     def free(value: Tensor) -> dict[int, Any]:
@@ -90,11 +94,11 @@ def _export(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tenso
     if any_batch and batch > 1:
         shapes = (tuple(map(free, args)), {name: free(kwargs[name]) for name in kwargs})
         with suppress(Exception):  # the second attempt says what is wrong, if it is not the batch
-            return read_program(module, _trace(_Loss(module), args, kwargs, shapes))
+            return read_program(module, _trace(results, args, kwargs, shapes))
     failed = FailedCall()
     try:
         with failed:
-            program = _trace(_Loss(module), args, kwargs, None)
+            program = _trace(results, args, kwargs, None)
     except UsageError:
         raise
     except Exception as error:  # whatever the module's own code or torch raises

@@ -21,6 +21,7 @@ from swarmnode.compute.graph.graph import (
     Constant,
     Graph,
     GraphInput,
+    GraphOutput,
     Here,
     OperatorCall,
     Poly,
@@ -30,7 +31,13 @@ from swarmnode.compute.graph.graph import (
     TensorType,
     Weight,
 )
-from swarmnode.compute.graph.operators import FUNCTIONAL_BATCH_NORM, INSTEAD, moved_by_batch_norm, resolve
+from swarmnode.compute.graph.operators import (
+    EVALUATED_BATCH_NORM,
+    FUNCTIONAL_BATCH_NORM,
+    INSTEAD,
+    moved_by_batch_norm,
+    resolve,
+)
 from swarmnode.errors import CheckpointError, UsageError
 
 WRAPPER_PREFIX = "module."
@@ -49,8 +56,8 @@ class Exported:
 
 
 def read_program(module: nn.Module, program: Any) -> Exported:
-    """The graph of a program. Raises UsageError for what a graph may not hold, with its source line, and CheckpointError
-    for a size that depends on the batch in other ways than as a polynomial.
+    """The graph of a program that gives a loss, or its outputs by name. Raises UsageError for what a graph may not hold, with its
+    source line, and CheckpointError for a size that depends on the batch in other ways than as a polynomial.
     """
     return _Reader(module, program).read()
 
@@ -58,6 +65,8 @@ def read_program(module: nn.Module, program: Any) -> Exported:
 class _Reader:
     def __init__(self, module: nn.Module, program: Any) -> None:
         self.program = program
+        returned = program.call_spec.out_spec
+        self.output_names = tuple(map(str, returned.context)) if returned.type is dict else ()
         self.signature = program.graph_signature
         self.module = type(module).__name__
         self.batch = _batch_symbol(program)
@@ -78,7 +87,7 @@ class _Reader:
         for node in self.program.graph.nodes:
             if node.op == "call_function":
                 self._read_call(node)
-        moves, loss = self._read_outputs(
+        moves, results = self._read_outputs(
             {spec.target: placeholders[spec.arg.name] for spec in self.signature.input_specs}
         )
         moved = {move.buffer for move in moves} | {name for node in self.nodes for name in moved_by_batch_norm(node)}
@@ -87,9 +96,10 @@ class _Reader:
             weights=tuple(_as_buffer(weight) if weight.name in moved else weight for weight in self.weights.values()),
             nodes=tuple(self.nodes),
             moves=tuple(moves),
-            loss=loss,
+            loss=None if self.output_names else results[0],
             batch=_example_batch(self.signature, placeholders),
             any_batch=self.batch is not None,
+            outputs=tuple(map(GraphOutput, self.output_names, results)),
         )
         return Exported(graph, self.tensors)
 
@@ -111,7 +121,7 @@ class _Reader:
         name = self.state_names.get(id(tensor), spec.target.removeprefix(WRAPPER_PREFIX))
         if name not in self.weights:  # else it is tied: one tensor under two names
             is_parameter = spec.kind.name == "PARAMETER"
-            trained = is_parameter and tensor.requires_grad
+            trained = is_parameter and tensor.requires_grad and not self.output_names
             kind = PARAMETER if is_parameter else CONSTANT
             self.weights[name] = Weight(node.name, name, kind, trained, self._type(node.meta["val"]))
             self.tensors[name] = tensor.detach()
@@ -133,9 +143,10 @@ class _Reader:
 
     def _read_operator(self, node: Any, value: Any) -> None:
         name, args, kwargs = str(node.target), node.args, dict(node.kwargs)
-        if name == FUNCTIONAL_BATCH_NORM:
+        if name in (FUNCTIONAL_BATCH_NORM, EVALUATED_BATCH_NORM):
             self._check_batch_norm(node)
-            args, value = (*args, True), value[:1]
+            trains = () if name == FUNCTIONAL_BATCH_NORM else (False,)
+            args, value = (*args[:5], *trains, *args[5:], True), value[:1]
             self.batch_norms.add(node.name)
         if name in INSTEAD:
             name = INSTEAD[name]
@@ -210,24 +221,26 @@ class _Reader:
 
     # -- outputs
 
-    def _read_outputs(self, placeholders: dict[str, Any]) -> tuple[list[BufferUpdate], Ref]:
-        """The buffers' moves, without those that batch norms make themselves, and the loss."""
+    def _read_outputs(self, placeholders: dict[str, Any]) -> tuple[list[BufferUpdate], list[Ref]]:
+        """The buffers' moves, without those that batch norms make themselves, and the loss or the outputs."""
         (outputs,) = self.program.graph.find_nodes(op="output")[0].args
         moves: list[BufferUpdate] = []
-        loss: Any = None
+        results: list[Ref] = []
+        weights = {weight.name for weight in self.weights.values()}
         for spec, node in zip(self.signature.output_specs, outputs, strict=True):
             value = self._argument(node, node)
             if spec.kind.name == "USER_OUTPUT":
-                loss = value
+                if not isinstance(value, Ref) or value.name in weights:
+                    what = self.output_names[len(results)] if self.output_names else "the loss"
+                    raise UsageError(f"{what} of {self.module} depends on nothing")
+                results.append(value)
             elif spec.kind.name != "BUFFER_MUTATION":
                 raise UsageError(f"{self.module} changes {spec.target or node.name}, which is no buffer of its own")
             elif isinstance(value, Ref) and value.name not in self.batch_norms:
                 buffer = self.refs[placeholders[spec.target]]
                 assert isinstance(buffer, Ref)
                 moves.append(BufferUpdate(buffer.name, value))
-        if not isinstance(loss, Ref):
-            raise UsageError(f"the loss of {self.module} depends on nothing")
-        return moves, loss
+        return moves, results
 
 
 def _as_buffer(weight: Weight) -> Weight:

@@ -18,12 +18,15 @@ from swarmnode.errors import UsageError
 PROGRAM_SUFFIX = ".pt2"
 
 
-def export_source(spec: str) -> Exported:
-    """Export what `spec` names. Runs the factory's code, but nothing of an exported program. Raises UsageError."""
+def export_source(spec: str, *, trains: bool = True) -> Exported:
+    """Export what `spec` names, to be trained or to be served. Runs the factory's code, but nothing of an exported program. Raises
+    UsageError."""
     if spec.endswith(PROGRAM_SUFFIX):
         program, batch = load_program(Path(spec))
-        return export_module(program, dict(zip(program.inputs, batch, strict=True)), any_batch=program.any_batch)
-    return export_module(*load_factory(spec))
+        return export_module(
+            program, dict(zip(program.inputs, batch, strict=True)), any_batch=program.any_batch, trains=trains
+        )
+    return export_module(*load_factory(spec), trains=trains)
 
 
 def load_factory(spec: str) -> tuple[nn.Module, Example]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
+from swarmnode.compute.graph.arrays import read_arrays
 from swarmnode.compute.graph.graph import Graph, GraphInput
 from swarmnode.compute.training.datasets.batches import ArrayBatches, TokenBatches
 from swarmnode.compute.training.datasets.corpus import BYTE_VOCABULARY, Encode, read_corpus
 from swarmnode.errors import UsageError
-
-ARRAYS_SUFFIX = ".npz"
-_DAMAGE = (ValueError, EOFError, KeyError, zipfile.BadZipFile)
 
 
 def token_batches(
@@ -34,7 +30,7 @@ def token_batches(
 
 def array_batches(path: Path, graph: Graph) -> ArrayBatches:
     """The arrays of an .npz file that a graph's inputs name, one row a sample. Raises UsageError where they do not fit."""
-    arrays = _read_arrays(path)
+    arrays = read_arrays(path)
     wanted = [item.argument for item in graph.inputs]
     missing = [name for name in wanted if name not in arrays]
     if missing:
@@ -45,22 +41,6 @@ def array_batches(path: Path, graph: Graph) -> ArrayBatches:
     return ArrayBatches(
         {item.argument: _fitting(path, arrays[item.argument], item, graph.batch) for item in graph.inputs}
     )
-
-
-def _read_arrays(path: Path) -> Mapping[str, np.ndarray]:
-    if not path.exists():
-        raise UsageError(f"{path}: no such file")
-    if not path.is_file() or path.suffix != ARRAYS_SUFFIX:
-        raise UsageError(
-            f"{path}: the data of a module is an {ARRAYS_SUFFIX} file (numpy.savez) of arrays by input name"
-        )
-    try:
-        with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
-            return dict(file)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
-    except _DAMAGE as error:
-        raise UsageError(f"{path} is not a file of plain numpy arrays, or a damaged one: {error}") from None
 
 
 def _fitting(path: Path, array: np.ndarray, item: GraphInput, batch: int) -> np.ndarray:

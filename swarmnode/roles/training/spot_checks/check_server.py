@@ -22,13 +22,13 @@ from swarmnode.codec.spot_check_messages import (
     MicrobatchReply,
     SketchesReply,
 )
+from swarmnode.compress.values import decode_values, payload_of
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.roles.question_server import Answer, QuestionServer
 from swarmnode.roles.training.spot_checks.row_sketches import sketches_payload
 from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch, StepRecords, entries_of
-from swarmnode.roles.training.worker.values import decode_values, payload_of
 from swarmnode.swarm.records.commitment import Commitment, sign_commitment
 from swarmnode.swarm.records.signed import Sign, Verify
 

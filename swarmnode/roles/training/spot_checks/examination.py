@@ -27,6 +27,7 @@ from swarmnode.codec.spot_check_messages import (
 )
 from swarmnode.codec.tensors import Codec, TensorInfo, payload_bytes
 from swarmnode.codec.training_fields import check_rules
+from swarmnode.compress.values import decode_values
 from swarmnode.compute.serving.sketch import deviations
 from swarmnode.compute.training.contribution_sketch import ContributionSketch
 from swarmnode.compute.training.gradient_sketch import step_seed, tile_count
@@ -43,7 +44,6 @@ from swarmnode.roles.training.spot_checks.check_server import Committer
 from swarmnode.roles.training.spot_checks.row_sketches import as_sent, payload_bytes_of, read_payload, sketched
 from swarmnode.roles.training.spot_checks.step_records import Place, read_entries
 from swarmnode.roles.training.worker.admission import is_of_its_size
-from swarmnode.roles.training.worker.values import decode_values
 from swarmnode.swarm.records.commitment import open_commitment
 
 Reply = TypeVar("Reply", bound=Body)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from swarmnode.codec.spot_check_messages import Crossing, MicrobatchRecord
 from swarmnode.codec.training_messages import Backward, Forward
+from swarmnode.compress.values import Encoded
 from swarmnode.compute.training.gradient_sketch import gradient_sketch, step_seed
 from swarmnode.compute.training.learner import Learner
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 from swarmnode.net.interfaces import Buffer
-from swarmnode.roles.training.worker.values import Encoded
 
 MAX_KEPT_BYTES = 1 << 30  # of a step
 _PLACE = struct.Struct("<HH")

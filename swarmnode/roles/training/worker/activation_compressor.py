@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from torch import Tensor
 
 from swarmnode.codec.tensors import Codec
+from swarmnode.compress.values import Encoded, describe_values, encode_values
 from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.compression import Choice, Controller, Look, adatopk_keep, encoded_bytes
-from swarmnode.roles.training.worker.values import Encoded, describe_values, encode_values
 
 AUTO, ADATOPK = "auto", "adatopk"
 LARGEST_RATIO = 100.0  # of AdaTopK, on the slowest link

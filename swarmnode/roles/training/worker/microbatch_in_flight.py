@@ -18,6 +18,7 @@ from swarmnode.codec.body import MAX_ROUTE_HOPS
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Fault
 from swarmnode.codec.training_messages import Backward, Forward
+from swarmnode.compress.values import Encoded, decode_values
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.compute.training.learner import Learner
@@ -31,7 +32,6 @@ from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.roles.training.worker.meter import TrainingMeter
 from swarmnode.roles.training.worker.unit_time import UnitTime
-from swarmnode.roles.training.worker.values import Encoded, decode_values
 from swarmnode.swarm.records.run import Run
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.compress.values import decode_values, encode_values
 from swarmnode.errors import ProtocolError
-from swarmnode.roles.training.worker.values import decode_values, encode_values
 
 
 def values() -> tuple[Tensor, ...]:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.tensors import FLOAT_DTYPES, Codec, TensorInfo, payload_bytes
-from swarmnode.compress.codecs import DTYPE_OF, decode, encode
+from swarmnode.compress.codecs import DTYPE_OF, Buffer, decode, encode
 from swarmnode.errors import ProtocolError
-from swarmnode.net.interfaces import Buffer
 
 Encoded = tuple[tuple[TensorInfo, ...], list[Buffer]]
 
@@ -36,9 +35,7 @@ def payload_of(buffers: Sequence[Buffer]) -> bytes:
     return b"".join(buffers)
 
 
-def decode_values(
-    infos: Sequence[TensorInfo], payload: bytes | bytearray, device: torch.device | str
-) -> tuple[Tensor, ...]:
+def decode_values(infos: Sequence[TensorInfo], payload: Buffer, device: torch.device | str) -> tuple[Tensor, ...]:
     """The tensors: floats on `device`, whole numbers on the host. Raises ProtocolError where the payload is not what they
     imply."""
     view = memoryview(payload)

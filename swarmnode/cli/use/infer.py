@@ -1,0 +1,113 @@
+"""`swarmnode infer`: arrays through a module that a swarm serves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
+from swarmnode.cli.options.swarm import SWARM
+from swarmnode.cli.terminal.console import (
+    HOME,
+    JSON,
+    LOG_FORMAT,
+    VERBOSE,
+    default_home,
+    fail,
+    print_json,
+    reports_errors,
+    run_async,
+    say,
+    set_up_logging,
+    unless_stopped,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@reports_errors
+def infer(
+    swarm: str = SWARM,
+    inputs: Path = typer.Option(
+        ..., "--input", metavar="FILE.npz", help="The module's inputs, arrays by name (numpy.savez)."
+    ),
+    output: Path = typer.Option(
+        None, "--output", metavar="FILE.npz", help="Write the outputs to this file; default: print what they are."
+    ),
+    force: bool = typer.Option(False, "--force", help="Overwrite an existing --output."),
+    trust: list[str] = TRUST,
+    patience: float = PATIENCE,
+    home: Path = HOME,
+    as_json: bool = JSON,
+    log_format: str = LOG_FORMAT,
+    verbose: bool = VERBOSE,
+) -> None:
+    """Compute what a module that a swarm serves makes of some arrays (create --module).
+
+    Example: swarmnode infer eyes.swarm --input images.npz --output scores.npz
+    """
+    set_up_logging(verbose, log_format)
+    if output is not None:
+        _check_output(output, force=force)
+    from swarmnode.compute.graph.arrays import read_arrays
+    from swarmnode.swarm.peers.trust import parse_trust
+
+    arrays, trusted = read_arrays(inputs), parse_trust(trust)
+
+    async def produce(stop: asyncio.Event) -> tuple[Mapping[str, np.ndarray], float] | None:
+        async with asking(swarm, default_home(home), patience_s=patience, trust=trusted) as client:
+
+            async def compute() -> tuple[Mapping[str, np.ndarray], float]:
+                began_s = time.monotonic()
+                return await client.infer(arrays), time.monotonic() - began_s
+
+            return await unless_stopped(compute(), stop)
+
+    result = run_async(produce)
+    if result is None:
+        fail("interrupted")
+    outputs, took_s = result
+    if output is not None:
+        _write(output, outputs)
+    if as_json:
+        print_json({"took_s": round(took_s, 3), "output": output and str(output), "outputs": _described(outputs)})
+        return
+    for name, array in outputs.items():
+        say(f"{name}: {array.dtype} {array.shape}" + ("" if output is not None else f"\n{array}"))
+    if output is not None:
+        say(f"Wrote {output}, computed in {took_s:.2f} s.", err=True)
+
+
+def _check_output(output: Path, *, force: bool) -> None:
+    """Before anything is computed."""
+    if output.suffix != ".npz":
+        fail(f"--output {output}: give it the name of an .npz file", 2)
+    if output.exists() and not force:
+        fail(f"{output} exists: --force overwrites it", 2)
+    if not output.absolute().parent.is_dir():
+        fail(f"--output {output}: there is no such folder", 2)
+
+
+def _write(output: Path, outputs: Mapping[str, np.ndarray]) -> None:
+    from numpy.lib.format import write_array
+
+    try:
+        with zipfile.ZipFile(
+            output, "w"
+        ) as archive:  # not numpy.savez: an output may have the name of one of its arguments
+            for name, array in outputs.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                    write_array(file, array, allow_pickle=False)
+    except OSError as error:
+        fail(f"{output} cannot be written: {error.strerror or error}")
+
+
+def _described(outputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    return {name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in outputs.items()}

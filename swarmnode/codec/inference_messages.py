@@ -1,0 +1,37 @@
+"""Bodies of `/swarmnode/infer/1`: forward passes through units of a graph (`protocol/frames.md`).
+
+INFER, INFERRED             the question and its answer; ERROR from a peer that cannot, or has no room now
+"""
+
+from __future__ import annotations
+
+from swarmnode.codec.body import Body, Unit
+from swarmnode.codec.frames import FrameKind
+from swarmnode.codec.training_fields import Duration, Values, check_rules, check_values
+
+INFER_PROTOCOL = "/swarmnode/infer/1"
+
+
+class Infer(Body, frozen=True):
+    """Asks for a pass through units [start, end): the payload is the values before unit `start`, one after another."""
+
+    start: Unit
+    end: Unit
+    values: Values
+    within_s: Duration = 0.0  # after which nobody waits for it any more; 0: as long as it takes
+
+    def check(self) -> None:
+        check_rules("INFER", {"units": self.start < self.end})
+        check_values(self.values)
+
+
+class Inferred(Body, frozen=True):
+    """The values before unit `end`, or behind the last unit the graph's results. Ends the conversation."""
+
+    values: Values
+
+    def check(self) -> None:
+        check_values(self.values)
+
+
+INFERENCE_BODIES: dict[FrameKind, type[Body]] = {FrameKind.INFER: Infer, FrameKind.INFERRED: Inferred}

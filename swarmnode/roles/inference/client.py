@@ -1,0 +1,181 @@
+"""A pass through a swarm's graph, led by who asks: each hop's results are the next one's input, so a hop that fails is asked of
+another peer with the same values."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from swarmnode.codec.inference_messages import INFER_PROTOCOL, Infer, Inferred
+from swarmnode.codec.messages import HopSpec
+from swarmnode.compress.values import decode_values, encode_values
+from swarmnode.compute.graph.boundary import batch_of, check_values, described, from_wire, to_wire
+from swarmnode.compute.graph.layout import Layout
+from swarmnode.errors import (
+    Busy,
+    ErrorCode,
+    NetworkDown,
+    NoRoute,
+    PeerError,
+    PeerRefused,
+    ProtocolError,
+    UsageError,
+)
+from swarmnode.net.deadlines import Deadline
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.plan.routes.lattice import SessionSize
+from swarmnode.plan.view import Span
+from swarmnode.roles.fetching.sources import ask
+from swarmnode.roles.host import Host
+from swarmnode.roles.serving.client.blame import ARGUABLE, Blame, Verdict
+from swarmnode.roles.serving.client.router import Route, Router
+
+Values = tuple[Tensor, ...]
+
+HOP = Deadline(floor_s=10.0, ceiling_s=120.0, slack=8.0)
+AVOID_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class InferenceClient:
+    """Leads passes through the graph of `layout`; `router` finds routes over a span of its units. Ended by `close`."""
+
+    def __init__(self, host: Host, layout: Layout, router: Callable[[Span], Router], *, patience_s: float) -> None:
+        self.layout = layout
+        self._router = router
+        self._patience_s = patience_s
+        self._clock = host.clock.monotonic
+        self._observed = host.observed_latency
+        self._board = Switchboard(
+            host.network, INFER_PROTOCOL, host.hello, host.link_config, on_peer_lost=host.lost_neighbour
+        )
+
+    def __repr__(self) -> str:
+        return f"<InferenceClient of {self.layout!r}>"
+
+    async def close(self) -> None:
+        """End all links."""
+        await self._board.close()
+
+    async def run(self, values: Values) -> Values:
+        """The graph's results for these inputs. Raises UsageError where they cannot be computed, NoRoute where units have nobody
+        for as long as this client waits, Busy where those who have them have no room."""
+        return await _Pass(self, values).run()
+
+    async def _ask(self, hop: HopSpec, values: Values, batch: int) -> Values:
+        """What one peer makes of them. Raises PeerError, NetworkDown."""
+        infos, payload = encode_values(to_wire(values))
+        within_s = HOP.wait_s(
+            rtt_s=self._board.rtt_s(hop.peer),
+            work_s=self._expected_s(hop, batch),
+            size_bytes=2 * sum(map(len, payload)),
+            bytes_per_s=(self._board.bandwidth_bps(hop.peer) or 0.0) / 8 or None,
+        )
+        question = Infer(hop.start, hop.end, infos, within_s)
+        async for frame, body in ask(self._board, hop.peer, question, payload=payload, silence_s=within_s):
+            if not isinstance(body, Inferred):
+                break
+            results = await asyncio.to_thread(decode_values, body.values, frame.payload, "cpu")
+            check_values(self.layout, hop.end, described(results), batch)
+            return from_wire(self.layout, hop.end, results)
+        raise ProtocolError("a peer ended a conversation without an answer", peer=hop.peer)
+
+    def _expected_s(self, hop: HopSpec, batch: int) -> float | None:
+        unit_s = self._observed.unit_s(hop.peer)
+        return None if unit_s is None else unit_s * batch * (hop.end - hop.start)
+
+
+class _Pass:
+    """One pass, from its inputs to its results."""
+
+    def __init__(self, client: InferenceClient, values: Values) -> None:
+        self._client = client
+        self._values = values
+        self._batch = batch_of(client.layout, 0, described(values))
+        self._unit = 0
+        self._blame = Blame(client._clock, avoid_s=AVOID_S)
+        self._last: PeerError | NetworkDown | None = None  # why the last peer did not answer
+        self._progress_s = client._clock()
+
+    async def run(self) -> Values:
+        units = len(self._client.layout.units)
+        while self._unit < units:
+            router = self._client._router(Span(self._unit, units))
+            try:
+                route = router.route(self._blame.avoided, (), SessionSize())
+            except NoRoute as error:
+                await self._wait(router, error)
+                continue
+            for hop in route:
+                if not await self._take(hop, router, route):
+                    break
+        return self._values
+
+    async def _take(self, hop: HopSpec, router: Router, route: Route) -> bool:
+        """One hop; whether the pass goes on along this route."""
+        client, began_s = self._client, self._client._clock()
+        try:
+            values = await client._ask(hop, self._values, self._batch)
+            if _has_nan(values) and not _has_nan(self._values):
+                raise PeerRefused(f"what peer {hop.peer} computed holds NaN", code=ErrorCode.NOT_FINITE, peer=hop.peer)
+        except (PeerError, NetworkDown) as error:
+            self._fail(hop, router, error)
+            return False
+        self._values, self._unit, self._last = values, hop.end, None
+        self._progress_s = client._clock()
+        client._observed.saw(hop.peer, (self._progress_s - began_s) / ((hop.end - hop.start) * self._batch))
+        for peer, code in self._blame.progress(route):
+            router.suspect(peer, f"it answered {code.name} to what others could compute")
+        return True
+
+    def _fail(self, hop: HopSpec, router: Router, error: PeerError | NetworkDown) -> None:
+        """A hop did not answer, or said an error. Raises UsageError where that is the request's own fault."""
+        self._last = error
+        code = error.code if isinstance(error, PeerRefused) else ErrorCode.PEER_LOST
+        log.info("units %d:%d: %s", hop.start, hop.end, error)
+        retry_s = (error.retry_s or 0.0) if isinstance(error, PeerRefused) else 0.0
+        verdict = self._blame.judge(hop, code, retry_s=retry_s)
+        if verdict is Verdict.REQUEST:
+            raise _request_error(code)
+        if verdict is Verdict.PEER and isinstance(error, PeerError):
+            router.suspect(hop.peer, str(error))
+
+    async def _wait(self, router: Router, error: NoRoute) -> None:
+        """Nobody is left for the next unit at the moment: wait for news, or until somebody may be asked again. Raises why not."""
+        last, clock = self._last, self._client._clock
+        code = last.code if isinstance(last, PeerRefused) else None
+        if code in ARGUABLE or code is ErrorCode.TOO_LARGE:  # nobody else is there to say whether it is so
+            raise _request_error(code) from last
+        left_s = self._progress_s + self._client._patience_s - clock()
+        if left_s <= 0 and code is ErrorCode.BUSY:
+            raise Busy("those who hold the model have no room at the moment", retry_s=AVOID_S) from last
+        if left_s <= 0:
+            raise error from last
+        pardon_s = self._blame.pardon_s
+        changed = asyncio.ensure_future(router.changed())
+        try:
+            await asyncio.wait([changed], timeout=left_s if pardon_s is None else min(left_s, pardon_s + 0.01))
+        finally:
+            changed.cancel()
+
+
+def _request_error(code: ErrorCode | None) -> UsageError:
+    """What the swarm's peers agree that they cannot do."""
+    if code is ErrorCode.NOT_FINITE:
+        return UsageError("the model gives NaN for this input")
+    if code is ErrorCode.TOO_LARGE:
+        return UsageError("no machine of the swarm has memory for so large an input: give fewer samples at a time")
+    if code is ErrorCode.INTERNAL:
+        return UsageError("the swarm's machines fail with this input: their logs say why")
+    return UsageError(
+        "the model cannot work with this input: a number in it is out of range, such as an index into a table"
+    )
+
+
+def _has_nan(values: Sequence[Tensor]) -> bool:
+    return any(value.is_floating_point() and bool(torch.isnan(value).any()) for value in values)

@@ -1,0 +1,190 @@
+"""Runs the passes of others through the units that are held here. A pass leaves nothing behind: whoever loses one asks another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+import torch
+
+from swarmnode.codec.frames import MAX_PAYLOAD_BYTES, Frame
+from swarmnode.codec.inference_messages import INFER_PROTOCOL, Infer, Inferred
+from swarmnode.codec.messages import Body, Error, Hello
+from swarmnode.codec.tensors import Codec
+from swarmnode.compress.codecs import TORCH_DTYPE
+from swarmnode.compress.values import Encoded, decode_values, encode_values
+from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.graph.boundary import batch_of, from_wire, to_wire
+from swarmnode.compute.graph.costs.forward_memory import boundary_bytes, forward_bytes
+from swarmnode.compute.graph.segment import GraphSegment
+from swarmnode.compute.throttle import Throttle
+from swarmnode.errors import Busy, ErrorCode, ExecutorDied, PeerError, ProtocolError
+from swarmnode.ledger import Account, MemoryLedger
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.interfaces import Buffer, Network
+from swarmnode.net.limits.fair_share import FairShare
+from swarmnode.net.links.link import LinkConfig
+from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.net.tasks import Tasks
+from swarmnode.roles.measuring.meters import cause_of
+
+PASSES, PASSES_OF_PEER = 64, 16  # that run or wait
+MOST_S = 600.0  # that a pass may wait and take
+RETRY_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class InferenceServer:
+    """Serves one span of a graph's units. Made, then `start`ed; ended by `close`."""
+
+    def __init__(
+        self,
+        network: Network,
+        hello: Hello,
+        segment: GraphSegment,
+        executor: Executor,
+        link_config: LinkConfig,
+        memory: MemoryLedger,
+        throttle: Throttle,
+        *,
+        on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
+    ) -> None:
+        """`memory` and `throttle` are of the device of `segment`."""
+        self.draining = False
+        self._segment = segment
+        self._executor = executor
+        self._memory = memory
+        self._throttle = throttle
+        self._passes: FairShare[asyncio.Task[None]] = FairShare(PASSES, of_peer=PASSES_OF_PEER)
+        self._refusals: Counter[ErrorCode] = Counter()
+        self._tasks = Tasks("inference server", on_crash=link_config.supervisor.ends_conversation)
+        self._pass_bytes = lru_cache(maxsize=256)(partial(forward_bytes, segment.layout))
+        self._board = Switchboard(
+            network, INFER_PROTOCOL, hello, link_config, accept=self._accept, on_peer_lost=on_neighbour_lost
+        )
+
+    def __repr__(self) -> str:
+        state = "draining" if self.draining else "serving"
+        return f"<InferenceServer {state} {self.load} passes through {self._segment!r}>"
+
+    @property
+    def load(self) -> int:
+        """Passes that run or wait."""
+        return len(self._tasks)
+
+    def readings(self) -> Readings:
+        """What runs here, and what was refused."""
+        span = f"{self._segment.start}:{self._segment.end}"
+        yield Reading(table.SESSIONS, self.load, (span,))
+        for code in ErrorCode:
+            yield Reading(table.REFUSALS, self._refusals[code], (span, cause_of(code)))
+
+    async def start(self) -> None:
+        """Answer from now on."""
+        await self._board.start()
+
+    async def finish(self) -> None:
+        """Take nothing new, and wait until the last pass is over."""
+        self.draining = True
+        await self._tasks.idle()
+
+    async def close(self) -> None:
+        """End all passes and links."""
+        self.draining = True
+        await self._tasks.close()
+        await self._board.close()
+
+    # -- incoming passes
+
+    def _accept(self, channel: Channel, frame: Frame, body: Body) -> None:
+        if not isinstance(body, Infer):
+            self._refuse(channel, Error(ErrorCode.MALFORMED))
+            return
+        if self.draining:
+            self._refuse(channel, Error(ErrorCode.DRAINING))
+            return
+        task = self._tasks.spawn(self._answer(channel, body, frame.payload), f"pass of {channel.peer}")
+        yielding = self._passes.take(task, channel.claimant)
+        task.add_done_callback(self._passes.leave)
+        if yielding is not None:
+            yielding.cancel()
+        if yielding is task:  # which never began
+            self._refuse(channel, Error(ErrorCode.BUSY, RETRY_S))
+            return
+
+        def gone(*_: object) -> None:
+            task.cancel()
+
+        channel.on_lost = gone
+        channel.on_frame = gone  # END is all that may come
+
+    def _refuse(self, channel: Channel, error: Error) -> None:
+        self._refusals[ErrorCode(error.code)] += 1
+        channel.close(error)
+
+    async def _answer(self, channel: Channel, asked: Infer, payload: Buffer) -> None:
+        """Compute, and tell the result or why there is none."""
+        try:
+            infos, payloads = await self._infer(channel, asked, payload)
+            channel.send(Inferred(infos), payload=payloads)
+            channel.close()
+            await channel.drain()
+        except asyncio.CancelledError:
+            if channel.open:  # another peer's came first, or this node ends
+                code = ErrorCode.DRAINING if self.draining else ErrorCode.BUSY
+                self._refuse(channel, Error(code, RETRY_S))
+            raise
+        except Busy as error:
+            self._refuse(channel, Error(error.code, error.retry_s))
+        except asyncio.TimeoutError:
+            self._refuse(channel, Error(ErrorCode.BUSY, RETRY_S))
+        except ProtocolError as error:
+            log.info("a pass of %s is refused: %s", channel.peer, error)
+            self._refuse(channel, Error(error.code))
+        except ExecutorDied:
+            self._refuse(channel, Error(ErrorCode.INTERNAL))
+        except PeerError as error:
+            log.debug("%s", error)
+        except Exception:  # whatever an operator raises about numbers that it does not like
+            log.exception("a pass of %s failed", channel.peer)
+            self._refuse(channel, Error(ErrorCode.INTERNAL))
+
+    async def _infer(self, channel: Channel, asked: Infer, payload: Buffer) -> Encoded:
+        """Raises ProtocolError, Busy, TimeoutError, ExecutorDied."""
+        segment = self._segment
+        if not segment.start <= asked.start < asked.end <= segment.end:
+            raise ProtocolError(f"units {asked.start}:{asked.end} are not here", code=ErrorCode.WRONG_SPAN)
+        if any(info.codec != Codec.NONE for info in asked.values):
+            raise ProtocolError("the values of a pass travel as they are")
+        told = [(TORCH_DTYPE[info.dtype], info.shape) for info in asked.values]
+        batch = batch_of(segment.layout, asked.start, told)
+        need_bytes = self._pass_bytes(asked.start, asked.end, batch)
+        limit_bytes = self._memory.limit_bytes
+        is_too_large = limit_bytes is not None and need_bytes > limit_bytes
+        if is_too_large or boundary_bytes(segment.layout, asked.end, batch) > MAX_PAYLOAD_BYTES:
+            raise ProtocolError(f"a pass of {need_bytes} bytes never fits", code=ErrorCode.TOO_LARGE)
+        with self._memory.reserve(Account.ACTIVATIONS, need_bytes):
+            computing = self._executor.call(
+                Urgency.FORWARD,
+                partial(self._compute, asked, payload, batch),
+                kind="infer",
+                owner=channel.peer[-8:],
+                size=batch,
+            )
+            return await asyncio.wait_for(computing, min(asked.within_s or MOST_S, MOST_S))
+
+    def _compute(self, asked: Infer, payload: Buffer, batch: int) -> Encoded:
+        """On the compute thread."""
+        segment = self._segment
+        with torch.inference_mode(), self._throttle.pass_over(asked.end - asked.start, batch):
+            values = from_wire(segment.layout, asked.start, decode_values(asked.values, payload, segment.device))
+            try:
+                results = segment.forward(values, asked.start, asked.end, 0)
+            except ProtocolError as error:
+                raise ProtocolError(str(error), code=ErrorCode.INVALID_REQUEST) from error
+            return encode_values(to_wire(results))

@@ -1,0 +1,131 @@
+"""What a node does with units of a graph that is served: loaded, measured, and open to the passes of others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.graph.arguments import torch_constant
+from swarmnode.compute.graph.checkpoint import GraphCheckpoint
+from swarmnode.compute.graph.segment import GraphSegment, load_segment
+from swarmnode.compute.speed import Clock, Speeds, best_s
+from swarmnode.ledger import Account, MemoryLedger, Reservation
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.plan.view import Span
+from swarmnode.roles.host import Host
+from swarmnode.roles.inference.server import InferenceServer
+from swarmnode.roles.measuring.capability import Capability, SpeedCache
+from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware
+from swarmnode.swarm.records.sections import Section, ServingLoad
+
+
+class InferenceStage:
+    """Made by `load`, ended by `close`."""
+
+    def __init__(
+        self, hardware: Hardware, server: InferenceServer, capability: Capability, weights: Reservation, label: str
+    ) -> None:
+        self._hardware = hardware
+        self._server = server
+        self._capability = capability
+        self._weights = weights
+        self._label = label
+
+    def __repr__(self) -> str:
+        return f"<InferenceStage {self._server!r}>"
+
+    @classmethod
+    async def load(
+        cls,
+        host: Host,
+        checkpoint: GraphCheckpoint,
+        hardware: Hardware,
+        units: Span,
+        executors: Sequence[Executor],
+    ) -> InferenceStage:
+        """Load units whose weights are here, measure them, and serve. Raises CheckpointError, LocalError."""
+        (lent,), (executor,) = hardware.lent, executors
+        async with contextlib.AsyncExitStack() as undo:
+            weights = lent.ledger.count(Account.WEIGHTS, hardware.sizes.need_bytes(units.start, units.end, 0))
+            undo.callback(weights.release)
+            segment = await asyncio.to_thread(
+                load_segment, checkpoint.path, units.start, units.end, device=lent.device.torch_device
+            )
+            cache = SpeedCache(host.config.home / SPEEDS_FILE, now=host.clock.unix)
+            conditions = hardware.conditions(host.swarm.id, units.units, lent)
+            capability = await executor.call(
+                Urgency.CONTROL,
+                lambda: Capability.of(
+                    conditions, cache, partial(measure, segment, host.clock.compute), clock=host.clock.monotonic
+                ),
+                kind="measure",
+                owner=f"units {units}",
+            )
+            server = InferenceServer(
+                host.network,
+                host.hello,
+                segment,
+                executor,
+                host.link_config,
+                lent.ledger,
+                lent.throttle,
+                on_neighbour_lost=host.lost_neighbour,
+            )
+            undo.push_async_callback(server.close)
+            await server.start()
+            undo.pop_all()
+        return cls(hardware, server, capability, weights, f"{units.start}:{units.end}")
+
+    @property
+    def bound(self) -> bool:
+        """Whether these units hold something that others do not have."""
+        return False
+
+    def sections(self) -> tuple[Section, ...]:
+        """What the announcement says of this stage."""
+        return self._hardware.section, self._capability.section(), ServingLoad(sessions=self._server.load)
+
+    def readings(self) -> Readings:
+        """What Prometheus may know of this stage."""
+        yield Reading(table.SPEED, self._capability.speeds.decode_units_per_s, (self._label,))
+        yield from self._server.readings()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new, and let the passes that run end."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._server.finish(), timeout_s)
+
+    async def finish(self) -> None:
+        """Take nothing new, and wait until the last pass is over."""
+        await self._server.finish()
+
+    def take_on(self) -> None:
+        """Take passes again, after all."""
+        self._server.draining = False
+
+    def keep(self, host: MemoryLedger) -> None:
+        """Nothing: weights that are on the disk are read again soon enough."""
+
+    async def close(self, *, keep_span: bool = False) -> None:
+        """Free everything."""
+        await self._server.close()
+        self._weights.release()
+
+
+def measure(segment: GraphSegment, clock: Clock) -> Speeds:
+    """A pass of the batch that the module was exported with: its samples are the positions that speeds count."""
+    batch = segment.graph.batch
+    values = tuple(
+        torch.zeros(value.type.sizes(batch), dtype=torch_constant(value.type.dtype), device=segment.device)
+        for value in segment.layout.boundaries[segment.start]
+    )
+    with torch.inference_mode():
+        pass_s = best_s(lambda: segment.forward(values, segment.start, segment.end, 0), segment.device, clock)
+    speed = (segment.end - segment.start) * batch / pass_s
+    return Speeds(decode_units_per_s=speed, prefill_units_per_s=speed)
