@@ -66,7 +66,7 @@ REAL = Sizes(
         "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
         "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048,
     },
-    sequence=128, batch=32, large_batch=4, prompt=32, new=32, prefill=256, sessions=64, positions=16384,
+    sequence=128, batch=64, large_batch=4, prompt=32, new=32, prefill=256, sessions=64, positions=16384,
 )  # fmt: skip
 SMALL = Sizes(
     gpt2={"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 256},
