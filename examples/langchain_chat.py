@@ -1,6 +1,11 @@
-"""A swarm as a model of LangChain: `python examples/langchain_chat.py` beside `swarmnode serve`. Needs `langchain-openai`."""
+"""A swarm as a model of LangChain: `python examples/langchain_chat.py [ADDRESS MODEL]` beside `swarmnode serve`.
+
+Needs `langchain-openai`.
+"""
 
 from __future__ import annotations
+
+import sys
 
 from langchain_openai import ChatOpenAI
 
@@ -12,4 +17,4 @@ def main(url: str = "http://127.0.0.1:8000/v1", model: str = "friends") -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 
 from tests.contrib.script import ROOT, load
@@ -36,6 +40,23 @@ async def test_an_answer_follows_its_schema(founded: Founded, tmp_path: Path) ->
         script = load(EXAMPLES / "structured_output.py")
         told = await script.ask(served.openai, "How are the hens?")
     assert set(told) == set(script.SCHEMA["required"]) and json.dumps(told)
+
+
+@in_virtual_time
+async def test_the_notebook_is_run_to_its_end(
+    founded: Founded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    async with serving(founded, tmp_path) as served:
+        monkeypatch.setattr(openai, "AsyncOpenAI", lambda **_: served.openai)
+        known: dict[str, Any] = {}
+        for number, source in enumerate(sources):
+            ran = eval(compile(source, f"cell {number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), known)
+            if inspect.iscoroutine(ran):
+                await ran
+    assert known["answer"] and known["reply"].usage.prompt_tokens_details.cached_tokens > 0
+    assert "a ready [0, 4]" in capsys.readouterr().out
 
 
 def test_every_example_says_how_it_is_run() -> None:

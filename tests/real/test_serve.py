@@ -16,7 +16,7 @@ from swarmnode.lending.control_client import running_gateways, tell_node
 from swarmnode.localswarm import NodeProcess
 from tests.browser.axe import serious_faults
 from tests.browser.chromium import BrowserPage, Chromium, find_chromium
-from tests.contrib.script import CONTRIB
+from tests.contrib.script import CONTRIB, ROOT
 from tests.gateway.speaking import save_speaking_llama
 from tests.real.forked import ForkedSwarm
 
@@ -85,8 +85,10 @@ def test_the_clients_that_people_have(server: NodeProcess, package: str) -> None
         pytest.skip(f"{package} is not installed")
     script = CONTRIB / "clients" / f"{package.removesuffix('_openai')}_package.py"
     url = server.wait_for("serving")["url"]
-    done = subprocess.run([sys.executable, str(script), url, "local"], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    scripts = [script, ROOT / "examples" / "langchain_chat.py"] if package == "langchain_openai" else [script]
+    for each in scripts:
+        done = subprocess.run([sys.executable, str(each), url, "local"], capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
 
 
 LAST = "document.querySelector('.message.assistant:last-child .text').textContent"
