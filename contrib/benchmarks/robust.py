@@ -8,7 +8,8 @@ sum, in one process (`together.agree`); one of them contributes something else f
 others compute one of its samples once more now and then, as spot checks do, out of their budget. Whom two of the three others
 suspect is left out from the same step on, as a coordinator would, and the others compute its samples. A loss is the mean over
 the last 20 steps, and relative to that of honest replicas whose gradients are summed plainly. `found_after`: contributions
-until the liar was named; `wrongly_named`: honest ones that were.
+until the liar was named; `wrongly_named`: honest ones that were. `missing`: what the lack of samples alone costs: one replica
+contributes nothing for so many steps, and leaves; the others' gradients are summed plainly.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ REPLICAS = ("a", "b", "c", "liar")
 LEARNING_RATE, WARMUP_STEPS, LARGEST_NORM = 2e-3, 20, 1.0
 LAST_STEPS = 20
 FROM = 10  # the liar is honest before
+MISSING = (5, 7, 10, 19)  # steps in which a liar was found
 
 Lie = Callable[[Tensor, int, Tensor], Tensor]
 """(gradient_N, lies before, direction_N of unit length) -> what is contributed instead"""
@@ -225,13 +227,23 @@ class Swarm:
 
 
 def train(
-    checkpoint: Checkpoint, lie: Lie, steps: int, corpus_N: Tensor, seed: int, *, robust: bool, checked: bool
+    checkpoint: Checkpoint,
+    lie: Lie,
+    steps: int,
+    corpus_N: Tensor,
+    seed: int,
+    *,
+    robust: bool,
+    checked: bool,
+    leaves_after: int | None = None,
 ) -> Outcome:
-    """One training from the first step on."""
+    """One training from the first step on; its liar leaves by itself after so many lies."""
     swarm = Swarm(checkpoint, lie, robust=robust, checked=checked)
     losses: list[float] = []
     found_after, wrongly_named = None, 0
     for number, ids_BT in enumerate(islice(batches(corpus_N, BATCH, SEQUENCE, seed), steps)):
+        if leaves_after is not None and number == FROM + leaves_after:
+            swarm.members.remove("liar")
         loss, named = swarm.step(number, ids_BT)
         losses.append(loss)
         if named == "liar" and number >= FROM:
@@ -249,22 +261,31 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     corpus_N = read_corpus()
-    trainings = {
-        "summed plainly": (LIES["honest"], False, False),
-        "summed plainly, one turned round": (LIES["turned round"], False, False),
+    trainings: dict[str, tuple[Lie, bool, bool, int | None]] = {
+        "summed plainly": (LIES["honest"], False, False, None),
+        "summed plainly, one turned round": (LIES["turned round"], False, False, None),
     }
-    trainings |= {f"robust, {name}": (lie, True, False) for name, lie in LIES.items()}
-    trainings |= {f"robust and checked, {name}": (lie, True, True) for name, lie in LIES.items()}
+    trainings |= {f"robust, {name}": (lie, True, False, None) for name, lie in LIES.items()}
+    trainings |= {f"robust and checked, {name}": (lie, True, True, None) for name, lie in LIES.items()}
+    trainings |= {f"missing for {count} steps": (LIES["nothing"], False, False, count) for count in MISSING}
     chosen = {name: how for name, how in trainings.items() if options.only in name or name == "summed plainly"}
     found: dict[str, list[Outcome]] = {name: [] for name in chosen}
     began_s = time.perf_counter()
     for seed in range(options.seeds):
         with tempfile.TemporaryDirectory(prefix="swarmnode-bench-") as folder:
             checkpoint = make_checkpoint(Path(folder), options.layers, seed)
-            for name, (lie, robust, checked) in chosen.items():
-                found[name].append(
-                    train(checkpoint, lie, options.steps, corpus_N, seed, robust=robust, checked=checked)
+            for name, (lie, robust, checked, count) in chosen.items():
+                outcome = train(
+                    checkpoint,
+                    lie,
+                    options.steps,
+                    corpus_N,
+                    seed,
+                    robust=robust,
+                    checked=checked,
+                    leaves_after=count,
                 )
+                found[name].append(outcome)
                 print(f"seed {seed}, {name}: {found[name][-1]}", file=sys.stderr)
     plain = [outcome.loss for outcome in found["summed plainly"]]
     report = {

@@ -118,7 +118,7 @@ class Link:
             theirs = await link._handshake(link._loop.time() - began_s)
             check_greeting(theirs, hello, link.peer)
             config.gate.admit(peer, protocol, theirs, answers=True)
-            config.peer_versions.greeted(peer, theirs)
+            config.peer_versions.greeted(link.claimant, theirs)
             config.gate.opened(link)
         except BaseException:
             link.abort()
@@ -133,7 +133,7 @@ class Link:
             theirs = await link._handshake(config.link_statistics.rtt_s(stream.peer))
             check_greeting(theirs, hello, link.peer)
             config.gate.admit(stream.peer, stream.protocol, theirs, answers=False)
-            config.peer_versions.greeted(stream.peer, theirs)
+            config.peer_versions.greeted(link.claimant, theirs)
         except ProtocolError as error:
             await link._refuse(error.code)
             raise

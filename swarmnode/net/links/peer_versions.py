@@ -1,11 +1,13 @@
-"""Peer versions: the newest protocol that the peers of late speak, so that a node learns that it has grown old."""
+"""Peer versions: the newest protocol that the peers of late speak, so that a node learns that it has grown old.
+
+Its owner is told to renew it, which many invented peers must not bring about: an address group has one voice."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
 from swarmnode.codec.messages import VERSION, Hello
-from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.address_group import Claimant, owner_of
 
 PEERS_KEPT = 256
 FEWEST = 2  # what one peer says never decides
@@ -15,7 +17,7 @@ class PeerVersions:
     """Of all the node's links. Who greeted longest ago is forgotten first."""
 
     def __init__(self) -> None:
-        self._newest: OrderedDict[PeerId, int] = OrderedDict()
+        self._newest: OrderedDict[str, int] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"<PeerVersions of {len(self._newest)} peers>"
@@ -23,10 +25,11 @@ class PeerVersions:
     def __len__(self) -> int:
         return len(self._newest)
 
-    def greeted(self, peer: PeerId, hello: Hello) -> None:
+    def greeted(self, by: Claimant, hello: Hello) -> None:
         """A peer has said what it speaks."""
-        self._newest[peer] = hello.spoken[1]
-        self._newest.move_to_end(peer)
+        whose = owner_of(by)
+        self._newest[whose] = hello.spoken[1]
+        self._newest.move_to_end(whose)
         if len(self._newest) > PEERS_KEPT:
             self._newest.popitem(last=False)
 

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 PROBE_PROTOCOL = "/swarmnode/probe/1"
 CHANNEL = 1
+MAX_ANSWERED = 4096
 KIB = 1024
 SIZES = (
     160 * KIB,
@@ -57,7 +58,7 @@ class Bandwidth(NamedTuple):
 
 
 class Quota:
-    """Who was answered how much lately. Bounded: the entries of a pause ago are dropped."""
+    """Who was answered how much lately, in the order in which they came. The entries of a pause ago are dropped."""
 
     def __init__(self, pause_s: float, clock: Callable[[], float]) -> None:
         self._pause_s = pause_s
@@ -70,12 +71,17 @@ class Quota:
     def grant(self, peer: PeerId, size_bytes: int) -> float:
         """Take the bytes from what the peer may ask for; else the seconds after which it may ask again."""
         now_s = self._clock()
-        self._answered = {one: entry for one, entry in self._answered.items() if now_s - entry[0] < self._pause_s}
+        while self._answered and self._is_past(next(iter(self._answered)), now_s):
+            del self._answered[next(iter(self._answered))]
         since_s, spent_bytes = self._answered.get(peer, (now_s, 0))
         if spent_bytes + size_bytes > sum(SIZES):
             return self._pause_s - (now_s - since_s)
         self._answered[peer] = (since_s, spent_bytes + size_bytes)
         return 0.0
+
+    def _is_past(self, peer: PeerId, now_s: float) -> bool:
+        """Or one of too many: an entry is looked at when it is the oldest, so that many peers cost no more than few."""
+        return now_s - self._answered[peer][0] >= self._pause_s or len(self._answered) > MAX_ANSWERED
 
 
 class Prober:

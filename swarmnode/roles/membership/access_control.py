@@ -36,7 +36,7 @@ MEMBERSHIP_PROTOCOL = "/swarmnode/membership/1"
 LOOK_S = 10.0
 TABLE_TIMEOUT_S = 10.0
 
-OPENS = {"train": Role.VOLUNTEER}
+OPENS = {"train": Role.VOLUNTEER, "spot-check": Role.VOLUNTEER}
 """The least role that may open a link of a protocol, by its name; CLIENT for the others."""
 
 ANSWERS = {
@@ -44,6 +44,7 @@ ANSWERS = {
     "session": Role.VOLUNTEER,
     "audit": Role.VOLUNTEER,
     "train": Role.VOLUNTEER,
+    "spot-check": Role.VOLUNTEER,
     "state": Role.VOLUNTEER,
     "probe": Role.VOLUNTEER,
 }

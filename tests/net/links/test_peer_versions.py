@@ -6,6 +6,7 @@ import pytest
 
 from swarmnode.codec.messages import VERSION, Hello
 from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.greeting import check_greeting
 from swarmnode.net.links.peer_versions import PEERS_KEPT, PeerVersions
 
@@ -14,6 +15,10 @@ SWARM = bytes(32)
 
 def speaks(oldest: int, newest: int = 0) -> Hello:
     return Hello(oldest, SWARM, newest=newest)
+
+
+def home(number: object) -> Claimant:
+    return Claimant(f"home {number}", f"peer {number}")
 
 
 @pytest.mark.parametrize("theirs", [speaks(2), speaks(1, 2), speaks(2, 9), speaks(3), speaks(3, 4), speaks(2, 1)])
@@ -45,16 +50,25 @@ def test_who_has_none_in_common_is_told_which_one_is_asked_for(theirs: Hello, na
 def test_a_version_is_newer_where_more_than_half_speak_it(newest: list[int], newer: int | None) -> None:
     versions = PeerVersions()
     for number, version in enumerate(newest):
-        versions.greeted(str(number), speaks(VERSION, version))
+        versions.greeted(home(number), speaks(VERSION, version))
     assert versions.newer == newer
 
 
 def test_who_greeted_longest_ago_is_forgotten() -> None:
     versions = PeerVersions()
     for number in range(PEERS_KEPT):
-        versions.greeted(str(number), speaks(VERSION, VERSION + 1))
+        versions.greeted(home(number), speaks(VERSION, VERSION + 1))
     assert versions.newer == VERSION + 1
     for number in range(PEERS_KEPT):
-        versions.greeted(f"later {number}", speaks(VERSION))
-        versions.greeted("0", speaks(VERSION, VERSION + 1))
+        versions.greeted(home(f"later {number}"), speaks(VERSION))
+        versions.greeted(home(0), speaks(VERSION, VERSION + 1))
     assert versions.newer is None and repr(versions) == f"<PeerVersions of {PEERS_KEPT} peers>"
+
+
+def test_invented_peers_of_one_network_have_one_voice() -> None:
+    versions = PeerVersions()
+    for number in range(100):
+        versions.greeted(Claimant("203.0.113.0/24", f"invented {number}"), speaks(VERSION, VERSION + 1))
+    for number in range(2):
+        versions.greeted(home(number), speaks(VERSION))
+    assert versions.newer is None

@@ -22,10 +22,11 @@ from swarmnode.swarm.records.revocation import nobody, sign_list
 from swarmnode.swarm.storage.membership_file import MembershipFile
 from tests.swarm.society import NOW, OWNER, STRANGER, SWARM, Ticket, listed
 
-SESSION, TRAIN, STATE, WEIGHTS, MANIFEST, PROBE, TRACE = (
-    f"/swarmnode/{name}/1" for name in ("session", "train", "state", "weights", "manifest", "probe", "trace")
+SESSION, TRAIN, SPOT_CHECK, STATE, WEIGHTS, MANIFEST, PROBE, TRACE = (
+    f"/swarmnode/{name}/1"
+    for name in ("session", "train", "spot-check", "state", "weights", "manifest", "probe", "trace")
 )
-PROTOCOLS = (SESSION, TRAIN, STATE, WEIGHTS, MANIFEST, PROBE, TRACE, MEMBERSHIP_PROTOCOL)
+PROTOCOLS = (SESSION, TRAIN, SPOT_CHECK, STATE, WEIGHTS, MANIFEST, PROBE, TRACE, MEMBERSHIP_PROTOCOL)
 HELLO = Hello(VERSION, SWARM, "test")
 
 
@@ -167,6 +168,8 @@ async def test_members_speak_with_one_another(town: Town, protocol: str):
         (Role.CLIENT, SESSION, Role.BOOTSTRAP, False),
         (Role.CLIENT, TRAIN, Role.VOLUNTEER, False),
         (Role.BOOTSTRAP, TRAIN, Role.VOLUNTEER, False),
+        (Role.CLIENT, SPOT_CHECK, Role.VOLUNTEER, False),
+        (Role.VOLUNTEER, SPOT_CHECK, Role.VOLUNTEER, True),
         (Role.VOLUNTEER, TRAIN, Role.VOLUNTEER, True),
         (Role.TRAINER, TRAIN, Role.VOLUNTEER, True),
         (Role.VOLUNTEER, TRAIN, Role.CLIENT, False),

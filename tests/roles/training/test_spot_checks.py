@@ -16,12 +16,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swarmnode.codec.messages import Error
-from swarmnode.codec.spot_check_messages import Accusation, CommitmentReply, MicrobatchRecord, MicrobatchReply
+from swarmnode.codec.spot_check_messages import (
+    SPOT_CHECK_PROTOCOL,
+    Accusation,
+    CommitmentReply,
+    GetCommitment,
+    GetMicrobatch,
+    MicrobatchRecord,
+    MicrobatchReply,
+)
 from swarmnode.compute.training.learner import Learner
-from swarmnode.errors import ErrorCode
+from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.ledger import MemoryLedger
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.link import LinkConfig
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.tasks import Tasks
 from swarmnode.plan.audits.budget import AuditBudget
+from swarmnode.roles.fetching.sources import ask
 from swarmnode.roles.question_server import Answer
 from swarmnode.roles.training.spot_checks.spot_checks import RECOMPUTED
 from swarmnode.roles.training.spot_checks.suspicions import LOOKS, Suspicions
@@ -325,3 +337,29 @@ def test_suspicions(tmp_path: Path) -> None:
     suspicions.hear("finder", "false one")
     suspicions.looked("false one", "false")
     assert "finder" not in standing.doubted and len(suspicions) == 0
+
+
+def test_what_a_training_is_fed_is_shown_to_its_stages_alone(tmp_path: Path) -> None:
+    async def test(scene: Scenario) -> None:
+        volunteers = await join(scene, *[(0, 3)] * 2)
+        network = scene.swarm.world.join()
+        await network.connect(await volunteers[0].network.addresses(), timeout_s=1)
+        board = Switchboard(network, SPOT_CHECK_PROTOCOL, HELLO, LinkConfig())
+        codes: list[ErrorCode] = []
+
+        async def pry() -> None:
+            for question in (GetCommitment(scene.run.id, 1), GetMicrobatch(scene.run.id, 1, 0, 0, bytes(16))):
+                for volunteer in volunteers:
+                    with pytest.raises(PeerError) as caught:
+                        _ = [answer async for answer in ask(board, volunteer.peer, question)]
+                    codes.append(caught.value.code)
+
+        tasks = Tasks("pry", on_crash=None)
+        scene.on_step = lambda _step: tasks.spawn(pry(), "pry", awaited=True)
+        await train(scene, steps=4)
+        await tasks.close()
+        await board.close()
+        assert codes and set(codes) == {ErrorCode.REFUSED}
+        assert counts(volunteers)["passed"], "they show it to one another"
+
+    in_scenario(tmp_path, test)

@@ -221,6 +221,9 @@ class Coordinator:
         trainer = TrainerLine(channel, run, body.want)
         if not self._accepts(trainer):
             return
+        earlier = self._trainer_connections.of(channel.peer)
+        if earlier is not None:  # who asks again begins anew: else one peer would be a thousand trainers
+            self._lose_trainer(earlier)
         channel.on_frame = lambda _frame, body: self._hear_trainer(trainer, body)
         channel.on_lost = lambda _error: self._lose_trainer(trainer)
         stopped = self._trainer_connections.stopped

@@ -19,7 +19,7 @@ from swarmnode.roles.training.coordinator.answer_times import AnswerTimes
 from swarmnode.roles.training.coordinator.leases import OutstandingLease, OutstandingLeases
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.coordinator.seal import seal_lease
-from swarmnode.roles.training.coordinator.strikes import Strikes
+from swarmnode.roles.training.coordinator.strikes import OUT, Strikes
 from swarmnode.roles.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
 from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
 from swarmnode.swarm.records.run import Run
@@ -27,6 +27,8 @@ from swarmnode.swarm.records.run import Run
 log = logging.getLogger(__name__)
 
 LEASE_BITS = 22  # leases of one term
+NEWCOMERS = "newcomers"  # all trainers who have fed nothing yet, as strikes know them
+MAX_PROVEN = 1024
 
 
 class Dispatcher:
@@ -54,6 +56,7 @@ class Dispatcher:
         self._strikes = strikes
         self._link_times = link_times
         self._transfers = Transfers()
+        self._proven: dict[PeerId, None] = {}  # trainers who have fed something
         self._known: tuple[int, frozenset[PeerId]] | None = None  # for which step and whom links were looked up
         self._clock = clock
         self._numbers = itertools.count()
@@ -97,10 +100,17 @@ class Dispatcher:
             self._transfers.know(peers, *self._link_times.between(peers, self._positions))
 
     def _free_trainer(self) -> TrainerLine | None:
-        """Who has most room for another microbatch, if anybody has."""
+        """Who has most room for another microbatch, if anybody has. Beside trainers who have fed something those who have not share
+        one microbatch, and a pause when it failed: they may all be one stranger's, who invents more of them."""
         load = {line: len(self.leases.held_by(line.peer)) / line.want for line in self._trainer_connections}
         able = [line for line in load if load[line] < 1 and not self._strikes.rests(line.peer)]
+        if any(line.peer in self._proven for line in load) and not self._tries_newcomers():
+            able = [line for line in able if line.peer in self._proven]
         return min(able, key=lambda line: load[line], default=None)
+
+    def _tries_newcomers(self) -> bool:
+        tried = any(record.trainer not in self._proven for record in self.leases.out)
+        return not tried and not self._strikes.rests(NEWCOMERS)
 
     def _give(self, trainer: TrainerLine, number: int, step: int, route: tuple[Wire, ...]) -> None:
         lease, now_s = (self.term << LEASE_BITS) + next(self._numbers), self._clock()
@@ -137,9 +147,17 @@ class Dispatcher:
         self.leases.done(record)
         self._book(record, -1)
         self._times.note(FrameKind.LEASE, self._clock() - record.given_at_s)
+        self._prove(trainer.peer)
         for peer in (trainer.peer, *(peer for peer, _ in record.route)):
             self._strikes.forgive(peer)
         return record
+
+    def _prove(self, trainer: PeerId) -> None:
+        if trainer not in self._proven:
+            self._strikes.forgive(NEWCOMERS)
+            self._proven[trainer] = None
+            if len(self._proven) > MAX_PROVEN:
+                del self._proven[next(iter(self._proven))]
 
     def failed(self, trainer: TrainerLine, failed: Failed) -> None:
         """A trainer gave a microbatch of its own up. Where it names a stage it may be that one, or who says so: the hop before."""
@@ -185,14 +203,20 @@ class Dispatcher:
         suspects = self._around_the_gap(record, ledger) if record.suspects is None else record.suspects
         for peer in suspects:
             self._strikes.strike(peer)
+        if record.trainer in suspects and record.trainer not in self._proven:
+            self._strikes.strike(NEWCOMERS)
+        elif self._strikes.in_a_row(record.trainer) >= OUT:
+            self._proven.pop(record.trainer, None)
         return suspects
 
     def _around_the_gap(self, record: OutstandingLease, ledger: StepLedger) -> frozenset[PeerId]:
         """Gradients come back hop by hop: of the last stage that has not counted and the first that has, one did not do its
-        part. Where none has, it is anybody's."""
+        part. Where none has, it is anybody's; of a trainer who has fed nothing yet, beside those who have, its own."""
         peers = [record.trainer, *(peer for peer, _ in record.route)]
         counted = [False, *(self._has_counted(peer, span.start, record.number, ledger) for peer, span in record.route)]
         first = counted.index(True) if True in counted else None
+        if first is None and self._proven and record.trainer not in self._proven:
+            return frozenset({record.trainer})
         return frozenset(peers if first is None else peers[first - 1 : first + 1])
 
     @staticmethod

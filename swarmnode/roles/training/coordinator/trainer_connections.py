@@ -57,6 +57,10 @@ class TrainerConnections:
         if self.stopped is not None:
             line.send(self.stopped)
 
+    def of(self, peer: PeerId) -> TrainerLine | None:
+        """The line of a peer, which has one."""
+        return next((line for line in self if line.peer == peer), None)
+
     def remove(self, channel: Channel) -> bool:
         """A trainer has gone; False where it had before."""
         return self._lines.pop(channel, None) is not None

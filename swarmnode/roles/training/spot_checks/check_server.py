@@ -52,11 +52,14 @@ def check_server(
     link_config: LinkConfig,
     committer: Committer,
     records: StepRecords,
+    may_ask: Callable[[PeerId], bool],
     on_accusation: Callable[[PeerId, Accusation], None],
 ) -> QuestionServer:
-    """Answers from these records."""
+    """Answers from these records, which hold what a training is fed: to its stages alone."""
 
     async def answer(peer: PeerId, question: Question) -> Answer:
+        if not may_ask(peer):
+            return Answer(Error(ErrorCode.REFUSED))
         if isinstance(question, Accusation):
             on_accusation(peer, question)
             return Answer(End())

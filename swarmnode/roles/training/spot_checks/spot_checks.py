@@ -86,7 +86,10 @@ class SpotChecks:
         self._drawn: PeerId | None = None  # in that step, and not looked at yet
         self._watched: ContributionSketch | None = None
         self._board = Switchboard(network, SPOT_CHECK_PROTOCOL, hello, link_config)
-        self._server = check_server(network, hello, link_config, committer, self.records, self._hear)
+        self._members: frozenset[PeerId] = frozenset()  # of the last REDUCE
+        self._server = check_server(
+            network, hello, link_config, committer, self.records, lambda peer: peer in self._members, self._hear
+        )
         self._telling = Tasks("accusations", on_crash=link_config.supervisor.ends_conversation)
 
     def __repr__(self) -> str:
@@ -119,6 +122,7 @@ class SpotChecks:
     def watch(self, reduce: Reduce, learner: Learner) -> ContributionSketch | None:
         """Before gradients are summed, once in a step: perhaps choose a replica to look at. What takes in its contributions, as far
         as they travel as they are."""
+        self._members = frozenset(member.peer for group in reduce.groups for member in group.members)
         if (learner.run.id, learner.step) != self._checked:
             self._drawn = self._draw(reduce, learner)
         due = contributed_by(self._drawn, reduce)
