@@ -103,7 +103,7 @@ def planner(scenario: Scenario) -> Planner:
         tuple(int(usable_bytes(device.memory_bytes)) for device in devices),
     )
     unit_bytes, gradient_bytes = (TRAINING_BYTES * PARAMETERS,) * UNITS, (GRADIENT_BYTES * PARAMETERS,) * UNITS
-    workload = Workload(unit_bytes, gradient_bytes, (1.0,) * UNITS, ACTIVATION_BYTES, TRAIN.microbatches)
+    workload = Workload(unit_bytes, gradient_bytes, (1.0,) * UNITS, (ACTIVATION_BYTES,) * UNITS, TRAIN.microbatches)
     return Planner(scenario, rates, workload)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnode.cli.terminal.console import fail, print_json
@@ -20,19 +20,18 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What the user says of the model's training: `config` file or folder, `dtype` on the wire, `gpu` where none is known."""
+    """What the user says of the model's training: its `source`, `dtype` on the wire, `gpu` where none is known."""
 
-    config: Path
+    source: str
     batch: int
     sequence: int
     microbatches: int
     dtype: str
     gpu: str
 
-    @property
-    def tokens(self) -> int:
+    def tokens_for(self, model: Model) -> int:
         """Tokens of a microbatch."""
-        return self.batch * self.sequence
+        return self.batch * (self.sequence if model.has_tokens else 1)
 
 
 def plan_model(
@@ -42,12 +41,12 @@ def plan_model(
     from swarmnode.cli.terminal.plan_view import hosting_summary, hosting_table
     from swarmnode.cli.terminal.tables import show
     from swarmnode.plan.offline.hosting import Planner
-    from swarmnode.simulate.environment.model import Model
+    from swarmnode.simulate.environment.graph_model import load_model
 
     if options.dtype not in DTYPE_BYTES:
         fail(f"--dtype {options.dtype}: choose {', '.join(DTYPE_BYTES)}", 2)
     network = _with_cards(network, options.gpu)
-    model = Model.load(options.config)
+    model = load_model(options.source, options.batch)
     workload, hardware = _workload(model, options), _hardware(network, model, options)
     effort.begin()
     planner = Planner(network, hardware, workload, seed=effort.seed, expired=effort.expired)
@@ -76,12 +75,12 @@ def _workload(model: Model, options: ModelOptions) -> Workload:
     from swarmnode.plan.offline.hosting import Workload
     from swarmnode.plan.view import Span
 
-    width = DTYPE_BYTES[options.dtype]
+    width, shape = DTYPE_BYTES[options.dtype], (options.batch, options.sequence)
     return Workload(
         unit_bytes=model.training_sizes.weight_bytes,
         gradient_bytes=tuple(count * width for count in model.parameters),
         work=tuple(model.layers(Span(unit, unit + 1)) for unit in range(model.units)),
-        activation_bytes=options.tokens * model.hidden * width,
+        boundary_bytes=tuple(width * math.prod(model.crossing(unit, *shape)) for unit in range(model.units)),
         microbatches=options.microbatches,
     )
 
@@ -92,8 +91,9 @@ def _hardware(network: Scenario, model: Model, options: ModelOptions) -> DeviceR
     from swarmnode.plan.offline.hosting import DeviceRates
     from swarmnode.simulate.environment.devices import BACKWARD, device_of
 
+    tokens = options.tokens_for(model)
     devices = [device_of(network, index, model) for index in range(network.devices)]
     return DeviceRates(
-        work_per_s=tuple(1 / ((1 + BACKWARD) * device.prompt_layer_s(options.tokens)) for device in devices),
+        work_per_s=tuple(1 / ((1 + BACKWARD) * device.prompt_layer_s(tokens)) for device in devices),
         room_bytes=tuple(usable_bytes(device.memory_bytes) for device in devices),
     )

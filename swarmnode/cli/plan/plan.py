@@ -32,15 +32,18 @@ def plan(
     gradient_gb: float = typer.Option(
         None, "--gradient-gb", min=0.0, max=1e6, help="Gradients of one stage, in 10^9 bytes.", show_default=False
     ),
-    model: Path = typer.Option(
-        None,
+    model: str = typer.Option(
+        "",
         "--model",
-        metavar="CONFIG",
-        help="Plan for a model instead: a config.json of transformers, or its folder. --stages and --replicas may be left out.",
+        metavar="MODEL",
+        help="Plan for a model instead: a config.json of transformers or a module's graph.json, or its folder; or what create "
+        "--module takes. --stages and --replicas may be left out.",
         show_default=False,
     ),
-    batch: int = typer.Option(1, "--batch", min=1, max=1 << 20, help="With --model: sequences of a microbatch."),
-    sequence: int = typer.Option(1024, "--sequence", min=1, max=1 << 24, help="With --model: tokens of a sequence."),
+    batch: int = typer.Option(1, "--batch", min=1, max=1 << 20, help="With --model: samples of a microbatch."),
+    sequence: int = typer.Option(
+        1024, "--sequence", min=1, max=1 << 24, help="With --model: tokens of a sequence, if it has any."
+    ),
     microbatches: int = typer.Option(32, "--microbatches", min=1, max=1 << 20, help="With --model: of a step."),
     dtype: str = typer.Option("bf16", "--dtype", metavar="fp32|bf16|fp16", help="With --model: what is sent."),
     gpu: str = typer.Option("RTX 3090", "--gpu", metavar="NAME", help="With --model: the card of unknown devices."),
@@ -68,7 +71,7 @@ def plan(
 
     effort = Effort(seconds, seed, quiet=as_json)
     network = Scenario.load(scenario)
-    if model is not None:
+    if model:
         if activation_gb is not None or gradient_gb is not None:
             fail("--activation-gb and --gradient-gb follow from --model: leave them out", 2)
         options = ModelOptions(model, batch, sequence, microbatches, dtype, gpu)

@@ -30,7 +30,12 @@ WORKLOADS = ("serve", "train")
 def simulate(
     context: typer.Context,
     scenario: Path = typer.Argument(..., metavar="SCENARIO", help="Network scenario: a JSON file."),
-    model: Path = typer.Option(..., "--model", metavar="CONFIG", help="config.json of transformers, or its folder."),
+    model: str = typer.Option(
+        ...,
+        "--model",
+        metavar="MODEL",
+        help="A config.json of transformers or a module's graph.json, or its folder; or what create --module takes.",
+    ),
     workload: str = typer.Option("serve", "--workload", metavar="serve|train", help="What the swarm does."),
     churn: str = typer.Option(
         "none",
@@ -53,8 +58,8 @@ def simulate(
     prompt: int = typer.Option(512, "--prompt", min=1, help="Tokens of a prompt, on average."),
     tokens: int = typer.Option(128, "--tokens", min=1, help="Tokens that a session generates, on average."),
     microbatches: int = typer.Option(32, "--microbatches", min=1, max=2048, help="Of one training step."),
-    batch: int = typer.Option(1, "--batch", min=1, max=1 << 20, help="Sequences of a training microbatch."),
-    sequence: int = typer.Option(1024, "--sequence", min=1, help="Tokens of a sequence."),
+    batch: int = typer.Option(1, "--batch", min=1, max=1 << 20, help="Samples of a training microbatch."),
+    sequence: int = typer.Option(1024, "--sequence", min=1, help="Tokens of a sequence, if the model has any."),
     compress: str = typer.Option("auto", "--compress", help="Codec between training stages: auto, none, int8, …"),
     average_every: int = AVERAGE_EVERY,
     average_codec: str = AVERAGE_CODEC,
@@ -99,14 +104,16 @@ def simulate(
 def _simulation(options: Mapping[str, Any]) -> Simulation:
     """What is to be simulated, ready to run. Raises UsageError for what is not there or does not fit."""
     from swarmnode.plan.offline.scenario import Scenario
-    from swarmnode.simulate.environment.model import Model
+    from swarmnode.simulate.environment.graph_model import load_model
     from swarmnode.simulate.simulation import Simulation
 
     network = _with_gpu(Scenario.load(options["scenario"]), options["gpu"])
     peers, plan = options["peers"], options["plan"]
     churn, trace = _churn(options["churn"], peers or network.devices)
-    settings = _settings(options, churn)
-    shape = Model.load(options["model"])
+    shape = load_model(options["model"], options["batch"])
+    if options["workload"] == "serve" and not shape.has_tokens:
+        fail(f"--model {options['model']}: a module's graph is simulated in training alone: add --workload train", 2)
+    settings = _settings(options if shape.has_tokens else {**options, "sequence": 1}, churn)
     planned = {} if plan is None else _planned(plan, settings.workload, peers or network.devices, shape.units)
     return Simulation(network, shape, settings, peers=peers, trace=trace, **planned)
 

@@ -74,7 +74,8 @@ def hosting_summary(
         **grid_summary(network, hosting.problem, hosting.grid, seconds),
         "model": model.name,
         "step_s": hosting.step_s,
-        "activation_gb": workload.activation_bytes / 1e9,
+        "activation_gb": max((workload.boundary_bytes[stage.span.start] for stage in hosting.stages[1:]), default=0)
+        / 1e9,
         "stages": [
             {
                 "units": list(stage.span),
@@ -108,7 +109,7 @@ def hosting_table(network: Scenario, model: Model, workload: Workload, hosting: 
             format_bytes(sum(workload.unit_bytes[stage.span.start : stage.span.end])),
             f"{stage.compute_s:.3f} s",
             f"{stage.averaging_s:.3f} s",
-            _hop(hosting.problem, hosting.grid, number),
+            _hop(hosting.problem_after(network, workload, number), hosting.grid, number),
             _cards(network, stage.devices),
         )
     return table
@@ -119,13 +120,16 @@ def _unused(count: int, devices: int) -> str | None:
 
 
 def layers_of(model: Model, span: Span) -> range:
-    """The units of a span that are layers: neither embedding (0) nor head (the last)."""
-    return range(max(span.start, 1), min(span.end, model.units - 1))
+    """The units of a span that are layers."""
+    inner = model.inner_layers
+    return range(max(span.start, inner.start), min(span.end, inner.stop))
 
 
 def describe_span(model: Model, span: Span) -> str:
-    """As in "embedding, layers 0-4"."""
+    """As in "embedding, layers 0-4", or "units 2-5" of a module."""
     layers = layers_of(model, span)
+    if not model.has_tokens:
+        return f"units {span.start}-{span.end - 1}" if span.units > 1 else f"unit {span.start}"
     parts = ["embedding"] if span.start == 0 else []
     if layers:
         parts.append(f"layers {layers[0] - 1}-{layers[-1] - 1}" if len(layers) > 1 else f"layer {layers[0] - 1}")

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from swarmnode.errors import LocalError, UsageError
-from swarmnode.plan.cost import step_s
-from swarmnode.plan.offline.grid import Grid, MicrobatchTraffic, Problem, slower_way_s
+from swarmnode.plan.cost import step_s, transfer_s
+from swarmnode.plan.offline.grid import Grid, Members, MicrobatchTraffic, Problem, slower_way_s
 from swarmnode.plan.offline.grid_search import Search
 from swarmnode.plan.offline.layouts import dendrogram
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.scenario import FloatArray, Scenario
 from swarmnode.plan.offline.split import StageRoom, split, units_that_fit
 from swarmnode.plan.view import Span
 
@@ -27,18 +28,30 @@ Progress = Callable[[float, float], None]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model in training. Per unit: bytes in memory, bytes of gradients, and work (in any measure)."""
+    """A model in training. Per unit: bytes in memory, bytes of gradients, work (in any measure), and the bytes of one microbatch
+    that enter it from the unit before."""
 
     unit_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
     work: tuple[float, ...]
-    activation_bytes: int  # of one microbatch, between two stages
+    boundary_bytes: tuple[int, ...]
     microbatches: int  # of one step, over all pipelines
 
     @property
     def units(self) -> int:
         """How many units the model has."""
         return len(self.work)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of one microbatch, between two stages, wherever the units are cut: the median boundary."""
+        inner = sorted(self.boundary_bytes[1:])
+        return inner[len(inner) // 2] if inner else 0
+
+    @property
+    def has_even_boundaries(self) -> bool:
+        """Whether it makes no difference to the links where the units are cut."""
+        return len(set(self.boundary_bytes[1:])) <= 1
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,11 @@ class Hosting:
     grid: Grid
     stages: tuple[PlannedStage, ...]
     step_s: float
+
+    def problem_after(self, network: Scenario, workload: Workload, stage: int) -> Problem:
+        """The problem with hops that carry what leaves this stage."""
+        size_bytes = workload.boundary_bytes[self.stages[stage].span.end % workload.units]
+        return replace(self.problem, hop_s=slower_way_s(network, np.arange(network.devices), size_bytes))
 
     @property
     def used(self) -> frozenset[int]:
@@ -180,7 +198,8 @@ class Planner:
         rooms = [
             StageRoom(self._work_per_s[list(group)].sum(), self._room_bytes[list(group)].min()) for group in groups
         ]
-        spans = split(self.workload.work, self.workload.unit_bytes, rooms)
+        entering = {} if self.workload.has_even_boundaries else {"entering_s": self._entering_s(grid)}
+        spans = split(self.workload.work, self.workload.unit_bytes, rooms, **entering)
         if spans is None:
             return None
         stages = tuple(
@@ -194,6 +213,18 @@ class Planner:
         )
         return Hosting(problem, grid, stages, self._step_s(problem, grid, stages))
 
+    def _entering_s(self, grid: Grid) -> Callable[[int], FloatArray | float]:
+        """What the hop into a stage takes, for each unit that it may begin with."""
+        sizes = self.workload.boundary_bytes
+
+        def seconds(stage: int) -> FloatArray | float:
+            if stage == 0:
+                return 0.0
+            by_size = {size: hop_s(self.network, grid[stage - 1], grid[stage], size) for size in set(sizes)}
+            return np.array([by_size[size] for size in sizes])
+
+        return seconds
+
     def _averaging_s(self, group: tuple[int, ...], span: Span) -> float:
         """DT-FM's averaging for the gradients that this stage really has."""
         gradient_bytes = sum(self.workload.gradient_bytes[span.start : span.end])
@@ -202,7 +233,10 @@ class Planner:
 
     def _step_s(self, problem: Problem, grid: Grid, stages: Sequence[PlannedStage]) -> float:
         """What a step takes: the slowest pipeline's hops, and stages whose devices share the microbatches."""
-        hops_s = problem.hop_s[grid[:-1], grid[1:]].max(axis=1).tolist()
+        sizes = [self.workload.boundary_bytes[stage.span.start] for stage in stages[1:]]
+        hops_s = [
+            hop_s(self.network, here, there, size) for (here, there), size in zip(pairwise(grid), sizes, strict=True)
+        ]
         turns_s = [stage.compute_s * problem.replicas / len(stage.devices) for stage in stages]
         return step_s(
             [stage.compute_s for stage in stages],
@@ -237,6 +271,13 @@ class Planner:
         roomiest = np.sort(self._room_bytes)[::-1][: stages * replicas]
         rooms: list[float] = roomiest.reshape(stages, replicas).min(axis=1).tolist()
         return rooms
+
+
+def hop_s(network: Scenario, here: Members, there: Members, size_bytes: float) -> float:
+    """From each device of a stage to that of its pipeline in the next, one way: the slowest, in the slower direction."""
+    ways = ((here, there), (there, here))
+    sent_s = (transfer_s(size_bytes, network.delay_s[way], network.bandwidth_bps[way]) for way in ways)
+    return max(float(seconds.max()) for seconds in sent_s)
 
 
 def _gb(size_bytes: float) -> str:

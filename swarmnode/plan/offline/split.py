@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +19,16 @@ class StageRoom:
     room_bytes: float
 
 
-def split(work: Sequence[float], unit_bytes: Sequence[int], stages: Sequence[StageRoom]) -> list[Span] | None:
-    """Cut the units into one span per stage, in order, such that the slowest stage is as fast as can be.
+def split(
+    work: Sequence[float],
+    unit_bytes: Sequence[int],
+    stages: Sequence[StageRoom],
+    entering_s: Callable[[int], FloatArray | float] = lambda _: 0.0,
+) -> list[Span] | None:
+    """Cut the units into one span per stage, in order, such that the slowest stage, or hop, is as fast as can be.
 
-    `work` and `unit_bytes` are per unit. None where memory does not allow any cut. A dynamic programme over stages and
+    `work` and `unit_bytes` are per unit; `entering_s` tells of a stage's number what the hop into it takes for each unit that
+    it may begin with, where that differs. None where memory does not allow any cut. A dynamic programme over stages and
     units: the slowest of the stages so far, for each number of units that they may hold together.
     """
     work_before = np.concatenate([[0.0], np.cumsum(work)])
@@ -32,7 +38,8 @@ def split(work: Sequence[float], unit_bytes: Sequence[int], stages: Sequence[Sta
     slowest_s[0] = 0.0
     starts = np.zeros((len(stages), units + 1), dtype=np.intp)
     for number, stage in enumerate(stages):
-        reached_s = np.maximum(slowest_s[:, None], _span_s(work_before, bytes_before, stage))
+        before_s = np.maximum(slowest_s, np.append(entering_s(number) + np.zeros(units), 0.0))
+        reached_s = np.maximum(before_s[:, None], _span_s(work_before, bytes_before, stage))
         starts[number] = reached_s.argmin(axis=0)
         slowest_s = reached_s.min(axis=0)
     if not np.isfinite(slowest_s[units]):

@@ -122,9 +122,10 @@ def check_vocabulary(vocabulary: int | None, files: Iterable[str]) -> None:
 
 
 def _short_name(spec: str) -> str:
-    """What to call a module: its factory's name, or its file's."""
-    name = spec.rpartition(":")[2] if ":" in spec else Path(spec).stem
-    return "".join(filter(str.isprintable, name))[:MAX_NAME_CHARS] or "graph"
+    """A module's name, as a manifest may hold it."""
+    from swarmnode.compute.graph.exporting.source import module_name
+
+    return "".join(filter(str.isprintable, module_name(spec)))[:MAX_NAME_CHARS] or "graph"
 
 
 def _whole_checkpoint(model: str) -> Checkpoint:

@@ -17,11 +17,13 @@ from swarmnode.errors import UsageError
 from swarmnode.plan.offline.gpus import LayerTimes, find_gpu, layer_times
 from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.plan.view import Span
+from swarmnode.simulate.environment.graph_model import GraphModel
 from swarmnode.simulate.environment.model import WEIGHT_BYTES, Model
 
 FLOPS_SHARE = 0.4
 BANDWIDTH_SHARE = 0.7
 PASS_S = 0.0005  # of a unit's pass that no card is faster than: a dozen kernels to launch, and Python around them
+CALL_S = PASS_S / 12  # of an operator, likewise
 FLOPS_PER_PARAMETER = 2  # a multiplication and an addition, for each token
 FLOPS_PER_BYTE = 100  # of a card that the table does not have: about the ratio of its consumer cards
 BACKWARD = 2.0  # of the forward pass: gradients of the inputs and of the weights
@@ -77,10 +79,13 @@ def device_of(scenario: Scenario, index: int, model: Model) -> SimulatedDevice:
     trained = scenario.training_units_per_s[index] if scenario.training_units_per_s else None
     if given is not None or trained is not None:
         return SimulatedDevice(name, memory_bytes, *_measured(given, trained), True)
+    flops = scenario.peak_flops[index]
+    if isinstance(model, GraphModel) and (known is not None or flops is not None):
+        peaks = (known.flops, known.memory_bytes_per_s) if known else (flops or 0.0, (flops or 0.0) / FLOPS_PER_BYTE)
+        return SimulatedDevice(name, memory_bytes, *_graph_roofline(model, *peaks))
     card = known_card(gpu, model.layer_parameters)
     if card is not None:
         return replace(card, name=name, memory_bytes=memory_bytes)
-    flops = scenario.peak_flops[index]
     if flops is None:
         raise UsageError(
             f"how fast device {index} of {scenario.name} is, is not known: its scenario needs gpu, peak_tflops or "
@@ -128,3 +133,11 @@ def _roofline(layer_parameters: int, flops: float, bytes_per_s: float) -> tuple[
         return max(PASS_S, reading_s, arithmetic_s * tokens)
 
     return pass_s, pass_s
+
+
+def _graph_roofline(model: GraphModel, flops: float, bytes_per_s: float) -> tuple[Seconds, Seconds]:
+    """Of a graph's middle unit: what its arithmetic takes, what its other operators move, and what it takes to call them."""
+    step_s = model.flops / (flops * FLOPS_SHARE) + model.moved_bytes / (bytes_per_s * BANDWIDTH_SHARE)
+    step_s += model.calls * CALL_S
+    sample_s = step_s / ((1 + BACKWARD) * sum(model.unit_layers) * model.samples)
+    return lambda samples: samples * sample_s, lambda samples: samples * sample_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from swarmnode.plan.view import Span
 
 WEIGHT_BYTES = 2  # bf16 or fp16, as GPUs serve and train
 STATE_BYTES = 12  # of a parameter in training
+ID_BYTES = 8  # of a token
 CONFIG_NAME = "config.json"
 
 
@@ -37,7 +39,9 @@ class Model:
         path = Path(path)
         path = path / CONFIG_NAME if path.is_dir() else path
         if not path.is_file():
-            raise UsageError(f"{path}: no such file; --model takes a config.json of transformers, or a folder with one")
+            raise UsageError(
+                f"{path}: no such file; --model takes a config.json of transformers, a graph.json, or a folder with one"
+            )
         from swarmnode.compute.model.checkpoint import load_config
 
         config = load_config(path)
@@ -58,6 +62,29 @@ class Model:
     def units(self) -> int:
         """How many units it has."""
         return len(self.parameters)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether its samples are sequences of them, as a language model's are."""
+        return True
+
+    @property
+    def inner_layers(self) -> range:
+        """The units that are layers: neither embedding nor head."""
+        return range(1, self.units - 1)
+
+    @property
+    def matrix_width(self) -> int:
+        """Of the matrices whose gradients are averaged, which are taken to be of this x 4 times this."""
+        return self.hidden
+
+    def input_bytes(self, samples: int, sequence: int) -> int:
+        """Of a microbatch, as a trainer sends it: token ids."""
+        return samples * sequence * ID_BYTES
+
+    def crossing(self, unit: int, samples: int, sequence: int, *, back: bool = False) -> tuple[int, ...]:
+        """Shape of the values of a microbatch that enter a unit from the one before it; `back`: of their gradients."""
+        return samples, sequence, self.hidden
 
     @cached_property
     def layer_parameters(self) -> int:
@@ -107,13 +134,15 @@ class Model:
         """The active parameters of a span, as a number of layers."""
         return self._layers_before[span.end] - self._layers_before[span.start]
 
+    @property
+    def unit_layers(self) -> tuple[float, ...]:
+        """The work of each unit, in layers. Looking up an embedding is no work; it counts as a hundredth of a layer."""
+        return (0.01, *(count / self.layer_parameters for count in self.active[1:]))
+
     @cached_property
     def _layers_before(self) -> tuple[float, ...]:
-        """Layers' worth of the units before each. Looking up an embedding is no work; it counts as a hundredth of a layer."""
-        sums = [0.0]
-        for unit, count in enumerate(self.active):
-            sums.append(sums[-1] + (0.01 if unit == 0 else count / self.layer_parameters))
-        return tuple(sums)
+        """Layers' worth of the units before each."""
+        return tuple(accumulate(self.unit_layers, initial=0.0))
 
 
 def _count(family: Any, expert_share: float) -> tuple[list[int], list[float], int]:

@@ -243,14 +243,14 @@ class World:
         """Go, if that is still what the peer wants."""
         move = self._outlook.move(peer) if peer.wish is wish and peer.state is State.READY else None
         if move is not None and move.is_same_wish(wish):
-            self._move(peer, move.span)
+            self.move(peer, move.span)
 
     def _ready_peers(self) -> list[Peer]:
         if self._outlook.all_stay():
             return []
         return [peer for peer in self.by_id.values() if peer.state is State.READY]
 
-    def _move(self, peer: Peer, span: Span) -> None:
+    def move(self, peer: Peer, span: Span) -> None:
         """Let the sessions go elsewhere, then load the other span."""
         self.measures.count("moves", 1)
         peer.state = State.DRAINING

@@ -28,7 +28,9 @@ def reduction_ends_s(
         _Exchange(
             members=[indexes[member.peer] for member in group.members],
             givers=[indexes[member.peer] for member in group.members if member.count],
-            size_bytes=averaged_bytes(sum(model.block_parameters(block) for block in group.blocks), model.hidden, how),
+            size_bytes=averaged_bytes(
+                sum(model.block_parameters(block) for block in group.blocks), model.matrix_width, how
+            ),
         )
         for group in groups
         if len(group.members) > 1 and group.how != How.APART
@@ -62,10 +64,10 @@ class _Exchange:
         )
 
 
-def averaged_bytes(parameters: int, hidden: int, how: Averaging) -> float:
+def averaged_bytes(parameters: int, width: int, how: Averaging) -> float:
     """Of the gradients of so many parameters, as the run's codec or rank sends them."""
-    if how.rank:  # two factors for each matrix, taken to be of `hidden` x 4 `hidden`
-        return 4.0 * min(parameters, how.rank * parameters * (1 + WIDENING) / (WIDENING * hidden))
+    if how.rank:  # two factors for each matrix, taken to be of `width` x 4 `width`
+        return 4.0 * min(parameters, how.rank * parameters * (1 + WIDENING) / (WIDENING * width))
     kept = int(parameters * how.keep) if how.codec == Codec.TOPK else 0
     if kept:
         return kept * 4.0  # a 16-bit value and a 16-bit index

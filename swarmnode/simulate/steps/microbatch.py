@@ -16,8 +16,6 @@ from swarmnode.simulate.settings import TrainSettings
 from swarmnode.simulate.steps.bench import SimulatedBench
 from swarmnode.simulate.steps.encoder import BACKWARD, FORWARD, Encoder
 
-ID_BYTES = 8
-
 
 @dataclass(eq=False)
 class SimulatedStage:
@@ -57,14 +55,14 @@ class SimulatedMicrobatch:
         self.called_back = False
         self._training = training
         self._tokens = training.settings.tokens
-        self._shape = (training.settings.microbatch, training.settings.sequence, training.world.model.hidden)
 
     def __repr__(self) -> str:
         return f"<SimulatedMicrobatch of microbatch {self.number}: {len(self.counted)} of {len(self.route)} hops have counted it>"
 
     def start(self, place: int) -> None:
-        """Token ids from the trainer, who stands at `place` of the links, to the first hop."""
-        self._travel(place, 0, self._tokens * ID_BYTES, self._forward)
+        """Its samples go from the trainer, who stands at `place` of the links, to the first hop."""
+        settings, model = self._training.settings, self._training.world.model
+        self._travel(place, 0, model.input_bytes(settings.microbatch, settings.sequence), self._forward)
 
     def passes(self, name: PeerId) -> bool:
         """Whether a peer is on its route."""
@@ -78,7 +76,10 @@ class SimulatedMicrobatch:
 
     def _hand_on(self, index: int, step: int, direction: str, arrive: Callable[[int], None]) -> None:
         sender, receiver = self.route[index][0].peer.index, self.route[index + step][0].peer.index
-        size_bytes = self._training.encoder.size_bytes((sender, receiver, direction), self._shape)
+        settings, model = self._training.settings, self._training.world.model
+        unit = self.route[max(index, index + step)][1].start
+        shape = model.crossing(unit, settings.microbatch, settings.sequence, back=direction == BACKWARD)
+        size_bytes = self._training.encoder.size_bytes((sender, receiver, direction), shape)
         self._travel(sender, index + step, size_bytes, arrive)
 
     def _forward(self, index: int) -> None:

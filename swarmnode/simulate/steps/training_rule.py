@@ -25,7 +25,7 @@ def simulated_rule(
     model, met = world.model, _Met(world, settings.tokens)
     values = (settings.microbatch, settings.sequence, model.hidden)
     gradient_bytes = (
-        averaged_bytes(model.parameters[unit], model.hidden, settings.averaging) for unit in range(model.units)
+        averaged_bytes(model.parameters[unit], model.matrix_width, settings.averaging) for unit in range(model.units)
     )
     load = TrainingLoad(
         settings.microbatches,

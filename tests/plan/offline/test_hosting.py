@@ -17,7 +17,7 @@ LAYERS = Workload(
     unit_bytes=(GB,) * 12,
     gradient_bytes=(GB // 8,) * 12,
     work=(1.0,) * 12,
-    activation_bytes=10**7,
+    boundary_bytes=(10**7,) * 12,
     microbatches=32,
 )
 FAST_LAN = instances([7], 100, 100)

@@ -29,6 +29,11 @@ def export_source(spec: str, *, trains: bool = True) -> Exported:
     return export_module(*load_factory(spec), trains=trains)
 
 
+def module_name(spec: str) -> str:
+    """What to call the module that `spec` names: as its factory, or as its file."""
+    return spec.rpartition(":")[2] if ":" in spec else Path(spec).stem
+
+
 def load_factory(spec: str) -> tuple[nn.Module, Example]:
     """Call the function that `spec` names; modules are found as Python finds them, and in the working folder."""
     module_name, _, function_name = spec.partition(":")

@@ -1,0 +1,109 @@
+"""Graphs of modules are planned and simulated as models are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from swarmnode.compute.graph.layout import Layout
+from swarmnode.compute.graph.serialise import read_graph
+from swarmnode.errors import UsageError
+from swarmnode.simulate.environment.graph_model import GraphModel, load_model
+from tests.cli.command import assert_clear, invoke
+
+BATCH = 8
+DEVICES = 6
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> str:
+    """Cards so slow that more of them are worth their links."""
+    values: dict[str, Any] = {
+        "name": "lan",
+        "devices": DEVICES,
+        "delay_ms": (0.1 * (1 - np.eye(DEVICES))).tolist(),
+        "bandwidth_gbps": [[1] * DEVICES] * DEVICES,
+        "peak_tflops": [0.05] * DEVICES,
+        "memory_gb": [8] * DEVICES,
+    }
+    path = tmp_path / "lan.json"
+    path.write_text(json.dumps(values))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["resnet", "unet"])
+def test_a_plan_is_carried_out_as_fast_as_it_says(
+    folder: Callable[[str], Path], network: str, tmp_path: Path, kind: str
+) -> None:
+    path = folder(kind)
+    common = (network, "--model", str(path), "--batch", str(BATCH), "--microbatches", "12")
+    done = invoke("plan", *common, "--stages", "3", "--replicas", "2", "--dtype", "fp32", "--seconds", "0.5", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    graph = read_graph(path)
+    spans = [stage["units"] for stage in plan["stages"]]
+    assert [unit for span in spans for unit in range(*span)] == list(range(graph.units))
+    assert all(stage["layers"] == [] for stage in plan["stages"]), "a module has no embedding and no head"
+
+    file = tmp_path / "plan.json"
+    file.write_text(done.stdout)
+    lived = invoke(
+        "simulate",
+        *common,
+        "--workload",
+        "train",
+        "--compress",
+        "none",
+        "--plan",
+        str(file),
+        "--hours",
+        "0.002",
+        "--json",
+    )
+    assert lived.returncode == 0, lived.stderr
+    step = json.loads(lived.stdout)["latencies"]["step, s"]
+    assert step["mean"] == pytest.approx(plan["step_s"], rel=0.25), "the plan knows what crosses, and what is computed"
+
+
+def test_what_passes_between_units_is_what_the_graph_says(folder: Callable[[str], Path]) -> None:
+    """A U-Net's boundaries differ: skips pass by, and the clean image goes along to the loss, but has no gradient."""
+    graph = read_graph(folder("unet"))
+    model = GraphModel.of_graph(graph, "unet", BATCH)
+    image_values = 3 * 32 * 32
+    assert model.input_bytes(BATCH, 1) == 2 * BATCH * image_values * 4
+    for unit, values in enumerate(Layout(graph).boundaries[: graph.units]):
+        sizes = {back: np.prod(model.crossing(unit, BATCH, 1, back=back)) for back in (False, True)}
+        there = sum(int(np.prod(value.type.sizes(BATCH))) for value in values)
+        back = sum(int(np.prod(value.type.sizes(BATCH))) for value in values if value.trained)
+        assert sizes == {False: there, True: max(back, BATCH)}
+    assert len(set(model.forward_bytes[1:])) > 1
+    assert sum(model.parameters) == sum(np.prod(weight.type.sizes(1)) for weight in graph.weights if weight.trained)
+
+
+def test_a_cut_where_little_crosses_is_preferred(folder: Callable[[str], Path]) -> None:
+    """Over slow links the plan cuts a ResNet late, where images have become small."""
+    model = load_model(folder("resnet"), BATCH)
+    assert isinstance(model, GraphModel)
+    assert model.forward_bytes[1] > 2 * model.forward_bytes[-1]
+
+
+def test_what_cannot_be_planned_is_refused(folder: Callable[[str], Path], network: str, tmp_path: Path) -> None:
+    path = str(folder("unet"))
+    assert_clear(invoke("simulate", network, "--model", path), 2, "simulated in training alone: add --workload train")
+    assert_clear(invoke("plan", network, "--model", "tests.compute.graph.models:nothing"), 2, "no function nothing")
+    assert_clear(invoke("plan", network, "--model", str(tmp_path / "none.pt2")), 2, "none.pt2: cannot be read")
+    (tmp_path / "graph.json").write_text("{}")
+    assert_clear(invoke("plan", network, "--model", str(tmp_path)), 1, "the graph is damaged")
+
+
+def test_a_graph_of_one_batch_size_says_so(folder: Callable[[str], Path]) -> None:
+    import msgspec
+
+    graph = msgspec.structs.replace(read_graph(folder("unet")), any_batch=False)
+    with pytest.raises(UsageError, match="microbatches of 4 samples alone, not 8: see --batch"):
+        GraphModel.of_graph(graph, "unet", BATCH)
