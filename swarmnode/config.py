@@ -10,7 +10,7 @@ from swarmnode.errors import UsageError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "nf4")
 CAPTURES = ("auto", "off")
-COMPRESSIONS = ("auto", "none", "bf16", "int8", "int4", "adatopk")
+COMPRESSIONS = ("auto", "none", "bf16", "int8", "int4", "topk", "adatopk", "slowest")
 DEVICES = re.compile(r"auto|all|cpu|mps|cuda|(cuda|cpu):\d{1,3}(,\1:\d{1,3})*")
 
 
@@ -55,7 +55,9 @@ class StageConfig:
     threads: int | None = None
     cache_tokens: int = 4096  # positions (rows x length) that must fit beside the weights
     max_cache_tokens: int = 262_144
-    compress: str = "auto"  # what travels between stages in training: auto, a codec, or adatopk
+    compress: str = (
+        "auto"  # what travels between stages in training: auto, a codec, or a rule of top-k; a run may say otherwise
+    )
     throttle_units_per_s: float | None = None  # serve no faster than this, to have unequal peers on one machine
     capture: str = "auto"  # decode steps as CUDA graphs, where the device and the family can
     min_holders: int = 2  # states of units that fewer nodes train are kept on other peers' disks, too; below 2 none are

@@ -21,6 +21,9 @@ TOPK_BLOCK = 1 << 16  # elements that 16-bit indices can tell apart
 TOPK_COUNT_BYTES = 4
 TOPK_INDEX_BYTES = 2
 TOPK_VALUE_BYTES = 2
+TOPK2_CHUNK = 4096  # elements that share two magnitudes
+TOPK2_LEVEL_BYTES = 2  # of each of them, a bfloat16
+TOPK2_BLOCK = 256  # elements that indices of a byte can tell apart
 
 
 class Codec(IntEnum):
@@ -32,6 +35,10 @@ class Codec(IntEnum):
     INT8 = 3  # block-wise absmax
     INT4 = 4  # tiles of 32, Hadamard for outlier tiles
     TOPK = 5  # values + bitmask or short indices
+    TOPK2 = 7  # values of two bits + indices of a byte; 6 stays free: test vectors have it for an unknown one
+
+
+SPARSE_CODECS = frozenset({Codec.TOPK, Codec.TOPK2})  # those with a `param`: how many elements are kept
 
 
 class DType(IntEnum):
@@ -91,7 +98,7 @@ def check_tensor(info: TensorInfo, max_elements: int = MAX_ELEMENTS) -> int:
         raise ProtocolError(f"unknown tensor codec {info.codec}")
     if info.codec != Codec.NONE and info.dtype not in FLOAT_DTYPES:
         raise ProtocolError(f"codec {Codec(info.codec).name} cannot carry {DType(info.dtype).name}")
-    if not 0 <= info.param <= (count if info.codec == Codec.TOPK else 0):
+    if not 0 <= info.param <= (count if info.codec in SPARSE_CODECS else 0):
         raise ProtocolError(f"param {info.param} does not fit codec {Codec(info.codec).name} of {count} elements")
     return encoded_bytes(info.codec, info.dtype, count, info.param)
 
@@ -109,6 +116,9 @@ def encoded_bytes(codec: int, dtype: int, count: int, param: int) -> int:
         return (SCALE_BYTES + INT4_TILE // 2) * -(-count // INT4_TILE)
     if codec == Codec.TOPK:
         return TOPK_VALUE_BYTES * param + min(topk_mask_bytes(count), topk_index_bytes(count, param))
+    if codec == Codec.TOPK2:
+        levels_bytes = 2 * TOPK2_LEVEL_BYTES * -(-count // TOPK2_CHUNK)
+        return levels_bytes + -(-param // 4) + param + -(-count // TOPK2_BLOCK)
     return count * (DTYPE_BYTES[DType(dtype)] if codec == Codec.NONE else 2)
 
 

@@ -136,6 +136,7 @@ class Status(Body, frozen=True):
     answers: Code = 0  # the kind of the command that this answers; 0: told unasked
     unit_s: Duration = 0.0  # measured: one microbatch through one unit, forward and back
     window: Annotated[int, Meta(ge=0, le=1 << 16)] = 0  # microbatches that it has room for at once; 0: not known
+    slowest_link_s: Duration = 0.0  # measured: a microbatch's values, uncompressed, over the slowest of its links
 
     def check(self) -> None:
         inside = (self.start, *(unit for run in self.counted for unit in (run.start, run.end)), self.end)
@@ -169,7 +170,8 @@ class Discard(Body, frozen=True):
 class Commit(Body, frozen=True):
     """Update with the agreed gradients, whose norm over the whole model is `norm`; the step is over, its loss was `loss`.
 
-    `beat_s`: seconds of computing that one microbatch costs the slowest stage; no link need be faster. 0: not known yet.
+    `beat_s`: seconds of computing that one microbatch costs the slowest stage; no link need be faster. `slowest_link_s`: what its
+    values, uncompressed, take over the slowest link of all. 0: not known yet.
     """
 
     step: Step
@@ -177,6 +179,7 @@ class Commit(Body, frozen=True):
     run: RunId
     loss: Number = 0.0
     beat_s: Duration = 0.0
+    slowest_link_s: Duration = 0.0
 
 
 class Sync(Body, frozen=True):

@@ -17,6 +17,7 @@ from swarmnode.compress.int4 import decode_int4, encode_int4
 from swarmnode.compress.int8 import decode_int8, encode_int8
 from swarmnode.compress.small import decode_small_int8, encode_small_int8, is_few, is_small
 from swarmnode.compress.topk import decode_topk, encode_topk
+from swarmnode.compress.topk2 import decode_topk2, encode_topk2
 from swarmnode.errors import ProtocolError
 
 __all__ = ["Buffer", "decode", "decode_in_place", "encode", "encode_in_place", "payload_bytes", "to_buffer"]
@@ -77,7 +78,7 @@ def _encode_flat(x_N: Tensor, codec: Codec, param: int) -> tuple[Tensor, int]:
         return encode_int8(x_N), 0
     if codec == Codec.INT4:
         return encode_int4(x_N), 0
-    return encode_topk(x_N, param)
+    return (encode_topk if codec == Codec.TOPK else encode_topk2)(x_N, param)
 
 
 def to_buffer(payload_M: Tensor) -> Buffer:
@@ -145,4 +146,4 @@ def _decode_flat(info: TensorInfo, payload_M: Tensor) -> Tensor:
         return decode_int8(payload_M, count, dtype)
     if info.codec == Codec.INT4:
         return decode_int4(payload_M, count, dtype)
-    return decode_topk(payload_M, count, info.param, dtype)
+    return (decode_topk if info.codec == Codec.TOPK else decode_topk2)(payload_M, count, info.param, dtype)

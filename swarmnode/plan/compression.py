@@ -3,8 +3,6 @@
 A pipeline's beat is what one microbatch costs its slowest stage in computing. With several microbatches in flight a link's delay is
 hidden, its throughput is not: a link keeps up where the bytes of a microbatch take less than a beat. So the mildest rung of
 the ladder is chosen that does. Each direction of each link chooses by itself, from what its receiver measured.
-
-For comparison, AdaTopK (FusionLLM, arXiv 2410.12707): the slower a link, the fewer elements of an activation are sent.
 """
 
 from __future__ import annotations
@@ -111,13 +109,3 @@ def encoded_bytes(values: Sequence[TensorInfo], codec: Codec) -> int:
         payload_bytes(TensorInfo(codec if info.dtype in FLOAT_DTYPES else Codec.NONE, info.dtype, info.shape))
         for info in values
     )
-
-
-def adatopk_keep(link_s: float, slowest_s: float, largest_ratio: float) -> float:
-    """The share of elements that a link sends which takes `link_s` seconds uncompressed, where the slowest takes `slowest_s`.
-
-    The slowest link is compressed by `largest_ratio`, the others in proportion to their seconds, none by less than 1.
-    Measured on language models: any top-k of activations costs 0.76 to 0.91 of loss; this is for comparison.
-    """
-    ratio = largest_ratio * link_s / slowest_s if slowest_s > 0 else 1.0
-    return 1 / min(max(ratio, 1.0), largest_ratio)

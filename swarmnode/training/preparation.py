@@ -11,6 +11,7 @@ from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.training.datasets.batches import Batches
 from swarmnode.compute.training.datasets.data import array_batches, token_batches
 from swarmnode.errors import UsageError
+from swarmnode.plan.sparsity import is_allowed
 from swarmnode.swarm.records.manifest import CAUSAL_LM, TRAIN, Manifest
 from swarmnode.swarm.records.run import Run, check_run
 from swarmnode.swarm.storage.content import has_tokenizer
@@ -29,6 +30,7 @@ def prepare(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prep
     A `sequence` or `microbatch` of 0 is chosen here. Raises UsageError where model, data and settings do not fit.
     """
     check_trains(manifest)
+    check_compression(manifest, settings.compression.rule)
     ready = _for_text if manifest.kind == CAUSAL_LM else _for_graph
     run, batches = ready(manifest, folder, data, settings)
     run = msgspec.structs.replace(run, data=batches.fingerprint)
@@ -50,6 +52,12 @@ def check_trains(manifest: Manifest) -> None:
         raise UsageError(
             f"the swarm {manifest.name} serves its model; one that trains is founded with create --mode train"
         )
+
+
+def check_compression(manifest: Manifest, rule: str) -> None:
+    """Raises UsageError where the swarm allows no such codec between its stages."""
+    if not is_allowed(rule, manifest.codecs):
+        raise UsageError(f"--compress {rule}: the swarm {manifest.name} does not allow it; choose auto")
 
 
 def _for_text(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prepared:

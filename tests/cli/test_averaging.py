@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.cli.options.averaging import fine_settings
+from swarmnode.cli.options.averaging import fine_settings, parse_averaging
 from swarmnode.errors import UsageError
 
 UNSET = {"keep": 0.0, "outer_lr": -1.0, "outer_momentum": -1.0}
@@ -16,10 +16,17 @@ def test_only_what_is_given_is_set() -> None:
     assert fine_settings(30, "int8", **{**UNSET, "outer_momentum": 0.0}) == {"outer_momentum": 0.0}
 
 
+def test_topk2_is_sparseloco_but_for_what_is_given() -> None:
+    averaging = parse_averaging(30, "topk2", 0)
+    assert (averaging.keep, averaging.outer_momentum, averaging.outer_lr) == (0.02, 0.0, 1.0)
+    assert parse_averaging(30, "topk2", 0, keep=0.01).keep == 0.01
+    assert parse_averaging(30, "topk", 0).keep == 0.05
+
+
 @pytest.mark.parametrize(
     ("every", "codec", "given", "says"),
     [
-        (1, "int8", {"keep": 0.1}, "goes with --average-codec topk"),
+        (1, "int8", {"keep": 0.1}, "goes with --average-codec topk or topk2"),
         (1, "topk", {"keep": 1.5}, "--average-keep 1.5: it is a share above 0, up to 1"),
         (1, "topk", {"keep": -0.1}, "--average-keep -0.1"),
         (1, "topk", {"keep": float("nan")}, "--average-keep nan"),

@@ -31,7 +31,7 @@ from swarmnode.swarm.records.manifest import Manifest, ModelInfo
 from swarmnode.swarm.records.receipt import Receipt
 from swarmnode.swarm.records.report import Report
 from swarmnode.swarm.records.revocation import RevocationList
-from swarmnode.swarm.records.run import Averaging, Run
+from swarmnode.swarm.records.run import Averaging, Compression, Run
 from swarmnode.swarm.records.statement import Edge, Statement
 from swarmnode.swarm.records.voucher import Voucher
 from swarmnode.swarm.storage.content import FileContent
@@ -55,6 +55,7 @@ NAMES: dict[type[msgspec.Struct], str] = {
     FileContent: "file",
     Run: "run",
     Averaging: "averaging",
+    Compression: "compression",
     Invite: "invite",
     OwnedInvite: "owned_invite",
     Grant: "grant",

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swarmnode.codec.tensors import Codec, DType, TensorInfo, payload_bytes
+from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo, payload_bytes
 from swarmnode.compress import codecs, int4
 from swarmnode.compress.blocks import PIECE_ELEMENTS
 from swarmnode.compress.codecs import decode, encode
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-LOSSY = (Codec.INT8, Codec.INT4, Codec.TOPK)
+LOSSY = (Codec.INT8, Codec.INT4, Codec.TOPK, Codec.TOPK2)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -40,9 +40,9 @@ shapes = st.lists(st.sampled_from([0, 1, 2, 3, 31, 33, 63, 64, 65, 129]), max_si
 @given(shape=shapes, dtype=st.sampled_from(FLOATS), codec=st.sampled_from(Codec), seed=st.integers(0, 9))
 def test_round_trip_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype, codec: Codec, seed: int) -> None:
     tensor = normal(*shape, seed=seed).to(dtype)
-    param = tensor.numel() if codec == Codec.TOPK else 0  # all elements kept: as good as its 16-bit values
+    param = tensor.numel() if codec in SPARSE_CODECS else 0  # all elements kept: as good as its 16-bit values
     decoded = round_trip(tensor, codec, param).float()
-    bound = {Codec.NONE: 0.0, Codec.FP16: 1e-3, Codec.INT8: 0.01, Codec.INT4: 0.12}.get(codec, 0.005)
+    bound = {Codec.NONE: 0.0, Codec.FP16: 1e-3, Codec.INT8: 0.01, Codec.INT4: 0.12, Codec.TOPK2: 0.25}.get(codec, 0.005)
     peak = float(tensor.abs().max()) if tensor.numel() else 0.0
     assert float((decoded - tensor.float()).abs().sum()) <= bound * peak * tensor.numel()
 
@@ -131,7 +131,8 @@ def test_what_is_not_finite_stays_not_finite(codec: Codec, dtype: torch.dtype, b
     tensor[70] = bad
     decoded = round_trip(tensor, codec, param=5)
     assert not torch.isfinite(decoded[70])
-    assert torch.isfinite(decoded[:32]).all()
+    if codec != Codec.TOPK2:  # whose groups are of 4,096
+        assert torch.isfinite(decoded[:32]).all()
 
 
 def test_values_past_the_range_of_float16_are_noticed() -> None:

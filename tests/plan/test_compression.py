@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from swarmnode.plan.compression import HURRY, LADDER, PATIENCE, Controller, Look, adatopk_keep, encoded_bytes
+from swarmnode.plan.compression import HURRY, LADDER, PATIENCE, Controller, Look, encoded_bytes
 
 HIDDEN = TensorInfo(Codec.NONE, DType.FLOAT32, (4, 128, 512))  # 1 MiB
 IDS = TensorInfo(Codec.NONE, DType.INT64, (4, 128))
@@ -78,10 +78,3 @@ def test_a_slower_link_never_gets_less_compression(one_bps: float, other_bps: fl
 
 def test_only_floats_are_compressed() -> None:
     assert encoded_bytes([HIDDEN, IDS], Codec.INT4) == 4 * 128 * 512 * 18 // 32 + 4 * 128 * 8
-
-
-def test_adatopk_is_proportional_to_slowness() -> None:
-    assert adatopk_keep(2.0, 2.0, 100.0) == pytest.approx(0.01)
-    assert adatopk_keep(1.0, 2.0, 100.0) == pytest.approx(0.02)
-    assert adatopk_keep(0.001, 2.0, 100.0) == 1.0
-    assert adatopk_keep(0.0, 0.0, 100.0) == 1.0

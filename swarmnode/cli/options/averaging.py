@@ -11,14 +11,20 @@ from swarmnode.errors import UsageError
 if TYPE_CHECKING:
     from swarmnode.swarm.records.run import Averaging
 
-CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk")
+CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk", "topk2")
+SPARSE_LOCO = {"keep": 0.02, "outer_momentum": 0.0}  # arXiv 2508.15706: error feedback takes the place of momentum
 
 AVERAGE_EVERY = typer.Option(
     1, "--average-every", min=1, help="Steps between two averagings of replicas; above 1: as DiLoCo does."
 )
-AVERAGE_CODEC = typer.Option("none", "--average-codec", metavar="|".join(CODECS), help="Of what they send.")
+AVERAGE_CODEC = typer.Option(
+    "none", "--average-codec", metavar="|".join(CODECS), help="Of what they send; topk2 is SparseLoCo's."
+)
 AVERAGE_KEEP = typer.Option(
-    0.0, "--average-keep", help="Of topk: the share of the elements that is sent; default: 0.05.", show_default=False
+    0.0,
+    "--average-keep",
+    help="Of topk, topk2: the share of the elements that is sent; default: 0.05, of topk2 0.02.",
+    show_default=False,
 )
 AVERAGE_RANK = typer.Option(0, "--average-rank", min=0, max=1024, help="Above 0: PowerSGD of that rank.")
 OUTER_LR = typer.Option(
@@ -28,7 +34,10 @@ OUTER_LR = typer.Option(
     show_default=False,
 )
 OUTER_MOMENTUM = typer.Option(
-    -1.0, "--outer-momentum", help="With --average-every: its Nesterov momentum; default: 0.5.", show_default=False
+    -1.0,
+    "--outer-momentum",
+    help="With --average-every: its Nesterov momentum; default: 0.5, with topk2 0.",
+    show_default=False,
 )
 
 
@@ -50,8 +59,8 @@ def fine_settings(every: int, codec: str, *, keep: float, outer_lr: float, outer
         _, _, flag, bounds, is_sound = given[name]
         if not is_sound:
             raise UsageError(f"{flag} {value:g}: it is {bounds}")
-    if "keep" in found and codec != "topk":
-        raise UsageError("--average-keep goes with --average-codec topk")
+    if "keep" in found and codec not in ("topk", "topk2"):
+        raise UsageError("--average-keep goes with --average-codec topk or topk2")
     if every == 1 and {"outer_lr", "outer_momentum"} & found.keys():
         raise UsageError("--outer-lr and --outer-momentum go with --average-every above 1")
     return found
@@ -64,4 +73,6 @@ def parse_averaging(every: int, codec: str, rank: int, *, robust: bool = False, 
 
     if codec not in CODECS:
         raise UsageError(f"--average-codec {codec}: it is one of {', '.join(CODECS)}")
+    if codec == "topk2":
+        fine = {**SPARSE_LOCO, **fine}
     return Averaging(every=every, codec=Codec[codec.upper()], rank=rank, robust=robust, **fine)

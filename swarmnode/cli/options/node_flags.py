@@ -13,8 +13,8 @@ CAPTURE = typer.Option(
 COMPRESS = typer.Option(
     "auto",
     "--compress",
-    metavar="auto|none|bf16|int8|int4|adatopk",
-    help="In training, what is sent to other stages: auto takes no more than a slow link needs.",
+    metavar="auto|none|bf16|int8|int4|topk|adatopk|slowest",
+    help="In training, what is sent to other stages, if train does not say: auto takes no more than a slow link needs.",
 )
 AUDIT_SHARE = typer.Option(
     "3%",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from swarmnode.cli.options.activations import COMPRESS, TOPK_FEEDBACK, TOPK_RATIO, parse_compression
 from swarmnode.cli.options.averaging import (
     AVERAGE_CODEC,
     AVERAGE_EVERY,
@@ -96,6 +97,9 @@ def train(
     average_rank: int = AVERAGE_RANK,
     outer_lr: float = OUTER_LR,
     outer_momentum: float = OUTER_MOMENTUM,
+    compress: str = COMPRESS,
+    topk_ratio: float = TOPK_RATIO,
+    topk_feedback: bool = TOPK_FEEDBACK,
     robust: bool = typer.Option(
         False,
         "--robust",
@@ -176,6 +180,7 @@ def _settings(options: Mapping[str, Any]) -> Run:
         learning_rate=options["lr"],
         warmup_steps=options["warmup"],
         averaging=parse_averaging(every, codec, rank, robust=options["robust"], **fine),
+        compression=parse_compression(options["compress"], options["topk_ratio"], feedback=options["topk_feedback"]),
         **{name: options[name] for name in AS_THEY_ARE},
     )
 

@@ -88,6 +88,11 @@ class Link:
         return self._round_trips.rtt_s
 
     @property
+    def received_bps(self) -> float | None:
+        """How fast the peer's large frames came in lately, in bits/s; None where none has."""
+        return self._throughput_meter.rate_bps
+
+    @property
     def moving(self) -> bool:
         """Whether a large payload is on its way, there or here: who is slow to take or to send it does not stand still."""
         return self._unasked_bytes > 0 or self._round_trips.payload_ahead or self._reader.pending_bytes > 0

@@ -57,6 +57,11 @@ class Channel:
         return self._line.link.bandwidth_bps
 
     @property
+    def received_bps(self) -> float | None:
+        """How fast the peer's large frames came in, in bits/s, as far as it is known."""
+        return self._line.link.received_bps
+
+    @property
     def moving(self) -> bool:
         """Whether a large payload is on its way on the link below, there or here."""
         return self._line.link.moving

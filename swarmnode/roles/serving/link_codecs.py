@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from swarmnode.codec.messages import Input, LinkCodec, Mode, Open
-from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo
 from swarmnode.compress.codecs import DTYPE_OF
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
@@ -32,7 +32,7 @@ class CodecRules:
     def refusal(self, opened: Open) -> ErrorCode | None:
         """Why a session cannot be as it asks; None where it can."""
         asked = {opened.codec, *(one.codec for one in opened.codecs)}
-        return None if asked <= self.allowed and Codec.TOPK not in asked else ErrorCode.INVALID_REQUEST
+        return None if asked <= self.allowed and not SPARSE_CODECS & asked else ErrorCode.INVALID_REQUEST
 
     def wrong(self, body: Input) -> ErrorCode | None:
         """Why an input is none that anybody may send here; None where it is one."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swarmnode.codec.averaging_messages import Group, How
-from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo, payload_bytes
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.compression import encoded_bytes
 from swarmnode.simulate.environment.links import Links
@@ -68,7 +68,6 @@ def averaged_bytes(parameters: int, width: int, how: Averaging) -> float:
     """Of the gradients of so many parameters, as the run's codec or rank sends them."""
     if how.rank:  # two factors for each matrix, taken to be of `width` x 4 `width`
         return 4.0 * min(parameters, how.rank * parameters * (1 + WIDENING) / (WIDENING * width))
-    kept = int(parameters * how.keep) if how.codec == Codec.TOPK else 0
-    if kept:
-        return kept * 4.0  # a 16-bit value and a 16-bit index
+    if how.codec in SPARSE_CODECS:
+        return payload_bytes(TensorInfo(how.codec, DType.FLOAT32, (parameters,), int(parameters * how.keep)))
     return encoded_bytes([TensorInfo(Codec.NONE, DType.FLOAT32, (parameters,))], Codec(how.codec))

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from swarmnode.codec.tensors import Codec, DType, TensorInfo, payload_bytes
+from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo, payload_bytes
 from swarmnode.errors import UsageError
-from swarmnode.plan.compression import LADDER, Controller, Look, adatopk_keep, encoded_bytes
+from swarmnode.plan.compression import LADDER, Controller, Look, encoded_bytes
 from swarmnode.plan.spans.flow import Floats
+from swarmnode.plan.sparsity import SPARSE_RULES, topk_ratio
 from swarmnode.simulate.environment.links import Links
 
-AUTO, ADATOPK = "auto", "adatopk"
-LARGEST_RATIO = 100.0  # of AdaTopK, on the slowest link of all
+AUTO = "auto"
+LARGEST_RATIO = 100.0  # of top-k
+FIXED = tuple(codec.name.lower() for codec in Codec if codec not in SPARSE_CODECS)
 FORWARD, BACKWARD = "forward", "backward"
 
 Direction = tuple[int, int, str]
@@ -23,12 +25,12 @@ Direction = tuple[int, int, str]
 
 
 class Encoder:
-    """`mode`: auto, the name of a codec for all links, or adatopk (FusionLLM, arXiv 2410.12707). `beat_s`: as the coordinator
+    """`mode`: auto, the name of a codec for all links, or a rule of top-k (`plan/sparsity.py`). `beat_s`: as the coordinator
     tells it. Values are float32, as stages compute."""
 
     def __init__(self, links: Links, mode: str) -> None:
-        if mode not in (AUTO, ADATOPK, *(codec.name.lower() for codec in Codec if codec is not Codec.TOPK)):
-            raise UsageError(f"--compress {mode}: choose auto, none, bf16, fp16, int8, int4 or adatopk")
+        if mode not in (AUTO, *SPARSE_RULES, *FIXED):
+            raise UsageError(f"--compress {mode}: choose {', '.join((AUTO, *FIXED, *SPARSE_RULES))}")
         self.beat_s = 0.0
         self._links = links
         self._mode = mode
@@ -44,7 +46,7 @@ class Encoder:
         plain = TensorInfo(Codec.NONE, DType.FLOAT32, shape)
         if self._mode == AUTO:
             size_bytes = encoded_bytes([plain], self._choose(link, plain))
-        elif self._mode == ADATOPK:
+        elif self._mode in SPARSE_RULES:
             size_bytes = self._topk_bytes(link, plain)
         else:
             size_bytes = encoded_bytes([plain], Codec[self._mode.upper()])
@@ -53,7 +55,7 @@ class Encoder:
 
     def expected_bytes(self, peers: Sequence[int], shape: tuple[int, ...]) -> Floats:
         """[N, N]: what values of this shape would weigh from each of these peers to each other: as the last ones there."""
-        fixed = Codec.NONE if self._mode in (AUTO, ADATOPK) else Codec[self._mode.upper()]
+        fixed = Codec.NONE if self._mode not in FIXED else Codec[self._mode.upper()]
         size_NN = np.full((len(peers), len(peers)), encoded_bytes([TensorInfo(fixed, DType.FLOAT32, shape)], fixed))
         places = {peer: number for number, peer in enumerate(peers)}
         for (sender, receiver), size_bytes in self._last_bytes.items():
@@ -73,11 +75,11 @@ class Encoder:
         return self._controllers[link].look(look).codec
 
     def _topk_bytes(self, link: Direction, info: TensorInfo) -> int:
-        """Against the slowest link of the whole swarm, as in the paper (a live stage knows only its own)."""
+        """Against the slowest link of all so far."""
         link_s = encoded_bytes([info], Codec.NONE) * 8 / self._links.bandwidth_bps(link[0], link[1])
         self._slowest_s = max(self._slowest_s, link_s)
-        keep = adatopk_keep(link_s, self._slowest_s, LARGEST_RATIO)
-        if keep >= 1:
+        ratio = topk_ratio(self._mode, link_s, self._slowest_s, LARGEST_RATIO)
+        if ratio <= 1:
             return encoded_bytes([info], Codec.NONE)
-        kept = max(1, int(keep * math.prod(info.shape)))
+        kept = max(1, int(math.prod(info.shape) / ratio))
         return payload_bytes(TensorInfo(Codec.TOPK, info.dtype, info.shape, kept))

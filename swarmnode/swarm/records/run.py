@@ -12,12 +12,15 @@ import msgspec
 
 from swarmnode.codec.body import MAX_RUN_BYTES
 from swarmnode.codec.decoding import DECODE_ERRORS
-from swarmnode.codec.tensors import Codec
+from swarmnode.codec.tensors import SPARSE_CODECS, Codec
+from swarmnode.config import COMPRESSIONS
 from swarmnode.errors import ProtocolError, UsageError
 
 MAX_MICROBATCHES = 2048
 FINGERPRINT_BYTES = 32
 OPTIMIZERS = ("adamw", "adamw8bit", "sgd")
+AUTO = "auto"
+MAX_RATIO = 1e6
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -31,6 +34,14 @@ class Averaging(msgspec.Struct, frozen=True):
     outer_lr: float = 1.0
     outer_momentum: float = 0.5  # Nesterov
     robust: bool = False  # centred clipping (arXiv 2012.10333), where three or more contribute
+
+
+class Compression(msgspec.Struct, frozen=True):
+    """What activations and their gradients travel as between stages. `auto` leaves it to each node."""
+
+    rule: str = AUTO  # out of COMPRESSIONS
+    ratio: float = 100.0  # by which top-k sends fewer elements, at most
+    feedback: bool = False  # what top-k left out is added to what is sent next
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -55,6 +66,7 @@ class Run(msgspec.Struct, frozen=True):
     checkpoint_steps: int = 50
     autocast: bool = False  # bfloat16 on GPUs
     averaging: Averaging = Averaging()
+    compression: Compression = Compression()
 
     @property
     def microbatches(self) -> int:
@@ -119,7 +131,9 @@ def check_run(run: Run) -> None:
         "a share of kept elements up to 1": 0 < run.averaging.keep <= 1,
         "a rank of 0 or more": 0 <= run.averaging.rank <= 1024,
         "robust averaging without top-k and without factors": not run.averaging.robust
-        or (run.averaging.codec != Codec.TOPK and not run.averaging.rank),
+        or (run.averaging.codec not in SPARSE_CODECS and not run.averaging.rank),
+        f"a compression out of {', '.join(COMPRESSIONS)}": run.compression.rule in COMPRESSIONS,
+        f"a top-k ratio from 1 to {MAX_RATIO:g}": 1 <= run.compression.ratio <= MAX_RATIO,
     }
     for rule, kept in rules.items():
         if not kept:
@@ -131,8 +145,8 @@ def differences(own: Run, other: Run) -> list[str]:
     found = []
     for field in Run.__struct_fields__:
         here, there = getattr(own, field), getattr(other, field)
-        if field == "averaging":
-            found += [_difference(f"averaging {name}", here, there, name) for name in Averaging.__struct_fields__]
+        if field in ("averaging", "compression"):
+            found += [_difference(f"{field} {name}", here, there, name) for name in here.__struct_fields__]
         elif field == "data":
             same = here == there
             found.append("" if same else f"The data is other data ({here.hex()[:8]} here, {there.hex()[:8]} there).")
@@ -141,6 +155,6 @@ def differences(own: Run, other: Run) -> list[str]:
     return [sentence for sentence in found if sentence]
 
 
-def _difference(words: str, own: Run | Averaging, other: Run | Averaging, field: str) -> str:
+def _difference(words: str, own: msgspec.Struct, other: msgspec.Struct, field: str) -> str:
     here, there = getattr(own, field), getattr(other, field)
     return "" if here == there else f"The setting {words!r} is {here} here and {there} there."

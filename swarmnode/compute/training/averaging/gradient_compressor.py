@@ -18,15 +18,18 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 import torch
 from torch import Size, Tensor
 
-from swarmnode.codec.tensors import Codec
+from swarmnode.codec.tensors import SPARSE_CODECS, Codec
 from swarmnode.compute.training.averaging.centred_clipping import CentredClipping
 from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.round import Round
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.records.run import Averaging
 
-COARSE = frozenset({Codec.INT8, Codec.INT4, Codec.TOPK})  # codecs for matrices only
-ACCOUNTED = frozenset({Codec.INT4, Codec.TOPK})  # codecs that lose too much without error feedback
+COARSE = frozenset({Codec.INT8, Codec.INT4, *SPARSE_CODECS})  # codecs for matrices only
+ACCOUNTED = frozenset({Codec.INT4, *SPARSE_CODECS})  # codecs that lose too much without error feedback
+DECAY = {
+    Codec.TOPK2: 0.95
+}  # of what is left over, each time: SparseLoCo's, where it takes the place of an outer momentum
 SMALLEST_NORM = 1e-30
 
 Rounds = Generator[Round, None, None]
@@ -123,7 +126,7 @@ class PlainGradientCompressor(GradientCompressor):
                 clipping=clipping,
             )
             if left_N is not None:
-                self._kept = {"residual": left_N}
+                self._kept = {"residual": left_N.mul_(DECAY.get(self.codec, 1.0))}
 
     def _places(self) -> tuple[list[int], list[int]]:
         """Of the vectors and of the matrices among the tensors."""

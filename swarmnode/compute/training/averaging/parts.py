@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo
 from swarmnode.compress.codecs import Buffer, decode, encode
 from swarmnode.errors import ProtocolError
 
@@ -66,7 +66,7 @@ def longest_part(members: int) -> int:
 
 def encode_part(part_N: Tensor, codec: Codec, keep: float) -> Encoded:
     """Descriptor and payload; top-k sends about the share `keep` of the elements. Reduces on the tensor's device."""
-    return encode(part_N, codec, param=round(keep * len(part_N)) if codec == Codec.TOPK else 0)
+    return encode(part_N, codec, param=round(keep * len(part_N)) if codec in SPARSE_CODECS else 0)
 
 
 def decode_part(info: TensorInfo, payload: Buffer, codec: Codec, length: int, device: torch.device) -> Tensor:
@@ -82,7 +82,8 @@ def share_of_nonzeros(part_N: Tensor) -> float:
 
 
 def contribution(weight: float, values_N: Tensor, codec: Codec) -> Contribution:
-    """What was decoded, as a contribution. Top-k: a zero is taken for an element that was not sent."""
+    """What was decoded, as a contribution. Top-k: a zero is taken for an element that was not sent, and the mean of
+    those that sent it stands for all. Not so of TOPK2: SparseLoCo takes the mean over all members."""
     return Contribution(weight, values_N, values_N != 0 if codec == Codec.TOPK else None)
 
 

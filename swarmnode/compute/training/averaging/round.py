@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.codec.tensors import SPARSE_CODECS, Codec, TensorInfo
 from swarmnode.compress.codecs import Buffer
 from swarmnode.compute.training.averaging.centred_clipping import CentredClipping
 from swarmnode.compute.training.averaging.flat import FlatVector
@@ -89,7 +89,7 @@ class Round:
         """The owner's work: the sum of all, which are in the order of the members. Raises NotFinite."""
         clipping = self._clipping
         total_M = reduce_part(contributions) if clipping is None else clipping.reduce(part, contributions)
-        encoded, said_M = self._encode(total_M, share_of_nonzeros(total_M) if self.codec == Codec.TOPK else 1.0)
+        encoded, said_M = self._encode(total_M, share_of_nonzeros(total_M) if self.codec in SPARSE_CODECS else 1.0)
         if self._left_over is not None and self.codec != Codec.TOPK:
             self._left_over.write(part, self._left_over.read(part) + (total_M - said_M))
         return encoded

@@ -17,6 +17,7 @@ from swarmnode.codec.messages import Body
 from swarmnode.codec.training_messages import Commit, Condition, Failed, ProgressReport, Status, StepReport, Stopped
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.sparsity import slowest_link_s
 from swarmnode.plan.training.coordination import Event, Phase
 from swarmnode.plan.training.groups import Holder, make_groups
 from swarmnode.plan.training.recovery import RecoveryPlan
@@ -324,7 +325,8 @@ class StepLoop:
         self._all_reduce = None
         beat_s = max((member.span.units * member.worker.unit_s for member in usable), default=0.0)
         saves = (self.step + 1) % self.run.checkpoint_steps == 0 or self.step + 1 == self.run.steps
-        word = Commit(self.step, norm, self.run.id, loss, beat_s)
+        link_s = slowest_link_s(0.0 if member.status is None else member.status.slowest_link_s for member in usable)
+        word = Commit(self.step, norm, self.run.id, loss, beat_s, link_s)
         for member in self._worker_group.hearing(self.step):
             if member.state is WorkerState.LISTENING:
                 member.send(word)  # which it answers only where it came too late

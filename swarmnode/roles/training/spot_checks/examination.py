@@ -225,10 +225,12 @@ class Examination:
             (outputs, record.sent, shown.sent),
             (returned, record.returned, shown.returned),
         ):
+            codec = Codec(max((info.codec for info in crossing.values), default=Codec.NONE))
+            if codec == Codec.TOPK and self._learner.run.compression.feedback:
+                continue  # it holds what was left out of others, too
             ours = sketched(as_sent(values, crossing.values), self._seed)
             pairs = zip(ours, theirs, strict=True)
             apart = [deviation for pair in pairs for deviation in deviations(*pair, least=LEAST)]
-            codec = Codec(max((info.codec for info in crossing.values), default=Codec.NONE))
             judgement = judge_states(apart, self._tolerance(record, calibration, codec, apart))
             if not judgement.false:
                 calibration.note(self.peer, self._number_format, codec, apart, units=record.end - record.start)

@@ -202,6 +202,9 @@ class MicrobatchInFlight:
         """What this hop's units make of what came in, which is let go."""
         body, learner = self.body, self._stage.learner
         self._check_alive()
+        if body.hop:  # what a trainer feeds is its own affair
+            compressor, sender = self._stage.compressor, self._channel
+            compressor.arrived(body.values, sender.peer, FORWARD, sender.received_bps)
         values = decode_values(body.values, self._payload, learner.segment.device)
         self.kept = self._stage.remember(body, self._payload)
         self._payload = b""
@@ -237,7 +240,9 @@ class MicrobatchInFlight:
         return stage.stopwatch.timing(told)
 
     def _encode(self, values: Sequence[Tensor], peer: PeerId, direction: str, bandwidth_bps: float | None) -> Encoded:
-        compressor = self._stage.compressor
+        compressor, run = self._stage.compressor, self._stage.run
+        assert run is not None
+        compressor.adopt(run.compression)
         infos, payloads = compressor.encode(values, peer, direction, bandwidth_bps)
         raw_bytes, encoded_bytes = sum(value.nbytes for value in values), sum(map(len, payloads))
         codec = compressor.choices[peer, direction].codec
@@ -245,6 +250,9 @@ class MicrobatchInFlight:
         return infos, payloads
 
     def _gradients(self, answer: Backward, payload: bytes | bytearray) -> tuple[Tensor | None, ...]:
+        peer, next_hop = self.body.route[self.body.hop + 1].peer, self._next
+        if next_hop is not None:
+            self._stage.compressor.arrived(answer.values, peer, BACKWARD, next_hop.received_bps)
         flowing = iter(decode_values(answer.values, payload, self._stage.learner.segment.device))
         return tuple(next(flowing) if present else None for present in answer.present)
 

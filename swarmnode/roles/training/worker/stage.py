@@ -152,6 +152,7 @@ class TrainingStage:
             except asyncio.TimeoutError:
                 log.warning("step %d could not be kept within %.0f s", self.state.step, SAVE_S)
         self._memory.close()
+        self.compressor.close()
 
     # -- conversations
 
@@ -314,6 +315,7 @@ class TrainingStage:
             kind,
             self.unit_time.unit_s,
             self._memory.window,
+            self.compressor.slowest_link_s,
         )
 
     async def _moving(self, line: Line, body: Begin | Sync | Restore) -> None:
@@ -373,7 +375,7 @@ class TrainingStage:
             self._answer(line, FrameKind.COMMIT)
             return
         self._forget_records()
-        self.compressor.beat_s = body.beat_s
+        self.compressor.hear(body.beat_s, body.slowest_link_s)
         self._tasks.spawn(self._after_commit(line, done), "commit")
         for arrival in self._admission_queue.next_step():
             self._forward(arrival)

@@ -106,7 +106,7 @@ class TrainingWorker:
             segment,
             checkpoint_manager,
             executor,
-            compressor=ActivationCompressor(hardware.config.compress, host.swarm.manifest.codecs),
+            compressor=ActivationCompressor(hardware.config.compress, host.swarm.manifest.codecs, lent.ledger),
             memory=TrainingMemory(lent.ledger, segment, functools.partial(estimates, checkpoint)),
             stopwatch=Stopwatch(segment.device, clock=clock.compute, throttle=lent.throttle),
             completed=host.completed,

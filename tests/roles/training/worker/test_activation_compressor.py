@@ -1,16 +1,17 @@
-"""What a stage sends as what: fixed codecs within the swarm's bounds, choices told once, AdaTopK against the slowest link."""
+"""What a stage sends as what: fixed codecs within the swarm's bounds, choices told once, top-k against the slowest link."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from swarmnode.codec.tensors import Codec
+from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.errors import UsageError
 from swarmnode.plan.compression import HURRY, Choice
 from swarmnode.roles.measuring.meters import BACKWARD, FORWARD
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.swarm.records.manifest import DEFAULT_CODECS, TRAINING_CODECS
+from swarmnode.swarm.records.run import Compression
 
 VALUES = (torch.randn(4, 64, 64), torch.ones(4, 64, dtype=torch.int64))
 
@@ -34,7 +35,7 @@ def test_a_choice_is_told_when_it_changes() -> None:
     compressor = ActivationCompressor("auto", TRAINING_CODECS)
     told: list[tuple[str, str, Choice]] = []
     compressor.on_choice = lambda *choice: told.append(choice)
-    compressor.beat_s = 0.05
+    compressor.hear(0.05, 0.0)
     assert codecs(compressor, None) == [Codec.NONE, Codec.NONE]
     for _ in range(HURRY + 3):
         last = codecs(compressor, 1e6)
@@ -47,7 +48,7 @@ def test_directions_share_the_uplink() -> None:
     """What one direction could afford alone, two cannot."""
     alone, shared = ActivationCompressor("auto", TRAINING_CODECS), ActivationCompressor("auto", TRAINING_CODECS)
     for compressor in (alone, shared):
-        compressor.beat_s = 0.06
+        compressor.hear(0.06, 0.0)
     for _ in range(HURRY + 3):
         one = codecs(alone, 12e6)
         shared.encode(VALUES, "alice", BACKWARD, 12e6)
@@ -74,4 +75,44 @@ def test_what_adatopk_chose_is_told() -> None:
     for _ in range(3):
         codecs(compressor, 1e6)
     assert told == [Codec.TOPK]
-    assert compressor.choices["bob", FORWARD].reason == "AdaTopK keeps 0.01 of the elements"
+    assert compressor.choices["bob", FORWARD].reason.startswith("adatopk keeps 1 / 100 of the elements: 0.541 s")
+
+
+def test_the_slowest_link_of_all_counts_once_it_is_told() -> None:
+    compressor = ActivationCompressor("adatopk", TRAINING_CODECS)
+    codecs(compressor, 1e6)
+    own_s = compressor.slowest_link_s
+    assert own_s == pytest.approx(VALUES[0].nbytes * 8 / 1e6 + VALUES[1].nbytes * 8 / 1e6)
+    compressor.hear(0.1, 10 * own_s)
+    infos, _ = compressor.encode(VALUES, "bob", FORWARD, 1e6)
+    assert infos[0].param == round(VALUES[0].numel() / 10)
+
+
+def test_what_comes_in_is_measured_too_and_who_is_gone_forgotten() -> None:
+    compressor = ActivationCompressor("auto", TRAINING_CODECS)
+    compressor.arrived((TensorInfo(Codec.TOPK, DType.FLOAT32, (1000,), 10),), "bob", FORWARD, 1e6)
+    compressor.arrived((TensorInfo(Codec.NONE, DType.FLOAT32, (1000,)),), "alice", FORWARD, None)
+    assert compressor.slowest_link_s == pytest.approx(0.032), "as they would have come uncompressed"
+    compressor.hear(0.1, 0.0)
+    assert compressor.slowest_link_s > 0, "of the step that ended"
+    compressor.hear(0.1, 0.0)
+    assert compressor.slowest_link_s == 0
+
+
+def test_the_run_has_the_first_word_within_what_the_swarm_allows() -> None:
+    compressor = ActivationCompressor("int8", TRAINING_CODECS)
+    compressor.adopt(Compression("topk", 8.0))
+    infos, _ = compressor.encode(VALUES, "bob", FORWARD, 1e6)
+    assert (infos[0].codec, infos[0].param) == (Codec.TOPK, VALUES[0].numel() // 8)
+    compressor.adopt(Compression())
+    assert codecs(compressor, 1e6) == [Codec.INT8, Codec.NONE]
+    bound = ActivationCompressor("none", DEFAULT_CODECS)
+    bound.adopt(Compression("topk"))
+    assert codecs(bound, 1e6) == [Codec.NONE, Codec.NONE]
+
+
+def test_only_the_slowest_link() -> None:
+    compressor = ActivationCompressor("slowest", TRAINING_CODECS)
+    compressor.hear(0.1, VALUES[0].nbytes * 8 / 1e6)
+    assert codecs(compressor, 1e6) == [Codec.TOPK, Codec.NONE]
+    assert codecs(compressor, 2e6, "twice as fast") == [Codec.NONE, Codec.NONE]

@@ -1,0 +1,33 @@
+"""Options of what activations travel as: what is given counts, and what goes with nothing is refused in a sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarmnode.cli.options.activations import parse_compression
+from swarmnode.errors import UsageError
+from swarmnode.swarm.records.run import Compression
+
+
+def test_what_is_given_counts() -> None:
+    assert parse_compression("auto", 0.0, feedback=False) == Compression()
+    assert parse_compression("adatopk", 0.0, feedback=False) == Compression("adatopk", 100.0)
+    assert parse_compression("slowest", 20.0, feedback=True) == Compression("slowest", 20.0, feedback=True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "ratio", "feedback", "says"),
+    [
+        ("zip", 0.0, False, "--compress zip: it is one of auto, none,"),
+        ("", 0.0, False, "--compress : it is one of"),
+        ("int8", 20.0, False, "go with --compress topk, adatopk, slowest"),
+        ("auto", 0.0, True, "go with --compress topk, adatopk, slowest"),
+        ("topk", 0.5, False, "--topk-ratio 0.5: it is a number from 1 to 1000000"),
+        ("topk", -3.0, False, "--topk-ratio -3"),
+        ("adatopk", float("nan"), False, "--topk-ratio nan"),
+        ("adatopk", float("inf"), False, "--topk-ratio inf"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(rule: str, ratio: float, feedback: bool, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        parse_compression(rule, ratio, feedback=feedback)
