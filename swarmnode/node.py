@@ -42,7 +42,7 @@ from swarmnode.roles.fetching.seeder import Seeder
 from swarmnode.roles.host import Host
 from swarmnode.roles.measuring.bandwidth import Prober
 from swarmnode.roles.measuring.service_report import ServiceReporter
-from swarmnode.roles.placement import Placement
+from swarmnode.roles.placement import Placement, endless
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.sections import Place
@@ -228,8 +228,8 @@ class Node:
                 self._tell("spare", STANDS_BY)
             self.lending.happened(LendingEvent.LOADED)
             place.arrived()
-            news = self._stage.sections if self._stage is not None else tuple  # of who stands by there is none
-            move = await place.reason_to_move(bound=self._bound, news=news)
+            news, rest_s = (tuple, endless) if self._stage is None else (self._stage.sections, self._stage.rest_s)
+            move = await place.reason_to_move(bound=self._bound, news=news, rest_s=rest_s)
             self._tell("moving", reason_of(move), span=list(move.span), gain=None if move.fills else move.gain)
             self._moves += 1
             self.lending.happened(LendingEvent.MOVED)
@@ -277,7 +277,7 @@ class Node:
         return await place.claim(*hardware.sections(host), await host.introduction())
 
     def _bound(self) -> bool:
-        """A span that the user fixed never moves, nor does one that has been trained: what was learnt would go along."""
+        """A span that the user fixed never moves, nor does one of which nobody else has what was learnt."""
         finishing = self.lending.state is LendingState.FINISHING
         return finishing or self.config.span is not None or (self._stage is not None and self._stage.bound)
 

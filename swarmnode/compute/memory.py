@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # arXiv 2305.14314 section 3). Other tensors keep their dtype.
 QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + 0.127 / 8}
 TRAINING_BYTES = 16  # per parameter
+STATE_BYTES = 12  # of these, what another holder needs: all but gradients
 BUFFER_BYTES = 64 << 20  # activations and the allocator's own, journals, messages
 BUFFER_SHARE = 0.05
 

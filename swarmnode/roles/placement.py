@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -35,6 +36,11 @@ class PlacementConfig:
     move_policy: MovePolicy = field(default_factory=MovePolicy)
 
 
+def endless() -> float:
+    """How long something goes on of which nobody knows an end, in seconds."""
+    return math.inf
+
+
 @dataclass(frozen=True)
 class _Wish:
     """To be elsewhere: since when, on the monotonic clock."""
@@ -58,6 +64,7 @@ class Placement:
         self._wish: _Wish | None = None
         self._move_s = config.move_policy.move_s
         self._leaving_s: float | None = None
+        self._rest_s = endless
 
     def __repr__(self) -> str:
         wish = "content" if self._wish is None else f"would rather be at {self._wish.move.span}"
@@ -82,12 +89,19 @@ class Placement:
         self._note(f"takes units {claim}" if claim.units else STANDS_BY, claim)
         return claim
 
-    async def reason_to_move(self, *, bound: Callable[[], bool], news: Callable[[], Iterable[Section]]) -> Move:
+    async def reason_to_move(
+        self,
+        *,
+        bound: Callable[[], bool],
+        news: Callable[[], Iterable[Section]],
+        rest_s: Callable[[], float] = endless,
+    ) -> Move:
         """Wait until it pays to be elsewhere and it is this node's turn. While `bound` it stays whatever happens.
 
-        `news` is what the node's announcement says of its work; it is refreshed at each look.
+        `news` is what the node's announcement says of its work; it is refreshed at each look. `rest_s`: how long the work goes on.
         """
         self._wish = None
+        self._rest_s = rest_s
         while True:
             revision = self._host.directory.revision
             self._host.directory.announce(*news())
@@ -148,7 +162,7 @@ class Placement:
         if not own.span[1]:
             reason = "every unit has two holders, and a step would not be shorter with this node"
         if fixed:
-            reason = "these units were fixed with --span, are trained here, or are being finished"
+            reason = "these units were fixed with --span, are trained by nobody else, or are being finished"
         self._note(f"stays at units {Span(*own.span)}" if own.span[1] else STANDS_BY, Span(*own.span), reason)
 
     def _note(self, what: str, span: Span, *reasons: str) -> None:
@@ -176,7 +190,9 @@ class Placement:
         directory = self._host.directory
         share = min(1.0, len(directory.peers()) / max(1.0, directory.crowd))
         move_policy = self.config.move_policy
-        return replace(move_policy, move_s=self._move_s, hysteresis=move_policy.hysteresis / max(share, 1e-6))
+        stay_s = min(move_policy.stay_s, self._rest_s())
+        hysteresis = move_policy.hysteresis / max(share, 1e-6)
+        return replace(move_policy, move_s=self._move_s, stay_s=stay_s, hysteresis=hysteresis)
 
 
 def _reasons(move: Move) -> tuple[str, str]:

@@ -1,28 +1,58 @@
-"""A node that training is faster without stands by, and takes units as soon as they lack a holder."""
+"""A node that training is faster without stands by, and takes units as soon as they lack a holder; one that trains moves where
+others were lost."""
 
 from __future__ import annotations
 
+import typing
+from collections import Counter
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 
+from swarmnode.compute.memory import limit_bytes_for
 from swarmnode.net.memory.network import Path as NetworkPath
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.manifest import TRAIN
+from swarmnode.swarm.records.run import Run
+from swarmnode.training.preparation import NO_DATA
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualSwarm
 from tests.tiny import TinyModel
+from tests.training_results import assert_same_curve, losses_of_one_process, save_gpt2
 
 FAR = NetworkPath(latency_s=0.3, bytes_per_s=1e5)
 ISLANDS = {"ada": 0, "bob": 0, "cyd": 1}
+DATA = Path(typing.__file__)
+SETTINGS = Run(NO_DATA, 16, batch=4, microbatch=2, sequence=16, learning_rate=1e-3, checkpoint_steps=4, seed=7)
+PASS_S = 0.3
+HALF_BYTES = limit_bytes_for(450_000)  # of the four units
 
 
 @pytest.fixture(scope="module")
 def founded(tmp_path_factory: pytest.TempPathFactory) -> Founded:
     model = TinyModel.save(tmp_path_factory.mktemp("tiny"))
     return Founded.on(model.folder, tmp_path_factory.mktemp("founded"), mode=TRAIN)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 of two layers on bytes, of which a node can hold a half."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    save_gpt2(folder, layers=2, heads=2, width=32, positions=16)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def halves(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Founded:
+    return Founded.on(model, tmp_path_factory.mktemp("halves"), mode=TRAIN)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, halves: Founded) -> dict[int, float]:
+    """The losses of a single process on the same batches."""
+    return losses_of_one_process(halves.swarm.manifest, model, DATA, SETTINGS)
 
 
 @in_virtual_time
@@ -46,3 +76,27 @@ async def test_who_only_holds_others_up_stands_by_until_it_is_needed(founded: Fo
         told = await far.wait_until(lambda event: event["event"] == "moving" and event["span"][1] > 0, "a move back")
         assert Span(*told["span"]) == units
         await far.wait_until(lambda event: event is far.seen[-1] and event["event"] == "ready", "units again")
+
+
+@in_virtual_time
+async def test_who_trains_moves_where_others_were_lost_and_nothing_is_lost_with_it(
+    halves: Founded, alone: dict[int, float], tmp_path: Path
+) -> None:
+    """Three nodes hold one half, two the other. Of these one is lost: one of the three goes there, and learns from the other."""
+    async with VirtualSwarm(tmp_path) as swarm:
+        halves.into(swarm)
+        await swarm.bootstrap()
+        for number in range(5):
+            swarm.node(f"node-{number}", cost_s=lambda _item: PASS_S, compress="none", memory_bytes=HALF_BYTES)
+        for member in swarm.members.values():
+            await member.wait_for("ready")
+        trainer = swarm.trainer("trainer", DATA, SETTINGS)
+        await trainer.wait_for_step(2)
+        spans = {name: Span(*member.node.describe()["span"]) for name, member in swarm.members.items()}
+        (many, three), (few, two) = Counter(spans.values()).most_common()
+        assert {many, few} == {Span(0, 2), Span(2, 4)} and (three, two) == (3, 2)
+        await swarm.members.pop(next(name for name, span in spans.items() if span == few)).kill()
+        assert await trainer.finish() == SETTINGS.steps
+        assert_same_curve(trainer.losses, alone, steps=SETTINGS.steps)
+        held = Counter(Span(*member.node.describe()["span"]) for member in swarm.members.values())
+        assert held == {Span(0, 2): 2, Span(2, 4): 2}

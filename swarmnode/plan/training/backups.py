@@ -32,6 +32,12 @@ def holds(announcement: Announcement, block: int, units: int) -> bool:
     return any(announcement.holds(unit) for unit in ends)
 
 
+def learnt_alone(announced: Iterable[Announcement], own: PeerId, held: range, units: int) -> list[int]:
+    """Which of the units that a peer holds no other one has learnt."""
+    others = [peer for peer in announced if peer.peer != own and peer.life is State.READY and peer.training_step > 0]
+    return [unit for unit in held if not any(holds(peer, unit, units) for peer in others)]
+
+
 def lacking(announced: Collection[Announcement], own: PeerId, block: int, units: int, wanted: int) -> int:
     """How many disks more should have a block that this peer holds: `wanted`, less all that hold it."""
     others = (peer for peer in announced if peer.peer != own and peer.life is State.READY)

@@ -7,13 +7,14 @@ trained all come to the same layout, too (`layout.py`), and a peer goes to its p
 good.
 
 Once something is trained, units with just one holder come next after those with none, before any step's time: what a newcomer or a
-node that stands by is worth most for is that nothing is lost.
+node that stands by is worth most for is that nothing is lost. Who holds units already may leave those that two others hold, too;
+while units have nobody at all, those that one other holds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,19 +29,46 @@ HYSTERESIS = 0.002  # relative: a step must become so much shorter
 
 @dataclass(frozen=True)
 class TrainingPeers:
-    """N peers: what they hold now (nothing, where the span is empty), and how many units fit into the memory of each."""
+    """N peers: what they hold now (nothing, where the span is empty), how many units fit into the memory of each, and who has what
+    is learnt of its units."""
 
     spans: Sequence[Span]
     capacity_units: Sequence[int]
+    learnt: Collection[int] = ()
+
+    def has_learnt(self, peer: int) -> bool:
+        """Whether something would be lost with this one, if it were the last."""
+        return peer in self.learnt and self.spans[peer].units > 0
+
+    def cover(self, units: int) -> bool:
+        """Whether every unit has a holder."""
+        return bool(held_units(self.spans, units).any(axis=0).all())
+
+    def kept_units(self, peer: int, units: int) -> set[int]:
+        """What this one must not leave: units that fewer than two others have learnt; while units have no holder at all, those that
+        no other one has."""
+        others = [self.spans[other] for other in self.learnt if other != peer]
+        holders_U = held_units(others, units).sum(axis=0)
+        wanted = HOLDERS if self.cover(units) else 1
+        return {unit for unit in range(*self.spans[peer]) if holders_U[unit] < wanted}
 
 
 @dataclass(frozen=True)
 class TrainingPlace:
-    """Where a peer should be, and by how much a step becomes shorter by that, relative to where it is: 0 where it stays, infinite
-    where units would have nobody without it."""
+    """Where a peer should be, and by how much faster steps are by that, relative to where it is: 0 where it stays, infinite
+    where units would have nobody without it. `missed`: the share of the swarm's speed that is lost while it is in neither
+    place; `fetching_s`: how long what was learnt there takes to come."""
 
     span: Span
     gain: float = 0.0
+    missed: float = 0.0
+    fetching_s: float = 0.0
+
+    def pays(self, move_s: float, stay_s: float) -> bool:
+        """Whether more is gained by standing there, until `stay_s` from now, than is lost on the way, which takes `move_s` at
+        least. Units that nobody holds are worth any way."""
+        away_s = max(move_s, self.fetching_s)
+        return self.gain == math.inf or self.gain * (stay_s - away_s) > self.missed * away_s
 
 
 @dataclass(frozen=True, order=True)
@@ -73,15 +101,14 @@ def choose_training_place(
 ) -> TrainingPlace | None:
     """Where this one should stand; None where units have nobody whatever it takes, and in the layout neither. Without a layout
     something is trained already: the others stay where they are, and each unit less that has nobody counts."""
-    now, capacity = peers.spans[peer], peers.capacity_units[peer]
-    others = [span for other, span in enumerate(peers.spans) if other != peer]
-    windows = windows_between(others, forecast.load.units, capacity) if layout is None else layout.windows(capacity)
-    windows = list(dict.fromkeys([*windows, STANDING_BY]))
+    now = peers.spans[peer]
+    windows = _windows(forecast, layout, peers, peer)
     spans = peers.spans if layout is None else _settled(layout, peers)
-    worths = _worth(forecast, spans, peer, [*windows, now], secure=layout is None)
-    worth_of = dict(zip([*windows, now], worths, strict=True))
+    considered = [*windows, now, STANDING_BY]
+    worths = _worth(forecast, spans, peer, considered, secure=layout is None and not peers.has_learnt(peer))
+    worth_of = dict(zip(considered, worths, strict=True))
     spare = worth_of[STANDING_BY]
-    able = windows if layout is not None else [one for one in windows if not _holds_up(worth_of[one], spare)]
+    able = windows if layout is not None else [one for one in windows if not _holds_up(worth_of[one], spare)] or [now]
     worth_of[STANDING_BY] = replace(spare, step_s=LEFT_OUT * spare.step_s)
     best, stays = min(able, key=lambda window: worth_of[window]), worth_of[now]
     if layout is not None:
@@ -92,8 +119,24 @@ def choose_training_place(
     if worth_of[best].missing and layout is not None:
         return None
     gain, may_stay = worth_of[best].gain(stays), now in windows
-    moves = gain > hysteresis or worth_of[best].secures(stays) or not may_stay
-    return TrainingPlace(best, max(0.0, gain)) if moves else TrainingPlace(now)
+    if gain <= hysteresis and not worth_of[best].secures(stays) and may_stay:
+        return TrainingPlace(now)
+    missed = max(0.0, 1 - stays.step_s / spare.step_s)
+    return TrainingPlace(best, max(0.0, gain), missed, forecast.fetching_s(peers.spans, peer, best))
+
+
+def _windows(forecast: StepForecast, layout: StageLayout | None, peers: TrainingPeers, peer: int) -> list[Span]:
+    """Where this one may stand. What it has learnt it may leave as far as that is not lost, and it may always stay."""
+    units, capacity = forecast.load.units, peers.capacity_units[peer]
+    if layout is not None:
+        return list(dict.fromkeys([*layout.windows(capacity), STANDING_BY]))
+    windows = [*windows_between(peers.spans, units, capacity), STANDING_BY]
+    if peers.has_learnt(peer):
+        kept = peers.kept_units(peer, units)
+        if peers.cover(units):
+            windows = [*(one for one in peers.spans if one.units <= capacity), STANDING_BY]
+        windows = [peers.spans[peer], *(one for one in windows if kept.issubset(range(*one)))]
+    return list(dict.fromkeys(windows))
 
 
 def _holds_up(worth: _Worth, spare: _Worth) -> bool:

@@ -1,7 +1,8 @@
 """Rule of placement in training, applied to what a peer sees of the others: `placement.py` and `layout.py` on a view.
 
-Before anything is trained all may go anywhere. Afterwards who trains stays where it is, and who comes or stands by goes where it
-helps most, in stages that begin and end where those of the others do.
+Before anything is trained all may go anywhere. Afterwards who comes or stands by goes where it helps most, in stages that begin and
+end where those of the others do; and who trains moves only to spans that others have, where others have what it has learnt, and the
+rest of the run gains more than is lost on the way.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from swarmnode.plan.training.layout import StageLayout, common_layout
 from swarmnode.plan.training.placement import HYSTERESIS, TrainingPeers, TrainingPlace, choose_training_place
 from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork
 from swarmnode.plan.view import PeerView, Span, View, draw
+from swarmnode.swarm.records.announcement import State
+
+RESETTLING = 0.01  # relative, of a step: so much must be gained by whoever moves once something is trained
 
 NetworkOf = Callable[[View, Sequence[PeerView]], TrainingNetwork]
 """What is known of these peers' speeds and of the links between them"""
@@ -47,10 +51,12 @@ class TrainingRule:
 
     def reconsider(self, view: View, joiner: Joiner, move_policy: MovePolicy) -> Move | None:
         """Where a peer should rather be, or None where it should stay. Turns are drawn, so that few leave at the same time."""
-        own, place = joiner.seen_in(view), self._place(view, joiner, move_policy.hysteresis)
+        own = joiner.seen_in(view)
+        trains = self._has_begun() and own.state is State.READY
+        place = self._place(view, joiner, RESETTLING if trains else move_policy.hysteresis)
         if place is None:
             return reconsider(view, joiner, move_policy)
-        if place.span == own.span:
+        if place.span == own.span or (trains and not place.pays(move_policy.move_s, move_policy.stay_s)):
             return None
         share = draw(own.peer, *place.span, len(view.peers)) / 2**64
         return Move(place.span, place.gain, share * move_policy.turn_s * (1 + len(view.peers) / 3))
@@ -61,7 +67,8 @@ class TrainingRule:
         seen = sorted([*others, own], key=lambda peer: peer.peer)
         capacities = [joiner.capacity_units if peer is own else self._capacity_of(peer) for peer in seen]
         forecast, layout = self._look_at(view, seen, capacities)
-        peers = TrainingPeers([peer.span for peer in seen], capacities)
+        learnt = [number for number, peer in enumerate(seen) if peer.state is State.READY]
+        peers = TrainingPeers([peer.span for peer in seen], capacities, learnt)
         settled = None if self._has_begun() else layout
         return choose_training_place(forecast, settled, peers, seen.index(own), hysteresis=hysteresis)
 

@@ -18,7 +18,7 @@ from swarmnode.plan.spans.hysteresis import REAL_CHANGE
 from swarmnode.plan.training.clusters import Clusters
 from swarmnode.plan.view import Span
 
-COMPUTE_SHARPNESS, LINE_SHARPNESS, AVERAGING_SHARPNESS = 8, 2, 4
+COMPUTE_SHARPNESS, LINE_SHARPNESS, AVERAGING_SHARPNESS = 8, 2, 16
 SHARED = 0.25  # how much of what is held beyond need is shared out, not left to whoever is nearest
 SAME_DELAY_S = 0.005  # delays that differ by less are the same
 UNHELD = 1e-3  # of a peer's speed on the whole model: what a unit that nobody holds counts as having
@@ -26,12 +26,14 @@ UNHELD = 1e-3  # of a peer's speed on the whole model: what a unit that nobody h
 
 @dataclass(frozen=True, eq=False)
 class TrainingLoad:
-    """A step: its microbatches, bytes of one's values between stages, and per unit bytes of gradients and work (in any measure)."""
+    """A step: its microbatches, bytes of one's values between stages, and per unit bytes of gradients, work (in any measure), and
+    bytes of what is learnt."""
 
     microbatches: int
     activation_bytes: float
     gradient_bytes_U: Floats
     work_U: Floats
+    state_bytes_U: Floats
 
     @property
     def units(self) -> int:
@@ -97,6 +99,15 @@ class StepForecast:
         held_NU[peer] = 0.0
         window_WU = held_units(windows, self.load.units)
         return self._passing_s(held_NU, peer, window_WU) + self._averaging_s(held_NU, peer, window_WU)
+
+    def fetching_s(self, spans: Sequence[Span], peer: int, window: Span) -> float:
+        """Until `peer` has what is learnt of those units of `window` that are not its own yet, each from its fastest holder."""
+        held_NU = held_units(spans, self.load.units)
+        new_U = held_units([window], self.load.units)[0] > held_NU[peer]
+        path_N1 = np.where(np.arange(len(spans)) == peer, np.inf, self.path_NN[:, peer])[:, None]
+        path_U = np.where(held_NU > 0, path_N1, np.inf).min(axis=0)
+        path_U = np.where(np.isfinite(path_U), path_U, self.line_N[peer])  # from a disk, where nobody holds it
+        return float((self.load.state_bytes_U * path_U)[new_U].sum())
 
     def _rates(self, held_NU: Floats, work_per_s: Floats) -> Floats:
         """Microbatches/s that each takes through each unit of its span, if it works on all of them alike."""

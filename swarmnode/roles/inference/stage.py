@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -86,6 +87,10 @@ class InferenceStage:
     def bound(self) -> bool:
         """Whether these units hold something that others do not have."""
         return False
+
+    def rest_s(self) -> float:
+        """How long it will be of use: nobody knows an end."""
+        return math.inf
 
     def sections(self) -> tuple[Section, ...]:
         """What the announcement says of this stage."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 from collections.abc import Sequence
 
 from swarmnode.compute.executor import Executor
@@ -162,6 +163,10 @@ class ServingStage:
     def bound(self) -> bool:
         """Whether these units hold something that others do not have."""
         return False
+
+    def rest_s(self) -> float:
+        """How long it will be of use: nobody knows an end."""
+        return math.inf
 
     def sections(self) -> tuple[Section, ...]:
         """What the announcement says of this stage: the speed of one session alone, whichever replica it is at."""

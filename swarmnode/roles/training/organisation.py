@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from swarmnode.compute.memory import TRAINING_BYTES
+from swarmnode.compute.memory import STATE_BYTES, TRAINING_BYTES
 from swarmnode.plan.routes.delays import bandwidths, one_way_delays
 from swarmnode.plan.spans.placement import PlacementRule
 from swarmnode.plan.training.rule import TrainingRule
@@ -46,6 +46,7 @@ def training_rule(directory: Directory, hardware: Hardware, width: int) -> Train
         float(FLOAT32_BYTES * POSITIONS * width),
         size_bytes_U * FLOAT32_BYTES / TRAINING_BYTES,
         np.ones(len(size_bytes_U)),  # units are alike to those who announce units/s
+        size_bytes_U * STATE_BYTES / TRAINING_BYTES,
     )
     capacity_of = lru_cache(maxsize=1024)(hardware.capacity_of)
 

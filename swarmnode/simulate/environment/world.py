@@ -13,7 +13,7 @@ from typing import Protocol
 
 from swarmnode.plan.cost import BYTES_PER_HIDDEN
 from swarmnode.plan.spans.flow import supply_of, throughput
-from swarmnode.plan.spans.placement import Joiner, Move, MovePolicy, choose_span
+from swarmnode.plan.spans.placement import Joiner, Move, MovePolicy, PlacementRule, choose_span
 from swarmnode.plan.view import Span, View
 from swarmnode.simulate.clock import Action, SimulatedClock
 from swarmnode.simulate.environment.directory import SimulatedDirectory
@@ -75,16 +75,22 @@ class World:
         self.settings = settings
         self.measures = measures
         self.directory = SimulatedDirectory(clock, model.units, settings.directory, model.hidden * BYTES_PER_HIDDEN)
-        self.choose: Choose = choose_span  # a workload or a study may put another one here
+        self.choose: Choose = choose_span  # a study may put another one here
         self.workload: SimulatedWorkload
         self._chance = chance
         self._trains = trains
         self._stood_by_at = 0  # the directory's revision, at the last look of those that hold nothing
-        self._outlook = Outlook(self.directory, measures, MovePolicy(for_gain=settings.rebalance))
+        self._move_policy = MovePolicy(for_gain=settings.rebalance)
+        self._outlook = Outlook(self.directory, measures, self._move_policy)
 
     def __repr__(self) -> str:
         alive = sum(peer.alive for peer in self.peers)
         return f"<World of {alive} live peers of {len(self.peers)} at {self.clock.now_s:.0f} s, {self.directory!r}>"
+
+    def follow(self, rule: PlacementRule) -> None:
+        """Place peers by another rule than that of serving."""
+        self.choose = rule.choose
+        self._outlook = Outlook(self.directory, self.measures, self._move_policy, rule)
 
     def begin(self, workload: SimulatedWorkload, spans: Sequence[Span] | None = None) -> None:
         """Everybody is here: in the given spans, or where each chose to go, one after another.
@@ -110,9 +116,9 @@ class World:
             if peer.span.units:
                 self._serve(peer)
         self.directory.start()
-        if spans is None and self._trains:  # trained units do not move, nor do those of a plan
+        if spans is None and self._trains:  # units of a plan do not move
             self._stand_by()
-        elif spans is None:
+        if spans is None:
             self._look()
 
     def _announce_place(self, peer: Peer) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.spans.placement import PlacementRule
 from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
 from swarmnode.plan.training.groups import Holder, make_groups
 from swarmnode.plan.training.step_ledger import StepLedger
@@ -41,7 +42,8 @@ class Training:
         self.settings = settings
         self.encoder = Encoder(world.links, settings.compress)
         self.step = 0
-        world.choose = simulated_rule(world, settings, self.encoder, lambda: self.step > 0).choose
+        rule = simulated_rule(world, settings, self.encoder, lambda: self.step > 0)
+        world.follow(PlacementRule(rule.choose, rule.reconsider))
         self._run = settings.run
         self._pipelines = pipelines
         self._stages: dict[PeerId, SimulatedStage] = {}
@@ -87,7 +89,11 @@ class Training:
             self._happen(Event.OUR_TURN)
 
     def leaving(self, peer: Peer) -> None:
-        """Trained units do not move (`node.py`)."""
+        """It goes to other units and says so: what it has counted in this step is computed again by others."""
+        stage = self._stages.get(peer.peer)
+        if stage is not None:
+            stage.bench.stop()
+            self._notice(stage.name)
 
     def lost(self, peer: Peer) -> None:
         """Its bench falls silent; the coordinator hears of it a little later."""

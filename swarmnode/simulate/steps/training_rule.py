@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from swarmnode.compute.memory import STATE_BYTES
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.rule import TrainingRule
 from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork
@@ -32,6 +33,7 @@ def simulated_rule(
         float(encoder.expected_bytes([0], values)[0, 0]),
         np.array(list(gradient_bytes)) / settings.averaging.every,
         np.ones(model.units),  # units are alike to those who announce units/s
+        STATE_BYTES * np.array(model.parameters, dtype=float),
     )
     return TrainingRule(load, met.network, lambda peer: met.peer(peer.peer).capacity_units, has_begun)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ UNITS, NEAR_BPS, FAR_BPS = 8, 1e9, 1e8
 
 
 def load(gradient_bytes: float = 1e6, activation_bytes: float = 1e6) -> TrainingLoad:
-    return TrainingLoad(32, activation_bytes, np.full(UNITS, gradient_bytes), np.ones(UNITS))
+    return TrainingLoad(32, activation_bytes, np.full(UNITS, gradient_bytes), np.ones(UNITS), np.full(UNITS, 3e6))
 
 
 def islands(sizes: list[int], work_per_s: float = 100.0) -> TrainingNetwork:
@@ -129,6 +130,45 @@ def test_what_hangs_on_one_peer_attracts_a_newcomer_before_anything_else() -> No
     peers = TrainingPeers([Span(0, 8), Span(0, 4), Span(4, 7), STANDING_BY], [8, 4, 3, 4])
     place = choose_training_place(forecast, None, peers, 3, hysteresis=0.2)
     assert place is not None and place.span.start <= 7 < place.span.end
+
+
+FRONT, BACK = Span(0, 4), Span(4, 8)
+
+
+def losing(spans: list[Span], learnt: range | None = None) -> TrainingPlace | None:
+    """Where the first of these peers should be, once something is trained."""
+    forecast, capacities = StepForecast(load(), islands([len(spans)], work_per_s=20.0)), [UNITS // 2] * len(spans)
+    peers = TrainingPeers(spans, capacities, range(len(spans)) if learnt is None else learnt)
+    return choose_training_place(forecast, None, peers, 0, hysteresis=0.02)
+
+
+def test_who_trains_goes_where_more_were_lost_if_the_rest_of_the_run_pays_for_it() -> None:
+    place = losing([FRONT] * 5 + [BACK] * 2)
+    assert place is not None and place.span == BACK and 0.1 < place.gain < 1
+    assert place.missed == 0.0, "where it is now there are enough"
+    assert place.pays(move_s=30.0, stay_s=1800.0) and not place.pays(move_s=30.0, stay_s=29.0)
+    missed = replace(place, gain=0.1, missed=0.2)
+    assert missed.pays(move_s=30.0, stay_s=91.0) and not missed.pays(move_s=30.0, stay_s=89.0)
+    assert not replace(missed, fetching_s=31.0).pays(move_s=30.0, stay_s=91.0)
+
+
+def test_nobody_leaves_what_fewer_than_two_others_have_learnt() -> None:
+    assert losing([FRONT] * 2 + [BACK]) == TrainingPlace(FRONT)
+    assert losing([FRONT] * 5 + [BACK], learnt=range(2)) == TrainingPlace(FRONT), "the others only load"
+
+
+def test_who_leaves_one_other_holder_behind_may_take_what_nobody_has() -> None:
+    place = losing([FRONT] * 2)
+    assert place is not None and place.span == BACK and place.gain == math.inf and place.pays(30.0, 0.0)
+    assert losing([FRONT, Span(1, 4)]) == TrainingPlace(FRONT), "nobody else has learnt the first unit"
+
+
+def test_what_is_learnt_comes_from_the_fastest_holder() -> None:
+    forecast = StepForecast(load(), islands([2, 2]))
+    spans = [STANDING_BY, FRONT, Span(0, 2), STANDING_BY]  # peers stand on the islands by turns
+    near_s, far_s = 2 * 3e6 * 8 / NEAR_BPS, 2 * 3e6 * 8 / FAR_BPS
+    assert forecast.fetching_s(spans, 0, FRONT) == pytest.approx(near_s + far_s)
+    assert forecast.fetching_s(spans, 2, FRONT) == pytest.approx(far_s), "two units are its own already"
 
 
 def test_who_would_hold_all_others_up_is_no_second_holder() -> None:

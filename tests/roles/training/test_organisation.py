@@ -19,7 +19,7 @@ from swarmnode.swarm.records.announcement import State
 
 UNITS, HALF = 8, Span(0, 4)
 SPEED = 20_000.0  # units/s, so that 32 microbatches of 1024 positions through 8 units on 8 peers take 1.6 s
-LOAD = TrainingLoad(32, 4e6, np.full(UNITS, 4e6), np.ones(UNITS))
+LOAD = TrainingLoad(32, 4e6, np.full(UNITS, 4e6), np.ones(UNITS), np.full(UNITS, 12e6))
 PLACES_MS = ((0.0, 0.0, 0.0), (300.0, 0.0, 0.0))  # of two islands, by network coordinates
 
 

@@ -27,7 +27,8 @@ MAX_TOLD = 16
 
 
 class CheckpointManager:
-    """One store at a time: that of the run in force, at the start of the latest run on this disk."""
+    """One store at a time: that of the run in force, at the start of the latest run on this disk. `blocks` are the stage's own;
+    what the node held before may be on the disk, too."""
 
     def __init__(
         self,
@@ -37,7 +38,10 @@ class CheckpointManager:
         root: Path,
         server: StateServer,
         backups: BackupFolder | None = None,
+        *,
+        blocks: Collection[int] = (),
     ) -> None:
+        self._blocks = frozenset(blocks)
         self._link_config = link_config
         self._root = root
         self._board = state_board(network, hello, link_config)
@@ -70,8 +74,11 @@ class CheckpointManager:
             remove_old_runs(self._root, run)
 
     def kept(self) -> tuple[int, ...]:
-        """Steps on the disk, newest first."""
-        return () if self._store is None else tuple(sorted(self._store.steps(), reverse=True)[:MAX_TOLD])
+        """Steps on the disk of which all blocks are there, newest first."""
+        if self._store is None:
+            return ()
+        whole = (step for step, blocks in self._store.steps().items() if self._blocks.issubset(blocks))
+        return tuple(sorted(whole, reverse=True)[:MAX_TOLD])
 
     def give(self, fresh: Fresh) -> None:
         """Give states to peers; `fresh` writes down the step that the stage is at, or is about to come to."""
@@ -130,10 +137,14 @@ class CheckpointManager:
 
 def _copy(store: StateStore, learner: Learner) -> tuple[int, dict[int, dict[str, Tensor]]]:
     """The step that the learner is at and its states; none where that step is on the disk."""
-    return learner.step, {} if learner.step in store.steps() else learner.copy_state()
+    return learner.step, {} if _is_kept(store, learner) else learner.copy_state()
 
 
 def _write_now(store: StateStore, learner: Learner) -> int:
-    if learner.step not in store.steps():
+    if not _is_kept(store, learner):
         write_step(store, learner.step, {block: learner.state(block) for block in learner.blocks})
     return learner.step
+
+
+def _is_kept(store: StateStore, learner: Learner) -> bool:
+    return set(learner.blocks) <= set(store.files(learner.step))

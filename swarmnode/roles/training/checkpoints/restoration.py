@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from swarmnode.errors import NetworkDown, PeerError, SwarmnodeError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
-from swarmnode.plan.training.backups import holds
+from swarmnode.plan.training.backups import learnt_alone
 from swarmnode.roles.host import Host
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.roles.training.worker.stage import TrainingStage
@@ -56,15 +56,17 @@ class Restoration:
     def _others(self) -> list[PeerId]:
         return [peer for peer in self._host.directory.peers() if peer != self._host.peer_id]
 
+    @property
+    def is_last(self) -> bool:
+        """Whether no other node has learnt some unit of this stage."""
+        held, announced = range(self._stage.segment.start, self._stage.segment.end), self._host.directory.peers()
+        return bool(learnt_alone(announced.values(), self._host.peer_id, held, self._units))
+
     def _is_needed(self) -> bool:
         """Whether others train already, and some unit of this stage has no holder but this one."""
         announced = self._host.directory.peers()
-        ready = [announced[peer] for peer in self._others() if announced[peer].life is State.READY]
-        begun = any(peer.training_step > 0 for peer in ready)
-        segment = self._stage.segment
-        return begun and any(
-            not any(holds(peer, unit, self._units) for peer in ready) for unit in range(segment.start, segment.end)
-        )
+        ready = (announced[peer] for peer in self._others() if announced[peer].life is State.READY)
+        return any(peer.training_step > 0 for peer in ready) and self.is_last
 
     async def _bring(self) -> None:
         try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -45,6 +46,7 @@ from swarmnode.roles.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.stage import TrainingStage
+from swarmnode.roles.training.worker.step_time import StepTime
 from swarmnode.swarm.records.announcement import MAX_RTTS, peer_digest
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.records.sections import Section, TrainingNews
@@ -64,7 +66,10 @@ class TrainingWorker:
         capability: Capability,
         backups: BackupSender,
         restoration: Restoration,
+        clock: Callable[[], float],
     ) -> None:
+        self._clock = clock
+        self._step_time = StepTime()
         self._training = training
         self._backups = backups
         self._restoration = restoration
@@ -95,7 +100,13 @@ class TrainingWorker:
             serving = await ServingStage.serve(host, [[LoadedSpan(0, twin)]], hardware, executors)
         folder = host.config.home / "training" / host.swarm.id.hex()[:16]
         checkpoint_manager = CheckpointManager(
-            host.network, host.hello, host.link_config, folder, states.state_server, states.backups
+            host.network,
+            host.hello,
+            host.link_config,
+            folder,
+            states.state_server,
+            states.backups,
+            blocks=segment.parameters(),
         )
         assert host.swarm.manifest is not None
         clock = host.clock
@@ -147,16 +158,22 @@ class TrainingWorker:
         election.start()
         backups.start()
         restoration.start()
-        return cls(training, election, checkpoint_manager, serving, capability, backups, restoration)
+        return cls(training, election, checkpoint_manager, serving, capability, backups, restoration, clock.monotonic)
 
     @property
     def bound(self) -> bool:
-        """Whether these units hold something that others may not have: a training has begun."""
-        return self._training.state.step > 0
+        """Whether something was learnt of these units that no other node has."""
+        return self._training.state.step > 0 and self._restoration.is_last
+
+    def rest_s(self) -> float:
+        """How long the run will go on, at the speed of its steps so far; infinite where that is not known yet."""
+        run = self._training.run
+        return math.inf if run is None else self._step_time.rest_s(run.steps)
 
     def sections(self) -> tuple[Section, ...]:
         """What the announcement says of this stage."""
         self._compare_with_real_work()
+        self._step_time.note(self._training.state.step, self._clock())
         own = TrainingNews(training_step=self._training.state.step, sends=self._sends()), self._capability.section()
         return own if self._serving is None else (*self._serving.sections(), *own)
 
