@@ -1,18 +1,27 @@
-"""A peer without a lease feeds a training's stage, and copies leases of others, so that it learns what the peer likes."""
+"""A peer without a lease feeds a training's stage, or labels it, by copied leases, so that it learns what the peer likes."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 from attack import Outcome, main
 
 from swarmnode.codec.messages import Error
+from swarmnode.codec.training_messages import Forward, Labels
 from swarmnode.errors import ErrorCode
 from tests.roles.training.scene import RUN, Scene
 
 VIRTUAL, FAST = True, True
+
+
+def lies(body: Forward | Labels, *, stranger: str) -> Iterator[Forward | Labels]:
+    yield msgspec.structs.replace(body, seal=b"")
+    yield msgspec.structs.replace(body, seal=bytes(16))
+    yield msgspec.structs.replace(body, feeder=stranger)
+    yield body  # copied as it is, from another peer than its trainer
 
 
 async def attack() -> Outcome:
@@ -21,22 +30,15 @@ async def attack() -> Outcome:
             await scene.lead()
             refused = 0
             for number in range(RUN.microbatches):
-                body, payload = scene.forward(number, lease=number + 1)
-                stranger = scene.networks[1].peer_id
-                forged = (
-                    msgspec.structs.replace(body, seal=b""),
-                    msgspec.structs.replace(body, seal=bytes(16)),
-                    msgspec.structs.replace(body, feeder=stranger),
-                    body,  # copied as it is, from another peer than its trainer
-                )
-                for lie in forged:
-                    answer = await (await scene.talk(0)).ask(lie, payload)
-                    refused += isinstance(answer, Error) or getattr(answer, "code", None) == ErrorCode.REFUSED
+                for body, payload in (scene.forward(number, lease=number + 1), scene.labels(number, lease=number + 1)):
+                    for lie in lies(body, stranger=scene.networks[1].peer_id):
+                        answer = await (await scene.talk(0)).ask(lie, payload)
+                        refused += isinstance(answer, Error) or getattr(answer, "code", None) == ErrorCode.REFUSED
             counted = [bin(mask).count("1") for mask in scene.stage.state.masks.values()]
-            asked = 4 * RUN.microbatches
+            asked = 2 * 4 * RUN.microbatches
             return Outcome(
                 refused == asked and not any(counted),
-                f"{refused} of {asked} microbatches refused, {max(counted)} counted",
+                f"{refused} of {asked} frames refused, {max(counted)} counted",
             )
 
 

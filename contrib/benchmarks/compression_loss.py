@@ -86,7 +86,7 @@ def run_microbatch(segments: list[SpanSegment], ids_BT: Tensor, seed: int, bound
         if entered or left:
             values = boundary.cross(tuple(value.detach() for value in values), boundary.forward)
             entered.append(values[0].requires_grad_(True))
-        values = segment.forward(values, segment.start, segment.end, seed)
+        values = segment.forward(values, segment.start, segment.end, seed, (ids_BT,))
         left.append(values[0])
     loss = left.pop()
     loss.backward()

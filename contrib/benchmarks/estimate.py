@@ -21,7 +21,7 @@ from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.partition import balance, partition
 from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.training.saved_activations import accumulate, leaves
-from tests.compute.graph.models import UNet
+from tests.compute.graph.models import UNet, split
 
 GROUPS = 5
 TRIALS = 7
@@ -69,7 +69,7 @@ def compare(name: str, rates: Rates) -> dict[str, Any]:
     cuts = [0, *balance(seconds, [unit.boundary_bytes for unit in units], GROUPS), graph.units]
     predicted = [sum(seconds[start:end]) for start, end in pairwise(cuts)]
     segment = GraphSegment(graph, exported.weights, 0, graph.units)
-    measured = measure(segment, tuple(example.values()), cuts)
+    measured = measure(segment, *split(graph, example), cuts)
     errors = [
         (guess / sum(predicted)) / (real / sum(measured)) - 1 for guess, real in zip(predicted, measured, strict=True)
     ]
@@ -84,20 +84,24 @@ def compare(name: str, rates: Rates) -> dict[str, Any]:
     }
 
 
-def measure(segment: GraphSegment, inputs: tuple[Tensor, ...], cuts: list[int]) -> list[float]:
+def measure(
+    segment: GraphSegment, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...], cuts: list[int]
+) -> list[float]:
     """The fastest of several passes, forward and backward, by group."""
-    trials = [one_pass(segment, inputs, cuts) for _ in range(TRIALS)]
+    trials = [one_pass(segment, inputs, labels, cuts) for _ in range(TRIALS)]
     return [min(times) for times in zip(*trials, strict=True)]
 
 
-def one_pass(segment: GraphSegment, values: tuple[Tensor, ...], cuts: list[int]) -> list[float]:
+def one_pass(
+    segment: GraphSegment, values: tuple[Tensor, ...], labels: tuple[Tensor, ...], cuts: list[int]
+) -> list[float]:
     """Seconds by group."""
     groups = []
     seconds = []
     for start, end in pairwise(cuts):
         inputs = leaves(values, start)
         begin = time.perf_counter()
-        values = segment.forward(inputs, start, end, seed=0)
+        values = segment.forward(inputs, start, end, 0, labels)
         seconds.append(time.perf_counter() - begin)
         groups.append((inputs, values))
     gradients: Any = (torch.ones(()),)

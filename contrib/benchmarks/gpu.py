@@ -305,15 +305,15 @@ def train(bench: Bench) -> Any:
         run = Run(data=bytes(32), steps=2, batch=2, microbatch=1, sequence=count, autocast=autocast)
         learner = Learner(load_segment(bench.checkpoint, 1, 3, device=bench.device), run)
         hidden_BTH = torch.randn(1, count, learner.segment.span.hidden_size, device=bench.device)  # type: ignore[attr-defined]
-        values = (hidden_BTH, torch.zeros((1, count), dtype=torch.int64))
+        values = (hidden_BTH,)
 
         def there(learner: Learner = learner, values: Any = values) -> None:
             learner.forward(0, 0, 1, 3, values)
             learner.drop(0)
 
         def there_and_back(learner: Learner = learner, values: Any = values) -> None:
-            (output_BTH, _) = learner.forward(0, 0, 1, 3, values)
-            learner.backward(0, (output_BTH, None))
+            (output_BTH,) = learner.forward(0, 0, 1, 3, values)
+            learner.backward(0, (output_BTH,))
             learner.discard()
 
         there_s, both_s = bench.seconds(there), bench.seconds(there_and_back)

@@ -184,7 +184,7 @@ class Swarm:
         )
 
     def _gradient(self, ids_BT: Tensor, seed: int) -> tuple[float, Tensor]:
-        (loss,) = self._segment.forward((ids_BT,), 0, self._segment.units, seed)[:1]
+        (loss,) = self._segment.forward((ids_BT,), 0, self._segment.units, seed, (ids_BT,))
         gradients = torch.autograd.grad(loss, self._parameters)
         return loss.item(), torch.cat([gradient.flatten() for gradient in gradients])
 

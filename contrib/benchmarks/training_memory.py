@@ -73,8 +73,8 @@ def train_stage(
     ended = end == segment.units
 
     def forward(index: int) -> tuple[int, ...]:
-        values = (ids_BT.clone(),) if start == 0 else (torch.randn(microbatch, SEQUENCE, hidden), ids_BT.clone())
-        return tuple(learner.forward(index, index, start, end, values)[0].shape)
+        values = (ids_BT.clone(),) if start == 0 else (torch.randn(microbatch, SEQUENCE, hidden),)
+        return tuple(learner.forward(index, index, start, end, values, (ids_BT,))[0].shape)
 
     begin_s = time.perf_counter()
     for _ in range(STEPS):
@@ -84,7 +84,7 @@ def train_stage(
                 waiting.append((index, forward(index)))
             if waiting and (ended or index >= in_flight - 1):
                 lease, shape = waiting.pop(0)
-                learner.backward(lease, () if ended else (torch.randn(shape) * 1e-3, None))
+                learner.backward(lease, () if ended else (torch.randn(shape) * 1e-3,))
         learner.commit({}, learner.squared_norm(learner.blocks) ** 0.5)
     return learner, (time.perf_counter() - begin_s) / STEPS
 

@@ -1,20 +1,27 @@
-"""What a peer can read out of the hidden states that pass it: an inverter is trained on a boundary of a tiny language model.
+"""What a peer in the middle can read out of what passes it: an inverter is trained on a boundary of a tiny language model.
 
-    python contrib/studies/inversion.py [--steps 150] [--seed 0] [--codecs none,int8,int4,topk]
+    python contrib/studies/inversion.py [--steps 150] [--seed 0] [--codecs none,int8,int4,topk] [--attacks nearest,linear,mlp]
 
 A volunteer that holds units [i, j) sees hidden_BTH before unit i. It has the model's weights, for the swarm gives them to
 it, and any text: so it can run the model itself and learn which hidden states come from which tokens. Here a Llama of 8
-blocks is trained for a while on one half of the standard library's sources (as bytes); then at each boundary a linear map
-and a small MLP learn hidden state -> token from the first half, and are tried on the other half, which nobody has seen;
-for each codec from the states as they arrive (of top-k a twentieth of the elements).
+blocks is trained for a while on one half of the standard library's sources (as bytes), and each attack is tried on the other half,
+which nobody has seen; for each codec on the states as they arrive (of top-k a twentieth of the elements), from those of the
+embedding alone (boundary 0) on:
+
+    nearest   the token whose embedding points most the way of the hidden state; nothing is learnt
+    linear    a linear map, learnt from the first half
+    mlp       a small MLP, learnt from the first half
+    gradient  the same MLP, but of the gradient that comes back in training, for the label: the token after the position
+
 The share of tokens that they name is printed. It is a lower bound: who weighs whole sentences, or trains for longer, gets more.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -30,8 +37,10 @@ BLOCKS = 8
 LENGTH = 128
 BATCH = 16
 CORPUS_BYTES = 2_000_000
-BOUNDARIES = (1, 2, 4, 6, 8)  # after so many blocks
+BOUNDARIES = (0, 1, 2, 4, 6, 8)  # after so many blocks
 KEEP = 0.05  # of top-k
+TRIED = 20  # batches
+ATTACKS = "nearest,linear,mlp,gradient"
 
 
 def corpus() -> tuple[Tensor, Tensor]:
@@ -80,8 +89,30 @@ def train_model(tokens: Tensor, steps: int, seed: int) -> LlamaForCausalLM:
 def hidden_states(model: LlamaForCausalLM, ids_BT: Tensor, codec: Codec) -> list[Tensor]:
     """hidden_BTH after each of BOUNDARIES, as a peer gets them."""
     with torch.no_grad():
-        states = model.model(input_ids=ids_BT, output_hidden_states=True).hidden_states
+        states = _states(model, ids_BT)
         return [arrived(states[boundary], codec) for boundary in BOUNDARIES]
+
+
+def gradients(model: LlamaForCausalLM, ids_BT: Tensor, codec: Codec) -> list[Tensor]:
+    """gradient_BTH of the loss at each of BOUNDARIES, as it comes back; the last position has none."""
+    with torch.enable_grad():
+        model.get_input_embeddings().requires_grad_(True)
+        states = _states(model, ids_BT)
+        logits_BTV = model.lm_head(model.model.norm(states[BLOCKS]))
+        loss = nn.functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten())
+        found = torch.autograd.grad(loss, [states[boundary] for boundary in BOUNDARIES])
+    return [arrived(gradient_BTH[:, :-1] / gradient_BTH.std(), codec) for gradient_BTH in found]
+
+
+def _states(model: LlamaForCausalLM, ids_BT: Tensor) -> list[Tensor]:
+    """hidden_BTH before the first block and after each one, before the final norm."""
+    states: list[Tensor] = []
+    hooks = [block.register_forward_hook(lambda _block, _in, out: states.append(out)) for block in model.model.layers]
+    first = model.model.layers[0].register_forward_pre_hook(lambda _block, inputs: states.append(inputs[0]))
+    model.model(input_ids=ids_BT, use_cache=False)
+    for hook in (*hooks, first):
+        hook.remove()
+    return states
 
 
 def arrived(hidden_BTH: Tensor, codec: Codec) -> Tensor:
@@ -98,26 +129,48 @@ def inverter(kind: str) -> nn.Module:
     return nn.Sequential(normed, nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, VOCABULARY))
 
 
-def recovered_shares(
-    model: LlamaForCausalLM, known: Tensor, unseen: Tensor, kind: str, codec: Codec, steps: int, seed: int
-) -> list[float]:
-    """For each boundary the share of unseen tokens that an inverter, trained on known text, names right."""
+Seen = Callable[[Tensor], tuple[list[Tensor], Tensor]]
+"""ids_BT -> what passes each of BOUNDARIES, and the tokens that are to be told from it."""
+
+
+def what_passes(model: LlamaForCausalLM, attack: str, codec: Codec) -> Seen:
+    """The hidden states and the tokens at their positions, or the gradients and the labels."""
+    if attack == "gradient":
+        return lambda ids_BT: (gradients(model, ids_BT, codec), ids_BT[:, 1:])
+    return lambda ids_BT: (hidden_states(model, ids_BT, codec), ids_BT)
+
+
+def nearest(embedding_VH: Tensor, state_BTH: Tensor) -> Tensor:
+    """logits_BTV: the cosines of the angles."""
+    return nn.functional.normalize(state_BTH, dim=-1) @ nn.functional.normalize(embedding_VH, dim=-1).T
+
+
+def learn(kind: str, seen: Seen, known: Tensor, steps: int, seed: int) -> list[nn.Module]:
+    """An inverter for each boundary, trained on known text."""
     torch.manual_seed(seed)
     inverters = [inverter(kind) for _ in BOUNDARIES]
     optimizer = torch.optim.AdamW([p for one in inverters for p in one.parameters()], lr=2e-3)
     for _, ids_BT in zip(range(steps), batches(known, seed + 1), strict=False):
-        states = hidden_states(model, ids_BT, codec)
-        logits = [one(state_BTH) for one, state_BTH in zip(inverters, states, strict=True)]
-        loss = torch.stack([nn.functional.cross_entropy(one.flatten(0, 1), ids_BT.flatten()) for one in logits]).sum()
+        passed, wanted_BT = seen(ids_BT)
+        logits = [one(state_BTH) for one, state_BTH in zip(inverters, passed, strict=True)]
+        loss = torch.stack(
+            [nn.functional.cross_entropy(one.flatten(0, 1), wanted_BT.flatten()) for one in logits]
+        ).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    return inverters
+
+
+@torch.no_grad()
+def named_shares(inverters: Sequence[Callable[[Tensor], Tensor]], seen: Seen, unseen: Tensor, seed: int) -> list[float]:
+    """For each boundary the share of unseen tokens that its inverter names right."""
     right, total = torch.zeros(len(BOUNDARIES)), 0
-    for _, ids_BT in zip(range(20), batches(unseen, seed + 2), strict=False):
-        states = hidden_states(model, ids_BT, codec)
-        named = [one(state_BTH).argmax(-1) for one, state_BTH in zip(inverters, states, strict=True)]
-        right += torch.stack([(guess_BT == ids_BT).sum() for guess_BT in named])
-        total += ids_BT.numel()
+    for _, ids_BT in zip(range(TRIED), batches(unseen, seed + 2), strict=False):
+        passed, wanted_BT = seen(ids_BT)
+        named = [one(state_BTH).argmax(-1) for one, state_BTH in zip(inverters, passed, strict=True)]
+        right += torch.stack([(guess_BT == wanted_BT).sum() for guess_BT in named])
+        total += wanted_BT.numel()
     return (right / total).tolist()
 
 
@@ -126,16 +179,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="of the model's training and of each inverter's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--codecs", default="none,int8,int4,topk", help="As what the states travel.")
+    parser.add_argument("--attacks", default=ATTACKS)
     arguments = parser.parse_args()
     known, unseen = corpus()
     guess = (unseen == known.mode().values).float().mean().item()
     print(f"always naming the most frequent byte: {guess:.1%}")
     model = train_model(known, arguments.steps, arguments.seed)
-    print("after block  " + "".join(f"{boundary:>8}" for boundary in BOUNDARIES))
+    embedding_VH = model.get_input_embeddings().weight.detach()
+    print("after block    " + "".join(f"{boundary:>8}" for boundary in BOUNDARIES))
     for codec in (Codec[name.upper()] for name in arguments.codecs.split(",")):
-        for kind in ("linear", "mlp"):
-            shares = recovered_shares(model, known, unseen, kind, codec, arguments.steps, arguments.seed)
-            print(f"{codec.name.lower():<5}{kind:<8}" + "".join(f"{share:>8.1%}" for share in shares), flush=True)
+        for attack in arguments.attacks.split(","):
+            seen = what_passes(model, attack, codec)
+            inverters: Sequence[Callable[[Tensor], Tensor]] = (
+                [functools.partial(nearest, embedding_VH)] * len(BOUNDARIES)
+                if attack == "nearest"
+                else learn(attack, seen, known, arguments.steps, arguments.seed)
+            )
+            shares = named_shares(inverters, seen, unseen, arguments.seed)
+            print(f"{codec.name.lower():<5}{attack:<10}" + "".join(f"{share:>8.1%}" for share in shares), flush=True)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ class FrameKind(IntEnum):
     ACCUSATION = 74
     GET_SKETCHES = 75
     SKETCHES = 76
+    LABELS = 77
     LIST_STATES = 80
     STATES = 81
     BACK_UP = 82

@@ -48,13 +48,15 @@ class Crossing(Body, frozen=True):
 
 
 class MicrobatchRecord(Body, frozen=True):
-    """What a stage did with one microbatch in units [start, end). `present`: for each value that was sent on, whether a gradient
-    came back. `parameters`: SHA-256 of the sketch of what it added to the gradients of its parameters."""
+    """What a stage did with one microbatch in units [start, end). `labels`: at the model's end alone. `present`: for each value
+    that was sent on, whether a gradient came back. `parameters`: SHA-256 of the sketch of what it added to the gradients of its
+    parameters."""
 
     number: Index
     start: Unit
     end: Unit
     received: Crossing
+    labels: Crossing
     sent: Crossing
     present: Annotated[tuple[bool, ...], Meta(max_length=MAX_VALUES)]
     gradients: Crossing
@@ -92,8 +94,8 @@ class GetMicrobatch(Body, frozen=True):
 
 
 class MicrobatchReply(Body, frozen=True):
-    """The answer. The payload: what was received, the gradients that came back, the sketch of the parameters' gradients, then
-    sketches of the floats among what was sent on and returned: of each row SKETCH_VALUES float32."""
+    """The answer. The payload: what was received, the labels, the gradients that came back, the sketch of the parameters'
+    gradients, then sketches of the floats among what was sent on and returned: of each row SKETCH_VALUES float32."""
 
     record: MicrobatchRecord
 
@@ -121,7 +123,7 @@ class SketchesReply(Body, frozen=True):
 
 
 def _check_record(kind: str, record: MicrobatchRecord) -> None:
-    for crossing in (record.received, record.sent, record.gradients, record.returned):
+    for crossing in (record.received, record.labels, record.sent, record.gradients, record.returned):
         check_values(crossing.values)
     rules: Mapping[str, bool] = {
         "units": record.start < record.end,

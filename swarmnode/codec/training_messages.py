@@ -2,6 +2,7 @@
 
     trainer  -> coordinator   WORK ... DONE | FAILED         coordinator -> trainer   LEASE, STEP, STOPPED
     trainer  -> first hop   FORWARD                         hop -> who sent it     BACKWARD | FAULT
+    trainer  -> last hop    LABELS                          last hop -> trainer    FAULT
     coordinator -> stage      LEAD, BEGIN, RELEASE, DISCARD, COMMIT, SYNC, RESTORE
     coordinator -> everybody  PROGRESS, each second
     stage -> coordinator      STATUS, FAILED
@@ -77,8 +78,43 @@ class Forward(Body, frozen=True):
     within_s: Duration = 0.0  # after which nobody waits for it any more
     seal: Seal = b""  # the lease's own
 
+    @property
+    def sender(self) -> str:
+        """Whose it has to be."""
+        return self.route[self.hop - 1].peer if self.hop else self.feeder
+
     def check(self) -> None:
         check_route("FORWARD", self.route, self.hop)
+        check_values(self.values)
+
+
+class Labels(Body, frozen=True):
+    """What the loss of a microbatch needs besides, for the last hop of its route alone: the payload is the values' payloads, one
+    after another. The trainer ends the conversation when the microbatch is over."""
+
+    term: Term
+    lease: LeaseNumber
+    step: Step
+    number: Index
+    route: Route
+    values: Values
+    run: RunId
+    feeder: Annotated[str, Meta(max_length=MAX_PEER_CHARS)] = ""
+    within_s: Duration = 0.0
+    seal: Seal = b""
+
+    @property
+    def hop(self) -> int:
+        """The receiver's place in the route."""
+        return len(self.route) - 1
+
+    @property
+    def sender(self) -> str:
+        """Whose it has to be."""
+        return self.feeder
+
+    def check(self) -> None:
+        check_route("LABELS", self.route)
         check_values(self.values)
 
 
@@ -288,6 +324,7 @@ class Stopped(Body, frozen=True):
 TRAINING_BODIES: dict[FrameKind, type[Body]] = {
     **AVERAGING_BODIES,
     FrameKind.FORWARD: Forward,
+    FrameKind.LABELS: Labels,
     FrameKind.BACKWARD: Backward,
     FrameKind.LEAD: Lead,
     FrameKind.STATUS: Status,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from swarmnode.compute.device_fault import is_device_fault
 from swarmnode.compute.executor import Executor, Urgency
@@ -19,11 +20,18 @@ from swarmnode.errors import ExecutorDied, ProtocolError
 from tests.card.conftest import LAYERS, POSITIONS
 from tests.card.simulated import SimulatedCards
 from tests.card.tables import SAMPLES, batch_of_tables
+from tests.compute.graph.models import split
 
 
 def answers(card: torch.device) -> bool:
     """Whether the card computes still."""
     return float((torch.ones(3, device=card) * 2).sum()) == 6
+
+
+def loss_of(segment: GraphSegment, batch: dict[str, Tensor]) -> Tensor:
+    inputs, labels = split(segment.graph, batch)
+    (loss,) = segment.forward(inputs, 0, segment.units, 0, labels)
+    return loss
 
 
 def test_numbers_out_of_a_graphs_tables_are_the_peers_fault(card: torch.device, tables: Exported) -> None:
@@ -32,8 +40,8 @@ def test_numbers_out_of_a_graphs_tables_are_the_peers_fault(card: torch.device, 
     for name, wrong in itertools.product(("word", "place", "label"), (-200, 1000)):
         batch = {**batch_of_tables(), name: torch.full((SAMPLES,), wrong)}
         with pytest.raises(ProtocolError, match="cannot work with this batch"):
-            segment.forward(tuple(batch.values()), 0, graph.units, seed=0)
-    (loss,) = segment.forward(tuple(batch_of_tables().values()), 0, graph.units, seed=0)
+            loss_of(segment, batch)
+    loss = loss_of(segment, batch_of_tables())
     assert answers(card) and bool(loss.isfinite())
 
 

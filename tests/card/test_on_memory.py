@@ -81,7 +81,9 @@ async def test_a_microbatch_that_found_no_memory_leaves_none_taken(
     executor = Executor()
 
     async def once(lease: int) -> None:
-        forward = executor.call(Urgency.FORWARD, lambda: learner.forward(lease, 0, 0, UNITS, (ids_BT,)), kind="try")
+        forward = executor.call(
+            Urgency.FORWARD, lambda: learner.forward(lease, 0, 0, UNITS, (ids_BT,), (ids_BT,)), kind="try"
+        )
         await forward
         del forward
         await executor.call(Urgency.BACKWARD, lambda: learner.backward(lease, ()), kind="try")

@@ -71,9 +71,9 @@ def test_the_way_back_takes_longer_than_the_way_there(
     stopwatch, there, back = Stopwatch(card, clock=cards.clock), [], []
     cards.pace(LAUNCH_S)
     with stopwatch.timing(there.append):
-        output, _ = learner.forward(0, 0, 0, UNITS - 1, (ids_BT,))
+        (output,) = learner.forward(0, 0, 0, UNITS - 1, (ids_BT,))
     with stopwatch.timing(back.append):
-        learner.backward(0, (torch.ones_like(output), None))
+        learner.backward(0, (torch.ones_like(output),))
     torch.cuda.synchronize(card)
     stopwatch.read()
     assert back[0] > 1.2 * there[0] > 0
@@ -106,7 +106,7 @@ def test_autocast_is_for_cards_that_have_bfloat16(
     plain = Learner(
         load_segment(checkpoints["llama"], 0, UNITS - 1, device=card), msgspec.structs.replace(run, autocast=False)
     )
-    (wanted, _) = plain.forward(0, 0, 0, UNITS - 1, (ids_BT,))
+    (wanted,) = plain.forward(0, 0, 0, UNITS - 1, (ids_BT,))
     assert torch.equal(outputs[7].cpu(), wanted.cpu()) and not torch.equal(outputs[8].cpu(), wanted.cpu())
 
 

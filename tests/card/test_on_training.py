@@ -17,27 +17,28 @@ from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.averaging.gradient_compressor import make_gradient_compressor
 from swarmnode.compute.training.averaging.together import agree
+from swarmnode.compute.training.datasets.batches import Microbatch
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.optimizer import Optimizer
-from swarmnode.compute.training.segment import Values
 from swarmnode.swarm.records.run import Averaging, Run
 from tests.card.conftest import LAYERS
 from tests.card.tables import SAMPLES, batch_of_tables
+from tests.compute.graph.models import split
 
 UNITS = LAYERS + 2
 CPU = torch.device("cpu")
 CLOSE = {"atol": 2e-4, "rtol": 1e-3}
 
 
-def train(learners: list[Learner], batches: list[Values], steps: int) -> list[Tensor]:
+def train(learners: list[Learner], batches: list[Microbatch], steps: int) -> list[Tensor]:
     """What comes out of each stage, and all that the stages hold in the end."""
     outputs: list[Tensor] = []
     for _ in range(steps):
         for index, batch in enumerate(batches):
-            values = batch
+            values, labels = batch
             for learner in learners:
-                values = learner.forward(index, index, learner.segment.start, learner.segment.end, values)
+                values = learner.forward(index, index, learner.segment.start, learner.segment.end, values, labels)
                 outputs.append(values[0].detach().cpu())
             gradients: tuple[Tensor | None, ...] = ()
             for learner in reversed(learners):
@@ -63,7 +64,8 @@ def test_language_models(kind: str, recompute: bool, card: torch.device, checkpo
         seed=7,
     )
     generator = torch.Generator().manual_seed(0)
-    batches: list[Values] = [(torch.randint(0, 99, (2, 12), generator=generator),) for _ in range(2)]
+    rows = [(torch.randint(0, 99, (2, 12), generator=generator),) for _ in range(2)]
+    batches = [Microbatch(ids, ids) for ids in rows]
 
     def on(device: torch.device) -> list[Tensor]:
         segments = [load_segment(checkpoints[kind], *cut, device=device) for cut in ((0, 2), (2, UNITS))]
@@ -82,7 +84,7 @@ def test_graphs(cards: Any, card: torch.device, tables: Exported) -> None:
         graph = partition(tables.graph).graph
         weights = {name: weight.clone() for name, weight in tables.weights.items()}
         segment = GraphSegment(graph, weights, 0, graph.units, device=device)
-        return train([Learner(segment, run)], [tuple(batch_of_tables().values())], steps=2)
+        return train([Learner(segment, run)], [split(graph, batch_of_tables())], steps=2)
 
     for got, wanted in zip(on(card), on(CPU), strict=True):
         torch.testing.assert_close(got, wanted, **CLOSE)

@@ -61,7 +61,9 @@ def toy_batches() -> ArrayBatches:
         {
             "x": generator.normal(size=(48, FEATURES)).astype(np.float32),
             "labels": generator.integers(0, CLASSES, 48),
-        }
+        },
+        ["x"],
+        ["labels"],
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from swarmnode.compress.codecs import DTYPE_OF
 from swarmnode.compute.graph.arguments import torch_constant
 from swarmnode.compute.graph.graph import TensorType
-from swarmnode.compute.graph.layout import Layout
+from swarmnode.compute.graph.layout import Layout, Value
 from swarmnode.errors import CheckpointError, ProtocolError
 
 Described = tuple[torch.dtype, tuple[int, ...]]
@@ -37,19 +37,27 @@ def batch_of(layout: Layout, number: int, values: Sequence[Described]) -> int:
 
 def check_values(layout: Layout, number: int, values: Sequence[Described], batch: int) -> None:
     """Raises ProtocolError where they are not those of a boundary for a batch of so many samples."""
-    graph, boundary = layout.graph, layout.boundaries[number]
-    if len(values) != len(boundary):
-        raise ProtocolError(f"{len(values)} values at boundary {number} of the graph, not {len(boundary)}")
     if batch < 1:
         raise ProtocolError("a batch without samples")
-    for value, (dtype, shape) in zip(boundary, values, strict=True):
+    _check(layout.boundaries[number], values, batch, f"at boundary {number}", any_batch=layout.graph.any_batch)
+
+
+def check_labels(layout: Layout, labels: Sequence[Described], batch: int) -> None:
+    """Raises ProtocolError where they are not what the last unit takes of the inputs of so many samples."""
+    _check(layout.labels, labels, batch, "among the labels", any_batch=layout.graph.any_batch)
+
+
+def _check(wanted: Sequence[Value], values: Sequence[Described], batch: int, where: str, *, any_batch: bool) -> None:
+    if len(values) != len(wanted):
+        raise ProtocolError(f"{len(values)} values {where} of the graph, not {len(wanted)}")
+    for value, (dtype, shape) in zip(wanted, values, strict=True):
         text = text_of((dtype, shape))
         if len(shape) != len(value.type.shape) or not _fits(dtype, value.type.dtype):
-            raise ProtocolError(f"{value.ref.name} is {text} at boundary {number}, not {value.type}")
+            raise ProtocolError(f"{value.ref.name} is {text} {where}, not {value.type}")
         sizes = value.type.sizes(batch)
         if shape != sizes:
-            hint = "" if graph.any_batch else f" (the module was exported for batches of {batch} only)"
-            raise ProtocolError(f"{value.ref.name} is {text} at boundary {number}, not {sizes}{hint}")
+            hint = "" if any_batch else f" (the module was exported for batches of {batch} only)"
+            raise ProtocolError(f"{value.ref.name} is {text} {where}, not {sizes}{hint}")
 
 
 def check_travel(layout: Layout) -> None:

@@ -34,8 +34,9 @@ class Unit:
 class Layout:
     """The units of a graph. Raises CheckpointError where a weight is used by units that cannot share it.
 
-    `boundaries[k]` are the values before unit k, inputs first; the last boundary has the results alone. A node that computes from
-    nothing but constants belongs to no unit: every unit that needs it computes it again.
+    `boundaries[k]` are the values before unit k, inputs first; the last boundary has the results alone. `labels`: of a graph that
+    is trained, the inputs that the last unit takes; they cross no boundary for its sake. A node that computes from nothing but
+    constants belongs to no unit: every unit that needs it computes it again.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -46,6 +47,7 @@ class Layout:
         self._unit_of = {node.name: unit for node, unit in _units_of(graph) if node.name not in constants}
         self.units = tuple(self._collect(constants))
         self.blocks = self._find_blocks()
+        self.labels = self._find_labels()
         self.boundaries = tuple(self._boundaries())
 
     def __repr__(self) -> str:
@@ -90,34 +92,54 @@ class Layout:
             blocks[weight.name] = numbers[0] if len(numbers) == 1 else SHARED
         return blocks
 
+    def _find_labels(self) -> tuple[Value, ...]:
+        """None where nothing is learnt, or where they alone tell the size of the batch."""
+        inputs = [Ref(item.name) for item in self.graph.inputs]
+        *others, last = map(_taken, self.units)
+        labels = [ref for ref in inputs if ref in last] if others and self.graph.loss is not None else []
+        crossing = [ref for ref in inputs if ref not in labels or any(ref in taken for taken in others)]
+        tells = not self.graph.any_batch or any(self._types[ref].tells_batch for ref in crossing)
+        return self._values(labels if tells else [])
+
     def _boundaries(self) -> Iterable[tuple[Value, ...]]:
         made = {Ref(item.name): -1 for item in self.graph.inputs}
+        labels = {value.ref for value in self.labels}
         used: dict[Ref, int] = {}
         for number, unit in enumerate(self.units):
             own = {node.name for node in unit.nodes}
             made.update({ref: number for ref in self._types if ref.name in own and ref.name in self._unit_of})
-            used.update({ref: number for node in unit.nodes for ref in node.refs()})
+            is_last = number + 1 == self.graph.units
+            used.update(dict.fromkeys(_taken(unit) - labels if is_last else _taken(unit), number))
         used.update(dict.fromkeys(self.graph.results, self.graph.units))
         crossing = [
             [ref for ref in self._types if ref in made and made[ref] < number <= used.get(ref, -1)]
             for number in range(self.graph.units)
         ]
-        crossing[0] = [Ref(item.name) for item in self.graph.inputs]
+        inputs = [Ref(item.name) for item in self.graph.inputs]
+        crossing[0] = [ref for ref in inputs if ref in used or ref not in labels]
         self._carry_batch(crossing)
         for refs in [*crossing, self.graph.results]:
-            yield tuple(Value(ref, self._types[ref], ref.name in self._trained) for ref in refs)
+            yield self._values(refs)
+
+    def _values(self, refs: Iterable[Ref]) -> tuple[Value, ...]:
+        return tuple(Value(ref, self._types[ref], ref.name in self._trained) for ref in refs)
 
     def _carry_batch(self, crossing: list[list[Ref]]) -> None:
         """Let an input pass by as long as later boundaries cannot tell the size of the batch without it."""
         if not self.graph.any_batch:
             return
-        teller = next((Ref(item.name) for item in self.graph.inputs if item.type.tells_batch), None)
+        teller = next((ref for ref in crossing[0] if self._types[ref].tells_batch), None)
         if teller is None:
             raise CheckpointError("no input of the graph tells the size of the batch")
         silent = [k for k, refs in enumerate(crossing) if not any(self._types[ref].tells_batch for ref in refs)]
         for refs in crossing[: max(silent, default=-1) + 1]:
             if teller not in refs:
                 refs.insert(0, teller)
+
+
+def _taken(unit: Unit) -> set[Ref]:
+    """What its nodes take."""
+    return {ref for node in unit.nodes for ref in node.refs()}
 
 
 def value_types(nodes: Iterable[OperatorCall]) -> dict[Ref, TensorType]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from swarmnode.compute.graph.arguments import argument_value
-from swarmnode.compute.graph.boundary import batch_of, described, text_of
+from swarmnode.compute.graph.boundary import batch_of, check_labels, described, text_of
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.graph import Argument, Graph, OperatorCall, Poly, Ref, TensorType
 from swarmnode.compute.graph.layout import Layout, Unit
@@ -91,12 +91,16 @@ class GraphSegment(Segment):
                 units.setdefault(unit, {})[self._weights[name].tensor] = self._tensors[name]
         return units
 
-    def forward(self, values: Values, start: int, end: int, seed: int) -> Values:
+    def forward(self, values: Values, start: int, end: int, seed: int, labels: Values = ()) -> Values:
         """See `Segment`. Raises ProtocolError for values that are not those of the boundary, or out of an operator's range."""
         boundary = self.layout.boundaries[start]
         batch = batch_of(self.layout, start, described(values))
+        coming, tensors = boundary, values
+        if end == self.units:
+            check_labels(self.layout, described(labels), batch)
+            coming, tensors = (*boundary, *self.layout.labels), (*values, *labels)
         slots = self._template.copy()
-        for value, tensor in zip(boundary, values, strict=True):
+        for value, tensor in zip(coming, tensors, strict=True):
             slots[self._slots[value.ref]] = tensor if value.trained else tensor.detach().to(self.device)
         self._ranges.begin()
         for number in range(start, end):
@@ -105,7 +109,7 @@ class GraphSegment(Segment):
             raise ProtocolError(
                 f"units [{start}:{end}) of the graph cannot work with this batch: a number is out of range"
             )
-        passing = {value.ref: tensor for value, tensor in zip(boundary, values, strict=True) if not value.trained}
+        passing = {value.ref: tensor for value, tensor in zip(coming, tensors, strict=True) if not value.trained}
         leaving = self.layout.boundaries[end]
         return tuple(passing.get(value.ref, slots[self._slots[value.ref]]) for value in leaving)
 
@@ -133,7 +137,7 @@ class GraphSegment(Segment):
         """Slots for values, functions for names, and when to forget what."""
         leaving = {value.ref for boundary in self.layout.boundaries[number + 1 :] for value in boundary}
         kept = leaving | {move.value for move in unit.moves} | {Ref(name) for name in unit.weights}
-        for value in self.layout.boundaries[number]:
+        for value in (*self.layout.boundaries[number], *self.layout.labels):
             self._slot(value.ref)
         last_use = {ref: node.name for node in unit.nodes for ref in node.refs() if ref not in kept}
         calls = []

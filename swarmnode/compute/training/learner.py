@@ -85,8 +85,9 @@ class Learner:
 
     # -- passes
 
-    def forward(self, lease: int, index: int, start: int, end: int, values: Values) -> Values:
-        """Units [start, end) on microbatch `index`: the values at boundary `end`, detached; at the model's end its mean loss.
+    def forward(self, lease: int, index: int, start: int, end: int, values: Values, labels: Values = ()) -> Values:
+        """Units [start, end) on microbatch `index`: the values at boundary `end`, detached; at the model's end its mean loss,
+        for which `labels` are needed.
 
         Raises ValueError for a lease that is in flight, an index or units that do not exist, NotFinite for NaN or infinity.
         """
@@ -96,13 +97,13 @@ class Learner:
             raise ValueError(f"no microbatch {index}: a step has {self.run.microbatches}")
         if not self.segment.start <= start < end <= self.segment.end:
             raise ValueError(f"units [{start}:{end}) are not among [{self.segment.start}:{self.segment.end})")
-        saved = SavedActivations(index, start, end, [], (), {})
+        saved = SavedActivations(index, start, end, [], (), {}, labels)
         cuts = range(start, end + 1) if self.recompute else self._cuts(index, start, end)
         outputs = values
         for piece_start, piece_end in pairwise(cuts):
             outputs = self._fly(saved, piece_start, piece_end, outputs)
         if not is_finite(outputs):
-            self._blame(index, start, end, values)
+            self._blame(saved, values)
         saved.shapes = tuple(output.shape for output in outputs)
         self._saved[lease] = saved
         return outputs
@@ -159,7 +160,7 @@ class Learner:
         inputs = leaves(values, start)
         keep = not self.recompute or end == self.segment.units
         with torch.set_grad_enabled(keep):
-            outputs, changes = self.compute(saved.index, start, end, inputs)
+            outputs, changes = self.compute(saved.index, start, end, inputs, saved.labels)
         saved.pieces.append(SavedPiece(start, end, inputs, outputs if keep else None))
         saved.changes.update(changes)
         return tuple(output.detach() for output in outputs)
@@ -171,32 +172,34 @@ class Learner:
             outputs = piece.outputs
             if outputs is None:
                 with torch.enable_grad():
-                    outputs, _ = self.compute(saved.index, piece.start, piece.end, piece.inputs)
+                    outputs, _ = self.compute(saved.index, piece.start, piece.end, piece.inputs, saved.labels)
             go_back = flow_through if self._has(piece.start, saved.index) else accumulate
             with tf32(is_fast(self.segment.device, wanted=self.run.autocast)):
                 grads = go_back(outputs, grads, piece.inputs)
             del piece, outputs
         return tuple(grads)
 
-    def compute(self, index: int, start: int, end: int, inputs: Values) -> tuple[Values, dict[int, Changes]]:
+    def compute(
+        self, index: int, start: int, end: int, inputs: Values, labels: Values = ()
+    ) -> tuple[Values, dict[int, Changes]]:
         """Run units; running statistics are as before it, and what it would have changed is returned."""
         saved = {unit: self._blocks[unit].save() for unit in range(start, end)}
         seed = microbatch_seed(self.run.seed, self.step, index)
         try:
             with fast_forward(self.segment.device, wanted=self.run.autocast):
-                outputs = self.segment.forward(inputs, start, end, seed)
+                outputs = self.segment.forward(inputs, start, end, seed, labels)
         finally:
             changes = {unit: self._blocks[unit].take_back(values) for unit, values in saved.items()}
         return outputs, changes
 
     @torch.no_grad()
-    def _blame(self, index: int, start: int, end: int, values: Values) -> None:
+    def _blame(self, saved: SavedActivations, values: Values) -> None:
         """Run the pass again unit by unit, and raise NotFinite for the first one that is at fault."""
         if not is_finite(values):
-            raise NotFinite(f"NaN or infinity came in at the boundary before unit {start}", unit=start)
-        for unit in range(start, end):
-            values, _ = self.compute(index, unit, unit + 1, values)
-            if not is_finite(values) or unit == end - 1:
+            raise NotFinite(f"NaN or infinity came in at the boundary before unit {saved.start}", unit=saved.start)
+        for unit in range(saved.start, saved.end):
+            values, _ = self.compute(saved.index, unit, unit + 1, values, saved.labels)
+            if not is_finite(values) or unit == saved.end - 1:
                 what = "the loss is" if unit == self.segment.units - 1 else "what comes out is"
                 raise NotFinite(f"unit {unit}, step {self.step}: {what} NaN or infinite", unit=unit)
 

@@ -1,6 +1,6 @@
 """Units of a causal language model, ready to be trained: a span whose weights are its own memory.
 
-Values at boundary 0: (ids_BT,). In between: (hidden_BTH, ids_BT), for the labels are the ids. At the end: the loss.
+Values at boundary 0: (ids_BT,). In between: (hidden_BTH,). At the end: the loss. Labels: (ids_BT,).
 """
 
 from __future__ import annotations
@@ -67,16 +67,19 @@ class SpanSegment(Segment):
                 units.setdefault(held[0], {})[name] = buffer
         return units
 
-    def forward(self, values: Values, start: int, end: int, seed: int) -> Values:
+    def forward(self, values: Values, start: int, end: int, seed: int, labels: Values = ()) -> Values:
         """See `Segment`. The loss is the mean over the B * (T - 1) tokens that have a token before them."""
         self._check(values, start)
-        is_end = start == 0 or end == self.units  # elsewhere ids only pass by
-        ids_BT = values[-1].to(self.device, non_blocking=self.device.type == "cuda") if is_end else values[-1]
-        x = ids_BT if start == 0 else values[0]
+        if end == self.units:
+            self._check_labels(labels, values[0].shape[:2])
         self._seed = seed
         reseed(seed, start, self.device)
+        x = self._here(values[0]) if start == 0 else values[0]
         output = self.span.forward(x, cache=self._cache, start=start, end=end)
-        return (next_token_loss(output, ids_BT),) if end == self.units else (output, values[-1])
+        return (next_token_loss(output, self._here(labels[0])),) if end == self.units else (output,)
+
+    def _here(self, ids_BT: Tensor) -> Tensor:
+        return ids_BT.to(self.device, non_blocking=self.device.type == "cuda")
 
     def _reseeding(self, unit: int) -> Any:
         """A hook that comes before a unit's own code: what ran before it may have drawn, and another split runs less."""
@@ -88,21 +91,33 @@ class SpanSegment(Segment):
 
     def _check(self, values: Values, start: int) -> None:
         """Raises ProtocolError where the values are not those of the boundary."""
-        if len(values) != (1 if start == 0 else 2):
+        if len(values) != 1:
             raise ProtocolError(f"{len(values)} values at boundary {start} of a language model")
-        ids_BT = values[-1]
+        if start == 0:
+            self._check_ids(values[0])
+        elif values[0].dim() != 3 or not values[0].is_floating_point() or values[0].shape[2] != self.span.hidden_size:
+            raise ProtocolError(f"hidden states of dtype {values[0].dtype} and shape {tuple(values[0].shape)}")
+        self._check_positions(values[0].shape[1])
+
+    def _check_labels(self, labels: Values, shape: torch.Size) -> None:
+        if len(labels) != 1 or labels[0].shape != shape:
+            shapes = ", ".join(str(tuple(label.shape)) for label in labels)
+            raise ProtocolError(f"labels of shape {shapes or None} for a microbatch of {tuple(shape)}")
+        self._check_ids(labels[0])
+
+    def _check_ids(self, ids_BT: Tensor) -> None:
         if ids_BT.dtype != torch.int64 or ids_BT.dim() != 2 or ids_BT.shape[1] < 2 or ids_BT.numel() == 0:
             raise ProtocolError(f"token ids of dtype {ids_BT.dtype} and shape {tuple(ids_BT.shape)}")
-        if self.positions is not None and ids_BT.shape[1] > self.positions:
-            raise ProtocolError(f"{ids_BT.shape[1]} positions, but the model has {self.positions}")
         low, high = int(ids_BT.min()), int(ids_BT.max())
         if low < 0 or high >= self.span.vocab_size:
             raise ProtocolError(
                 f"token ids from {low} to {high}, but the model's vocabulary has {self.span.vocab_size}: "
                 "the data was made with another tokenizer"
             )
-        if start > 0 and values[0].shape != (*ids_BT.shape, self.span.hidden_size):
-            raise ProtocolError(f"hidden states of shape {tuple(values[0].shape)} for ids of {tuple(ids_BT.shape)}")
+
+    def _check_positions(self, count: int) -> None:
+        if self.positions is not None and count > self.positions:
+            raise ProtocolError(f"{count} positions, but the model has {self.positions}")
 
 
 def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:

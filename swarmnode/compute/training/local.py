@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from swarmnode.compute.training.datasets.batches import Batches
+from swarmnode.compute.training.datasets.batches import Batches, Microbatch
 from swarmnode.compute.training.learner import Learner
-from swarmnode.compute.training.segment import Segment, Values
+from swarmnode.compute.training.segment import Segment
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Run, check_run
 
@@ -49,7 +49,7 @@ def train_locally(
         yield StepSummary(step, math.fsum(losses) / len(losses), step_s, tokens / max(step_s, 1e-9), 1, norm)
 
 
-def _pass(learner: Learner, values: Values, number: int) -> float:
-    (loss,) = learner.forward(number, number, 0, learner.segment.units, values)
+def _pass(learner: Learner, microbatch: Microbatch, number: int) -> float:
+    (loss,) = learner.forward(number, number, 0, learner.segment.units, microbatch.inputs, microbatch.labels)
     learner.backward(number, ())
     return float(loss)

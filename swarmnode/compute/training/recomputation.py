@@ -30,21 +30,29 @@ class Recomputation:
 
 
 def recompute(
-    learner: Learner, number: int, start: int, end: int, values: Values, gradients: Gradients, seed: bytes
+    learner: Learner,
+    number: int,
+    start: int,
+    end: int,
+    values: Values,
+    labels: Values,
+    gradients: Gradients,
+    seed: bytes,
 ) -> Recomputation:
-    """Units [start, end) on microbatch `number`: from `values`, and the gradients of what comes out (none at the model's end).
+    """Units [start, end) on microbatch `number`: from `values`, and the gradients of what comes out (none at the model's end, but
+    `labels`).
     Raises ProtocolError where the gradients do not fit, NotFinite."""
     boundaries = [values]
     with torch.no_grad():
         for unit in range(start, end):
-            boundaries.append(learner.compute(number, unit, unit + 1, boundaries[-1])[0])
+            boundaries.append(learner.compute(number, unit, unit + 1, boundaries[-1], labels)[0])
     outputs = boundaries.pop()
     if end == learner.segment.units:
         gradients = (torch.full_like(outputs[0], 1 / learner.run.microbatches),)
     check_gradients(gradients, [output.shape for output in outputs], end)
     sketches: dict[int, Tensor] = {}
     for unit in reversed(range(start, end)):
-        flowing, found = _back_through(learner, number, unit, boundaries.pop(), gradients)
+        flowing, found = _back_through(learner, number, unit, boundaries.pop(), labels, gradients)
         for block, gradient_N in found:
             sketch_S = gradient_sketch([gradient_N], seed)
             sketches[block] = sketches[block] + sketch_S if block in sketches else sketch_S
@@ -55,12 +63,12 @@ def recompute(
 
 
 def _back_through(
-    learner: Learner, number: int, unit: int, values: Values, gradients: Gradients
+    learner: Learner, number: int, unit: int, values: Values, labels: Values, gradients: Gradients
 ) -> tuple[Gradients, Iterator[tuple[int, Tensor]]]:
     """The gradients of what came into a unit, and by block the gradient_N of its parameters."""
     inputs = leaves(values, unit)
     with torch.enable_grad():
-        outputs, _ = learner.compute(number, unit, unit + 1, inputs)
+        outputs, _ = learner.compute(number, unit, unit + 1, inputs, labels)
     blocks = learner.parameters(unit, unit + 1)
     wanted = [value for value in inputs if value.requires_grad]
     wanted += [parameter for parameters in blocks.values() for parameter in parameters]

@@ -36,6 +36,7 @@ class SavedActivations:
     pieces: list[SavedPiece]
     shapes: tuple[torch.Size, ...]
     changes: dict[int, Changes]  # by unit
+    labels: Values  # where it reaches the model's end
 
 
 def leaves(values: Values, boundary: int) -> Values:

@@ -39,9 +39,10 @@ class Segment(ABC):
         """Persistent buffers (running statistics of batch norms), by unit, then by name."""
 
     @abstractmethod
-    def forward(self, values: Values, start: int, end: int, seed: int) -> Values:
+    def forward(self, values: Values, start: int, end: int, seed: int, labels: Values = ()) -> Values:
         """Units [start, end) in training mode on the values at boundary `start`; the values at boundary `end`.
 
-        At the end of the model that is the mean loss of the microbatch, a scalar. Whatever is random follows from
+        At the end of the model that is the mean loss of the microbatch, a scalar; only there are `labels` looked at: those of the
+        model's inputs that its last unit takes, which cross no boundary for its sake. Whatever is random follows from
         (seed, unit) alone, so that another split, a recomputation or a replay draws the same.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Fault
@@ -14,6 +15,7 @@ from swarmnode.codec.training_messages import (
     Done,
     Failed,
     Forward,
+    Labels,
     Lease,
     ProgressReport,
     Release,
@@ -267,7 +269,11 @@ class _FeedingSession:
     async def _send(self, lease: Lease) -> Backward:
         """Raises PeerError where some hop is lost or cannot."""
         answer: asyncio.Future[Backward] = asyncio.get_running_loop().create_future()
-        first, route = lease.route[0], lease.route
+        route = lease.route
+        first, last = route[0], route[-1]
+        answer.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # one hop may fail while another is called
 
         def fail(error: Exception) -> None:
             if not answer.done():
@@ -283,27 +289,50 @@ class _FeedingSession:
             elif isinstance(body, End | Error):
                 fail(refusal(ErrorCode.PEER_LOST, peer=first.peer))
 
-        values = await asyncio.to_thread(self._batches.microbatch, lease.step, lease.number, self._run)
-        infos, payload = encode_values(values)
-        channel = await self._switchboard.call(first.peer, hear, fail)
-        try:
-            channel.send(self._first_frame(lease, infos), payload=payload)
-            return await answer
-        finally:
-            channel.close()
+        def hear_last(_frame: Frame, body: Body) -> None:
+            if isinstance(body, Fault | Error | End):
+                fail(refusal(getattr(body, "code", ErrorCode.PEER_LOST), peer=last.peer))
 
-    def _first_frame(self, lease: Lease, infos: tuple[TensorInfo, ...]) -> Forward:
-        """By the seal the hops know that the lease is ours."""
-        return Forward(
-            lease.term,
-            lease.lease,
-            lease.step,
-            lease.number,
-            lease.route,
-            0,
-            infos,
-            lease.run,
-            self._switchboard.peer_id,
-            lease.within_s,
-            lease.seal,
-        )
+        inputs, labels = await asyncio.to_thread(self._batches.microbatch, lease.step, lease.number, self._run)
+        with ExitStack() as channels:
+            for frame, values, peer, heard in (
+                (_labels_frame, labels, last.peer, hear_last),
+                (_first_frame, inputs, first.peer, hear),
+            ):
+                infos, payload = encode_values(values)
+                channel = await self._switchboard.call(peer, heard, fail)
+                channels.callback(channel.close)
+                channel.send(frame(lease, self._switchboard.peer_id, infos), payload=payload)
+            return await answer
+
+
+def _first_frame(lease: Lease, feeder: PeerId, infos: tuple[TensorInfo, ...]) -> Forward:
+    """By the seal the hops know that the lease is ours."""
+    return Forward(
+        lease.term,
+        lease.lease,
+        lease.step,
+        lease.number,
+        lease.route,
+        0,
+        infos,
+        lease.run,
+        feeder,
+        lease.within_s,
+        lease.seal,
+    )
+
+
+def _labels_frame(lease: Lease, feeder: PeerId, infos: tuple[TensorInfo, ...]) -> Labels:
+    return Labels(
+        lease.term,
+        lease.lease,
+        lease.step,
+        lease.number,
+        lease.route,
+        infos,
+        lease.run,
+        feeder,
+        lease.within_s,
+        lease.seal,
+    )

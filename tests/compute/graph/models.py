@@ -9,6 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetForImageClassification
 
+from swarmnode.compute.graph.graph import Graph
+from swarmnode.compute.graph.layout import Layout
+from swarmnode.compute.training.datasets.batches import Microbatch
+
 Batch = dict[str, Tensor]
 CLASSES = 10
 VOCABULARY = 99
@@ -101,3 +105,12 @@ def loss_of(module: nn.Module, batch: Batch) -> Tensor:
     """What the module says itself."""
     output = module(**batch)
     return output if isinstance(output, Tensor) else output["loss"]
+
+
+def split(graph: Graph, batch: Batch) -> Microbatch:
+    """What enters a graph, and what its last unit takes."""
+    named = {item.name: batch[item.argument] for item in graph.inputs}
+    layout = Layout(graph)
+    return Microbatch(
+        *(tuple(named[value.ref.name] for value in values) for values in (layout.boundaries[0], layout.labels))
+    )

@@ -15,14 +15,16 @@ from swarmnode.codec.body import SHARED
 from swarmnode.compute.graph.costs.estimate import estimate_units
 from swarmnode.compute.graph.costs.rates import REFERENCE
 from swarmnode.compute.graph.exporting.export import export_module
+from swarmnode.compute.graph.layout import Layout
 from swarmnode.compute.graph.partition import balance, partition
 from swarmnode.compute.graph.segment import GraphSegment, load_segment
 from swarmnode.compute.graph.serialise import read_graph
+from swarmnode.compute.training.datasets.batches import Microbatch
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import CheckpointError, ProtocolError
 from swarmnode.swarm.records.run import Run
-from tests.compute.graph.models import Awkward, batch_of, build, loss_of
+from tests.compute.graph.models import Awkward, batch_of, build, loss_of, split
 
 KINDS = ("awkward", "unet", "gpt2", "resnet")
 SAMPLES = 3  # not those of the export
@@ -37,11 +39,12 @@ def stages_of(folder: Path, stages: int, *, recompute: bool = False) -> list[Lea
     return [Learner(load_segment(folder, start, end), RUN, recompute=recompute) for start, end in cuts]
 
 
-def train(learners: list[Learner], lease: int, index: int, values: tuple[Tensor, ...]) -> float:
+def train(learners: list[Learner], lease: int, index: int, microbatch: Microbatch) -> float:
     """One microbatch through all stages and back, as it comes over links: contiguous copies."""
+    values, labels = microbatch
     for learner in learners:
         values = tuple(value.clone(memory_format=torch.contiguous_format) for value in values)
-        values = learner.forward(lease, index, learner.segment.start, learner.segment.end, values)
+        values = learner.forward(lease, index, learner.segment.start, learner.segment.end, values, labels)
     gradients: tuple[Tensor | None, ...] = ()
     for learner in reversed(learners):
         gradients = learner.backward(lease, gradients)
@@ -61,7 +64,7 @@ def gradients_of(learners: list[Learner]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_split_graphs_train_as_the_module(folder: Callable[[str], Path], kind: str, stages: int) -> None:
-    module = build(kind)
+    module, graph = build(kind), read_graph(folder(kind))
     learners = stages_of(folder(kind), stages, recompute=stages == 2)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     for index in range(RUN.microbatches):
@@ -69,12 +72,12 @@ def test_split_graphs_train_as_the_module(folder: Callable[[str], Path], kind: s
         loss = loss_of(module, batch)
         (loss / RUN.microbatches).backward()
         module.load_state_dict(buffers, strict=False)  # a learner moves statistics when the step commits
-        assert train(learners, index, index, tuple(batch.values())) == pytest.approx(loss.item(), abs=1e-5)
+        assert train(learners, index, index, split(graph, batch)) == pytest.approx(loss.item(), abs=1e-5)
     own = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.requires_grad}
-    split = gradients_of(learners)
-    assert split.keys() == own.keys()
+    found = gradients_of(learners)
+    assert found.keys() == own.keys()
     for name, gradient in own.items():
-        torch.testing.assert_close(split[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("kind", ["awkward", "resnet"])
@@ -85,7 +88,8 @@ def test_a_single_pass_is_exact_and_moves_the_same_statistics(folder: Callable[[
     loss.backward()
     graph = read_graph(folder(kind))
     segment = load_segment(folder(kind), 0, graph.units)
-    (own,) = segment.forward(tuple(batch.values()), 0, graph.units, seed=0)
+    inputs, labels = split(graph, batch)
+    (own,) = segment.forward(inputs, 0, graph.units, 0, labels)
     own.backward()
     assert own.item() == loss.item()
     wanted = {name: parameter.grad for name, parameter in module.named_parameters()}
@@ -109,15 +113,15 @@ def test_tied_weights_are_shared_by_the_ends(folder: Callable[[str], Path]) -> N
 def test_dropout_depends_on_seed_and_unit_alone() -> None:
     exported = export_module(Awkward(dropout=0.5), batch_of("awkward", 4))
     graph = partition(exported.graph).graph
-    values: Values = tuple(batch_of("awkward", SAMPLES).values())
+    values, labels = split(graph, batch_of("awkward", SAMPLES))
 
     def loss(seed: int, *, unit_by_unit: bool) -> float:
         segment = GraphSegment(graph, copy.deepcopy(exported.weights), 0, graph.units)
         step = 1 if unit_by_unit else graph.units
-        passed = values
+        passed: Values = values
         for unit in range(0, graph.units, step):
             torch.rand(unit + 1)  # someone else draws
-            passed = segment.forward(passed, unit, unit + step, seed)
+            passed = segment.forward(passed, unit, unit + step, seed, labels)
         return passed[0].item()
 
     assert graph.units > 2
@@ -128,21 +132,29 @@ def test_foreign_values_are_refused(folder: Callable[[str], Path]) -> None:
     segment = load_segment(folder("resnet"), 0, 2)
     image, label = batch_of("resnet", SAMPLES).values()
     for values, text in (
-        ((image,), "1 values at boundary 0"),
-        ((image, label.float()), "float32"),
-        ((image[:, :2], label), r"\(3, 2, 32, 32\)"),
-        ((image, label[:2]), r"int64 \(2,\) at boundary 0, not \(3,\)"),
-        ((image[0], label), r"\(3, 32, 32\)"),
+        ((image, label), "2 values at boundary 0"),
+        ((image.long(),), "int64"),
+        ((image[:, :2],), r"\(3, 2, 32, 32\)"),
+        ((image[0],), r"\(3, 32, 32\)"),
     ):
         with pytest.raises(ProtocolError, match=text):
             segment.forward(values, 0, 2, seed=0)
+    units = segment.units
+    whole = load_segment(folder("resnet"), 0, units)
+    for labels, text in (
+        ((), "0 values among the labels"),
+        ((label.float(),), "float32"),
+        ((label[:2],), r"int64 \(2,\) among the labels, not \(3,\)"),
+    ):
+        with pytest.raises(ProtocolError, match=text):
+            whole.forward((image,), 0, units, 0, labels)
 
 
 def test_labels_that_do_not_exist_are_the_peers_fault(folder: Callable[[str], Path]) -> None:
     units = read_graph(folder("resnet")).units
     image, label = batch_of("resnet", SAMPLES).values()
     with pytest.raises(ProtocolError, match="cannot work with this batch"):
-        load_segment(folder("resnet"), 0, units).forward((image, label + 1000), 0, units, seed=0)
+        load_segment(folder("resnet"), 0, units).forward((image,), 0, units, 0, (label + 1000,))
 
 
 def test_weights_must_be_those_of_the_graph(folder: Callable[[str], Path]) -> None:
@@ -155,3 +167,16 @@ def test_weights_must_be_those_of_the_graph(folder: Callable[[str], Path]) -> No
 def test_a_segment_tells_what_it_is(folder: Callable[[str], Path]) -> None:
     units = read_graph(folder("awkward")).units
     assert repr(load_segment(folder("awkward"), 0, 1)) == f"GraphSegment([0:1) of {units} units on cpu)"
+
+
+@pytest.mark.parametrize(("kind", "labels"), [("gpt2", "labels"), ("resnet", "labels"), ("unet", "clean")])
+def test_what_the_last_unit_takes_of_the_inputs_crosses_no_boundary(
+    folder: Callable[[str], Path], kind: str, labels: str
+) -> None:
+    graph = read_graph(folder(kind))
+    layout, inputs = Layout(graph), {item.name: item.argument for item in graph.inputs}
+    assert [inputs[value.ref.name] for value in layout.labels] == [labels]
+    crossing = {value.ref.name for boundary in layout.boundaries[1:] for value in boundary}
+    assert not crossing & {value.ref.name for value in layout.labels}
+    assert (crossing & inputs.keys() != set()) == (kind == "unet"), "its skip over all units"
+    assert len(layout.boundaries[0]) == 1, "the first unit takes one input"

@@ -79,9 +79,9 @@ def learners(checkpoint: Checkpoint, run: Run, cuts: Sequence[int], **options: A
 
 def pass_through(chain: Sequence[Learner], index: int, lease: int = 0) -> float:
     """One microbatch there and back; its loss."""
-    values: tuple[Tensor, ...] = (ids_of(chain[0].step, index),)
+    labels = values = (ids_of(chain[0].step, index),)
     for learner in chain:
-        values = learner.forward(lease, index, learner.segment.start, learner.segment.end, values)
+        values = learner.forward(lease, index, learner.segment.start, learner.segment.end, values, labels)
     grads: tuple[Tensor | None, ...] = ()
     for learner in reversed(chain):
         grads = learner.backward(lease, grads)

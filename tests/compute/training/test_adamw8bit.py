@@ -57,7 +57,7 @@ def one_step(learner: Learner) -> float:
     ids_BT = (start_B1 + stride_B1 * torch.arange(LENGTH)) % VOCABULARY
     noise_BT = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
     ids_BT = torch.where(torch.rand(ids_BT.shape, generator=generator) < 0.1, noise_BT, ids_BT)
-    (loss,) = learner.forward(0, 0, 0, LAYERS + 2, (ids_BT,))
+    (loss,) = learner.forward(0, 0, 0, LAYERS + 2, (ids_BT,), (ids_BT,))
     learner.backward(0, ())
     learner.commit({}, learner.squared_norm(learner.blocks) ** 0.5)
     return float(loss)

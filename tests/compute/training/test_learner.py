@@ -34,7 +34,7 @@ def toy(
 
 def count(learner: Learner, index: int) -> float:
     """One microbatch of a toy that holds all units."""
-    (loss,) = learner.forward(index, index, 0, 3, toy_values(index))
+    (loss,) = learner.forward(index, index, 0, 3, *toy_values(index))
     learner.backward(index, ())
     return float(loss)
 
@@ -45,7 +45,7 @@ def gradient(learner: Learner, blocks: Sequence[int] | None = None) -> Tensor:
 
 def test_the_loss_of_a_microbatch_is_unscaled_and_its_gradient_is_a_share_of_the_step() -> None:
     learner, segment = toy(), ToySegment()
-    (loss,) = segment.forward(toy_values(1), 0, 3, 0)
+    (loss,) = segment.forward(toy_values(1).inputs, 0, 3, 0, toy_values(1).labels)
     loss.backward()
     assert count(learner, 1) == pytest.approx(float(loss.detach()))
     weight = segment.modules[0].weight.grad
@@ -56,26 +56,27 @@ def test_the_loss_of_a_microbatch_is_unscaled_and_its_gradient_is_a_share_of_the
 
 def test_counted_masks_and_in_flight() -> None:
     learner = toy()
-    learner.forward(1, 2, 0, 3, toy_values(2))
+    learner.forward(1, 2, 0, 3, *toy_values(2))
     assert (learner.in_flight, learner.counted) == (1, {0: 0, 1: 0, 2: 0})
     learner.backward(1, ())
     assert (learner.in_flight, learner.counted) == (0, {0: 4, 1: 4, 2: 4})
-    values = learner.forward(2, 0, 0, 2, toy_values(0))
-    learner.backward(2, (torch.ones_like(values[0]), None))
+    values = learner.forward(2, 0, 0, 2, *toy_values(0))
+    learner.backward(2, (torch.ones_like(values[0]),))
     assert learner.counted == {0: 5, 1: 5, 2: 4}
 
 
 def test_a_replay_adds_nothing_and_lets_gradients_flow() -> None:
     learner = toy()
-    inputs = learner.forward(1, 0, 0, 1, toy_values(0))
-    outputs = learner.forward(2, 0, 1, 3, inputs)
+    inputs = learner.forward(1, 0, 0, 1, *toy_values(0))
+    labels = toy_values(0).labels
+    outputs = learner.forward(2, 0, 1, 3, inputs, labels)
     assert outputs[0].dim() == 0
-    first, none = learner.backward(2, ())
-    learner.backward(1, (first, none))
-    assert none is None and first is not None
+    (first,) = learner.backward(2, ())
+    learner.backward(1, (first,))
+    assert first is not None
     before = gradient(learner)
-    learner.forward(3, 0, 1, 3, inputs)
-    again, _ = learner.backward(3, ())
+    learner.forward(3, 0, 1, 3, inputs, labels)
+    (again,) = learner.backward(3, ())
     assert torch.equal(again, first)
     assert torch.equal(gradient(learner), before)
 
@@ -84,8 +85,8 @@ def test_a_replay_adds_nothing_and_lets_gradients_flow() -> None:
 def test_a_replay_at_the_front_has_no_gradients_to_give(recompute: bool) -> None:
     learner = toy(end=2, recompute=recompute)
     for lease in (1, 2):
-        values = learner.forward(lease, 0, 0, 2, toy_values(0))
-        assert learner.backward(lease, (torch.ones_like(values[0]), None)) == (None, None)
+        values = learner.forward(lease, 0, 0, 2, *toy_values(0))
+        assert learner.backward(lease, (torch.ones_like(values[0]),)) == (None,)
     assert gradient(learner).norm() > 0
 
 
@@ -93,14 +94,15 @@ def test_a_replay_at_the_front_has_no_gradients_to_give(recompute: bool) -> None
 @pytest.mark.parametrize(("start", "end"), [(0, 2), (1, 3), (1, 2), (0, 1)])
 def test_an_index_that_some_units_counted_is_counted_by_the_others_alone(start: int, end: int, recompute: bool) -> None:
     whole, learner = toy(), toy(recompute=recompute)
-    inside = whole.forward(1, 0, 0, start, toy_values(0)) if start else toy_values(0)
+    inputs, labels = toy_values(0)
+    inside = whole.forward(1, 0, 0, start, inputs) if start else inputs
     whole.drop(1)
-    values = learner.forward(1, 0, start, end, inside)
-    ones = () if end == 3 else (torch.ones_like(values[0]), None)
+    values = learner.forward(1, 0, start, end, inside, labels)
+    ones = () if end == 3 else (torch.ones_like(values[0]),)
     learner.backward(1, ones)
     before = gradient(learner, range(start, end))
     for each in (whole, learner):
-        each.forward(2, 0, 0, 3, toy_values(0))
+        each.forward(2, 0, 0, 3, *toy_values(0))
         each.backward(2, ())
     assert torch.equal(gradient(learner, range(start, end)), before)
     others = [unit for unit in range(3) if not start <= unit < end]
@@ -110,9 +112,9 @@ def test_an_index_that_some_units_counted_is_counted_by_the_others_alone(start: 
 
 def test_an_index_that_some_units_count_meanwhile_is_refused() -> None:
     learner = toy()
-    learner.forward(2, 0, 0, 3, toy_values(0))
-    values = learner.forward(1, 0, 0, 2, toy_values(0))
-    learner.backward(1, (torch.ones_like(values[0]), None))
+    learner.forward(2, 0, 0, 3, *toy_values(0))
+    values = learner.forward(1, 0, 0, 2, *toy_values(0))
+    learner.backward(1, (torch.ones_like(values[0]),))
     before = gradient(learner)
     with pytest.raises(ValueError, match="for some of the units"):
         learner.backward(2, ())
@@ -121,7 +123,7 @@ def test_an_index_that_some_units_count_meanwhile_is_refused() -> None:
 
 def test_leases_and_indices_that_cannot_be() -> None:
     learner = toy(end=2)
-    learner.forward(1, 0, 0, 2, toy_values(0))
+    learner.forward(1, 0, 0, 2, *toy_values(0))
     for lease, index, start, end, text in [
         (1, 1, 0, 2, "lease 1 is in flight"),
         (2, MICROBATCHES, 0, 2, "no microbatch 3"),
@@ -130,7 +132,7 @@ def test_leases_and_indices_that_cannot_be() -> None:
         (2, 0, 1, 1, "not among"),
     ]:
         with pytest.raises(ValueError, match=text):
-            learner.forward(lease, index, start, end, toy_values(0))
+            learner.forward(lease, index, start, end, *toy_values(0))
     learner.drop(1)
     learner.drop(1)
     with pytest.raises(ValueError, match="lease 1 is not in flight"):
@@ -141,11 +143,11 @@ def test_leases_and_indices_that_cannot_be() -> None:
 def test_gradients_that_do_not_fit_are_refused_before_anything_counts() -> None:
     learner = toy(end=2)
     for lease, grads, error in [
-        (1, (torch.ones(3, 3), None), ProtocolError),
-        (2, (torch.ones(8, FEATURES),), ProtocolError),
-        (3, (torch.full((8, FEATURES), torch.nan), None), NotFinite),
+        (1, (torch.ones(3, 3),), ProtocolError),
+        (2, (torch.ones(8, FEATURES), None), ProtocolError),
+        (3, (torch.full((8, FEATURES), torch.nan),), NotFinite),
     ]:
-        learner.forward(lease, 0, 0, 2, toy_values(0))
+        learner.forward(lease, 0, 0, 2, *toy_values(0))
         with pytest.raises(error):
             learner.backward(lease, grads)
     assert learner.counted == {0: 0, 1: 0} and gradient(learner).norm() == 0
@@ -154,7 +156,7 @@ def test_gradients_that_do_not_fit_are_refused_before_anything_counts() -> None:
 def test_discard_forgets_the_step() -> None:
     learner = toy()
     count(learner, 0)
-    learner.forward(5, 1, 0, 3, toy_values(1))
+    learner.forward(5, 1, 0, 3, *toy_values(1))
     learner.discard()
     assert (learner.in_flight, set(learner.counted.values())) == (0, {0})
     assert gradient(learner).norm() == 0
@@ -167,11 +169,11 @@ def test_discard_forgets_the_step() -> None:
 def test_failing_backward_counts_nothing_at_all() -> None:
     learner = toy()
     count(learner, 0)
-    values = learner.forward(1, 1, 0, 2, toy_values(1))
+    values = learner.forward(1, 1, 0, 2, *toy_values(1))
     with torch.no_grad():
         learner.segment.modules[1].weight.mul_(1)  # the kept graph is spoilt
     with pytest.raises(RuntimeError):
-        learner.backward(1, (torch.ones_like(values[0]), None))
+        learner.backward(1, (torch.ones_like(values[0]),))
     assert set(learner.counted.values()) == {0} and gradient(learner).norm() == 0
 
 
@@ -274,11 +276,11 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 def test_what_is_not_finite_is_told_with_its_unit() -> None:
     learner = toy(breaks=1)
     with pytest.raises(NotFinite, match="unit 1, step 0") as caught:
-        learner.forward(1, 0, 0, 3, toy_values(0))
+        learner.forward(1, 0, 0, 3, *toy_values(0))
     assert (caught.value.unit, learner.in_flight) == (1, 0)
-    x_BF, labels_B = toy_values(0)
+    (x_BF,), labels = toy_values(0)
     with pytest.raises(NotFinite, match="came in at the boundary before unit 1"):
-        toy().forward(1, 0, 1, 3, (x_BF * torch.inf, labels_B))
+        toy().forward(1, 0, 1, 3, (x_BF * torch.inf,), labels)
     fine = toy()
     count(fine, 0)
     weight = next(iter(fine.segment.parameters()[2].values()))
@@ -299,14 +301,14 @@ def test_running_statistics_move_once_per_step_by_the_mean_of_its_microbatches(r
     expected = []
     for index in range(MICROBATCHES):
         segment = ToySegment()
-        segment.forward(toy_values(index), 0, 3, 0)
+        segment.forward(toy_values(index).inputs, 0, 3, 0, toy_values(index).labels)
         expected.append([segment.buffers()[1][name].double() for name in names])
     state = learner.state(1)
     before = [state[f"buffer/{name}"].clone() for name in names]
     for lease, index in enumerate((2, 0, 2, 1, 2)):
-        values = learner.forward(lease, index, 0, 2, toy_values(index))
-        learner.backward(lease, (torch.ones_like(values[0]), None))
-    learner.forward(9, 1, 0, 2, toy_values(1))
+        values = learner.forward(lease, index, 0, 2, *toy_values(index))
+        learner.backward(lease, (torch.ones_like(values[0]),))
+    learner.forward(9, 1, 0, 2, *toy_values(1))
     assert all(torch.equal(state[f"buffer/{name}"], old) for name, old in zip(names, before, strict=True))
     learner.commit({}, 1.0)
     for name, values in zip(names, zip(*expected, strict=True), strict=True):
@@ -337,15 +339,15 @@ def test_recomputing_runs_unit_by_unit_and_keeps_the_heads_graph() -> None:
     assert isinstance(segment, ToySegment)
     count(learner, 0)
     assert segment.passes == 3 + 2
-    values = learner.forward(1, 1, 0, 2, toy_values(1))
-    learner.backward(1, (torch.ones_like(values[0]), None))
+    values = learner.forward(1, 1, 0, 2, *toy_values(1))
+    learner.backward(1, (torch.ones_like(values[0]),))
     assert segment.passes == 5 + 2 + 2
 
 
 def test_what_is_handed_out_is_detached(checkpoint: Get) -> None:
     first, *_ = learners(checkpoint("llama"), make_run(), THREE)
-    hidden_BTH, ids_BT = first.forward(1, 0, 0, 2, (ids_of(0, 0),))
-    assert not hidden_BTH.requires_grad and torch.equal(ids_BT, ids_of(0, 0))
+    (hidden_BTH,) = first.forward(1, 0, 0, 2, (ids_of(0, 0),))
+    assert not hidden_BTH.requires_grad
 
 
 def test_repr() -> None:

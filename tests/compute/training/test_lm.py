@@ -121,11 +121,20 @@ def test_values_that_do_not_fit_are_refused(checkpoint: Get) -> None:
         ((-1 - ids_BT,), 0, "vocabulary"),
         ((ids_BT.float(),), 0, "float32"),
         ((ids_BT[:, :1],), 0, "shape"),
-        ((ids_BT,), 1, "1 values at boundary 1"),
-        ((torch.zeros(2, 12, 31), ids_BT), 1, "hidden states"),
+        ((ids_BT,), 1, "hidden states"),
+        ((torch.zeros(2, 12, 32), ids_BT), 1, "2 values at boundary 1"),
+        ((torch.zeros(2, 12, 31),), 1, "hidden states"),
     ]:
         with pytest.raises(ProtocolError, match=text):
-            segment.forward(values, start, 5, 0)
+            segment.forward(values, start, 5, 0, (ids_BT,))
+    for labels, text in [
+        ((), "labels of shape None"),
+        ((ids_BT[:1],), r"labels of shape \(1, 12\) for a microbatch of \(2, 12\)"),
+        ((ids_BT + VOCABULARY,), "vocabulary"),
+        ((ids_BT.float(),), "float32"),
+    ]:
+        with pytest.raises(ProtocolError, match=text):
+            segment.forward((torch.zeros(2, 12, 32),), 4, 5, 0, labels)
 
 
 def test_repr(checkpoint: Get) -> None:

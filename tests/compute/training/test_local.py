@@ -47,7 +47,7 @@ def test_it_learns_real_text_the_same_each_time(checkpoint: Get, text: TokenBatc
 def digits() -> ArrayBatches:
     generator = np.random.default_rng(0)
     x = generator.normal(size=(24, FEATURES)).astype(np.float32)
-    return ArrayBatches({"x": x, "labels": generator.integers(0, CLASSES, 24)})
+    return ArrayBatches({"x": x, "labels": generator.integers(0, CLASSES, 24)}, ["x"], ["labels"])
 
 
 def test_a_bad_step_is_not_taken() -> None:

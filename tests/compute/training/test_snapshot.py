@@ -30,7 +30,7 @@ def trained(steps: int) -> Learner:
     learner = Learner(ToySegment(), make_run())
     for _ in range(steps):
         for index in range(MICROBATCHES):
-            learner.forward(index, index, 0, 3, toy_values(index))
+            learner.forward(index, index, 0, 3, *toy_values(index))
             learner.backward(index, ())
         learner.commit({}, 1.0)
     return learner
@@ -76,7 +76,7 @@ def test_a_learner_goes_on_from_a_step_as_if_it_had_never_stopped(tmp_path: Path
     for block, state in read_step(store, 2, second.blocks).items():
         second.load(block, state)
     for learner in (first, second):
-        learner.forward(0, 0, 0, 3, toy_values(9))
+        learner.forward(0, 0, 0, 3, *toy_values(9))
         learner.backward(0, ())
         learner.commit({}, 1.0)
     for block in first.blocks:

@@ -1,4 +1,7 @@
-"""A segment of three units in plain torch: a linear layer, a batch norm, a head with a loss. Boundary 0: (x_BF, labels_B)."""
+"""A segment of three units in plain torch: a linear layer, a batch norm, a head with a loss.
+
+Boundary 0: (x_BF,). Labels: (labels_B,).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from swarmnode.compute.training.datasets.batches import Microbatch
 from swarmnode.compute.training.segment import Segment, Values
 
 FEATURES, CLASSES = 6, 4
@@ -31,18 +35,18 @@ class ToySegment(Segment):
     def buffers(self) -> Mapping[int, Mapping[str, Tensor]]:
         return {1: dict(self.modules[1].named_buffers())} if self.start <= 1 < self.end else {}
 
-    def forward(self, values: Values, start: int, end: int, seed: int) -> Values:
+    def forward(self, values: Values, start: int, end: int, seed: int, labels: Values = ()) -> Values:
         self.passes += 1
-        x, labels_B = values
+        (x,) = values
         for unit in range(start, end):
             x = self.modules[unit](x)
             if unit == self.breaks:
                 x = x / 0
-        return (functional.cross_entropy(x, labels_B),) if end == self.units else (x, labels_B)
+        return (functional.cross_entropy(x, *labels),) if end == self.units else (x,)
 
 
-def toy_values(index: int, samples: int = 8) -> Values:
+def toy_values(index: int, samples: int = 8) -> Microbatch:
     """The data of one microbatch."""
     generator = torch.Generator().manual_seed(index)
     x_BF = torch.randn(samples, FEATURES, generator=generator) * (index + 1) + index
-    return x_BF, torch.randint(0, CLASSES, (samples,), generator=generator)
+    return Microbatch((x_BF,), (torch.randint(0, CLASSES, (samples,), generator=generator),))

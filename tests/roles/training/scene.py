@@ -11,7 +11,7 @@ from typing import Any
 
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, HopSpec
-from swarmnode.codec.training_messages import Begin, Condition, Forward, Lead, Status
+from swarmnode.codec.training_messages import Begin, Condition, Forward, Labels, Lead, Status
 from swarmnode.compress.values import encode_values
 from swarmnode.compute.executor import WorkItem
 from swarmnode.compute.inline_executor import InlineExecutor
@@ -101,17 +101,36 @@ class Scene:
         return line
 
     async def feed(self, number: int, lease: int = 1, **changes: int) -> Body | PeerError:
-        """One microbatch; what the stage answers."""
+        """One microbatch, its labels first; what the stage answers."""
+        (await self.talk(1)).send(*self.labels(number, lease, **changes))
         body, payload = self.forward(number, lease, **changes)
         return await (await self.talk(1)).ask(body, payload)
 
     def forward(self, number: int, lease: int = 1, *, term: int = TERM, step: int = 0, **place: int) -> Any:
         """The first frame of a microbatch of a lease that the second peer holds, and its payload."""
-        infos, payload = encode_values(toy_values(number, 4))
+        infos, payload = encode_values(toy_values(number, 4).inputs)
         route = (HopSpec(self.peer, place.get("start", 0), place.get("end", 3)),)
         feeder = self.networks[2].peer_id
         seal = seal_lease(KEY, RUN.id, term, lease, step, number, route, feeder)
         return Forward(term, lease, step, number, route, 0, infos, RUN.id, feeder, 0.0, seal), payload
+
+    def labels(self, number: int, lease: int = 1, **changes: int) -> Any:
+        """What goes with it to the last hop, and its payload."""
+        body, _ = self.forward(number, lease, **changes)
+        infos, payload = encode_values(toy_values(number, 4).labels)
+        given = (
+            body.term,
+            body.lease,
+            body.step,
+            body.number,
+            body.route,
+            infos,
+            body.run,
+            body.feeder,
+            0.0,
+            body.seal,
+        )
+        return Labels(*given), payload
 
     async def __aexit__(self, *_: object) -> None:
         for board in self.boards:

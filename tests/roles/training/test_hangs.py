@@ -10,8 +10,7 @@ import pytest
 
 from swarmnode.codec.frames import Frame, FrameKind
 from swarmnode.codec.training_messages import StepReport
-from swarmnode.compute.training.datasets.batches import Batches
-from swarmnode.compute.training.segment import Values
+from swarmnode.compute.training.datasets.batches import Batches, Microbatch
 from swarmnode.net.memory.virtual_time import run_virtual
 from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL
 from swarmnode.swarm.records.run import Run
@@ -115,7 +114,7 @@ class Withheld(Batches):
     def samples(self, run: Run) -> int:
         return self._batches.samples(run)
 
-    def rows(self, numbers: list[int], run: Run) -> Values:
+    def rows(self, numbers: list[int], run: Run) -> Microbatch:
         return self._batches.rows(numbers, run)
 
 

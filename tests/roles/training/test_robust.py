@@ -63,7 +63,7 @@ class FalseGradients(Saboteur):
 def batches() -> ArrayBatches:
     """Something that can be learnt: which of the first features is the largest."""
     x = np.random.default_rng(0).normal(size=(480, FEATURES)).astype(np.float32)
-    return ArrayBatches({"x": x, "labels": x[:, :CLASSES].argmax(1)})
+    return ArrayBatches({"x": x, "labels": x[:, :CLASSES].argmax(1)}, ["x"], ["labels"])
 
 
 @pytest.fixture(autouse=True)

@@ -71,8 +71,8 @@ class FalseLearner(Learner):
     sends: Lie | None = None
     returns: Lie | None = None
 
-    def forward(self, lease: int, index: int, start: int, end: int, values: Any) -> Any:
-        outputs = super().forward(lease, index, start, end, values)
+    def forward(self, lease: int, index: int, start: int, end: int, values: Any, labels: Any = ()) -> Any:
+        outputs = super().forward(lease, index, start, end, values, labels)
         return _first(outputs, self.sends if self.step >= LIES_FROM else None)
 
     def backward(self, lease: int, grads: Sequence[Tensor | None]) -> Any:

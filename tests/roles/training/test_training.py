@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from swarmnode.codec.training_messages import StepReport
-from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches
-from swarmnode.compute.training.segment import Values
+from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.codec.training_messages import Forward, StepReport
+from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches, Microbatch
 from swarmnode.errors import NotFinite, UsageError
 from swarmnode.ledger import Account
+from swarmnode.net.interfaces import Buffer
+from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch
+from swarmnode.roles.training.worker.label_queue import ReceivedLabels
 from swarmnode.swarm.records.run import Run
 from tests.compute.training.toy import CLASSES, FEATURES
 from tests.roles.training_swarm import (
@@ -23,6 +26,7 @@ from tests.roles.training_swarm import (
     BOUNDARY_BYTES,
     PATIENCE_S,
     TrainingSwarm,
+    Volunteer,
     local_losses,
     toy_batches,
     toy_run,
@@ -52,10 +56,10 @@ class Gated(Batches):
     def samples(self, run: Run) -> int:
         return self._batches.samples(run)
 
-    def rows(self, numbers: list[int], run: Run) -> Values:
+    def rows(self, numbers: list[int], run: Run) -> Microbatch:
         return self._batches.rows(numbers, run)
 
-    def microbatch(self, step: int, number: int, run: Run) -> Values:
+    def microbatch(self, step: int, number: int, run: Run) -> Microbatch:
         if step >= self._gate:
             assert self.opened.wait(PATIENCE_S)
         return self._batches.microbatch(step, number, run)
@@ -104,6 +108,28 @@ async def test_losses_are_those_of_one_process(swarm: TrainingSwarm, replicas: i
     curve.assert_equals(local_losses(run, batches))
     swarm.assert_replicas_are_equal()
     assert {report.peers for report in curve.reports} == {3 * replicas}
+
+
+async def test_the_inputs_go_to_the_ends_alone(swarm: TrainingSwarm) -> None:
+    seen: dict[int, set[tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]]] = {0: set(), 1: set(), 2: set()}
+
+    def watch(volunteer: Volunteer, unit: int) -> None:
+        remember = volunteer.stage.remember
+
+        def note(body: Forward, payload: Buffer, labels: ReceivedLabels | None) -> KeptMicrobatch | None:
+            seen[unit].add((body.values, () if labels is None else labels.body.values))
+            return remember(body, payload, labels)
+
+        volunteer.stage.remember = note  # type: ignore[method-assign]
+
+    for unit in range(3):
+        watch(await swarm.join(unit, unit + 1), unit)
+    batches = toy_batches()
+    run, curve = toy_run(batches, 2), Curve()
+    assert await train(swarm, run, batches, curve) == 2
+    floats = TensorInfo(Codec.NONE, DType.FLOAT32, (run.microbatch, FEATURES))
+    labels = TensorInfo(Codec.NONE, DType.INT64, (run.microbatch,))
+    assert seen == {0: {((floats,), ())}, 1: {((floats,), ())}, 2: {((floats,), (labels,))}}
 
 
 @pytest.mark.parametrize("spans", [[(0, 2), (1, 3), (0, 1), (2, 3)], [(0, 3), (1, 2)]])

@@ -97,7 +97,7 @@ class _Watch:
                 backward=ends[unit] - ends[unit + 1],
                 activation_bytes=sum(self.kept[unit].values()),
                 parameter_bytes=parameter_bytes[unit],
-                boundary_bytes=ids_bytes + (self.hidden_bytes if unit else 0),
+                boundary_bytes=self.hidden_bytes if unit else ids_bytes,
             )
             for unit in range(units)
         ]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,13 @@ from swarmnode.compute.training.datasets.permutation import Permutation
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Run
+
+
+class Microbatch(NamedTuple):
+    """Some samples: the values at the model's first boundary, and those of the model's inputs that its last unit takes."""
+
+    inputs: Values
+    labels: Values
 
 
 class Batches(ABC):
@@ -29,11 +37,11 @@ class Batches(ABC):
         """How many different samples there are."""
 
     @abstractmethod
-    def rows(self, numbers: list[int], run: Run) -> Values:
+    def rows(self, numbers: list[int], run: Run) -> Microbatch:
         """These samples, stacked."""
 
-    def microbatch(self, step: int, number: int, run: Run) -> Values:
-        """The values at the model's first boundary for one microbatch of a step."""
+    def microbatch(self, step: int, number: int, run: Run) -> Microbatch:
+        """One microbatch of a step."""
         samples = self.samples(run)
         first = step * run.batch + number * run.microbatch
         return self.rows([_drawn(first + row, samples, run.seed) for row in range(run.microbatch)], run)
@@ -46,7 +54,7 @@ def _drawn(place: int, samples: int, seed: int) -> int:
 
 
 class TokenBatches(Batches):
-    """Windows of `run.sequence` tokens out of one long row of them. Values: (ids_BT int64,)."""
+    """Windows of `run.sequence` tokens out of one long row of them. Inputs and labels: (ids_BT int64,), both."""
 
     def __init__(self, tokens_N: np.ndarray, vocabulary: int) -> None:
         """`vocabulary` is the model's. Raises UsageError where a token is outside of it."""
@@ -73,17 +81,21 @@ class TokenBatches(Batches):
             )
         return windows
 
-    def rows(self, numbers: list[int], run: Run) -> Values:
-        """See `Batches.rows`: (ids_BT int64,)."""
+    def rows(self, numbers: list[int], run: Run) -> Microbatch:
+        """See `Batches.rows`."""
         length = run.sequence
         ids_BT = np.stack([self._tokens_N[number * length : (number + 1) * length] for number in numbers])
-        return (torch.from_numpy(ids_BT.astype(np.int64)),)
+        values = (torch.from_numpy(ids_BT.astype(np.int64)),)
+        return Microbatch(values, values)
 
 
 class ArrayBatches(Batches):
-    """Rows of named arrays of equal length, in the order in which the model takes them."""
+    """Rows of named arrays of equal length, in the order in which the model takes them. `labels`: those that its last unit
+    takes; `inputs`: those that others take."""
 
-    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def __init__(
+        self, arrays: Mapping[str, np.ndarray], inputs: Sequence[str] = (), labels: Sequence[str] = ()
+    ) -> None:
         """Raises UsageError where there is none, or where their lengths differ."""
         lengths = {name: len(array) for name, array in arrays.items()}
         if not lengths or not all(lengths.values()):
@@ -92,6 +104,7 @@ class ArrayBatches(Batches):
             told = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise UsageError(f"the arrays of the data differ in length: {told}; each row must be one sample")
         self._arrays = dict(arrays)
+        self._inputs, self._labels = tuple(inputs or self._arrays), tuple(labels)
         digest = hashlib.sha256()
         for name, array in self._arrays.items():
             digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
@@ -104,5 +117,6 @@ class ArrayBatches(Batches):
     def samples(self, run: Run) -> int:
         return len(next(iter(self._arrays.values())))
 
-    def rows(self, numbers: list[int], run: Run) -> Values:
-        return tuple(torch.from_numpy(array[numbers]) for array in self._arrays.values())
+    def rows(self, numbers: list[int], run: Run) -> Microbatch:
+        values = {name: torch.from_numpy(array[numbers]) for name, array in self._arrays.items()}
+        return Microbatch(*(tuple(values[name] for name in names) for names in (self._inputs, self._labels)))

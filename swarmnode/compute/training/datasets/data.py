@@ -8,6 +8,7 @@ import numpy as np
 
 from swarmnode.compute.graph.arrays import read_arrays
 from swarmnode.compute.graph.graph import Graph, GraphInput
+from swarmnode.compute.graph.layout import Layout
 from swarmnode.compute.training.datasets.batches import ArrayBatches, TokenBatches
 from swarmnode.compute.training.datasets.corpus import BYTE_VOCABULARY, Encode, read_corpus
 from swarmnode.errors import UsageError
@@ -38,8 +39,10 @@ def array_batches(path: Path, graph: Graph) -> ArrayBatches:
             f"{path} has no array {missing[0]!r}: the model takes {', '.join(wanted)}, "
             f"the file has {', '.join(sorted(arrays)) or 'none'}"
         )
+    layout, argument_of = Layout(graph), {item.name: item.argument for item in graph.inputs}
     return ArrayBatches(
-        {item.argument: _fitting(path, arrays[item.argument], item, graph.batch) for item in graph.inputs}
+        {item.argument: _fitting(path, arrays[item.argument], item, graph.batch) for item in graph.inputs},
+        *([argument_of[value.ref.name] for value in values] for values in (layout.boundaries[0], layout.labels)),
     )
 
 

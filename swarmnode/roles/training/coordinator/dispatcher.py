@@ -166,7 +166,8 @@ class Dispatcher:
             return
         log.info("microbatch %d failed at %s: code %d", record.number, failed.peer or "its trainer", failed.code)
         hops = [trainer.peer, *(peer for peer, _ in record.route)]
-        place = hops.index(failed.peer) if failed.peer in hops[1:] else 0
+        is_stage = failed.peer in hops[1:] and failed.code != ErrorCode.NOT_FOUND  # labels are the trainer's to send
+        place = hops.index(failed.peer) if is_stage else 0
         suspects = frozenset(hops[max(0, place - 1) : place + 1])
         self._call_back(record, frozenset() if failed.code == ErrorCode.NOT_FINITE else suspects)
 

@@ -13,7 +13,7 @@ import msgspec
 
 from swarmnode.codec.messages import HopSpec
 from swarmnode.codec.training_fields import SEAL_BYTES
-from swarmnode.codec.training_messages import Forward
+from swarmnode.codec.training_messages import Forward, Labels
 from swarmnode.net.interfaces import PeerId
 
 
@@ -25,7 +25,7 @@ def seal_lease(
     return hashlib.blake2b(sealed, key=key, digest_size=SEAL_BYTES).digest()
 
 
-def is_sealed(key: bytes, body: Forward) -> bool:
-    """Whether a FORWARD is of a lease of this key."""
+def is_sealed(key: bytes, body: Forward | Labels) -> bool:
+    """Whether it is of a lease of this key."""
     expected = seal_lease(key, body.run, body.term, body.lease, body.step, body.number, body.route, body.feeder)
     return bool(key) and hmac.compare_digest(expected, body.seal)

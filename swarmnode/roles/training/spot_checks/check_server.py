@@ -93,7 +93,9 @@ def _tell(kept: KeptMicrobatch, seed: bytes) -> Answer:
     record = kept.record()
     edges = ((record.sent.values, kept.sent[1]), (record.returned.values, kept.returned[1]))
     sketches = [sketches_payload(decode_values(infos, payload_of(payload), "cpu"), seed) for infos, payload in edges]
-    return Answer(MicrobatchReply(record), (kept.received, kept.gradients, kept.parameters, *sketches))
+    return Answer(
+        MicrobatchReply(record), (kept.received, kept.labels_payload, kept.gradients, kept.parameters, *sketches)
+    )
 
 
 def _sketches(kept: list[KeptMicrobatch]) -> Answer:

@@ -68,6 +68,7 @@ class ShownMicrobatch:
 
     record: MicrobatchRecord
     received: bytes
+    labels: bytes
     gradients: bytes
     parameters_S: Tensor
     sent: Sequence[Tensor]  # sketch_TK of each
@@ -175,23 +176,23 @@ class Examination:
     def _read(self, record: MicrobatchRecord, payload: Buffer) -> ShownMicrobatch:
         """The parts of an answer, each of which has to be what was signed."""
         parts, view = [], memoryview(payload)
-        sizes = [_size(record.received.values), _size(record.gradients.values)]
+        sizes = [_size(crossing.values) for crossing in (record.received, record.labels, record.gradients)]
         sketches = [payload_bytes_of(record.sent.values), payload_bytes_of(record.returned.values)]
         for size in (*sizes, len(view) - sum(sizes) - sum(sketches), *sketches):
             check_rules("MICROBATCH", {"a payload as long as its descriptors say": 0 <= size <= len(view)})
             parts.append(view[:size])
             view = view[size:]
-        received, gradients, parameters, sent, returned = parts
-        signed = (record.received.digest, record.gradients.digest, record.parameters)
-        if signed != tuple(hashlib.sha256(part).digest() for part in parts[:3]) or len(parameters) % 4:
+        received, labels, gradients, parameters, sent, returned = parts
+        signed = (record.received.digest, record.labels.digest, record.gradients.digest, record.parameters)
+        if signed != tuple(hashlib.sha256(part).digest() for part in parts[:4]) or len(parameters) % 4:
             raise FalseWork("a payload that its author did not sign", peer=self.peer)
         sketch_S = torch.from_numpy(np.frombuffer(parameters, dtype="<f4").astype(np.float32))
         sketches_of = (read_payload(sent, record.sent.values), read_payload(returned, record.returned.values))
-        return ShownMicrobatch(record, bytes(received), bytes(gradients), sketch_S, *sketches_of)
+        return ShownMicrobatch(record, bytes(received), bytes(labels), bytes(gradients), sketch_S, *sketches_of)
 
     def _is_usual(self, record: MicrobatchRecord) -> bool:
         """Who shows it decides nothing about our memory; and it may have been sent what it did not ask for."""
-        values, run = record.received.values, self._learner.run
+        values, run = (*record.received.values, *record.labels.values), self._learner.run
         known = self._usual.get(record.start)
         return is_of_its_size(values, run) and (shapes_of(values) == known if known is not None else run.sequence > 0)
 
@@ -200,9 +201,12 @@ class Examination:
         record, learner = shown.record, self._learner
         if learner.step != self._step:
             return None
-        values = decode_values(record.received.values, shown.received, learner.segment.device)
-        seed = step_seed(learner.run.id, self._step)
-        again = recompute(learner, record.number, record.start, record.end, values, self._gradients(shown), seed)
+        device, seed = learner.segment.device, step_seed(learner.run.id, self._step)
+        values = decode_values(record.received.values, shown.received, device)
+        labels = decode_values(record.labels.values, shown.labels, device)
+        again = recompute(
+            learner, record.number, record.start, record.end, values, labels, self._gradients(shown), seed
+        )
         if record.end == learner.segment.units and not math.isclose(float(again.outputs[0]), record.loss, rel_tol=LOSS):
             raise FalseWork(f"a loss of {record.loss}, which is {float(again.outputs[0])}", peer=self.peer)
         judgements = self._judgements(shown, again, calibration)

@@ -39,6 +39,7 @@ from swarmnode.roles.training.spot_checks.check_server import Committer, check_s
 from swarmnode.roles.training.spot_checks.examination import Examination, FalseWork, judge_contribution, shapes_of
 from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch, StepRecords
 from swarmnode.roles.training.spot_checks.suspicions import Suspicions
+from swarmnode.roles.training.worker.label_queue import ReceivedLabels
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.commitment import open_commitment
 
@@ -111,11 +112,13 @@ class SpotChecks:
         await self._board.close()
         self.records.clear()
 
-    def remember(self, learner: Learner, body: Forward, payload: Buffer) -> KeptMicrobatch | None:
+    def remember(
+        self, learner: Learner, body: Forward, payload: Buffer, labels: ReceivedLabels | None
+    ) -> KeptMicrobatch | None:
         """What to keep of a microbatch that is about to be computed; nothing, where it is one that was counted before."""
         hop = body.route[body.hop]
         again = learner.has_counted(body.number, hop.start, hop.end)
-        return None if again else self.records.open(body, payload)
+        return None if again else self.records.open(body, payload, labels)
 
     # -- checking
 
@@ -144,7 +147,7 @@ class SpotChecks:
         if drawn is None or drawn not in contributors(reduce):
             return
         kept = self.records.of(learner.run.id, learner.step).values()
-        usual = {one.place[1]: shapes_of(one.body.values) for one in kept}
+        usual = {one.place[1]: shapes_of(one.received_values) for one in kept}
         examination = Examination(self._board, drawn, self._committer, learner, usual, self._dice)
         try:
             within_s = min(CHECK_S, WITHIN * reduce.within_s or CHECK_S)

@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from swarmnode.codec.spot_check_messages import Crossing, MicrobatchRecord
+from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.training_messages import Backward, Forward
 from swarmnode.compress.values import Encoded
 from swarmnode.compute.training.gradient_sketch import gradient_sketch, step_seed
 from swarmnode.compute.training.learner import Learner
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 from swarmnode.net.interfaces import Buffer
+from swarmnode.roles.training.worker.label_queue import ReceivedLabels
 
 MAX_KEPT_BYTES = 1 << 30  # of a step
 _PLACE = struct.Struct("<HH")
@@ -35,6 +37,7 @@ class KeptMicrobatch:
 
     body: Forward
     received: Buffer
+    labels: ReceivedLabels | None  # at the model's end
     memory: Reservation
     sent: Encoded = ((), [])
     answer: Backward | None = None
@@ -50,9 +53,26 @@ class KeptMicrobatch:
         return self.body.number, self.body.route[self.body.hop].start
 
     @property
+    def labels_payload(self) -> Buffer:
+        """Empty, but at the model's end."""
+        return b"" if self.labels is None else self.labels.payload
+
+    @property
+    def received_values(self) -> tuple[TensorInfo, ...]:
+        """Of all that came, labels last."""
+        return self.body.values + (() if self.labels is None else self.labels.body.values)
+
+    @property
     def size_bytes(self) -> int:
         """Of all that is kept."""
-        payloads = (self.received, self.gradients, self.parameters, *self.sent[1], *self.returned[1])
+        payloads = (
+            self.received,
+            self.labels_payload,
+            self.gradients,
+            self.parameters,
+            *self.sent[1],
+            *self.returned[1],
+        )
         return sum(memoryview(payload).nbytes for payload in payloads)
 
     def record(self) -> MicrobatchRecord:
@@ -65,6 +85,7 @@ class KeptMicrobatch:
                 hop.start,
                 hop.end,
                 Crossing(body.values, _digest([self.received])),
+                Crossing(() if self.labels is None else self.labels.body.values, _digest([self.labels_payload])),
                 Crossing(self.sent[0], _digest(self.sent[1])),
                 () if answer is None else answer.present,
                 Crossing(() if answer is None else answer.values, _digest([self.gradients])),
@@ -104,13 +125,13 @@ class StepRecords:
         """Of all that is kept."""
         return sum(kept.memory.size_bytes for kept in self._kept.values())
 
-    def open(self, body: Forward, payload: Buffer) -> KeptMicrobatch | None:
+    def open(self, body: Forward, payload: Buffer, labels: ReceivedLabels | None) -> KeptMicrobatch | None:
         """A microbatch comes in; None where there is no room to keep what it was."""
-        size_bytes = len(payload)
+        size_bytes = len(payload) + (0 if labels is None else len(labels.payload))
         if self.size_bytes + size_bytes > MAX_KEPT_BYTES:
             return None
         try:
-            return KeptMicrobatch(body, payload, self._ledger.reserve(Account.MESSAGES, size_bytes))
+            return KeptMicrobatch(body, payload, labels, self._ledger.reserve(Account.MESSAGES, size_bytes))
         except Full:
             return None
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swarmnode.codec.tensors import TensorInfo
-from swarmnode.codec.training_messages import Forward
+from swarmnode.codec.training_messages import Forward, Labels
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.roles.training.coordinator.seal import is_sealed
 from swarmnode.swarm.records.run import Run
 
 
-def refusal_of(body: Forward, sender: PeerId, here: PeerId, run: Run, key: bytes) -> ErrorCode | None:
-    """Why a FORWARD of the term in force is not taken, or None. `key` is the term's."""
-    before = body.feeder if body.hop == 0 else body.route[body.hop - 1].peer
+def refusal_of(body: Forward | Labels, sender: PeerId, here: PeerId, run: Run, key: bytes) -> ErrorCode | None:
+    """Why what is of the term in force is not taken, or None. `key` is the term's."""
     if body.run != run.id:
         return ErrorCode.WRONG_RUN
     if body.number >= run.microbatches or body.route[body.hop].peer != here:
         return ErrorCode.MALFORMED
-    if sender != before or not is_sealed(key, body):
+    if sender != body.sender or not is_sealed(key, body):
         return ErrorCode.REFUSED
     return None if is_of_its_size(body.values, run) else ErrorCode.MALFORMED
 

@@ -1,4 +1,4 @@
-"""Admission queue: the microbatches that a stage has taken in, of the step that it is at and of the one to come."""
+"""Admission queue: the microbatches that a stage has taken in, of the step that it is at and of the one to come, and labels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from swarmnode.codec.training_messages import Forward
 from swarmnode.net.links.switchboard import Channel
+from swarmnode.roles.training.worker.label_queue import LabelQueue
 from swarmnode.roles.training.worker.memory import MAX_IN_FLIGHT, TrainingMemory
 from swarmnode.roles.training.worker.microbatch_in_flight import MicrobatchInFlight, place_of
 
@@ -25,6 +26,7 @@ class AdmissionQueue:
     """Those of this step are in flight; those of the next wait for the COMMIT that may still be on its way."""
 
     def __init__(self, memory: TrainingMemory) -> None:
+        self.labels = LabelQueue(memory.ledger)
         self._memory = memory
         self._microbatches: dict[int, MicrobatchInFlight] = {}  # by `place_of`
         self._waiting: list[Arrival] = []
@@ -59,11 +61,13 @@ class AdmissionQueue:
         if self._microbatches.get(place) is microbatch:
             del self._microbatches[place]
             self._memory.ended(place)
+            self.labels.drop([microbatch.body.lease])
 
     def release(self, leases: Iterable[int]) -> None:
         """The coordinator calls leases back: what is here of them ends, and what comes of them is late."""
         called = set(leases)
         self._released |= called
+        self.labels.drop(called)
         for microbatch in [microbatch for microbatch in self._microbatches.values() if microbatch.body.lease in called]:
             microbatch.end()
 
@@ -75,14 +79,16 @@ class AdmissionQueue:
             arrival.channel.close()
             self._memory.ended(place_of(arrival.body))
         self._waiting.clear()
+        self.labels.clear()
 
     def new_term(self) -> None:
         """Another coordinator, or the same one anew: all leases of before are void."""
         self._released.clear()
         self.give_up_all()
 
-    def next_step(self) -> list[Arrival]:
-        """The step is committed; those that have waited for that."""
+    def next_step(self, step: int) -> list[Arrival]:
+        """`step` has begun; those that have waited for that."""
         self._released.clear()
+        self.labels.next_step(step)
         waiting, self._waiting = self._waiting, []
         return waiting

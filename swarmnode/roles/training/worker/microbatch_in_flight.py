@@ -30,6 +30,7 @@ from swarmnode.roles.measuring.meters import BACKWARD, FORWARD
 from swarmnode.roles.training.coordinator.answer_times import CLEANUP
 from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
+from swarmnode.roles.training.worker.label_queue import ReceivedLabels
 from swarmnode.roles.training.worker.meter import TrainingMeter
 from swarmnode.roles.training.worker.unit_time import UnitTime
 from swarmnode.swarm.records.run import Run
@@ -62,7 +63,11 @@ class MicrobatchStage(Protocol):
         """Of the run in force."""
         ...
 
-    def remember(self, body: Forward, payload: Buffer) -> KeptMicrobatch | None:
+    async def labels_of(self, body: Forward) -> ReceivedLabels:
+        """What the loss needs of a microbatch that ends here. Raises PeerError where it does not come."""
+        ...
+
+    def remember(self, body: Forward, payload: Buffer, labels: ReceivedLabels | None) -> KeptMicrobatch | None:
         """A microbatch is about to be computed; what to keep of it for replicas that check. On the bench."""
         ...
 
@@ -99,6 +104,7 @@ class MicrobatchInFlight:
         self._stage = stage
         self._channel = channel
         self._payload: bytes | bytearray = payload
+        self._labels: ReceivedLabels | None = None  # at the last hop
         self.kept: KeptMicrobatch | None = None  # for replicas that check
         self._next: Channel | None = None
         self._answer: asyncio.Future[tuple[Backward, bytes | bytearray]] | None = None
@@ -127,6 +133,8 @@ class MicrobatchInFlight:
         body = self.body
         try:
             if body.hop + 1 == len(body.route):
+                self._check_alive()
+                self._labels = await self._stage.labels_of(body)
                 loss, encoded, present = await self._compute(FORWARD, self._there_and_back)
             else:
                 values = await self._compute(FORWARD, self._forward)
@@ -205,12 +213,14 @@ class MicrobatchInFlight:
         if body.hop:  # what a trainer feeds is its own affair
             compressor, sender = self._stage.compressor, self._channel
             compressor.arrived(body.values, sender.peer, FORWARD, sender.received_bps)
-        values = decode_values(body.values, self._payload, learner.segment.device)
-        self.kept = self._stage.remember(body, self._payload)
-        self._payload = b""
+        device, came = learner.segment.device, self._labels
+        values = decode_values(body.values, self._payload, device)
+        labels = () if came is None else decode_values(came.body.values, came.payload, device)
+        self.kept = self._stage.remember(body, self._payload, came)
+        self._payload, self._labels = b"", None
         hop = body.route[body.hop]
         with self._passing(FORWARD):
-            return learner.forward(place_of(body), body.number, hop.start, hop.end, values)
+            return learner.forward(place_of(body), body.number, hop.start, hop.end, values, labels)
 
     def _backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Encoded, tuple[bool, ...]]:
         self._check_alive()

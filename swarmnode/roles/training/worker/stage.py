@@ -21,6 +21,7 @@ from swarmnode.codec.training_messages import (
     Discard,
     Failed,
     Forward,
+    Labels,
     Lead,
     Release,
     Restore,
@@ -50,6 +51,7 @@ from swarmnode.roles.training.worker.activation_compressor import ActivationComp
 from swarmnode.roles.training.worker.admission import refusal_of
 from swarmnode.roles.training.worker.admission_queue import AdmissionQueue, Arrival
 from swarmnode.roles.training.worker.following import Following
+from swarmnode.roles.training.worker.label_queue import ReceivedLabels
 from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.meter import TrainingMeter
 from swarmnode.roles.training.worker.microbatch_in_flight import MicrobatchInFlight, place_of
@@ -161,6 +163,8 @@ class TrainingStage:
             channel.close(Error(ErrorCode.REFUSED))
         elif isinstance(body, Forward):
             self._forward(Arrival(channel, body, frame.payload))
+        elif isinstance(body, Labels):
+            self._take_labels(channel, body, frame.payload)
         elif isinstance(body, Pull):
             self._all_reducer.hear(channel, body)
         elif isinstance(body, Lead):
@@ -178,7 +182,9 @@ class TrainingStage:
 
     def _forward(self, arrival: Arrival) -> None:
         body = arrival.body
-        refusal = self._refusal_of(arrival)
+        refusal = self._refusal_of(body, arrival.channel.peer)
+        if refusal is None and not self._admission_queue.takes(arrival):
+            refusal = ErrorCode.BUSY
         if refusal is not None:
             arrival.channel.close(Fault(0, body.hop, refusal))
         elif body.step > self.state.step:
@@ -188,9 +194,17 @@ class TrainingStage:
             self._admission_queue.begin(microbatch)
             self._in_flight.spawn(microbatch.run(), f"lease {body.lease}")
 
-    def _refusal_of(self, arrival: Arrival) -> ErrorCode | None:
-        body, sender, state = arrival.body, arrival.channel.peer, self.state
-        hop = body.route[body.hop]
+    def _take_labels(self, channel: Channel, body: Labels, payload: bytes | bytearray) -> None:
+        labels = self._admission_queue.labels
+        refusal = self._refusal_of(body, channel.peer) or labels.put(body, payload)
+        if refusal is not None:
+            channel.close(Fault(0, body.hop, refusal))
+        else:
+            channel.on_frame = lambda _frame, _body: labels.drop([body.lease])
+            channel.on_lost = lambda _error: labels.drop([body.lease])
+
+    def _refusal_of(self, body: Forward | Labels, sender: PeerId) -> ErrorCode | None:
+        hop, state = body.route[body.hop], self.state
         able = state.condition == Condition.READY and state.step <= body.step <= state.step + 1
         if body.term != self.term or not able or state.run is None or self._admission_queue.is_released(body.lease):
             return ErrorCode.STALE
@@ -199,7 +213,7 @@ class TrainingStage:
             return refusal
         if not self.segment.start <= hop.start < hop.end <= self.segment.end:
             return ErrorCode.WRONG_SPAN
-        return None if self._admission_queue.takes(arrival) else ErrorCode.BUSY
+        return None
 
     def ended(self, microbatch: MicrobatchInFlight) -> None:
         """A microbatch is over, in whatever way: what it kept goes."""
@@ -208,9 +222,13 @@ class TrainingStage:
             self.spot_checks.records.close(microbatch.kept)
         self._on_bench("drop a microbatch", lambda: self.state.drop(place_of(microbatch.body)))
 
-    def remember(self, body: Forward, payload: Buffer) -> KeptMicrobatch | None:
+    async def labels_of(self, body: Forward) -> ReceivedLabels:
+        """See `MicrobatchStage`."""
+        return await self._admission_queue.labels.take(body.lease, body.within_s)
+
+    def remember(self, body: Forward, payload: Buffer, labels: ReceivedLabels | None) -> KeptMicrobatch | None:
         """What to keep of a microbatch that is computed now, so that replicas may check it."""
-        return None if self.spot_checks is None else self.spot_checks.remember(self.learner, body, payload)
+        return None if self.spot_checks is None else self.spot_checks.remember(self.learner, body, payload, labels)
 
     def found_false(self) -> set[PeerId]:
         """By its own spot checks."""
@@ -377,7 +395,7 @@ class TrainingStage:
         self._forget_records()
         self.compressor.hear(body.beat_s, body.slowest_link_s)
         self._tasks.spawn(self._after_commit(line, done), "commit")
-        for arrival in self._admission_queue.next_step():
+        for arrival in self._admission_queue.next_step(self.state.step):
             self._forward(arrival)
 
     def _forget_records(self) -> None:

@@ -43,7 +43,9 @@ def test_an_epoch_draws_every_sample_once_and_the_next_in_another_order() -> Non
     epochs = []
     for epoch in range(2):
         steps = range(2 * epoch, 2 * epoch + 2)
-        drawn = [batches.microbatch(step, number, run)[0] for step in steps for number in range(run.microbatches)]
+        drawn = [
+            batches.microbatch(step, number, run).inputs[0] for step in steps for number in range(run.microbatches)
+        ]
         epochs.append([int(row[0]) // 5 for ids_BT in drawn for row in ids_BT])
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(8))
     assert epochs[0] != epochs[1]
@@ -53,19 +55,19 @@ def test_whoever_asks_gets_the_same() -> None:
     one, other = tokens(400), tokens(400)
     run = run_of(one)
     assert one.fingerprint == other.fingerprint != tokens(401).fingerprint
-    last = one.microbatch(7, 1, run)[0]
-    assert torch.equal(last, other.microbatch(7, 1, run)[0])
+    last = one.microbatch(7, 1, run).inputs[0]
+    assert torch.equal(last, other.microbatch(7, 1, run).inputs[0])
     assert last.dtype == torch.int64
     assert last.shape == (2, 5)
-    assert not torch.equal(last, one.microbatch(7, 1, run_of(one, seed=4))[0])
+    assert not torch.equal(last, one.microbatch(7, 1, run_of(one, seed=4)).inputs[0])
 
 
 def test_arrays_are_drawn_row_by_row() -> None:
     x = np.arange(12, dtype=np.float32).reshape(6, 2)
-    batches = ArrayBatches({"x": x, "labels": np.arange(6)})
-    values = batches.microbatch(0, 1, run_of(batches))
-    assert [tuple(value.shape) for value in values] == [(2, 2), (2,)]
-    assert torch.equal(values[0][:, 0], values[1].float() * 2)
+    batches = ArrayBatches({"x": x, "labels": np.arange(6)}, ["x"], ["labels"])
+    (x_BF,), (labels_B,) = batches.microbatch(0, 1, run_of(batches))
+    assert x_BF.shape == (2, 2) and labels_B.shape == (2,)
+    assert torch.equal(x_BF[:, 0], labels_B.float() * 2)
 
 
 def test_wrong_data_is_told() -> None:

@@ -54,7 +54,7 @@ def save(tmp_path: Path) -> Save:
 def test_arrays_come_in_the_models_order_and_dtypes(graph: Graph, save: Save) -> None:
     batches = array_batches(save(unused=np.zeros(3)), graph)
     run = Run(data=batches.fingerprint, steps=3, batch=4, microbatch=4)
-    image, label = batches.microbatch(0, 0, run)
+    (image, label), _ = batches.microbatch(0, 0, run)
     assert (image.dtype, label.dtype) == (torch.float32, torch.int64)
     assert image.shape == (4, 2, 3)
     assert torch.equal(image[:, 0, 0], label * 6.0)
@@ -93,9 +93,9 @@ def test_text_is_bytes_or_the_tokenizers_tokens(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("abc")
     run = Run(data=bytes(32), steps=1, batch=1, microbatch=1, sequence=4)
-    assert token_batches(path, 256).rows([0], run)[0].tolist() == [[97, 98, 99, 0]]
+    assert token_batches(path, 256).rows([0], run).inputs[0].tolist() == [[97, 98, 99, 0]]
     batches = token_batches(path, 10, lambda text: [len(text), 1, 2], separator=9)
-    assert batches.rows([0], run)[0].tolist() == [[3, 1, 2, 9]]
+    assert batches.rows([0], run).inputs[0].tolist() == [[3, 1, 2, 9]]
     with pytest.raises(UsageError, match="vocabulary mismatch: the swarm has no tokenizer"):
         token_batches(path, 255)
     with pytest.raises(UsageError, match="vocabulary mismatch: the data has token 9"):

@@ -43,7 +43,7 @@ class VectorSegment(Segment):
     def buffers(self) -> Mapping[int, Mapping[str, Tensor]]:
         return {}
 
-    def forward(self, values: Values, start: int, end: int, seed: int) -> Values:
+    def forward(self, values: Values, start: int, end: int, seed: int, labels: Values = ()) -> Values:
         raise NotImplementedError
 
 

@@ -120,6 +120,12 @@ def test_who_failed_is_left_alone_for_a_while(office: Office) -> None:
     assert office.held(one)
 
 
+def test_labels_that_did_not_come_are_their_trainers_fault(office: Office) -> None:
+    one, _ = office.trainers
+    office.dispatcher.failed(one, Failed(office.leases[0], "stage", ErrorCode.NOT_FOUND, run=RUN.id))
+    assert office.dispatcher.blame(office.release(office.leases[0]), office.ledger) == {"one"}
+
+
 def test_a_lease_that_is_late_is_called_back_from_trainer_and_stages(office: Office) -> None:
     one, _ = office.trainers
     office.now_s += 1000.0

@@ -82,7 +82,7 @@ def test_a_lease_that_is_called_back_ends_and_is_late_until_the_step_is_over() -
     admission_queue.release((1, 7))
     assert one.is_ended and not other.is_ended
     assert admission_queue.is_released(7) and not admission_queue.is_released(2)
-    admission_queue.next_step()
+    admission_queue.next_step(1)
     assert not admission_queue.is_released(7)
 
 
@@ -91,7 +91,7 @@ def test_those_of_the_next_step_wait_for_it_once() -> None:
     waiting = [arrival(1), arrival(2)]
     for came in waiting:
         admission_queue.wait(came)
-    assert admission_queue.next_step() == waiting and admission_queue.next_step() == []
+    assert admission_queue.next_step(1) == waiting and admission_queue.next_step(1) == []
 
 
 def test_a_new_term_ends_everything() -> None:
@@ -101,4 +101,4 @@ def test_a_new_term_ends_everything() -> None:
     admission_queue.release((9,))
     admission_queue.new_term()
     assert microbatch.is_ended and not cast("Any", waiting.channel).open
-    assert not admission_queue.is_released(9) and admission_queue.next_step() == []
+    assert not admission_queue.is_released(9) and admission_queue.next_step(1) == []
