@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swarmnode.cli.host import host as command
+from swarmnode.cli.terminal import restart
+from swarmnode.errors import ExecutorDied
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from swarmnode.swarm_host import SwarmHost
 from tests.cli.command import assert_clear, invoke
@@ -50,6 +53,27 @@ def test_the_next_time_it_goes_on_with_the_same_swarm(folder: Path) -> None:
     save_llama(folder / "other", 1, vocab_size=64, hidden_size=16, intermediate_size=32)
     assert_clear(invoke("host", "./other", "--name", "tiny"), 2, "another model", "--name")
     assert_clear(invoke("host", "./tiny", *LOOPBACK), 2, "--listen")
+
+
+def test_a_host_that_cannot_compute_any_more_begins_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+
+    async def dies(self: SwarmHost, stop: Any, opened: Any) -> None:
+        raise ExecutorDied("the compute thread died")
+
+    def execv(_program: str, arguments: list[str]) -> None:
+        begun.append(arguments)
+        raise SystemExit(0)
+
+    monkeypatch.setenv(restart.COUNT, "")  # afterwards it is as before
+    monkeypatch.delenv(restart.COUNT)
+    monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(restart, "FIRST_PAUSE_S", 0.0)
+    with monkeypatch.context() as dying:
+        dying.setattr(SwarmHost, "run", dies)
+        done = invoke("host", "./tiny", *LOOPBACK)
+    assert (done.returncode, len(begun)) == (0, 1) and "Beginning anew" in done.stderr
+    assert invoke("host", "./tiny", *LOOPBACK).returncode == 0, "the same command, whose swarm is founded already"
 
 
 @pytest.mark.parametrize(

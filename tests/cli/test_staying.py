@@ -88,9 +88,8 @@ def test_a_service_of_windows_for_wsl(
     with subprocess.Popen(["sh", "-n", script]) as checked:
         assert checked.wait() == 0
     assert stat.S_IMODE(script.stat().st_mode) == 0o700
-    assert (
-        "--name 'alice'\"'\"'s'" in script.read_text() and "exec /usr/bin/swarmnode stop friends" in script.read_text()
-    )
+    node = """'alice'"'"'s'"""  # as a shell reads it
+    assert f"--name {node}" in script.read_text() and f"exec /usr/bin/swarmnode stop {node}" in script.read_text()
     assert [words[:2] for words in called] == [("schtasks.exe", "/Create"), ("schtasks.exe", "/Run")]
     assert called[0][-1] == f"wsl.exe -d Debian -e {script}"
     assert invoke("service", "status", "friends").returncode == 0 and called[-1][1] == "/Query"

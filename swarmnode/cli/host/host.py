@@ -27,6 +27,7 @@ from swarmnode.cli.terminal.console import (
     run_async,
     set_up_logging,
 )
+from swarmnode.cli.terminal.restart import beginning_anew, is_begun_anew
 from swarmnode.cli.terminal.teller import Teller
 from swarmnode.counting import counted
 
@@ -114,7 +115,7 @@ def host(
         async with attended(hosting.node, stop, watch, swarm=swarm.name, readings=hosting.readings):
             await hosting.run(stop, welcome)
 
-    with tell:
+    with beginning_anew(), tell:
         run_async(serve)
 
 
@@ -149,7 +150,7 @@ def _known(model: str, name: str, listen: list[str], announce: list[str]) -> tup
     swarm = load_swarm(path)
     if not is_file and not _is_of(swarm, model):
         fail(f"{path} is a swarm of another model; choose another name with --name", 2)
-    if listen or announce:
+    if (listen or announce) and not is_begun_anew():
         fail(f"{path} says already where newcomers knock; --listen and --announce are for a new swarm", 2)
     return swarm, path
 

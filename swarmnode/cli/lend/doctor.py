@@ -74,7 +74,10 @@ def doctor(
 def _ask_for_bandwidth(swarm: str) -> None:
     if not sys.stdin.isatty():
         fail("--bandwidth asks first, and nobody can answer here: add --yes", 2)
-    question = f"This sends up to 1.5 MB to {BANDWIDTH_PEERS} peers of {swarm}, and takes as much. Go on?"
+    from swarmnode.roles.measuring.bandwidth import TEST_BYTES
+
+    most = f"{BANDWIDTH_PEERS * TEST_BYTES / 1e6:.1f} MB"
+    question = f"This sends up to {most} to {BANDWIDTH_PEERS} peers of {swarm}, and takes as much. Go on?"
     typer.confirm(question, default=True, abort=True, err=True)
 
 

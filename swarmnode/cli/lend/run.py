@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,9 +71,9 @@ from swarmnode.cli.terminal.console import (
     run_async,
     set_up_logging,
 )
-from swarmnode.cli.terminal.restart import begin_anew
+from swarmnode.cli.terminal.restart import beginning_anew
 from swarmnode.cli.terminal.teller import Teller
-from swarmnode.errors import ExecutorDied, SwarmnodeError
+from swarmnode.errors import SwarmnodeError
 
 if TYPE_CHECKING:
     from swarmnode.node import Node, NodeConfig
@@ -172,12 +171,8 @@ def run(
         async with attended(node, stop, watch, swarm=loaded.name, readings=node.readings, name=name):
             await (node.run(stop) if gateway is None else beside(node.run(stop), loaded, gateway))
 
-    began_s = time.monotonic()
-    try:
-        with tell:
-            run_async(lend)
-    except ExecutorDied as error:
-        begin_anew(error, time.monotonic() - began_s)
+    with beginning_anew(), tell:
+        run_async(lend)
 
 
 def _gateway(port: int | None, home: Path, *, as_json: bool) -> GatewayAddress | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import NoReturn
 
 from swarmnode.cli.terminal.console import say
@@ -19,6 +21,21 @@ LASTED_S = 600.0  # who lived for so long is not in a row with what came before
 def pause_s(restarts: int) -> float:
     """Twice as long each time: a card that is broken is not to keep its machine busy, nor its neighbours."""
     return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(restarts, 16)))
+
+
+def is_begun_anew() -> bool:
+    """Whether this command was run before by this process, and has begun what it is asked for."""
+    return COUNT in os.environ
+
+
+@contextlib.contextmanager
+def beginning_anew() -> Iterator[None]:
+    """Where nothing can be computed any more in the context, the command begins anew."""
+    began_s = time.monotonic()
+    try:
+        yield
+    except ExecutorDied as error:
+        begin_anew(error, time.monotonic() - began_s)
 
 
 def begin_anew(reason: ExecutorDied, lived_s: float) -> NoReturn:

@@ -36,6 +36,9 @@ SIZES = (
 )  # a gauge needs 64 KiB of a frame beyond its first read, of 96 KiB at most; 512 KiB in all
 
 
+TEST_BYTES = sum(SIZES)  # that a test with one peer sends at most, and takes
+
+
 @dataclass(frozen=True)
 class ProbeConfig:
     """How much a test may cost. A test begins small, and goes on only while it is quick."""

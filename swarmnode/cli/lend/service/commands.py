@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import re
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -42,7 +44,7 @@ def install(
 
     _check_name(name)
     service = Service(name, tuple(context.args), None if home is None else default_home(home))
-    _check_options(service.all_options)
+    service = dataclasses.replace(service, node=_parsed(service.all_options)["name"])
     swarm = open_swarm(name, default_home(home))
     manager = manager_here()
     service.swarm.parent.mkdir(parents=True, exist_ok=True)
@@ -119,9 +121,9 @@ def _check_name(name: str) -> None:
         )
 
 
-def _check_options(options: list[str]) -> None:
-    """They must be ones that `swarmnode run` takes: the service would fail where nobody looks."""
+def _parsed(options: list[str]) -> dict[str, Any]:
+    """As `swarmnode run` takes them. Ends where it does not: the service would fail where nobody looks."""
     from swarmnode.cli.main import app as commands
 
     run = typer.main.get_command(commands).commands["run"]  # type: ignore[attr-defined]  # it is a group
-    run.make_context("swarmnode run", ["name", *options])
+    return dict(run.make_context("swarmnode run", ["name", *options]).params)

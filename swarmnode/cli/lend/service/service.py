@@ -19,11 +19,12 @@ TIMEOUT_S = 60.0
 @dataclass(frozen=True)
 class Service:
     """A node of a swarm that was joined. `options` are those of `swarmnode run` but for the `home`, which is None where it is the
-    usual one."""
+    usual one; `node` is what the node is called, where it is not as the swarm."""
 
     name: str
     options: tuple[str, ...] = ()
     home: Path | None = None
+    node: str = ""
 
     @property
     def swarm(self) -> Path:
@@ -43,7 +44,7 @@ class Service:
     @property
     def stop_command(self) -> list[str]:
         """What lets it leave in order."""
-        return [*program(), "stop", self.name, *self._home]
+        return [*program(), "stop", self.node or self.name, *self._home]
 
     @property
     def _home(self) -> list[str]:
