@@ -27,7 +27,7 @@ from swarmnode.roles.credit.claims import Claims
 from swarmnode.roles.credit.receipt_issuer import ReceiptIssuer
 from swarmnode.roles.explanation import explain
 from swarmnode.roles.host import Host, HostConfig
-from swarmnode.roles.measuring.meters import ClientMeter
+from swarmnode.roles.measuring.meters import ClientMeter, cause_of
 from swarmnode.roles.serving.audits.auditor import Auditor
 from swarmnode.roles.serving.audits.reports import Reports
 from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession
@@ -129,6 +129,11 @@ class SwarmClient(SwarmObserver):
                 await self._module.result().close()
         await self._files.close()
         await self._host.close()
+
+    @property
+    def reroutes(self) -> dict[str, int]:
+        """How many sessions were moved to another route so far, by cause."""
+        return {cause_of(code): count for code, count in self._meter.reroutes.items()}
 
     def readings(self) -> Readings:
         """What Prometheus may know of this client."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from swarmnode.cli.terminal.swarm_news import KEPT, SwarmNews, changes, slowest_links
-from swarmnode.cli.use.status import watched
+from swarmnode.cli.use.status import reroutes_here, watched
+from swarmnode.lending.command_socket import CommandSocket
+from swarmnode.lending.control_client import GATEWAYS
 
 
 def picture(*peers: tuple[str, tuple[int, int], str]) -> dict[str, Any]:
@@ -41,6 +46,31 @@ def test_who_came_went_moved_or_changed() -> None:
         "moves from units 0:3 to units 3:6",
         "moves from units 3:6 to no units",
     ]
+
+
+def test_which_texts_asked_for_here_were_moved() -> None:
+    before, after = {**FIRST, "reroutes": {"lost": 2, "busy": 1}}, {**FIRST, "reroutes": {"lost": 5, "timed_out": 1}}
+    assert list(changes(before, after)) == [
+        "3 texts asked for here moved to another route (lost)",
+        "1 text asked for here moved to another route (timed out)",
+    ]
+    assert list(changes(after, before)) == ["1 text asked for here moved to another route (busy)"], "one was begun anew"
+
+
+async def test_the_gateways_of_a_home_are_asked(tmp_path: Path) -> None:
+    swarms = {"friends": "aa", "others": "bb"}
+
+    def answering(swarm_id: str) -> Any:
+        async def obey(_request: Any) -> dict[str, Any]:
+            return {"swarm_id": swarm_id, "reroutes": {"lost": 2}}
+
+        return CommandSocket(obey)
+
+    async with contextlib.AsyncExitStack() as sockets:
+        for name, swarm_id in swarms.items():
+            await sockets.enter_async_context(answering(swarm_id).listening(tmp_path / GATEWAYS, name))
+        assert await asyncio.to_thread(reroutes_here, tmp_path, "aa") == {"lost": 2}
+    assert reroutes_here(tmp_path, "aa") == {}
 
 
 def test_markup_of_strangers_and_more_than_there_is_room_for() -> None:

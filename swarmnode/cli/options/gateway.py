@@ -75,7 +75,14 @@ async def _obey(name: str, client: SwarmClient, request: ControlRequest) -> dict
     """What the owner may ask of a gateway: how it is, and why. Raises ValueError where it is something else."""
     if request.command not in ("state", "why"):
         raise ValueError(f"a gateway cannot {request.command}")
-    answer = {"swarm": name, "pid": os.getpid(), "state": "serving", "reason": "", "sessions": len(client.running)}
+    answer: dict[str, Any] = {
+        "swarm": name,
+        "swarm_id": client.swarm.id.hex(),
+        "pid": os.getpid(),
+        "state": "serving",
+        "reason": "",
+    }
+    answer |= {"sessions": len(client.running), "reroutes": client.reroutes}
     return {**answer, **(client.why(request.about) if request.command == "why" else {})}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from swarmnode.cli.terminal.printable import one_line
+from swarmnode.counting import counted
 
 KEPT = 6
 SLOWEST = 3
@@ -33,7 +34,8 @@ class SwarmNews:
 
 
 def changes(before: Picture, after: Picture) -> Iterator[str]:
-    """Who came, went, moved or changed its state, a sentence each."""
+    """Who came, went, moved or changed its state, and which texts of this machine's gateways others went on with: a sentence
+    each."""
     known, there = ({peer["peer"]: peer for peer in picture["peers"]} for picture in (before, after))
     for name in known.keys() - there.keys():
         yield f"{_called(known[name])} is gone; it held {_units(known[name])}"
@@ -45,6 +47,10 @@ def changes(before: Picture, after: Picture) -> Iterator[str]:
             yield f"{_called(peer)} moves from {_units(earlier)} to {_units(peer)}"
         elif earlier["state"] != peer["state"]:
             yield f"{_called(peer)} is {peer['state']}"
+    were = before.get("reroutes", {})
+    for cause, count in after.get("reroutes", {}).items():
+        if count > were.get(cause, 0):
+            yield f"{counted(count - were.get(cause, 0), 'text')} asked for here moved to another route ({cause.replace('_', ' ')})"
 
 
 def slowest_links(links: Mapping[str, Any], picture: Picture) -> Iterator[str]:

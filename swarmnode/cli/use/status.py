@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
+    from swarmnode.client import SwarmClient
+
 NAME_CHARS, DEVICE_CHARS, BAR_CHARS = 10, 10, 12
 LINKED = 32  # peers between which links are compared
 _DECORATION = re.compile(r"\((R|TM)\)|@.*|\b(NVIDIA|GeForce|AMD|Intel|Processor|CPU|Graphics)\b", re.IGNORECASE)
@@ -43,7 +46,7 @@ def status(
         False,
         "--watch",
         "-w",
-        help="Keep showing it as it changes, with slow links and who comes, goes or moves.",
+        help="Keep showing it as it changes, with slow links, who comes, goes or moves, and which texts asked for here were moved.",
     ),
     home: Path = HOME,
     as_json: bool = JSON,
@@ -66,8 +69,10 @@ def status(
             return {**picture, "credit": list(map(summary, worker_credits(here, bytes.fromhex(picture["swarm"]))))}
 
         try:
-            if watch:
-                await unless_stopped(_watch(client, status_of, as_json), stop)
+            if watch and as_json:
+                await unless_stopped(_tell(client, status_of), stop)
+            elif watch:
+                await unless_stopped(_watch(client, status_of, here), stop)
             elif as_json:
                 print_json(status_of())
             else:
@@ -80,21 +85,38 @@ def status(
     run_async(look)
 
 
-async def _watch(client: Any, status_of: Callable[[], dict[str, Any]], as_json: bool) -> None:
+async def _tell(client: SwarmClient, status_of: Callable[[], dict[str, Any]]) -> None:
+    while True:
+        print_json(status_of())
+        await client.changed()
+
+
+async def _watch(client: SwarmClient, status_of: Callable[[], dict[str, Any]], home: Path) -> None:
     from rich.live import Live
 
-    if as_json:
-        while True:
-            print_json(status_of())
-            await client.changed()
-    picture = status_of()
+    async def look() -> dict[str, Any]:
+        return {**status_of(), "reroutes": await asyncio.to_thread(reroutes_here, home, client.swarm.id.hex())}
+
+    picture = await look()
     news = SwarmNews(picture)
     with Live(watched(picture, client.links(LINKED), news), auto_refresh=False) as live:
         while True:
             await client.changed()
-            picture = status_of()
+            picture = await look()
             news.look(picture)
             live.update(watched(picture, client.links(LINKED), news), refresh=True)
+
+
+def reroutes_here(home: Path, swarm_id: str) -> Counter[str]:
+    """How often this home's gateways to a swarm have moved a text to another route, by cause. Waits for their answers."""
+    from swarmnode.lending.control_client import running_gateways, tell_node
+
+    answers = [tell_node(path, "state") or {} for path in running_gateways(home).values()]
+    reroutes: Counter[str] = Counter()
+    for told in answers:
+        if told.get("swarm_id") == swarm_id:
+            reroutes.update(told.get("reroutes", {}))
+    return reroutes
 
 
 def watched(picture: dict[str, Any], links: dict[str, Any], news: SwarmNews) -> Group:
