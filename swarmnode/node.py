@@ -271,7 +271,10 @@ class Node:
         return training_placement(host, hardware, self.config.place)
 
     async def _first_span(self, place: Placement, host: Host, hardware: Hardware) -> Span:
-        told = self.config.span or (self.config.plan and self.config.plan.span_of(host.peer_id))
+        told = self.config.span
+        if told is None and self.config.plan is not None:
+            assert host.swarm.manifest is not None
+            told = self.config.plan.span_of(host.peer_id, host.swarm.manifest.model.units)
         if told and told.units:
             return hardware.check(told)
         return await place.claim(*hardware.sections(host), await host.introduction())

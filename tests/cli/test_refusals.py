@@ -65,6 +65,14 @@ def test_models_that_cannot_be_used_are_refused_before_anything_is_written(tmp_p
         assert not (tmp_path / "s.swarm").exists()
 
 
+def test_a_plan_of_another_swarm_is_refused(file: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    stages = [{"units": [0, 4], "devices": [0]}]
+    for swarm in ({}, {"swarm": "00" * 32, "peers": ["a"]}):
+        plan.write_text(json.dumps({"stages": stages, "pipelines": [[0]], **swarm}))
+        assert_clear(invoke("run", str(file), "--plan", str(plan)), 2, "not for this swarm")
+
+
 def test_wrong_options_of_generate(file: Path) -> None:
     for arguments in ((), ("text", "--ids", "1"), ("--ids", "a,b"), ("--ids", "-1")):
         assert invoke("generate", str(file), *arguments).returncode == 2

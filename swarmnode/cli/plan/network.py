@@ -40,6 +40,8 @@ def network(
     set_up_logging(verbose)
     if output is not None and not output.absolute().parent.is_dir():
         fail(f"--output {output}: no such folder", 2)
+    if output is not None and output.is_dir():
+        fail(f"--output {output}: a folder, where a file is to be written", 2)
     from swarmnode.client import SwarmClient
 
     async def look(_stop: asyncio.Event) -> None:

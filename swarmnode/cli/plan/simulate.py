@@ -81,6 +81,8 @@ def simulate(
         fail(f"--workload {workload}: it is serve or train", 2)
     if report is not None and not report.absolute().parent.is_dir():
         fail(f"--report {report}: no such folder", 2)
+    if report is not None and report.is_dir():
+        fail(f"--report {report}: a folder, where a file is to be written", 2)
     from swarmnode.simulate.results.report import report as make_report
     from swarmnode.simulate.results.summary import summary
 

@@ -281,4 +281,4 @@ def hop_s(network: Scenario, here: Members, there: Members, size_bytes: float) -
 
 
 def _gb(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:,.1f} GB"
+    return f"{size_bytes / 1e9:,.1f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:,.1f} MB"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,19 +57,25 @@ class PlanFile:
         if self.swarm != swarm:
             raise UsageError("the plan is not for this swarm: plan on what `swarmnode network` writes of it")
 
-    def span_of(self, peer: str) -> Span:
-        """What a peer of its swarm holds; nothing, where the plan does without it."""
-        held = dict(zip(self.peers, self.spans(len(self.peers), self.units), strict=True))
+    def span_of(self, peer: str, units: int) -> Span:
+        """What a peer of its swarm, whose model has so many units, holds; nothing, where the plan does without it. Raises
+        UsageError."""
+        held = dict(zip(self.peers, self.spans(len(self.peers), units), strict=True))
         return held.get(peer, NOTHING)
 
 
 def _parse(values: dict[str, Any]) -> PlanFile:
+    if not isinstance(values, dict):
+        raise ValueError("it is no JSON object")
     stages = tuple(_stages(values["stages"]))
     pipelines = tuple(tuple(map(_number, pipeline)) for pipeline in values["pipelines"])
     peers = tuple(map(str, values.get("peers", ())))
     ends = [0, *(span.end for span, _ in stages)]
     if not stages or [span.start for span, _ in stages] != ends[:-1]:
         raise ValueError("its stages do not follow one another from the first unit on")
+    twice = [device for device, count in Counter(each for _, held in stages for each in held).items() if count > 1]
+    if twice:
+        raise ValueError(f"device {twice[0]} stands in two places")
     return PlanFile(ends[-1], stages, pipelines, peers, str(values.get("swarm", "")))
 
 

@@ -138,6 +138,8 @@ def _check_length(items: Any, where: str, devices: int) -> None:
 
 
 def _number(value: Any, where: str, least: float, most: float) -> float:
+    if value is None:
+        raise UsageError(f"{where} is null: what nobody has measured must be estimated, as `swarmnode network` does")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{where} is {_shown(value)}; it is a number")
     if not least <= value <= most:  # which NaN is not either

@@ -31,8 +31,8 @@ def test_who_holds_what(tmp_path: Path) -> None:
     assert plan.spans(4, 6) == [Span(2, 6), Span(0, 2), NOTHING, Span(0, 2)]
     assert plan.pipelines == ((3, 0),)
     plan.check_swarm("0101")
-    assert plan.span_of("a") == Span(2, 6)
-    assert plan.span_of("c") == plan.span_of("came later") == NOTHING
+    assert plan.span_of("a", 6) == Span(2, 6)
+    assert plan.span_of("c", 6) == plan.span_of("came later", 6) == NOTHING
 
 
 def test_a_plan_for_something_else_is_refused(tmp_path: Path) -> None:
@@ -40,6 +40,7 @@ def test_a_plan_for_something_else_is_refused(tmp_path: Path) -> None:
     for words, use in (
         ("for 6 units, and the model has 7", lambda: plan.spans(4, 7)),
         ("names device 3, and the network has 3", lambda: plan.spans(3, 6)),
+        ("for 6 units, and the model has 7", lambda: plan.span_of("a", 7)),
         ("not for this swarm", lambda: plan.check_swarm("0202")),
     ):
         with pytest.raises(UsageError, match=words):
@@ -56,6 +57,7 @@ def test_a_plan_for_something_else_is_refused(tmp_path: Path) -> None:
         {"stages": [{"units": [0, 2.5], "devices": [0]}]},
         {"stages": [{"units": [0, 2], "devices": ["x"]}]},
         {"stages": 3},
+        {"stages": [{"units": [0, 2], "devices": [0, 1]}, {"units": [2, 6], "devices": [1]}]},
         {"pipelines": None},
     ],
 )
