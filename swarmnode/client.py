@@ -23,6 +23,7 @@ from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.observer import SwarmObserver
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
+from swarmnode.remote_encoder import RemoteEncoder, labels_of
 from swarmnode.roles.credit.claims import Claims
 from swarmnode.roles.credit.receipt_issuer import ReceiptIssuer
 from swarmnode.roles.explanation import explain
@@ -38,7 +39,7 @@ from swarmnode.roles.serving.client.kept_sessions import KeptSessions
 from swarmnode.roles.serving.client.limits import ModelLimits
 from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.swarm.peers.trust import EVERYBODY, Trust, parse_trust
-from swarmnode.swarm.records.manifest import GRAPH, SERVE, TRAIN
+from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GRAPH, SERVE, TRAIN
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 from swarmnode.text_stream import TextStream
 from swarmnode.tokenizer import ByteTokenizer, Tokenizer, Turn
@@ -251,6 +252,29 @@ class SwarmClient(SwarmObserver):
         if self._module is None or (self._module.done() and self._module.exception() is not None):
             self._module = asyncio.ensure_future(self._open_module())
         return await asyncio.shield(self._module)
+
+    async def embed(self, texts: Sequence[str | Sequence[int]]) -> list[np.ndarray]:
+        """The vectors of texts, or of rows of token ids. Raises UsageError, also where the swarm serves no model that embeds."""
+        encoder = await self.encoder(EMBED)
+        return await encoder.vectors([await encoder.ids(text) for text in texts])
+
+    async def classify(self, texts: Sequence[str | Sequence[int]]) -> list[dict[str, float]]:
+        """How probable each class is for each text. Raises UsageError, also where the swarm serves no classifier."""
+        encoder = await self.encoder(CLASSIFY)
+        vectors = await encoder.vectors([await encoder.ids(text) for text in texts])
+        return [dict(zip(encoder.labels, map(float, vector), strict=True)) for vector in vectors]
+
+    async def encoder(self, task: str) -> RemoteEncoder:
+        """The swarm's model, which makes one vector of a text, for a task (`embed`, `classify`). Raises UsageError where it is for
+        something else."""
+        if self.manifest.model.task != task:
+            does = {EMBED: "embeds texts", CLASSIFY: "classifies texts"}.get(self.manifest.model.task or "")
+            does = does or ("runs a module" if self.manifest.kind == GRAPH else "generates text")
+            wanted = {EMBED: "embed", CLASSIFY: "classify"}[task]
+            raise UsageError(f"the model of {self.manifest.name} {does}: it cannot {wanted}")
+        module, tokenizer, limits = await self.remote_module(), await self.tokenizer(), await self.limits()
+        labels = labels_of(await self._files.folder()) if task == CLASSIFY else []
+        return RemoteEncoder(module, tokenizer, limits, labels)
 
     async def _open_module(self) -> RemoteModule:
         module_class = await asyncio.to_thread(_import_module)

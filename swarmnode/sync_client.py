@@ -109,6 +109,14 @@ class SyncSwarm:
         """See SwarmClient.infer."""
         return self.run(self._client.infer(inputs))
 
+    def embed(self, texts: Sequence[str | Sequence[int]]) -> list[np.ndarray]:
+        """See SwarmClient.embed."""
+        return self.run(self._client.embed(texts))
+
+    def classify(self, texts: Sequence[str | Sequence[int]]) -> list[dict[str, float]]:
+        """See SwarmClient.classify."""
+        return self.run(self._client.classify(texts))
+
     def causal_lm(self, *, hold_ends: bool = False, compress: str = "none") -> RemoteCausalLM:
         """See SwarmClient.acausal_lm."""
         return self.run(self._client.acausal_lm(hold_ends=hold_ends, compress=compress))

@@ -39,6 +39,7 @@ ROOMS = (
         "node_texts",
         "observer",
         "owner_client",
+        "remote_encoder",
         "swarm_host",
         "sync_client",
         "text_stream",

@@ -20,7 +20,7 @@ from swarmnode.gateway.anthropic import messages
 from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.http.api_error import ApiError, api_error
 from swarmnode.gateway.http.event_stream import ClientGone
-from swarmnode.gateway.openai import chat_completions, completions, models, responses
+from swarmnode.gateway.openai import chat_completions, completions, encoders, models, responses
 from swarmnode.gateway.page import machine, members, static_files, swarms
 from swarmnode.gateway.page.page import Page
 from swarmnode.version import __version__
@@ -34,7 +34,7 @@ def build_app(gateway: Gateway, page: Page | None = None) -> FastAPI:
     from elsewhere."""
     app = FastAPI(title="swarmnode", version=__version__, docs_url=None, redoc_url=None, exception_handlers=HANDLERS)
     app.state.gateway = gateway
-    for each in (models, chat_completions, completions, responses, messages, monitoring):
+    for each in (models, chat_completions, completions, responses, messages, encoders, monitoring):
         app.include_router(each.router)
     if page is not None:
         app.state.page = page

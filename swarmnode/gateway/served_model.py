@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType
 from typing import Any
 
@@ -50,6 +51,10 @@ class ServedModel:
         """As clients list it."""
         manifest = self.client.manifest
         return ModelCard(id=self.name, created=manifest.created, max_model_len=manifest.model.positions or None)
+
+    def place(self, key: ApiKey) -> AbstractAsyncContextManager[None]:
+        """A place among those who are served at once, while the context lasts. Raises ApiError where none becomes free."""
+        return self._queue.place(key)
 
     # -- text and ids
 

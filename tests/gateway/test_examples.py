@@ -61,4 +61,4 @@ async def test_the_notebook_is_run_to_its_end(
 
 def test_every_example_says_how_it_is_run() -> None:
     texts = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
-    assert len(texts) == 4 and all(f"python examples/{name}" in text for name, text in texts.items())
+    assert len(texts) == 5 and all(f"python examples/{name}" in text for name, text in texts.items())

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 MODES = ("serve", "train")
+TASKS = ("auto", "generate", "embed", "classify")
 PRIORITIES = ("none", "credit")
+DOORS = {"embed": "v1/embeddings", "classify": "classify"}
 
 
 @reports_errors
@@ -46,6 +48,12 @@ def create(
         metavar="PACKAGE.MODULE:FUNCTION|FILE.pt2",
         help="Any torch module: a function that returns it with an example batch, or an exported program.",
         show_default=False,
+    ),
+    task: str = typer.Option(
+        "auto",
+        "--task",
+        metavar="auto|generate|embed|classify",
+        help="What --model is served for; auto: as its config says.",
     ),
     seed: int = typer.Option(0, "--seed", help="Of the random weights of --config."),
     byte_level: bool = typer.Option(False, "--byte-level", help="Bytes are tokens: leave the tokenizer out."),
@@ -129,6 +137,10 @@ def _check_options(options: Mapping[str, Any]) -> None:
         fail("give exactly one of --model, --config and --module", 2)
     if mode == "serve" and config:
         fail("a swarm that serves needs trained weights (--model, --module); --config goes with --mode train", 2)
+    if options["task"] not in TASKS:
+        fail(f"--task {options['task']}: it is one of {', '.join(TASKS)}", 2)
+    if options["task"] != "auto" and (mode == "train" or not model):
+        fail("--task goes with --model and --mode serve", 2)
     if options["units"] and not module:
         fail("--units goes with --module; a language model's units are its layers", 2)
     if options["byte_level"] and (module or mode == "serve"):
@@ -137,7 +149,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 def _model_source(options: Mapping[str, Any], path: Path) -> ModelSource:
     """The model of the swarm that is kept at `path`; weights that did not exist yet are written beside it."""
-    from swarmnode.roles.creation.model_source import from_checkpoint, from_config, from_module
+    from swarmnode.roles.creation.model_source import from_checkpoint, from_config, from_model, from_module
 
     trains = options["mode"] == "train"
     weights, force = path.with_name(f"{path.stem}-weights").absolute(), options["force"]
@@ -146,6 +158,9 @@ def _model_source(options: Mapping[str, Any], path: Path) -> ModelSource:
         return from_config(options["config"], weights, seed=options["seed"], byte_level=byte_level, force=force)
     if options["module"]:
         return from_module(options["module"], weights, units=options["units"] or None, trains=trains, force=force)
+    if not trains:
+        task = None if options["task"] == "auto" else options["task"]
+        return from_model(options["model"], weights, task=task, force=force)
     return from_checkpoint(options["model"], byte_level=options["byte_level"])
 
 
@@ -160,6 +175,8 @@ def _tell(swarm: Swarm, path: Path, model_source: ModelSource, mode: str) -> Non
         say(f"{key} is the key to the swarm: keep it, and its password; nobody can replace it.")
     if mode == "train":
         say(f"When they run: swarmnode train {file} --data PATH --steps N")
+    elif model_source.model.task:
+        say(f"When they run: swarmnode serve {file}, and ask /{DOORS[model_source.model.task]}")
     elif model_source.kind == "graph":
         say(f"When they run: swarmnode infer {file} --input FILE.npz")
     say(_reach(swarm))

@@ -28,7 +28,7 @@ def assemble(family: Family, tensors: Mapping[str, Any], start: int, end: int, *
     """The family's class with the units [start, end) only, filled from `tensors` (of the span, checkpoint's names)."""
     model_class = _cut_class(family, start, end)
     try:
-        with ONE_AT_A_TIME, _quiet_loader():
+        with ONE_AT_A_TIME, quiet_loader():
             model, info = model_class.from_pretrained(
                 None,
                 config=family.config,
@@ -95,7 +95,7 @@ def _remove(model: Any, name: str) -> None:
 
 
 @contextmanager
-def _quiet_loader() -> Iterator[None]:
+def quiet_loader() -> Iterator[None]:
     """transformers' loader draws a bar and prints a report; problems are told by exceptions here."""
     logging: Any = transformers_logging  # untyped
     had_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()

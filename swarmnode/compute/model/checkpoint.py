@@ -93,6 +93,10 @@ class Checkpoint:
         """All names, in the order of the files."""
         return tuple(self.entries)
 
+    def small_file(self, name: str) -> Path | None:
+        """A file beside the weights, by its name in the checkpoint; None where there is none."""
+        return self.path / name if (self.path / name).is_file() else None
+
     def tensors_of(self, start: int, end: int) -> list[str]:
         """Names of the tensors that a span [start, end) of units needs."""
         return [name for name in self.entries if any(start <= unit < end for unit in self.family.units_of_tensor(name))]

@@ -21,8 +21,11 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
     "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spiece.model",
 )
 
 
@@ -77,6 +80,10 @@ class HubCheckpoint(Checkpoint):
                 if self.entries[name].file.name == shard and not _same_tensor(local.get(name), self.entries[name]):
                     raise CheckpointError(f"{self.repository}: {name} in {shard} is not what the hub's header promised")
         return super().open_slices(names)
+
+    def small_file(self, name: str) -> Path | None:
+        """Fetched where the hub has it."""
+        return self._fetch(name) if name in self._files else None
 
     def _remote_entries(self) -> dict[str, TensorEntry]:
         with _hub_errors(self.repository):

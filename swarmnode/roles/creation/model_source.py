@@ -32,6 +32,18 @@ class ModelSource:
     remarks: tuple[str, ...] = ()
 
 
+def from_model(model: str, out: Path, *, task: str | None = None, force: bool = False) -> ModelSource:
+    """A checkpoint to be served for a `task`, or for what its config says it is for: one that generates text as it is, any other
+    one written as a graph into the folder `out`. Raises CheckpointError, UsageError."""
+    from swarmnode.compute.model.encoder import GENERATE, task_of
+    from swarmnode.compute.model.pooling import MODULES_FILE
+    from swarmnode.roles.creation.encoder_source import from_encoder
+
+    checkpoint = _checkpoint(model)
+    task = task or task_of(checkpoint.config, pools=checkpoint.small_file(MODULES_FILE) is not None)
+    return from_checkpoint(model) if task == GENERATE else from_encoder(checkpoint, task, out, force=force)
+
+
 def from_checkpoint(model: str, *, byte_level: bool = False) -> ModelSource:
     """A local folder, or a hub id, which is downloaded. `byte_level` leaves its tokenizer out.
 
@@ -128,11 +140,16 @@ def _short_name(spec: str) -> str:
     return "".join(filter(str.isprintable, module_name(spec)))[:MAX_NAME_CHARS] or "graph"
 
 
-def _whole_checkpoint(model: str) -> Checkpoint:
-    """The checkpoint with all its files on this machine. Raises UsageError where `model` is neither a folder nor a hub id."""
+def _checkpoint(model: str) -> Checkpoint:
+    """Raises UsageError where `model` is neither a folder nor a hub id, CheckpointError."""
     if not Path(model).expanduser().is_dir() and (model.count("/") != 1 or model.startswith(("/", ".", "~"))):
         raise UsageError(f"{model}: no such folder (and a hub id has the form organisation/model)")
-    checkpoint = open_checkpoint(model)
+    return open_checkpoint(model)
+
+
+def _whole_checkpoint(model: str) -> Checkpoint:
+    """The checkpoint with all its files on this machine."""
+    checkpoint = _checkpoint(model)
     if isinstance(checkpoint, HubCheckpoint):
         checkpoint.open_slices(checkpoint.tensor_names)  # fetches every shard, with a progress bar
     return checkpoint

@@ -1,0 +1,103 @@
+"""Models that make one vector of a row of token ids: encoders with a pooling, and classifiers, of any family of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from swarmnode.compute.model.assemble import quiet_loader
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.hub import HubCheckpoint
+from swarmnode.compute.model.pooling import Pooling
+from swarmnode.compute.model.trace import FOREIGN_ERRORS
+from swarmnode.errors import CheckpointError
+
+GENERATE, EMBED, CLASSIFY = "generate", "embed", "classify"
+IDS, EMBEDDING, PROBABILITIES = "input_ids", "embedding", "probs"
+CLASSIFIER = "ForSequenceClassification"
+
+
+class EmbeddingModel(nn.Module):
+    """The pooled vector of a text, without padding: its row of ids is all that there is."""
+
+    def __init__(self, model: nn.Module, pooling: Pooling) -> None:
+        super().__init__()
+        self.model = model
+        self.pooling = pooling
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """embedding_H of input_ids_T."""
+        hidden_BTH = self.model(input_ids=input_ids[None], use_cache=False).last_hidden_state
+        return {EMBEDDING: self.pooling(hidden_BTH[0])}
+
+
+class ClassificationModel(nn.Module):
+    """The probabilities of a text's classes."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        problem = model.config.problem_type
+        self.independent = problem == "multi_label_classification" or (problem is None and model.config.num_labels == 1)
+        self.is_score = problem == "regression"
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """probs_C of input_ids_T; of a model that was trained on a regression its scores."""
+        logits_C = self.model(input_ids=input_ids[None], use_cache=False).logits[0]
+        if self.is_score:
+            return {PROBABILITIES: logits_C}
+        return {PROBABILITIES: logits_C.sigmoid() if self.independent else logits_C.softmax(-1)}
+
+
+def task_of(config: Any, *, pools: bool = False) -> str:
+    """What a checkpoint is for, by its config: GENERATE, EMBED or CLASSIFY; `pools`: files beside it say how to pool."""
+    architecture = str((getattr(config, "architectures", None) or [""])[0])
+    if architecture.endswith(CLASSIFIER):
+        return CLASSIFY
+    if pools:
+        return EMBED
+    is_encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not (
+        getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
+    )
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, ())
+    return EMBED if is_encoder and architecture not in ((causal,) if isinstance(causal, str) else causal) else GENERATE
+
+
+def load_encoder(checkpoint: Checkpoint, task: str, pooling: Pooling) -> tuple[nn.Module, frozenset[str]]:
+    """The whole model in float32, and the names of the weights that the checkpoint lacks, in the model's own state dict: what it
+    computes may not depend on them. Raises CheckpointError."""
+    model_class: Any = AutoModelForSequenceClassification if task == CLASSIFY else AutoModel
+    if isinstance(checkpoint, HubCheckpoint):
+        checkpoint.open_slices(checkpoint.tensor_names)  # fetches every shard, with a progress bar
+    try:
+        with quiet_loader():
+            model, loading = model_class.from_pretrained(
+                checkpoint.path,
+                config=checkpoint.config,
+                dtype=torch.float32,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except (*FOREIGN_ERRORS, OSError) as error:
+        raise CheckpointError(f"{checkpoint.path}: no model can be made of it: {error}") from error
+    module = ClassificationModel(model) if task == CLASSIFY else EmbeddingModel(model, pooling)
+    return module.eval(), frozenset(f"model.{name}" for name in loading["missing_keys"])
+
+
+def positions_of(module: nn.Module, config: Any) -> int | None:
+    """How many tokens a text may have: the size of the model's table of positions, where it has one. Tables with a padding row
+    begin to count behind it (RoBERTa). None where positions are computed."""
+    size = getattr(config, "max_position_embeddings", None)
+    for name, table in module.named_modules():
+        if isinstance(table, nn.Embedding) and table.num_embeddings == size and "position" in name:
+            return int(size if table.padding_idx is None else size - table.padding_idx - 1)
+    return None

@@ -1,0 +1,99 @@
+"""POST /v1/embeddings, and /classify as vLLM has it."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+from fastapi import APIRouter, Request
+
+from swarmnode.errors import ContextTooLong, UsageError
+from swarmnode.gateway.gateway import gateway_of, key_of
+from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.event_stream import while_connected
+from swarmnode.gateway.openai.encoder_replies import (
+    Classification,
+    ClassificationReply,
+    Embedding,
+    EmbeddingReply,
+    EncoderUsage,
+)
+from swarmnode.gateway.openai.encoder_requests import (
+    MAX_TEXTS,
+    ClassificationRequest,
+    EmbeddingRequest,
+    EncoderRequest,
+)
+from swarmnode.gateway.served_model import ServedModel
+from swarmnode.remote_encoder import RemoteEncoder
+from swarmnode.swarm.records.manifest import CLASSIFY, EMBED
+
+router = APIRouter()
+
+
+@router.post("/v1/embeddings")
+async def embeddings(asked: EmbeddingRequest, request: Request) -> EmbeddingReply:
+    """The vectors of texts."""
+    model = gateway_of(request).model(asked.model)
+    encoder = await _encoder(model, EMBED)
+    vectors, usage = await _vectors(model, encoder, asked, request)
+    size = len(vectors[0])
+    if asked.dimensions not in (None, size):
+        raise ApiError(400, f"{model.name} makes vectors of {size} numbers, and no others", parameter="dimensions")
+    data = [
+        Embedding(index=index, embedding=_encoded(vector) if asked.encoding_format == "base64" else vector.tolist())
+        for index, vector in enumerate(vectors)
+    ]
+    return EmbeddingReply(data=data, model=model.name, usage=usage)
+
+
+@router.post("/classify")
+async def classify(asked: ClassificationRequest, request: Request) -> ClassificationReply:
+    """The classes of texts."""
+    model = gateway_of(request).model(asked.model)
+    encoder = await _encoder(model, CLASSIFY)
+    vectors, usage = await _vectors(model, encoder, asked, request)
+    data = [
+        Classification(
+            index=index,
+            label=_label(encoder, int(vector.argmax())),
+            probs=vector.tolist(),
+            num_classes=len(vector),
+        )
+        for index, vector in enumerate(vectors)
+    ]
+    return ClassificationReply(model=model.name, data=data, usage=usage)
+
+
+async def _encoder(model: ServedModel, task: str) -> RemoteEncoder:
+    """Raises ApiError where the model is for something else."""
+    try:
+        return await model.client.encoder(task)
+    except UsageError as error:
+        raise ApiError(400, str(error), parameter="model", code="model_not_supported") from None
+
+
+async def _vectors(
+    model: ServedModel, encoder: RemoteEncoder, asked: EncoderRequest, request: Request
+) -> tuple[list[np.ndarray], EncoderUsage]:
+    """Of every text, once all are known to be possible."""
+    if len(asked.texts) > MAX_TEXTS:
+        raise ApiError(400, f"at most {MAX_TEXTS} texts at once are possible", parameter="input")
+    try:
+        rows = [await encoder.ids(text) for text in asked.texts]
+    except ContextTooLong as error:
+        raise ApiError(400, str(error), code="context_length_exceeded", parameter="input") from None
+    except UsageError as error:
+        raise ApiError(400, str(error), parameter="input") from None
+    async with model.place(key_of(request)):
+        vectors = await while_connected(request.receive, encoder.vectors(rows))
+    tokens = sum(map(len, rows))
+    return vectors, EncoderUsage(prompt_tokens=tokens, total_tokens=tokens)
+
+
+def _encoded(vector: np.ndarray) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+def _label(encoder: RemoteEncoder, number: int) -> str:
+    return encoder.labels[number] if number < len(encoder.labels) else f"LABEL_{number}"

@@ -1,0 +1,80 @@
+"""A swarm that serves an encoder, as those who have texts see it: text in, a vector or the probabilities of classes out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarmnode.errors import ContextTooLong, UsageError
+from swarmnode.roles.serving.client.limits import ModelLimits
+from swarmnode.tokenizer import ByteTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from swarmnode.roles.inference.remote_module import RemoteModule
+
+AT_ONCE = 8  # passes of one request
+
+Text = str | Sequence[int]
+"""A text, or its token ids"""
+
+
+class RemoteEncoder:
+    """`labels` are those of a classifier's classes."""
+
+    def __init__(
+        self,
+        module: RemoteModule,
+        tokenizer: Tokenizer | ByteTokenizer | None,
+        limits: ModelLimits,
+        labels: Sequence[str],
+    ) -> None:
+        self.labels = labels
+        self._module = module
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._places = asyncio.Semaphore(AT_ONCE)
+
+    def __repr__(self) -> str:
+        return f"<RemoteEncoder of {self._module!r}>"
+
+    async def ids(self, text: Text) -> list[int]:
+        """The token ids of a text, checked. Raises UsageError, ContextTooLong where they are more than the model takes."""
+        if isinstance(text, str) and self._tokenizer is None:
+            raise UsageError("this swarm's checkpoint has no tokenizer, so it knows no text: give token ids")
+        if isinstance(text, str):
+            assert self._tokenizer is not None
+            text = await asyncio.to_thread(self._tokenizer.encode, text)
+        ids, positions = self._limits.ids(text), self._limits.positions
+        if positions is not None and len(ids) > positions:
+            raise ContextTooLong(f"the text has {len(ids)} tokens, the model takes {positions}: shorten it")
+        return ids
+
+    async def vectors(self, rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """What the model makes of each row of ids, float32. Raises NoRoute, Busy, UsageError."""
+        passes = [asyncio.ensure_future(self._vector(row)) for row in rows]
+        try:
+            return list(await asyncio.gather(*passes))
+        finally:
+            for one in passes:
+                one.cancel()
+
+    async def _vector(self, ids: Sequence[int]) -> np.ndarray:
+        async with self._places:
+            (item,) = self._module.graph.inputs
+            outputs = await self._module.infer({item.argument: list(ids)})
+        (vector,) = outputs.values()
+        return vector
+
+
+def labels_of(folder: Path) -> list[str]:
+    """The names of a classifier's classes, in their order, as its config has them. Empty where it has none."""
+    try:
+        names = json.loads((folder / "config.json").read_bytes()).get("id2label")
+        return [str(names[str(number)]) for number in range(len(names))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []

@@ -1,0 +1,124 @@
+"""Embeddings and classes through the gateway, by OpenAI's own client: as the model of one process gives them, and refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+
+from swarmnode.roles.creation.model_source import ModelSource, from_model
+from tests.contrib.script import load
+from tests.encoders import LABELS, POSITIONS, save_encoder
+from tests.gateway.conftest import MODEL, serving
+from tests.gateway.test_examples import EXAMPLES
+from tests.net.virtual import in_virtual_time
+from tests.node.conftest import Founded
+from tests.node.virtual_swarm import VirtualSwarm
+
+TEXT, IDS = "the red cat sat", [1, 4, 12, 6, 8, 2]
+LONG = "cat " * POSITIONS
+
+
+def founded_on(source: ModelSource, folder: Path) -> Founded:
+    async def found() -> Path:
+        swarm = VirtualSwarm(folder)
+        swarm.create(source)
+        return swarm.file
+
+    return Founded(asyncio.run(found()))
+
+
+@pytest.fixture(scope="module")
+def embedding(tmp_path_factory: pytest.TempPathFactory) -> tuple[Founded, Any, dict[str, str]]:
+    """A swarm, its whole model, and two nodes' spans."""
+    folder = tmp_path_factory.mktemp("embedding")
+    whole = save_encoder(folder / "model", pooling="cls_token")
+    source = from_model(str(folder / "model"), folder / "weights")
+    assert source.model.task == "embed" and source.model.positions == POSITIONS - 4
+    units = source.model.units
+    return founded_on(source, folder), whole, {"a": "0:3", "b": f"3:{units}"}
+
+
+@pytest.fixture(scope="module")
+def classifying(tmp_path_factory: pytest.TempPathFactory) -> tuple[Founded, Any, dict[str, str]]:
+    folder = tmp_path_factory.mktemp("classifying")
+    whole = save_encoder(folder / "model", "roberta", classifies=True)
+    source = from_model(str(folder / "model"), folder / "weights")
+    assert source.model.task == "classify" and source.model.positions == POSITIONS - 1
+    return founded_on(source, folder), whole, {"a": f"0:{source.model.units}"}
+
+
+@in_virtual_time
+async def test_embeddings_are_the_models(embedding: Any, tmp_path: Path) -> None:
+    founded, whole, nodes = embedding
+    with torch.no_grad():
+        cls_H = whole(torch.tensor([IDS])).last_hidden_state[0, 0].numpy()
+    async with serving(founded, tmp_path, nodes=nodes) as served:
+        ask = served.openai.embeddings.create
+        one = await ask(model=MODEL, input=TEXT)  # the client asks for base64 by itself
+        np.testing.assert_allclose(one.data[0].embedding, cls_H, atol=1e-5)
+        assert one.usage.prompt_tokens == one.usage.total_tokens == len(IDS)
+        several = await ask(model=MODEL, input=[TEXT, "a blue dog ran", TEXT], encoding_format="float")
+        assert [each.index for each in several.data] == [0, 1, 2]
+        np.testing.assert_allclose(several.data[2].embedding, cls_H, atol=1e-5)
+        by_ids = await ask(model=MODEL, input=[IDS], dimensions=len(cls_H))
+        np.testing.assert_allclose(by_ids.data[0].embedding, cls_H, atol=1e-5)
+        raw = await served.http.post("/v1/embeddings", json={"input": IDS, "encoding_format": "base64"})
+        told = np.frombuffer(base64.b64decode(raw.json()["data"][0]["embedding"]), "<f4")
+        np.testing.assert_allclose(told, cls_H, atol=1e-5)
+        many = await asyncio.gather(*(ask(model=MODEL, input=[TEXT] * 20) for _ in range(3)))
+        assert all(len(answer.data) == 20 for answer in many)
+        assert await load(EXAMPLES / "embeddings.py").nearest(served.openai, "a blue dog ran") == "a blue dog ran"
+
+
+@in_virtual_time
+async def test_embeddings_that_cannot_be(embedding: Any, tmp_path: Path) -> None:
+    founded, _, nodes = embedding
+    wrong = {
+        f"the model takes {POSITIONS - 4}": {"input": LONG},
+        "vectors of 32 numbers": {"input": TEXT, "dimensions": 8},
+        "not in the model's vocabulary": {"input": [[1, 99]]},
+        "is negative": {"input": [-1]},
+        "encoding_format": {"input": TEXT, "encoding_format": "hex"},
+        "input": {"input": []},
+        "at most 2048": {"input": ["a"] * 2049},
+        "the prompt has no tokens": {"input": [[]]},
+    }
+    async with serving(founded, tmp_path, nodes=nodes) as served:
+        for sentence, body in wrong.items():
+            answer = await served.http.post("/v1/embeddings", json=body)
+            assert answer.status_code == 400 and sentence in answer.json()["error"]["message"], answer.text
+        with pytest.raises(openai.BadRequestError, match="cannot classify"):
+            await served.openai.post("http://localhost/classify", body={"input": TEXT}, cast_to=object)
+        with pytest.raises(openai.BadRequestError, match="has no language model"):
+            await served.openai.completions.create(model=MODEL, prompt=TEXT)
+        with pytest.raises(openai.NotFoundError):
+            await served.openai.embeddings.create(model="other", input=TEXT)
+
+
+@in_virtual_time
+async def test_classes_are_the_models(classifying: Any, tmp_path: Path) -> None:
+    founded, whole, nodes = classifying
+    with torch.no_grad():
+        probs_C = whole(torch.tensor([IDS])).logits[0].softmax(-1).numpy()
+    async with serving(founded, tmp_path, nodes=nodes) as served:
+        told = (await served.http.post("/classify", json={"model": MODEL, "input": [TEXT, "hens lay"]})).json()
+        np.testing.assert_allclose(told["data"][0]["probs"], probs_C, atol=1e-5)
+        assert told["data"][0]["label"] == LABELS[int(probs_C.argmax())]
+        assert told["data"][0]["num_classes"] == len(LABELS) and told["usage"]["prompt_tokens"] == len(IDS) + 4
+        (named,) = await served.client.classify([TEXT])
+        assert named == pytest.approx(dict(zip(LABELS.values(), map(float, probs_C), strict=True)), abs=1e-5)
+        assert (await served.http.post("/v1/embeddings", json={"input": TEXT})).status_code == 400
+
+
+@in_virtual_time
+async def test_a_language_model_embeds_nothing(founded: Founded, tmp_path: Path) -> None:
+    async with serving(founded, tmp_path) as served:
+        with pytest.raises(openai.BadRequestError, match="generates text: it cannot embed"):
+            await served.openai.embeddings.create(model=MODEL, input=TEXT)
