@@ -59,7 +59,9 @@ def alone(model: Path, founded: Founded) -> dict[int, float]:
 
 
 class School(VirtualSwarm):
-    """A swarm that trains, and its nodes by name."""
+    """A swarm that trains for so many steps, and its nodes by name."""
+
+    steps = STEPS
 
     def start(self, name: str, span: str) -> VirtualMember:
         return self.node(name, span, compress="none")
@@ -70,7 +72,7 @@ class School(VirtualSwarm):
         return self.node(name, span, config=NodeConfig(HostConfig(home, name=name, max_upload_bps=upload_bps)))
 
     def _last_step(self, name: str) -> list[Path]:
-        return sorted((self.folder / "homes" / name).glob(f"training/*/*/step-{STEPS:08d}"))
+        return sorted((self.folder / "homes" / name).glob(f"training/*/*/step-{self.steps:08d}"))
 
     async def settle(self, names: Sequence[str]) -> None:
         """Wait until each of these nodes has the last step on its disk, those that came late too."""

@@ -42,6 +42,8 @@ from swarmnode.roles.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.roles.training.trainer import Trainer
 from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
+from swarmnode.roles.training.worker.training_part import TrainingPart
+from swarmnode.roles.training.worker.training_parts import TrainingParts
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import State
@@ -170,6 +172,11 @@ def is_signed_by(peer: PeerId, data: bytes, signature: bytes) -> bool:
     return signature == sign_as(peer)(data)
 
 
+def one_part(segment: ToySegment, executor: Executor, **own: Any) -> TrainingParts:
+    """Of a node with one device."""
+    return TrainingParts([[TrainingPart(segment, executor, **own)]])
+
+
 class Volunteer:
     """A node that trains some units, and leads when it is its turn."""
 
@@ -189,7 +196,12 @@ class Volunteer:
         self.checkpoint_manager = CheckpointManager(network, HELLO, config, folder, self.states)
         self.executor = executor
         self.ledger = MemoryLedger()
-        memory = TrainingMemory(self.ledger, segment, toy_estimates)
+        parts = one_part(
+            segment,
+            executor,
+            memory=TrainingMemory(self.ledger, segment, toy_estimates),
+            stopwatch=Stopwatch(segment.device, clock=config.clock),
+        )
         config = replace(config, ledger=self.ledger)
         loop = asyncio.get_running_loop()
         self.standing = Standing(folder / "standing.json", loop.time)
@@ -202,11 +214,8 @@ class Volunteer:
             network,
             HELLO,
             config,
-            segment,
+            parts,
             self.checkpoint_manager,
-            executor,
-            memory=memory,
-            stopwatch=Stopwatch(segment.device, clock=config.clock),
             spot_checks=self.spot_checks,
         )
         links = cast("LinkTimes", NoLinkTimes())

@@ -29,6 +29,8 @@ class Block:
     `sums_N` (float32) strings together the gradients of the parameters, names in order, then the changes of the
     statistics, names in order; `shapes` are theirs. It is one piece of memory for good: gradients that come and go among
     activations leave a heap that cannot shrink (measured: 1.8 instead of 1.3 times the memory).
+
+    One that `follows` is a copy of a block on another device of this node: it is never updated, and so has no optimiser.
     """
 
     def __init__(
@@ -38,6 +40,8 @@ class Block:
         buffers: Mapping[str, Tensor],
         run: Run,
         device: torch.device,
+        *,
+        follows: bool = False,
     ) -> None:
         wrong = [name for name, parameter in parameters.items() if parameter.dtype != torch.float32]
         if wrong:
@@ -48,7 +52,7 @@ class Block:
         self.buffers = dict(sorted(buffers.items()))
         self.statistics = {name: buffer for name, buffer in self.buffers.items() if buffer.dtype != torch.bool}
         self.shapes = [tensor.shape for tensor in (*self.parameters.values(), *self.statistics.values())]
-        self.optimizer = Optimizer(self.parameters, run)
+        self.optimizer = Optimizer({} if follows else self.parameters, run)
         sizes = [shape.numel() for shape in self.shapes]
         self.sums_N = torch.zeros(sum(sizes), device=device)
         self._gradient = slice(0, sum(sizes[: len(self.parameters)]))
@@ -56,7 +60,7 @@ class Block:
         for parameter, view in zip(self.parameters.values(), views, strict=False):
             parameter.grad = view  # autograd adds to it in place
         self._changes = dict(zip(self.statistics, views[len(self.parameters) :], strict=True))
-        apart = run.averaging.every > 1
+        apart = run.averaging.every > 1 and not follows
         self.outer = (
             OuterOptimizer(self._write_values(torch.zeros_like(self.sums_N)), self._gradient.stop, run.averaging)
             if apart
@@ -115,6 +119,20 @@ class Block:
             mean = self._changes[name] / self.run.microbatches
             buffer.data.add_(mean if buffer.is_floating_point() else mean.round().to(buffer.dtype))
         self.sums_N.zero_()
+
+    # -- copies on several devices of one node
+
+    def hand_over(self, leader: Block) -> None:
+        """Move the sums to those of the block that this one follows."""
+        leader.sums_N += self.sums_N.to(leader.sums_N.device)
+        self.sums_N.zero_()
+
+    @torch.no_grad()
+    def follow(self, leader: Block) -> None:
+        """Take over the values of the block that this one follows."""
+        values = leader.state()
+        for name, tensor in self.state().items():
+            tensor.data.copy_(values[name])  # data: what is served beside shares it
 
     # -- replicas that update apart
 

@@ -8,7 +8,9 @@ accumulators stay until `commit`, so whatever happens between the passes and the
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -16,11 +18,11 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.body import SHARED
-from swarmnode.compute.training.averaging.flat import FlatVector
+from swarmnode.compute.training.averaging.flat import FlatVector, by_block, split
 from swarmnode.compute.training.block import Block, Changes
 from swarmnode.compute.training.optimizer import clip_factor
 from swarmnode.compute.training.precision import fast_forward, is_fast, tf32
-from swarmnode.compute.training.randomness import microbatch_seed
+from swarmnode.compute.training.randomness import drawing, microbatch_seed
 from swarmnode.compute.training.saved_activations import (
     Gradients,
     SavedActivations,
@@ -37,21 +39,40 @@ from swarmnode.swarm.records.run import Run
 
 
 class Learner:
-    """Trains the units of a segment. Not safe for use from two threads at once.
+    """Trains the units of a segment. Whoever uses it where several threads do holds its `lock` meanwhile.
 
     `recompute`: keep only what enters each unit, and run the units again, one by one, when gradients come: the memory of
-    one unit's graph for a third more of computing. The head keeps its graph, for its backward pass follows at once.
+    one unit's graph for a third more of computing. The head keeps its graph, for its backward pass follows at once. `follows`:
+    blocks that another learner of this node updates. `alone`: no other device of this process computes at the same time.
     """
 
-    def __init__(self, segment: Segment, run: Run, *, step: int = 0, recompute: bool = False) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        run: Run,
+        *,
+        step: int = 0,
+        recompute: bool = False,
+        follows: Collection[int] = (),
+        alone: bool = True,
+    ) -> None:
+        self.lock = threading.RLock()
         self.segment = segment
         self.run = run
         self.step = step
         self.recompute = recompute
+        self._alone = alone
         self.counted = dict.fromkeys(range(segment.start, segment.end), 0)
         parameters, buffers = segment.parameters(), segment.buffers()
         self._blocks = {
-            number: Block(number, parameters.get(number, {}), buffers.get(number, {}), run, segment.device)
+            number: Block(
+                number,
+                parameters.get(number, {}),
+                buffers.get(number, {}),
+                run,
+                segment.device,
+                follows=number in follows,
+            )
             for number in sorted({*parameters, *self.counted})
         }
         self._saved: dict[int, SavedActivations] = {}
@@ -67,6 +88,10 @@ class Learner:
     def blocks(self) -> tuple[int, ...]:
         """Numbers of the blocks held, in order."""
         return tuple(self._blocks)
+
+    def block(self, number: int) -> Block:
+        """One of them. Raises KeyError."""
+        return self._blocks[number]
 
     @property
     def in_flight(self) -> int:
@@ -174,7 +199,7 @@ class Learner:
                 with torch.enable_grad():
                     outputs, _ = self.compute(saved.index, piece.start, piece.end, piece.inputs, saved.labels)
             go_back = flow_through if self._has(piece.start, saved.index) else accumulate
-            with tf32(is_fast(self.segment.device, wanted=self.run.autocast)):
+            with self.fast_backward():
                 grads = go_back(outputs, grads, piece.inputs)
             del piece, outputs
         return tuple(grads)
@@ -186,11 +211,18 @@ class Learner:
         saved = {unit: self._blocks[unit].save() for unit in range(start, end)}
         seed = microbatch_seed(self.run.seed, self.step, index)
         try:
-            with fast_forward(self.segment.device, wanted=self.run.autocast):
+            with drawing(self.segment.device), self._fast_forward():
                 outputs = self.segment.forward(inputs, start, end, seed, labels)
         finally:
             changes = {unit: self._blocks[unit].take_back(values) for unit, values in saved.items()}
         return outputs, changes
+
+    def _fast_forward(self) -> AbstractContextManager[None]:
+        return fast_forward(self.segment.device, wanted=self.run.autocast, alone=self._alone)
+
+    def fast_backward(self) -> AbstractContextManager[None]:
+        """Around a pass back."""
+        return tf32(self._alone and is_fast(self.segment.device, wanted=self.run.autocast))
 
     @torch.no_grad()
     def _blame(self, saved: SavedActivations, values: Values) -> None:
@@ -213,9 +245,9 @@ class Learner:
         """By block those of units [start, end); with those of an end, what the ends share."""
         return {number: list(self._blocks[number].parameters.values()) for number in self._of(start, end)}
 
-    def accumulators(self, start: int, end: int) -> list[Tensor]:
+    def accumulators(self, start: int, end: int) -> dict[int, Tensor]:
         """The sums_N of the gradients of these parameters, by block: references."""
-        return [self._blocks[number].gradient_N for number in self._of(start, end)]
+        return {number: self._blocks[number].gradient_N for number in self._of(start, end)}
 
     def _of(self, start: int, end: int) -> list[int]:
         shares = start == 0 or end == self.segment.units
@@ -231,13 +263,10 @@ class Learner:
         """The accumulators of these blocks, float32, not copied; see `shapes`. Raises KeyError for others' blocks."""
         return FlatVector([self._blocks[block].sums_N for block in blocks])
 
-    def lengths(self, blocks: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """Of each block, how much of `gradient` it is, and how many of these elements, the first, are gradients."""
-        return {block: (len(self._blocks[block].sums_N), len(self._blocks[block].gradient_N)) for block in blocks}
-
     def squared_norm(self, blocks: Sequence[int], flat: Tensor | None = None) -> float:
         """Of the gradients of these blocks, by the accumulators or by a flat sum. Raises NotFinite, naming the unit."""
-        parts = self._split(blocks, flat) if flat is not None else [self._blocks[block].sums_N for block in blocks]
+        own = [self._blocks[block].sums_N for block in blocks]
+        parts = own if flat is None else split(flat, list(map(len, own)))
         return sum(self._blocks[block].squared_norm(part) for block, part in zip(blocks, parts, strict=True))
 
     def count_of(self, block: int) -> int:
@@ -258,7 +287,7 @@ class Learner:
     def pseudo_gradients(self, blocks: Sequence[int]) -> Tensor:
         """How far the values of these blocks came since the replicas last averaged: a flat vector_N, shaped as `gradient`."""
         pseudo_gradient_N = torch.empty(len(self.gradient(blocks)), device=self.segment.device)
-        for block, part in zip(blocks, self._split(blocks, pseudo_gradient_N), strict=True):
+        for block, part in by_block({tuple(blocks): pseudo_gradient_N}, self._size).items():
             self._blocks[block].way(out_N=part)
         return pseudo_gradient_N
 
@@ -282,7 +311,7 @@ class Learner:
         """
         if not math.isfinite(norm):
             raise NotFinite(f"step {self.step}: the norm of the gradient is {norm}", unit=self.segment.start)
-        agreed, averaged = self._by_block(sums), self._by_block(pseudo_gradients)
+        agreed, averaged = by_block(sums, self._size), by_block(pseudo_gradients, self._size)
         factor = clip_factor(self.run.clip, norm)
         for number, block in self._blocks.items():
             if number in averaged:
@@ -304,40 +333,14 @@ class Learner:
             block.sums_N.mul_(self._apart_factor(number))
             block.update(self.step, factor)
 
-    def _by_block(self, vectors: Mapping[tuple[int, ...], Tensor]) -> dict[int, Tensor]:
-        """The parts of flat vectors. Raises ValueError where one is not as long as its blocks together."""
-        return {
-            block: part
-            for blocks, flat in vectors.items()
-            for block, part in zip(blocks, self._split(blocks, flat), strict=True)
-        }
-
-    def _split(self, blocks: Sequence[int], flat: Tensor) -> Sequence[Tensor]:
-        """The parts of a flat vector. Raises ValueError where it is not as long as the blocks together."""
-        sizes = [len(self._blocks[block].sums_N) for block in blocks]
-        if flat.dim() != 1 or len(flat) != sum(sizes):
-            raise ValueError(
-                f"a flat gradient of shape {tuple(flat.shape)} for {sum(sizes)} elements of blocks {blocks}"
-            )
-        return torch.split(flat, sizes)
+    def _size(self, block: int) -> int:
+        return len(self._blocks[block].sums_N)
 
     # -- state
 
     def state(self, block: int) -> dict[str, Tensor]:
         """All that decides how this block goes on, by name: references, not copies."""
         return self._blocks[block].state()
-
-    def copy_state(self) -> dict[int, dict[str, Tensor]]:
-        """The states of all blocks at this step, copied to the host's memory."""
-        return {
-            block: {name: tensor.to("cpu", copy=True) for name, tensor in self.state(block).items()}
-            for block in self._blocks
-        }
-
-    @property
-    def state_bytes(self) -> int:
-        """Of the states of all blocks."""
-        return sum(tensor.nbytes for block in self._blocks for tensor in self.state(block).values())
 
     def load(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Take over a state. Raises CheckpointError, changing nothing, where names or shapes differ."""

@@ -16,17 +16,17 @@ def is_fast(device: torch.device, *, wanted: bool) -> bool:
 
 
 @contextmanager
-def fast_forward(device: torch.device, *, wanted: bool) -> Iterator[None]:
-    """Around a forward pass."""
+def fast_forward(device: torch.device, *, wanted: bool, alone: bool = True) -> Iterator[None]:
+    """Around a forward pass; see `tf32` for `alone`."""
     fast = is_fast(device, wanted=wanted)
-    with tf32(fast), torch.autocast(device.type, torch.bfloat16, enabled=fast):
+    with tf32(fast and alone), torch.autocast(device.type, torch.bfloat16, enabled=fast):
         yield
 
 
 @contextmanager
 def tf32(enabled: bool) -> Iterator[None]:
     """Around a pass there, or back, which autocast needs nothing for. What else computes here, sessions in float32 among it, keeps
-    float32."""
+    float32. It is of the whole process: where other devices compute at the same time it is left alone."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if enabled else before)
     try:

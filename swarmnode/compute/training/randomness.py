@@ -1,15 +1,20 @@
 """Randomness of training as a function of (run's seed, step, microbatch, unit): replays and recomputations draw the same.
 
-Dropout draws from torch's global generators, which therefore belong to training while it computes: two segments that
-use dropout must not compute at the same time in one process.
+Dropout draws from torch's generators, one for each card and one for all else, which therefore belong to training while it
+computes: devices that share one make their forward passes one after another (`drawing`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
+
+_GENERATOR = threading.Lock()  # of the CPU
 
 
 def microbatch_seed(run_seed: int, step: int, index: int) -> int:
@@ -26,6 +31,13 @@ def reseed(seed: int, unit: int, device: torch.device) -> None:
         torch.cuda.default_generators[index].manual_seed(value)
     elif device.type == "mps":
         torch.mps.manual_seed(value)
+
+
+@contextmanager
+def drawing(device: torch.device) -> Iterator[None]:
+    """Around a forward pass: nobody else draws from the same generator meanwhile."""
+    with nullcontext() if device.type == "cuda" else _GENERATOR:
+        yield
 
 
 def _hash(*numbers: int) -> int:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.gradient_sketch import gradient_sketch
-from swarmnode.compute.training.learner import Learner
-from swarmnode.compute.training.precision import is_fast, tf32
 from swarmnode.compute.training.saved_activations import Gradients, check_gradients, leaves, pairs
 from swarmnode.compute.training.segment import Values
 
@@ -30,7 +29,7 @@ class Recomputation:
 
 
 def recompute(
-    learner: Learner,
+    learner: DeviceLearners,
     number: int,
     start: int,
     end: int,
@@ -63,7 +62,7 @@ def recompute(
 
 
 def _back_through(
-    learner: Learner, number: int, unit: int, values: Values, labels: Values, gradients: Gradients
+    learner: DeviceLearners, number: int, unit: int, values: Values, labels: Values, gradients: Gradients
 ) -> tuple[Gradients, Iterator[tuple[int, Tensor]]]:
     """The gradients of what came into a unit, and by block the gradient_N of its parameters."""
     inputs = leaves(values, unit)
@@ -73,7 +72,7 @@ def _back_through(
     wanted = [value for value in inputs if value.requires_grad]
     wanted += [parameter for parameters in blocks.values() for parameter in parameters]
     roots, seeds = pairs(outputs, gradients)
-    with tf32(is_fast(learner.segment.device, wanted=learner.run.autocast)):
+    with learner.fast_backward():
         found = iter(torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots else [None] * len(wanted))
     flowing = tuple(next(found) if value.requires_grad else None for value in inputs)
     return flowing, ((block, _flat(parameters, found)) for block, parameters in blocks.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,11 @@ from torch import Tensor, nn
 Values = tuple[Tensor, ...]
 """What crosses the boundary before a unit: floats (some of which take gradients), and whole numbers that only pass by. These may
 stay on the host, where they are looked at before anything is computed: what a unit needs of them it takes to its device."""
+
+
+def moved(values: Values, device: torch.device) -> Values:
+    """The same for units on this device."""
+    return tuple(value.to(device) if value.is_floating_point() else value for value in values)
 
 
 class Segment(ABC):
@@ -46,3 +51,36 @@ class Segment(ABC):
         model's inputs that its last unit takes, which cross no boundary for its sake. Whatever is random follows from
         (seed, unit) alone, so that another split, a recomputation or a replay draws the same.
         """
+
+
+class SplitSegment(Segment):
+    """Neighbouring segments, each on a device of its own, as one. What the ends share is the first one's."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segments = tuple(segments)
+        first, last = segments[0], segments[-1]
+        self.start, self.end, self.units, self.device = first.start, last.end, first.units, first.device
+
+    def __repr__(self) -> str:
+        return f"SplitSegment({list(self._segments)})"
+
+    @property
+    def positions(self) -> int | None:
+        """See `Segment`."""
+        return self._segments[0].positions
+
+    def parameters(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
+        """See `Segment`."""
+        return {number: named for one in reversed(self._segments) for number, named in one.parameters().items()}
+
+    def buffers(self) -> Mapping[int, Mapping[str, Tensor]]:
+        """See `Segment`."""
+        return {unit: named for one in self._segments for unit, named in one.buffers().items()}
+
+    def forward(self, values: Values, start: int, end: int, seed: int, labels: Values = ()) -> Values:
+        """See `Segment`."""
+        for one in self._segments:
+            low, high = max(start, one.start), min(end, one.end)
+            if low < high:
+                values = one.forward(moved(values, one.device), low, high, seed, moved(labels, one.device))
+        return values

@@ -214,6 +214,22 @@ def in_sequence(parts: Iterable[tuple[int, Speeds]]) -> Speeds:
     )
 
 
+def at_once(replicas: Iterable[Iterable[tuple[int, Speeds]]]) -> Speeds:
+    """Of replicas, each of (units, their speeds) on devices one behind another, while there is work for all devices: the slowest
+    one of a replica decides, and replicas add up; 0 where one was not measured."""
+    held = [list(replica) for replica in replicas]
+
+    def together(field: str) -> float:
+        speeds = [[(count, float(getattr(one, field))) for count, one in replica] for replica in held]
+        if not all(speed for replica in speeds for _, speed in replica):
+            return 0.0
+        return sum(
+            sum(count for count, _ in replica) / max(count / speed for count, speed in replica) for replica in speeds
+        )
+
+    return Speeds(**{field: together(field) for field in Speeds.__dataclass_fields__})
+
+
 def mean_speeds(several: Sequence[Speeds]) -> Speeds:
     """Of devices that do the same."""
     return Speeds(

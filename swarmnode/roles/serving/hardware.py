@@ -92,9 +92,8 @@ class Hardware:
                 "a module computes in the dtypes that it was exported with: leave --quantize and --dtype alone"
             )
         devices = probe_devices(config.device)
-        if (trains or is_graph) and len(devices) > 1:
-            what = "training" if trains else "a module"
-            raise UsageError(f"--device {config.device}: {what} takes one device of a node")
+        if is_graph and not trains and len(devices) > 1:
+            raise UsageError(f"--device {config.device}: a module is served on one device of a node")
         set_threads(threads_each(config.device, config.threads, len(devices)))
         fixed = trains or is_graph
         dtype = torch.float32 if fixed else _common_dtype(devices, checkpoint.dtype, config.dtype)
@@ -168,9 +167,7 @@ class Hardware:
         """How a span lies on the devices: by the speeds that were measured on them before, if they all were. Raises LocalError
         where it does not fit."""
         known = [
-            0.0
-            if speed_cache is None
-            else speed_cache.nearest(self.conditions(swarm_id, units.units, lent)).decode_units_per_s
+            0.0 if speed_cache is None else self._known_speed(speed_cache, swarm_id, units.units, lent)
             for lent in self.lent
         ]
         speeds = known if all(known) else [1.0] * len(known)
@@ -182,6 +179,12 @@ class Hardware:
                 f"units {units} need {need_bytes / 1e6:.0f} MB and some room; {self.memory_bytes / 1e6:.0f} MB are lent"
             )
         return layout
+
+    def _known_speed(self, speed_cache: SpeedCache, swarm_id: bytes, units: int, lent: LentDevice) -> float:
+        """Units per second of what this node is for; 0 where none was measured."""
+        if self.trains:
+            return speed_cache.nearest(self.training_conditions(swarm_id, units, lent)).training_units_per_s
+        return speed_cache.nearest(self.conditions(swarm_id, units, lent)).decode_units_per_s
 
     def _fitting(self, lent: LentDevice, start: int) -> int:
         return units_that_fit(self.sizes, lent.memory_bytes, self.config.cache_tokens, start=start)
@@ -205,6 +208,10 @@ class Hardware:
             throttle=self.config.throttle_units_per_s or 0.0,
             share=self.config.share,
         )
+
+    def training_conditions(self, swarm_id: bytes, units: int, lent: LentDevice) -> Conditions:
+        """The same of training."""
+        return replace(self.conditions(swarm_id, units, lent), number_format="training")
 
     def in_float32(self, checkpoint: Checkpoint) -> Hardware | None:
         """The same, computing in float32; None where it does, or where its owner has chosen."""

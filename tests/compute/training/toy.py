@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmnode.compute.training.datasets.batches import Microbatch
+from swarmnode.compute.training.device_learners import DeviceLearners
+from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Segment, Values
+from swarmnode.swarm.records.run import Run
 
 FEATURES, CLASSES = 6, 4
 
@@ -50,3 +53,8 @@ def toy_values(index: int, samples: int = 8) -> Microbatch:
     generator = torch.Generator().manual_seed(index)
     x_BF = torch.randn(samples, FEATURES, generator=generator) * (index + 1) + index
     return Microbatch((x_BF,), (torch.randint(0, CLASSES, (samples,), generator=generator),))
+
+
+def one_learner(segment: ToySegment, run: Run) -> DeviceLearners:
+    """Of a node with one device."""
+    return DeviceLearners([Learner(segment, run)], segment)

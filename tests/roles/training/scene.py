@@ -26,7 +26,7 @@ from swarmnode.roles.training.coordinator.seal import seal_lease
 from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
 from swarmnode.swarm.records.run import encode_run
 from tests.compute.training.toy import ToySegment, toy_values
-from tests.roles.training_swarm import HELLO, PATIENCE_S, toy_batches, toy_run
+from tests.roles.training_swarm import HELLO, PATIENCE_S, one_part, toy_batches, toy_run
 
 TERM = 5
 KEY = bytes(range(32))
@@ -73,7 +73,7 @@ class Scene:
         self.computed: list[str] = []  # what the executor was told of what it runs
         self.executor = InlineExecutor(self._note)
         self.stage = TrainingStage(
-            self.networks[0], HELLO, LinkConfig(), ToySegment(), checkpoint_manager, self.executor
+            self.networks[0], HELLO, LinkConfig(), one_part(ToySegment(), self.executor), checkpoint_manager
         )
         self.boards = [Switchboard(network, TRAIN_PROTOCOL, HELLO, LinkConfig()) for network in self.networks[1:]]
         self.peer = self.networks[0].peer_id

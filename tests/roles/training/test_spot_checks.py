@@ -76,11 +76,11 @@ class FalseLearner(Learner):
         return _first(outputs, self.sends if self.step >= LIES_FROM else None)
 
     def backward(self, lease: int, grads: Sequence[Tensor | None]) -> Any:
-        before = [sums_N.clone() for sums_N in self.accumulators(0, self.segment.units)]
+        before = [sums_N.clone() for sums_N in self.accumulators(0, self.segment.units).values()]
         inputs = super().backward(lease, grads)
         if self.step < LIES_FROM:
             return inputs
-        for sums_N, before_N in zip(self.accumulators(0, self.segment.units), before, strict=True):
+        for sums_N, before_N in zip(self.accumulators(0, self.segment.units).values(), before, strict=True):
             if self.adds is not None:
                 sums_N.copy_(before_N + self.adds(sums_N - before_N))
         return _first(inputs, self.returns)
@@ -119,7 +119,7 @@ def make_false(monkeypatch: pytest.MonkeyPatch, liar: Volunteer, **lies: Lie) ->
             setattr(learner, name, lie)
         return learner
 
-    monkeypatch.setattr("swarmnode.roles.training.worker.stage_state.Learner", make)
+    monkeypatch.setattr("swarmnode.roles.training.worker.training_part.Learner", make)
 
 
 def counts(volunteers: Sequence[Volunteer]) -> Counter[str]:

@@ -6,11 +6,29 @@ Shape letters: N elements of the vector, M elements of one chunk of it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+
+def by_block(vectors: Mapping[tuple[int, ...], Tensor], sizes: Callable[[int], int]) -> dict[int, Tensor]:
+    """The parts of flat vectors_N, each of so many blocks. Raises ValueError where one is not as long as its blocks together."""
+    return {
+        block: part
+        for blocks, flat_N in vectors.items()
+        for block, part in zip(blocks, split(flat_N, [sizes(block) for block in blocks]), strict=True)
+    }
+
+
+def split(flat_N: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """The parts of a flat vector. Raises ValueError where it is not as long as they are together."""
+    if flat_N.dim() != 1 or len(flat_N) != sum(sizes):
+        raise ValueError(
+            f"a flat gradient of shape {tuple(flat_N.shape)} for {sum(sizes)} elements of {len(sizes)} blocks"
+        )
+    return torch.split(flat_N, list(sizes))
 
 
 class FlatVector:

@@ -33,7 +33,7 @@ from swarmnode.compute.training.averaging.gradient_compressor import (
 from swarmnode.compute.training.averaging.outlier_detector import History, OutlierDetector, suspect
 from swarmnode.compute.training.averaging.round import Round
 from swarmnode.compute.training.contribution_sketch import ContributionSketch
-from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
@@ -69,7 +69,7 @@ class Agreed:
         """Who seems to send what is not its gradient; empty: nobody."""
         return suspect(self.histories) or ""
 
-    def commit(self, learner: Learner, norm: float) -> None:
+    def commit(self, learner: DeviceLearners, norm: float) -> None:
         """Update with it; on the executor."""
         learner.commit(self.sums, norm, summed=self.summed, apart=self.apart, pseudo_gradients=self.pseudo_gradients)
         for gradient_compressor in self.gradient_compressors:
@@ -88,7 +88,7 @@ class AllReducer:
         self._early = EarlyPulls()
         self._attempt: Attempt | None = None
         self._newest = AttemptId(-1, -1, -1, b"")
-        self._learner: Learner | None = None
+        self._learner: DeviceLearners | None = None
         self._gradient_compressors: dict[tuple[Blocks, int], GradientCompressor] = {}
         self._detector = _new_detector()
 
@@ -111,7 +111,7 @@ class AllReducer:
         self,
         term: int,
         body: Reduce,
-        learner: Learner,
+        learner: DeviceLearners,
         *,
         listening: bool,
         watched: ContributionSketch | None = None,
@@ -167,12 +167,11 @@ class AllReducer:
             agreed.squares.append(0.0 if listening else await self._call(lambda: learner.apart_squared_norm(blocks)))
 
     async def _sum_gradients(
-        self, learner: Learner, blocks: Blocks, attempt: Attempt, circle: Circle | None, agreed: Agreed
+        self, learner: DeviceLearners, blocks: Blocks, attempt: Attempt, circle: Circle | None, agreed: Agreed
     ) -> None:
         total_N = None
         if circle is not None:
-            local = learner.gradient(blocks)
-            await self._call(lambda: learner.squared_norm(blocks))  # NaN of our own is told by us, with its unit
+            local = await self._call(lambda: _sound_gradient(learner, blocks))
             total_N = agreed.sums[blocks] = torch.empty(len(local), device=local.device)
             await self._sum(
                 local, FlatVector([total_N]), self._gradient_compressor(blocks, How.SUM), attempt, circle, agreed
@@ -229,6 +228,12 @@ class AllReducer:
 
     def _call(self, function: Callable[[], T]) -> asyncio.Future[T]:
         return self._executor.call(Urgency.CONTROL, function, kind="average", owner=f"step {self._newest.step}")
+
+
+def _sound_gradient(learner: DeviceLearners, blocks: Blocks) -> FlatVector:
+    """Raises NotFinite: NaN of our own is told by us, with its unit."""
+    learner.squared_norm(blocks)
+    return learner.gradient(blocks)
 
 
 def _next(rounds: Rounds) -> Round | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swarmnode.codec.messages import Hello
 from swarmnode.compute.executor import Executor, Urgency
-from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.snapshot import read_step, write_step
 from swarmnode.ledger import Account, Full
 from swarmnode.net.interfaces import Network, PeerId
@@ -85,7 +85,7 @@ class CheckpointManager:
         assert self._store is not None
         self._server.give(self._store, fresh)
 
-    async def save(self, learner: Learner, executor: Executor) -> int:
+    async def save(self, learner: DeviceLearners, executor: Executor) -> int:
         """Write down the learner's step, unless it is there; which one it is. Raises LocalError where the disk is full.
 
         The executor goes on as soon as the state is copied; where memory has no room for a copy, it waits for the disk.
@@ -102,7 +102,7 @@ class CheckpointManager:
                 await asyncio.to_thread(write_step, self._store, step, states)
         return step
 
-    def load(self, learner: Learner, step: int) -> None:
+    def load(self, learner: DeviceLearners, step: int) -> None:
         """Put the learner back to a step on the disk; on the executor. Raises CheckpointError."""
         assert self._store is not None
         for block, tensors in read_step(self._store, step, learner.blocks).items():
@@ -135,16 +135,16 @@ class CheckpointManager:
             self._store.close()
 
 
-def _copy(store: StateStore, learner: Learner) -> tuple[int, dict[int, dict[str, Tensor]]]:
+def _copy(store: StateStore, learner: DeviceLearners) -> tuple[int, dict[int, dict[str, Tensor]]]:
     """The step that the learner is at and its states; none where that step is on the disk."""
     return learner.step, {} if _is_kept(store, learner) else learner.copy_state()
 
 
-def _write_now(store: StateStore, learner: Learner) -> int:
+def _write_now(store: StateStore, learner: DeviceLearners) -> int:
     if not _is_kept(store, learner):
         write_step(store, learner.step, {block: learner.state(block) for block in learner.blocks})
     return learner.step
 
 
-def _is_kept(store: StateStore, learner: Learner) -> bool:
+def _is_kept(store: StateStore, learner: DeviceLearners) -> bool:
     return set(learner.blocks) <= set(store.files(learner.step))

@@ -30,8 +30,8 @@ from swarmnode.codec.training_fields import check_rules
 from swarmnode.compress.values import decode_values
 from swarmnode.compute.serving.sketch import deviations
 from swarmnode.compute.training.contribution_sketch import ContributionSketch
+from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.gradient_sketch import step_seed, tile_count
-from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.recomputation import Recomputation, recompute
 from swarmnode.compute.training.saved_activations import Gradients
 from swarmnode.errors import ProtocolError
@@ -84,7 +84,7 @@ class Examination:
         board: Switchboard,
         peer: PeerId,
         committer: Committer,
-        learner: Learner,
+        learner: DeviceLearners,
         usual: Mapping[int, Shapes],
         dice: Random,
     ) -> None:

@@ -21,8 +21,8 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.codec.training_messages import Forward
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.contribution_sketch import ContributionSketch
+from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.gradient_sketch import step_seed
-from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import LocalError, NotFinite, ProtocolError, SwarmnodeError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.metrics import table
@@ -113,7 +113,7 @@ class SpotChecks:
         self.records.clear()
 
     def remember(
-        self, learner: Learner, body: Forward, payload: Buffer, labels: ReceivedLabels | None
+        self, learner: DeviceLearners, body: Forward, payload: Buffer, labels: ReceivedLabels | None
     ) -> KeptMicrobatch | None:
         """What to keep of a microbatch that is about to be computed; nothing, where it is one that was counted before."""
         hop = body.route[body.hop]
@@ -122,7 +122,7 @@ class SpotChecks:
 
     # -- checking
 
-    def watch(self, reduce: Reduce, learner: Learner) -> ContributionSketch | None:
+    def watch(self, reduce: Reduce, learner: DeviceLearners) -> ContributionSketch | None:
         """Before gradients are summed, once in a step: perhaps choose a replica to look at. What takes in its contributions, as far
         as they travel as they are."""
         self._members = frozenset(member.peer for group in reduce.groups for member in group.members)
@@ -136,13 +136,13 @@ class SpotChecks:
             self._watched = ContributionSketch(self._drawn, learner.lengths(list(due)), seed)
         return self._watched
 
-    async def check(self, reduce: Reduce, learner: Learner) -> PeerId:
+    async def check(self, reduce: Reduce, learner: DeviceLearners) -> PeerId:
         """After they are: look at whom `watch` chose. Who of those that contribute was found false here, now or before; empty:
         nobody. Never raises what a peer can bring about."""
         await self._look(reduce, learner)
         return min(self.found & contributors(reduce), default="")
 
-    async def _look(self, reduce: Reduce, learner: Learner) -> None:
+    async def _look(self, reduce: Reduce, learner: DeviceLearners) -> None:
         drawn, self._drawn = self._drawn, None
         if drawn is None or drawn not in contributors(reduce):
             return
@@ -165,7 +165,7 @@ class SpotChecks:
         except LocalError as error:
             log.warning("%s", error)
 
-    def _draw(self, reduce: Reduce, learner: Learner) -> PeerId | None:
+    def _draw(self, reduce: Reduce, learner: DeviceLearners) -> PeerId | None:
         """Whom to look at in this step: who is suspected, or, now and then, anybody."""
         step = learner.run.id, learner.step
         averages = learner.run.averaging.every > 1  # then parameters differ
@@ -185,7 +185,7 @@ class SpotChecks:
         self._budget.spend(cost)
         return peer
 
-    async def _examine(self, examination: Examination, reduce: Reduce, learner: Learner) -> Judgement | None:
+    async def _examine(self, examination: Examination, reduce: Reduce, learner: DeviceLearners) -> Judgement | None:
         shown = await examination.fetch()
         contributed = await self._examine_contribution(examination, reduce)
         if shown is None or (contributed is not None and contributed.false):

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from swarmnode.codec.spot_check_messages import Crossing, MicrobatchRecord
@@ -22,6 +23,7 @@ from swarmnode.compute.training.gradient_sketch import gradient_sketch, step_see
 from swarmnode.compute.training.learner import Learner
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 from swarmnode.net.interfaces import Buffer
+from swarmnode.plan.view import Span
 from swarmnode.roles.training.worker.label_queue import ReceivedLabels
 
 MAX_KEPT_BYTES = 1 << 30  # of a step
@@ -45,6 +47,7 @@ class KeptMicrobatch:
     returned: Encoded = ((), [])
     loss: float = 0.0
     parameters: bytes = b""  # sketch_S of what it added, float32, little-endian
+    _grown: dict[int, Tensor] = field(default_factory=dict, repr=False)  # sketch_S of what it added, by block
     _record: MicrobatchRecord | None = field(default=None, repr=False)
 
     @property
@@ -96,15 +99,24 @@ class KeptMicrobatch:
         return self._record
 
     @contextmanager
-    def counting(self, learner: Learner) -> Iterator[None]:
-        """Around the pass that adds its gradients to the sums; on the executor."""
-        before_S = self._sketch(learner)
+    def counting(self, learner: Learner, units: Span) -> Iterator[None]:
+        """Around a pass that adds its gradients to the sums of some units; on the executor."""
+        before = self._sketches(learner, units)
         yield
-        self.parameters = (self._sketch(learner) - before_S).numpy().astype("<f4").tobytes()
+        for block, sketch_S in self._sketches(learner, units).items():
+            grown_S = sketch_S - before[block]
+            self._grown[block] = self._grown[block] + grown_S if block in self._grown else grown_S
 
-    def _sketch(self, learner: Learner) -> Tensor:
-        hop = self.body.route[self.body.hop]
-        return gradient_sketch(learner.accumulators(hop.start, hop.end), step_seed(self.body.run, self.body.step))
+    def finish(self) -> None:
+        """All units have counted it."""
+        grown_S = torch.cat([torch.empty(0), *(self._grown[block] for block in sorted(self._grown))])
+        self.parameters = grown_S.numpy().astype("<f4").tobytes()
+
+    def _sketches(self, learner: Learner, units: Span) -> dict[int, Tensor]:
+        """sketch_S of the sums, by block."""
+        seed = step_seed(self.body.run, self.body.step)
+        sums = learner.accumulators(units.start, units.end)
+        return {block: gradient_sketch([sums_N], seed) for block, sums_N in sums.items()}
 
 
 class StepRecords:

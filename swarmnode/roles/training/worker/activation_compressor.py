@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor
@@ -35,6 +36,7 @@ class ActivationCompressor:
         if not is_allowed(mode, allowed):
             raise UsageError(f"--compress {mode}: this swarm does not allow it; choose {AUTO}")
         self.on_choice: OnChoice = lambda _peer, _direction, _choice: None
+        self._lock = threading.Lock()  # each device of the node has a thread
         self._own = Compression(mode)
         self._allowed = frozenset(allowed)
         self._feedback = ErrorFeedback(ledger or MemoryLedger())
@@ -56,17 +58,22 @@ class ActivationCompressor:
     @property
     def slowest_link_s(self) -> float:
         """Of this stage's own links, the seconds that a microbatch's values take uncompressed; 0: not known. On the executor."""
-        return self._durations.slowest_s
+        with self._lock:
+            return self._durations.slowest_s
 
     def hear(self, beat_s: float, slowest_link_s: float) -> None:
         """Another step begins, with the coordinator's word on the slowest stage and the slowest link; 0: not known."""
-        self._beat_s, self._slowest_s = beat_s, slowest_link_s
-        self._durations.end_step()
+        with self._lock:
+            self._beat_s, self._slowest_s = beat_s, slowest_link_s
+            self._durations.end_step()
 
     def adopt(self, asked: Compression) -> None:
         """What the run asks for, on the executor. What the swarm does not allow is not done, whoever asks."""
-        if asked == self._asked:
-            return
+        with self._lock:
+            if asked != self._asked:
+                self._adopt(asked)
+
+    def _adopt(self, asked: Compression) -> None:
         self._asked = asked
         self._in_force = asked if asked.rule != AUTO and is_allowed(asked.rule, self._allowed) else self._own
         if asked.rule not in (AUTO, self._in_force.rule):
@@ -76,14 +83,16 @@ class ActivationCompressor:
 
     def arrived(self, values: Sequence[TensorInfo], peer: PeerId, direction: str, bandwidth_bps: float | None) -> None:
         """Values came in from a peer, whose large frames come in as fast as that; on the executor."""
-        self._durations.note((peer, direction, False), values, bandwidth_bps)
+        with self._lock:
+            self._durations.note((peer, direction, False), values, bandwidth_bps)
 
     def encode(self, values: Sequence[Tensor], peer: PeerId, direction: str, bandwidth_bps: float | None) -> Encoded:
         """Descriptors and payloads for a peer; on the executor."""
         link = (peer, direction)
-        choice = self._choose(describe_values(values), link, bandwidth_bps)
-        if self._in_force.feedback:
-            return self._feedback.encode(values, link, choice)
+        with self._lock:
+            choice = self._choose(describe_values(values), link, bandwidth_bps)
+            if self._in_force.feedback:
+                return self._feedback.encode(values, link, choice)
         return encode_values(values, choice.codec, choice.keep)
 
     def close(self) -> None:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 from swarmnode.codec.training_messages import Forward
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.roles.training.worker.label_queue import LabelQueue
-from swarmnode.roles.training.worker.memory import MAX_IN_FLIGHT, TrainingMemory
+from swarmnode.roles.training.worker.memory import MAX_IN_FLIGHT
 from swarmnode.roles.training.worker.microbatch_in_flight import MicrobatchInFlight, place_of
+from swarmnode.roles.training.worker.training_parts import TrainingParts
 
 MAX_HELD_BYTES = 1 << 30  # of what they brought in
 
@@ -25,9 +26,9 @@ class Arrival(NamedTuple):
 class AdmissionQueue:
     """Those of this step are in flight; those of the next wait for the COMMIT that may still be on its way."""
 
-    def __init__(self, memory: TrainingMemory) -> None:
-        self.labels = LabelQueue(memory.ledger)
-        self._memory = memory
+    def __init__(self, parts: TrainingParts) -> None:
+        self.labels = LabelQueue(parts.ledger)
+        self._parts = parts
         self._microbatches: dict[int, MicrobatchInFlight] = {}  # by `place_of`
         self._waiting: list[Arrival] = []
         self._released: set[int] = set()  # leases of this step whose FORWARD may still be on its way
@@ -45,7 +46,7 @@ class AdmissionQueue:
         held_bytes += sum(len(other.payload) for other in self._waiting) + len(arrival.payload)
         has_room = len(self._microbatches) + len(self._waiting) < MAX_IN_FLIGHT and held_bytes <= MAX_HELD_BYTES
         place = place_of(arrival.body)
-        return has_room and place not in self._microbatches and self._memory.admit(place)
+        return has_room and place not in self._microbatches and self._parts.admit(arrival.body, place)
 
     def wait(self, arrival: Arrival) -> None:
         """It is of the step to come."""
@@ -60,7 +61,7 @@ class AdmissionQueue:
         place = place_of(microbatch.body)
         if self._microbatches.get(place) is microbatch:
             del self._microbatches[place]
-            self._memory.ended(place)
+            self._parts.ended(place)
             self.labels.drop([microbatch.body.lease])
 
     def release(self, leases: Iterable[int]) -> None:
@@ -77,7 +78,7 @@ class AdmissionQueue:
             microbatch.end()
         for arrival in self._waiting:
             arrival.channel.close()
-            self._memory.ended(place_of(arrival.body))
+            self._parts.ended(place_of(arrival.body))
         self._waiting.clear()
         self.labels.clear()
 

@@ -53,7 +53,7 @@ class ErrorFeedback:
         left = self._left.get(link)
         if left is None or [value.shape for value in left.values] != [value.shape for value in values]:
             return values
-        return [value + more for value, more in zip(values, left.values, strict=True)]
+        return [value + more.to(value.device) for value, more in zip(values, left.values, strict=True)]
 
     def _keep(self, link: Link, left: Sequence[Tensor]) -> None:
         self._forget(link)

@@ -80,11 +80,15 @@ class TrainingMemory:
         self._for_good[Account.GRADIENTS].count(learner.gradient_bytes)
         self._for_good[Account.OPTIMIZER].count(learner.optimizer_bytes)
 
-    def average(self, run: Run) -> None:
-        """This stage has replicas: what they agree on is a vector as long as the gradients, chunks of it are on their way, and with
-        error feedback there are the residuals of the last step and of this one."""
-        gradient_bytes = self._for_good[Account.GRADIENTS].size_bytes
-        vectors = 1 + (2 if feeds_back(run.averaging) else 0)
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the learner that is here."""
+        return self._for_good[Account.GRADIENTS].size_bytes
+
+    def average(self, run: Run, gradient_bytes: int, *, copies: int = 0) -> None:
+        """This stage has replicas: what they agree on is a vector as long as the gradients (of all devices, then with a copy of
+        them), chunks of it are on their way, and with error feedback there are the residuals of the last step and of this one."""
+        vectors = 1 + copies + (2 if feeds_back(run.averaging) else 0)
         self._for_good[Account.AVERAGING].count(vectors * gradient_bytes + min(CHUNKS_BYTES, gradient_bytes))
 
     def admit(self, place: int) -> bool:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -19,12 +20,13 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Fault
 from swarmnode.codec.training_messages import Backward, Forward
 from swarmnode.compress.values import Encoded, decode_values
-from swarmnode.compute.executor import Executor, Urgency
-from swarmnode.compute.stopwatch import Stopwatch
-from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.executor import Urgency
+from swarmnode.compute.training.saved_activations import Gradients
+from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.plan.view import Span
 from swarmnode.roles.credit.completed_work import CompletedWork
 from swarmnode.roles.measuring.meters import BACKWARD, FORWARD
 from swarmnode.roles.training.coordinator.answer_times import CLEANUP
@@ -32,7 +34,8 @@ from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.roles.training.worker.label_queue import ReceivedLabels
 from swarmnode.roles.training.worker.meter import TrainingMeter
-from swarmnode.roles.training.worker.unit_time import UnitTime
+from swarmnode.roles.training.worker.training_part import TrainingPart
+from swarmnode.roles.training.worker.training_parts import TrainingParts
 from swarmnode.swarm.records.run import Run
 
 log = logging.getLogger(__name__)
@@ -45,23 +48,22 @@ URGENCY = {FORWARD: Urgency.FORWARD, BACKWARD: Urgency.BACKWARD}
 class MicrobatchStage(Protocol):
     """What a microbatch needs of the stage that it is at (`stage.py`)."""
 
-    bench: Executor
     switchboard: Switchboard
     compressor: ActivationCompressor
     meter: TrainingMeter
-    stopwatch: Stopwatch
-    unit_time: UnitTime
     completed: CompletedWork
+    parts: TrainingParts
 
     @property
     def run(self) -> Run | None:
         """The one in force."""
         ...
 
-    @property
-    def learner(self) -> Learner:
-        """Of the run in force."""
-        ...
+    async def updated(self) -> None:
+        """Wait for the update that ends the step before, if one is under way."""
+
+    def lost_counts(self) -> None:
+        """A pass back broke off, and with it went what its device had counted."""
 
     async def labels_of(self, body: Forward) -> ReceivedLabels:
         """What the loss needs of a microbatch that ends here. Raises PeerError where it does not come."""
@@ -102,9 +104,13 @@ class MicrobatchInFlight:
     def __init__(self, stage: MicrobatchStage, channel: Channel, body: Forward, payload: bytes | bytearray) -> None:
         self.body = body
         self._stage = stage
+        self._passed = stage.parts.passed(body, place_of(body))
         self._channel = channel
         self._payload: bytes | bytearray = payload
         self._labels: ReceivedLabels | None = None  # at the last hop
+        self._returned: Encoded = ((), [])  # what goes back to the sender, of its values those that are `_present`
+        self._present: tuple[bool, ...] = ()
+        self._turned = False  # gradients are on their way back
         self.kept: KeptMicrobatch | None = None  # for replicas that check
         self._next: Channel | None = None
         self._answer: asyncio.Future[tuple[Backward, bytes | bytearray]] | None = None
@@ -120,6 +126,11 @@ class MicrobatchInFlight:
         )
 
     @property
+    def parts(self) -> list[TrainingPart]:
+        """Of the devices that it passes."""
+        return [part for part, _ in self._passed]
+
+    @property
     def ended(self) -> bool:
         return self._ended
 
@@ -130,23 +141,11 @@ class MicrobatchInFlight:
 
     async def run(self) -> None:
         """Forward, wait for the gradients, back. What goes wrong is told to the sender."""
-        body = self.body
         try:
-            if body.hop + 1 == len(body.route):
-                self._check_alive()
-                self._labels = await self._stage.labels_of(body)
-                loss, encoded, present = await self._compute(FORWARD, self._there_and_back)
-            else:
-                values = await self._compute(FORWARD, self._forward)
-                answer, payload = await self._ask_next(values)
-                loss = answer.loss
-                if self.kept is not None:
-                    self.kept.answer, self.kept.gradients = answer, payload
-                encoded, present = await self._compute(
-                    BACKWARD, lambda: self._backward(self._gradients(answer, payload))
-                )
+            loss = await self._there_and_back()
             if not self._ended:
-                self._finish(Backward(loss, present, encoded[0], body.run), encoded[1])
+                infos, payload = self._returned
+                self._finish(Backward(loss, self._present, infos, self.body.run), payload)
         except SwarmnodeError as error:
             if isinstance(error, NotFinite):
                 self._stage.blame(error)
@@ -154,9 +153,11 @@ class MicrobatchInFlight:
         except asyncio.CancelledError:
             self.end()
             raise
-        except Exception:
+        except Exception as error:
             log.exception("%r failed", self)
             self._fail(ProtocolError("a microbatch failed here", code=ErrorCode.INTERNAL))
+            if self._turned and isinstance(error, RuntimeError):  # out of memory, for one
+                self._stage.lost_counts()
         finally:
             self.end()
 
@@ -178,18 +179,52 @@ class MicrobatchInFlight:
         self._fail(PeerLost("the microbatch took too long", peer=self.body.route[-1].peer))
         self.end()
 
-    async def _compute(self, phase: str, function: Callable[[], T]) -> T:
-        """Wait for the bench, and have it done there. At the last hop the way forward leads back as well."""
-        bench, run = self._stage.bench, self._stage.run
-        came_s, size = bench.clock(), 0 if run is None else tokens_of(run)
-        result = await bench.call(URGENCY[phase], function, kind=phase, owner=f"lease {self.body.lease}", size=size)
-        self._stage.meter.note_hop(phase, bench.clock() - came_s)
+    async def _there_and_back(self) -> float:
+        """Over the devices one after another, and back in reverse; the loss."""
+        *before, (last, span) = self._passed
+        is_end = self.body.hop + 1 == len(self.body.route)
+        if is_end and not self._ended:
+            self._labels = await self._stage.labels_of(self.body)
+        if self._passed[0][0].executor is not last.executor or last.executor is not self._stage.parts.bench:
+            await self._stage.updated()  # which is made on the first device's thread
+        values: Values | None = None
+        for part, units in before:
+            values = await self._compute(FORWARD, part, partial(self._outputs, part, units, values))
+        if is_end:
+            loss, gradients = await self._compute(FORWARD, last, partial(self._end, last, span, values))
+        else:
+            encoded = await self._compute(FORWARD, last, partial(self._forward, last, span, values))
+            answer, payload = await self._ask_next(encoded)
+            loss = answer.loss
+            if self.kept is not None:
+                self.kept.answer, self.kept.gradients = answer, payload
+            turning = partial(self._turn, last, span, answer, payload)
+            gradients = await self._compute(BACKWARD, last, turning)
+        for part, units in reversed(before):
+            gradients = await self._compute(BACKWARD, part, partial(self._backward, part, units, gradients))
+        return loss
+
+    async def _compute(self, phase: str, part: TrainingPart, function: Callable[[], T]) -> T:
+        """Wait for a device, and have it done there. At the last hop's last device the way forward leads back as well."""
+        executor, run = part.executor, self._stage.run
+        came_s, size = executor.clock(), 0 if run is None else tokens_of(run)
+
+        def compute() -> T:
+            with part.learner.lock:
+                if self._ended:
+                    raise PeerLost("the microbatch was given up")
+                return function()
+
+        owner = f"lease {self.body.lease}"
+        result = await executor.call(URGENCY[phase], compute, kind=phase, owner=owner, size=size)
+        self._stage.meter.note_hop(phase, executor.clock() - came_s)
         return result
 
-    # -- compute, on the bench
+    # -- compute, on the thread of the part's device
 
-    def _forward(self) -> Encoded:
-        outputs = self._outputs()
+    def _forward(self, part: TrainingPart, units: Span, values: Values | None) -> Encoded:
+        """What goes to the next hop."""
+        outputs = self._outputs(part, units, values)
         peer = self.body.route[self.body.hop + 1].peer
         bandwidth_bps = self._stage.switchboard.bandwidth_bps(peer)
         encoded = self._encode(outputs, peer, FORWARD, bandwidth_bps)
@@ -197,57 +232,85 @@ class MicrobatchInFlight:
             self.kept.sent = encoded
         return encoded
 
-    def _there_and_back(self) -> tuple[float, Encoded, tuple[bool, ...]]:
-        """At the last hop the loss's gradient is at hand."""
-        (loss,) = self._outputs()
-        encoded, present = self._backward(())
+    def _end(self, part: TrainingPart, units: Span, values: Values | None) -> tuple[float, Gradients]:
+        """At the end of the model the loss's gradient is at hand."""
+        (loss,) = self._outputs(part, units, values)
+        gradients = self._backward(part, units, ())
         self._stage.note_loss(self.body.number, float(loss))
         if self.kept is not None:
             self.kept.loss = float(loss)
-        return float(loss), encoded, present
+        return float(loss), gradients
 
-    def _outputs(self) -> tuple[Tensor, ...]:
-        """What this hop's units make of what came in, which is let go."""
-        body, learner = self.body, self._stage.learner
-        self._check_alive()
-        if body.hop:  # what a trainer feeds is its own affair
-            compressor, sender = self._stage.compressor, self._channel
-            compressor.arrived(body.values, sender.peer, FORWARD, sender.received_bps)
-        device, came = learner.segment.device, self._labels
-        values = decode_values(body.values, self._payload, device)
-        labels = () if came is None else decode_values(came.body.values, came.payload, device)
-        self.kept = self._stage.remember(body, self._payload, came)
-        self._payload, self._labels = b"", None
-        hop = body.route[body.hop]
-        with self._passing(FORWARD):
-            return learner.forward(place_of(body), body.number, hop.start, hop.end, values, labels)
+    def _turn(self, part: TrainingPart, units: Span, answer: Backward, payload: bytes | bytearray) -> Gradients:
+        """With the gradients that the next hop returned."""
+        peer, next_hop = self.body.route[self.body.hop + 1].peer, self._next
+        if next_hop is not None:
+            self._stage.compressor.arrived(answer.values, peer, BACKWARD, next_hop.received_bps)
+        flowing = iter(decode_values(answer.values, payload, part.segment.device))
+        return self._backward(part, units, tuple(next(flowing) if present else None for present in answer.present))
 
-    def _backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Encoded, tuple[bool, ...]]:
-        self._check_alive()
-        learner, kept = self._stage.learner, self.kept
-        with self._passing(BACKWARD), kept.counting(learner) if kept is not None else nullcontext():
+    def _outputs(self, part: TrainingPart, units: Span, values: Values | None) -> Values:
+        """What a part's units make of what another part made, or of what came in, which is let go."""
+        body, device = self.body, part.segment.device
+        if values is None:
+            if body.hop:  # what a trainer feeds is its own affair
+                compressor, sender = self._stage.compressor, self._channel
+                compressor.arrived(body.values, sender.peer, FORWARD, sender.received_bps)
+            values = decode_values(body.values, self._payload, device)
+            self.kept = self._stage.remember(body, self._payload, self._labels)
+            self._payload = b""
+        values, labels, place = moved(values, device), self._labels_on(part), place_of(body)
+        with self._passing(FORWARD, part, units):
+            return part.learner.forward(place, body.number, units.start, units.end, values, labels)
+
+    def _labels_on(self, part: TrainingPart) -> Values:
+        """What the loss needs, which is let go; none but at the last device of the last hop."""
+        if self._labels is None or part is not self._passed[-1][0]:
+            return ()
+        came, self._labels = self._labels, None
+        return decode_values(came.body.values, came.payload, part.segment.device)
+
+    def _backward(self, part: TrainingPart, units: Span, gradients: Gradients) -> Gradients:
+        """The gradients of what came into a part; those of what came in here are encoded."""
+        learner, kept, self._turned = part.learner, self.kept, True
+        counting = nullcontext() if kept is None else kept.counting(learner, units)
+        with self._passing(BACKWARD, part, units), counting:
             inputs = learner.backward(place_of(self.body), gradients)
-        if self.body.hop == 0:
-            inputs = tuple(None for _ in inputs)  # the trainer has no use for them
-        present = tuple(gradient is not None for gradient in inputs)
-        flowing = [gradient for gradient in inputs if gradient is not None]
-        channel = self._channel
-        encoded = self._encode(flowing, channel.peer, BACKWARD, channel.bandwidth_bps)
-        if kept is not None:
-            kept.returned = encoded
-        return encoded, present
+        if part is self._passed[0][0]:
+            self._return(inputs)
+        return inputs
 
-    def _passing(self, phase: str) -> AbstractContextManager[None]:
-        """Around the pass itself."""
-        stage, hop = self._stage, self.body.route[self.body.hop]
+    def _return(self, inputs: Gradients) -> None:
+        """To the sender; the trainer has no use for them."""
+        if self.body.hop == 0:
+            inputs = tuple(None for _ in inputs)
+        self._present = tuple(gradient is not None for gradient in inputs)
+        flowing = [gradient for gradient in inputs if gradient is not None]
+        self._returned = self._encode(flowing, self._channel.peer, BACKWARD, self._channel.bandwidth_bps)
+        if self.kept is not None:
+            self.kept.returned = self._returned
+            self.kept.finish()
+
+    def _passing(self, phase: str, part: TrainingPart, units: Span) -> AbstractContextManager[None]:
+        """Around the pass itself. A microbatch that other devices had before is counted already."""
+        stage, came = self._stage, part is self._passed[0][0]
         assert stage.run is not None
-        units, tokens = hop.end - hop.start, tokens_of(stage.run)
+        tokens = tokens_of(stage.run)
 
         def told(pass_s: float) -> None:
-            stage.unit_time.note(units, pass_s)
-            stage.meter.note_pass(phase, pass_s, microbatches=1, tokens=tokens, unit_tokens=units * tokens)
+            part.unit_time.note(units.units, pass_s)
+            part.executor.post(
+                partial(
+                    stage.meter.note_pass,
+                    phase,
+                    pass_s,
+                    microbatches=int(came),
+                    tokens=tokens if came else 0,
+                    unit_tokens=units.units * tokens,
+                )
+            )
 
-        return stage.stopwatch.timing(told)
+        return part.stopwatch.timing(told)
 
     def _encode(self, values: Sequence[Tensor], peer: PeerId, direction: str, bandwidth_bps: float | None) -> Encoded:
         compressor, run = self._stage.compressor, self._stage.run
@@ -258,17 +321,6 @@ class MicrobatchInFlight:
         codec = compressor.choices[peer, direction].codec
         self._stage.meter.note_tensors(codec, direction, raw_bytes=raw_bytes, encoded_bytes=encoded_bytes)
         return infos, payloads
-
-    def _gradients(self, answer: Backward, payload: bytes | bytearray) -> tuple[Tensor | None, ...]:
-        peer, next_hop = self.body.route[self.body.hop + 1].peer, self._next
-        if next_hop is not None:
-            self._stage.compressor.arrived(answer.values, peer, BACKWARD, next_hop.received_bps)
-        flowing = iter(decode_values(answer.values, payload, self._stage.learner.segment.device))
-        return tuple(next(flowing) if present else None for present in answer.present)
-
-    def _check_alive(self) -> None:
-        if self._ended:
-            raise PeerLost("the microbatch was given up")
 
     # -- conversations
 

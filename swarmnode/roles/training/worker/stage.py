@@ -29,17 +29,13 @@ from swarmnode.codec.training_messages import (
     Sync,
     Work,
 )
-from swarmnode.compute.executor import Executor, Urgency
-from swarmnode.compute.stopwatch import Stopwatch
-from swarmnode.compute.training.learner import Learner
-from swarmnode.compute.training.segment import Segment
+from swarmnode.compute.executor import Urgency
+from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, ProtocolError, SwarmnodeError
-from swarmnode.ledger import MemoryLedger
 from swarmnode.net.interfaces import Buffer, Network, PeerId
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
-from swarmnode.plan.view import Span
 from swarmnode.roles.credit.completed_work import CompletedWork
 from swarmnode.roles.training.averaging.all_reduce import AllReducer
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
@@ -52,13 +48,11 @@ from swarmnode.roles.training.worker.admission import refusal_of
 from swarmnode.roles.training.worker.admission_queue import AdmissionQueue, Arrival
 from swarmnode.roles.training.worker.following import Following
 from swarmnode.roles.training.worker.label_queue import ReceivedLabels
-from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.meter import TrainingMeter
 from swarmnode.roles.training.worker.microbatch_in_flight import MicrobatchInFlight, place_of
 from swarmnode.roles.training.worker.stage_state import StageState
-from swarmnode.roles.training.worker.status import counted_of
-from swarmnode.roles.training.worker.unit_time import UnitTime
-from swarmnode.swarm.records.run import Run, decode_run, encode_run
+from swarmnode.roles.training.worker.training_parts import TrainingParts
+from swarmnode.swarm.records.run import Run, decode_run
 
 log = logging.getLogger(__name__)
 
@@ -74,38 +68,34 @@ class TrainingStage:
         network: Network,
         hello: Hello,
         link_config: LinkConfig,
-        segment: Segment,
+        parts: TrainingParts,
         checkpoint_manager: CheckpointManager,
-        executor: Executor,
         *,
         compressor: ActivationCompressor | None = None,
-        memory: TrainingMemory | None = None,
-        stopwatch: Stopwatch | None = None,
         completed: CompletedWork | None = None,
         spot_checks: SpotChecks | None = None,
         on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
     ) -> None:
-        self.segment = segment
+        self.parts = parts
+        self.segment = parts.segment
         self._peer = network.peer_id
-        self.meter = TrainingMeter(Span(segment.start, segment.end))
+        self.meter = TrainingMeter(parts.span)
         self.compressor = compressor or ActivationCompressor("none", ())
-        self._memory = memory or TrainingMemory(MemoryLedger(), segment)
-        self.bench = executor
+        self.bench = parts.bench
         self.switchboard = Switchboard(
             network, TRAIN_PROTOCOL, hello, link_config, accept=self._accept, on_peer_lost=on_neighbour_lost
         )
         self.gate = link_config.gate
         self.following = Following(on_crash=link_config.supervisor.ends_peer)
-        self.state = StageState(segment, checkpoint_manager, executor, self._memory)
+        self.state = StageState(parts, checkpoint_manager)
+        self.updated = self.state.updated
         self.may_lead: Callable[[PeerId], bool] = lambda _peer: True
         self.on_work: Callable[[Channel, Work], None] = lambda channel, _body: channel.close(Error(ErrorCode.ELSEWHERE))
         self.spot_checks = spot_checks
         self._checkpoint_manager = checkpoint_manager
         self._all_reducer = AllReducer(network.peer_id, self.switchboard, self.bench)
-        self._admission_queue = AdmissionQueue(self._memory)
-        self.unit_time = UnitTime()
+        self._admission_queue = AdmissionQueue(parts)
         self.completed = completed or CompletedWork()
-        self.stopwatch = stopwatch or Stopwatch(segment.device)
         self._move: asyncio.Task[None] | None = None  # to another run or step
         self._all_reduce: asyncio.Task[None] | None = None
         self._tasks = Tasks("training stage", on_crash=link_config.supervisor.ends_peer)
@@ -130,7 +120,7 @@ class TrainingStage:
         return self.state.run
 
     @property
-    def learner(self) -> Learner:
+    def learner(self) -> DeviceLearners:
         """Raises LocalError before a run has begun."""
         return self.state.learner
 
@@ -153,7 +143,7 @@ class TrainingStage:
                 await asyncio.wait_for(self.state.save(), SAVE_S)
             except asyncio.TimeoutError:
                 log.warning("step %d could not be kept within %.0f s", self.state.step, SAVE_S)
-        self._memory.close()
+        self.parts.close()
         self.compressor.close()
 
     # -- conversations
@@ -220,7 +210,20 @@ class TrainingStage:
         self._admission_queue.ended(microbatch)
         if self.spot_checks is not None and microbatch.kept is not None:
             self.spot_checks.records.close(microbatch.kept)
-        self._on_bench("drop a microbatch", lambda: self.state.drop(place_of(microbatch.body)))
+        for part in microbatch.parts:
+            self._tasks.spawn(_settle(part.drop(place_of(microbatch.body))), "drop")
+
+    def lost_counts(self) -> None:
+        """See `MicrobatchStage`. Other devices may hold a part of it: all begins anew, as if the coordinator had asked for that."""
+        self._discard()
+        if self.following.line is not None:
+            self._answer(self.following.line, FrameKind.DISCARD)
+
+    def _discard(self) -> None:
+        self._admission_queue.give_up_all()
+        self._forget_records()
+        discarding = self.bench.call(Urgency.CONTROL, self.learner.discard, kind="discard gradients")
+        self._tasks.spawn(_settle(discarding), "discard")
 
     async def labels_of(self, body: Forward) -> ReceivedLabels:
         """See `MicrobatchStage`."""
@@ -274,9 +277,7 @@ class TrainingStage:
             self._answer(line, FrameKind.RELEASE)
         elif isinstance(body, Discard):
             if body.run == self.state.run_id:
-                self._admission_queue.give_up_all()
-                self._forget_records()
-                self._on_bench("discard gradients", self.learner.discard)
+                self._discard()
             self._answer(line, FrameKind.DISCARD)
         elif isinstance(body, Reduce):
             self._all_reduce = self._instead_of(self._all_reduce, self._reduce(line, body))
@@ -300,7 +301,10 @@ class TrainingStage:
         self._tasks.spawn(self._tell(line, kind), "status")
 
     async def _tell(self, line: Line, kind: int = 0) -> None:
-        status = await self.bench.call(Urgency.CONTROL, lambda: self._status(kind), kind="status", owner=line.peer)
+        def tell() -> Status:
+            return self.state.status(self.term, kind, self.compressor.slowest_link_s)
+
+        status = await self.bench.call(Urgency.CONTROL, tell, kind="status", owner=line.peer)
         if line.open:
             line.send(status)
 
@@ -308,33 +312,6 @@ class TrainingStage:
         """Let the coordinator know that there is more on the disk than it was told."""
         if self.following.line is not None:
             self._tasks.spawn(self._tell(self.following.line, 0), "status")
-
-    def _status(self, kind: int) -> Status:
-        """Made on the bench, where the masks are."""
-        state, kept = self.state, self._checkpoint_manager
-        masks = state.masks
-        last = masks.get(self.segment.units - 1, 0)
-        losses = tuple(state.losses.get(number, 0.0) for number in range(last.bit_length()) if last >> number & 1)
-        run = state.run or kept.run
-        norm, loss = state.last
-        return Status(
-            self.term,
-            state.condition,
-            self.segment.start,
-            self.segment.end,
-            b"" if run is None else encode_run(run),
-            state.step,
-            counted_of(masks),
-            kept.kept(),
-            state.agreed is not None,
-            losses,
-            norm,
-            loss,
-            kind,
-            self.unit_time.unit_s,
-            self._memory.window,
-            self.compressor.slowest_link_s,
-        )
 
     async def _moving(self, line: Line, body: Begin | Sync | Restore) -> None:
         """Go to another run or step, and say where that led; what goes wrong leaves the stage where it can be asked again."""
@@ -358,7 +335,7 @@ class TrainingStage:
         listening = state.condition == Condition.LISTENING
         state.agreed = None
         if state.run is not None and any(len(group.members) > 1 for group in body.groups):
-            self._memory.average(state.run)
+            self.parts.average(state.run)
         answer: Body
         try:
             if body.run != self.state.run_id:
@@ -408,9 +385,6 @@ class TrainingStage:
         if self.state.is_due:
             await self.state.save()
         await self._tell(line)
-
-    def _on_bench(self, kind: str, function: Callable[[], object]) -> None:
-        self._tasks.spawn(_settle(self.bench.call(Urgency.CONTROL, function, kind=kind)), "bench")
 
 
 async def _settle(future: asyncio.Future[Any]) -> None:

@@ -11,17 +11,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from swarmnode.codec.training_messages import Commit, Condition
-from swarmnode.compute.executor import Executor, Urgency
-from swarmnode.compute.training.learner import Learner
+from swarmnode.codec.training_messages import Commit, Condition, Status
+from swarmnode.compute.executor import Urgency
+from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.segment import Segment
 from swarmnode.errors import LocalError, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.roles.training.averaging.all_reduce import Agreed
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
-from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.missed_steps import MissedSteps
-from swarmnode.swarm.records.run import Run
+from swarmnode.roles.training.worker.status import counted_of
+from swarmnode.roles.training.worker.training_parts import TrainingParts
+from swarmnode.swarm.records.run import Run, encode_run
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,21 +39,19 @@ def check_positions(segment: Segment, run: Run) -> None:
 class StageState:
     """`agreed` is what the replicas agreed on at `step`, if they have; `last` the norm and loss of the step before."""
 
-    def __init__(
-        self, segment: Segment, checkpoint_manager: CheckpointManager, executor: Executor, memory: TrainingMemory
-    ) -> None:
+    def __init__(self, parts: TrainingParts, checkpoint_manager: CheckpointManager) -> None:
         self.step = 0
         self.condition = Condition.BLANK
         self.run: Run | None = None
         self.agreed: Agreed | None = None
         self.losses: dict[int, float] = {}  # of what the model's last unit has counted, by microbatch
         self.last = (0.0, 0.0)
-        self._segment = segment
+        self._update: asyncio.Future[None] | None = None  # the last one, which may be under way
+        self._parts = parts
         self._checkpoint_manager = checkpoint_manager
-        self._executor = executor
-        self._memory = memory
-        self._learner: Learner | None = None
-        self._missed = MissedSteps(memory.ledger)
+        self._executor = parts.bench
+        self._learner: DeviceLearners | None = None
+        self._missed = MissedSteps(parts.ledger)
         self._meetings: dict[int, asyncio.Future[None]] = {}  # steps to be written down when they come
 
     def __repr__(self) -> str:
@@ -64,7 +63,7 @@ class StageState:
         return b"" if self.run is None else self.run.id
 
     @property
-    def learner(self) -> Learner:
+    def learner(self) -> DeviceLearners:
         """Raises LocalError before a run has begun."""
         if self._learner is None:
             raise LocalError("no training has begun here")
@@ -75,10 +74,31 @@ class StageState:
         """What is counted, by unit; on the executor."""
         return {} if self._learner is None else dict(self._learner.counted)
 
-    def drop(self, place: int) -> None:
-        """Forget a microbatch that will not come back."""
-        if self._learner is not None:
-            self._learner.drop(place)
+    def status(self, term: int, kind: int, slowest_link_s: float) -> Status:
+        """What answers a command of this kind; on the executor, where the masks are."""
+        kept, masks, segment = self._checkpoint_manager, self.masks, self._parts.segment
+        last = masks.get(segment.units - 1, 0)
+        losses = tuple(self.losses.get(number, 0.0) for number in range(last.bit_length()) if last >> number & 1)
+        run = self.run or kept.run
+        norm, loss = self.last
+        return Status(
+            term,
+            self.condition,
+            segment.start,
+            segment.end,
+            b"" if run is None else encode_run(run),
+            self.step,
+            counted_of(masks),
+            kept.kept(),
+            self.agreed is not None,
+            losses,
+            norm,
+            loss,
+            kind,
+            self._parts.unit_s,
+            self._parts.window,
+            slowest_link_s,
+        )
 
     # -- ways to a step
 
@@ -110,19 +130,15 @@ class StageState:
             self.step += 1
         self.condition = Condition.READY
 
-    async def _take_up(self, run: Run, step: int) -> Learner:
+    async def _take_up(self, run: Run, step: int) -> DeviceLearners:
         """A new learner, which is not ready yet. Raises ProtocolError where the model has no such positions."""
-        check_positions(self._segment, run)
+        check_positions(self._parts.segment, run)
         self.condition = Condition.BLANK
         self._checkpoint_manager.open(run)
         self._checkpoint_manager.give(self._fresh)
         self.run, self.step, self.agreed, self.losses = run, step, None, {}
-        learner = await self._call(
-            "begin a run", lambda: Learner(self._segment, run, step=step, recompute=self._memory.begin(run))
-        )
-        self._memory.hold(learner)
-        self._learner = learner
-        return learner
+        self._learner = await self._parts.begin(run, step)
+        return self._learner
 
     # -- the end of a step
 
@@ -141,11 +157,16 @@ class StageState:
             return None
         learner = self.learner
         self.step, self.last, self.losses = body.step + 1, (body.norm, body.loss), {}
-        done = self._call("update", lambda: agreed.commit(learner, body.norm))
+        self._update = done = self._call("update", lambda: agreed.commit(learner, body.norm))
         meeting = self._meetings.pop(self.step, None)
         if meeting is not None and not meeting.done():
             meeting.set_result(None)
         return done
+
+    async def updated(self) -> None:
+        """Wait for the update that ends the step before, if one is under way; what becomes of it others look at."""
+        if self._update is not None:
+            await asyncio.wait([self._update])
 
     # -- what is written down
 

@@ -9,9 +9,8 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.costs.estimate import UnitEstimate, estimate_units
 from swarmnode.compute.graph.costs.span_estimate import estimate_span
@@ -28,11 +27,12 @@ from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.audits.budget import AuditBudget
 from swarmnode.plan.compression import Choice
+from swarmnode.plan.spans.devices import DevicePart
 from swarmnode.plan.view import Span
 from swarmnode.roles.host import Host
-from swarmnode.roles.measuring.capability import Capability, SpeedCache
+from swarmnode.roles.measuring.capability import Capability, SpeedCache, at_once, speeds_section
 from swarmnode.roles.measuring.meters import TRAIN
-from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware
+from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware, LentDevice
 from swarmnode.roles.serving.span_part import LoadedSpan
 from swarmnode.roles.serving.stage import ServingStage
 from swarmnode.roles.training.checkpoints.backup_sender import BackupSender
@@ -47,9 +47,11 @@ from swarmnode.roles.training.worker.activation_compressor import ActivationComp
 from swarmnode.roles.training.worker.memory import TrainingMemory
 from swarmnode.roles.training.worker.stage import TrainingStage
 from swarmnode.roles.training.worker.step_time import StepTime
+from swarmnode.roles.training.worker.training_part import TrainingPart
+from swarmnode.roles.training.worker.training_parts import TrainingParts
 from swarmnode.swarm.records.announcement import MAX_RTTS, peer_digest
 from swarmnode.swarm.records.run import Run
-from swarmnode.swarm.records.sections import Section, TrainingNews
+from swarmnode.swarm.records.sections import Section, TrainingNews, WorkSpeeds
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class TrainingWorker:
         election: CoordinatorElection,
         checkpoint_manager: CheckpointManager,
         serving: ServingStage | None,
-        capability: Capability,
+        capabilities: Sequence[Capability],
         backups: BackupSender,
         restoration: Restoration,
         clock: Callable[[], float],
@@ -73,7 +75,7 @@ class TrainingWorker:
         self._training = training
         self._backups = backups
         self._restoration = restoration
-        self._capability = capability
+        self._capabilities = dict(zip(training.parts, capabilities, strict=True))
         self._election = election
         self._checkpoint_manager = checkpoint_manager
         self._serving = serving
@@ -92,12 +94,16 @@ class TrainingWorker:
         states: SharedStates,
     ) -> TrainingWorker:
         """Load units whose weights are here, and train them as the swarm asks. Raises CheckpointError, LocalError."""
-        (lent,), (executor,) = hardware.lent, executors
-        segment = await asyncio.to_thread(load, checkpoint, units, hardware)
+        cache = SpeedCache(host.config.home / SPEEDS_FILE, now=host.clock.unix)
+        layout = hardware.lay_out(units, cache, host.swarm.id)
+        loaded = [[await _load_part(checkpoint, part, hardware) for part in replica] for replica in layout]
         serving = None
-        if isinstance(segment, SpanSegment):
-            twin = await asyncio.to_thread(load_twin, checkpoint, segment)
-            serving = await ServingStage.serve(host, [[LoadedSpan(0, twin)]], hardware, executors)
+        if not isinstance(checkpoint, GraphCheckpoint):
+            twins = [[await _load_twin(checkpoint, *one) for one in replica] for replica in loaded]
+            serving = await ServingStage.serve(host, twins, hardware, executors)
+        parts = TrainingParts(
+            [[_part(host, checkpoint, hardware, executors, *one) for one in replica] for replica in loaded]
+        )
         folder = host.config.home / "training" / host.swarm.id.hex()[:16]
         checkpoint_manager = CheckpointManager(
             host.network,
@@ -106,49 +112,41 @@ class TrainingWorker:
             folder,
             states.state_server,
             states.backups,
-            blocks=segment.parameters(),
+            blocks=parts.segment.parameters(),
         )
         assert host.swarm.manifest is not None
-        clock = host.clock
         training = TrainingStage(
             host.network,
             host.hello,
             host.link_config,
-            segment,
+            parts,
             checkpoint_manager,
-            executor,
-            compressor=ActivationCompressor(hardware.config.compress, host.swarm.manifest.codecs, lent.ledger),
-            memory=TrainingMemory(lent.ledger, segment, functools.partial(estimates, checkpoint)),
-            stopwatch=Stopwatch(segment.device, clock=clock.compute, throttle=lent.throttle),
+            compressor=ActivationCompressor(hardware.config.compress, host.swarm.manifest.codecs, parts.ledger),
             completed=host.completed,
             spot_checks=SpotChecks(
                 host.network,
                 host.hello,
                 host.link_config,
                 Committer(host.peer_id, host.swarm.id, host.identity.sign, verify),
-                executor,
+                parts.bench,
                 host.standing,
-                lent.ledger,
+                parts.ledger,
                 budget=AuditBudget(hardware.config.audit_share),
             ),
             on_neighbour_lost=host.lost_neighbour,
         )
-        cache = SpeedCache(host.config.home / SPEEDS_FILE, now=clock.unix)
-        conditions = replace(hardware.conditions(host.swarm.id, units.units, lent), number_format="training")
-        measuring = functools.partial(measure, segment, clock.compute, hardware.config.share)
-        capability = await executor.call(
-            Urgency.CONTROL,
-            lambda: Capability.of(conditions, cache, measuring, clock=clock.monotonic),
-            kind="measure",
-            owner=f"units {units}",
-        )
+        devices = [device for replica in loaded for device, _ in replica]
+        capabilities = [
+            await _measure_part(host, part, hardware, hardware.lent[device], cache)
+            for part, device in zip(parts, devices, strict=True)
+        ]
         link_times = LinkTimes(host.directory, checkpoint.units, host.swarm.manifest.model.hidden)
         election = CoordinatorElection(
             host.directory,
             training,
             checkpoint.units,
             link_times,
-            clock=clock.monotonic,
+            clock=host.clock.monotonic,
             on_crash=host.supervisor.ends_peer,
             decisions=host.decisions,
         )
@@ -158,7 +156,9 @@ class TrainingWorker:
         election.start()
         backups.start()
         restoration.start()
-        return cls(training, election, checkpoint_manager, serving, capability, backups, restoration, clock.monotonic)
+        return cls(
+            training, election, checkpoint_manager, serving, capabilities, backups, restoration, host.clock.monotonic
+        )
 
     @property
     def bound(self) -> bool:
@@ -174,13 +174,22 @@ class TrainingWorker:
         """What the announcement says of this stage."""
         self._compare_with_real_work()
         self._step_time.note(self._training.state.step, self._clock())
-        own = TrainingNews(training_step=self._training.state.step, sends=self._sends()), self._capability.section()
+        own = TrainingNews(training_step=self._training.state.step, sends=self._sends()), self._speeds()
         return own if self._serving is None else (*self._serving.sections(), *own)
 
     def _compare_with_real_work(self) -> None:
-        unit_s, run = self._training.unit_time.unit_s, self._training.run
-        if unit_s and run is not None:
-            self._capability.note("training_units_per_s", unit_s / (run.microbatch * max(1, run.sequence)))
+        run = self._training.run
+        for part, capability in self._capabilities.items():
+            unit_s = part.unit_time.unit_s
+            if unit_s and run is not None:
+                capability.note("training_units_per_s", unit_s / (run.microbatch * max(1, run.sequence)))
+
+    def _speeds(self) -> WorkSpeeds:
+        """Of all devices at once: microbatches follow one another."""
+        replicas = self._training.parts.replicas
+        return speeds_section(
+            at_once([(part.span.units, self._capabilities[part].speeds) for part in replica] for replica in replicas)
+        )
 
     def readings(self) -> Readings:
         """What Prometheus may know of this stage."""
@@ -265,9 +274,40 @@ def measure(segment: Segment, clock: Callable[[], float], share: float = 1.0) ->
     return Speeds(training_units_per_s=share * measure_training(segment, clock=clock).training_units_per_s)
 
 
-def load(checkpoint: Checkpoint, units: Span, hardware: Hardware) -> Segment:
-    """The units, ready to be trained. Raises CheckpointError, LocalError."""
-    device = hardware.lent[0].device.torch_device
+async def _load_part(checkpoint: Checkpoint, part: DevicePart, hardware: Hardware) -> tuple[int, Segment]:
+    """Units that are ready to be trained, and the number of their device. Raises CheckpointError, LocalError."""
+    device, (start, end) = hardware.lent[part.device].device.torch_device, part.span
     if isinstance(checkpoint, GraphCheckpoint):
-        return load_graph_segment(checkpoint.path, units.start, units.end, device=device)
-    return load_segment(checkpoint, units.start, units.end, device=device)
+        return part.device, await asyncio.to_thread(load_graph_segment, checkpoint.path, start, end, device=device)
+    return part.device, await asyncio.to_thread(load_segment, checkpoint, start, end, device=device)
+
+
+async def _load_twin(checkpoint: Checkpoint, device: int, segment: Segment) -> LoadedSpan:
+    """What is served of a part, as the training makes it."""
+    assert isinstance(segment, SpanSegment)
+    return LoadedSpan(device, await asyncio.to_thread(load_twin, checkpoint, segment))
+
+
+def _part(
+    host: Host, checkpoint: Checkpoint, hardware: Hardware, executors: Sequence[Executor], device: int, segment: Segment
+) -> TrainingPart:
+    lent = hardware.lent[device]
+    return TrainingPart(
+        segment,
+        executors[device],
+        memory=TrainingMemory(lent.ledger, segment, functools.partial(estimates, checkpoint)),
+        stopwatch=Stopwatch(segment.device, clock=host.clock.compute, throttle=lent.throttle),
+    )
+
+
+async def _measure_part(
+    host: Host, part: TrainingPart, hardware: Hardware, lent: LentDevice, cache: SpeedCache
+) -> Capability:
+    """On the part's own thread."""
+    conditions = hardware.training_conditions(host.swarm.id, part.span.units, lent)
+    measuring = functools.partial(measure, part.segment, host.clock.compute, hardware.config.share)
+    return await part.call(
+        "measure",
+        lambda: Capability.of(conditions, cache, measuring, clock=host.clock.monotonic),
+        owner=f"units {part.span}",
+    )

@@ -13,7 +13,6 @@ import pytest_asyncio
 import torch
 
 from swarmnode.compute.executor import Executor, Urgency
-from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.snapshot import read_step, write_step
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.net.links.link import LinkConfig
@@ -21,7 +20,7 @@ from swarmnode.roles.training.checkpoints import checkpoint_manager as module
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.roles.training.checkpoints.state_server import StateServer
 from swarmnode.swarm.storage.states import StateStore
-from tests.compute.training.toy import ToySegment
+from tests.compute.training.toy import ToySegment, one_learner
 from tests.roles.memory_network import MemoryNetwork
 from tests.roles.training_swarm import HELLO, toy_batches, toy_run
 
@@ -48,7 +47,7 @@ class Stage:
     def __init__(self, folder: Path) -> None:
         self.ledger = MemoryLedger()
         self.folder = folder
-        self.learner = Learner(ToySegment(), RUN)
+        self.learner = one_learner(ToySegment(), RUN)
         self.executor = Executor()
         network: Any = MemoryNetwork({}, "stage")  # type: ignore[no-untyped-call]
         self.manager = CheckpointManager(

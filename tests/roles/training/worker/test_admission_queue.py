@@ -7,11 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from swarmnode.ledger import MemoryLedger
 from swarmnode.roles.training.worker import admission_queue as module
 from swarmnode.roles.training.worker.admission_queue import AdmissionQueue, Arrival
-from swarmnode.roles.training.worker.memory import TrainingMemory
 from tests.compute.training.toy import ToySegment
+from tests.roles.training_swarm import one_part
 
 
 class Passage:
@@ -35,7 +34,11 @@ class Line:
 
 
 def arrival(lease: int, hop: int = 0, size_bytes: int = 10) -> Arrival:
-    return Arrival(cast("Any", Line()), cast("Any", SimpleNamespace(lease=lease, hop=hop)), bytes(size_bytes))
+    return Arrival(
+        cast("Any", Line()),
+        cast("Any", SimpleNamespace(lease=lease, hop=hop, number=lease, run=b"", step=0)),
+        bytes(size_bytes),
+    )
 
 
 def begun(admission_queue: AdmissionQueue, came: Arrival) -> Any:
@@ -45,7 +48,7 @@ def begun(admission_queue: AdmissionQueue, came: Arrival) -> Any:
 
 
 def test_the_same_lease_is_taken_once_per_hop() -> None:
-    admission_queue = AdmissionQueue(TrainingMemory(MemoryLedger(), ToySegment(0, 2)))
+    admission_queue = AdmissionQueue(one_part(ToySegment(0, 2), cast("Any", None)))
     microbatch = begun(admission_queue, arrival(1))
     assert (
         not admission_queue.takes(arrival(1))
@@ -57,7 +60,7 @@ def test_the_same_lease_is_taken_once_per_hop() -> None:
 
 
 def test_an_earlier_passage_of_the_same_lease_does_not_end_the_later_one() -> None:
-    admission_queue = AdmissionQueue(TrainingMemory(MemoryLedger(), ToySegment(0, 2)))
+    admission_queue = AdmissionQueue(one_part(ToySegment(0, 2), cast("Any", None)))
     earlier, later = begun(admission_queue, arrival(1)), begun(admission_queue, arrival(1))
     admission_queue.ended(earlier)
     assert not admission_queue.takes(arrival(1))
@@ -68,7 +71,7 @@ def test_an_earlier_passage_of_the_same_lease_does_not_end_the_later_one() -> No
 def test_senders_are_not_trusted_to_keep_within_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_IN_FLIGHT", 3)
     monkeypatch.setattr(module, "MAX_HELD_BYTES", 100)
-    admission_queue = AdmissionQueue(TrainingMemory(MemoryLedger(), ToySegment(0, 2)))
+    admission_queue = AdmissionQueue(one_part(ToySegment(0, 2), cast("Any", None)))
     begun(admission_queue, arrival(1, size_bytes=40))
     admission_queue.wait(arrival(2, size_bytes=40))
     assert admission_queue.takes(arrival(3, size_bytes=20)) and not admission_queue.takes(arrival(3, size_bytes=21))
@@ -77,7 +80,7 @@ def test_senders_are_not_trusted_to_keep_within_what_fits(monkeypatch: pytest.Mo
 
 
 def test_a_lease_that_is_called_back_ends_and_is_late_until_the_step_is_over() -> None:
-    admission_queue = AdmissionQueue(TrainingMemory(MemoryLedger(), ToySegment(0, 2)))
+    admission_queue = AdmissionQueue(one_part(ToySegment(0, 2), cast("Any", None)))
     one, other = begun(admission_queue, arrival(1)), begun(admission_queue, arrival(2))
     admission_queue.release((1, 7))
     assert one.is_ended and not other.is_ended
@@ -87,7 +90,7 @@ def test_a_lease_that_is_called_back_ends_and_is_late_until_the_step_is_over() -
 
 
 def test_those_of_the_next_step_wait_for_it_once() -> None:
-    admission_queue = AdmissionQueue(TrainingMemory(MemoryLedger(), ToySegment(0, 2)))
+    admission_queue = AdmissionQueue(one_part(ToySegment(0, 2), cast("Any", None)))
     waiting = [arrival(1), arrival(2)]
     for came in waiting:
         admission_queue.wait(came)
@@ -95,7 +98,7 @@ def test_those_of_the_next_step_wait_for_it_once() -> None:
 
 
 def test_a_new_term_ends_everything() -> None:
-    admission_queue = AdmissionQueue(TrainingMemory(MemoryLedger(), ToySegment(0, 2)))
+    admission_queue = AdmissionQueue(one_part(ToySegment(0, 2), cast("Any", None)))
     microbatch, waiting = begun(admission_queue, arrival(1)), arrival(2)
     admission_queue.wait(waiting)
     admission_queue.release((9,))

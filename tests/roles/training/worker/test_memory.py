@@ -34,7 +34,7 @@ def test_everything_is_counted_and_comes_back() -> None:
     assert accounts[Account.OPTIMIZER] == learner.optimizer_bytes > learner.gradient_bytes
     assert accounts[Account.ACTIVATIONS] == 2 * KEPT + KEPT  # a microbatch, and the pass that runs
     assert accounts[Account.AVERAGING] == 0
-    memory.average(RUN)
+    memory.average(RUN, memory.gradient_bytes)
     assert ledger.accounts()[Account.AVERAGING] == 2 * learner.gradient_bytes
     memory.close()
     assert ledger.used_bytes == 0

@@ -1,0 +1,226 @@
+"""The learners of one node's devices, as one: what is done with whole blocks, between their passes.
+
+Each learner computes passes on its own device's thread, under its lock; what is done here holds the locks of all. A block may be
+on several devices: units where the node has several replicas of them, and what the ends of a model share. The first learner that
+has it leads: the sums of the others are moved to its own before anybody reads them, it alone updates, and its values are copied to
+the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.training.averaging.flat import FlatVector, by_block
+from swarmnode.compute.training.block import Block, Changes
+from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.segment import Segment, Values, moved
+from swarmnode.swarm.records.run import Run
+
+Vectors = Mapping[tuple[int, ...], Tensor]
+
+
+class DeviceLearners:
+    """Of `segment`, whose blocks they hold."""
+
+    def __init__(self, learners: Sequence[Learner], segment: Segment) -> None:
+        self.segment = segment
+        self.run: Run = learners[0].run
+        self._learners = tuple(learners)
+        self._holders: dict[int, list[Learner]] = {}  # by block, the one that leads first
+        for learner in learners:
+            for number in learner.blocks:
+                self._holders.setdefault(number, []).append(learner)
+
+    def __repr__(self) -> str:
+        return f"DeviceLearners({list(self._learners)})"
+
+    @property
+    def step(self) -> int:
+        """That all are at."""
+        return self._learners[0].step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        for learner in self._learners:
+            learner.step = step
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Numbers of the blocks held, in order."""
+        return tuple(sorted(self._holders))
+
+    @property
+    def counted(self) -> dict[int, int]:
+        """By unit the mask of the microbatches that any device has counted."""
+        counted: dict[int, int] = {}
+        for learner in self._learners:
+            for unit, mask in learner.counted.items():
+                counted[unit] = counted.get(unit, 0) | mask
+        return counted
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the sums of all blocks, each once."""
+        return sum(self._leader(number).sums_N.nbytes for number in self._holders)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the states of all blocks."""
+        return sum(tensor.nbytes for number in self._holders for tensor in self.state(number).values())
+
+    def discard(self) -> None:
+        """Forget everything of this step: accumulators, masks, passes in flight."""
+        with self._alone():
+            for learner in self._learners:
+                learner.discard()
+
+    # -- what others may check
+
+    def has_counted(self, index: int, start: int, end: int) -> bool:
+        """Whether any of units [start, end) has counted a microbatch."""
+        return any(learner.has_counted(index, *held) for learner, held in self._among(start, end))
+
+    def parameters(self, start: int, end: int) -> dict[int, list[Tensor]]:
+        """By block those of units [start, end); with those of an end, what the ends share."""
+        found = [learner.parameters(*held) for learner, held in self._among(start, end)]
+        return {number: tensors for held in reversed(found) for number, tensors in held.items()}
+
+    def compute(
+        self, index: int, start: int, end: int, inputs: Values, labels: Values = ()
+    ) -> tuple[Values, dict[int, Changes]]:
+        """See `Learner.compute`; of units on one device."""
+        learner, _ = next(self._among(start, end))
+        with learner.lock:
+            device = learner.segment.device
+            return learner.compute(index, start, end, moved(inputs, device), moved(labels, device))
+
+    def fast_backward(self) -> AbstractContextManager[None]:
+        """Around a pass back."""
+        return self._learners[0].fast_backward()
+
+    def _among(self, start: int, end: int) -> Iterator[tuple[Learner, tuple[int, int]]]:
+        """The learners that have some of units [start, end), and which of them."""
+        for learner in self._learners:
+            low, high = max(start, learner.segment.start), min(end, learner.segment.end)
+            if low < high:
+                yield learner, (low, high)
+
+    # -- the end of a step
+
+    def shapes(self, blocks: Sequence[int]) -> list[torch.Size]:
+        """See `Learner.shapes`."""
+        return [shape for number in blocks for shape in self._leader(number).shapes]
+
+    def gradient(self, blocks: Sequence[int]) -> FlatVector:
+        """The accumulators of these blocks, float32: not copied where they are on one device, else a copy on that of the first.
+        Raises KeyError for others' blocks."""
+        with self._alone():
+            self._gather()
+            sums = [self._leader(number).sums_N for number in blocks]
+            if len({sums_N.device for sums_N in sums}) > 1:
+                sums = [torch.cat([sums_N.to(sums[0].device) for sums_N in sums])]
+            return FlatVector(sums)
+
+    def lengths(self, blocks: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """Of each block, how much of `gradient` it is, and how many of these elements, the first, are gradients."""
+        return {block: (self._size(block), len(self._leader(block).gradient_N)) for block in blocks}
+
+    def squared_norm(self, blocks: Sequence[int], flat: Tensor | None = None) -> float:
+        """See `Learner.squared_norm`."""
+        with self._alone():
+            self._gather()
+            parts = {} if flat is None else by_block({tuple(blocks): flat}, self._size)
+            return sum(self._holders[number][0].squared_norm([number], parts.get(number)) for number in blocks)
+
+    def apart_squared_norm(self, blocks: Sequence[int]) -> float:
+        """See `Learner.apart_squared_norm`."""
+        with self._alone():
+            self._gather()
+            return sum(self._holders[number][0].apart_squared_norm([number]) for number in blocks)
+
+    def pseudo_gradients(self, blocks: Sequence[int]) -> Tensor:
+        """See `Learner.pseudo_gradients`; on the device of the first block."""
+        with self._alone():
+            ways = [self._holders[number][0].pseudo_gradients([number]) for number in blocks]
+            return torch.cat([way_N.to(ways[0].device) for way_N in ways])
+
+    def commit(
+        self,
+        sums: Vectors,
+        norm: float,
+        *,
+        summed: Collection[int] | None = None,
+        apart: Collection[int] = (),
+        pseudo_gradients: Vectors = MappingProxyType({}),
+    ) -> None:
+        """See `Learner.commit`."""
+        agreed, averaged = by_block(sums, self._size), by_block(pseudo_gradients, self._size)
+        updated = self._holders.keys() if summed is None else summed
+        with self._alone():
+            self._gather()
+            for learner in self._learners:
+                led = {number for number in learner.blocks if self._holders[number][0] is learner}
+                device = learner.segment.device
+                learner.commit(
+                    {(number,): agreed[number] for number in led & agreed.keys()},
+                    norm,
+                    summed=led.intersection(updated),
+                    apart=led.intersection(apart),
+                    pseudo_gradients={(number,): averaged[number].to(device) for number in led & averaged.keys()},
+                )
+            self._follow(self._holders)
+
+    def _gather(self) -> None:
+        """Who leads a block has all of its sums, and knows what they are of."""
+        for number, (leader, *others) in self._holders.items():
+            for other in others:
+                other.block(number).hand_over(leader.block(number))
+        if any(len(holders) > 1 for holders in self._holders.values()):
+            counted = self.counted
+            for learner in self._learners:
+                learner.counted.update((unit, counted[unit]) for unit in learner.counted)
+
+    def _follow(self, blocks: Collection[int]) -> None:
+        for number in blocks:
+            leader, *others = self._holders[number]
+            for other in others:
+                other.block(number).follow(leader.block(number))
+
+    def _leader(self, number: int) -> Block:
+        return self._holders[number][0].block(number)
+
+    def _size(self, number: int) -> int:
+        return len(self._leader(number).sums_N)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While no device computes a pass. Always in one order: two who wait for each other would wait for ever."""
+        with ExitStack() as locks:
+            for learner in self._learners:
+                locks.enter_context(learner.lock)
+            yield
+
+    # -- state
+
+    def state(self, block: int) -> dict[str, Tensor]:
+        """All that decides how this block goes on, by name: references, not copies."""
+        return self._holders[block][0].state(block)
+
+    def copy_state(self) -> dict[int, dict[str, Tensor]]:
+        """The states of all blocks at this step, copied to the host's memory."""
+        with self._alone():
+            return {
+                block: {name: tensor.to("cpu", copy=True) for name, tensor in self.state(block).items()}
+                for block in self.blocks
+            }
+
+    def load(self, block: int, tensors: Mapping[str, Tensor]) -> None:
+        """Take over a state. Raises CheckpointError, changing nothing, where names or shapes differ."""
+        with self._alone():
+            self._holders[block][0].load(block, tensors)
+            self._follow([block])

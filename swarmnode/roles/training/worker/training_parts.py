@@ -1,0 +1,135 @@
+"""The devices over which a node's units are laid in training: parts one behind another, or all units on each of several devices.
+
+A microbatch goes through the parts of one replica, which computes for other microbatches at other devices meanwhile (GPipe, arXiv
+1811.06965). Which one is decided once for each index of a step: replicas that both count it would count it twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from swarmnode.codec.training_messages import Forward
+from swarmnode.compute.executor import Executor
+from swarmnode.compute.training.device_learners import DeviceLearners
+from swarmnode.compute.training.segment import Segment, SplitSegment
+from swarmnode.ledger import MemoryLedger
+from swarmnode.plan.view import Span
+from swarmnode.roles.training.worker.memory import MAX_IN_FLIGHT
+from swarmnode.roles.training.worker.training_part import TrainingPart
+from swarmnode.swarm.records.run import Run
+
+PlaceOf = Callable[[Forward], int]
+
+
+class TrainingParts:
+    """By replica, in order. Used on the loop."""
+
+    def __init__(self, replicas: Sequence[Sequence[TrainingPart]]) -> None:
+        self.replicas = tuple(tuple(replica) for replica in replicas)
+        segments = [part.segment for part in self.replicas[0]]
+        self.segment: Segment = segments[0] if len(segments) == 1 else SplitSegment(segments)
+        self._step = (b"", -1)  # run and step, of which are
+        self._replica_of: dict[int, int] = {}  # by a microbatch's index
+        self._in_flight: dict[int, int] = {}  # replicas, by place
+
+    def __repr__(self) -> str:
+        return f"<TrainingParts {[list(replica) for replica in self.replicas]}>"
+
+    def __iter__(self) -> Iterator[TrainingPart]:
+        return (part for replica in self.replicas for part in replica)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.replicas))
+
+    @property
+    def span(self) -> Span:
+        """All units."""
+        return Span(self.segment.start, self.segment.end)
+
+    @property
+    def bench(self) -> Executor:
+        """Where what concerns them all is done."""
+        return self.replicas[0][0].executor
+
+    @property
+    def ledger(self) -> MemoryLedger:
+        """Of the first device, on which replicas among the peers are averaged."""
+        return self.replicas[0][0].memory.ledger
+
+    @property
+    def unit_s(self) -> float:
+        """Seconds for a microbatch through one unit, there and back, where microbatches follow one another: the slowest device
+        decides, and replicas add up. 0 before anything was timed."""
+        slowest_s = [max(part.span.units * part.unit_time.unit_s for part in replica) for replica in self.replicas]
+        timed = [pass_s for pass_s in slowest_s if pass_s]
+        return 1 / (self.span.units * sum(1 / pass_s for pass_s in timed)) if timed else 0.0
+
+    @property
+    def window(self) -> int:
+        """Microbatches that have room at once; 0 where nothing is known of their size."""
+        windows = [min(part.memory.window for part in replica) for replica in self.replicas]
+        return min(MAX_IN_FLIGHT, sum(windows)) if all(windows) else 0
+
+    async def begin(self, run: Run, step: int) -> DeviceLearners:
+        """New learners for a run, which are not ready yet."""
+        held: set[int] = set()
+        learners = []
+        for part in self:
+            learners.append(await part.begin(run, step, follows=held & part.blocks, alone=len(self) == 1))
+            held |= part.blocks
+        return DeviceLearners(learners, self.segment)
+
+    # -- microbatches
+
+    def admit(self, body: Forward, place: int) -> bool:
+        """Whether there is room for a microbatch, on all devices that it passes; it has it then, until it is `ended`."""
+        replica = self._choose(body)
+        admitted: list[TrainingPart] = []
+        for part in self.replicas[replica]:
+            if not part.memory.admit(place):
+                for earlier in admitted:
+                    earlier.memory.ended(place)
+                return False
+            admitted.append(part)
+        self._replica_of[body.number] = replica
+        self._in_flight[place] = replica
+        return True
+
+    def passed(self, body: Forward, place: int) -> list[tuple[TrainingPart, Span]]:
+        """The parts that an admitted microbatch passes, in order, and the units of each."""
+        hop = body.route[body.hop]
+        parts = self.replicas[self._in_flight[place]]
+        spans = [Span(max(hop.start, part.span.start), min(hop.end, part.span.end)) for part in parts]
+        return [(part, span) for part, span in zip(parts, spans, strict=True) if span.units > 0]
+
+    def ended(self, place: int) -> None:
+        """A microbatch keeps nothing any more. Safe to call twice."""
+        replica = self._in_flight.pop(place, None)
+        for part in () if replica is None else self.replicas[replica]:
+            part.memory.ended(place)
+
+    def _choose(self, body: Forward) -> int:
+        """The replica that has had this index in this step, else the one that has least in flight for its speed."""
+        step = body.run, body.step
+        if step != self._step:
+            self._step, self._replica_of = step, {}
+        chosen = self._replica_of.get(body.number)
+        return min(range(len(self.replicas)), key=self._load) if chosen is None else chosen
+
+    def _load(self, replica: int) -> float:
+        slowest_s = max(part.span.units * part.unit_time.unit_s for part in self.replicas[replica])
+        return (1 + list(self._in_flight.values()).count(replica)) * (slowest_s or 1.0)
+
+    # -- memory
+
+    def average(self, run: Run) -> None:
+        """This node has replicas among the peers: what they agree on is computed on the first device."""
+        first, *others = self.replicas[0]
+        gradient_bytes = sum(part.memory.gradient_bytes for part in (first, *others))
+        copies = any(part.segment.device != first.segment.device for part in others)
+        first.memory.average(run, gradient_bytes, copies=int(copies))
+
+    def close(self) -> None:
+        """Nothing is trained here any more."""
+        for part in self:
+            part.memory.close()
