@@ -53,9 +53,10 @@ class PlanFile:
         return [held.get(device, NOTHING) for device in range(devices)]
 
     def check_swarm(self, swarm: str) -> None:
-        """Raises UsageError where the plan is not for this swarm, whose id is in hex."""
+        """Raises UsageError where the plan is not for this swarm, whose id is in hex, or names devices without a peer."""
         if self.swarm != swarm:
             raise UsageError("the plan is not for this swarm: plan on what `swarmnode network` writes of it")
+        self.spans(len(self.peers), self.units)
 
     def span_of(self, peer: str, units: int) -> Span:
         """What a peer of its swarm, whose model has so many units, holds; nothing, where the plan does without it. Raises
@@ -76,6 +77,8 @@ def _parse(values: dict[str, Any]) -> PlanFile:
     twice = [device for device, count in Counter(each for _, held in stages for each in held).items() if count > 1]
     if twice:
         raise ValueError(f"device {twice[0]} stands in two places")
+    if len(set(peers)) < len(peers):
+        raise ValueError("a peer is named twice")
     return PlanFile(ends[-1], stages, pipelines, peers, str(values.get("swarm", "")))
 
 

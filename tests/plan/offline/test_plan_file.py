@@ -42,6 +42,7 @@ def test_a_plan_for_something_else_is_refused(tmp_path: Path) -> None:
         ("names device 3, and the network has 3", lambda: plan.spans(3, 6)),
         ("for 6 units, and the model has 7", lambda: plan.span_of("a", 7)),
         ("not for this swarm", lambda: plan.check_swarm("0202")),
+        ("names device 3, and the network has 2", lambda: load(tmp_path, peers=["a", "b"]).check_swarm("0101")),
     ):
         with pytest.raises(UsageError, match=words):
             use()
@@ -56,6 +57,7 @@ def test_a_plan_for_something_else_is_refused(tmp_path: Path) -> None:
         {"stages": [{"units": [0, 0], "devices": [0]}]},
         {"stages": [{"units": [0, 2.5], "devices": [0]}]},
         {"stages": [{"units": [0, 2], "devices": ["x"]}]},
+        {"peers": ["a", "b", "c", "a"]},
         {"stages": 3},
         {"stages": [{"units": [0, 2], "devices": [0, 1]}, {"units": [2, 6], "devices": [1]}]},
         {"pipelines": None},
@@ -70,5 +72,5 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         PlanFile.load(tmp_path / "none.json")
     (tmp_path / "list.json").write_text("[1]")
-    with pytest.raises(UsageError, match="not a plan"):
+    with pytest.raises(UsageError, match="it is no JSON object"):
         PlanFile.load(tmp_path / "list.json")
