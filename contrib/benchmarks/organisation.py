@@ -1,9 +1,10 @@
 """What peers that organise themselves reach of a plan, in training: simulated seconds of a step. Prints JSON.
 
-    python contrib/benchmarks/organisation.py SCENARIO.json... [--gb 8 16 32] [--seed 0] [--lose 0.3]
+    python contrib/benchmarks/organisation.py SCENARIO.json|N... [--gb 8 16 32] [--cards CARD...] [--seed 0] [--lose 0.3]
 
 GPT-3 XL's layer 24 times over, 112 microbatches of 4 x 2048 tokens, fp16 across links; V100s where a scenario names no cards, of so
-many GB each. Devices are numbered anew at random, so that no order of a file helps. `planned`: the plan's spans and pipelines;
+many GB each; with --cards these in turn, with their own memory. For a number N a network is drawn. Devices are numbered anew at
+random, so that no order of a file helps. `planned`: the plan's spans and pipelines;
 `wired`: its spans, microbatches wired live; `live`: spans, too, are chosen live. Each beside its ratio to `planned`. With --lose,
 that share of the devices vanishes after the first step: `left` is a step of those that are left, beside a new plan for them.
 """
@@ -12,10 +13,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,37 @@ def prepared(scenario: Scenario, gb: int, seed: int) -> Scenario:
     cards = tuple(gpu or GPU for gpu in scenario.gpus)
     equal = dataclasses.replace(scenario, gpus=cards, memory_bytes=(gb * 10**9,) * scenario.devices)
     return some(equal, np.random.default_rng(seed).permutation(scenario.devices))
+
+
+def with_cards(scenario: Scenario, cards: Sequence[str], seed: int) -> Scenario:
+    """With these cards in turn, and its devices in another order."""
+    gpus = tuple(itertools.islice(itertools.cycle(cards), scenario.devices))
+    unequal = dataclasses.replace(
+        scenario, gpus=gpus, memory_bytes=(None,) * scenario.devices, peak_flops=(None,) * scenario.devices
+    )
+    return some(unequal, np.random.default_rng(seed).permutation(scenario.devices))
+
+
+def drawn(seed: int) -> Scenario:
+    """A network: places on a map of 60 ms, each with some devices, fast inside a place and as slow between two as chance has it."""
+    chance = np.random.default_rng(seed)
+    places, devices = int(chance.integers(2, 8)), int(chance.integers(24, 65))
+    place_N = np.sort(chance.integers(places, size=devices))
+    where_P2 = chance.random((places, 2))
+    apart_s_PP = 0.06 * np.hypot(*(where_P2[:, None] - where_P2[None]).transpose(2, 0, 1))
+    between_PP = 10 ** chance.uniform(7.7, 9.3, (places, places))
+    bandwidth_PP = np.minimum(between_PP, between_PP.T)
+    np.fill_diagonal(bandwidth_PP, 10 ** chance.uniform(9, 10, places))
+    pairs = np.ix_(place_N, place_N)
+    return Scenario(
+        f"drawn-{seed}",
+        tuple(f"place {place}" for place in place_N),
+        apart_s_PP[pairs] + 0.0005 * (1 - np.eye(devices)),
+        bandwidth_PP[pairs],
+        (None,) * devices,
+        (None,) * devices,
+        (None,) * devices,
+    )
 
 
 def some(scenario: Scenario, order: Indexes) -> Scenario:
@@ -156,18 +188,30 @@ def compared(scenario: Scenario) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("scenarios", type=Path, nargs="+")
+    parser.add_argument("scenarios", nargs="+", metavar="SCENARIO.json|N", help="a file, or the seed of a network")
     parser.add_argument("--gb", type=int, nargs="+", default=[8, 16, 32], help="memory of each card")
+    parser.add_argument("--cards", nargs="+", metavar="CARD", help="these in turn instead, as A100 L4 T4")
     parser.add_argument("--seed", type=int, default=0, help="of the order of the devices")
     parser.add_argument(
         "--lose", type=float, default=0.0, help="share of the devices that vanish; instead of the others"
     )
     arguments = parser.parse_args()
-    for path in arguments.scenarios:
-        for gb in arguments.gb:
-            scenario = prepared(Scenario.load(path), gb, arguments.seed)
+    for name in arguments.scenarios:
+        network = drawn(int(name)) if name.isdecimal() else Scenario.load(name)
+        for label, scenario in variants(network, arguments.cards, arguments.gb, arguments.seed):
             found = after_losses(scenario, arguments.lose, arguments.seed) if arguments.lose else compared(scenario)
-            print(json.dumps({"scenario": path.stem, "gb": gb, **found}), flush=True)
+            print(json.dumps({"scenario": network.name, "cards": label, **found}), flush=True)
+
+
+def variants(
+    network: Scenario, cards: Sequence[str], memories_gb: Sequence[int], seed: int
+) -> Iterator[tuple[str, Scenario]]:
+    """The network with the cards that are asked for, and what to call these."""
+    if cards:
+        yield ", ".join(cards), with_cards(network, cards, seed)
+    else:
+        for gb in memories_gb:
+            yield f"{gb} GB", prepared(network, gb, seed)
 
 
 if __name__ == "__main__":
