@@ -1,11 +1,13 @@
-"""DT-FM (arXiv 2206.01288): what a planned allocation gains over a random one. Prints JSON.
+"""DT-FM (arXiv 2206.01288): what a planned allocation gains, and what each term of its cost does. Prints JSON.
 
-    python contrib/studies/planned_allocation.py FOLDER [--random 3] [--minutes 20]
+    python contrib/studies/planned_allocation.py contrib/scenarios [--random 3] [--microbatches 112]
 
-FOLDER has the five dtfm_*.json. A layer of GPT-3 XL 24 times over, 3 a stage, 8 stages x 8 pipelines of V100s. A pipeline
-works on 56 sequences of 2048 tokens a step, 4 at a time: 0.470 GB of fp16 activations across each boundary, and 0.604 GB of
-fp32 gradients of a stage (DT-FM: 0.471 and 0.65). Every step is simulated: computing, transfers, averaging. `gain` is the
-median step time of random allocations over that of the planned one, `traffic_gain` the same by DT-FM's cost model.
+A layer of GPT-3 XL 24 times over on 64 V100s, sequences of 2048 tokens, 4 at a time, fp16 across links, gradients in float32. Every
+allocation of 8 stages x 8 pipelines is simulated, computing, transfers and averaging: `planned` by DT-FM's whole cost,
+`averaging alone` and `pipelines alone` by one of its terms, `random` by none (median). `megatron` is the best shape of tensor,
+pipeline and data parallelism that does not know the network (`megatron.py`), with ranks in the order of the file, in which
+regions lie together, or shuffled (median). `traffic` is DT-FM's own cost of the same step. `slowdown`: of planned steps, against
+the datacenter's planned one, or its Megatron's.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ import dataclasses
 import json
 import random
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from megatron import Step, best_step_s
 from shapes import transformer
 
 from swarmnode.plan.offline.gpus import find_gpu
@@ -25,13 +30,19 @@ from swarmnode.plan.offline.grid import Grid, MicrobatchTraffic, Problem
 from swarmnode.plan.offline.grid_search import Search
 from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.plan.view import Span
+from swarmnode.simulate.environment.devices import device_of
 from swarmnode.simulate.settings import Settings, TrainSettings
 from swarmnode.simulate.simulation import Simulation
 
-SCENARIOS = ("datacenter", "datacenter_spot", "multi_university", "regional_geo", "worldwide_geo")
+DATACENTER = "datacenter"
+SCENARIOS = (DATACENTER, "datacenter_spot", "multi_university", "regional_geo", "worldwide_geo")
 STAGES = REPLICAS = 8
 LAYERS_PER_STAGE = 3
+HIDDEN = 2048
+MODEL = transformer("gpt3-xl", LAYERS_PER_STAGE * STAGES, HIDDEN)
+GRADIENT_BYTES = 4  # of a parameter
 GPU = "V100"
+LOOKS_S = (15.0, 60.0, 240.0, 960.0, 3840.0)  # simulated, until a step is done
 
 
 def with_cards(scenario: Scenario) -> Scenario:
@@ -42,49 +53,87 @@ def with_cards(scenario: Scenario) -> Scenario:
     return dataclasses.replace(scenario, gpus=(GPU,) * count, memory_bytes=(card.memory_bytes,) * count)
 
 
-def step_s(scenario: Scenario, grid: Grid, minutes: float) -> float:
+def training(microbatches: int) -> TrainSettings:
+    """So many microbatches a step, over all pipelines."""
+    return TrainSettings(microbatches=microbatches, microbatch=4, sequence=2048, compress="fp16")
+
+
+def traffic(train: TrainSettings) -> MicrobatchTraffic:
+    """What a pipeline sends from stage to stage in a step, and the gradients of a stage."""
+    activation_bytes = 2 * train.tokens * HIDDEN * train.microbatches / REPLICAS
+    return MicrobatchTraffic(activation_bytes, GRADIENT_BYTES * LAYERS_PER_STAGE * MODEL.parameters[0])
+
+
+def step_s(scenario: Scenario, grid: Grid, train: TrainSettings) -> float:
     """Mean seconds of a training step on this grid [stage, pipeline]."""
     spans = [Span(0, LAYERS_PER_STAGE)] * scenario.devices
     for stage, members in enumerate(grid):
         for device in members:
             spans[device] = Span(LAYERS_PER_STAGE * stage, LAYERS_PER_STAGE * (stage + 1))
-    train = TrainSettings(microbatches=14 * REPLICAS, microbatch=4, sequence=2048, compress="fp16")
-    model = transformer("gpt3-xl", LAYERS_PER_STAGE * STAGES, 2048)
-    settings = Settings("train", hours=minutes / 60, train=train)
-    result = Simulation(scenario, model, settings, spans=spans, pipelines=grid.T.tolist()).run()
-    return statistics.mean(result.measures.values["step, s"])
+    for seconds in LOOKS_S:
+        settings = Settings("train", hours=seconds / 3600, train=train)
+        result = Simulation(scenario, MODEL, settings, spans=spans, pipelines=grid.T.tolist()).run()
+        if steps_s := result.measures.values["step, s"]:
+            return statistics.mean(steps_s)
+    raise AssertionError(f"no step within {LOOKS_S[-1]} s")
 
 
-def study(scenario: Scenario, randoms: int, minutes: float) -> dict[str, object]:
-    """The planned grid against random ones."""
-    problem = Problem.on(scenario, stages=STAGES, replicas=REPLICAS, traffic=MicrobatchTraffic(0.471249e9, 0.65e9))
-    planned = Search(problem).run()
-    others = [np.array(random.Random(seed).sample(range(64), 64)).reshape(8, 8) for seed in range(randoms)]
-    planned_s = step_s(scenario, planned, minutes)
-    random_s = statistics.median(step_s(scenario, grid, minutes) for grid in others)
-    traffic_s = statistics.median(problem.cost(grid).total_s for grid in others)
-    return {
-        "planned_step_s": planned_s,
-        "random_step_s": random_s,
-        "gain": random_s / planned_s,
-        "traffic_planned_s": problem.cost(planned).total_s,
-        "traffic_random_s": traffic_s,
-        "traffic_gain": traffic_s / problem.cost(planned).total_s,
+def allocations(scenario: Scenario, train: TrainSettings, orders: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Seconds of a step by what the grid was planned for, and DT-FM's cost of the planned and of random ones."""
+    sent = traffic(train)
+    terms = {
+        "planned": sent,
+        "averaging alone": dataclasses.replace(sent, activation_bytes=0.0),
+        "pipelines alone": dataclasses.replace(sent, gradient_bytes=0.0),
     }
+    grids = {
+        name: Search(Problem.on(scenario, stages=STAGES, replicas=REPLICAS, traffic=term)).run()
+        for name, term in terms.items()
+    }
+    others = [np.array(order).reshape(STAGES, REPLICAS) for order in orders]
+    problem = Problem.on(scenario, stages=STAGES, replicas=REPLICAS, traffic=sent)
+    told: dict[str, Any] = {name: step_s(scenario, grid, train) for name, grid in grids.items()}
+    told["random"] = statistics.median(step_s(scenario, grid, train) for grid in others)
+    told["traffic planned"] = problem.cost(grids["planned"]).total_s
+    told["traffic random"] = statistics.median(problem.cost(grid).total_s for grid in others)
+    return told
+
+
+def megatron(scenario: Scenario, train: TrainSettings, orders: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Seconds of a step that does not know the network, and its shape."""
+    device = device_of(scenario, 0, MODEL)
+    step = Step(
+        layers=MODEL.units,
+        layer_s=device.prompt_s(1, train.tokens) + device.backward_s(1, train.tokens),
+        activation_bytes=2 * train.tokens * HIDDEN,
+        layer_gradient_bytes=GRADIENT_BYTES * MODEL.parameters[0],
+        microbatches=train.microbatches,
+    )
+    filed_s, shape = best_step_s(scenario, range(scenario.devices), step)
+    shuffled_s = statistics.median(best_step_s(scenario, order, step)[0] for order in orders)
+    return {"megatron": filed_s, "shape": dataclasses.asdict(shape), "megatron, shuffled": shuffled_s}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--random", type=int, default=3, help="random allocations")
-    parser.add_argument("--minutes", type=float, default=20.0, help="simulated time of each")
+    parser.add_argument("--microbatches", type=int, default=14 * REPLICAS, help="of a step, 4 sequences each")
     arguments = parser.parse_args()
-    results = {
-        name: study(
-            with_cards(Scenario.load(arguments.folder / f"dtfm_{name}.json")), arguments.random, arguments.minutes
-        )
-        for name in SCENARIOS
-    }
+    train = training(arguments.microbatches)
+    results: dict[str, dict[str, Any]] = {}
+    for name in SCENARIOS:
+        scenario = with_cards(Scenario.load(arguments.folder / f"dtfm_{name}.json"))
+        orders = [
+            random.Random(seed).sample(range(scenario.devices), scenario.devices) for seed in range(arguments.random)
+        ]
+        told = {**allocations(scenario, train, orders), **megatron(scenario, train, orders)}
+        told["gain over random"] = told["random"] / told["planned"]
+        told["gain over megatron"] = told["megatron"] / told["planned"]
+        told["gain over megatron, shuffled"] = told["megatron, shuffled"] / told["planned"]
+        results[name] = told
+        told["slowdown"] = told["planned"] / results[DATACENTER]["planned"]
+        told["slowdown of megatron's"] = told["planned"] / results[DATACENTER]["megatron"]
     print(json.dumps(results, indent=1))
 
 

@@ -1,13 +1,18 @@
 """SWARM (arXiv 2301.11913): how near the optimum a swarm stays under preemptions, with and without rebalancing. Prints JSON.
 
-    python contrib/studies/rebalancing.py [--hours 32] [--peers 32] [--seed 0]
+    python contrib/studies/rebalancing.py [--hours 32] [--peers 32] [--seed 0] [--costs 1 30 300 1200]
 
 They replay 32 hours of preemptible T4s and report 95.8 % of the optimal throughput with rebalancing every 300 s and 82.7 % without.
 Their trace is not published; here a seeded one has its features: the number of cards that the cloud has to give drifts (a random
-walk between a half and all), cards are taken in bursts, and given back one by one. Every card holds 4 of 16 units, and its state
-is small enough to move in 30 s. `share` is the time's mean of the throughput of those that serve
-(`plan/spans/flow.py`), relative to the
-most that any placement of all cards that are there, loading ones included, could do.
+walk between a half and all), cards are taken in bursts, and given back one by one. Every card holds 4 of 16 units; to load them,
+when it comes or moves, takes each of `--costs` seconds, in which it serves nobody. `share` is the time's mean of the throughput of
+those that serve (`plan/spans/flow.py`), relative to the most that any placement of all cards that are there, loading ones
+included, could do.
+
+Rules: `ours` is what live nodes do; `theirs` is SWARM's, in the same world: four fixed stages, newcomers join the one with the
+longest queues, and every 300 (or 60) s one peer of the stage with the shortest queues goes to the one with the longest. Where all
+cards are alike queues are the longest where fewest peers are. In their favour a move that would only swap two stages is left out,
+and a stage that nobody holds is filled at once.
 """
 
 from __future__ import annotations
@@ -17,7 +22,9 @@ import dataclasses
 import json
 import random
 import statistics
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from shapes import even_network, transformer
 
@@ -30,9 +37,12 @@ from swarmnode.simulate.environment.peers import Peer
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import ServeSettings, Settings, SwarmSettings
 from swarmnode.simulate.simulation import Simulation
+from swarmnode.swarm.records.announcement import State
 
 LAYERS, UNITS_EACH = 16, 4
+STAGES = tuple(Span(start, start + UNITS_EACH) for start in range(0, LAYERS, UNITS_EACH))
 LOOK_S = 60.0
+PERIODS_S = (300.0, 60.0)  # of SWARM's rule
 Choose = Callable[[View, Joiner], Span]
 MODEL = transformer("16 layers of 1024", LAYERS, 1024)
 
@@ -95,17 +105,49 @@ def anywhere(chance: random.Random) -> Choose:
     return choose
 
 
-def study(peers: int, hours: float, seed: int, *, rebalance: bool, choose: Choose = choose_span) -> dict[str, float]:
+def longest_queues(view: View, _: Joiner) -> Span:
+    """Where a newcomer of SWARM goes."""
+    held = Counter(peer.span for peer in view.peers)
+    return min(STAGES, key=lambda stage: held[stage])
+
+
+def rebalance_stages(world: World, period_s: float) -> None:
+    """SWARM's rule, once in every period."""
+    ready: dict[Span, list[Peer]] = {stage: [] for stage in STAGES}
+    for peer in world.by_id.values():
+        if peer.state is State.READY:
+            ready[peer.span].append(peer)
+    bound_for = Counter(peer.span for peer in world.by_id.values())  # those that load count where they will be
+    crowded, lacking = max(STAGES, key=bound_for.__getitem__), min(STAGES, key=bound_for.__getitem__)
+    if bound_for[crowded] > bound_for[lacking] + 1 and ready[crowded]:
+        world.move(ready[crowded][0], lacking)
+    world.clock.after(period_s, lambda: rebalance_stages(world, period_s))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How newcomers choose, and whether peers move: as live nodes do, or as SWARM's do once in so many seconds."""
+
+    choose: Choose = choose_span
+    moves: bool = False
+    period_s: float = 0.0
+
+
+def study(peers: int, hours: float, seed: int, rule: Rule, cost_s: float) -> dict[str, float]:
     """One trace."""
+    need_bytes = MODEL.serving_sizes.need_bytes(0, UNITS_EACH, 0)
     scenario = dataclasses.replace(
-        even_network("T4", peers, delay_s=0.001, bandwidth_bps=1e10),
-        memory_bytes=(limit_bytes_for(MODEL.serving_sizes.need_bytes(0, UNITS_EACH, 0)),) * peers,
+        even_network("T4", peers, delay_s=0.001, bandwidth_bps=1e12),
+        memory_bytes=(limit_bytes_for(need_bytes),) * peers,
     )
-    swarm = SwarmSettings(rebalance=rebalance, cache_tokens=0)
+    swarm = SwarmSettings(rebalance=rule.moves, cache_tokens=0, load_bytes_per_s=need_bytes / cost_s)
     settings = Settings(hours=hours, sample_s=600.0, serve=ServeSettings(), swarm=swarm)
     simulation = Simulation(scenario, MODEL, settings, trace=preemptions(peers, hours, seed))
-    simulation.world.choose = choose
-    standing = Standing(simulation.world)
+    world = simulation.world
+    world.choose = rule.choose
+    if rule.period_s:
+        world.clock.after(rule.period_s, lambda: rebalance_stages(world, rule.period_s))
+    standing = Standing(world)
     simulation.run(workload=standing)
     totals = simulation.measures.totals
     return {
@@ -121,13 +163,20 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=32.0)
     parser.add_argument("--peers", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--costs", type=float, nargs="+", default=[1.0, 30.0, 300.0, 1200.0], help="seconds of loading a span"
+    )
     a = parser.parse_args()
+    rules = {
+        "ours": Rule(moves=True),
+        **{f"theirs, every {period_s:.0f} s": Rule(longest_queues, period_s=period_s) for period_s in PERIODS_S},
+        "newcomers choose, nobody moves": Rule(),
+        "newcomers join the longest queues, nobody moves": Rule(longest_queues),
+        "newcomers go anywhere, nobody moves": Rule(anywhere(random.Random(a.seed))),
+    }
     results = {
-        "with rebalancing": study(a.peers, a.hours, a.seed, rebalance=True),
-        "newcomers choose, nobody moves": study(a.peers, a.hours, a.seed, rebalance=False),
-        "newcomers go anywhere, nobody moves": study(
-            a.peers, a.hours, a.seed, rebalance=False, choose=anywhere(random.Random(a.seed))
-        ),
+        f"{cost_s:g} s": {name: study(a.peers, a.hours, a.seed, rule, cost_s) for name, rule in rules.items()}
+        for cost_s in a.costs
     }
     print(json.dumps(results, indent=1))
 
