@@ -34,12 +34,16 @@ from swarmnode.codec.training_fields import (
     check_values,
 )
 
+USUAL_SHARE, MOST_SHARE = 16, 64  # of a vector, to add up
+
 
 class MemberSpec(Body, frozen=True):
-    """A replica in an all-reduce. `count` is how many microbatches it has counted; 0: it only listens."""
+    """A replica in an all-reduce. `count` is how many microbatches it has counted; 0: it only listens. `share`: how much of the
+    vector it adds up, beside the other contributors' shares."""
 
     peer: Peer
     count: Annotated[int, Meta(ge=0, le=8 * MAX_MASK_BYTES)]
+    share: Annotated[int, Meta(ge=1, le=MOST_SHARE)] = USUAL_SHARE
 
 
 class How(IntEnum):

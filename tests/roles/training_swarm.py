@@ -94,6 +94,9 @@ class NoLinkTimes:
     def between(self, peers: Sequence[PeerId], _positions: int) -> tuple[Floats, Floats]:
         return np.zeros((len(peers), len(peers))), np.zeros((len(peers), len(peers)))
 
+    def line_bps(self, _peer: PeerId) -> float:
+        return 0.0
+
 
 class Announced:
     """What all peers know of one another, at once."""

@@ -40,9 +40,9 @@ class Medium:
         """What lies between two peers in this direction."""
         return self._paths.get((source, target), self.default_path)
 
-    def set_path(self, one: PeerId, other: PeerId, path: Path) -> None:
-        """Change what lies between two peers, in both directions."""
-        self._paths[one, other] = self._paths[other, one] = path
+    def set_path(self, one: PeerId, other: PeerId, path: Path, back: Path | None = None) -> None:
+        """Change what lies between two peers; `back`: from the other one, where that differs."""
+        self._paths[one, other], self._paths[other, one] = path, back or path
 
     def hang(self, peer: PeerId) -> None:
         """As by SIGSTOP, seen from outside: what it was sent and what it sent stays on the way. (Its own timers go on.)"""

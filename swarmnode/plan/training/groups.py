@@ -17,17 +17,20 @@ from dataclasses import dataclass
 from swarmnode.codec.averaging_messages import Group, How, MemberSpec
 from swarmnode.codec.body import SHARED
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.training.shares import part_shares
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.run import Run
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Somebody who takes part. `listens`: behind the others, it only hears what they agree on."""
+    """Somebody who takes part. `listens`: behind the others, it only hears what they agree on. `line_bps`: what its line carries;
+    0: not known."""
 
     peer: PeerId
     span: Span
     listens: bool = False
+    line_bps: float = 0.0
 
 
 Count = Callable[[PeerId, Sequence[int]], int]
@@ -62,8 +65,11 @@ def _how(run: Run, step: int) -> How:
 def _members(holders: Sequence[Holder], units: Sequence[int], how: How, count: Count) -> tuple[MemberSpec, ...]:
     """A replica that counted nothing in this one step still says how far it came since the last averaging."""
     least = 1 if how is How.AVERAGE else 0
+    taking = [holder for holder in holders if not (holder.listens and how is How.APART)]
+    counts = [0 if holder.listens else max(least, count(holder.peer, units)) for holder in taking]
+    lines = [holder.line_bps for holder, counted in zip(taking, counts, strict=True) if counted]
+    shares = iter(part_shares(lines))
     return tuple(
-        MemberSpec(holder.peer, 0 if holder.listens else max(least, count(holder.peer, units)))
-        for holder in holders
-        if not (holder.listens and how is How.APART)
+        MemberSpec(holder.peer, counted, next(shares)) if counted else MemberSpec(holder.peer, 0)
+        for holder, counted in zip(taking, counts, strict=True)
     )

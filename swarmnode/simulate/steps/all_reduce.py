@@ -1,6 +1,6 @@
 """The end of a step: replicas agree on gradients. Who with whom is decided as live (`plan/training/groups.py`).
 
-Every member owns a part of what a group agrees on: all send it their values of the part, and it sends the sum to all
+Every member owns a share of what a group agrees on: all send it their values of that, and it sends the sums to all
 (`roles/training/averaging/all_reduce.py`).
 """
 
@@ -27,7 +27,7 @@ def reduction_ends_s(
     exchanges = [
         _Exchange(
             members=[indexes[member.peer] for member in group.members],
-            givers=[indexes[member.peer] for member in group.members if member.count],
+            shares={indexes[member.peer]: member.share for member in group.members if member.count},
             size_bytes=averaged_bytes(
                 sum(model.block_parameters(block) for block in group.blocks), model.matrix_width, how
             ),
@@ -41,25 +41,28 @@ def reduction_ends_s(
 
 @dataclass(frozen=True)
 class _Exchange:
-    """One group: everybody in `givers` has counted something, all `members` are to have the sum."""
+    """One group: those with `shares` have counted something, all `members` are to have the sum."""
 
     members: Sequence[int]
-    givers: Sequence[int]
+    shares: Mapping[int, int]
     size_bytes: float
 
-    @property
-    def part_bytes(self) -> float:
-        return self.size_bytes / len(self.givers)
+    def owned_bytes(self, owner: int) -> float:
+        """Of what it adds up."""
+        return self.size_bytes * self.shares[owner] / sum(self.shares.values())
 
     def gather(self, now_s: float, links: Links) -> list[float]:
-        """When each owner has all values of its part."""
-        return [max(links.send(now_s, giver, owner, self.part_bytes) for giver in self.givers) for owner in self.givers]
+        """When each owner has all values of its share."""
+        return [
+            max(links.send(now_s, giver, owner, self.owned_bytes(owner)) for giver in self.shares)
+            for owner in self.shares
+        ]
 
     def spread(self, settled_s: Sequence[float], links: Links) -> float:
         """When everybody has the sums of all parts."""
         return max(
-            links.send(at_s, owner, member, self.part_bytes)
-            for owner, at_s in zip(self.givers, settled_s, strict=True)
+            links.send(at_s, owner, member, self.owned_bytes(owner))
+            for owner, at_s in zip(self.shares, settled_s, strict=True)
             for member in self.members
         )
 

@@ -299,7 +299,11 @@ class Training:
 
     def _reduce(self) -> None:
         self._attempt += 1
-        holders = [Holder(name, stage.peer.span) for name, stage in self._stages.items()]
+        links = self.world.links
+        holders = [
+            Holder(name, stage.peer.span, line_bps=links.uplink_bps(stage.peer.index))
+            for name, stage in self._stages.items()
+        ]
         groups = make_groups(self.world.model.units, self._run, self.step, holders, self._ledger.counts)
         indexes = {name: stage.peer.index for name, stage in self._stages.items()}
         began_s, attempt = self.clock.now_s, self._attempt

@@ -69,3 +69,14 @@ def test_a_replica_without_counts_still_says_how_far_it_came() -> None:
         assert members(of(2, groups(20, 5))) == {"c": 8}, "and need not hear of what is not agreed"
     finally:
         COUNTS["a"] = 3
+
+
+def test_contributors_add_up_what_their_lines_carry_and_listeners_nothing() -> None:
+    holders = [
+        Holder("a", Span(0, 4), line_bps=100e6),
+        Holder("b", Span(0, 4), line_bps=10e6),
+        Holder("c", Span(0, 4), line_bps=100e6),
+        Holder("d", Span(0, 4), listens=True, line_bps=1e12),
+    ]
+    shares = {member.peer: member.share for member in of(0, groups(1, 0, holders)).members}
+    assert shares == {"a": 16, "b": 2, "c": 16, "d": 16}

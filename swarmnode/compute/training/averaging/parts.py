@@ -1,6 +1,6 @@
 """Parts of a flat vector: who adds up which, how they are encoded, and the sum that counts.
 
-The members of a group, in a fixed order, each own an equal share, in parts small enough to travel one by one. Everybody
+The members of a group, in a fixed order, each own a share, in parts small enough to travel one by one. Everybody
 encodes its values of a part for the part's owner, who adds them up in the order of the members and encodes the sum once; all
 decode the same bytes, the owner too. So replicas hold identical numbers whatever the codec loses.
 
@@ -10,6 +10,7 @@ Shape letters: N elements of a part.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -47,15 +48,15 @@ class VectorPart(NamedTuple):
         return int(self.place.stop - self.place.start)
 
 
-def cut(length: int, members: int) -> list[VectorPart]:
-    """[0, length) in shares of nearly equal length, a member each, and those in parts; bounds are aligned."""
-    share = -(-length // members)
-    share += -share % ALIGNMENT
-    longest = longest_part(members)
+def cut(length: int, shares: Sequence[int]) -> list[VectorPart]:
+    """[0, length) in stretches as long as the members' shares, beside one another, and those in parts; bounds are aligned."""
+    longest, total = longest_part(len(shares)), sum(shares)
+    ends = [-(-length * reached // total) for reached in accumulate(shares)]
+    bounds = [0, *(min(length, end + -end % ALIGNMENT) for end in ends)]
     return [
-        VectorPart(start // share, slice(start, min(start + longest, begin + share, length)))
-        for begin in range(0, length, max(1, share))
-        for start in range(begin, min(begin + share, length), longest)
+        VectorPart(owner, slice(start, min(start + longest, end)))
+        for owner, (begin, end) in enumerate(pairwise(bounds))
+        for start in range(begin, end, longest)
     ]
 
 

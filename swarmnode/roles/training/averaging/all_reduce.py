@@ -247,7 +247,8 @@ def _circle(group: Group, run: Run, watched: ContributionSketch | None) -> Circl
     robust = run.averaging.robust and len(weights) >= LEAST_MEMBERS and _are_alike(group, run)
     sums = watched is not None and group.how == How.SUM and SHARED not in group.blocks
     heard = partial(watched.hear, group.blocks) if watched is not None and sums else None
-    return Circle(group.number, tuple(member.peer for member in group.members), weights, robust, heard)
+    shares = tuple(member.share for member in group.members if member.count > 0)
+    return Circle(group.number, tuple(member.peer for member in group.members), weights, shares, robust, heard)
 
 
 def _are_alike(group: Group, run: Run) -> bool:

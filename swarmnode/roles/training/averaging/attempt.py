@@ -55,11 +55,13 @@ Heard = Callable[[PeerId, slice, Tensor], None]
 
 @dataclass(frozen=True)
 class Circle:
-    """Who sums up a group's vector. `weights`: of the contributors, in their order. `robust`: none of them is to drag it away."""
+    """Who sums up a group's vector. `weights`: of the contributors, in their order; `shares`: how much of it each
+    adds up. `robust`: none of them is to drag it away."""
 
     group: int
     members: tuple[PeerId, ...]
     weights: Mapping[PeerId, float]
+    shares: tuple[int, ...]
     robust: bool = False
     heard: Heard | None = None
 
@@ -145,7 +147,7 @@ class Attempt:
         """Sum up a round's vector with the others of a circle. Raises PeerError naming who failed, ProtocolError."""
         owners = tuple(circle.weights)
         places: dict[PeerId, list[tuple[int, slice]]] = {owner: [] for owner in owners}
-        for part, cut_out in enumerate(cut(len(round_), len(owners))):
+        for part, cut_out in enumerate(cut(len(round_), circle.shares)):
             places[owners[cut_out.owner]].append((part, cut_out.place))
         head = Part(circle.group, number, 0, False, (), self.id.run)
         jobs: list[Coroutine[Any, Any, None]] = []

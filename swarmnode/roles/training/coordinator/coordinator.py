@@ -96,6 +96,7 @@ class Coordinator:
             itertools.count(1),
             clock,
             found_false,
+            link_times.line_bps,
         )
         self._rendezvous = Rendezvous(units, clock)
         self._found: tuple[Run, RecoveryPlan] | None = None  # by the rendezvous

@@ -39,6 +39,12 @@ class LinkTimes:
         size_NN = self._sizes(sends, [peer_digest(peer) for peer in peers], positions)
         return delay_NN, transfer_s(size_NN, np.zeros_like(delay_NN), bandwidths(view, peers))
 
+    def line_bps(self, peer: PeerId) -> float:
+        """What a stage says that its line carries, up or down, whichever is less; 0 where it has measured neither."""
+        announced = self._directory.peers().get(peer)
+        ways = (0.0, 0.0) if announced is None else (announced.up_bps, announced.down_bps)
+        return min((bps for bps in ways if bps > 0), default=0.0)
+
     def _sizes(self, sends: Sequence[Mapping[bytes, int]], receivers: Sequence[bytes], positions: int) -> Floats:
         """Bytes [N, N]: with the codecs that each says it sends to others, else uncompressed."""
         values = TensorInfo(Codec.NONE, DType.FLOAT32, (positions, self._width))

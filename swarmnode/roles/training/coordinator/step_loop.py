@@ -50,6 +50,7 @@ class Office:
     attempts: Iterator[int]
     clock: Callable[[], float]
     found_false: Callable[[], set[PeerId]]  # by this node's own stage
+    line_bps: Callable[[PeerId], float]
 
 
 class StepLoop:
@@ -301,7 +302,11 @@ class StepLoop:
     def reduce(self) -> None:
         """Everything is counted once: let the replicas of each unit agree, listeners hearing."""
         hearing = self._worker_group.hearing(self.step)
-        holders = [Holder(member.peer, member.span, member.state is WorkerState.LISTENING) for member in hearing]
+        line_bps = self._office.line_bps
+        holders = [
+            Holder(member.peer, member.span, member.state is WorkerState.LISTENING, line_bps(member.peer))
+            for member in hearing
+        ]
         groups = make_groups(self._units, self.run, self.step, holders, self._step_progress.ledger.counts)
         within_s = self._times.wait_s(FrameKind.REDUCE)
         self._reducing_since_s = self._office.clock()

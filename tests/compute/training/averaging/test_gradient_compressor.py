@@ -40,7 +40,7 @@ def error(total_N: Tensor, wanted_N: Tensor) -> float:
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 1000, 3 * LARGEST_PART + 77])
 @pytest.mark.parametrize("members", [1, 2, 3, 7])
 def test_parts_cover_the_vector_once(length: int, members: int) -> None:
-    parts = cut(length, members)
+    parts = cut(length, [1] * members)
     places = [part.place for part in parts]
     assert [place.start for place in places[1:]] == [place.stop for place in places[:-1]]
     assert sum(part.length for part in parts) == length
@@ -48,6 +48,17 @@ def test_parts_cover_the_vector_once(length: int, members: int) -> None:
     assert {part.owner for part in parts} <= set(range(members))
     shares = [sum(part.length for part in parts if part.owner == owner) for owner in range(members)]
     assert max(shares) <= length / members + ALIGNMENT
+
+
+@pytest.mark.parametrize("shares", [(16, 2, 16), (64, 1, 1, 1), (1, 64)])
+def test_parts_are_as_long_as_shares_say(shares: tuple[int, ...]) -> None:
+    length = 5 * LARGEST_PART + 77
+    parts = cut(length, shares)
+    assert [part.place.start for part in parts[1:]] == [part.place.stop for part in parts[:-1]]
+    assert sum(part.length for part in parts) == length
+    for owner, share in enumerate(shares):
+        owned = sum(part.length for part in parts if part.owner == owner)
+        assert owned == pytest.approx(length * share / sum(shares), abs=ALIGNMENT + 1)
 
 
 @pytest.mark.parametrize("codec", CODECS)

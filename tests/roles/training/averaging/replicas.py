@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from swarmnode.codec.averaging_messages import Group, MemberSpec, Pull, Reduce
+from swarmnode.codec.averaging_messages import USUAL_SHARE, Group, MemberSpec, Pull, Reduce
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import VERSION, Body, Error, Hello
 from swarmnode.compute.executor import Urgency
@@ -122,10 +123,18 @@ async def replicas(
     return world, sorted(made, key=lambda replica: replica.peer)
 
 
-def group_of(members: Sequence[Replica], *, listening: Sequence[Replica] = (), number: int = 0, unit: int = 0) -> Group:
+def group_of(
+    members: Sequence[Replica],
+    *,
+    listening: Sequence[Replica] = (),
+    number: int = 0,
+    unit: int = 0,
+    shares: Mapping[str, int] = MappingProxyType({}),
+) -> Group:
     """Everybody has counted as much."""
     named = sorted((member.peer, member not in listening) for member in (*members, *listening))
-    return Group(number, (unit,), tuple(MemberSpec(peer, int(counts)) for peer, counts in named))
+    specs = (MemberSpec(peer, int(counts), shares.get(peer, USUAL_SHARE)) for peer, counts in named)
+    return Group(number, (unit,), tuple(specs))
 
 
 async def within(seconds: float, tasks: Sequence[asyncio.Task[Agreed]]) -> list[Agreed | BaseException]:

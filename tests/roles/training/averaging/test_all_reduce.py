@@ -17,6 +17,7 @@ from swarmnode.compute.training.averaging.parts import LARGEST_PART
 from swarmnode.errors import ErrorCode, PeerLost, ProtocolError
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.memory.network import Path
+from swarmnode.plan.training.shares import part_shares
 from swarmnode.roles.training.averaging.all_reduce import Agreed
 from swarmnode.roles.training.averaging.attempt import STILL
 from swarmnode.roles.training.averaging.pulls import MAX_EARLY
@@ -81,6 +82,32 @@ async def test_it_takes_little_longer_than_the_wire() -> None:
     began_s = loop.time()
     await within(60, [member.reduce([group_of(members)]) for member in members])
     assert loop.time() - began_s < 1.2 * 4 * LONG / 12.5e6
+
+
+async def seconds_of(members: list[Replica], shares: dict[str, int]) -> float:
+    """How long an all-reduce takes; all end with the same numbers, those of the plain sum up to rounding."""
+    began_s = asyncio.get_running_loop().time()
+    group = group_of(members, shares=shares)
+    first_N, *others = sums(await within(60, [member.reduce([group]) for member in members]))
+    took_s = asyncio.get_running_loop().time() - began_s
+    assert all(torch.equal(first_N, other_N) for other_N in others)
+    torch.testing.assert_close(first_N, sum(member.learner.gradient([0]).copy() for member in members))
+    return took_s
+
+
+@pytest.mark.parametrize("averaging", [Averaging(), Averaging(robust=True)])
+@in_virtual_time
+async def test_a_member_with_a_slow_line_that_adds_up_less_holds_up_less(averaging: Averaging) -> None:
+    """Of six one has a tenth of the others' uplink, shared by its five paths: it adds up a sixth of 1.5 MiB, or a tenth of that."""
+    took_s, usual, narrow = [], Path(latency_s=0.01, bytes_per_s=2.5e6), Path(latency_s=0.01, bytes_per_s=0.25e6)
+    for sized in (False, True):
+        world, (slow, *others) = await replicas(6, 3 * LARGEST_PART // 2, averaging=averaging, path=usual)
+        for other in others:
+            world.set_path(slow.peer, other.peer, narrow, back=usual)
+        lines = part_shares([10e6, *[100e6] * 5])
+        named = {member.peer: share for member, share in zip([slow, *others], lines, strict=True)}
+        took_s.append(await seconds_of([slow, *others], named if sized else {}))
+    assert took_s[1] < 0.75 * took_s[0], took_s
 
 
 @in_virtual_time

@@ -26,6 +26,16 @@ def between(*announcements: Announcement, width: int = WIDTH) -> tuple[Any, Any]
     return LinkTimes(directory, 4, width).between(["a", "b", "stranger"], POSITIONS)
 
 
+def test_a_line_is_as_fast_as_the_slower_of_its_ways() -> None:
+    peers = {
+        "home": announced("home", up_bps=1e6, down_bps=9e6),
+        "half": announced("half", down_bps=5e6),
+        "new": announced("new"),
+    }
+    links = LinkTimes(cast("Any", SimpleNamespace(peers=lambda: peers)), 4, WIDTH)
+    assert [links.line_bps(peer) for peer in (*peers, "stranger")] == [1e6, 5e6, 0.0, 0.0]
+
+
 def test_the_narrower_line_and_the_measured_round_trip_count() -> None:
     a = announced("a", up_bps=1e6, down_bps=9e6, rtt_us={peer_digest("b"): 80_000})
     delay_NN, sending_NN = between(a, announced("b", up_bps=4e6, down_bps=5e5))
