@@ -85,8 +85,14 @@ def test_what_the_swarm_forbids_is_refused() -> None:
     assert rules.wrong(body) is ErrorCode.MALFORMED
 
 
-@pytest.mark.parametrize("told", [LinkCodec(4, 0, Codec.INT8), LinkCodec(6, 0, Codec.INT8), LinkCodec(3, 500, 3)])
-def test_a_client_hears_only_of_units_and_positions_that_a_hop_can_mean(told: LinkCodec) -> None:
+@pytest.mark.parametrize(
+    "told",
+    [
+        *(LinkCodec(4, 0, Codec.INT8), LinkCodec(6, 0, Codec.INT8), LinkCodec(3, 500, 3)),
+        LinkCodec(3, 0, Codec.TOPK),  # of a swarm that trains, too: with it no other hop would take the session over
+    ],
+)
+def test_a_client_hears_only_of_what_a_hop_can_mean(told: LinkCodec) -> None:
     heard = ToldCodecs(Codec.NONE)
     heard.hear(told, ROUTE, max_length=200)
     assert heard.told == ()

@@ -8,6 +8,7 @@ from swarmnode.codec.body import MAX_LINK_CODECS
 from swarmnode.codec.messages import HopSpec, LinkCodec
 from swarmnode.codec.tensors import Codec
 from swarmnode.plan.serving.codec_schedule import CodecSchedule
+from swarmnode.swarm.records.manifest import SERVING_CODECS
 
 
 class ToldCodecs:
@@ -29,8 +30,9 @@ class ToldCodecs:
         return tuple(LinkCodec(unit, start, codec) for unit, one in schedules for start, codec in one.changes)
 
     def hear(self, told: LinkCodec, route: Sequence[HopSpec], max_length: int) -> None:
-        """A hop has chosen. What none of the route can have chosen is left out, and what no OPEN has room for."""
-        is_between = told.unit in {hop.end for hop in route[:-1]}
+        """A hop has chosen. What none of the route can have chosen is left out, and what no OPEN has room for: else nobody would
+        take over from it."""
+        is_between = told.unit in {hop.end for hop in route[:-1]} and told.codec in SERVING_CODECS
         if is_between and told.start < max_length and len(self.told) < MAX_LINK_CODECS:
             self._note(told)
 

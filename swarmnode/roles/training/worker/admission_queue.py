@@ -32,6 +32,7 @@ class AdmissionQueue:
         self._microbatches: dict[int, MicrobatchInFlight] = {}  # by `place_of`
         self._waiting: list[Arrival] = []
         self._released: set[int] = set()  # leases of this step whose FORWARD may still be on its way
+        self._taken: set[int] = set()  # places that were taken in this step: each is good once
 
     def __repr__(self) -> str:
         return f"<AdmissionQueue of {len(self._microbatches)} in flight, {len(self._waiting)} waiting>"
@@ -41,26 +42,28 @@ class AdmissionQueue:
         return lease in self._released
 
     def takes(self, arrival: Arrival) -> bool:
-        """Whether it is new and there is room for it: senders are not trusted to keep within what fits."""
+        """Whether it was not here before, since who holds a lease has it computed once, and there is room for it: senders are not
+        trusted to keep within what fits."""
         held_bytes = sum(microbatch.held_bytes for microbatch in self._microbatches.values())
         held_bytes += sum(len(other.payload) for other in self._waiting) + len(arrival.payload)
         has_room = len(self._microbatches) + len(self._waiting) < MAX_IN_FLIGHT and held_bytes <= MAX_HELD_BYTES
         place = place_of(arrival.body)
-        return has_room and place not in self._microbatches and self._parts.admit(arrival.body, place)
+        return has_room and place not in self._taken and self._parts.admit(arrival.body, place)
 
     def wait(self, arrival: Arrival) -> None:
         """It is of the step to come."""
+        self._taken.add(place_of(arrival.body))
         self._waiting.append(arrival)
 
     def begin(self, microbatch: MicrobatchInFlight) -> None:
         """It is under way."""
+        self._taken.add(place_of(microbatch.body))
         self._microbatches[place_of(microbatch.body)] = microbatch
 
     def ended(self, microbatch: MicrobatchInFlight) -> None:
         """It is over, in whatever way."""
         place = place_of(microbatch.body)
-        if self._microbatches.get(place) is microbatch:
-            del self._microbatches[place]
+        if self._microbatches.pop(place, None) is not None:
             self._parts.ended(place)
             self.labels.drop([microbatch.body.lease])
 
@@ -85,11 +88,13 @@ class AdmissionQueue:
     def new_term(self) -> None:
         """Another coordinator, or the same one anew: all leases of before are void."""
         self._released.clear()
+        self._taken.clear()
         self.give_up_all()
 
     def next_step(self, step: int) -> list[Arrival]:
         """`step` has begun; those that have waited for that."""
         self._released.clear()
         self.labels.next_step(step)
+        self._taken.clear()
         waiting, self._waiting = self._waiting, []
         return waiting

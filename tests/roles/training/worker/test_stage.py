@@ -47,6 +47,28 @@ async def test_the_same_microbatch_is_counted_once(scene: Scene) -> None:
 
 
 @in_scene
+async def test_a_lease_is_computed_once_however_often_it_is_fed(scene: Scene) -> None:
+    """Who holds one could have a stage compute all day."""
+    line = await scene.lead()
+    assert isinstance(await scene.feed(2), Backward)
+    computed = len([item for item in scene.computed if "for lease 1" in item])
+    for _ in range(3):
+        assert await scene.feed(2) == Fault(0, 0, ErrorCode.BUSY)
+    await line.ask(Release((), RUN.id))
+    assert len([item for item in scene.computed if "for lease 1" in item]) == computed
+    assert isinstance(await scene.feed(2, lease=2), Backward), "another lease of the same microbatch"
+
+
+@in_scene
+async def test_a_lease_of_the_next_step_waits_once(scene: Scene) -> None:
+    await scene.lead()
+    early = asyncio.ensure_future(scene.feed(0, lease=99, step=1))
+    await asyncio.sleep(1)
+    assert await scene.feed(0, lease=99, step=1) == Fault(0, 0, ErrorCode.BUSY) and not early.done()
+    early.cancel()
+
+
+@in_scene
 async def test_a_released_lease_that_comes_late_is_not_counted(scene: Scene) -> None:
     line = await scene.lead()
     assert masks(await line.ask(Release((1,), RUN.id))) == ()
@@ -172,8 +194,8 @@ async def test_commands_of_another_run_do_nothing(scene: Scene) -> None:
     line = await scene.lead()
     assert isinstance(await scene.feed(2), Backward)
     assert masks(await line.ask(Discard(bytes(32)))) == (Counted(0, 3, b"\x04"),)
-    assert masks(await line.ask(Release((1,), bytes(32)))) == (Counted(0, 3, b"\x04"),)
-    assert isinstance(await scene.feed(3, lease=1), Backward), "the lease is not forgotten"
+    assert masks(await line.ask(Release((3,), bytes(32)))) == (Counted(0, 3, b"\x04"),)
+    assert isinstance(await scene.feed(3, lease=3), Backward), "the lease is not forgotten"
     status = await line.ask(Commit(0, 1.0, bytes(32)))
     assert isinstance(status, Status) and status.step == 0
 
