@@ -34,7 +34,7 @@ def encode_topk(x_N: Tensor, keep: int) -> tuple[Tensor, int]:
     positions_K = positions_of(mask_N)
     kept = positions_K.numel()
     values_K = x_N[positions_K].to(_half(x_N.dtype)).view(torch.uint8)
-    return torch.cat((values_K, *_writepositions_of(mask_N, positions_K))), kept
+    return torch.cat((values_K, *_write_positions(mask_N, positions_K))), kept
 
 
 def keep_largest(x_N: Tensor, kept: int) -> Tensor:
@@ -85,7 +85,7 @@ def positions_of(mask_N: Tensor) -> Tensor:
     return mask_N.nonzero().view(-1)
 
 
-def _writepositions_of(mask_N: Tensor, positions_K: Tensor) -> list[Tensor]:
+def _write_positions(mask_N: Tensor, positions_K: Tensor) -> list[Tensor]:
     count, kept = mask_N.numel(), positions_K.numel()
     if topk_mask_bytes(count) <= topk_index_bytes(count, kept):
         bytes_Q = pad(mask_N.view(torch.uint8), (0, -count % 8)).view(torch.int64)
