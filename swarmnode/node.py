@@ -33,7 +33,8 @@ from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.tasks import cancel_and_wait, until_first
 from swarmnode.node_config import NodeConfig as NodeConfig
 from swarmnode.node_description import described
-from swarmnode.node_texts import LENDING, STANDS_BY, Tell, introduce, outdated, progress_of, reason_of
+from swarmnode.node_stage import StageLoader
+from swarmnode.node_texts import LENDING, STANDS_BY, Tell, introduce, outdated, reason_of
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.credit.receipt_keeper import ReceiptKeeper
@@ -49,16 +50,10 @@ from swarmnode.swarm.records.sections import Place
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 if TYPE_CHECKING:
-    from swarmnode.compute.model.checkpoint import Checkpoint
-    from swarmnode.roles.fetching.weights import Weights
-    from swarmnode.roles.inference.stage import InferenceStage
+    from swarmnode.node_stage import Stage
     from swarmnode.roles.serving.hardware import Hardware
     from swarmnode.roles.serving.kept_span import KeptSpan
-    from swarmnode.roles.serving.stage import ServingStage
     from swarmnode.roles.training.checkpoints.shared_states import SharedStates
-    from swarmnode.roles.training.worker.training_worker import TrainingWorker
-
-    Stage = ServingStage | InferenceStage | TrainingWorker
 
 log = logging.getLogger(__name__)
 
@@ -212,17 +207,18 @@ class Node:
             await executor.call(Urgency.CONTROL, lent.device.use, kind="use the device")
         machine, place = hardware.machine(self.config.host.home), self._place(host, hardware)
         self._tell("machine", f"This machine: {hardware.found}, {machine['cpu_cores']} cores", **machine)
+        loader = StageLoader(host, hardware, self._executors, seeder, weights, self._states, self._tell)
         while True:
-            await until_first(self._work(host, seeder, weights, hardware, place), self._held(host))
+            await until_first(self._work(host, loader, place), self._held(host))
             await self._pause(host)
 
-    async def _work(self, host: Host, seeder: Seeder, weights: Weights, hardware: Hardware, place: Placement) -> None:
+    async def _work(self, host: Host, loader: StageLoader, place: Placement) -> None:
         """Hold what the swarm needs most. Ends by errors alone."""
         if self._span is None:
-            self._span = await self._first_span(place, host, hardware)
+            self._span = await self._first_span(place, host, loader.hardware)
         while True:
             if self._span.units:
-                await self._serve(host, seeder, weights, hardware, self._span)
+                await self._serve(host, loader, self._span)
             else:
                 host.directory.announce(Place(state=State.JOINING, span=self._span))
                 self._tell("spare", STANDS_BY)
@@ -286,57 +282,21 @@ class Node:
 
     # -- serving
 
-    async def _serve(self, host: Host, seeder: Seeder, weights: Weights, hardware: Hardware, span: Span) -> None:
+    async def _serve(self, host: Host, loader: StageLoader, span: Span) -> None:
         """Get the weights of a span, load it, and answer sessions from now on."""
+        hardware = loader.hardware
         host.directory.announce(
             Place(state=State.LOADING, span=span), *hardware.sections(host), await host.introduction()
         )
         self._tell("loading", f"Units {span}: {hardware.describe(span)}", span=list(span))
         if self._kept is not None and self._kept.units == span:
-            self._stage = await self._take_up(host, self._kept)
+            kept, self._kept = self._kept, None
+            self._stage = await loader.take_up(kept)
         else:
-            self._stage = await self._fetch_and_load(host, seeder, weights, hardware, span)
-        host.directory.announce(Place(state=State.READY, seeds=seeder.units), *self._stage.sections())
+            self._stage = await loader.load(span)
+        host.directory.announce(Place(state=State.READY, seeds=loader.seeder.units), *self._stage.sections())
         doing = "Training" if hardware.trains else "Serving"
         self._tell("ready", f"{doing} units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
-
-    async def _fetch_and_load(
-        self, host: Host, seeder: Seeder, weights: Weights, hardware: Hardware, span: Span
-    ) -> Stage:
-        checkpoint = await self._fetch(weights, hardware, span)
-        if weights.cache is not None:
-            seeder.add_cache(weights.cache, (span.start, span.end))
-        elif host.swarm.checkpoint is not None:
-            seeder.add_folder(host.swarm.checkpoint, weights.verified)
-        return await self._load(host, checkpoint, hardware, span)
-
-    async def _fetch(self, weights: Weights, hardware: Hardware, span: Span) -> Checkpoint:
-        """Get the weights of a span; what else loading takes is done while they are on their way."""
-        outline = await weights.outline()
-        fetching = asyncio.ensure_future(weights.span(span, progress_of(self._tell, self.platform.clock.monotonic)))
-        try:
-            if not hardware.trains:
-                await asyncio.to_thread(hardware.prepare, outline, span)
-            return await fetching
-        finally:
-            await cancel_and_wait(fetching)
-
-    async def _load(self, host: Host, checkpoint: Checkpoint, hardware: Hardware, span: Span) -> Stage:
-        """What this swarm's volunteers do with their units."""
-        if not hardware.trains:
-            from swarmnode.compute.graph.checkpoint import GraphCheckpoint
-            from swarmnode.roles.inference.stage import InferenceStage
-            from swarmnode.roles.serving.stage import ServingStage
-
-            if isinstance(checkpoint, GraphCheckpoint):
-                return await InferenceStage.load(host, checkpoint, hardware, span, self._executors)
-            return await ServingStage.load(host, checkpoint, hardware, span, self._executors)
-        from swarmnode.roles.training.worker.training_worker import TrainingWorker
-
-        assert self._states is not None
-        training_worker = await TrainingWorker.load(host, checkpoint, hardware, span, self._executors, self._states)
-        training_worker.listen(self._tell)
-        return training_worker
 
     # -- pausing
 
@@ -373,13 +333,6 @@ class Node:
         await asyncio.to_thread(free_memory)
         self.lending.happened(LendingEvent.DRAINED)
         await self.lending.until(LendingState.WAITING)
-
-    async def _take_up(self, host: Host, kept: KeptSpan) -> ServingStage:
-        """Serve what was kept in memory."""
-        from swarmnode.roles.serving.stage import ServingStage
-
-        self._kept = None
-        return await ServingStage.take_up(host, kept, self._executors)
 
     def _tell_lending(self, state: LendingState, reason: str) -> None:
         if state in LENDING:

@@ -36,6 +36,7 @@ ROOMS = (
         "node",
         "node_config",
         "node_description",
+        "node_stage",
         "node_texts",
         "observer",
         "owner_client",

@@ -1,0 +1,85 @@
+"""What a node does with its units: from the weights of a span to the stage that serves or trains it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from swarmnode.compute.executor import Executor
+from swarmnode.net.tasks import cancel_and_wait
+from swarmnode.node_texts import Tell, progress_of
+from swarmnode.plan.view import Span
+from swarmnode.roles.fetching.seeder import Seeder
+from swarmnode.roles.host import Host
+
+if TYPE_CHECKING:
+    from swarmnode.compute.model.checkpoint import Checkpoint
+    from swarmnode.roles.fetching.weights import Weights
+    from swarmnode.roles.inference.stage import InferenceStage
+    from swarmnode.roles.serving.hardware import Hardware
+    from swarmnode.roles.serving.kept_span import KeptSpan
+    from swarmnode.roles.serving.stage import ServingStage
+    from swarmnode.roles.training.checkpoints.shared_states import SharedStates
+    from swarmnode.roles.training.worker.training_worker import TrainingWorker
+
+    Stage = ServingStage | InferenceStage | TrainingWorker
+
+
+@dataclass(frozen=True)
+class StageLoader:
+    """Loads spans one after another. `executors`: by device; `states`: where the swarm trains."""
+
+    host: Host
+    hardware: Hardware
+    executors: Sequence[Executor]
+    seeder: Seeder
+    weights: Weights
+    states: SharedStates | None
+    tell: Tell
+
+    async def load(self, span: Span) -> Stage:
+        """Fetch the weights of a span, give them to others from now on, and load them. Raises LocalError, CheckpointError,
+        ExecutorDied."""
+        checkpoint = await self._fetch(span)
+        if self.weights.cache is not None:
+            self.seeder.add_cache(self.weights.cache, (span.start, span.end))
+        elif self.host.swarm.checkpoint is not None:
+            self.seeder.add_folder(self.host.swarm.checkpoint, self.weights.verified)
+        return await (self._train(checkpoint, span) if self.hardware.trains else self._serve(checkpoint, span))
+
+    async def take_up(self, kept: KeptSpan) -> ServingStage:
+        """Serve what was kept in memory."""
+        from swarmnode.roles.serving.stage import ServingStage
+
+        return await ServingStage.take_up(self.host, kept, self.executors)
+
+    async def _fetch(self, span: Span) -> Checkpoint:
+        """What else loading takes is done while the weights are on their way."""
+        outline = await self.weights.outline()
+        progress = progress_of(self.tell, self.host.clock.monotonic)
+        fetching = asyncio.ensure_future(self.weights.span(span, progress))
+        try:
+            if not self.hardware.trains:
+                await asyncio.to_thread(self.hardware.prepare, outline, span)
+            return await fetching
+        finally:
+            await cancel_and_wait(fetching)
+
+    async def _serve(self, checkpoint: Checkpoint, span: Span) -> Stage:
+        from swarmnode.compute.graph.checkpoint import GraphCheckpoint
+        from swarmnode.roles.inference.stage import InferenceStage
+        from swarmnode.roles.serving.stage import ServingStage
+
+        if isinstance(checkpoint, GraphCheckpoint):
+            return await InferenceStage.load(self.host, checkpoint, self.hardware, span, self.executors)
+        return await ServingStage.load(self.host, checkpoint, self.hardware, span, self.executors)
+
+    async def _train(self, checkpoint: Checkpoint, span: Span) -> Stage:
+        from swarmnode.roles.training.worker.training_worker import TrainingWorker
+
+        assert self.states is not None
+        worker = await TrainingWorker.load(self.host, checkpoint, self.hardware, span, self.executors, self.states)
+        worker.listen(self.tell)
+        return worker
