@@ -6,7 +6,7 @@ import hashlib
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from swarmnode.net.interfaces import PeerId
@@ -55,6 +55,7 @@ class PeerView:
     cache_tokens_free: int | None = None  # None: it did not say
     group: str = ""  # its address group, of the open internet
     memory_bytes: int = 0  # that it lends; 0: it did not say
+    parallel_speedup: float = 1.0  # as many times its decode speed do several sessions have together
 
     @property
     def assumed_units_per_s(self) -> float:
@@ -92,6 +93,16 @@ class View:
     def default_rtt_s(self) -> float:
         """What to assume of a link that nobody measured, between peers without coordinates: the median of those measured."""
         return statistics.median(self.rtt_s.values()) if self.rtt_s else DEFAULT_RTT_S
+
+    @property
+    def with_many_sessions(self) -> View:
+        """The same with the speeds that peers have for many sessions together, which is what a place in the swarm is for; a
+        session's route is chosen by those for one."""
+        peers = (
+            replace(peer, decode_units_per_s=peer.decode_units_per_s * peer.parallel_speedup, parallel_speedup=1.0)
+            for peer in self.peers
+        )
+        return replace(self, peers=tuple(peers))
 
 
 def view_of(
@@ -141,6 +152,7 @@ def view_of(
             announcement.cache_tokens_free if announcement.life is State.READY and not trains else None,
             wide_group(announcement.addresses),
             announcement.memory_bytes,
+            1.0 if trains else announcement.parallel_speedup,
         )
         for announcement in announced
     )

@@ -74,6 +74,8 @@ def _announced(peer: Announcement) -> Iterator[str]:
     yield f"it runs {counted(peer.sessions, 'session')}, and has room for {counted(peer.cache_tokens_free, 'position')} more"
     speeds = peer.decode_units_per_s, peer.prefill_units_per_s, peer.training_units_per_s
     yield "it announces {:.4g} units/s one by one, {:.4g} in prompts, {:.4g} in training".format(*speeds)
+    if peer.parallel_speedup > 1:
+        yield f"several sessions together get {peer.parallel_speedup:.3g} times what one does, on different devices"
     yield f"others reach it: {peer.reach.name.lower()}"
 
 

@@ -175,14 +175,15 @@ class Placement:
         model, shunned = manifest.model, self._host.standing.shunned
         announced = [peer for peer in self._host.directory.peers().values() if peer.peer not in shunned]
         position_bytes, trains = model.hidden * BYTES_PER_HIDDEN, manifest.mode == TRAIN
-        return self._hysteresis.view(view_of(model.units, announced, position_bytes=position_bytes, trains=trains))
+        view = view_of(model.units, announced, position_bytes=position_bytes, trains=trains)
+        return self._hysteresis.view(view.with_many_sessions)
 
     def _joiner(self) -> Joiner:
         own = self._host.directory.own
         assert own is not None  # a claim or a span was announced before anybody decides
         manifest = self._host.swarm.manifest
         trains = manifest is not None and manifest.mode == TRAIN
-        units_per_s = own.training_units_per_s if trains else own.decode_units_per_s
+        units_per_s = own.training_units_per_s if trains else own.decode_units_per_s * own.parallel_speedup
         return Joiner(self._host.peer_id, self._capacity_units, units_per_s, own.started_at)
 
     def _move_policy(self) -> MovePolicy:

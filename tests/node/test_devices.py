@@ -20,6 +20,7 @@ from swarmnode.ledger import Account
 from swarmnode.lending.lending import Keep
 from swarmnode.lending.lifecycle import LendingState
 from swarmnode.metrics import table
+from swarmnode.plan.view import view_of
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import PASS_S, VirtualMember, VirtualSwarm, pass_s
@@ -109,6 +110,19 @@ async def test_a_span_that_fits_on_each_is_on_both_and_they_do_twice_as_much(
         ]
         weight_bytes = sum(unit_sizes(Checkpoint(tiny.folder), dtype=torch.float32).weight_bytes)
         assert 2 * weight_bytes <= held(member, Account.WEIGHTS) <= 2.1 * weight_bytes
+
+
+@pytest.mark.parametrize("share", [0.7, 1.5], ids=["over both", "on each"])
+@in_virtual_time
+async def test_what_several_sessions_get_is_announced_beside_what_one_gets(
+    founded: Founded, tiny: TinyModel, tmp_path: Path, share: float
+) -> None:
+    async with two_devices(founded, tmp_path, lent_bytes(tiny, share)) as (_, member, _client):
+        host = member.node._host
+        assert host is not None and host.directory.own is not None
+        assert host.directory.own.parallel_speedup == pytest.approx(2.0)
+        (seen,) = view_of(tiny.units, [host.directory.own]).peers
+        assert seen.assumed_units_per_s == host.directory.own.decode_units_per_s > 0
 
 
 @pytest.mark.parametrize("share", [0.7, 1.5], ids=["over both", "on each"])

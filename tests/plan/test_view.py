@@ -75,3 +75,13 @@ def test_an_address_group_has_one_voice_and_none_for_its_own() -> None:
     speeds = {peer.peer: peer.decode_units_per_s for peer in view_of(2, [*sybils, *others]).peers}
     assert speeds["s0"] == 0.0, "only its own have used it"
     assert speeds["h0"] == 100.0, "two of three voices"
+
+
+def test_routes_are_chosen_by_what_one_session_gets_and_places_by_what_all_get() -> None:
+    both = announced("both", decode_units_per_s=100.0, parallel_speedup=2.0)
+    user = announced("user", unit_us={peer_digest("both"): 20_000}, addresses=home(1))
+    (alone, _) = view_of(2, [both, user]).peers
+    assert alone.assumed_units_per_s == 50.0, "as whoever used it found"
+    assert view_of(2, [both, user]).with_many_sessions.peers[0].assumed_units_per_s == 100.0
+    (trains,) = view_of(2, [announced("a", training_units_per_s=3.0, parallel_speedup=2.0)], trains=True).peers
+    assert (trains.decode_units_per_s, trains.parallel_speedup) == (3.0, 1.0), "it counts all devices already"

@@ -123,6 +123,14 @@ async def test_noise_in_speeds_is_no_reason() -> None:
     assert await stays(where)
 
 
+async def test_a_node_counts_with_what_several_sessions_get_from_all_its_devices() -> None:
+    directory = Directory(announcement("a", (0, 3), speed=110.0), announcement("b", (3, 6)))
+    assert await place(directory, 3).claim() == (3, 6)
+    directory.own, directory.known[ME] = None, announcement("gone", (0, 3), State.OFFLINE)
+    directory.known["b"] = msgspec.structs.replace(announcement("b", (3, 6)), parallel_speedup=2.0)
+    assert await place(directory, 3).claim() == (0, 3)
+
+
 async def test_in_a_sample_a_gap_is_looked_for_before_it_is_filled() -> None:
     rare = announcement("rare", (3, 6))
     directory = Directory(announcement("a", (0, 3)), announcement(ME, (0, 3)), crowd=1000.0, hidden=(rare,))

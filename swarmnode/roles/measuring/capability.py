@@ -21,6 +21,7 @@ from msgspec import UNSET
 
 from swarmnode.compute.speed import Speeds
 from swarmnode.errors import LocalError
+from swarmnode.swarm.records.announcement import MAX_PARALLEL_SPEEDUP
 from swarmnode.swarm.records.sections import WorkSpeeds
 from swarmnode.swarm.storage.kept_file import read_kept, write_kept
 from swarmnode.version import __version__
@@ -235,6 +236,15 @@ def mean_speeds(several: Sequence[Speeds]) -> Speeds:
     return Speeds(
         **{field: fmean(getattr(speeds, field) for speeds in several) for field in Speeds.__dataclass_fields__}
     )
+
+
+def serving_section(replicas: Sequence[Sequence[tuple[int, Speeds]]]) -> WorkSpeeds:
+    """What is announced of replicas, each of (units, their speeds): the speed of one session alone, whichever replica it is at, and
+    how many times as much several sessions have together, at different devices."""
+    alone, together = mean_speeds([in_sequence(replica) for replica in replicas]), at_once(replicas)
+    speedup = together.decode_units_per_s / alone.decode_units_per_s if alone.decode_units_per_s else 1.0
+    section = speeds_section(alone)
+    return msgspec.structs.replace(section, parallel_speedup=min(max(speedup, 1.0), MAX_PARALLEL_SPEEDUP))
 
 
 def speeds_section(speeds: Speeds) -> WorkSpeeds:

@@ -21,7 +21,7 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.plan.spans.devices import DevicePart
 from swarmnode.plan.view import Span as Units
 from swarmnode.roles.host import Host
-from swarmnode.roles.measuring.capability import SpeedCache, in_sequence, mean_speeds, speeds_section
+from swarmnode.roles.measuring.capability import SpeedCache, in_sequence, serving_section
 from swarmnode.roles.question_server import QuestionServer
 from swarmnode.roles.serving.audits.audit_server import Author, audit_server
 from swarmnode.roles.serving.grammars import Grammars
@@ -169,10 +169,10 @@ class ServingStage:
         return math.inf
 
     def sections(self) -> tuple[Section, ...]:
-        """What the announcement says of this stage: the speed of one session alone, whichever replica it is at."""
-        speeds = mean_speeds([in_sequence((part.units, part.speeds) for part in replica) for replica in self._replicas])
+        """What the announcement says of this stage."""
+        speeds = serving_section([[(part.units, part.speeds) for part in replica] for replica in self._replicas])
         load = ServingLoad(sessions=self._server.load, cache_tokens_free=self._server.free_cache_tokens)
-        return self._hardware.section, speeds_section(speeds), load
+        return self._hardware.section, speeds, load
 
     def readings(self) -> Readings:
         """What Prometheus may know of this stage."""

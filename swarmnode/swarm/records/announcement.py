@@ -36,6 +36,7 @@ MAX_RTTS = 12
 MAX_UNIT_TIMES = 8
 DIGEST_BYTES = 8
 MAX_UNITS = 4096
+MAX_PARALLEL_SPEEDUP = 16.0  # the cards of the largest boxes; more is not believed
 MAX_CODECS = 16
 MAX_CODEC = 255
 COORDINATE_NUMBERS = 5
@@ -98,6 +99,7 @@ class Announcement(msgspec.Struct, array_like=True, frozen=True):
     number_format: str = ""  # in which it computes: bfloat16, bfloat16-nf4
     left: tuple[int, int] = (0, 0)  # units that it held until now, and under whose keys it says so once more
     backup_bytes: int = 0  # disk space that it offers for training states of others
+    parallel_speedup: float = 1.0  # as many times the decode speed of one session do several have together
 
     def __repr__(self) -> str:
         start, end = self.span
@@ -233,6 +235,7 @@ def _rules(announcement: Announcement) -> dict[str, bool]:
         "control characters": all(text.isprintable() for text in texts),
         "span": all(map(_is_span, (announcement.span, announcement.seeds, announcement.left))),
         "numbers": all(0 <= number < 1e18 for number in numbers) and all(0 <= count < 1 << 63 for count in counts),
+        "parallel speedup": 1 <= announcement.parallel_speedup <= MAX_PARALLEL_SPEEDUP,
         "times": 0 < announcement.expires_at - announcement.issued_at <= MAX_LIFE_S,
         "addresses": len(announcement.addresses) <= MAX_ADDRESSES
         and all(address.startswith("/") and len(address) <= MAX_ADDRESS_CHARS for address in announcement.addresses),

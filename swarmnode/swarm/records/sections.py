@@ -46,6 +46,7 @@ class WorkSpeeds(Section, frozen=True, kw_only=True):
     decode_units_per_s: float | UnsetType = UNSET
     prefill_units_per_s: float | UnsetType = UNSET
     training_units_per_s: float | UnsetType = UNSET
+    parallel_speedup: float | UnsetType = UNSET
 
 
 class ServingLoad(Section, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import UNSET
 
 from swarmnode.compute.speed import Speeds
 from swarmnode.roles.measuring.capability import (
@@ -15,7 +16,9 @@ from swarmnode.roles.measuring.capability import (
     Capability,
     Conditions,
     SpeedCache,
+    serving_section,
 )
+from swarmnode.swarm.records.announcement import MAX_PARALLEL_SPEEDUP
 from swarmnode.swarm.records.sections import WorkSpeeds
 
 CONDITIONS = Conditions(
@@ -141,3 +144,23 @@ def test_short_or_small_departures_are_not(tmp_path, watch):
     passes(capability, watch, 0.02, 10 * DEPARTED_PASSES, every_s=0.3 * DEPARTED_S / (10 * DEPARTED_PASSES))
     passes(capability, watch, 0.011, 200, every_s=1.0)
     assert capability.speeds == SPEEDS
+
+
+@pytest.mark.parametrize(
+    ("replicas", "alone", "speedup"),
+    [
+        ([[(6, 100.0)]], 100.0, 1.0),
+        ([[(6, 100.0)], [(6, 100.0)]], 100.0, 2.0),  # on each: for two sessions
+        ([[(3, 100.0), (3, 100.0)]], 100.0, 2.0),  # over both: while one is at the second, another is at the first
+        ([[(6, 300.0)], [(6, 100.0)]], 200.0, 2.0),
+        ([[(1, 100.0), (5, 100.0)]], 100.0, 1.2),  # the longest part is what all wait for
+        ([[(6, 100.0)], [(6, 0.0)]], 50.0, 1.0),  # not measured everywhere: nothing is promised
+        ([[(6, 0.0)]], UNSET, 1.0),
+        ([[(6, 100.0)]] * 40, 100.0, MAX_PARALLEL_SPEEDUP),  # as much as is believed
+    ],
+)
+def test_several_devices_do_more_for_several_sessions(replicas, alone, speedup):
+    measured = [[(units, Speeds(decode_units_per_s=speed)) for units, speed in replica] for replica in replicas]
+    section = serving_section(measured)
+    assert section.decode_units_per_s == (alone if alone is UNSET else pytest.approx(alone))
+    assert section.parallel_speedup == pytest.approx(speedup)

@@ -160,6 +160,9 @@ def test_round_trips_go_before_the_codecs_of_links_and_those_before_addresses():
         {"coordinate": (1 << 30, 2, 3, 4, 5)},
         {"reachability": -1},
         {"unit_us": {bytes(8): -1}},
+        {"parallel_speedup": 0.5},
+        {"parallel_speedup": 17.0},
+        {"parallel_speedup": float("nan")},
     ],
 )
 def test_bad_fields(changes):
