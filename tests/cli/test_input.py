@@ -52,6 +52,68 @@ def test_create_leaves_nothing_behind(
     assert len(done.stderr.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "/",
+        "./",
+        "-x",
+        ".hidden",
+        ".swarm",
+        " ",
+        " x",
+        "x\ny",
+        "x\u202ey",
+        "é" * 65,
+        "😀" * 64,
+        "n" * 300,
+    ],
+)
+def test_what_is_no_name_of_a_swarm(name: str, tmp_path: Path) -> None:
+    for done in (
+        invoke("create", "--model", "./model", "--", name, cwd=tmp_path),
+        invoke("host", "./model", "--name", name or ".", cwd=tmp_path),
+    ):
+        assert_clear(done, 2, "is not a name for a swarm; use up to 64 letters")
+        assert len(done.stderr.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_that_name_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "friends.swarm").mkdir()
+    assert_clear(invoke("create", "friends", "--model", "./model", "--force", cwd=tmp_path), 2, "is a folder")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("status", "{}"),
+        ("run", "{}"),
+        ("join", "{}"),
+        ("generate", "{}", "text"),
+        ("invite", "{}"),
+        ("revoke", "{}", "carol"),
+        ("credit", "{}"),
+        ("fit", "{}"),
+        ("create", "x", "--model", "{}"),
+        ("create", "x", "--mode", "train", "--config", "{}"),
+        ("create", "x", "--model", "./model", "--private", "--owner-key", "{}"),
+        ("create", "{}/x", "--model", "./model"),
+    ],
+)
+def test_what_is_longer_than_any_files_name(command: tuple[str, ...], tmp_path: Path) -> None:
+    done = invoke(*(each.format("n" * 300) for each in command), home=tmp_path / "home", cwd=tmp_path)
+    assert_clear(done, 2, "File name too long")
+    assert len(done.stderr.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_long_prompt_alone_is_no_swarm(tmp_path: Path) -> None:
+    done = invoke("generate", "Tell me of the sea. " * 20, home=tmp_path / "home", cwd=tmp_path)
+    assert_clear(done, 2, "which swarm?")
+
+
 def test_a_model_that_cannot_be_used_leaves_no_key_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWARMNODE_OWNER_PASSWORD", "correct horse")
     done = invoke("create", str(tmp_path / "friends"), "--model", str(tmp_path / "nowhere"), "--private")

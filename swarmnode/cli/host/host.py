@@ -140,10 +140,11 @@ def _swarm(options: Mapping[str, Any]) -> tuple[Swarm, Path, SigningKey | None]:
 def _known(model: str, name: str, listen: list[str], announce: list[str]) -> tuple[Swarm | None, Path]:
     """The swarm of this model that an earlier call founded here, if there is one, and its file."""
     from swarmnode.swarm.storage.swarmfile import load_swarm, swarm_path
+    from swarmnode.swarm.storage.user_file import is_user_file
 
     is_file = model.endswith(SUFFIX)
     path = swarm_path(name or (model if is_file else _name_of(model)))
-    if not path.is_file():
+    if not is_user_file(path):
         if is_file:
             fail(f"{model}: no such file; give a checkpoint to found a swarm", 2)
         return None, new_swarm_file(name or _name_of(model))

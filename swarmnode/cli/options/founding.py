@@ -45,14 +45,18 @@ def new_swarm_file(name: str, *, force: bool = False) -> Path:
     """The .swarm file to be written, where one can be written. Raises UsageError for what cannot be a swarm's name."""
     from swarmnode.roles.creation.swarm_creation import check_name
 
-    path = Path(name).with_name(Path(name).name.removesuffix(SUFFIX) + SUFFIX)
+    stem = Path(name).name.removesuffix(SUFFIX)
+    check_name(stem)
+    path = Path(name).with_name(stem + SUFFIX)
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        fail(f"{path.parent}: no such folder to write {path.name} into", 2)
+    if path.is_dir():
+        fail(f"{path} is a folder; choose another name", 2)
     if path.exists() and not force:
         fail(f"{path} exists already; choose another name, or --force to overwrite it", 2)
-    if not path.absolute().parent.is_dir():
-        fail(f"{path.parent}: no such folder to write {path.name} into", 2)
-    if not os.access(path.absolute().parent, os.W_OK):
+    if not os.access(folder, os.W_OK):
         fail(f"{path.parent} cannot be written to: name a file in a folder of yours")
-    check_name(path.stem)
     return path
 
 

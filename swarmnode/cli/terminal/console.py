@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import logging
 import os
@@ -22,6 +23,7 @@ from swarmnode.net.tasks import cancel_and_wait, cancel_the_rest
 
 LEAVE_NOW_S = 10.0  # after the second Ctrl-C
 
+logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -65,7 +67,7 @@ def fail(message: str, exit_code: int = 1) -> NoReturn:
 
 
 def reports_errors(command: Callable[P, T]) -> Callable[P, T]:
-    """A command whose SwarmnodeErrors become one line and an exit code, never a stack trace."""
+    """A command whose errors, SwarmnodeErrors and the system's, become one line and an exit code, never a stack trace."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -80,8 +82,17 @@ def reports_errors(command: Callable[P, T]) -> Callable[P, T]:
             # The reader of our output has gone (`| head`): nothing more to say, and nobody to say it to.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
+        except OSError as error:
+            logger.debug("where this happened:", exc_info=True)
+            fail(_refused(error), 2 if error.errno == errno.ENAMETOOLONG else 1)
 
     return wrapped
+
+
+def _refused(error: OSError) -> str:
+    """What the operating system refused: a disk is full, a path too long, a file another user's."""
+    what = error.strerror or str(error)
+    return what if error.filename is None else f"{error.filename}: {what}"
 
 
 def print_json(value: Any) -> None:

@@ -28,11 +28,18 @@ from swarmnode.swarm.records.signing_key import SigningKey
 from swarmnode.swarm.storage.content import Progress, describe_files
 from swarmnode.swarm.storage.swarmfile import Swarm, new_swarm
 
+MAX_NAME_BYTES = 200  # in UTF-8: files are called after it, with more letters around, and a file's name has at most 255
+
 
 def check_name(name: str) -> None:
-    """Raises UsageError for what cannot be a swarm's name."""
-    if not name or not name.isprintable() or "/" in name or len(name) > MAX_NAME_CHARS:
-        raise UsageError(f"{name!r} is not a name for a swarm; use up to {MAX_NAME_CHARS} letters, digits and dashes")
+    """Raises UsageError for what cannot be a swarm's name, or is one that commands and files cannot be given."""
+    readable = name.isprintable() and "/" not in name and name == name.strip()
+    short = len(name) <= MAX_NAME_CHARS and len(name.encode(errors="replace")) <= MAX_NAME_BYTES
+    if not name or not readable or not short or name.startswith(("-", ".")):
+        shown = repr(name) if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]!r}…"
+        raise UsageError(
+            f"{shown} is not a name for a swarm; use up to {MAX_NAME_CHARS} letters, digits and dashes, a letter or digit first"
+        )
 
 
 def create_swarm(

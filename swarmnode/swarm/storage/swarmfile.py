@@ -30,7 +30,7 @@ from swarmnode.swarm.storage.atomic import write_private
 from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
 from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
 from swarmnode.swarm.storage.public_swarms import find_public_swarm
-from swarmnode.swarm.storage.user_file import read_user_file
+from swarmnode.swarm.storage.user_file import is_user_file, read_user_file
 
 FORMAT = 1
 SUFFIX = ".swarm"
@@ -150,7 +150,7 @@ def load_swarm(source: str | Path, home: Path | None = None) -> Swarm:
     if isinstance(source, str) and looks_like_invite(source):
         return _invited(source)
     path = swarm_path(source)
-    if not path.is_file() and (invite := _named(str(source), home)) is not None:
+    if not is_user_file(path) and (invite := _named(str(source), home)) is not None:
         return _invited(invite)
     data = _read(path)
     text = data.decode(errors="replace")
@@ -161,12 +161,12 @@ def swarm_path(source: str | Path) -> Path:
     """Where the .swarm file is that this means: `friends` is `friends.swarm` where there is no file `friends`."""
     path = Path(source)
     full = path.with_name(path.name + SUFFIX) if path.name else path
-    return full if full.is_file() and not path.is_file() else path
+    return full if is_user_file(full) and not is_user_file(path) else path
 
 
 def names_a_swarm(source: str, home: Path | None) -> bool:
     """Whether this is an invite, a file that is there, or a known name, rather than something else that was typed."""
-    return looks_like_invite(source) or swarm_path(source).is_file() or _named(source, home) is not None
+    return looks_like_invite(source) or is_user_file(swarm_path(source)) or _named(source, home) is not None
 
 
 def _named(name: str, home: Path | None) -> str | None:

@@ -7,13 +7,21 @@ from pathlib import Path
 from swarmnode.errors import UsageError
 
 
+def is_user_file(path: Path) -> bool:
+    """Whether there is such a file here. What was typed may be longer than any file's name: an invite, a prompt."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 def read_user_file(path: Path, *, max_bytes: int, what: str) -> bytes | None:
     """Its content; None where there is no such file. `what` it should be, as in "a guestbook". Raises UsageError."""
     try:
         if path.stat().st_size > max_bytes:
             raise UsageError(f"{path} is too large, not {what}")
         return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte, which no path has
         return None
     except IsADirectoryError:
         raise UsageError(f"{path} is a folder, not {what}") from None
