@@ -44,6 +44,7 @@ from swarmnode.roles.host import Host
 from swarmnode.roles.measuring.bandwidth import Prober
 from swarmnode.roles.measuring.service_report import ServiceReporter
 from swarmnode.roles.placement import Placement, endless
+from swarmnode.roles.planned_place import PlannedPlace
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.sections import Place
@@ -77,6 +78,7 @@ class Node:
         self._states: SharedStates | None = None  # where the swarm trains
         self._stage: Stage | None = None
         self._span: Span | None = None
+        self._planned: PlannedPlace | None = None
         self._kept: KeptSpan | None = None  # while it pauses
         self._moves = 0
         self.lending = Lending(self._tell_lending, now=platform.clock.unix)
@@ -269,16 +271,18 @@ class Node:
     async def _first_span(self, place: Placement, host: Host, hardware: Hardware) -> Span:
         told = self.config.span
         if told is None and self.config.plan is not None:
-            assert host.swarm.manifest is not None
-            told = self.config.plan.span_of(host.peer_id, host.swarm.manifest.model.units)
+            self._planned = PlannedPlace(self.config.plan, host)
+            told = self._planned.span
         if told and told.units:
             return hardware.check(told)
         return await place.claim(*hardware.sections(host), await host.introduction())
 
     def _bound(self) -> bool:
-        """A span that the user fixed never moves, nor does one of which nobody else has what was learnt."""
-        finishing = self.lending.state is LendingState.FINISHING
-        return finishing or self.config.span is not None or (self._stage is not None and self._stage.bound)
+        """A span that the user fixed never moves, nor does one of which nobody else has what was learnt; a planned one not yet."""
+        if self.lending.state is LendingState.FINISHING or self.config.span is not None:
+            return True
+        planned = self._planned is not None and self._planned.holds()
+        return planned or (self._stage is not None and self._stage.bound)
 
     # -- serving
 

@@ -17,7 +17,7 @@ RATES = ("max_upload_bps", "max_download_bps")  # another rate may be kept to at
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """What a volunteer lends. None means: find out. A `plan` says where a node begins; it may move from there."""
+    """What a volunteer lends. None means: find out. A `plan` says where a node begins, and stays while the plan's peers do."""
 
     host: HostConfig
     stage: StageConfig = field(default_factory=StageConfig)

@@ -162,7 +162,7 @@ class Placement:
         if not own.span[1]:
             reason = "every unit has two holders, and a step would not be shorter with this node"
         if fixed:
-            reason = "these units were fixed with --span, are trained by nobody else, or are being finished"
+            reason = "these units were fixed with --span or --plan, are trained by nobody else, or are being finished"
         self._note(f"stays at units {Span(*own.span)}" if own.span[1] else STANDS_BY, Span(*own.span), reason)
 
     def _note(self, what: str, span: Span, *reasons: str) -> None:

@@ -3,6 +3,7 @@ others were lost."""
 
 from __future__ import annotations
 
+import asyncio
 import typing
 from collections import Counter
 from itertools import combinations
@@ -11,8 +12,13 @@ from pathlib import Path
 import pytest
 
 from swarmnode.compute.memory import limit_bytes_for
+from swarmnode.net.identity import Identity
+from swarmnode.net.identity_slot import IdentitySlot
 from swarmnode.net.memory.network import Path as NetworkPath
+from swarmnode.node import NodeConfig
+from swarmnode.plan.offline.plan_file import PlanFile
 from swarmnode.plan.view import Span
+from swarmnode.roles.host import HostConfig
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.run import Run
 from swarmnode.training.preparation import NO_DATA
@@ -27,6 +33,7 @@ ISLANDS = {"ada": 0, "bob": 0, "cyd": 1}
 DATA = Path(typing.__file__)
 SETTINGS = Run(NO_DATA, 16, batch=4, microbatch=2, sequence=16, learning_rate=1e-3, checkpoint_steps=4, seed=7)
 PASS_S = 0.3
+STEADY_S = 60.0  # in which a node would move, if it were to
 HALF_BYTES = limit_bytes_for(450_000)  # of the four units
 
 
@@ -76,6 +83,31 @@ async def test_who_only_holds_others_up_stands_by_until_it_is_needed(founded: Fo
         told = await far.wait_until(lambda event: event["event"] == "moving" and event["span"][1] > 0, "a move back")
         assert Span(*told["span"]) == units
         await far.wait_until(lambda event: event is far.seen[-1] and event["event"] == "ready", "units again")
+
+
+@in_virtual_time
+async def test_a_planned_node_stays_until_one_of_the_plan_has_gone(founded: Founded, tmp_path: Path) -> None:
+    """Each could hold the whole model, and would, if nobody had planned."""
+    async with VirtualSwarm(tmp_path) as swarm:
+        founded.into(swarm)
+        await swarm.bootstrap()
+        units = swarm.load().manifest.model.units  # type: ignore[union-attr]
+        halves = {"ada": Span(0, units // 2), "bob": Span(units // 2, units)}
+        homes = {name: tmp_path / "homes" / name for name in halves}
+        peers = [Identity.load_or_create(IdentitySlot(home, "node").path).peer_id for home in homes.values()]
+        plan = PlanFile(
+            units, tuple((span, (number,)) for number, span in enumerate(halves.values())), (), tuple(peers)
+        )
+        for name, home in homes.items():
+            swarm.node(name, config=NodeConfig(HostConfig(home, name=name), plan=plan))
+            await swarm.members[name].wait_for("ready")
+            await asyncio.sleep(STEADY_S)
+        spans = {name: Span(*member.node.describe()["span"]) for name, member in swarm.members.items()}
+        assert spans == halves
+        assert not any(told["event"] == "moving" for member in swarm.members.values() for told in member.seen)
+        await swarm.members["bob"].kill()
+        told = await swarm.members["ada"].wait_for("moving")
+        assert Span(*told["span"]) == Span(0, units)
 
 
 @in_virtual_time

@@ -31,7 +31,7 @@ PLAN = typer.Option(
     None,
     "--plan",
     metavar="PLAN.json",
-    help="In training, begin where plan --model --json put this node.",
+    help="In training, begin where plan --model --json put this node, and stay while the plan's other peers are at their places.",
     show_default=False,
 )
 
