@@ -9,6 +9,7 @@ import pytest
 from swarmnode.cli.options.quantities import parse_bytes, parse_rate
 from swarmnode.config import StageConfig
 from swarmnode.errors import UsageError
+from swarmnode.net.addressing.addresses import port_of
 from swarmnode.roles.creation.bootstraps import Bootstraps
 from tests.cli.command import assert_clear, invoke
 from tests.llama import save_llama
@@ -30,6 +31,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--listen", "0.0.0.0:4001"), ("--listen", "not a multiaddr", "/ip4/203.0.113.7/tcp/4001")),
         (("--listen", "4001"), ("--listen", "not a multiaddr")),
         (("--listen", ""), ("--listen", "empty")),
+        (("--listen", "[::1]:0"), ("--listen", "not a multiaddr")),
+        (("--listen", "/ip6/fe80::1%eth0/tcp/4001"), ("--listen", "not a multiaddr")),
+        (("--listen", "/ip4/127.0.0.1"), ("--listen /ip4/127.0.0.1", "names no port")),
+        (("--listen", "/ip4/127.0.0.1/udp/4001"), ("--listen", "names no port")),
+        (("--listen", "/unix/tmp/x"), ("--listen", "names no port")),
+        (("--listen", f"/p2p/{PEER}"), ("--listen", "names no port")),
+        (("--listen", f"{PORT}/p2p/{PEER}"), ("--listen", "leave /p2p/ away")),
+        (("--listen", "/ip6/fe80::1/tcp/4001"), ("--listen", "link-local")),
+        (("--listen", PORT, "--announce", "/ip4/169.254.1.1/tcp/4001"), ("--announce", "link-local")),
+        (("--listen", PORT, "--announce", "/dns4/example.org/tcp/0"), ("--announce", "port 0")),
         (("--announce", "example.org"), ("--announce", "not a multiaddr")),
         (("--announce", PORT), ("--announce", "--listen")),
         (("--listen", PORT, "--announce", "/ip4/0.0.0.0/tcp/4001"), ("--announce", "nobody can dial 0.0.0.0")),
@@ -139,7 +150,8 @@ def test_wildcards_become_addresses_that_can_be_dialled() -> None:
     assert settled.listen == ("/ip4/0.0.0.0/tcp/4001", "/ip6/::/tcp/4001")
     alone = Bootstraps(listen=("/ip4/0.0.0.0/tcp/4001",)).settled(("127.0.0.1",))
     assert alone.announce == (PORT,)
-    assert not Bootstraps(listen=("/ip4/127.0.0.1/tcp/0",)).settled().announce[0].endswith("/tcp/0")
+    for open_port in ("/ip4/127.0.0.1/tcp/0", "/ip6/::1/tcp/0", "/ip4/127.0.0.1/udp/0/quic-v1"):
+        assert port_of(Bootstraps(listen=(open_port,)).settled().announce[0])
 
 
 @pytest.mark.parametrize(

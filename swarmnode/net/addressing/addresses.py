@@ -87,8 +87,20 @@ def with_host(address: str, host: str) -> str:
 
 
 def with_port(address: str, port: int) -> str:
-    """The address with another TCP port."""
-    return re.sub(r"/tcp/\d+", f"/tcp/{port}", address, count=1)
+    """The address with another port."""
+    return re.sub(r"/(tcp|udp)/\d+", rf"/\g<1>/{port}", address, count=1)
+
+
+def port_of(address: str) -> int | None:
+    """The port that it names, where connections can be taken there: of TCP, or of QUIC's UDP."""
+    port = _value(address, "tcp", "udp")
+    return int(port) if port is not None and ("/tcp/" in address or "/quic" in address) else None
+
+
+def is_link_local(address: str) -> bool:
+    """Whether the address means another machine on each network."""
+    host = _value(address, "ip4", "ip6")
+    return host is not None and ipaddress.ip_address(host).is_link_local
 
 
 def is_wildcard(address: str) -> bool:

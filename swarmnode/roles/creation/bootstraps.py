@@ -10,8 +10,11 @@ from swarmnode.net.addressing.addresses import (
     check_all,
     free_port,
     host_of,
+    is_link_local,
     is_loopback,
     is_wildcard,
+    peer_of,
+    port_of,
     with_host,
     with_port,
 )
@@ -36,18 +39,34 @@ class Bootstraps:
         running = check_all("--bootstrap", self.running, needs_peer=True)
         if running and (self.listen or self.announce):
             raise UsageError("--bootstrap names peers that run already; --listen and --announce are for a new one")
-        listen = tuple(map(_with_fixed_port, check_all("--listen", self.listen)))
-        announce = check_all("--announce", self.announce, dialled=True)
+        listen = tuple(map(_with_fixed_port, _of_a_door("--listen", check_all("--listen", self.listen))))
+        announce = _of_a_door("--announce", check_all("--announce", self.announce, dialled=True))
         if announce and not listen:
             raise UsageError("--announce says where others reach the bootstrap peer; --listen says where it listens")
+        if unknown := [address for address in announce if port_of(address) == 0]:
+            raise UsageError(f"--announce {unknown[0]}: nobody can dial port 0; give the port that others reach")
         if not running and not listen:
             listen = (f"/ip4/127.0.0.1/tcp/{free_port()}",)
         return replace(self, running=running, listen=listen, announce=announce or _reached(listen, interfaces))
 
 
+def _of_a_door(option: str, addresses: Sequence[str]) -> Sequence[str]:
+    """The same, of a bootstrap peer that is still to run. Raises UsageError for one where it could not be dialled."""
+    for address in addresses:
+        if port_of(address) is None:
+            raise UsageError(f"{option} {address}: it names no port; give one like /ip4/203.0.113.7/tcp/4001")
+        if peer_of(address) is not None:
+            raise UsageError(f"{option} {address}: leave /p2p/ away; a new bootstrap peer gets an identity of its own")
+        if is_link_local(address):
+            raise UsageError(
+                f"{option} {address}: a link-local address leads elsewhere on each machine; give another one"
+            )
+    return addresses
+
+
 def _with_fixed_port(address: str) -> str:
     """An invite outlives the process that listens: the port is chosen now."""
-    return with_port(address, free_port()) if "/tcp/0" in address else address
+    return with_port(address, free_port()) if port_of(address) == 0 else address
 
 
 def _reached(listen: Sequence[str], interfaces: Collection[str] | None) -> tuple[str, ...]:
@@ -63,4 +82,4 @@ def _expanded(address: str, interfaces: Collection[str]) -> list[str]:
     """One address for each interface that the wildcard stands for. Link-local ones mean nothing on another machine."""
     of_version_6 = host_of(address) == "::"
     hosts = [host for host in sorted(interfaces) if (":" in host) == of_version_6]
-    return [with_host(address, host) for host in hosts if not host.startswith(("169.254.", "fe80:"))]
+    return [reached for host in hosts if not is_link_local(reached := with_host(address, host))]
