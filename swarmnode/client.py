@@ -166,7 +166,7 @@ class SwarmClient(SwarmObserver):
         `special_tokens` are in the text only where that is asked for.
         """
         self._host.supervisor.check()
-        self._check_language_model()
+        self.check_language_model()
         options = dataclasses.replace(options or GenerateOptions(), **changes)
         deadline_s = self._clock() + self.config.patience_s
         tokenizer = await self.tokenizer()
@@ -208,6 +208,7 @@ class SwarmClient(SwarmObserver):
         **changes: Any,
     ) -> TextStream:
         """Generate what the model answers to a conversation; see `stream`. Raises CheckpointError where its chat template fails."""
+        self.check_language_model()
         tokenizer = await self.tokenizer()
         if tokenizer is None:
             raise UsageError(
@@ -225,10 +226,18 @@ class SwarmClient(SwarmObserver):
             pass
         return stream.result
 
-    def _check_language_model(self) -> None:
+    def check_language_model(self) -> None:
         """Raises UsageError where the swarm has none."""
         if self.manifest.kind == GRAPH:
-            raise UsageError(f"the swarm {self.manifest.name} has no language model: it cannot generate text")
+            raise UsageError(
+                f"the swarm {self.manifest.name} has no language model: it {self._does()}, and cannot generate text"
+            )
+
+    def _does(self) -> str:
+        """What the model is for."""
+        named = {EMBED: "embeds texts", CLASSIFY: "classifies texts"}.get(self.manifest.model.task or "")
+        module = "runs a module" if self.manifest.mode == SERVE else "trains a module"
+        return named or (module if self.manifest.kind == GRAPH else "generates text")
 
     def _router(self, span: Span, *, ring: bool) -> DirectoryRouter:
         announced = self._host.directory.peers().values()
@@ -268,10 +277,7 @@ class SwarmClient(SwarmObserver):
         """The swarm's model, which makes one vector of a text, for a task (`embed`, `classify`). Raises UsageError where it is for
         something else."""
         if self.manifest.model.task != task:
-            does = {EMBED: "embeds texts", CLASSIFY: "classifies texts"}.get(self.manifest.model.task or "")
-            does = does or ("runs a module" if self.manifest.kind == GRAPH else "generates text")
-            wanted = {EMBED: "embed", CLASSIFY: "classify"}[task]
-            raise UsageError(f"the model of {self.manifest.name} {does}: it cannot {wanted}")
+            raise UsageError(f"the model of {self.manifest.name} {self._does()}: it cannot {task}")
         module, tokenizer, limits = await self.remote_module(), await self.tokenizer(), await self.limits()
         labels = labels_of(await self._files.folder()) if task == CLASSIFY else []
         return RemoteEncoder(module, tokenizer, limits, labels)
@@ -294,7 +300,7 @@ class SwarmClient(SwarmObserver):
         GenerateOptions'.
         """
         self._host.supervisor.check()
-        self._check_language_model()
+        self.check_language_model()
         check_compression(compress, self.manifest.codecs)
         loop = asyncio.get_running_loop()
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnode.errors import ContextTooLong, UsageError
+from swarmnode.errors import CheckpointError, ContextTooLong, UsageError
 from swarmnode.roles.serving.client.limits import ModelLimits
 from swarmnode.tokenizer import ByteTokenizer, Tokenizer
 
@@ -24,7 +24,7 @@ Text = str | Sequence[int]
 
 
 class RemoteEncoder:
-    """`labels` are those of a classifier's classes."""
+    """`labels` are those of a classifier's classes. Raises CheckpointError where the module does not make one vector of one row."""
 
     def __init__(
         self,
@@ -34,6 +34,7 @@ class RemoteEncoder:
         labels: Sequence[str],
     ) -> None:
         self.labels = labels
+        self.size = _vector_size(module)
         self._module = module
         self._tokenizer = tokenizer
         self._limits = limits
@@ -69,6 +70,16 @@ class RemoteEncoder:
             outputs = await self._module.infer({item.argument: list(ids)})
         (vector,) = outputs.values()
         return vector
+
+
+def _vector_size(module: RemoteModule) -> int:
+    """How many numbers a vector has."""
+    shapes = list(module.output_shapes(1).values())
+    if len(module.graph.inputs) != 1 or [len(shape) for shape in shapes] != [1]:
+        raise CheckpointError(
+            "the graph of this swarm does not make one vector of a row of tokens, as its manifest says"
+        )
+    return shapes[0][0]
 
 
 def labels_of(folder: Path) -> list[str]:

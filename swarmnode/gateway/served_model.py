@@ -59,9 +59,10 @@ class ServedModel:
     # -- text and ids
 
     async def tokenizer(self) -> Tokenizer | ByteTokenizer:
-        """The checkpoint's own. Raises ApiError where it has none."""
+        """The checkpoint's own. Raises ApiError where it has none, UsageError where the model knows no text anyway."""
         tokenizer = await self.client.tokenizer()
         if tokenizer is None:
+            self.client.check_language_model()
             raise ApiError(400, NO_TOKENIZER)
         return tokenizer
 
@@ -77,7 +78,8 @@ class ServedModel:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         """The ids of a conversation that the model is to answer, with the tools that it may call, and what else its template
-        knows. Raises ApiError where it knows no conversations."""
+        knows. Raises ApiError where it knows no conversations, UsageError where it is no language model."""
+        self.client.check_language_model()
         tokenizer = await self.tokenizer()
         if isinstance(tokenizer, ByteTokenizer) or not tokenizer.has_chat_template:
             raise ApiError(

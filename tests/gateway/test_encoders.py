@@ -98,6 +98,8 @@ async def test_embeddings_that_cannot_be(embedding: Any, tmp_path: Path) -> None
             await served.openai.post("http://localhost/classify", body={"input": TEXT}, cast_to=object)
         with pytest.raises(openai.BadRequestError, match="has no language model"):
             await served.openai.completions.create(model=MODEL, prompt=TEXT)
+        with pytest.raises(openai.BadRequestError, match="has no language model"):
+            await served.openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": TEXT}])
         with pytest.raises(openai.NotFoundError):
             await served.openai.embeddings.create(model="other", input=TEXT)
 

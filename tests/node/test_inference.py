@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from swarmnode.errors import NoRoute, UsageError
+from swarmnode.client import SwarmClient
+from swarmnode.codec.tensors import Codec, DType, TensorInfo, payload_bytes
+from swarmnode.compress.values import Encoded, decode_values, encode_values, payload_of
+from swarmnode.errors import ErrorCode, NoRoute, ProtocolError, UsageError
 from swarmnode.roles.creation.model_source import ModelSource, from_module
 from tests.net.virtual import in_virtual_time
-from tests.node.virtual_swarm import VirtualSwarm
+from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
 from tests.segmenter import SIDE, WORDS, segmenter
 
 
@@ -40,6 +48,84 @@ def assert_close(outputs: dict[str, np.ndarray], arrays: dict[str, np.ndarray]) 
     assert outputs.keys() == alone.keys()
     for name, array in alone.items():
         np.testing.assert_allclose(outputs[name], array, atol=1e-5)
+
+
+Change = Callable[[Encoded], Encoded]
+"""What a node tells in place of what it computed"""
+
+
+def nan(encoded: Encoded) -> Encoded:
+    return encode_values([value * torch.nan if value.is_floating_point() else value for value in decoded(encoded)])
+
+
+def too_few(encoded: Encoded) -> Encoded:
+    return encode_values(decoded(encoded)[1:])
+
+
+def another_shape(encoded: Encoded) -> Encoded:
+    return encode_values([value[:1] for value in decoded(encoded)])
+
+
+def another_dtype(encoded: Encoded) -> Encoded:
+    return encode_values([value.int() for value in decoded(encoded)])
+
+
+def a_huge_one(encoded: Encoded) -> Encoded:
+    """Of 256 MiB, in a few bytes."""
+    infos, payloads = encoded
+    shape = (1 << 26,)
+    empty = bytes(payload_bytes(TensorInfo(Codec.TOPK, DType.FLOAT32, shape)))
+    return (TensorInfo(Codec.TOPK, DType.FLOAT32, shape), *infos[1:]), [empty, *payloads[1:]]
+
+
+def too_large(_: Encoded) -> Encoded:
+    raise ProtocolError("it never fits", code=ErrorCode.TOO_LARGE)
+
+
+def decoded(encoded: Encoded) -> Sequence[Tensor]:
+    infos, payloads = encoded
+    return decode_values(infos, payload_of(payloads), "cpu")
+
+
+class Liars:
+    """Of these nodes whoever is asked first tells something else than it computes, or all of them do."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, change: Change, members: Sequence[VirtualMember], *, all_do: bool):
+        self._change = change
+        self._all_do = all_do
+        self.lied: list[str] = []
+        for member in members:
+            server = member.node._stage._server  # type: ignore[union-attr]
+            patch.setattr(server, "_compute", partial(self._compute, member, server._compute))
+
+    def _compute(self, member: VirtualMember, honest: Callable[..., Encoded], *asked: Any) -> Encoded:
+        if not self._all_do and self.lied not in ([], [member.peer]):
+            return honest(*asked)
+        if member.peer not in self.lied:
+            self.lied.append(member.peer)
+        return self._change(honest(*asked))
+
+
+@contextlib.contextmanager
+def lying(change: Change, *members: VirtualMember, all_do: bool = False) -> Iterator[list[str]]:
+    """Yields who has lied."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield Liars(patch, change, members, all_do=all_do).lied
+
+
+@contextlib.asynccontextmanager
+async def blaming(swarm: VirtualSwarm) -> AsyncIterator[tuple[SwarmClient, list[str]]]:
+    """A client that knows all nodes, and whom it suspects from then on."""
+    async with swarm.client() as client:
+        while sum(peer["state"] == "ready" for peer in client.status()["peers"]) < len(swarm.members):
+            await client.changed()
+        blamed: list[str] = []
+        suspect = client._host.directory.suspect
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                client._host.directory, "suspect", lambda peer, reason: (blamed.append(peer), suspect(peer, reason))
+            )
+            yield client, blamed
 
 
 async def two_hops(swarm: VirtualSwarm, module: ModelSource, replicas: int) -> None:
@@ -79,6 +165,49 @@ async def test_goes_on_when_peers_die_and_hang(tmp_path: Path, module: ModelSour
                     assert_close(outputs, inputs(3, seed))
                 await swarm.members["last-0"].stop()
                 assert_close(await client.infer(inputs(5)), inputs(5))
+
+
+@in_virtual_time
+async def test_who_lies_is_left_and_nobody_else(tmp_path: Path, module: ModelSource) -> None:
+    arrays = inputs(2)
+    async with VirtualSwarm(tmp_path) as swarm:
+        await two_hops(swarm, module, 2)
+        for hop in ("first", "last"):
+            replicas = [swarm.members[f"{hop}-{number}"] for number in range(2)]
+            for change in (nan, too_few, another_shape, another_dtype, a_huge_one):
+                with lying(change, *replicas) as lied:
+                    async with blaming(swarm) as (client, blamed):
+                        assert_close(await client.infer(arrays), arrays)
+                        assert len(lied) == 1 and set(blamed) == set(lied), change
+            with lying(too_large, *replicas) as lied:
+                async with blaming(swarm) as (client, blamed):
+                    assert_close(await client.infer(arrays), arrays)
+                    assert len(lied) == 1 and not blamed  # it may be so: its memory is its own
+
+
+@in_virtual_time
+async def test_what_the_input_is_at_fault_for_blames_nobody(tmp_path: Path, module: ModelSource) -> None:
+    arrays = inputs(2)
+    async with VirtualSwarm(tmp_path) as swarm:
+        swarm.create(module)
+        assert module.model.units == 7
+        await swarm.bootstrap()
+        for span in ("0:3", "3:7", "3:5", "5:7"):
+            swarm.node(span, span)
+        for member in swarm.members.values():
+            await member.wait_for("ready")
+        ends = swarm.members["3:7"], swarm.members["5:7"]
+        for change, sentence in ((nan, "gives NaN for this input"), (too_large, "for so large an input")):
+            with lying(change, *ends, all_do=True) as said:
+                async with blaming(swarm) as (client, blamed):
+                    with pytest.raises(UsageError, match=sentence):
+                        await client.infer(arrays)
+                    assert len(said) == 2 and not blamed
+        async with blaming(swarm) as (client, blamed):
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(UsageError, match="for so large an input"):
+                patch.setattr("swarmnode.roles.inference.client.MAX_PAYLOAD_BYTES", 100)
+                await client.infer(arrays)
+            assert_close(await client.infer(arrays), arrays)
 
 
 @in_virtual_time

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swarmnode.compress.codecs import DTYPE_OF
+from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.compress.codecs import DTYPE_OF, TORCH_DTYPE
 from swarmnode.compute.graph.arguments import torch_constant
 from swarmnode.compute.graph.graph import TensorType
 from swarmnode.compute.graph.layout import Layout, Value
@@ -20,6 +21,14 @@ Described = tuple[torch.dtype, tuple[int, ...]]
 def described(values: Sequence[Tensor]) -> list[Described]:
     """What is to be said of tensors that are here."""
     return [(value.dtype, tuple(value.shape)) for value in values]
+
+
+def told(infos: Sequence[TensorInfo]) -> list[Described]:
+    """What a peer says of tensors that it sends as they are. Raises ProtocolError where it compresses them: what they become might
+    take any memory."""
+    if any(info.codec != Codec.NONE for info in infos):
+        raise ProtocolError("the values of a pass travel as they are")
+    return [(TORCH_DTYPE[info.dtype], info.shape) for info in infos]
 
 
 def batch_of(layout: Layout, number: int, values: Sequence[Described]) -> int:
@@ -82,9 +91,9 @@ def to_wire(values: Sequence[Tensor]) -> list[Tensor]:
 
 
 def from_wire(layout: Layout, number: int, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The values of a boundary as they were before they travelled."""
+    """The values of a boundary in the graph's own dtypes, as they were before they travelled."""
     wanted = (torch_constant(value.type.dtype) for value in layout.boundaries[number])
-    return tuple(value.bool() if dtype is torch.bool else value for value, dtype in zip(values, wanted, strict=True))
+    return tuple(value.to(dtype) for value, dtype in zip(values, wanted, strict=True))
 
 
 def text_of(described: Described) -> str:

@@ -36,10 +36,10 @@ async def embeddings(asked: EmbeddingRequest, request: Request) -> EmbeddingRepl
     """The vectors of texts."""
     model = gateway_of(request).model(asked.model)
     encoder = await _encoder(model, EMBED)
+    if asked.dimensions not in (None, encoder.size):
+        sentence = f"{model.name} makes vectors of {encoder.size} numbers, and no others"
+        raise ApiError(400, sentence, parameter="dimensions")
     vectors, usage = await _vectors(model, encoder, asked, request)
-    size = len(vectors[0])
-    if asked.dimensions not in (None, size):
-        raise ApiError(400, f"{model.name} makes vectors of {size} numbers, and no others", parameter="dimensions")
     data = [
         Embedding(index=index, embedding=_encoded(vector) if asked.encoding_format == "base64" else vector.tolist())
         for index, vector in enumerate(vectors)

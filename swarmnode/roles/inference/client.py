@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from swarmnode.codec.frames import MAX_PAYLOAD_BYTES
 from swarmnode.codec.inference_messages import INFER_PROTOCOL, Infer, Inferred
 from swarmnode.codec.messages import HopSpec
 from swarmnode.compress.values import decode_values, encode_values
-from swarmnode.compute.graph.boundary import batch_of, check_values, described, from_wire, to_wire
+from swarmnode.compute.graph.boundary import batch_of, check_values, described, from_wire, to_wire, told
+from swarmnode.compute.graph.costs.forward_memory import boundary_bytes
 from swarmnode.compute.graph.layout import Layout
 from swarmnode.errors import (
     Busy,
@@ -32,7 +34,7 @@ from swarmnode.plan.view import Span
 from swarmnode.roles.fetching.sources import ask
 from swarmnode.roles.host import Host
 from swarmnode.roles.serving.client.blame import ARGUABLE, Blame, Verdict
-from swarmnode.roles.serving.client.router import Route, Router
+from swarmnode.roles.serving.client.router import Router
 
 Values = tuple[Tensor, ...]
 
@@ -80,8 +82,8 @@ class InferenceClient:
         async for frame, body in ask(self._board, hop.peer, question, payload=payload, silence_s=within_s):
             if not isinstance(body, Inferred):
                 break
+            check_values(self.layout, hop.end, told(body.values), batch)
             results = await asyncio.to_thread(decode_values, body.values, frame.payload, "cpu")
-            check_values(self.layout, hop.end, described(results), batch)
             return from_wire(self.layout, hop.end, results)
         raise ProtocolError("a peer ended a conversation without an answer", peer=hop.peer)
 
@@ -97,8 +99,12 @@ class _Pass:
         self._client = client
         self._values = values
         self._batch = batch_of(client.layout, 0, described(values))
+        if boundary_bytes(client.layout, 0, self._batch) > MAX_PAYLOAD_BYTES:
+            raise _request_error(ErrorCode.TOO_LARGE)
         self._unit = 0
         self._blame = Blame(client._clock, avoid_s=AVOID_S)
+        self._answered: list[HopSpec] = []  # since the last who said an error was judged
+        self._contested = 0  # the unit behind those of whoever said an error
         self._last: PeerError | NetworkDown | None = None  # why the last peer did not answer
         self._progress_s = client._clock()
 
@@ -112,12 +118,12 @@ class _Pass:
                 await self._wait(router, error)
                 continue
             for hop in route:
-                if not await self._take(hop, router, route):
+                if not await self._take(hop, router):
                     break
         return self._values
 
-    async def _take(self, hop: HopSpec, router: Router, route: Route) -> bool:
-        """One hop; whether the pass goes on along this route."""
+    async def _take(self, hop: HopSpec, router: Router) -> bool:
+        """One hop; whether the pass goes on along its route."""
         client, began_s = self._client, self._client._clock()
         try:
             values = await client._ask(hop, self._values, self._batch)
@@ -129,8 +135,11 @@ class _Pass:
         self._values, self._unit, self._last = values, hop.end, None
         self._progress_s = client._clock()
         client._observed.saw(hop.peer, (self._progress_s - began_s) / ((hop.end - hop.start) * self._batch))
-        for peer, code in self._blame.progress(route):
-            router.suspect(peer, f"it answered {code.name} to what others could compute")
+        self._answered.append(hop)
+        if self._unit >= self._contested:  # not before: what is at fault may be in the units that are left
+            for peer, code in self._blame.progress(self._answered):
+                router.suspect(peer, f"it answered {code.name} to what others could compute")
+            self._answered.clear()
         return True
 
     def _fail(self, hop: HopSpec, router: Router, error: PeerError | NetworkDown) -> None:
@@ -138,6 +147,7 @@ class _Pass:
         self._last = error
         code = error.code if isinstance(error, PeerRefused) else ErrorCode.PEER_LOST
         log.info("units %d:%d: %s", hop.start, hop.end, error)
+        self._contested = max(self._contested, hop.end)
         retry_s = (error.retry_s or 0.0) if isinstance(error, PeerRefused) else 0.0
         verdict = self._blame.judge(hop, code, retry_s=retry_s)
         if verdict is Verdict.REQUEST:

@@ -41,6 +41,11 @@ class RemoteModule:
         """End all links."""
         await self._client.close()
 
+    def output_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+        """Of the outputs by name, for so many samples."""
+        types = {value.ref: value.type for value in self._client.layout.boundaries[-1]}
+        return {output.name: types[output.value].sizes(batch) for output in self.graph.outputs}
+
     async def infer(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The outputs by name for inputs by name. Raises UsageError where they do not fit or cannot be computed, NoRoute, Busy."""
         values = await asyncio.to_thread(input_values, self.graph, arrays)

@@ -13,11 +13,9 @@ import torch
 from swarmnode.codec.frames import MAX_PAYLOAD_BYTES, Frame
 from swarmnode.codec.inference_messages import INFER_PROTOCOL, Infer, Inferred
 from swarmnode.codec.messages import Body, Error, Hello
-from swarmnode.codec.tensors import Codec
-from swarmnode.compress.codecs import TORCH_DTYPE
 from swarmnode.compress.values import Encoded, decode_values, encode_values
 from swarmnode.compute.executor import Executor, Urgency
-from swarmnode.compute.graph.boundary import batch_of, from_wire, to_wire
+from swarmnode.compute.graph.boundary import batch_of, from_wire, to_wire, told
 from swarmnode.compute.graph.costs.forward_memory import boundary_bytes, forward_bytes
 from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.throttle import Throttle
@@ -159,10 +157,7 @@ class InferenceServer:
         segment = self._segment
         if not segment.start <= asked.start < asked.end <= segment.end:
             raise ProtocolError(f"units {asked.start}:{asked.end} are not here", code=ErrorCode.WRONG_SPAN)
-        if any(info.codec != Codec.NONE for info in asked.values):
-            raise ProtocolError("the values of a pass travel as they are")
-        told = [(TORCH_DTYPE[info.dtype], info.shape) for info in asked.values]
-        batch = batch_of(segment.layout, asked.start, told)
+        batch = batch_of(segment.layout, asked.start, told(asked.values))
         need_bytes = self._pass_bytes(asked.start, asked.end, batch)
         limit_bytes = self._memory.limit_bytes
         is_too_large = limit_bytes is not None and need_bytes > limit_bytes
