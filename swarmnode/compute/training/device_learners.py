@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swarmnode.compute.training.averaging.flat import FlatVector, by_block
 from swarmnode.compute.training.block import Block, Changes
-from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.learner import Learner, count_of
 from swarmnode.compute.training.segment import Segment, Values, moved
 from swarmnode.swarm.records.run import Run
 
@@ -62,6 +62,10 @@ class DeviceLearners:
             for unit, mask in learner.counted.items():
                 counted[unit] = counted.get(unit, 0) | mask
         return counted
+
+    def count_of(self, block: int) -> int:
+        """See `Learner.count_of`; by all devices together."""
+        return count_of(block, self.counted, self.segment.units)
 
     @property
     def gradient_bytes(self) -> int:

@@ -271,9 +271,7 @@ class Learner:
 
     def count_of(self, block: int) -> int:
         """How many microbatches are counted for a block here; of what the ends share, by either end."""
-        ends = [mask for unit, mask in self.counted.items() if unit in (0, self.segment.units - 1)]
-        masks = ends if block == SHARED else [self.counted[block]]
-        return max((mask.bit_count() for mask in masks), default=0)
+        return count_of(block, self.counted, self.segment.units)
 
     def apart_squared_norm(self, blocks: Sequence[int]) -> float:
         """As `squared_norm`, of the mean gradient of what is counted here alone."""
@@ -345,3 +343,11 @@ class Learner:
     def load(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Take over a state. Raises CheckpointError, changing nothing, where names or shapes differ."""
         self._blocks[block].load(tensors)
+
+
+def count_of(block: int, counted: Mapping[int, int], units: int) -> int:
+    """How many microbatches are counted for a block of a model of so many units, by the masks of the units held; of what the ends
+    share, by either end."""
+    ends = [mask for unit, mask in counted.items() if unit in (0, units - 1)]
+    masks = ends if block == SHARED else [counted[block]]
+    return max((mask.bit_count() for mask in masks), default=0)

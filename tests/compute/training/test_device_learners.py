@@ -16,7 +16,7 @@ from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.segment import Segment, SplitSegment
 from tests.compute.training.conftest import MICROBATCHES, learners, make_run, pass_through, train
 
-STEPS = 3
+STEPS = 2
 UNITS = 5
 WHOLE = (0, UNITS)
 Get = Callable[[str], Checkpoint]
@@ -57,8 +57,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2-dropout"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("llama", "one behind another"), ("llama", "both"), ("gpt2-dropout", "on each")]
+)
 def test_the_curve_and_all_states_are_those_of_one_device(checkpoint: Get, kind: str, layout: str) -> None:
     alone = learners(checkpoint(kind), make_run(), WHOLE)
     node = on_devices(checkpoint(kind), LAYOUTS[layout])

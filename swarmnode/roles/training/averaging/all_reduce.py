@@ -34,7 +34,7 @@ from swarmnode.compute.training.averaging.outlier_detector import History, Outli
 from swarmnode.compute.training.averaging.round import Round
 from swarmnode.compute.training.contribution_sketch import ContributionSketch
 from swarmnode.compute.training.device_learners import DeviceLearners
-from swarmnode.errors import ErrorCode
+from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.roles.training.averaging.attempt import Attempt, Circle
@@ -124,6 +124,8 @@ class AllReducer:
             self._learner = learner
             self._gradient_compressors.clear()
             self._detector = _new_detector()
+        if learner.run.averaging.every == 1 and any(group.how != How.SUM for group in body.groups):
+            raise ProtocolError("a REDUCE has replicas update apart, in a run in which they do not")
         circles = {
             group.number: _circle(group, learner.run, watched) for group in body.groups if len(group.members) > 1
         }

@@ -340,6 +340,9 @@ class TrainingStage:
         try:
             if body.run != self.state.run_id:
                 raise ProtocolError("a REDUCE of another run", code=ErrorCode.WRONG_RUN)
+            if await state.counts_less(body, self._peer):
+                await self._tell(line, FrameKind.DISCARD)  # first, or the same would be asked for again
+                raise ProtocolError("a REDUCE counts on microbatches that are not counted here", code=ErrorCode.STALE)
             with self.meter.averaging.timing():
                 watched = None if self._checking is None else self._checking.watch(body, self.learner)
                 reducing = self._all_reducer.reduce(self.term, body, self.learner, listening=listening, watched=watched)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+from swarmnode.codec.averaging_messages import Group, How, Reduce
 from swarmnode.codec.training_messages import Commit, Condition, Status
 from swarmnode.compute.executor import Urgency
 from swarmnode.compute.training.device_learners import DeviceLearners
@@ -99,6 +100,19 @@ class StageState:
             self._parts.window,
             slowest_link_s,
         )
+
+    async def counts_less(self, body: Reduce, peer: PeerId) -> bool:
+        """Whether a REDUCE has this peer contribute more microbatches than are counted here: word that they are lost came to the
+        coordinator before a trainer's that they are done. Raises LocalError before a run has begun."""
+        learner = self.learner
+
+        def is_less(group: Group, count: int) -> bool:
+            least = int(group.how == How.AVERAGE)  # who counted nothing still says how far it came
+            held = (block for block in group.blocks if block in learner.blocks)
+            return any(max(least, learner.count_of(block)) < count for block in held)
+
+        told = [(group, member.count) for group in body.groups for member in group.members if member.peer == peer]
+        return await self._call("compare counts", lambda: any(is_less(group, count) for group, count in told))
 
     # -- ways to a step
 

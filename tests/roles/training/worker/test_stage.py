@@ -7,7 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
-from swarmnode.codec.averaging_messages import Group, MemberSpec, Reduce, Reduced
+from swarmnode.codec.averaging_messages import Group, How, MemberSpec, Reduce, Reduced
+from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import Body, End, Error, Fault
 from swarmnode.codec.training_messages import Backward, Commit, Counted, Discard, Failed, Lead, Release, Status
 from swarmnode.errors import ErrorCode, PeerError
@@ -150,6 +151,36 @@ async def test_a_microbatch_of_the_next_step_waits_for_the_commit(scene: Scene) 
     status = await line.ask(Commit(0, reduced.squares[0] ** 0.5, RUN.id))
     assert isinstance(status, Status) and status.step == 1
     assert isinstance(await early, Backward)
+
+
+@pytest.mark.parametrize(("count", "how"), [(3, How.SUM), (3, How.AVERAGE), (1, How.SUM)])
+@in_scene
+async def test_who_counted_less_than_is_believed_says_so_and_contributes_nothing(
+    scene: Scene, count: int, how: How
+) -> None:
+    line = await scene.lead()
+    for number in range(count - 1):
+        assert isinstance(await scene.feed(number, lease=number), Backward)
+    group = Group(0, (0, 1, 2), (MemberSpec(scene.peer, count),), how)
+    status = await line.ask(Reduce(0, 7, (group,), RUN.id))
+    assert isinstance(status, Status) and status.answers == FrameKind.DISCARD
+    assert [counted.mask for counted in masks(status)] == [bytes([(1 << count - 1) - 1])] * (count > 1)
+    failed = await line.next()
+    assert isinstance(failed, Failed) and (failed.lease, failed.code) == (7, ErrorCode.STALE)
+    if count > 1:
+        right = Group(0, (0, 1, 2), (MemberSpec(scene.peer, count - 1),))
+        assert isinstance(await line.ask(Reduce(0, 8, (right,), RUN.id)), Reduced), "what it has counted is still there"
+
+
+@pytest.mark.parametrize("how", [How.AVERAGE, How.APART])
+@in_scene
+async def test_replicas_update_apart_only_in_a_run_of_that_kind(scene: Scene, how: How) -> None:
+    line = await scene.lead()
+    assert isinstance(await scene.feed(0), Backward)
+    group = Group(0, (0, 1, 2), (MemberSpec(scene.peer, 1),), how)
+    answer = await line.ask(Reduce(0, 0, (group,), RUN.id))
+    assert isinstance(answer, Failed) and answer.code == ErrorCode.MALFORMED
+    assert masks(await line.ask(Release((), RUN.id))) == (Counted(0, 3, b"\x01"),), "and the stage is still there"
 
 
 @in_scene
