@@ -13,7 +13,7 @@
     quantize  tokens/s and bytes of a span in int8 and NF4
     text      the first token at which a generation differs: in a batch, and replayed in chunks, from itself alone
 
-`--tiny` takes small shapes and few of them, for a simulated device (`tests/card`). Nothing is downloaded.
+`--tiny` takes small shapes and few of them, for a simulated device (`tests/card`) or a CPU. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from swarmnode.codec.messages import Truncate
 from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
-from swarmnode.compute.device import probe_device
+from swarmnode.compute.device import Device, probe_device
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan, load_span
@@ -47,6 +47,7 @@ from swarmnode.compute.serving.runner import WANT_NOTHING, RunnerConfig, StageRu
 from swarmnode.compute.stopwatch import synchronize
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
+from swarmnode.errors import SwarmnodeError
 from swarmnode.plan.serving.codec_schedule import CodecSchedule
 from swarmnode.roles.serving.job import ForwardHidden, Job
 from swarmnode.roles.serving.worker import Worker
@@ -100,8 +101,8 @@ TINY = Shape(
 class Bench:
     """A device, a shape, and its checkpoint."""
 
-    def __init__(self, device: torch.device, shape: Shape, folder: Path) -> None:
-        self.device = device
+    def __init__(self, device: Device, shape: Shape, folder: Path) -> None:
+        self.device, self.use = device.torch_device, device.use
         self.shape = shape
         self.tiny = shape is TINY
         ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -143,14 +144,12 @@ class Bench:
 
 
 def correct(bench: Bench) -> Any:
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "tests/card"]
-    tests = {"skipped": "this is one of them"} if bench.tiny else _run(command)
-    lost = (
-        {"skipped": "a simulated device is of one process"}
-        if bench.tiny
-        else _run([sys.executable, "-c", LOST.format(bench.device)])
-    )
-    return {"tests": tests, "lost context": lost}
+    if bench.tiny:
+        return {"skipped": "this is one of its tests, and a simulated device is of one process"}
+    found = {"tests": _run([sys.executable, "-m", "pytest", "-n", "0", "-q", "tests/card"])}
+    if bench.device.type == "cuda":
+        found["lost context"] = _run([sys.executable, "-c", LOST.format(bench.device)])
+    return found
 
 
 def _run(command: list[str]) -> dict[str, Any]:
@@ -225,14 +224,8 @@ def prefill(bench: Bench) -> Any:
 
             tokens_per_s = x.shape[1] / bench.seconds(chunk)
             flops = 2 * span.weight_bytes / dtype.itemsize * tokens_per_s
-            found.append(
-                {
-                    "dtype": str(dtype),
-                    "positions": x.shape[1],
-                    "tokens_per_s": tokens_per_s,
-                    "of_products": flops / peak,
-                }
-            )
+            figures = {"tokens_per_s": tokens_per_s, "of_products": flops / peak}
+            found.append({"dtype": str(dtype), "positions": x.shape[1], **figures})
             runner.pool.close_all()
         span.close()
     return found
@@ -244,7 +237,7 @@ def hop(bench: Bench) -> Any:
 
 async def _hop(bench: Bench) -> Any:
     span, executor, found = bench.span(torch.bfloat16), Executor(), []
-    await executor.call(Urgency.CONTROL, lambda: torch.cuda.set_device(bench.device), kind="try")
+    await executor.call(Urgency.CONTROL, bench.use, kind="try")
     for sessions in bench.shape.sessions:
         runner = bench.runner(span, sessions, bench.shape.positions[0], capture=True)
         await (worker := Worker(runner, executor)).start()
@@ -271,6 +264,8 @@ def _job(session: int, position: int, hidden_BTH: torch.Tensor, codec: Codec) ->
 
 
 def memory(bench: Bench) -> Any:
+    if bench.device.type != "cuda":
+        return {"skipped": f"torch knows no peak of {bench.device.type} memory"}
     before = torch.cuda.memory_allocated(bench.device)
     torch.cuda.reset_peak_memory_stats(bench.device)
     span = bench.span(torch.bfloat16)
@@ -304,8 +299,7 @@ def train(bench: Bench) -> Any:
         count = min(512, bench.shape.positions[0])
         run = Run(data=bytes(32), steps=2, batch=2, microbatch=1, sequence=count, autocast=autocast)
         learner = Learner(load_segment(bench.checkpoint, 1, 3, device=bench.device), run)
-        hidden_BTH = torch.randn(1, count, learner.segment.span.hidden_size, device=bench.device)  # type: ignore[attr-defined]
-        values = (hidden_BTH,)
+        values = (torch.randn(1, count, bench.shape.sizes["hidden_size"], device=bench.device),)
 
         def there(learner: Learner = learner, values: Any = values) -> None:
             learner.forward(0, 0, 1, 3, values)
@@ -384,7 +378,7 @@ def measure(part: str, device: str, *, tiny: bool) -> dict[str, Any]:
     """What a part found, and where."""
     probed = probe_device(device)
     with tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
-        bench = Bench(probed.torch_device, TINY if tiny else FULL, Path(folder))
+        bench = Bench(probed, TINY if tiny else FULL, Path(folder))
         found = PARTS[part](bench)
     machine = {"device": probed.name, "torch": torch.__version__, "python": platform.python_version()}
     return {"part": part, **machine, "found": found}
@@ -393,10 +387,13 @@ def measure(part: str, device: str, *, tiny: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    print(json.dumps(measure(options.part, options.device, tiny=options.tiny), indent=1))
+    try:
+        print(json.dumps(measure(options.part, options.device, tiny=options.tiny), indent=1))
+    except SwarmnodeError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

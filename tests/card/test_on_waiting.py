@@ -15,8 +15,11 @@ from swarmnode.compress.values import decode_values, encode_values
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import load_span
+from swarmnode.compute.serving import device_outputs
+from swarmnode.compute.serving.device_outputs import DeviceOutputs
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.compute.serving.sampler import Sampler
+from swarmnode.compute.serving.sampling import sample
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.errors import ErrorCode
@@ -119,3 +122,23 @@ def test_a_training_stage_waits_twice_there_and_twice_back(
         (gradient_BTH,) = decode_values(returned[0], bytearray(b"".join(returned[1])), card)
         encode_values([learner.backward(lease, (gradient_BTH,))[0]])
     assert (there - before, cards.counts(card.index).waits - there) == (2, 2)
+
+
+@pytest.mark.parametrize(("spread", "downloads"), [(6.0, 1), (0.01, 2)], ids=["usual", "all are alike"])
+def test_of_a_large_vocabulary_twelve_kilobytes_come_down(
+    spread: float, downloads: int, cards: SimulatedCards, card: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1025 logits with their ids, and the logarithm of the sum, instead of 513 KB; all of them where the draw lies behind these."""
+    brought: list[int] = []
+    to_host = device_outputs._to_host
+    monkeypatch.setattr(device_outputs, "_to_host", lambda far_M: (brought.append(far_M.nbytes), to_host(far_M))[1])
+    logits_BKV = spread * torch.randn(1, 1, 128_256, generator=torch.Generator().manual_seed(2))
+    far_BKV, outputs = logits_BKV.to(card), DeviceOutputs()
+    before = cards.counts(card.index)
+    draw = Sampler(SAMPLED, 60).launch(far_BKV, 5, outputs)
+    assert cards.counts(card.index).waits == before.waits, "others may be added to the pass"
+    (drawn,) = draw(outputs.fetch())
+    after = cards.counts(card.index)
+    assert brought == [12_312]
+    assert (after.downloads - before.downloads, after.waits - before.waits) == (downloads, downloads)
+    assert drawn.ids == tuple(sample(logits_BKV[:, 0], SAMPLED, 5).tolist())
