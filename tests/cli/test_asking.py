@@ -11,6 +11,7 @@ from swarmnode import examination
 from swarmnode.codec.messages import VERSION, Hello
 from swarmnode.compute import disk_rate, read_rate, speed
 from swarmnode.examination import judge_bandwidth, judge_versions
+from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.peer_versions import PeerVersions
 from swarmnode.plan.offline.fit import fit
 from swarmnode.roles.measuring.bandwidth import Bandwidth
@@ -46,7 +47,7 @@ def test_findings_about_a_swarm() -> None:
     met = PeerVersions()
     assert "peers" not in judge_versions(met).seen
     for name in "ab":
-        met.greeted(name, Hello(VERSION, bytes(32), newest=VERSION + 1))
+        met.greeted(Claimant(name, name), Hello(VERSION, bytes(32), newest=VERSION + 1))
     assert judge_versions(met).verdict == "doubtful" and "upgrade" in judge_versions(met).remedy
     assert [one.verdict for one in judge_bandwidth(Bandwidth(20e6, 100e6, 2))] == ["good"]
     assert "2 peers" in judge_bandwidth(Bandwidth(20e6, 100e6, 2))[0].seen

@@ -48,7 +48,7 @@ def test_what_is_not_said_is_chosen(folder: Path) -> None:
     run, batches = prepare(LANGUAGE, folder, folder / "data.txt", SETTINGS)
     assert (run.sequence, run.microbatch) == (48, 4), "no longer than the model's positions"
     assert run.data == batches.fingerprint
-    ids_BT = batches.microbatch(0, 0, run)[0]
+    (ids_BT,) = batches.microbatch(0, 0, run).inputs
     assert ids_BT.shape == (4, 48)
     assert bytes(ids_BT[0].tolist()).isascii(), "bytes are tokens"
     assert prepare(LANGUAGE, folder, folder / "data.txt", settings(batch=2))[0].microbatch == 2
@@ -62,10 +62,10 @@ def test_the_swarms_tokenizer_is_used_and_no_other(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(folder)
     with_tokenizer = manifest(CAUSAL_LM, "config.json", "model.safetensors", "tokenizer.json")
     run, batches = prepare(with_tokenizer, folder, folder / "data.txt", settings(sequence=3, steps=1))
-    tokens = [token for number in range(17) for token in batches.rows([number], run)[0][0].tolist()]
+    tokens = [token for number in range(17) for token in batches.rows([number], run).inputs[0][0].tolist()]
     assert tokens == [1, 2, 3, 1, 4] * 10 + [0]
     run, batches = prepare(LANGUAGE, folder, folder / "data.txt", settings(sequence=4))
-    assert batches.rows([0], run)[0][0].tolist() == list(b"some"), "the swarm was founded without it"
+    assert batches.rows([0], run).inputs[0][0].tolist() == list(b"some"), "the swarm was founded without it"
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,8 @@ def partition(graph: Graph, units: int = UNITS) -> Partition:
 
 
 def crossing_bytes(graph: Graph) -> list[int]:
-    """For every place k, between nodes k - 1 and k: bytes of the values that are there before and needed after."""
+    """For every place k, between nodes k - 1 and k: bytes of the values that are there before and needed after; of
+    labels, too, which are everywhere as much, and go straight to the last unit."""
     constants = constant_values(graph)
     made = {Ref(item.name): 0 for item in graph.inputs}
     types = {Ref(item.name): item.type for item in graph.inputs} | value_types(graph.nodes)

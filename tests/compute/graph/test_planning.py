@@ -71,11 +71,11 @@ def test_a_plan_is_carried_out_as_fast_as_it_says(
 
 
 def test_what_passes_between_units_is_what_the_graph_says(folder: Callable[[str], Path]) -> None:
-    """A U-Net's boundaries differ: skips pass by, and the clean image goes along to the loss, but has no gradient."""
+    """A U-Net's boundaries differ: skips pass by. The clean image goes straight to the loss."""
     graph = read_graph(folder("unet"))
     model = GraphModel.of_graph(graph, "unet", BATCH)
     image_values = 3 * 32 * 32
-    assert model.input_bytes(BATCH, 1) == 2 * BATCH * image_values * 4
+    assert model.input_bytes(BATCH, 1) == BATCH * image_values * 4
     for unit, values in enumerate(Layout(graph).boundaries[: graph.units]):
         sizes = {back: np.prod(model.crossing(unit, BATCH, 1, back=back)) for back in (False, True)}
         there = sum(int(np.prod(value.type.sizes(BATCH))) for value in values)

@@ -66,7 +66,6 @@ def test_unknown_fields_are_ignored_and_missing_ones_take_defaults():
         {"name": "a\x1b[2J"},
         {"kind": "diffusion"},
         {"mode": "mine"},
-        {"kind": GRAPH},
         {"kind": GRAPH, "mode": TRAIN, "model": ModelInfo("resnet", units=0, hidden=0)},
         {"model": ModelInfo("llama", units=1, hidden=64)},
         {"model": ModelInfo("llama", units=10**6, hidden=64)},
