@@ -1,16 +1,17 @@
 """FusionLLM (arXiv 2410.12707): what clusters by bandwidth and AdaTopK gain on slow links. Prints JSON.
 
-    python contrib/studies/slow_links.py contrib/scenarios/geo48_slow_links.json [--orders 3] [--minutes 10]
+    python contrib/studies/slow_links.py contrib/scenarios/geo48_slow_links.json [--models resnet-101] [--beds 1 4] [--orders 3]
 
 GPT-2 XL (48 layers of width 1600, embedding and head; a step of 16 sequences of 1024 tokens) and, where there are no more devices
 than it has units, ResNet-101 (traced; a step of 16 x 32 images of 224 x 224), each as one pipeline through all devices, float32
 across the links. Baselines, uncompressed: units divided equally, and by equal computing, each with devices in an order that
 knows nothing of bandwidth (median of `--orders` draws); the latter also in the order of the file. Against them: clusters of devices
-that fast links join, in the order that crosses the least slow ones, units by equal computing (their OP-Fence), with AdaTopK on
-the links (largest ratio 100) or without; AdaTopK alone; and this project's own controllers instead of it. Test beds: the
-file's, and four that are drawn (seeded) in the ranges that the paper states: 24 or 48 consumer cards, one kind to a cluster, at
-least 8, 80 or 500 Mbit/s and at most 1 Gbit/s between clusters, 1 to 10 Gbit/s inside. Only time is simulated, not what a codec
-does to the loss: see docs/decisions/compression.md for that.
+that fast links join (their OP-Fence), cluster after cluster, in the order and with the cut whose slowest stage or link is fastest,
+with AdaTopK on the links (largest ratio 100) or without; AdaTopK alone; and this project's own controllers instead of it.
+`clusters, equal computing` cuts without a look at what crosses. Test beds: 0 is the file's, 1 to 4 are drawn (seeded) in the
+ranges that the paper states: 24 or 48 consumer cards, one kind to a cluster, at least 8, 80 or 500 Mbit/s and at most 1 Gbit/s
+between clusters, 1 to 10 Gbit/s inside. Only time is simulated, not what a codec does to the loss: see
+docs/decisions/compression.md for that.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ import itertools
 import json
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from shapes import cut, transformer
 
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.scenario import FloatArray, Scenario
 from swarmnode.plan.offline.split import StageRoom, split
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.devices import device_of
@@ -36,8 +37,10 @@ from swarmnode.simulate.environment.graph_model import GraphModel
 from swarmnode.simulate.environment.model import Model
 from swarmnode.simulate.settings import Settings, TrainSettings
 from swarmnode.simulate.simulation import Simulation
+from swarmnode.simulate.steps.encoder import LARGEST_RATIO
 
 FAST_BPS = 1e9  # links that make a cluster
+FLOAT32_BYTES = 4
 CARDS = ("RTX 2080 Ti", "RTX 3060", "RTX 3080", "RTX 3090", "RTX 4090")
 TESTBEDS = (
     (3, 8, 8e6),
@@ -56,7 +59,9 @@ class Task:
     train: TrainSettings
 
 
-GPT2_XL = Task(transformer("gpt2-xl", 48, 1600, vocabulary=50257), TrainSettings(microbatches=16, sequence=1024))
+def gpt2_xl() -> Task:
+    """From its sizes alone."""
+    return Task(transformer("gpt2-xl", 48, 1600, vocabulary=50257), TrainSettings(microbatches=16, sequence=1024))
 
 
 def resnet101() -> Task:
@@ -72,6 +77,9 @@ def resnet101() -> Task:
     graph = partition(export_module(module, example).graph).graph
     train = TrainSettings(microbatches=16, microbatch=32, sequence=1)
     return Task(GraphModel.of_graph(graph, "resnet-101", train.microbatch), train)
+
+
+TASKS: dict[str, Callable[[], Task]] = {"gpt2-xl": gpt2_xl, "resnet-101": resnet101}
 
 
 def testbed(seed: int, clusters: int, members: int, least_bps: float) -> Scenario:
@@ -109,41 +117,72 @@ def clusters(scenario: Scenario) -> list[list[int]]:
     return found
 
 
-def clustered_order(scenario: Scenario) -> list[int]:
-    """Cluster after cluster, in the order whose slow links take the least time together."""
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Devices in order, and what each holds. `slowest_s`: of a microbatch there and back, in the slowest stage or on the slowest
+    link."""
+
+    order: list[int]
+    spans: list[Span]
+    slowest_s: float
+
+
+def pipeline(scenario: Scenario, task: Task, order: Sequence[int], ratio: float | None = None) -> Pipeline:
+    """Units such that the slowest device is as fast as can be; with a `ratio`, by which links compress, also the slowest link."""
+    model, tokens = task.model, task.train.tokens
+    devices = [device_of(scenario, device, model) for device in order]
+    rooms = [StageRoom(1 / (card.prompt_s(1, tokens) + card.backward_s(1, tokens)), np.inf) for card in devices]
+    work = [model.layers(Span(unit, unit + 1)) for unit in range(model.units)]
+    entering_s = _entering_s(scenario, task, order, ratio or np.inf)
+    spans = split(work, [0] * model.units, rooms, entering_s)
+    assert spans is not None
+    stages_s = (sum(work[span.start : span.end]) / room.work_per_s for span, room in zip(spans, rooms, strict=True))
+    links_s = (entering_s(stage)[span.start] for stage, span in enumerate(spans))
+    return Pipeline(list(order), spans, max(*stages_s, *links_s))
+
+
+def _entering_s(scenario: Scenario, task: Task, order: Sequence[int], ratio: float) -> Callable[[int], FloatArray]:
+    """Of a stage: seconds [U] on the link into it, for each unit that it may begin with. Both ways at once."""
+    model, train = task.model, task.train
+    values = [
+        max(np.prod(model.crossing(unit, train.microbatch, train.sequence, back=back)) for back in (False, True))
+        for unit in range(model.units)
+    ]
+    bits_U = 8 * FLOAT32_BYTES / ratio * np.array(values, dtype=float)
+
+    def entering_s(stage: int) -> FloatArray:
+        if stage == 0:
+            return np.zeros(model.units)
+        there, back = order[stage - 1], order[stage]
+        return bits_U / min(scenario.bandwidth_bps[there, back], scenario.bandwidth_bps[back, there])
+
+    return entering_s
+
+
+def clustered(scenario: Scenario, task: Task, ratio: float | None) -> Pipeline:
+    """Cluster after cluster: of all orders of clusters the fastest, and of equals the one whose slow links take the least time."""
     groups = clusters(scenario)
 
     def crossing_s(order: Sequence[int]) -> float:
         pairs = itertools.pairwise(order)
         return sum(1 / scenario.bandwidth_bps[groups[one][0], groups[other][0]] for one, other in pairs)
 
-    best = min(itertools.permutations(range(len(groups))), key=crossing_s)
-    return [device for group in best for device in groups[group]]
+    orders = sorted(itertools.permutations(range(len(groups))), key=crossing_s)
+    if ratio is None:
+        orders = orders[:1]
+    laid = ([device for group in order for device in groups[group]] for order in orders)
+    return min((pipeline(scenario, task, order, ratio) for order in laid), key=lambda found: found.slowest_s)
 
 
-def equal_computing(scenario: Scenario, task: Task, order: Sequence[int]) -> list[Span]:
-    """Units such that the slowest device is as fast as can be."""
-    model = task.model
-    work = [model.layers(Span(unit, unit + 1)) for unit in range(model.units)]
-    rooms = [
-        StageRoom(1 / device_of(scenario, device, model).prompt_s(1, task.train.tokens), np.inf) for device in order
-    ]
-    spans = split(work, [0] * model.units, rooms)
-    assert spans is not None
-    return spans
-
-
-def step_s(
-    scenario: Scenario, task: Task, order: Sequence[int], spans: Sequence[Span], compress: str, minutes: float
-) -> float:
+def step_s(scenario: Scenario, task: Task, laid: Pipeline, compress: str, minutes: float) -> float:
     """Mean seconds of a step after the first, in which controllers find their rungs."""
-    span_of = dict(zip(order, spans, strict=True))
+    span_of = dict(zip(laid.order, laid.spans, strict=True))
     placed = [span_of[device] for device in range(scenario.devices)]
     train = dataclasses.replace(task.train, compress=compress)
     steps_s: list[float] = []
     while len(steps_s) < 2:
         settings = Settings("train", hours=minutes / 60, sample_s=60 * minutes, train=train)
-        result = Simulation(scenario, task.model, settings, spans=placed, pipelines=[list(order)]).run()
+        result = Simulation(scenario, task.model, settings, spans=placed, pipelines=[laid.order]).run()
         steps_s = result.measures.values["step, s"]
         minutes *= 4
     return statistics.mean(steps_s[1:])
@@ -153,42 +192,44 @@ def study(scenario: Scenario, task: Task, orders: int, minutes: float) -> dict[s
     """All ways through one test bed, and what the paper's two ideas gain."""
     filed = list(range(scenario.devices))
     drawn = [random.Random(seed).sample(filed, len(filed)) for seed in range(orders)]
-    fenced = clustered_order(scenario)
-    equal = cut([1.0] * len(filed), task.model.units)
+    equal = [Pipeline(order, cut([1.0] * len(filed), task.model.units), np.nan) for order in drawn]
+    by_computing = [pipeline(scenario, task, order) for order in drawn]
+    dense, sparse = (clustered(scenario, task, ratio) for ratio in (1.0, LARGEST_RATIO))
 
-    def by_computing_s(order: Sequence[int], compress: str) -> float:
-        return step_s(scenario, task, order, equal_computing(scenario, task, order), compress, minutes)
+    def median_s(pipelines: Sequence[Pipeline], compress: str = "none") -> float:
+        return statistics.median(step_s(scenario, task, laid, compress, minutes) for laid in pipelines)
 
     steps = {
-        "equal units, any order": statistics.median(
-            step_s(scenario, task, order, equal, "none", minutes) for order in drawn
-        ),
-        "equal computing, any order": statistics.median(by_computing_s(order, "none") for order in drawn),
-        "equal computing, any order, adatopk": statistics.median(by_computing_s(order, "adatopk") for order in drawn),
-        "equal computing, file order": by_computing_s(filed, "none"),
-        "clustered": by_computing_s(fenced, "none"),
-        "clustered, adatopk": by_computing_s(fenced, "adatopk"),
-        "clustered, auto": by_computing_s(fenced, "auto"),
+        "equal units, any order": median_s(equal),
+        "equal computing, any order": median_s(by_computing),
+        "equal computing, any order, adatopk": median_s(by_computing, "adatopk"),
+        "equal computing, file order": median_s([pipeline(scenario, task, filed)]),
+        "clusters, equal computing, adatopk": median_s([clustered(scenario, task, None)], "adatopk"),
+        "clusters": median_s([dense]),
+        "clusters, adatopk": median_s([sparse], "adatopk"),
+        "clusters, auto": median_s([dense], "auto"),
     }
     baselines = ("equal computing, any order", "equal computing, file order")
-    gains = {f"over {base}": steps[base] / steps["clustered, adatopk"] for base in baselines}
+    gains = {f"over {base}": steps[base] / steps["clusters, adatopk"] for base in baselines}
     return {"step_s": steps, "gain of clusters and adatopk": gains}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("scenario", type=Path)
+    parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--beds", nargs="+", type=int, choices=range(1 + len(TESTBEDS)), help="only these")
     parser.add_argument("--orders", type=int, default=3)
     parser.add_argument(
         "--minutes", type=float, default=10.0, help="simulated time of each; more where no two steps fit"
     )
     arguments = parser.parse_args()
     beds = [Scenario.load(arguments.scenario), *(testbed(seed, *shape) for seed, shape in enumerate(TESTBEDS))]
-    tasks = (GPT2_XL, resnet101())
+    chosen = beds if arguments.beds is None else [beds[bed] for bed in arguments.beds]
     results = {
         f"{task.model.name} on {bed.name}": study(bed, task, arguments.orders, arguments.minutes)
-        for task in tasks
-        for bed in beds
+        for task in (TASKS[name]() for name in arguments.models)
+        for bed in chosen
         if bed.devices <= task.model.units
     }
     print(json.dumps(results, indent=1))
