@@ -14,6 +14,7 @@ import torch
 
 from swarmnode.compute.device import Device, probe_device, probe_devices, set_threads, threads_each, usable_cores
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
+from swarmnode.compute.graph.costs.crossing import usual_width
 from swarmnode.compute.memory import (
     UnitSizes,
     cache_tokens_that_fit,
@@ -64,6 +65,7 @@ class Hardware:
     config: StageConfig
     trains: bool = False
     folder: Path | None = None  # with the model's tokenizer
+    width: int = 0  # float32 values of a position, or of a module's sample, that pass between two units
 
     def __repr__(self) -> str:
         return f"<Hardware {self.device_name}, {self.capacity_units} units in {self.dtype}>"
@@ -99,7 +101,7 @@ class Hardware:
         dtype = torch.float32 if fixed else _common_dtype(devices, checkpoint.dtype, config.dtype)
         sizes = _sizes(checkpoint, dtype, config.quantize, trains=trains)
         lent = _lend(devices, config, host or MemoryLedger(), clock)
-        hardware = cls(lent, dtype, config.quantize, sizes, config, trains, checkpoint.path)
+        hardware = cls(lent, dtype, config.quantize, sizes, config, trains, checkpoint.path, _width(checkpoint))
         if hardware.capacity_units == 0:
             raise LocalError(
                 f"{hardware.memory_bytes / 1e6:.0f} MB are not enough for one unit of this model "
@@ -262,6 +264,14 @@ def _sizes(checkpoint: Checkpoint, dtype: torch.dtype, quantize: str, *, trains:
     if isinstance(checkpoint, GraphCheckpoint):
         return graph_sizes(checkpoint)
     return unit_sizes(checkpoint, dtype=dtype, quantize=quantize)
+
+
+def _width(checkpoint: Checkpoint) -> int:
+    """Of what passes between two units."""
+    if isinstance(checkpoint, GraphCheckpoint):
+        return usual_width(checkpoint.layout)
+    width: int = checkpoint.config.hidden_size
+    return width
 
 
 def _common_dtype(devices: Sequence[Device], own: torch.dtype, wanted: str) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -19,11 +19,10 @@ from swarmnode.roles.placement import Placement, PlacementConfig
 from swarmnode.roles.serving.hardware import Hardware
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import State
+from swarmnode.swarm.records.manifest import GRAPH
 
-MICROBATCHES, POSITIONS = (
-    32,
-    1024,
-)  # of a usual step, and of one of its microbatches: places are taken before a trainer comes
+MICROBATCHES = 32  # of a usual step: places are taken before a trainer comes
+POSITIONS, SAMPLES = 1024, 32  # of one of its microbatches, of a language model and of a module
 FLOAT32_BYTES = 4
 HYSTERESIS = 0.2  # relative, of a step: less is not worth loading other units for, and may be noise
 BELIEVED = 4.0  # times the usual speed, at most: nobody makes all others stand by with what it says of itself
@@ -32,37 +31,43 @@ BELIEVED = 4.0  # times the usual speed, at most: nobody makes all others stand 
 def training_placement(host: Host, hardware: Hardware, config: PlacementConfig) -> Placement:
     """Of one node. It is a step's time that counts, and that every unit has a second holder."""
     assert host.swarm.manifest is not None
-    rule = training_rule(host.directory, hardware, host.swarm.manifest.model.hidden)
+    positions = SAMPLES if host.swarm.manifest.kind == GRAPH else POSITIONS
+    rule = training_rule(host.directory, hardware, positions)
     move_policy = replace(config.move_policy, for_gain=False, hysteresis=HYSTERESIS)
     placement_rule = PlacementRule(rule.choose, rule.reconsider)
     return Placement(host, hardware.capacity_units, replace(config, move_policy=move_policy), placement_rule)
 
 
-def training_rule(directory: Directory, hardware: Hardware, width: int) -> TrainingRule:
-    """Of one swarm. `width`: values of a position between stages; 0 where only its data tell that."""
-    size_bytes_U = np.array(hardware.sizes.weight_bytes, dtype=float)
-    load = TrainingLoad(
-        MICROBATCHES,
-        float(FLOAT32_BYTES * POSITIONS * width),
-        size_bytes_U * FLOAT32_BYTES / TRAINING_BYTES,
-        np.ones(len(size_bytes_U)),  # units are alike to those who announce units/s
-        size_bytes_U * STATE_BYTES / TRAINING_BYTES,
-    )
+def training_rule(directory: Directory, hardware: Hardware, positions: int) -> TrainingRule:
+    """Of one swarm. `positions`: of a microbatch; a module's samples are one each."""
     capacity_of = lru_cache(maxsize=1024)(hardware.capacity_of)
 
     def capacity(peer: PeerView) -> int:
         return max(peer.span.units, capacity_of(peer.memory_bytes))
 
-    return TrainingRule(load, announced_network, capacity, lambda: has_begun(directory))
+    network_of = partial(announced_network, positions=positions)
+    return TrainingRule(training_load(hardware, positions), network_of, capacity, lambda: has_begun(directory))
 
 
-def announced_network(view: View, peers: Sequence[PeerView]) -> TrainingNetwork:
+def training_load(hardware: Hardware, positions: int) -> TrainingLoad:
+    """A usual step of the model."""
+    size_bytes_U = np.array(hardware.sizes.weight_bytes, dtype=float)
+    return TrainingLoad(
+        MICROBATCHES,
+        float(FLOAT32_BYTES * positions * hardware.width),
+        size_bytes_U * FLOAT32_BYTES / TRAINING_BYTES,
+        np.ones(len(size_bytes_U)),  # units are alike to those who announce units/s
+        size_bytes_U * STATE_BYTES / TRAINING_BYTES,
+    )
+
+
+def announced_network(view: View, peers: Sequence[PeerView], positions: int = POSITIONS) -> TrainingNetwork:
     """Speeds as announced, the usual one where they were not measured, and links by round trips, coordinates and lines."""
     told_N = np.array([peer.decode_units_per_s for peer in peers])
     usual = float(np.median(told_N[told_N > 0])) if told_N.any() else 1.0
     units_per_s_N = np.where(told_N > 0, np.minimum(told_N, BELIEVED * usual), usual)
     names = [peer.peer for peer in peers]
-    return TrainingNetwork(units_per_s_N / POSITIONS, one_way_delays(view, names), bandwidths(view, names))
+    return TrainingNetwork(units_per_s_N / positions, one_way_delays(view, names), bandwidths(view, names))
 
 
 def has_begun(directory: Directory) -> bool:

@@ -39,7 +39,8 @@ class GraphModel(Model):
     @classmethod
     def of_graph(cls, graph: Graph, name: str, samples: int) -> GraphModel:
         """The model of a graph that is cut into units. Raises UsageError where it does not work with so many samples at once."""
-        from swarmnode.compute.graph.costs.estimate import estimate_units, type_bytes
+        from swarmnode.compute.graph.costs.crossing import crossing_bytes, usual_width
+        from swarmnode.compute.graph.costs.estimate import estimate_units
         from swarmnode.compute.graph.costs.rates import REFERENCE
         from swarmnode.compute.graph.costs.work import CALLS, FLOPS, total
         from swarmnode.compute.graph.layout import Layout
@@ -53,20 +54,16 @@ class GraphModel(Model):
         trained = [[shapes[name] for name in unit.weights if name in shapes] for unit in layout.units]
         parameters = tuple(sum(map(math.prod, held)) for held in trained)
         work = total(part for unit in estimates for part in (unit.forward, unit.backward))
-        boundaries = layout.boundaries[: graph.units]
-        forward_bytes = tuple(sum(type_bytes(value.type, samples) for value in values) for values in boundaries)
         return cls(
             name,
             parameters,
             parameters,
             (0,) * graph.units,
-            max(1, sorted(forward_bytes)[graph.units // 2] // (samples * FLOAT_BYTES)),
+            usual_width(layout),
             sum(math.prod(shapes[name]) for name, block in layout.blocks.items() if block == SHARED and name in shapes),
             samples=samples,
-            forward_bytes=forward_bytes,
-            backward_bytes=tuple(
-                sum(type_bytes(value.type, samples) for value in values if value.trained) for values in boundaries
-            ),
+            forward_bytes=crossing_bytes(layout, samples),
+            backward_bytes=crossing_bytes(layout, samples, back=True),
             unit_seconds=tuple(unit.seconds(REFERENCE) for unit in estimates),
             flops=work.flops,
             moved_bytes=sum(amount for kind, amount in work.amounts.items() if kind not in (*FLOPS, CALLS)),

@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.layout import Layout
 from swarmnode.compute.graph.serialise import read_graph
+from swarmnode.config import StageConfig
 from swarmnode.errors import UsageError
+from swarmnode.roles.serving.hardware import Hardware
+from swarmnode.roles.training.organisation import SAMPLES, training_load
 from swarmnode.simulate.environment.graph_model import GraphModel, load_model
 from tests.cli.command import assert_clear, invoke
 
@@ -107,3 +111,15 @@ def test_a_graph_of_one_batch_size_says_so(folder: Callable[[str], Path]) -> Non
     graph = msgspec.structs.replace(read_graph(folder("unet")), any_batch=False)
     with pytest.raises(UsageError, match="microbatches of 4 samples alone, not 8: see --batch"):
         GraphModel.of_graph(graph, "unet", BATCH)
+
+
+@pytest.mark.parametrize("kind", ["resnet", "unet"])
+def test_nodes_and_simulated_peers_know_alike_what_passes_between_units(
+    folder: Callable[[str], Path], kind: str
+) -> None:
+    checkpoint = GraphCheckpoint(folder(kind))
+    hardware = Hardware.probe(checkpoint, StageConfig(), trains=True)
+    model = GraphModel.of_graph(checkpoint.graph, kind, BATCH)
+    between = sorted(size_bytes // BATCH for size_bytes in model.forward_bytes[1:])
+    assert hardware.width == model.hidden == between[len(between) // 2] // 4
+    assert training_load(hardware, SAMPLES).activation_bytes == SAMPLES * between[len(between) // 2]

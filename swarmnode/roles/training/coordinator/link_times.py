@@ -19,7 +19,8 @@ from swarmnode.swarm.records.announcement import peer_digest
 
 
 class LinkTimes:
-    """Of one swarm. `width`: values of a position between stages; 0 where only its data tell that, so that delays alone count."""
+    """Of one swarm. `width`: values of a position between stages, or of a module's sample; 0 where nothing passes between units,
+    so that delays alone count."""
 
     def __init__(self, directory: Directory, units: int, width: int) -> None:
         self._directory = directory
