@@ -90,9 +90,10 @@ class DeviceLearners:
         return any(learner.has_counted(index, *held) for learner, held in self._among(start, end))
 
     def parameters(self, start: int, end: int) -> dict[int, list[Tensor]]:
-        """By block those of units [start, end); with those of an end, what the ends share."""
+        """By block, in order, those of units [start, end); with those of an end, what the ends share."""
         found = [learner.parameters(*held) for learner, held in self._among(start, end)]
-        return {number: tensors for held in reversed(found) for number, tensors in held.items()}
+        by_number = {number: tensors for held in reversed(found) for number, tensors in held.items()}
+        return dict(sorted(by_number.items()))
 
     def compute(
         self, index: int, start: int, end: int, inputs: Values, labels: Values = ()

@@ -76,6 +76,13 @@ def test_the_curve_and_all_states_are_those_of_one_device(checkpoint: Get, kind:
                     assert torch.equal(copies.setdefault(f"{block} {name}", tensor), tensor)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_are_in_the_order_in_which_spot_checks_show_their_sketches(checkpoint: Get, layout: str) -> None:
+    (alone,) = learners(checkpoint("gpt2-dropout"), make_run(), WHOLE)
+    node = on_devices(checkpoint("gpt2-dropout"), LAYOUTS[layout])
+    assert list(node.learners.parameters(*WHOLE)) == sorted(alone.parameters(*WHOLE))
+
+
 def test_copies_have_no_optimiser_of_their_own(checkpoint: Get) -> None:
     alone = learners(checkpoint("llama"), make_run(), WHOLE)[0]
     first, second = (chain[0] for chain in on_devices(checkpoint("llama"), LAYOUTS["on each"]).chains)
