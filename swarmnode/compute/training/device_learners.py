@@ -70,7 +70,7 @@ class DeviceLearners:
     @property
     def gradient_bytes(self) -> int:
         """Of the sums of all blocks, each once."""
-        return sum(self._leader(number).sums_N.nbytes for number in self._holders)
+        return sum(self._block(number).sums_N.nbytes for number in self._holders)
 
     @property
     def state_bytes(self) -> int:
@@ -119,39 +119,39 @@ class DeviceLearners:
 
     def shapes(self, blocks: Sequence[int]) -> list[torch.Size]:
         """See `Learner.shapes`."""
-        return [shape for number in blocks for shape in self._leader(number).shapes]
+        return [shape for number in blocks for shape in self._block(number).shapes]
 
     def gradient(self, blocks: Sequence[int]) -> FlatVector:
         """The accumulators of these blocks, float32: not copied where they are on one device, else a copy on that of the first.
         Raises KeyError for others' blocks."""
         with self._alone():
             self._gather()
-            sums = [self._leader(number).sums_N for number in blocks]
+            sums = [self._block(number).sums_N for number in blocks]
             if len({sums_N.device for sums_N in sums}) > 1:
                 sums = [torch.cat([sums_N.to(sums[0].device) for sums_N in sums])]
             return FlatVector(sums)
 
     def lengths(self, blocks: Sequence[int]) -> dict[int, tuple[int, int]]:
         """Of each block, how much of `gradient` it is, and how many of these elements, the first, are gradients."""
-        return {block: (self._size(block), len(self._leader(block).gradient_N)) for block in blocks}
+        return {block: (self._size(block), len(self._block(block).gradient_N)) for block in blocks}
 
     def squared_norm(self, blocks: Sequence[int], flat: Tensor | None = None) -> float:
         """See `Learner.squared_norm`."""
         with self._alone():
             self._gather()
             parts = {} if flat is None else by_block({tuple(blocks): flat}, self._size)
-            return sum(self._holders[number][0].squared_norm([number], parts.get(number)) for number in blocks)
+            return sum(self._leader(number).squared_norm([number], parts.get(number)) for number in blocks)
 
     def apart_squared_norm(self, blocks: Sequence[int]) -> float:
         """See `Learner.apart_squared_norm`."""
         with self._alone():
             self._gather()
-            return sum(self._holders[number][0].apart_squared_norm([number]) for number in blocks)
+            return sum(self._leader(number).apart_squared_norm([number]) for number in blocks)
 
     def pseudo_gradients(self, blocks: Sequence[int]) -> Tensor:
         """See `Learner.pseudo_gradients`; on the device of the first block."""
         with self._alone():
-            ways = [self._holders[number][0].pseudo_gradients([number]) for number in blocks]
+            ways = [self._leader(number).pseudo_gradients([number]) for number in blocks]
             return torch.cat([way_N.to(ways[0].device) for way_N in ways])
 
     def commit(
@@ -169,7 +169,7 @@ class DeviceLearners:
         with self._alone():
             self._gather()
             for learner in self._learners:
-                led = {number for number in learner.blocks if self._holders[number][0] is learner}
+                led = {number for number in learner.blocks if self._leader(number) is learner}
                 device = learner.segment.device
                 learner.commit(
                     {(number,): agreed[number] for number in led & agreed.keys()},
@@ -196,11 +196,15 @@ class DeviceLearners:
             for other in others:
                 other.block(number).follow(leader.block(number))
 
-    def _leader(self, number: int) -> Block:
-        return self._holders[number][0].block(number)
+    def _leader(self, number: int) -> Learner:
+        return self._holders[number][0]
+
+    def _block(self, number: int) -> Block:
+        """As its leader has it."""
+        return self._leader(number).block(number)
 
     def _size(self, number: int) -> int:
-        return len(self._leader(number).sums_N)
+        return len(self._block(number).sums_N)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -214,7 +218,7 @@ class DeviceLearners:
 
     def state(self, block: int) -> dict[str, Tensor]:
         """All that decides how this block goes on, by name: references, not copies."""
-        return self._holders[block][0].state(block)
+        return self._leader(block).state(block)
 
     def copy_state(self) -> dict[int, dict[str, Tensor]]:
         """The states of all blocks at this step, copied to the host's memory."""
@@ -227,5 +231,5 @@ class DeviceLearners:
     def load(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Take over a state. Raises CheckpointError, changing nothing, where names or shapes differ."""
         with self._alone():
-            self._holders[block][0].load(block, tensors)
+            self._leader(block).load(block, tensors)
             self._follow([block])

@@ -15,7 +15,7 @@ from swarmnode.codec.inference_messages import INFER_PROTOCOL, Infer, Inferred
 from swarmnode.codec.messages import HopSpec
 from swarmnode.compress.values import decode_values, encode_values
 from swarmnode.compute.graph.boundary import batch_of, check_values, described, from_wire, to_wire, told
-from swarmnode.compute.graph.costs.forward_memory import boundary_bytes
+from swarmnode.compute.graph.costs.estimate import values_bytes
 from swarmnode.compute.graph.layout import Layout
 from swarmnode.errors import (
     Busy,
@@ -99,7 +99,7 @@ class _Pass:
         self._client = client
         self._values = values
         self._batch = batch_of(client.layout, 0, described(values))
-        if boundary_bytes(client.layout, 0, self._batch) > MAX_PAYLOAD_BYTES:
+        if values_bytes(client.layout.boundaries[0], self._batch) > MAX_PAYLOAD_BYTES:
             raise _request_error(ErrorCode.TOO_LARGE)
         self._unit = 0
         self._blame = Blame(client._clock, avoid_s=AVOID_S)

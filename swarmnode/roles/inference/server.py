@@ -16,7 +16,8 @@ from swarmnode.codec.messages import Body, Error, Hello
 from swarmnode.compress.values import Encoded, decode_values, encode_values
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.graph.boundary import batch_of, from_wire, to_wire, told
-from swarmnode.compute.graph.costs.forward_memory import boundary_bytes, forward_bytes
+from swarmnode.compute.graph.costs.estimate import values_bytes
+from swarmnode.compute.graph.costs.forward_memory import forward_bytes
 from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.throttle import Throttle
 from swarmnode.errors import Busy, ErrorCode, ExecutorDied, PeerError, ProtocolError
@@ -161,7 +162,7 @@ class InferenceServer:
         need_bytes = self._pass_bytes(asked.start, asked.end, batch)
         limit_bytes = self._memory.limit_bytes
         is_too_large = limit_bytes is not None and need_bytes > limit_bytes
-        if is_too_large or boundary_bytes(segment.layout, asked.end, batch) > MAX_PAYLOAD_BYTES:
+        if is_too_large or values_bytes(segment.layout.boundaries[asked.end], batch) > MAX_PAYLOAD_BYTES:
             raise ProtocolError(f"a pass of {need_bytes} bytes never fits", code=ErrorCode.TOO_LARGE)
         with self._memory.reserve(Account.ACTIVATIONS, need_bytes):
             computing = self._executor.call(

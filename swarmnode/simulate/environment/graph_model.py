@@ -39,7 +39,7 @@ class GraphModel(Model):
     @classmethod
     def of_graph(cls, graph: Graph, name: str, samples: int) -> GraphModel:
         """The model of a graph that is cut into units. Raises UsageError where it does not work with so many samples at once."""
-        from swarmnode.compute.graph.costs.crossing import crossing_bytes, usual_width
+        from swarmnode.compute.graph.costs.crossing import entering_bytes, usual_width
         from swarmnode.compute.graph.costs.estimate import estimate_units
         from swarmnode.compute.graph.costs.rates import REFERENCE
         from swarmnode.compute.graph.costs.work import CALLS, FLOPS, total
@@ -62,8 +62,8 @@ class GraphModel(Model):
             usual_width(layout),
             sum(math.prod(shapes[name]) for name, block in layout.blocks.items() if block == SHARED and name in shapes),
             samples=samples,
-            forward_bytes=crossing_bytes(layout, samples),
-            backward_bytes=crossing_bytes(layout, samples, back=True),
+            forward_bytes=entering_bytes(layout, samples),
+            backward_bytes=entering_bytes(layout, samples, back=True),
             unit_seconds=tuple(unit.seconds(REFERENCE) for unit in estimates),
             flops=work.flops,
             moved_bytes=sum(amount for kind, amount in work.amounts.items() if kind not in (*FLOPS, CALLS)),

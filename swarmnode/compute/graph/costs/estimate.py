@@ -18,7 +18,7 @@ from swarmnode.compute.graph.arguments import argument_value, torch_constant
 from swarmnode.compute.graph.costs.rates import REFERENCE, Rates
 from swarmnode.compute.graph.costs.work import PLAIN, ComputeWork, WorkCounter, bytes_of, total
 from swarmnode.compute.graph.graph import Graph, OperatorCall, Poly, Ref, TensorType
-from swarmnode.compute.graph.layout import Layout, trained_values, value_types
+from swarmnode.compute.graph.layout import Layout, Value, trained_values, value_types
 from swarmnode.compute.graph.operators import resolve
 
 
@@ -68,7 +68,7 @@ def estimate_units(graph: Graph, batch: int | None = None) -> list[UnitEstimate]
                 parameter_bytes=sum(
                     type_bytes(weights[name].type, batch) for name in unit.weights if weights[name].trained
                 ),
-                boundary_bytes=sum(type_bytes(value.type, batch) for value in boundary),
+                boundary_bytes=values_bytes(boundary, batch),
             )
         )
     return estimates
@@ -85,6 +85,11 @@ def type_bytes(kind: TensorType, batch: int) -> int:
     for length in kind.sizes(batch):
         size *= length
     return size
+
+
+def values_bytes(values: Iterable[Value], batch: int) -> int:
+    """Size of several, as those of a boundary between units."""
+    return sum(type_bytes(value.type, batch) for value in values)
 
 
 class _Estimator:

@@ -27,8 +27,3 @@ def forward_bytes(layout: Layout, start: int, end: int, batch: int) -> int:
         for ref in {ref for ref in (*node.refs(), *results) if last.get(ref, number) == number} - leaving:
             held -= sizes.pop(ref, 0)
     return peak
-
-
-def boundary_bytes(layout: Layout, number: int, batch: int) -> int:
-    """Of the values before unit `number`."""
-    return sum(type_bytes(value.type, batch) for value in layout.boundaries[number])
