@@ -12,6 +12,7 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Body, End, Error, Hello
 from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.net.interfaces import Buffer, Network, PeerId
+from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
@@ -39,7 +40,7 @@ class QuestionServer:
         hello: Hello,
         link_config: LinkConfig,
         question: type[Body] | UnionType,
-        answer: Callable[[PeerId, Any], Awaitable[Answer]],
+        answer: Callable[[Claimant, Any], Awaitable[Answer]],
     ) -> None:
         self._question = question
         self._answer = answer
@@ -71,7 +72,7 @@ class QuestionServer:
 
     async def _tell(self, channel: Channel, question: Body) -> None:
         try:
-            answer = await self._answer(channel.peer, question)
+            answer = await self._answer(channel.claimant, question)
             if isinstance(answer.body, Error | End):
                 channel.close(answer.body)
                 return

@@ -12,6 +12,7 @@ from swarmnode.codec.messages import End, Error
 from swarmnode.errors import ProtocolError
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.address_group import Claimant
 from swarmnode.plan.credit import credit_of, weight_of
 from swarmnode.roles.host import Host
 from swarmnode.roles.question_server import Answer, QuestionServer
@@ -62,7 +63,7 @@ class Priorities:
         """Take none any more."""
         await self._server.close()
 
-    async def _answer(self, _peer: PeerId, claim: CreditClaim) -> Answer:
+    async def _answer(self, _asker: Claimant, claim: CreditClaim) -> Answer:
         try:
             voucher, receipts = await asyncio.to_thread(self._open, claim)
         except ProtocolError as error:

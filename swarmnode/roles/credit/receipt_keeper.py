@@ -12,7 +12,7 @@ from swarmnode.errors import ErrorCode, LocalError, ProtocolError
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.identity import verify
-from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.address_group import Claimant
 from swarmnode.plan.credit import Credit, credit_of
 from swarmnode.roles.credit.completed_work import CompletedWork
 from swarmnode.roles.credit.priorities import Priorities
@@ -77,7 +77,7 @@ class ReceiptKeeper:
         yield Reading(table.CREDIT_CLIENTS, credit.clients)
         yield Reading(table.CREDIT, credit.counted)
 
-    async def _answer(self, _peer: PeerId, question: SignedReceipt) -> Answer:
+    async def _answer(self, _asker: Claimant, question: SignedReceipt) -> Answer:
         async with self._writing:  # what one receipt covers no other one does
             try:
                 receipt = self._folder.open(question.receipt)

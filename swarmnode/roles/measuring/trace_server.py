@@ -11,6 +11,7 @@ from swarmnode.codec.messages import Error, Hello
 from swarmnode.codec.trace_messages import GetTrace, Trace
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError
 from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.roles.fetching.sources import ask
@@ -28,7 +29,7 @@ def trace_server(
 ) -> QuestionServer:
     """Answers with what `find` has of a session."""
 
-    async def answer(_peer: PeerId, question: GetTrace) -> Answer:
+    async def answer(_asker: Claimant, question: GetTrace) -> Answer:
         known = find(question.trace)
         return Answer(Error(ErrorCode.NO_SESSION) if known is None else known.trace())
 

@@ -12,6 +12,7 @@ from swarmnode.codec.messages import Error, Hello, Open
 from swarmnode.compute.serving.sketch import sketch, sketch_bytes
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.roles.question_server import Answer, QuestionServer
 from swarmnode.roles.serving.audits.transcript import Conveyed
@@ -40,7 +41,7 @@ def audit_server(
 ) -> QuestionServer:
     """Answers for the sessions that `find` knows."""
 
-    async def answer(_peer: PeerId, question: GetStatement) -> Answer:
+    async def answer(_asker: Claimant, question: GetStatement) -> Answer:
         session = find(question.session)
         if session is None:
             return Answer(Error(ErrorCode.NO_SESSION))

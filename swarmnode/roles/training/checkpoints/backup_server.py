@@ -13,10 +13,13 @@ from swarmnode.codec.messages import End, Error
 from swarmnode.codec.state_messages import BackUp, StateEntry
 from swarmnode.errors import Busy, ErrorCode, LocalError, PeerLost, ProtocolError, SwarmnodeError, refusal
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.tasks import Tasks
 from swarmnode.plan.training.backups import LEAST_BPS, holds
 from swarmnode.roles.fetching.sources import PeerSource
 from swarmnode.roles.host import Host
 from swarmnode.roles.question_server import Answer, QuestionServer
+from swarmnode.roles.training.checkpoints.backup_places import RETRY_S, BackupPlaces
 from swarmnode.roles.training.checkpoints.states import file_of, state_board
 from swarmnode.swarm.records.run import decode_run
 from swarmnode.swarm.records.sections import DiskOffer
@@ -28,8 +31,7 @@ from swarmnode.swarm.storage.states import StateStore
 log = logging.getLogger(__name__)
 
 BACKUP_PROTOCOL = "/swarmnode/backup/1"
-AT_ONCE = 4
-RETRY_S, FULL_RETRY_S = 10.0, 600.0
+FULL_RETRY_S = 600.0
 PATIENCE_S, SLOWER = 60.0, 4.0  # for a state: so long, and so many times what its rate asks for
 
 
@@ -41,11 +43,12 @@ class BackupServer:
         self._host = host
         self._folder = folder
         self._board = state_board(host.network, host.hello, host.link_config)
-        self._taking = 0
+        self._places = BackupPlaces(host.clock.monotonic)
+        self._tasks = Tasks("backups of others", on_crash=None)
         self._server = QuestionServer(host.network, BACKUP_PROTOCOL, host.hello, host.link_config, BackUp, self._answer)
 
     def __repr__(self) -> str:
-        return f"<BackupServer {self._folder!r}, {self._taking} states on their way>"
+        return f"<BackupServer {self._folder!r}, {self._places!r}>"
 
     async def start(self) -> None:
         """Take states from now on."""
@@ -55,6 +58,7 @@ class BackupServer:
     async def close(self) -> None:
         """Take none any more."""
         await self._server.close()
+        await self._tasks.close()
         await self._board.close()
 
     async def _offer(self) -> None:
@@ -66,22 +70,31 @@ class BackupServer:
             free_bytes = 0
         self._host.directory.announce(DiskOffer(backup_bytes=free_bytes))
 
-    async def _answer(self, writer: PeerId, question: BackUp) -> Answer:
-        if self._taking >= AT_ONCE:
-            return Answer(Error(ErrorCode.BUSY, RETRY_S))
-        self._taking += 1
+    async def _answer(self, writer: Claimant, question: BackUp) -> Answer:
         try:
-            await self._take(writer, question)
-        except (Busy, LocalError) as error:
-            log.warning("a state of %s is not kept: %s", writer, error)
-            return Answer(Error(ErrorCode.BUSY, error.retry_s if isinstance(error, Busy) else FULL_RETRY_S))
+            await self._take_turn(writer, question)
+        except LocalError as error:
+            log.warning("a state of %s is not kept: %s", writer.peer, error)
+            return Answer(Error(ErrorCode.BUSY, FULL_RETRY_S))
         except SwarmnodeError as error:
-            log.info("a state of %s is not kept: %s", writer, error)
-            return Answer(Error(error.code))
-        finally:
-            self._taking -= 1
-            await self._offer()
+            log.info("a state of %s is not kept: %s", writer.peer, error)
+            return Answer(Error(error.code, error.retry_s) if isinstance(error, Busy) else Error(error.code))
         return Answer(End())
+
+    async def _take_turn(self, writer: Claimant, question: BackUp) -> None:
+        """As far as it comes while it is this writer's turn; what has come stays. Raises as `_take`."""
+        turn = self._places.take(writer)
+        taking = self._tasks.spawn(self._take(writer.peer, question), f"from {writer.peer}", awaited=True)
+        turn.give_way = taking.cancel
+        try:
+            await taking
+        except asyncio.CancelledError:
+            if not turn.over:
+                raise
+            raise Busy("it is another peer's turn", retry_s=RETRY_S) from None
+        finally:
+            self._places.leave(turn)
+            await self._offer()
 
     async def _take(self, writer: PeerId, question: BackUp) -> None:
         """Have the state here. Raises PeerError, Busy, LocalError."""

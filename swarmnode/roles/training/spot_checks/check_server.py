@@ -25,6 +25,7 @@ from swarmnode.codec.spot_check_messages import (
 from swarmnode.compress.values import decode_values, payload_of
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.roles.question_server import Answer, QuestionServer
 from swarmnode.roles.training.spot_checks.row_sketches import sketches_payload
@@ -57,11 +58,11 @@ def check_server(
 ) -> QuestionServer:
     """Answers from these records, which hold what a training is fed: to its stages alone."""
 
-    async def answer(peer: PeerId, question: Question) -> Answer:
-        if not may_ask(peer):
+    async def answer(asker: Claimant, question: Question) -> Answer:
+        if not may_ask(asker.peer):
             return Answer(Error(ErrorCode.REFUSED))
         if isinstance(question, Accusation):
-            on_accusation(peer, question)
+            on_accusation(asker.peer, question)
             return Answer(End())
         of_step = records.of(question.run, question.step)
         if isinstance(question, GetCommitment):

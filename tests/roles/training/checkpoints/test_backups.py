@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,9 @@ from swarmnode.codec.state_messages import BackUp, StateEntry
 from swarmnode.errors import ErrorCode, LocalError, PeerRefused
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.roles.fetching.sources import ask
+from swarmnode.roles.training.checkpoints.backup_places import AT_ONCE, TURN_S
 from swarmnode.roles.training.checkpoints.backup_server import BACKUP_PROTOCOL, BackupServer
 from swarmnode.roles.training.checkpoints.state_server import StateServer
 from swarmnode.roles.training.checkpoints.states import Listing, fetch_states, list_states, state_board
@@ -90,10 +92,11 @@ class Writer:
 
 
 class World:
-    """A keeper, and writers by name."""
+    """A keeper, whose clock stands still unless it is given one, and writers by name."""
 
-    def __init__(self, folder: Path, max_bytes: int | None) -> None:
+    def __init__(self, folder: Path, max_bytes: int | None, *, clock: Callable[[], float] | None = None) -> None:
         self.folder = folder
+        self.now_s = 0.0
         self.peers: dict[str, Any] = {}
         self.directory = Directory()
         self.network = MemoryNetwork(self.peers, "keeper")  # type: ignore[no-untyped-call]
@@ -107,6 +110,7 @@ class World:
             directory=self.directory,
             swarm=SimpleNamespace(manifest=manifest),
             config=SimpleNamespace(home=self.home),
+            clock=SimpleNamespace(monotonic=clock or (lambda: self.now_s)),
         )
         self.keeper = BackupServer(self.host, self.backups)
         self.states = StateServer(self.network, HELLO, LinkConfig(), self.backups)
@@ -238,6 +242,35 @@ async def test_a_writer_that_never_gives_its_state_is_left(world: World, monkeyp
     with pytest.raises(PeerRefused) as caught:
         await writer.back_up(writer.keeps(10, 2))
     assert caught.value.code == ErrorCode.PEER_LOST
+
+
+async def test_writers_that_never_give_their_states_keep_no_place(world: World) -> None:
+    """Four hold all; a turn later another one's state is kept, and one of them hears that it is not its turn."""
+    silent = [await world.writer(f"silent {number}") for number in range(AT_ONCE)]
+    asking = []
+    for writer in silent:
+        asked = asyncio.Event()
+
+        async def wait(*_: Any, asked: asyncio.Event = asked) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+        setattr(writer.server, "_send", wait)  # noqa: B010
+        asking.append(asyncio.create_task(writer.back_up(writer.keeps(10, 2, 64))))
+        await asyncio.wait_for(asked.wait(), 20)
+    honest = await world.writer("honest")
+    state = honest.keeps(10, 2)
+    with pytest.raises(PeerRefused) as caught:
+        await honest.back_up(state)
+    assert caught.value.code == ErrorCode.BUSY
+    world.now_s += TURN_S
+    await honest.back_up(state)
+    done, waiting = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+    assert world.keeper.kept_bytes == SIZE_BYTES and done == {asking[0]} and len(waiting) == AT_ONCE - 1
+    with pytest.raises(PeerRefused) as caught:
+        asking[0].result()
+    assert caught.value.code == ErrorCode.BUSY
+    await cancel_and_wait(*asking)
 
 
 async def test_old_folders_make_room_and_young_ones_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
