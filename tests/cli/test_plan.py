@@ -14,6 +14,7 @@ import pytest
 from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
 from swarmnode.plan.offline.scenario import Scenario
 from tests.cli.command import assert_clear, invoke, swarmnode
+from tests.simulate.results.page_parser import ParsedPage
 
 SIZES = ("--activation-gb", "0.2", "--gradient-gb", "0.5")
 LLAMA = {
@@ -120,6 +121,19 @@ def test_a_model_as_a_table(network: Path, tmp_path: Path) -> None:
         assert words in text
 
 
+def test_a_page_shows_the_plan(network: Path, tmp_path: Path) -> None:
+    write(tmp_path / "config.json", **LLAMA)
+    file = tmp_path / "plan.html"
+    for arguments in (("--model", str(tmp_path), "--stages", "2"), ("--stages", "2", "--replicas", "4", *SIZES)):
+        done = invoke("plan", str(network), *arguments, "--seconds", "1", "--report", str(file))
+        assert done.returncode == 0 and "Wrote" in done.stdout and "plan.html" in done.stdout
+        page = ParsedPage(file.read_text())
+        assert len(page.all("svg")) == 3, "map, matrix, legend"
+        assert {"room 0", "room 1"} <= {word for words in page.words for word in (words, words[2:])}
+    done = invoke("plan", str(network), *arguments, "--seconds", "1", "--report", str(file), "--json")
+    assert json.loads(done.stdout)["scenario"] == "home", "nothing but the plan"
+
+
 def test_a_model_that_does_not_fit(network: Path, tmp_path: Path) -> None:
     config = write(tmp_path / "config.json", **{**LLAMA, "hidden_size": 16384, "intermediate_size": 65536})
     done = invoke("plan", str(network), "--model", str(config), "--seconds", "1")
@@ -133,6 +147,7 @@ def test_a_model_that_does_not_fit(network: Path, tmp_path: Path) -> None:
         (("--stages", "4"), "give --stages, --replicas, --activation-gb and --gradient-gb, or --model"),
         (("--model", "x", "--activation-gb", "1"), "follow from --model"),
         (("--model", "/none"), "no such file"),
+        (("--report", "/no/such/folder/plan.html", "--stages", "4"), "no such folder"),
         (("--model", "x", "--dtype", "int3"), "--dtype int3: choose fp32, bf16, fp16"),
         (("--model", "x", "--gpu", "Voodoo"), "--gpu Voodoo: known are"),
     ],

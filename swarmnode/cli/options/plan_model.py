@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnode.cli.terminal.console import fail, print_json
@@ -35,10 +36,17 @@ class ModelOptions:
 
 
 def plan_model(
-    network: Scenario, options: ModelOptions, stages: int | None, replicas: int | None, effort: Effort, *, as_json: bool
+    network: Scenario,
+    options: ModelOptions,
+    stages: int | None,
+    replicas: int | None,
+    effort: Effort,
+    report: Path | None,
+    *,
+    as_json: bool,
 ) -> None:
     """Plan and print which device holds which layers."""
-    from swarmnode.cli.terminal.plan_view import hosting_summary, hosting_table
+    from swarmnode.cli.terminal.plan_view import describe_span, hosting_summary, hosting_table
     from swarmnode.cli.terminal.tables import show
     from swarmnode.plan.offline.hosting import Planner
     from swarmnode.simulate.environment.graph_model import load_model
@@ -52,10 +60,16 @@ def plan_model(
     planner = Planner(network, hardware, workload, seed=effort.seed, expired=effort.expired)
     with effort.progress() as progress:
         hosting = planner.plan(stages=stages, replicas=replicas, effort=effort.share, progress=progress)
+    shown = hosting_table(network, model, workload, hosting)
+    if report is not None:
+        from swarmnode.cli.terminal.plan_page import plan_page
+
+        held = [(describe_span(model, stage.span), stage.devices) for stage in hosting.stages]
+        report.write_text(plan_page(network, shown, held, hosting.grid.T.tolist()), encoding="utf-8")
     if as_json:
         print_json(hosting_summary(network, model, workload, hosting, effort.taken_s))
     else:
-        show(hosting_table(network, model, workload, hosting))
+        show(shown)
         effort.tell_if_cut()
 
 

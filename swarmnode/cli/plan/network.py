@@ -9,12 +9,12 @@ from typing import Any
 
 import typer
 
+from swarmnode.cli.options.output_file import check_output
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.console import (
     HOME,
     VERBOSE,
     default_home,
-    fail,
     print_json,
     reports_errors,
     run_async,
@@ -38,10 +38,7 @@ def network(
     Example: swarmnode network friends.swarm -o network.json
     """
     set_up_logging(verbose)
-    if output is not None and not output.absolute().parent.is_dir():
-        fail(f"--output {output}: no such folder", 2)
-    if output is not None and output.is_dir():
-        fail(f"--output {output}: a folder, where a file is to be written", 2)
+    check_output("--output", output)
     from swarmnode.client import SwarmClient
 
     async def look(_stop: asyncio.Event) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors
+from swarmnode.cli.options.output_file import check_output
+from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors, say
 from swarmnode.cli.terminal.effort import Effort
 
 if TYPE_CHECKING:
@@ -56,6 +57,13 @@ def plan(
         show_default=False,
     ),
     seed: int = typer.Option(0, "--seed", min=0, help="Of all that is random: the same seed gives the same plan."),
+    report: Path = typer.Option(
+        None,
+        "--report",
+        metavar="OUT.html",
+        help="Write a page with the network as a map and a matrix, and the plan drawn in.",
+        show_default=False,
+    ),
     as_json: bool = JSON,
 ) -> None:
     """Plan training on a network: lay stages x pipelines on its devices such that a step's traffic takes the least time.
@@ -64,22 +72,25 @@ def plan(
 
     Example: swarmnode plan network.json --stages 8 --replicas 8 --activation-gb 0.47 --gradient-gb 0.65
 
-    Example: swarmnode plan network.json --model ./llama
+    Example: swarmnode plan network.json --model ./llama --report plan.html
     """
     from swarmnode.cli.options.plan_model import ModelOptions, plan_model
     from swarmnode.plan.offline.scenario import Scenario
 
+    check_output("--report", report)
     effort = Effort(seconds, seed, quiet=as_json)
     network = Scenario.load(scenario)
     if model:
         if activation_gb is not None or gradient_gb is not None:
             fail("--activation-gb and --gradient-gb follow from --model: leave them out", 2)
         options = ModelOptions(model, batch, sequence, microbatches, dtype, gpu)
-        plan_model(network, options, stages, replicas, effort, as_json=as_json)
+        plan_model(network, options, stages, replicas, effort, report, as_json=as_json)
     elif stages is None or replicas is None or activation_gb is None or gradient_gb is None:
         fail("give --stages, --replicas, --activation-gb and --gradient-gb, or --model", 2)
     else:
-        _plan_grid(network, stages, replicas, activation_gb, gradient_gb, effort, as_json=as_json)
+        _plan_grid(network, stages, replicas, activation_gb, gradient_gb, effort, report, as_json=as_json)
+    if report is not None and not as_json:
+        say(f"Wrote {report}.")
 
 
 def _plan_grid(
@@ -89,6 +100,7 @@ def _plan_grid(
     activation_gb: float,
     gradient_gb: float,
     effort: Effort,
+    report: Path | None,
     *,
     as_json: bool,
 ) -> None:
@@ -103,8 +115,14 @@ def _plan_grid(
     with effort.progress() as progress:
         search = Search(problem, seed=effort.seed, effort=effort.share, expired=effort.expired, progress=progress)
         grid = search.run()
+    shown = grid_table(network, problem, grid)
+    if report is not None:
+        from swarmnode.cli.terminal.plan_page import plan_page
+
+        held = [(f"stage {number}", members.tolist()) for number, members in enumerate(grid)]
+        report.write_text(plan_page(network, shown, held, grid.T.tolist()), encoding="utf-8")
     if as_json:
         print_json(grid_summary(network, problem, grid, effort.taken_s))
     else:
-        show(grid_table(network, problem, grid))
+        show(shown)
         effort.tell_if_cut()

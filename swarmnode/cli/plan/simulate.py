@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from swarmnode.cli.options.averaging import AVERAGE_CODEC, AVERAGE_EVERY, AVERAGE_RANK, parse_averaging
+from swarmnode.cli.options.output_file import check_output
 from swarmnode.cli.terminal.bars import share_bar
 from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors, say
 
@@ -79,10 +80,7 @@ def simulate(
     """
     if workload not in WORKLOADS:
         fail(f"--workload {workload}: it is serve or train", 2)
-    if report is not None and not report.absolute().parent.is_dir():
-        fail(f"--report {report}: no such folder", 2)
-    if report is not None and report.is_dir():
-        fail(f"--report {report}: a folder, where a file is to be written", 2)
+    check_output("--report", report)
     from swarmnode.simulate.results.report import report as make_report
     from swarmnode.simulate.results.summary import summary
 
@@ -196,7 +194,9 @@ def _table(figures: dict[str, Any]) -> Table:
         ("", *numbers),
         numbers=numbers,
     )
-    table.add_row("tokens per second", f"{figures['tokens_per_s']:,.2f}")
+    for name in ("tokens", "samples"):
+        if f"{name}_per_s" in figures:
+            table.add_row(f"{name} per second", f"{figures[f'{name}_per_s']:,.2f}")
     table.add_row("share of time computing", f"{figures['utilisation']:.1%}")
     table.add_row("bytes over links", f"{figures['bytes'] / 1e9:,.2f} GB")
     for name, value in figures["totals"].items():

@@ -44,16 +44,10 @@ def grid_table(network: Scenario, problem: Problem, grid: Grid) -> Table:
         caption=_unused(problem.devices - grid.size, problem.devices),
     )
     for stage, members in enumerate(grid):
-        devices = (device_name(network, device) for device in members)
+        devices = (network.label(device) for device in members)
         averaging_s = problem.stage_averaging_s(members)
         table.add_row(str(stage), *devices, f"{averaging_s:.3f} s", _hop(problem, grid, stage))
     return table
-
-
-def device_name(network: Scenario, device: int) -> str:
-    """A device's number and its region."""
-    region = network.regions[device]
-    return f"{device} {region}" if region else str(device)
 
 
 def _hop(problem: Problem, grid: Grid, stage: int) -> str:

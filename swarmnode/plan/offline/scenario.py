@@ -57,6 +57,11 @@ class Scenario:
     def __repr__(self) -> str:
         return f"Scenario({self.name!r}, {self.devices} devices in {len(set(self.regions))} regions)"
 
+    def label(self, device: int) -> str:
+        """A device's number and its region."""
+        region = self.regions[device]
+        return f"{device} {region}" if region else str(device)
+
     @classmethod
     def load(cls, path: str | Path) -> Scenario:
         """The scenario in a file. Raises UsageError, naming the file and the field, where it is not one."""

@@ -69,6 +69,11 @@ class Model:
         return True
 
     @property
+    def counted(self) -> str:
+        """What is counted of what it is trained with."""
+        return "tokens" if self.has_tokens else "samples"
+
+    @property
     def inner_layers(self) -> range:
         """The units that are layers: neither embedding nor head."""
         return range(1, self.units - 1)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from html import escape
 
 WIDTH, HEIGHT = 640, 200
+MAX_LABEL_CHARS = 22
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 10, 28  # margins
-COLOURS = ("#2a6f97", "#e07a5f", "#81b29a", "#7d5ba6", "#f2a541", "#5f6b6d")
+COLOURS = tuple(f"var(--c{number})" for number in range(6))  # as the page has them (`page.py`)
 
 
 def curves(title: str, times_s: Sequence[float], lines: dict[str, Sequence[float]]) -> str:
@@ -24,7 +25,7 @@ def curves(title: str, times_s: Sequence[float], lines: dict[str, Sequence[float
         )
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{points}"/>')
         parts.append(_legend(number, name, colour))
-    return _figure(title, "".join(parts), HEIGHT)
+    return figure(title, "".join(parts), HEIGHT)
 
 
 def bars(title: str, rows: Sequence[tuple[str, float, str]]) -> str:
@@ -39,7 +40,7 @@ def bars(title: str, rows: Sequence[tuple[str, float, str]]) -> str:
             f'<rect x="182" y="{y + 2}" width="{width:.1f}" height="{row_height - 5}" fill="{COLOURS[0]}"/>'
             f'<text x="{188 + width:.1f}" y="{y + 13}">{escape(words)}</text>'
         )
-    return _figure(title, "".join(parts), TOP + len(rows) * row_height + 6)
+    return figure(title, "".join(parts), TOP + len(rows) * row_height + 6)
 
 
 def spans(title: str, units: int, rows: Sequence[tuple[str, int, int, float]]) -> str:
@@ -59,39 +60,35 @@ def spans(title: str, units: int, rows: Sequence[tuple[str, int, int, float]]) -
     bottom = TOP + len(rows) * row_height + 14
     for unit in (0, units):
         parts.append(f'<text x="{190 + width * unit / units:.1f}" y="{bottom}" text-anchor="middle">{unit}</text>')
-    return _figure(title, "".join(parts), bottom + 8)
+    return figure(title, "".join(parts), bottom + 8)
 
 
-def matrix(title: str, values: Sequence[Sequence[float]], blocks: Sequence[tuple[str, int]]) -> str:
-    """Pairs of the same things, from [row] to [column], the darker the more (by orders of magnitude); `blocks` are what so many of
-    them in turn have in common, and are framed where they meet themselves."""
-    count = len(values)
-    cell = (WIDTH - 200 - RIGHT) / max(1, count)
-    known = [math.log(value) for row in values for value in row if value > 0]
-    least, most = min(known, default=0.0), max(known, default=1.0)
+def role_colour(role: int, roles: int) -> str:
+    """Of the parts of a model, from the first to the last: one hue after another, none of them pale."""
+    return f"hsl({200 + 300 * role / max(1, roles):.0f} 55% 42%)"
+
+
+def legend(title: str, roles: Sequence[tuple[str, str]]) -> str:
+    """Numbered colours: (name, value in words)."""
+    columns, row_height = 2, 17
     parts = []
-    for row, line in enumerate(values):
-        for column, value in enumerate(line):
-            if value > 0:
-                share = (math.log(value) - least) / ((most - least) or 1.0)
-                x, y = 190 + cell * column, TOP + cell * row
-                parts.append(
-                    f'<rect x="{x:.1f}" y="{y:.1f}" width="{cell:.1f}" height="{cell:.1f}" fill="{COLOURS[0]}" '
-                    f'fill-opacity="{0.1 + 0.9 * share:.2f}"/>'
-                )
-    begin = 0
-    for label, size in blocks:
-        at, side = TOP + cell * begin, cell * size
-        parts.append(f'<text x="184" y="{at + side / 2 + 4:.1f}" text-anchor="end">{escape(label)}</text>')
+    for number, (name, words) in enumerate(roles):
+        x, y = LEFT / 2 + number % columns * (WIDTH - LEFT) / columns, TOP + number // columns * row_height
         parts.append(
-            f'<rect x="{190 + cell * begin:.1f}" y="{at:.1f}" width="{side:.1f}" height="{side:.1f}" fill="none" '
-            f'stroke="{COLOURS[1]}" stroke-width="1.5"/>'
+            f'<rect x="{x:.1f}" y="{y}" width="18" height="13" fill="{role_colour(number, len(roles))}"/>'
+            f'<text x="{x + 9:.1f}" y="{y + 10}" text-anchor="middle" style="fill:#fff">{number}</text>'
+            f'<text x="{x + 23:.1f}" y="{y + 10}">{escape(shortened(name))} ({escape(words)})</text>'
         )
-        begin += size
-    return _figure(title, "".join(parts), TOP + cell * count + 8)
+    return figure(title, "".join(parts), TOP + -(-len(roles) // columns) * row_height + 4)
 
 
-def _figure(title: str, inside: str, height: float) -> str:
+def shortened(text: str) -> str:
+    """For a place where no more fits."""
+    return text if len(text) <= MAX_LABEL_CHARS else text[: MAX_LABEL_CHARS - 1] + "…"
+
+
+def figure(title: str, inside: str, height: float) -> str:
+    """With its title above it; what is `inside` may be WIDTH wide."""
     return (
         f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
         f'aria-label="{escape(title)}">{inside}</svg></figure>'
@@ -103,7 +100,7 @@ def _frame(highest: float, latest_s: float) -> str:
     lines = []
     for step in range(5):
         y, x = _y(step / 4), _x(step / 4)
-        lines.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" stroke="#ddd"/>')
+        lines.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" stroke="var(--rule)"/>')
         lines.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{_short(highest * step / 4)}</text>')
         lines.append(f'<text x="{x}" y="{HEIGHT - 8}" text-anchor="middle">{_clock(latest_s * step / 4)}</text>')
     return "".join(lines)

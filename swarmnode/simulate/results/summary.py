@@ -34,8 +34,9 @@ def summary(result: SimulationResult) -> dict[str, Any]:
 
 
 def _rates(result: SimulationResult) -> dict[str, float]:
-    name = "tokens" if result.settings.workload == "serve" else "tokens trained"
-    return {"tokens_per_s": result.measures.totals.get(name, 0.0) / result.settings.seconds}
+    counted = result.model.counted
+    name = counted if result.settings.workload == "serve" else f"{counted} trained"
+    return {f"{counted}_per_s": result.measures.totals.get(name, 0.0) / result.settings.seconds}
 
 
 def _spread(values: list[float]) -> dict[str, float]:

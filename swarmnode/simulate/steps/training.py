@@ -329,6 +329,6 @@ class Training:
         measures.note("step, s", self._last_step_s)
         measures.note("of it agreeing, s", now_s - self._reducing_since_s)
         measures.count("steps", 1)
-        measures.count("tokens trained", self.settings.microbatches * self.settings.tokens)
+        measures.count(f"{self.world.model.counted} trained", self.settings.microbatches * self.settings.tokens)
         self.step += 1
         self._begin_step()

@@ -1,0 +1,146 @@
+"""A network as a map: clusters of machines as far from one another as their delays say, and what goes between them.
+
+Coordinates follow from the delays alone (classical scaling: Torgerson, Psychometrika 17, 1952), so that there is a map of any
+network; clusters that would lie upon one another are pushed apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+
+import numpy as np
+
+from swarmnode.plan.spans.flow import Floats
+from swarmnode.simulate.results.machines import IDLE, Machines
+from swarmnode.simulate.results.plots import WIDTH, figure, role_colour, shortened
+
+MOST_HEIGHT, MARGIN = 440, 30
+LEAST_RADIUS, MOST_RADIUS, ROOM = 7.0, 15.0, 75.0  # of a machine; the more there are, the smaller
+SPACING = 1.3  # radii from a sunflower's centre to where its first circle is
+GOLDEN_ANGLE = math.pi * (3 - math.sqrt(5))
+ROUNDS = 200  # of pushing clusters apart
+MOST_LINES = 400
+
+
+def network_map(machines: Machines, carried: str) -> str:
+    """Machines with the number of their role, lines where they send to one another what `carried` calls; empty where nothing is far
+    from anything."""
+    clusters = machines.clusters()
+    if len(clusters) < 2:
+        return ""
+    count = len(machines.names)
+    radius = min(MOST_RADIUS, max(LEAST_RADIUS, ROOM / math.sqrt(count)))
+    radii_C = np.array([radius * (1 + SPACING * math.sqrt(len(cluster))) for cluster in clusters])
+    centres_C2, scale = _fitted(_pushed_apart(_scattered(machines, clusters), radii_C), radii_C)
+    at_N2 = np.zeros((count, 2))
+    for cluster, centre in zip(clusters, centres_C2, strict=True):
+        by_role = sorted(cluster, key=lambda machine: machines.roles[machine])
+        at_N2[by_role] = centre + scale * radius * SPACING * _sunflower(len(cluster))
+    inside = [
+        *_lines(machines, at_N2),
+        *_machines(machines, at_N2, scale * radius),
+        *_names(machines, clusters, centres_C2, scale * radii_C),
+    ]
+    height = float((centres_C2[:, 1] + scale * radii_C).max()) + MARGIN
+    title = f"The network by its delays: the nearer, the shorter; lines: {carried}; numbers: what each holds"
+    return figure(title, "".join(inside), height)
+
+
+def coordinates(distance_NN: Floats) -> Floats:
+    """[N, 2] in the plane, with distances as near to those given as a projection has them."""
+    squares_NN = distance_NN**2
+    centred_NN = squares_NN - squares_NN.mean(axis=0) - squares_NN.mean(axis=1)[:, None] + squares_NN.mean()
+    values_N, vectors_NN = np.linalg.eigh(-centred_NN / 2)
+    largest = np.argsort(-values_N, kind="stable")[:2]
+    axes_N2 = vectors_NN[:, largest] * np.sqrt(np.maximum(values_N[largest], 0.0))
+    signs_2 = np.sign(
+        axes_N2[np.abs(axes_N2).argmax(axis=0), range(axes_N2.shape[1])]
+    )  # that it is the same everywhere
+    at_N2: Floats = np.zeros((len(distance_NN), 2))
+    at_N2[:, : axes_N2.shape[1]] = axes_N2 * np.where(signs_2 == 0, 1, signs_2)
+    return at_N2
+
+
+def _scattered(machines: Machines, clusters: Sequence[Sequence[int]]) -> Floats:
+    """[C, 2]: clusters by the mean delay between their machines, as large as the picture."""
+    count = len(clusters)
+    delay_s = (machines.delay_s + machines.delay_s.T) / 2
+    between_CC = np.array([[delay_s[np.ix_(one, other)].mean() for other in clusters] for one in clusters])
+    between_CC[np.eye(count, dtype=bool)] = 0.0
+    at_C2 = coordinates(between_CC)
+    widest = float(np.abs(at_C2).max())
+    around = np.array([(math.cos(turn), math.sin(turn)) for turn in 2 * math.pi * np.arange(count) / count])
+    return at_C2 / widest * (WIDTH / 2.4) + around if widest > 0 else around * MOST_HEIGHT / 4
+
+
+def _pushed_apart(centres_C2: Floats, radii_C: Floats) -> Floats:
+    """Circles moved, half of the way each, until none lies upon another."""
+    centres_C2 = centres_C2.copy()
+    for _ in range(ROUNDS):
+        apart_CC2 = centres_C2[:, None] - centres_C2[None]
+        distance_CC = np.hypot(*apart_CC2.transpose(2, 0, 1))
+        wanted_CC = 1.15 * (radii_C[:, None] + radii_C[None])
+        lacking_CC = np.maximum(0.0, wanted_CC - distance_CC)
+        np.fill_diagonal(lacking_CC, 0.0)
+        if lacking_CC.max() < 0.5:
+            break
+        ways_CC2 = apart_CC2 / np.maximum(distance_CC, 1e-6)[:, :, None]
+        centres_C2 += (ways_CC2 * lacking_CC[:, :, None] / 2).sum(axis=1)
+    return centres_C2
+
+
+def _fitted(centres_C2: Floats, radii_C: Floats) -> tuple[Floats, float]:
+    """All circles inside the picture, and by how much they were made smaller for it."""
+    lowest_2 = (centres_C2 - radii_C[:, None]).min(axis=0)
+    extent_2 = (centres_C2 + radii_C[:, None]).max(axis=0) - lowest_2
+    scale = float(min(1.0, (WIDTH - 2 * MARGIN) / extent_2[0], (MOST_HEIGHT - 2 * MARGIN) / extent_2[1]))
+    corner_2 = np.array([(WIDTH - scale * extent_2[0]) / 2, MARGIN / 2])
+    return corner_2 + scale * (centres_C2 - lowest_2), scale
+
+
+def _sunflower(count: int) -> Floats:
+    """[count, 2]: points of a disc of the radius sqrt(count), evenly."""
+    turns = GOLDEN_ANGLE * np.arange(count)
+    out = np.sqrt(np.arange(count) + 0.5 * (count > 1))
+    points: Floats = np.stack([out * np.cos(turns), out * np.sin(turns)], axis=1)
+    return points
+
+
+def _lines(machines: Machines, at_N2: Floats) -> Iterator[str]:
+    both: dict[tuple[int, int], float] = {}
+    for (here, there), amount in machines.traffic.items():
+        pair = min(here, there), max(here, there)
+        both[pair] = both.get(pair, 0.0) + amount
+    most = max(both.values(), default=0.0)
+    for (here, there), amount in sorted(both.items(), key=lambda item: (-item[1], item[0]))[:MOST_LINES]:
+        if here != there and amount > 0:
+            (x, y), (to_x, to_y) = at_N2[here], at_N2[there]
+            share = amount / most
+            yield (
+                f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="var(--c1)" '
+                f'stroke-width="{0.5 + 1.5 * share:.1f}" stroke-opacity="{0.15 + 0.6 * share:.2f}"/>'
+            )
+
+
+def _machines(machines: Machines, at_N2: Floats, radius: float) -> Iterator[str]:
+    for name, role, (x, y) in zip(machines.names, machines.roles, at_N2, strict=True):
+        words = "stands by" if role == IDLE else machines.role_names[role]
+        colour = "var(--rule)" if role == IDLE else role_colour(role, len(machines.role_names))
+        yield (
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" fill="{colour}" stroke="var(--paper)">'
+            f"<title>{escape(name)}: {escape(words)}</title></circle>"
+        )
+        if role != IDLE:
+            size = 1.15 * radius
+            yield (
+                f'<text x="{x:.1f}" y="{y + 0.36 * size:.1f}" text-anchor="middle" font-size="{size:.1f}" '
+                f'style="fill:#fff;pointer-events:none">{role}</text>'
+            )
+
+
+def _names(machines: Machines, clusters: Sequence[Sequence[int]], centres_C2: Floats, radii_C: Floats) -> Iterator[str]:
+    for cluster, (x, y), radius in zip(clusters, centres_C2, radii_C, strict=True):
+        words = escape(shortened(machines.place(cluster)))
+        yield f'<text x="{x:.1f}" y="{y + radius + 9:.1f}" text-anchor="middle">{words}</text>'
