@@ -177,7 +177,7 @@ def load() -> SimulatedCards:
         "_is_in_bad_fork": lambda: False,
         "is_initialized": lambda: True,
         "is_available": lambda: True,
-        "is_bf16_supported": lambda including_emulation=True: cards.majors[cards.current] >= 8,
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or cards.majors[cards.current] >= 8,
         "device_count": lambda: CARDS,
         "current_device": lambda: cards.current,
         "set_device": lambda device: cards.use(index_of(device)),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
@@ -16,6 +18,9 @@ from swarmnode.compute.serving.cache import MAX_PADDING
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
+from swarmnode.ledger import Account, MemoryLedger
+from swarmnode.roles.training.worker.memory import TrainingMemory, segment_bytes
+from swarmnode.roles.training.worker.training_worker import estimates
 from swarmnode.swarm.records.run import Run
 from tests.card.conftest import LAYERS
 from tests.card.simulated import SimulatedCards
@@ -71,6 +76,38 @@ def test_a_node_moves_without_room_for_two_spans(
         spans.append(runner.span)  # somebody remembers it
         runner.close_all()
     assert cards.counts(CARD).used_bytes == before
+
+
+@pytest.mark.parametrize("major", [6, 7, 8], ids=["float32", "float16", "bfloat16"])
+def test_a_microbatch_that_fits_only_where_graphs_are_computed_again(
+    major: int, cards: SimulatedCards, card: torch.device, checkpoints: dict[str, Checkpoint]
+) -> None:
+    """On a card with what the ledger counts, and no more, the ledger has the units computed again; their graphs would not fit."""
+    cards.majors = [major, major]
+    run = msgspec.structs.replace(RUN, batch=240, microbatch=240, sequence=8, autocast=True)
+    segment = load_segment(checkpoints["llama"], 1, UNITS - 1, device=card)
+    hidden_BTH = torch.randn(240, 8, 32, generator=torch.Generator().manual_seed(0))
+
+    def train(learner: Learner) -> torch.Tensor:
+        values = (hidden_BTH.to(card),)
+        (output_BTH,) = learner.forward(0, 0, 1, UNITS - 1, values)
+        learner.backward(0, (output_BTH,))
+        return learner.gradient(learner.blocks).copy().cpu()
+
+    ledger = MemoryLedger(4 * segment_bytes(segment) + 24_000_000)
+    memory = TrainingMemory(ledger, segment, functools.partial(estimates, checkpoints["llama"]))
+    assert memory.begin(run), "as many graphs as are in flight at once do not fit"
+    room_bytes = ledger.accounts()[Account.ACTIVATIONS]
+    learner = Learner(segment, run)
+    wanted = train(learner)
+    learner.discard()
+    cards.limit(CARD, cards.counts(CARD).used_bytes + room_bytes)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(learner)
+    cards.limit(CARD, 1 << 62)
+    learner = Learner(segment, run, recompute=True)
+    cards.limit(CARD, cards.counts(CARD).used_bytes + room_bytes)
+    torch.testing.assert_close(train(learner), wanted)
 
 
 async def test_a_microbatch_that_found_no_memory_leaves_none_taken(

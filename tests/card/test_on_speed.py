@@ -89,25 +89,28 @@ def test_of_unlike_cards_the_one_that_is_used_is_asked(
     assert cards.current == 0 and not cards.touched
 
 
-def test_autocast_is_for_cards_that_have_bfloat16(
+def test_autocast_is_in_what_the_card_is_fast_at(
     cards: SimulatedCards, card: torch.device, checkpoints: dict[str, Checkpoint]
 ) -> None:
+    """Float32 on Pascal, float16 on Turing, bfloat16 and TF32 on Ampere; of unlike cards by the one that is used."""
     run = Run(data=bytes(32), steps=6, batch=4, microbatch=2, sequence=12, autocast=True)
-    learner = Learner(load_segment(checkpoints["llama"], 0, UNITS - 1, device=card), run)
+    segment = load_segment(checkpoints["llama"], 0, UNITS - 1, device=card)
     ids_BT = torch.ones((2, 12), dtype=torch.int64, device=card)
-    outputs, precisions = {}, []
-    learner.segment.span.model.base_model.register_forward_pre_hook(  # type: ignore[attr-defined]
-        lambda *_: precisions.append(torch.get_float32_matmul_precision())
+    seen: list[tuple[str, torch.dtype]] = []
+    segment.span.stack.get_submodule("0").mlp.down_proj.register_forward_hook(  # type: ignore[union-attr]
+        lambda _layer, _inputs, output: seen.append((torch.get_float32_matmul_precision(), output.dtype))
     )
-    for lease, major in enumerate((7, 8)):
-        cards.majors = [9 - major % 2, major]
-        outputs[major] = learner.forward(lease, 0, 0, UNITS - 1, (ids_BT,))[0].float()
-    assert precisions == ["highest", "high"] and torch.get_float32_matmul_precision() == "highest"
-    plain = Learner(
-        load_segment(checkpoints["llama"], 0, UNITS - 1, device=card), msgspec.structs.replace(run, autocast=False)
-    )
-    (wanted,) = plain.forward(0, 0, 0, UNITS - 1, (ids_BT,))
-    assert torch.equal(outputs[7].cpu(), wanted.cpu()) and not torch.equal(outputs[8].cpu(), wanted.cpu())
+    for major in (6, 7, 8):
+        cards.majors = [14 - major, major]
+        Learner(segment, run).forward(0, 0, 0, UNITS - 1, (ids_BT,))
+    Learner(segment, msgspec.structs.replace(run, autocast=False)).forward(0, 0, 0, UNITS - 1, (ids_BT,))
+    assert seen == [
+        ("highest", torch.float32),
+        ("highest", torch.float16),
+        ("high", torch.bfloat16),
+        ("highest", torch.float32),
+    ]
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_a_card_is_tried_before_it_is_lent(cards: SimulatedCards, card: torch.device) -> None:

@@ -75,6 +75,26 @@ def test_language_models(kind: str, recompute: bool, card: torch.device, checkpo
         torch.testing.assert_close(got, wanted, **CLOSE)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_float16_where_a_card_has_nothing_else(
+    recompute: bool, cards: Any, card: torch.device, checkpoints: dict[str, Checkpoint]
+) -> None:
+    """As on Turing: what is learned is float32's but for float16's rounding, though gradients are smaller than it knows."""
+    cards.majors = [7, 7]
+    run = Run(data=bytes(32), steps=6, batch=4, microbatch=2, sequence=12, seed=7, autocast=True)
+    hidden_BTH = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(1))
+
+    def on(device: torch.device) -> tuple[Tensor, Tensor]:
+        learner = Learner(load_segment(checkpoints["llama"], 1, LAYERS + 1, device=device), run, recompute=recompute)
+        (output_BTH,) = learner.forward(0, 0, 1, LAYERS + 1, (hidden_BTH.to(device),))
+        (gradient_BTH,) = learner.backward(0, (1e-9 * output_BTH.float(),))
+        assert gradient_BTH is not None and gradient_BTH.dtype is torch.float32
+        return gradient_BTH.cpu(), learner.gradient(learner.blocks).copy().cpu()
+
+    for got, wanted in zip(on(card), on(CPU), strict=True):
+        assert 0 < float((got - wanted).norm() / wanted.norm()) < 1e-2
+
+
 def test_graphs(cards: Any, card: torch.device, tables: Exported) -> None:
     """With dropout, which a simulated card draws as the CPU does."""
     settings: dict[str, Any] = {"clip": 0.0, "optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.5}

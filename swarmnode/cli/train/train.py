@@ -88,7 +88,7 @@ def train(
     autocast: bool = typer.Option(
         True,
         "--autocast/--no-autocast",
-        help="Multiply in bfloat16 and TF32 on GPUs that are fast at it (since Ampere).",
+        help="Multiply in 16 bits on GPUs that are fast at it: bfloat16 and TF32 since Ampere, float16 on Volta and Turing.",
     ),
     checkpoint_steps: int = typer.Option(50, "--checkpoint-steps", help="Nodes keep their state every so many steps."),
     average_every: int = AVERAGE_EVERY,

@@ -9,15 +9,17 @@ the others.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from swarmnode.compute.training.averaging.flat import FlatVector, by_block
-from swarmnode.compute.training.block import Block, Changes
+from swarmnode.compute.training.block import Block
 from swarmnode.compute.training.learner import Learner, count_of
+from swarmnode.compute.training.saved_activations import Gradients, SavedPiece
 from swarmnode.compute.training.segment import Segment, Values, moved
 from swarmnode.swarm.records.run import Run
 
@@ -95,18 +97,22 @@ class DeviceLearners:
         by_number = {number: tensors for held in reversed(found) for number, tensors in held.items()}
         return dict(sorted(by_number.items()))
 
-    def compute(
-        self, index: int, start: int, end: int, inputs: Values, labels: Values = ()
-    ) -> tuple[Values, dict[int, Changes]]:
+    def compute(self, index: int, start: int, end: int, inputs: Values, labels: Values = ()) -> Values:
         """See `Learner.compute`; of units on one device."""
         learner, _ = next(self._among(start, end))
         with learner.lock:
             device = learner.segment.device
             return learner.compute(index, start, end, moved(inputs, device), moved(labels, device))
 
-    def fast_backward(self) -> AbstractContextManager[None]:
-        """Around a pass back."""
-        return self._learners[0].fast_backward()
+    def gradients(
+        self, index: int, piece: SavedPiece, grads: Gradients, wanted: Sequence[Tensor], labels: Values = ()
+    ) -> list[Tensor | None]:
+        """See `Learner.gradients`; of units on one device."""
+        learner, _ = next(self._among(piece.start, piece.end))
+        with learner.lock, torch.enable_grad():
+            device = learner.segment.device
+            here = replace(piece, inputs=moved(piece.inputs, device))
+            return learner.gradients(index, here, grads, wanted, moved(labels, device))
 
     def _among(self, start: int, end: int) -> Iterator[tuple[Learner, tuple[int, int]]]:
         """The learners that have some of units [start, end), and which of them."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -19,17 +19,16 @@ from torch import Tensor
 
 from swarmnode.codec.body import SHARED
 from swarmnode.compute.training.averaging.flat import FlatVector, by_block, split
-from swarmnode.compute.training.block import Block, Changes
+from swarmnode.compute.training.block import Block
 from swarmnode.compute.training.optimizer import clip_factor
-from swarmnode.compute.training.precision import fast_forward, is_fast, tf32
-from swarmnode.compute.training.randomness import drawing, microbatch_seed
+from swarmnode.compute.training.passes import Passes
+from swarmnode.compute.training.precision import autocast_dtype
+from swarmnode.compute.training.randomness import microbatch_seed
 from swarmnode.compute.training.saved_activations import (
     Gradients,
     SavedActivations,
     SavedPiece,
-    accumulate,
     check_gradients,
-    flow_through,
     is_finite,
     leaves,
 )
@@ -44,6 +43,9 @@ class Learner:
     `recompute`: keep only what enters each unit, and run the units again, one by one, when gradients come: the memory of
     one unit's graph for a third more of computing. The head keeps its graph, for its backward pass follows at once. `follows`:
     blocks that another learner of this node updates. `alone`: no other device of this process computes at the same time.
+
+    Where a card is fast at float16 alone, each unit goes back by itself, its gradients scaled. What overflows on the way there, or
+    back at every scale, is computed in float32.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Learner:
         self.run = run
         self.step = step
         self.recompute = recompute
-        self._alone = alone
+        self._autocast_dtype = autocast_dtype(segment.device, wanted=run.autocast)
         self.counted = dict.fromkeys(range(segment.start, segment.end), 0)
         parameters, buffers = segment.parameters(), segment.buffers()
         self._blocks = {
@@ -75,6 +77,7 @@ class Learner:
             )
             for number in sorted({*parameters, *self.counted})
         }
+        self._passes = Passes(segment, self._blocks, alone=alone)
         self._saved: dict[int, SavedActivations] = {}
 
     def __repr__(self) -> str:
@@ -122,12 +125,14 @@ class Learner:
             raise ValueError(f"no microbatch {index}: a step has {self.run.microbatches}")
         if not self.segment.start <= start < end <= self.segment.end:
             raise ValueError(f"units [{start}:{end}) are not among [{self.segment.start}:{self.segment.end})")
-        saved = SavedActivations(index, start, end, [], (), {}, labels)
-        cuts = range(start, end + 1) if self.recompute else self._cuts(index, start, end)
-        outputs = values
-        for piece_start, piece_end in pairwise(cuts):
-            outputs = self._fly(saved, piece_start, piece_end, outputs)
-        if not is_finite(outputs):
+        saved = self._begin(index, start, end, labels)
+        outputs = self._fly(saved, values)
+        is_sound = is_finite(outputs)
+        if not is_sound and saved.in_float16:
+            saved.autocast_dtype = None
+            outputs = self._fly(saved, values)
+            is_sound = is_finite(outputs)
+        if not is_sound:
             self._blame(saved, values)
         saved.shapes = tuple(output.shape for output in outputs)
         self._saved[lease] = saved
@@ -152,7 +157,7 @@ class Learner:
             grads = (*grads, torch.full(saved.shapes[0], 1 / self.run.microbatches))
         check_gradients(grads, saved.shapes, saved.end)
         try:
-            inputs = self._fly_back(saved, grads)
+            inputs = self._fly_back(saved, tuple(grads))
         except RuntimeError:  # out of memory: nobody knows what the accumulators hold now, so nothing counts
             self.discard()
             raise
@@ -175,54 +180,58 @@ class Learner:
     def _has(self, unit: int, index: int) -> bool:
         return bool(self.counted[unit] >> index & 1)
 
+    def _begin(self, index: int, start: int, end: int, labels: Values) -> SavedActivations:
+        """A pass of which nothing is computed yet."""
+        seed = microbatch_seed(self.run.seed, self.step, index)
+        return SavedActivations(index, start, end, labels, seed, self._autocast_dtype)
+
+    def _fly(self, saved: SavedActivations, values: Values) -> Values:
+        """The whole pass, in pieces."""
+        saved.pieces.clear()
+        by_unit = self.recompute or saved.in_float16
+        cuts = range(saved.start, saved.end + 1) if by_unit else self._cuts(saved.index, saved.start, saved.end)
+        for start, end in pairwise(cuts):
+            values = self._fly_piece(saved, start, end, values)
+        return values
+
     def _cuts(self, index: int, start: int, end: int) -> list[int]:
         """Where units that have counted a microbatch meet units that have not: only the latter's graph accumulates."""
         inside = range(start + 1, end)
         return [start, *(unit for unit in inside if self._has(unit - 1, index) != self._has(unit, index)), end]
 
-    def _fly(self, saved: SavedActivations, start: int, end: int, values: Values) -> Values:
+    def _fly_piece(self, saved: SavedActivations, start: int, end: int, values: Values) -> Values:
         """The pass through one more piece, units [start, end)."""
         inputs = leaves(values, start)
         keep = not self.recompute or end == self.segment.units
         with torch.set_grad_enabled(keep):
-            outputs, changes = self.compute(saved.index, start, end, inputs, saved.labels)
+            outputs, changes = self._passes.compute(saved, start, end, inputs)
         saved.pieces.append(SavedPiece(start, end, inputs, outputs if keep else None))
         saved.changes.update(changes)
         return tuple(output.detach() for output in outputs)
 
-    def _fly_back(self, saved: SavedActivations, grads: Sequence[Tensor | None]) -> Gradients:
+    def _fly_back(self, saved: SavedActivations, grads: Gradients) -> Gradients:
         """Through the pieces in reverse order, each forgotten when it is done."""
         while saved.pieces:
             piece = saved.pieces.pop()
-            outputs = piece.outputs
-            if outputs is None:
-                with torch.enable_grad():
-                    outputs, _ = self.compute(saved.index, piece.start, piece.end, piece.inputs, saved.labels)
-            go_back = flow_through if self._has(piece.start, saved.index) else accumulate
-            with self.fast_backward():
-                grads = go_back(outputs, grads, piece.inputs)
-            del piece, outputs
-        return tuple(grads)
+            if saved.in_float16 or self._has(piece.start, saved.index):
+                grads = self._flow_back(saved, piece, grads)
+            else:
+                grads = self._passes.accumulate(saved, piece, grads)
+            del piece
+        return grads
 
-    def compute(
-        self, index: int, start: int, end: int, inputs: Values, labels: Values = ()
-    ) -> tuple[Values, dict[int, Changes]]:
-        """Run units; running statistics are as before it, and what it would have changed is returned."""
-        saved = {unit: self._blocks[unit].save() for unit in range(start, end)}
-        seed = microbatch_seed(self.run.seed, self.step, index)
-        try:
-            with drawing(self.segment.device), self._fast_forward():
-                outputs = self.segment.forward(inputs, start, end, seed, labels)
-        finally:
-            changes = {unit: self._blocks[unit].take_back(values) for unit, values in saved.items()}
-        return outputs, changes
-
-    def _fast_forward(self) -> AbstractContextManager[None]:
-        return fast_forward(self.segment.device, wanted=self.run.autocast, alone=self._alone)
-
-    def fast_backward(self) -> AbstractContextManager[None]:
-        """Around a pass back."""
-        return tf32(self._alone and is_fast(self.segment.device, wanted=self.run.autocast))
+    def _flow_back(self, saved: SavedActivations, piece: SavedPiece, grads: Gradients) -> Gradients:
+        """Through one that was counted before, which leaves parameters alone, or whose gradients are looked at first."""
+        inputs = [value for value in piece.inputs if value.requires_grad]
+        counted = self._has(piece.start, saved.index)
+        blocks = {} if counted else self.parameters(piece.start, piece.end)
+        parameters = [parameter for block in blocks.values() for parameter in block]
+        found = self._passes.gradients(saved, piece, grads, [*inputs, *parameters])
+        for parameter, gradient in zip(parameters, found[len(inputs) :], strict=True):
+            if gradient is not None and parameter.grad is not None:
+                parameter.grad += gradient
+        flowing = iter(found)
+        return tuple(next(flowing) if value.requires_grad else None for value in piece.inputs)
 
     @torch.no_grad()
     def _blame(self, saved: SavedActivations, values: Values) -> None:
@@ -230,12 +239,28 @@ class Learner:
         if not is_finite(values):
             raise NotFinite(f"NaN or infinity came in at the boundary before unit {saved.start}", unit=saved.start)
         for unit in range(saved.start, saved.end):
-            values, _ = self.compute(saved.index, unit, unit + 1, values, saved.labels)
+            values, _ = self._passes.compute(saved, unit, unit + 1, values)
             if not is_finite(values) or unit == saved.end - 1:
                 what = "the loss is" if unit == self.segment.units - 1 else "what comes out is"
                 raise NotFinite(f"unit {unit}, step {self.step}: {what} NaN or infinite", unit=unit)
 
     # -- what others may check
+
+    def compute(self, index: int, start: int, end: int, inputs: Values, labels: Values = ()) -> Values:
+        """What units make of a microbatch: nothing is counted, or kept."""
+        about = self._begin(index, start, end, labels)
+        with torch.no_grad():
+            outputs, _ = self._passes.compute(about, start, end, inputs)
+            if about.in_float16 and not is_finite(outputs):
+                outputs, _ = self._passes.compute(replace(about, autocast_dtype=None), start, end, inputs)
+        return outputs
+
+    def gradients(
+        self, index: int, piece: SavedPiece, grads: Gradients, wanted: Sequence[Tensor], labels: Values = ()
+    ) -> list[Tensor | None]:
+        """Of `wanted`, inputs and parameters of a piece that a microbatch went through; nothing is counted."""
+        about = self._begin(index, piece.start, piece.end, labels)
+        return self._passes.gradients(about, piece, grads, wanted)
 
     def has_counted(self, index: int, start: int, end: int) -> bool:
         """Whether any of units [start, end) has counted a microbatch."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.gradient_sketch import gradient_sketch
-from swarmnode.compute.training.saved_activations import Gradients, check_gradients, leaves, pairs
+from swarmnode.compute.training.saved_activations import Gradients, SavedPiece, check_gradients, leaves
 from swarmnode.compute.training.segment import Values
 
 
@@ -42,9 +42,8 @@ def recompute(
     `labels`).
     Raises ProtocolError where the gradients do not fit, NotFinite."""
     boundaries = [values]
-    with torch.no_grad():
-        for unit in range(start, end):
-            boundaries.append(learner.compute(number, unit, unit + 1, boundaries[-1], labels)[0])
+    for unit in range(start, end):
+        boundaries.append(learner.compute(number, unit, unit + 1, boundaries[-1], labels))
     outputs = boundaries.pop()
     if end == learner.segment.units:
         gradients = (torch.full_like(outputs[0], 1 / learner.run.microbatches),)
@@ -66,14 +65,10 @@ def _back_through(
 ) -> tuple[Gradients, Iterator[tuple[int, Tensor]]]:
     """The gradients of what came into a unit, and by block the gradient_N of its parameters."""
     inputs = leaves(values, unit)
-    with torch.enable_grad():
-        outputs, _ = learner.compute(number, unit, unit + 1, inputs, labels)
     blocks = learner.parameters(unit, unit + 1)
     wanted = [value for value in inputs if value.requires_grad]
     wanted += [parameter for parameters in blocks.values() for parameter in parameters]
-    roots, seeds = pairs(outputs, gradients)
-    with learner.fast_backward():
-        found = iter(torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots else [None] * len(wanted))
+    found = iter(learner.gradients(number, SavedPiece(unit, unit + 1, inputs, None), gradients, wanted, labels))
     flowing = tuple(next(found) if value.requires_grad else None for value in inputs)
     return flowing, ((block, _flat(parameters, found)) for block, parameters in blocks.items())
 

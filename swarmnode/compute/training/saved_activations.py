@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,15 +28,22 @@ class SavedPiece:
 
 @dataclass
 class SavedActivations:
-    """The pass of microbatch `index` through neighbouring pieces. `shapes` are those of the values that left it."""
+    """The pass of microbatch `index` through neighbouring pieces of units [start, end). `shapes` are those of what left it."""
 
     index: int
     start: int
     end: int
-    pieces: list[SavedPiece]
-    shapes: tuple[torch.Size, ...]
-    changes: dict[int, Changes]  # by unit
     labels: Values  # where it reaches the model's end
+    seed: int
+    autocast_dtype: torch.dtype | None  # None: float32
+    pieces: list[SavedPiece] = field(default_factory=list)
+    shapes: tuple[torch.Size, ...] = ()
+    changes: dict[int, Changes] = field(default_factory=dict)  # by unit
+
+    @property
+    def in_float16(self) -> bool:
+        """Where gradients need a scale."""
+        return self.autocast_dtype is torch.float16
 
 
 def leaves(values: Values, boundary: int) -> Values:
@@ -52,16 +59,6 @@ def accumulate(outputs: Values, grads: Sequence[Tensor | None], inputs: Values) 
     return tuple(value.grad for value in inputs)
 
 
-def flow_through(outputs: Values, grads: Sequence[Tensor | None], inputs: Values) -> Gradients:
-    """Gradients of the inputs; parameters are left alone."""
-    roots, seeds = pairs(outputs, grads)
-    wanted = [value for value in inputs if value.requires_grad]
-    if not roots or not wanted:
-        return tuple(None for _ in inputs)
-    gradients = iter(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
-    return tuple(next(gradients) if value.requires_grad else None for value in inputs)
-
-
 def check_gradients(gradients: Sequence[Tensor | None], shapes: Sequence[torch.Size], boundary: int) -> None:
     """Raises ProtocolError where they do not fit the values of these shapes at a boundary, NotFinite for NaN or infinity."""
     if len(gradients) != len(shapes):
@@ -74,9 +71,10 @@ def check_gradients(gradients: Sequence[Tensor | None], shapes: Sequence[torch.S
 
 
 def is_finite(values: Sequence[Tensor | None]) -> bool:
-    """Whether no float among them is NaN or infinite. By sums: one pass over memory, no copies."""
-    floats = [value for value in values if value is not None and value.is_floating_point()]
-    return all(math.isfinite(value.detach().sum(dtype=torch.float32).item()) for value in floats)
+    """Whether no float among them, all on one device, is NaN or infinite. By sums: one pass over memory, no copies, one wait."""
+    floats = [value.detach() for value in values if value is not None and value.is_floating_point()]
+    sums = [value.sum(dtype=torch.float32) for value in floats]
+    return not sums or math.isfinite(torch.stack(sums).sum().item())
 
 
 def pairs(outputs: Values, grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:

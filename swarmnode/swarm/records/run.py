@@ -64,7 +64,7 @@ class Run(msgspec.Struct, frozen=True):
     clip: float = 1.0  # global norm; 0 is off
     seed: int = 0
     checkpoint_steps: int = 50
-    autocast: bool = False  # bfloat16 on GPUs
+    autocast: bool = False  # 16 bits on GPUs that are fast at them
     averaging: Averaging = Averaging()
     compression: Compression = Compression()
 

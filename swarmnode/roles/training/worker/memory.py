@@ -9,11 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+import torch
+
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.training.averaging.gradient_compressor import feeds_back
 from swarmnode.compute.training.heap import give_back_large_tensors
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.optimizer import slots_share
+from swarmnode.compute.training.precision import autocast_dtype
 from swarmnode.compute.training.segment import Segment
 from swarmnode.errors import CheckpointError
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
@@ -63,7 +66,9 @@ class TrainingMemory:
             self._microbatch_bytes = 0
             return False
         kept_bytes = sum(unit.activation_bytes for unit in estimates)
-        largest_bytes = max(unit.activation_bytes for unit in estimates)
+        pass_bytes = largest_bytes = max(unit.activation_bytes for unit in estimates)
+        if autocast_dtype(self._segment.device, wanted=run.autocast) is torch.float16:
+            pass_bytes += _largest_block_bytes(self._segment)  # its gradients, before they are added to the sums
         learning_bytes = (1 + _remembered(run)) * self._for_good[Account.WEIGHTS].size_bytes
         recompute = learning_bytes + IN_FLIGHT * kept_bytes > self._room_bytes()
         if recompute:
@@ -71,8 +76,9 @@ class TrainingMemory:
             log.info("graphs of %.0f MB do not fit into %.0f MB: they are computed again", size_mb, room_mb)
             give_back_large_tensors()
             kept_bytes = sum(unit.boundary_bytes for unit in estimates)
+            pass_bytes += largest_bytes  # the graph of a unit is not among what is kept
         self._microbatch_bytes = kept_bytes
-        self._for_good[Account.ACTIVATIONS].count(kept_bytes + largest_bytes)  # one microbatch, and the pass that runs
+        self._for_good[Account.ACTIVATIONS].count(kept_bytes + pass_bytes)  # one microbatch, and the pass that runs
         return recompute
 
     def hold(self, learner: Learner) -> None:
@@ -136,6 +142,10 @@ def segment_bytes(segment: Segment) -> int:
     """Of parameters and buffers, each once."""
     named = (*segment.parameters().values(), *segment.buffers().values())
     return sum({id(tensor): tensor.nbytes for tensors in named for tensor in tensors.values()}.values())
+
+
+def _largest_block_bytes(segment: Segment) -> int:
+    return max(sum(tensor.nbytes for tensor in named.values()) for named in segment.parameters().values())
 
 
 def _remembered(run: Run) -> float:

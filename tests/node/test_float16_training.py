@@ -1,0 +1,78 @@
+"""Machines that are fast at float16 alone train with others: nobody notices but by the last digits, and overflows cost no step."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from swarmnode.compute.training import grad_scaler
+from swarmnode.compute.training import learner as learner_module
+from swarmnode.swarm.records.manifest import TRAIN
+from tests.net.virtual import in_virtual_time
+from tests.node.conftest import Founded
+from tests.node.test_training import DATA, SETTINGS, school_of
+from tests.training_results import assert_same_curve, assert_same_parameters, losses_of_one_process, save_gpt2
+
+STEPS = 4
+RUN = msgspec.structs.replace(
+    SETTINGS, steps=STEPS, warmup_steps=1, batch=12, microbatch=3, checkpoint_steps=2, autocast=True
+)
+SPANS = ("0:2", "2:4")
+PAIRS = [f"{span}-{replica}" for span in SPANS for replica in ("a", "b")]
+DTYPES = {"all": [torch.float16], "one replica of each": [torch.float16, None]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt2")
+    save_gpt2(folder, layers=2, heads=2, width=32, positions=32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def founded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Founded:
+    return Founded.on(model, tmp_path_factory.mktemp("founded"), mode=TRAIN)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, founded: Founded) -> dict[int, float]:
+    """In float32."""
+    return losses_of_one_process(founded.swarm.manifest, model, DATA, RUN)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@in_virtual_time
+async def test_the_curve_of_one_process_in_float32(
+    founded: Founded,
+    alone: dict[int, float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtypes: list[torch.dtype | None],
+) -> None:
+    """Two stages of two replicas, whose first scales overflow; the replicas end with the same parameters."""
+    of_learners, overflows = itertools.cycle(dtypes), 0
+    learn = grad_scaler.GradScaler._learn
+
+    def noted(scaler: grad_scaler.GradScaler, *, overflowed: bool) -> None:
+        nonlocal overflows
+        overflows += overflowed
+        learn(scaler, overflowed=overflowed)
+
+    monkeypatch.setattr(learner_module, "autocast_dtype", lambda _device, *, wanted: next(of_learners))
+    monkeypatch.setattr(grad_scaler, "FIRST_EXPONENT", 24)
+    monkeypatch.setattr(grad_scaler.GradScaler, "_learn", noted)
+    async with school_of(founded, tmp_path) as school:
+        school.steps = STEPS
+        for name in PAIRS:
+            school.start(name, name.split("-")[0])
+            await school.members[name].wait_for("ready")
+        trainer = school.trainer("trainer", DATA, RUN)
+        assert await trainer.finish() == STEPS
+        assert overflows
+        assert_same_curve(trainer.losses, alone, steps=STEPS)
+        await school.stop(PAIRS)
+        assert_same_parameters(school, PAIRS, spans=len(SPANS))
