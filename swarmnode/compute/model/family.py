@@ -7,7 +7,6 @@ code (`trace.py`), and whether a split gives the whole model's result is tried (
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -81,7 +80,7 @@ def family_of(config: Any) -> Family:
     """How the model of this transformers config is cut. Raises CheckpointError with the reason where it cannot be."""
     model_class = _causal_class(config)
     _refuse_by_config(config, model_class)
-    trace = trace_model(model_class, copy.deepcopy(config))
+    trace = trace_model(model_class, config)
     return Family(
         model_class=model_class,
         config=config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -54,8 +55,18 @@ def build_on_meta(model_class: type[Any], config: Any) -> Any:
         raise CheckpointError(f"{model_class.__name__} cannot be built from this config: {error}") from error
 
 
+_traces: dict[tuple[type[Any], str], ModelTrace] = {}  # it takes a tenth of a second, and follows from these
+
+
 def trace_model(model_class: type[Any], config: Any) -> ModelTrace:
     """Raises CheckpointError where the model has no list of layers that hand hidden states to each other with a KV cache."""
+    key = model_class, config.to_json_string()
+    if key not in _traces:
+        _traces[key] = _trace_in_any_way(model_class, copy.deepcopy(config))
+    return _traces[key]
+
+
+def _trace_in_any_way(model_class: type[Any], config: Any) -> ModelTrace:
     first_error: Exception | None = None
     for way in _WAYS:
         try:

@@ -1,13 +1,16 @@
-"""Models are built under switches of the whole process, and so one after the other."""
+"""Models are built under switches of the whole process, and so one after the other, each config once."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from swarmnode.compute.model.trace import build_on_meta
+from swarmnode.compute.model import trace
+from swarmnode.compute.model.trace import build_on_meta, trace_model
 
 
 def test_who_builds_a_model_waits_for_who_builds_another() -> None:
@@ -35,3 +38,19 @@ def test_who_builds_a_model_waits_for_who_builds_another() -> None:
         first.result(60)
         second.result(60)
     assert told == ["the first begins", "the first is built", "the second begins"]
+
+
+def test_a_config_is_tried_once_and_another_one_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+
+    def build(model_class: type[nn.Module], config: LlamaConfig) -> nn.Module:
+        built.append(config.num_hidden_layers)
+        return build_on_meta(model_class, config)
+
+    monkeypatch.setattr(trace, "build_on_meta", build)
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=2, vocab_size=77)
+    first = trace_model(LlamaForCausalLM, config)
+    assert trace_model(LlamaForCausalLM, LlamaConfig(**config.to_dict())) == first
+    config.num_hidden_layers = 2
+    assert [len(trace_model(LlamaForCausalLM, config).cache_shapes) for _ in range(2)] == [2, 2]
+    assert built == [3, 2]
