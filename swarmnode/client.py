@@ -39,7 +39,7 @@ from swarmnode.roles.serving.client.kept_sessions import KeptSessions
 from swarmnode.roles.serving.client.limits import ModelLimits
 from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.swarm.peers.trust import EVERYBODY, Trust, parse_trust
-from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GRAPH, SERVE, TRAIN
+from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GENERATE, GRAPH, SERVE, TRAIN
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 from swarmnode.text_stream import TextStream
 from swarmnode.tokenizer import ByteTokenizer, Tokenizer, Turn
@@ -146,7 +146,7 @@ class SwarmClient(SwarmObserver):
         """What the directory knows of a peer or a unit; where `about` is empty, which way a session would go now, and why."""
         if not about:
             with contextlib.suppress(NoRoute):  # which is written down, too
-                self._router(Span(0, self.units), ring=True).route(frozenset(), ())
+                self._router(Span(0, self.units), ring=self.manifest.task == GENERATE).route(frozenset(), ())
         return explain(self._host, about)
 
     # -- generating
@@ -230,14 +230,8 @@ class SwarmClient(SwarmObserver):
         """Raises UsageError where the swarm has none."""
         if self.manifest.kind == GRAPH:
             raise UsageError(
-                f"the swarm {self.manifest.name} has no language model: it {self._does()}, and cannot generate text"
+                f"the swarm {self.manifest.name} has no language model: it {self.manifest.purpose}, and cannot generate text"
             )
-
-    def _does(self) -> str:
-        """What the model is for."""
-        named = {EMBED: "embeds texts", CLASSIFY: "classifies texts"}.get(self.manifest.model.task or "")
-        module = "runs a module" if self.manifest.mode == SERVE else "trains a module"
-        return named or (module if self.manifest.kind == GRAPH else "generates text")
 
     def _router(self, span: Span, *, ring: bool) -> DirectoryRouter:
         announced = self._host.directory.peers().values()
@@ -276,8 +270,8 @@ class SwarmClient(SwarmObserver):
     async def encoder(self, task: str) -> RemoteEncoder:
         """The swarm's model, which makes one vector of a text, for a task (`embed`, `classify`). Raises UsageError where it is for
         something else."""
-        if self.manifest.model.task != task:
-            raise UsageError(f"the model of {self.manifest.name} {self._does()}: it cannot {task}")
+        if self.manifest.task != task:
+            raise UsageError(f"the model of {self.manifest.name} {self.manifest.purpose}: it cannot {task}")
         module, tokenizer, limits = await self.remote_module(), await self.tokenizer(), await self.limits()
         labels = labels_of(await self._files.folder()) if task == CLASSIFY else []
         return RemoteEncoder(module, tokenizer, limits, labels)

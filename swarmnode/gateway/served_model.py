@@ -50,7 +50,8 @@ class ServedModel:
     def card(self) -> ModelCard:
         """As clients list it."""
         manifest = self.client.manifest
-        return ModelCard(id=self.name, created=manifest.created, max_model_len=manifest.model.positions or None)
+        positions = manifest.model.positions or None
+        return ModelCard(id=self.name, created=manifest.created, max_model_len=positions, task=manifest.task)
 
     def place(self, key: ApiKey) -> AbstractAsyncContextManager[None]:
         """A place among those who are served at once, while the context lasts. Raises ApiError where none becomes free."""

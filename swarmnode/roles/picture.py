@@ -31,6 +31,7 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
         "swarm": swarm.id.hex(),
         "name": swarm.name,
         "mode": swarm.manifest.mode,
+        "task": swarm.manifest.task,
         "model": swarm.manifest.model.hub_id or swarm.manifest.model.family,
         "units": units,
         "weights_bytes": swarm.manifest.total_bytes,

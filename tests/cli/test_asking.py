@@ -16,6 +16,7 @@ from swarmnode.net.links.peer_versions import PeerVersions
 from swarmnode.plan.offline.fit import fit
 from swarmnode.roles.measuring.bandwidth import Bandwidth
 from tests.cli.command import assert_clear, invoke
+from tests.encoders import save_encoder
 from tests.llama import save_llama
 from tests.swarm.storage.test_joined_swarms import FRIENDS
 
@@ -68,6 +69,15 @@ def test_what_fits_is_told_before_anything_is_fetched(tmp_path: Path) -> None:
     assert_clear(invoke("fit", str(tmp_path / "none")), 1, "no such folder")
 
 
+def test_modules_and_encoders_fit_as_they_are_exported(tmp_path: Path) -> None:
+    save_encoder(tmp_path)
+    (encoder,) = json.loads(invoke("fit", str(tmp_path), "--json", "--memory", "1GB", "--rtt", "100").stdout)
+    assert encoder["task"] == "embed" and encoder["fitting"] == encoder["units"] > 2
+    assert 0.1 < encoder["pass_s"] < 0.2, "who asks leads the pass, a round trip away"
+    assert_clear(invoke("fit", "nowhere:make"), 2, "no module nowhere")
+    assert_clear(invoke("fit", str(tmp_path / "none.pt2")), 2, "none.pt2")
+
+
 def test_a_machine_is_measured_beside_known_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_rate, "SIZE_BYTES", 1 << 20)
     monkeypatch.setattr(read_rate, "MOST_BYTES", 1 << 20)
@@ -93,5 +103,5 @@ def test_nobody_to_ask_why(tmp_path: Path) -> None:
 def test_a_swarm_of_equal_machines() -> None:
     alone, three = (fit([100] * 9, fitting, read_bytes_per_s=900, rtt_s=0.2) for fitting in (9, 3))
     assert alone is not None and three is not None and fit([100], 0, read_bytes_per_s=1, rtt_s=0) is None
-    assert (alone.machines, alone.token_s) == (1, 1.0)
-    assert three.machines == 3 and three.token_s == pytest.approx(1.3)
+    assert (alone.machines, alone.pass_s) == (1, 1.0)
+    assert three.machines == 3 and three.pass_s == pytest.approx(1.3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -14,23 +14,27 @@ import pytest
 from swarmnode.gateway.integrations.configurations import TOOLS
 from tests.cli.command import assert_clear, invoke
 
-MODELS = json.dumps({"data": [{"id": "friends"}, {"id": 'odd "name": x'}]}).encode()
+MODELS = [{"id": "friends"}, {"id": 'odd "name": x', "task": "generate"}]
+ENCODERS = [{"id": "vectors", "task": "embed"}, {"id": "classes", "task": "classify"}]
 
 
 class Gateway(BaseHTTPRequestHandler):
+    models = b""
+
     def do_GET(self) -> None:
         wanted = self.headers["Authorization"] == "Bearer sk-1"
         self.send_response(200 if wanted else 401)
         self.end_headers()
-        self.wfile.write(MODELS if wanted else b"{}")
+        self.wfile.write(self.models if wanted else b"{}")
 
     def log_message(self, *_: object) -> None:
         pass
 
 
 @contextlib.contextmanager
-def gateway() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Gateway) as server:
+def gateway(models: Sequence[Mapping[str, str]] = MODELS) -> Iterator[str]:
+    answers = type("Answers", (Gateway,), {"models": json.dumps({"data": models}).encode()})
+    with HTTPServer(("127.0.0.1", 0), answers) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -49,6 +53,19 @@ def test_a_tool_is_told_where_what_and_by_which_key(tool: str) -> None:
     assert "friends" in done.stdout or tool == "open-webui", "that one asks for the models itself"
     if TOOLS[tool].file.suffix == ".json":
         json.loads(done.stdout)
+
+
+def test_encoders_are_for_tools_that_embed() -> None:
+    with gateway([*ENCODERS, *MODELS]) as url:
+        told = {tool: invoke("launch", tool, "--url", url, "--key", "sk-1").stdout for tool in ("aider", "continue")}
+    assert "openai/friends" in told["aider"] and "vectors" not in told["aider"]
+    assert 'model: "vectors"' in told["continue"] and "roles: [embed]" in told["continue"]
+    assert "classes" not in told["continue"]
+    with gateway(ENCODERS) as url:
+        assert_clear(invoke("launch", "aider", "--url", url, "--key", "sk-1"), 1, "no model that generates text")
+        assert "mode: embedding" in invoke("launch", "litellm", "--url", url, "--key", "sk-1").stdout
+    with gateway([]) as url:
+        assert_clear(invoke("launch", "litellm", "--url", url, "--key", "sk-1"), 1, "no model")
 
 
 def test_a_file_is_written_once_and_for_its_owner(tmp_path: Path) -> None:

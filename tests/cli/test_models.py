@@ -24,7 +24,7 @@ def test_known_swarms_are_listed_with_what_was_seen_of_them(tmp_path: Path) -> N
     ManifestCache(tmp_path).keep(raw)
     listed = {one["name"]: one for one in json.loads(invoke("models", "--json", home=tmp_path).stdout)}
     assert listed["friends"]["last"] and listed["friends"]["units"] is None
-    assert listed["seen"]["units"] == make_manifest().model.units
+    assert listed["seen"]["units"] == make_manifest().model.units and listed["seen"]["task"] == "generate"
     assert "not seen yet" in invoke("models", home=tmp_path).stdout
 
 

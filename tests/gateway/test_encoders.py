@@ -12,7 +12,11 @@ import openai
 import pytest
 import torch
 
-from swarmnode.roles.creation.model_source import ModelSource, from_model
+from swarmnode.compute.graph.checkpoint import GraphCheckpoint
+from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
+from swarmnode.compute.graph.graph import Graph
+from swarmnode.compute.memory import graph_sizes
+from swarmnode.roles.creation.model_source import ModelSource, from_model, outline
 from tests.contrib.script import load
 from tests.encoders import LABELS, POSITIONS, save_encoder
 from tests.gateway.conftest import MODEL, serving
@@ -117,6 +121,40 @@ async def test_classes_are_the_models(classifying: Any, tmp_path: Path) -> None:
         (named,) = await served.client.classify([TEXT])
         assert named == pytest.approx(dict(zip(LABELS.values(), map(float, probs_C), strict=True)), abs=1e-5)
         assert (await served.http.post("/v1/embeddings", json={"input": TEXT})).status_code == 400
+
+
+@in_virtual_time
+async def test_agents_are_offered_what_the_model_is_for(embedding: Any, classifying: Any, tmp_path: Path) -> None:
+    pytest.importorskip("mcp", reason="the MCP SDK is not installed: pip install 'swarmnode[mcp]'")
+    from mcp.server.mcpserver.exceptions import ToolError
+
+    from swarmnode.gateway.integrations.swarm_tools import SwarmTools
+
+    (embeds, _, halves), (classifies, _, whole) = embedding, classifying
+    for folder in ("embeds", "classifies"):
+        (tmp_path / folder).mkdir()
+    async with serving(embeds, tmp_path / "embeds", nodes=halves) as served:
+        tools = SwarmTools(served.client)
+        assert {tool.name for tool in await tools.server("friends").list_tools()} == {"embed", "status"}
+        (vector,) = await tools.embed([TEXT])
+        assert vector == (await served.client.embed([TEXT]))[0].tolist()
+        for texts in ([], [TEXT] * 65, [LONG]):
+            with pytest.raises(ToolError, match=r"texts|tokens"):
+                await tools.embed(texts)
+    async with serving(classifies, tmp_path / "classifies", nodes=whole) as served:
+        tools = SwarmTools(served.client)
+        assert {tool.name for tool in await tools.server("friends").list_tools()} == {"classify", "status"}
+        assert sum((await tools.classify([TEXT]))[0].values()) == pytest.approx(1.0)
+        (card,) = (await served.openai.models.list()).data
+        assert card.model_dump()["task"] == served.client.status()["task"] == "classify"
+
+
+def test_what_an_encoder_will_be_is_known_before_its_weights_are_read(tmp_path: Path) -> None:
+    save_encoder(tmp_path / "model", pooling="cls_token")
+    graph, task = outline(str(tmp_path / "model"))
+    source = from_model(str(tmp_path / "model"), tmp_path / "weights")
+    assert isinstance(graph, Graph) and task == source.model.task and graph.units == source.model.units
+    assert unit_weight_bytes(graph) == graph_sizes(GraphCheckpoint(source.folder)).weight_bytes
 
 
 @in_virtual_time

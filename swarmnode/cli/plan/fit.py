@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -14,21 +13,28 @@ from swarmnode.config import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from swarmnode.compute.device import Device
+    from swarmnode.compute.graph.graph import Graph
+    from swarmnode.compute.memory import UnitSizes
+    from swarmnode.compute.model.checkpoint import Checkpoint
 
 CACHE_TOKENS = 4096
+PASSES = {"generate": "tokens", "embed": "texts", "classify": "texts", "infer": "samples"}
 
 
 @reports_errors
 def fit(
-    models: list[str] = typer.Argument(..., metavar="MODEL…", help="Checkpoints: folders, or hub ids."),
+    models: list[str] = typer.Argument(
+        ..., metavar="MODEL…", help="Checkpoints (folders, or hub ids), or modules, as create --module takes them."
+    ),
     memory: str = MEMORY,
     device: str = DEVICE,
     rtt: float = typer.Option(20.0, "--rtt", metavar="MS", min=0.0, help="Round trip between machines."),
     as_json: bool = JSON,
 ) -> None:
-    """What of a model fits this machine in which precision, how many such machines hold all of it, and about how fast they write.
+    """What of a model fits this machine in which precision, how many such machines hold all of it, and about how fast they are.
 
-    Only config and headers are read. The speed is that of one conversation, by how fast this machine reads its memory.
+    Only config and headers are read. The speed is that of one conversation, or of short texts or samples one after another, by how
+    fast this machine reads its memory.
 
     Example: swarmnode fit Qwen/Qwen3-8B meta-llama/Llama-3.1-70B
     """
@@ -45,12 +51,12 @@ def fit(
         return
     from swarmnode.cli.terminal.tables import new_table, show
 
-    columns = ("model", "precision", "GB", "units", "fit here", "machines", "tokens/s")
+    columns = ("model", "precision", "GB", "units", "fit here", "machines", "speed")
     table = new_table(str(probed), columns, numbers=columns[2:])
     for row in rows:
         told = [f"{row['bytes'] / 1e9:.1f}", str(row["units"]), str(row["fitting"])]
-        speed = float(format(row["tokens_per_s"] or 0, ".2g"))
-        held = [str(row["machines"]), f"about {speed:,g}"] if row["fitting"] else ["-", "-"]
+        speed = float(format(row["passes_per_s"] or 0, ".2g"))
+        held = [str(row["machines"]), f"about {speed:,g} {PASSES[row['task']]}/s"] if row["fitting"] else ["-", "-"]
         table.add_row(row["model"], row["precision"], *told, *held)
     show(table)
     if not any(row["fitting"] for row in rows):
@@ -58,29 +64,44 @@ def fit(
 
 
 def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float) -> Iterator[dict[str, Any]]:
-    from swarmnode.compute.memory import most_anywhere, unit_sizes
-    from swarmnode.compute.model.hub import open_checkpoint
+    from swarmnode.compute.memory import most_anywhere
+    from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.compute.read_rate import measure_read_rate
     from swarmnode.plan.offline import fit as plan
+    from swarmnode.roles.creation.model_source import outline
     from swarmnode.roles.serving.hardware import MEMORY_SHARE
 
-    checkpoint = open_checkpoint(model)
-    dtype = device.dtype_for(checkpoint.dtype)
+    source, task = outline(model)
+    is_text = isinstance(source, Checkpoint)
     rate = measure_read_rate(device)
-    for quantize in QUANTIZATIONS:
-        sizes = unit_sizes(checkpoint, dtype=dtype, quantize=quantize)
+    for precision, sizes in _precisions(source, device):
         room_bytes = limit_bytes or int(device.free_bytes * MEMORY_SHARE)
-        units = len(sizes.weight_bytes)
         fitting = most_anywhere(sizes, room_bytes, CACHE_TOKENS)
-        fitted = plan.fit(sizes.weight_bytes, fitting, read_bytes_per_s=rate, rtt_s=rtt_s)
+        fitted = plan.fit(sizes.weight_bytes, fitting, read_bytes_per_s=rate, rtt_s=rtt_s, led=not is_text)
         yield {
             "model": model,
-            "precision": str(dtype).removeprefix("torch.") if quantize == "none" else quantize,
+            "task": task,
+            "precision": precision,
             "bytes": sum(sizes.weight_bytes),
-            **(
-                asdict(fitted)
-                if fitted is not None
-                else {"units": units, "fitting": 0, "machines": None, "token_s": None}
-            ),
-            "tokens_per_s": None if fitted is None else round(fitted.tokens_per_s, 3),
+            "units": len(sizes.weight_bytes),
+            "fitting": fitting,
+            "machines": fitted and fitted.machines,
+            "pass_s": fitted and fitted.pass_s,
+            "passes_per_s": fitted and round(fitted.passes_per_s, 3),
         }
+
+
+def _precisions(source: Checkpoint | Graph, device: Device) -> Iterator[tuple[str, UnitSizes]]:
+    """In which its weights can be held, and how large its units are then; a graph is held as it was exported."""
+    from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
+    from swarmnode.compute.graph.graph import Graph
+    from swarmnode.compute.memory import UnitSizes, unit_sizes
+
+    if isinstance(source, Graph):
+        weight_bytes = unit_weight_bytes(source)
+        yield "as exported", UnitSizes(weight_bytes, (0,) * len(weight_bytes))
+        return
+    dtype = device.dtype_for(source.dtype)
+    for quantize in QUANTIZATIONS:
+        name = str(dtype).removeprefix("torch.") if quantize == "none" else quantize
+        yield name, unit_sizes(source, dtype=dtype, quantize=quantize)

@@ -12,6 +12,7 @@ import typer
 from swarmnode.cli.options.gateway import LOOPBACK, PORT
 from swarmnode.cli.terminal.console import fail, reports_errors, say
 from swarmnode.gateway.integrations.configurations import TOOLS, Endpoint
+from swarmnode.swarm.records.manifest import EMBED, GENERATE
 
 ASK_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 1 << 20
@@ -40,8 +41,11 @@ def launch(
         fail(f"{tool} is not known here; choose {', '.join(TOOLS)}, or tell it {url} as an OpenAI-compatible server", 2)
     if not url.startswith(("http://", "https://")):
         fail(f"--url {url}: give it as http://HOST:PORT/v1", 2)
-    known = TOOLS[tool]
-    text = known.configuration(Endpoint(url.rstrip("/"), [model] if model else _served(url.rstrip("/"), key), key))
+    known, url = TOOLS[tool], url.rstrip("/")
+    endpoint = Endpoint(url, [model], key) if model else _endpoint(url, key)
+    if not known.can_use(endpoint):
+        fail(f"the gateway at {url} serves no model that generates text, and {tool} has use for no other")
+    text = known.configuration(endpoint)
     if not write:
         say(text, nl=False)
         say(f"# That is for {known.file}; then: {known.then}", err=True)
@@ -53,18 +57,21 @@ def launch(
     say(f"Wrote {path}. Then: {known.then}")
 
 
-def _served(url: str, key: str) -> list[str]:
-    """The models of the gateway at this URL."""
+def _endpoint(url: str, key: str) -> Endpoint:
+    """The gateway at this URL, with the models that it names."""
     request = urllib.request.Request(f"{url}/models", headers={"Authorization": f"Bearer {key}"})
     try:
         with urllib.request.urlopen(request, timeout=ASK_TIMEOUT_S) as answer:  # nosec B310  # http or https, as was checked
-            names = [str(one["id"]) for one in json.loads(answer.read(MAX_ANSWER_BYTES))["data"]]
+            told = [
+                (str(one["id"]), one.get("task", GENERATE)) for one in json.loads(answer.read(MAX_ANSWER_BYTES))["data"]
+            ]
     except urllib.error.HTTPError as error:
         wants_key = "it wants a key: give --key" if error.code == 401 else f"it answers {error.code}"
         fail(f"the gateway at {url} does not tell its models: {wants_key}")
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         fail(f"no gateway answers at {url}: start `swarmnode serve`, or name the --model")
-    return names or [fail(f"the gateway at {url} serves nothing")]
+    named = {task: [name for name, each in told if each == task] for task in (GENERATE, EMBED)}
+    return Endpoint(url, named[GENERATE], key, embedders=named[EMBED])
 
 
 def _write(path: Path, text: str) -> None:

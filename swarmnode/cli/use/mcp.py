@@ -29,7 +29,8 @@ def mcp(
     home: Path = HOME,
     verbose: bool = VERBOSE,
 ) -> None:
-    """Offer a swarm to agents as tools: generate, status, trace. They start this command themselves, and end it.
+    """Offer a swarm to agents as tools: status, and what its model is for (generate and trace, embed, classify, or infer). They
+    start this command themselves, and end it.
 
     Example: claude mcp add friends -- swarmnode mcp friends
     """

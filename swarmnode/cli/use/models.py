@@ -20,6 +20,8 @@ class KnownModel(NamedTuple):
     name: str
     model: str
     mode: str
+    task: str
+    does: str
     units: int | None
     size_bytes: int | None
     members: str
@@ -41,11 +43,11 @@ def models(home: Path = HOME, as_json: bool = JSON) -> None:
         return
     from swarmnode.cli.terminal.tables import new_table, show
 
-    table = new_table("", ("swarm", "model", "", "units", "GB", "who"), numbers=("units", "GB"))
+    table = new_table("", ("swarm", "model", "what it does", "units", "GB", "who"), numbers=("units", "GB"))
     for one in known:
         size = "" if one.size_bytes is None else f"{one.size_bytes / 1e9:.1f}"
         used = "used last" if one.last else ""
-        table.add_row(one.name, one.model, one.mode, str(one.units or ""), size, " ".join((one.members, used)).strip())
+        table.add_row(one.name, one.model, one.does, str(one.units or ""), size, " ".join((one.members, used)).strip())
     show(table)
 
 
@@ -63,9 +65,12 @@ def _known(home: Path) -> Iterator[KnownModel]:
 
 
 def _describe(name: str, swarm: Swarm, *, last: bool) -> KnownModel:
+    from swarmnode.swarm.records.manifest import TRAIN
+
     members = "invited" if swarm.private else "everybody"
     if swarm.manifest is None:
-        return KnownModel(name, UNKNOWN, "", None, None, members, last)
+        return KnownModel(name, UNKNOWN, "", "", "", None, None, members, last)
     model, manifest = swarm.manifest.model, swarm.manifest
     named = model.hub_id or model.family
-    return KnownModel(name, named, manifest.mode, model.units, manifest.total_bytes, members, last)
+    does = "trains" if manifest.mode == TRAIN else manifest.purpose
+    return KnownModel(name, named, manifest.mode, manifest.task, does, model.units, manifest.total_bytes, members, last)

@@ -73,12 +73,11 @@ def task_of(config: Any, *, pools: bool = False) -> str:
 def load_encoder(checkpoint: Checkpoint, task: str, pooling: Pooling) -> tuple[nn.Module, frozenset[str]]:
     """The whole model in float32, and the names of the weights that the checkpoint lacks, in the model's own state dict: what it
     computes may not depend on them. Raises CheckpointError."""
-    model_class: Any = AutoModelForSequenceClassification if task == CLASSIFY else AutoModel
     if isinstance(checkpoint, HubCheckpoint):
         checkpoint.open_slices(checkpoint.tensor_names)  # fetches every shard, with a progress bar
     try:
         with quiet_loader():
-            model, loading = model_class.from_pretrained(
+            model, loading = _class_for(task).from_pretrained(
                 checkpoint.path,
                 config=checkpoint.config,
                 dtype=torch.float32,
@@ -89,8 +88,25 @@ def load_encoder(checkpoint: Checkpoint, task: str, pooling: Pooling) -> tuple[n
             )
     except (*FOREIGN_ERRORS, OSError) as error:
         raise CheckpointError(f"{checkpoint.path}: no model can be made of it: {error}") from error
-    module = ClassificationModel(model) if task == CLASSIFY else EmbeddingModel(model, pooling)
-    return module.eval(), frozenset(f"model.{name}" for name in loading["missing_keys"])
+    return _wrapped(model, task, pooling), frozenset(f"model.{name}" for name in loading["missing_keys"])
+
+
+def outline_encoder(checkpoint: Checkpoint, task: str, pooling: Pooling) -> nn.Module:
+    """The same model without its weights, which are on the meta device. Raises CheckpointError."""
+    try:
+        with torch.device("meta"):
+            model = _class_for(task).from_config(checkpoint.config, dtype=torch.float32)
+    except FOREIGN_ERRORS as error:
+        raise CheckpointError(f"{checkpoint.path}: no model can be made of it: {error}") from error
+    return _wrapped(model, task, pooling)
+
+
+def _class_for(task: str) -> Any:
+    return AutoModelForSequenceClassification if task == CLASSIFY else AutoModel
+
+
+def _wrapped(model: Any, task: str, pooling: Pooling) -> nn.Module:
+    return (ClassificationModel(model) if task == CLASSIFY else EmbeddingModel(model, pooling)).eval()
 
 
 def positions_of(module: nn.Module, config: Any) -> int | None:

@@ -12,11 +12,13 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A gateway at `url`, which ends in /v1, and the models that it serves; `key` is any word where it wants none."""
+    """A gateway at `url`, which ends in /v1, and the models that it serves: those that generate text, and `embedders`. `key` is
+    any word where it wants none."""
 
     url: str
     models: Sequence[str]
     key: str
+    embedders: Sequence[str] = ()
 
     @property
     def origin(self) -> str:
@@ -27,16 +29,26 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Tool:
-    """`file` is where its configuration goes (~ is the home folder, else it is of the project), `then` what to do with it."""
+    """`file` is where its configuration goes (~ is the home folder, else it is of the project), `then` what to do with it. One that
+    `embeds` has use for embedders, too."""
 
     name: str
     file: Path
     then: str
     configuration: Callable[[Endpoint], str]
+    embeds: bool = False
+
+    def can_use(self, endpoint: Endpoint) -> bool:
+        """Whether there is a model for it."""
+        return bool(endpoint.models or (self.embeds and endpoint.embedders))
 
 
 def _open_webui(endpoint: Endpoint) -> str:
-    return _environment({"OPENAI_API_BASE_URL": endpoint.url, "OPENAI_API_KEY": endpoint.key})
+    variables = {"OPENAI_API_BASE_URL": endpoint.url, "OPENAI_API_KEY": endpoint.key}
+    if endpoint.embedders:
+        variables |= {"RAG_EMBEDDING_ENGINE": "openai", "RAG_EMBEDDING_MODEL": endpoint.embedders[0]}
+        variables |= {"RAG_OPENAI_API_BASE_URL": endpoint.url, "RAG_OPENAI_API_KEY": endpoint.key}
+    return _environment(variables)
 
 
 def _goose(endpoint: Endpoint) -> str:
@@ -48,22 +60,20 @@ def _goose(endpoint: Endpoint) -> str:
 
 def _continue(endpoint: Endpoint) -> str:
     lines = ["name: swarmnode", "version: 1.0.0", "schema: v1", "models:"]
-    for model in endpoint.models:
+    roles = dict.fromkeys(endpoint.models, "chat, edit, apply") | dict.fromkeys(endpoint.embedders, "embed")
+    for model, role in roles.items():
         lines += [f"  - name: {json.dumps(model)}", "    provider: openai", f"    model: {json.dumps(model)}"]
-        lines += [
-            f"    apiBase: {endpoint.url}",
-            f"    apiKey: {json.dumps(endpoint.key)}",
-            "    roles: [chat, edit, apply]",
-        ]
+        lines += [f"    apiBase: {endpoint.url}", f"    apiKey: {json.dumps(endpoint.key)}", f"    roles: [{role}]"]
     return _lines(lines)
 
 
 def _litellm(endpoint: Endpoint) -> str:
     lines = ["model_list:"]
-    for model in endpoint.models:
+    for model in (*endpoint.models, *endpoint.embedders):
         lines += [f"  - model_name: {json.dumps(model)}", "    litellm_params:"]
         lines += [f"      model: {json.dumps(f'openai/{model}')}", f"      api_base: {endpoint.url}"]
         lines += [f"      api_key: {json.dumps(endpoint.key)}"]
+        lines += ["    model_info:", "      mode: embedding"] if model in endpoint.embedders else []
     return _lines(lines)
 
 
@@ -102,9 +112,15 @@ def _lines(lines: Sequence[str]) -> str:
 
 
 _TOOLS = (
-    Tool("open-webui", Path("open-webui.env"), "set -a; . ./open-webui.env; set +a; open-webui serve", _open_webui),
-    Tool("continue", Path("~/.continue/config.yaml"), "choose the model in your editor", _continue),
-    Tool("litellm", Path("litellm.yaml"), "litellm --config litellm.yaml", _litellm),
+    Tool(
+        "open-webui",
+        Path("open-webui.env"),
+        "set -a; . ./open-webui.env; set +a; open-webui serve",
+        _open_webui,
+        embeds=True,
+    ),
+    Tool("continue", Path("~/.continue/config.yaml"), "choose the model in your editor", _continue, embeds=True),
+    Tool("litellm", Path("litellm.yaml"), "litellm --config litellm.yaml", _litellm, embeds=True),
     Tool("aider", Path(".aider.conf.yml"), "aider", _aider),
     Tool("goose", Path("goose.env"), "set -a; . ./goose.env; set +a; goose session", _goose),
     Tool("opencode", Path("opencode.json"), "opencode", _opencode),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mcp.server.mcpserver import MCPServer
@@ -9,8 +11,12 @@ from mcp.server.mcpserver.exceptions import ToolError
 
 from swarmnode.client import SwarmClient
 from swarmnode.codec.trace_messages import TRACE_ID_BYTES
-from swarmnode.errors import SwarmnodeError
+from swarmnode.errors import SwarmnodeError, UsageError
 from swarmnode.roles.measuring.timeline import Stop, Timeline
+from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GENERATE, INFER
+
+MAX_TEXTS = 64  # an agent reads all that it is told
+MAX_NUMBERS = 4096
 
 
 class SwarmTools:
@@ -23,25 +29,56 @@ class SwarmTools:
         return f"<SwarmTools of {self._client!r}>"
 
     def server(self, name: str) -> MCPServer:
-        """Of this name, with each of them."""
-        told = f"The swarm {name}: machines of volunteers that hold a language model together."
+        """Of this name, with those that its model is for."""
+        manifest = self._client.manifest
+        told = f"The swarm {name}: machines of volunteers that hold a model together, which {manifest.purpose}."
         server = MCPServer(name, instructions=told)
-        for tool in (self.generate, self.status, self.trace):
+        for tool in (*self._by_task().get(manifest.task, ()), self.status):
             server.add_tool(tool)
         return server
+
+    def _by_task(self) -> dict[str, tuple[Callable[..., Any], ...]]:
+        return {
+            GENERATE: (self.generate, self.trace),
+            EMBED: (self.embed,),
+            CLASSIFY: (self.classify,),
+            INFER: (self.infer,),
+        }
 
     async def generate(
         self, prompt: str, max_new_tokens: int = 128, temperature: float = 0.0, seed: int | None = None
     ) -> dict[str, Any]:
         """Let the swarm's model go on with a text. Tells the new text, its trace, and the machines that wrote it."""
-        try:
+        with _told_in_words():
             result = await self._client.generate(
                 prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
             )
-        except SwarmnodeError as error:
-            raise ToolError(str(error)) from error
         machines = [{"peer": hop.peer, "span": [hop.start, hop.end]} for hop in result.route]
         return {"text": result.text, "tokens": len(result.ids), "trace": result.trace, "machines": machines}
+
+    async def embed(self, texts: list[str]) -> list[list[float]]:
+        """The vector that the swarm's model makes of each text: texts that mean the same have vectors that point alike."""
+        with _told_in_words():
+            _check_texts(texts)
+            return [vector.tolist() for vector in await self._client.embed(texts)]
+
+    async def classify(self, texts: list[str]) -> list[dict[str, float]]:
+        """How probable each of the model's classes is for each text."""
+        with _told_in_words():
+            _check_texts(texts)
+            return await self._client.classify(texts)
+
+    async def infer(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The outputs of the swarm's module by name, as nested lists, for its inputs by name, as nested lists of numbers. What is
+        wrong with inputs is told with the names and shapes that the module takes."""
+        with _told_in_words():
+            outputs = await self._client.infer(inputs)
+            numbers = sum(array.size for array in outputs.values())
+            if numbers > MAX_NUMBERS:
+                raise UsageError(
+                    f"{numbers} numbers came out, and {MAX_NUMBERS} are told: give fewer samples at a time"
+                )
+        return {name: array.tolist() for name, array in outputs.items()}
 
     async def status(self) -> dict[str, Any]:
         """Who is in the swarm, what units of the model each machine holds, and which have nobody."""
@@ -57,6 +94,20 @@ class SwarmTools:
         if len(known) != TRACE_ID_BYTES:
             raise ToolError(f"a trace is {2 * TRACE_ID_BYTES} hex digits, not {trace!r}")
         return {"machines": [_machine(stop) for stop in Timeline(await self._client.traces(known)).stops]}
+
+
+@contextlib.contextmanager
+def _told_in_words() -> Iterator[None]:
+    try:
+        yield
+    except SwarmnodeError as error:
+        raise ToolError(str(error)) from error
+
+
+def _check_texts(texts: list[str]) -> None:
+    """Raises UsageError."""
+    if not 1 <= len(texts) <= MAX_TEXTS:
+        raise UsageError(f"{len(texts)} texts were given; between 1 and {MAX_TEXTS} are possible at once")
 
 
 def _machine(stop: Stop) -> dict[str, Any]:

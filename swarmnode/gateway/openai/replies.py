@@ -109,13 +109,15 @@ class CompletionReply(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A swarm. `max_model_len`: positions that it has, as vLLM tells them."""
+    """A swarm. `max_model_len`: positions that it has, as vLLM tells them; `task`: what may be asked of it (generate, embed,
+    classify; infer of another module, train where it only trains one)."""
 
     id: str
     object: str = "model"
     created: int
     owned_by: str = "swarmnode"
     max_model_len: int | None = None
+    task: str
 
 
 class ModelList(BaseModel):

@@ -57,13 +57,14 @@ class PeerReply(BaseModel):
 
 
 class SwarmReply(BaseModel):
-    """A swarm at one moment. `id` is what it is called here; `missing` are units that nobody holds; `sessions` are those of this
-    gateway, unless it has keys: then each asker knows its own."""
+    """A swarm at one moment. `id` is what it is called here, `task` what may be asked of it (see ModelCard); `missing` are units
+    that nobody holds; `sessions` are those of this gateway, unless it has keys: then each asker knows its own."""
 
     id: str
     swarm: str
     name: str
     mode: str
+    task: str
     model: str
     units: int
     weights_bytes: int

@@ -18,7 +18,7 @@ from swarmnode.compute.graph.partition import UNITS, partition
 from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.graph.serialise import write_graph
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.encoder import EMBED, IDS, load_encoder, positions_of
+from swarmnode.compute.model.encoder import EMBED, IDS, load_encoder, outline_encoder, positions_of
 from swarmnode.compute.model.pooling import Pooling, read_pooling
 from swarmnode.errors import CheckpointError
 from swarmnode.roles.creation.model_source import ModelSource
@@ -35,13 +35,11 @@ TOLERANCE = 1e-4
 def from_encoder(checkpoint: Checkpoint, task: str, out: Path, *, force: bool = False) -> ModelSource:
     """Written as a graph into the folder `out`, with config and tokenizer. Raises CheckpointError, UsageError where it cannot be a
     graph, with operator and line."""
-    config = checkpoint.config
-    pooling = read_pooling(checkpoint.small_file) if task == EMBED else Pooling()
+    config, pooling = checkpoint.config, _pooling(checkpoint, task)
     module, missing = load_encoder(checkpoint, task, pooling)
-    positions = min((size for size in (positions_of(module, config), pooling.positions) if size), default=0)
+    positions = _positions(module, config, pooling)
     exported = _export(module, config, positions)
-    layers = getattr(config, "num_hidden_layers", None)
-    graph = partition(exported.graph, layers + 2 if isinstance(layers, int) else UNITS).graph
+    graph = _cut(exported.graph, config)
     weights = _used(graph, exported, missing)
     check_travel(Layout(graph))
     _try(module, GraphSegment(graph, weights, 0, graph.units), config, positions)
@@ -57,6 +55,28 @@ def from_encoder(checkpoint: Checkpoint, task: str, out: Path, *, force: bool = 
         model=ModelInfo(family=config.model_type, units=graph.units, hidden=0, positions=positions, task=task),
         vocabulary=getattr(config, "vocab_size", None),
     )
+
+
+def outline(checkpoint: Checkpoint, task: str) -> Graph:
+    """The graph that `from_encoder` would write, by the config alone. Raises CheckpointError, UsageError."""
+    config, pooling = checkpoint.config, _pooling(checkpoint, task)
+    module = outline_encoder(checkpoint, task, pooling)
+    return _cut(_export(module, config, _positions(module, config, pooling)).graph, config)
+
+
+def _pooling(checkpoint: Checkpoint, task: str) -> Pooling:
+    return read_pooling(checkpoint.small_file) if task == EMBED else Pooling()
+
+
+def _positions(module: nn.Module, config: Any, pooling: Pooling) -> int:
+    """How many tokens a text may have; 0 is no bound."""
+    return min((size for size in (positions_of(module, config), pooling.positions) if size), default=0)
+
+
+def _cut(graph: Graph, config: Any) -> Graph:
+    """Into about as many units as there are layers, and two ends."""
+    layers = getattr(config, "num_hidden_layers", None)
+    return partition(graph, layers + 2 if isinstance(layers, int) else UNITS).graph
 
 
 def _export(module: nn.Module, config: Any, positions: int) -> Exported:

@@ -6,13 +6,17 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from swarmnode.compute.model.checkpoint import Checkpoint, load_config
 from swarmnode.compute.model.hub import HubCheckpoint, open_checkpoint
 from swarmnode.errors import UsageError
-from swarmnode.swarm.records.manifest import CAUSAL_LM, GRAPH, MAX_NAME_CHARS, MAX_UNITS, ModelInfo
+from swarmnode.swarm.records.manifest import CAUSAL_LM, GENERATE, GRAPH, INFER, MAX_NAME_CHARS, MAX_UNITS, ModelInfo
 from swarmnode.swarm.storage.content import CONFIG_NAME, TOKENIZER_NAMES, checkpoint_files, has_tokenizer
 from swarmnode.swarm.storage.new_folder import new_folder
+
+if TYPE_CHECKING:
+    from swarmnode.compute.graph.graph import Graph
 
 BYTES = 256
 
@@ -35,13 +39,25 @@ class ModelSource:
 def from_model(model: str, out: Path, *, task: str | None = None, force: bool = False) -> ModelSource:
     """A checkpoint to be served for a `task`, or for what its config says it is for: one that generates text as it is, any other
     one written as a graph into the folder `out`. Raises CheckpointError, UsageError."""
-    from swarmnode.compute.model.encoder import GENERATE, task_of
-    from swarmnode.compute.model.pooling import MODULES_FILE
     from swarmnode.roles.creation.encoder_source import from_encoder
 
     checkpoint = _checkpoint(model)
-    task = task or task_of(checkpoint.config, pools=checkpoint.small_file(MODULES_FILE) is not None)
+    task = task or _task_of(checkpoint)
     return from_checkpoint(model) if task == GENERATE else from_encoder(checkpoint, task, out, force=force)
+
+
+def outline(model: str) -> tuple[Checkpoint | Graph, str]:
+    """What `from_model` or `from_module` would found a swarm on, by its config and headers alone, and what it may be asked for: a
+    graph, cut into units, or the checkpoint of what generates text. Raises CheckpointError, UsageError."""
+    from swarmnode.compute.graph.exporting.source import PROGRAM_SUFFIX, export_source
+    from swarmnode.compute.graph.partition import UNITS, partition
+    from swarmnode.roles.creation import encoder_source
+
+    if (":" in model or model.endswith(PROGRAM_SUFFIX)) and not Path(model).is_dir():
+        return partition(export_source(model, trains=False).graph, UNITS).graph, INFER
+    checkpoint = open_checkpoint(model)
+    task = _task_of(checkpoint)
+    return (checkpoint if task == GENERATE else encoder_source.outline(checkpoint, task)), task
 
 
 def from_checkpoint(model: str, *, byte_level: bool = False) -> ModelSource:
@@ -138,6 +154,14 @@ def _short_name(spec: str) -> str:
     from swarmnode.compute.graph.exporting.source import module_name
 
     return "".join(filter(str.isprintable, module_name(spec)))[:MAX_NAME_CHARS] or "graph"
+
+
+def _task_of(checkpoint: Checkpoint) -> str:
+    """What it is for, by its config and the files beside it."""
+    from swarmnode.compute.model.encoder import task_of
+    from swarmnode.compute.model.pooling import MODULES_FILE
+
+    return task_of(checkpoint.config, pools=checkpoint.small_file(MODULES_FILE) is not None)
 
 
 def _checkpoint(model: str) -> Checkpoint:

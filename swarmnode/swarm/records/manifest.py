@@ -25,8 +25,10 @@ MAX_HIDDEN = 1 << 20
 MAX_POSITIONS = 1 << 31
 CAUSAL_LM = "causal_lm"
 GRAPH = "graph"
+GENERATE = "generate"
 EMBED = "embed"
 CLASSIFY = "classify"
+INFER = "infer"
 SERVE = "serve"
 TRAIN = "train"
 DEFAULT_CODECS = (Codec.NONE, Codec.BF16, Codec.FP16, Codec.INT8)  # of a manifest that names none
@@ -36,6 +38,13 @@ OPEN = "open"
 PRIVATE = "private"
 OWNER_BYTES = 32
 CREDIT = "credit"
+PURPOSES = {
+    GENERATE: "generates text",
+    EMBED: "embeds texts",
+    CLASSIFY: "classifies texts",
+    INFER: "runs a module",
+    TRAIN: "trains a module",
+}
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -74,6 +83,18 @@ class Manifest(msgspec.Struct, frozen=True):
     def file(self, name: str) -> FileContent | None:
         """The file of that name, or None."""
         return next((file for file in self.files if file.name == name), None)
+
+    @property
+    def task(self) -> str:
+        """What may be asked of the swarm: GENERATE, EMBED, CLASSIFY, INFER of another graph; TRAIN where it only trains one."""
+        if self.kind != GRAPH:
+            return GENERATE
+        return TRAIN if self.mode == TRAIN else self.model.task or INFER
+
+    @property
+    def purpose(self) -> str:
+        """The same for a sentence, as in "embeds texts"."""
+        return PURPOSES[self.task]
 
     @property
     def total_bytes(self) -> int:

@@ -74,6 +74,12 @@ def estimate_units(graph: Graph, batch: int | None = None) -> list[UnitEstimate]
     return estimates
 
 
+def unit_weight_bytes(graph: Graph) -> tuple[int, ...]:
+    """Of all weights that each unit reads. What units share counts in each."""
+    sizes = {weight.name: type_bytes(weight.type, graph.batch) for weight in graph.weights}
+    return tuple(sum(sizes[name] for name in unit.weights) for unit in Layout(graph).units)
+
+
 def estimate_nodes(graph: Graph, batch: int) -> dict[str, NodeEstimate]:
     """Of every node, by name."""
     return _Estimator(graph, batch).run()

@@ -5,6 +5,7 @@ import { begin, load, save, titleOf } from "./conversations.js";
 import { $, announce, everyFrame, fill, h } from "./dom.js";
 import { plural } from "./format.js";
 import { markdown } from "./markdown.js";
+import { otherTask } from "./tasks.js";
 import { Writing, badge, showWriting } from "./writers.js";
 
 const NEAR_END_PX = 80;
@@ -20,6 +21,7 @@ export class Chat {
     this.current = this.conversations[0] ?? begin();
     this.writing = null;
     this.abort = null;
+    this.task = null; // of the swarm, once its picture is here
     this.showLast = everyFrame(() => this.showLastNow());
     $("new-chat").addEventListener("click", () => this.open(begin($("system").value)));
     $("composer").addEventListener("submit", (submit) => {
@@ -72,6 +74,11 @@ export class Chat {
 
   /** The picture of the swarm has changed. */
   refresh() {
+    const { task = null } = this.swarmOf();
+    if (task !== this.task) {
+      this.task = task;
+      this.show();
+    }
     showWriting($("writers"), this.writing, this.swarmOf(), this.abort !== null);
   }
 
@@ -162,8 +169,12 @@ export class Chat {
     this.showTalks();
     const last = this.current.messages.length - 1;
     const said = this.current.messages.map((message, index) => this.article(message, index === last));
-    fill($("messages"), said.length ? said : welcome(this.model()));
+    const other = otherTask(this.task);
+    fill($("messages"), said.length ? said : welcome(this.model(), other));
     $("messages").scrollTop = $("messages").scrollHeight;
+    $("composer").hidden = $("writing").hidden = other !== null;
+    $("no-chat").hidden = other === null || !said.length;
+    $("no-chat").textContent = other === null ? "" : `${this.model()} does not converse. ${other}`;
     $("send").hidden = this.abort !== null;
     $("stop").hidden = this.abort === null;
     this.refresh();
@@ -224,12 +235,13 @@ export class Chat {
   }
 }
 
-const welcome = (model) =>
+/** `other` is what a model does that does not converse. */
+const welcome = (model, other) =>
   h(
     "div",
     { class: "welcome" },
-    h("p", { class: "large" }, `You talk with ${model || "a swarm"}.`),
-    h("p", {}, "Several machines write each sentence together. When one of them goes away in the middle of a word, others take over, and the text is the same."),
+    h("p", { class: "large" }, other ? `${model} does not converse.` : `You talk with ${model || "a swarm"}.`),
+    h("p", {}, other ?? "Several machines write each sentence together. When one of them goes away in the middle of a word, others take over, and the text is the same."),
   );
 
 /** The models that there are. */

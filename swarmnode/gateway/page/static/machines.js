@@ -15,9 +15,10 @@ const ORDERS = {
 export class Machines {
   constructor(element) {
     this.peers = new Map();
+    this.writeText = true; // else they remember nothing between passes, and there is no room for it to tell
     this.grid = new VirtualGrid(element, {
       make: () => h("article", { class: "card machine" }),
-      show: showMachine,
+      show: (card, peer) => showMachine(card, peer, this.writeText),
       idOf: (peer) => peer.peer,
       width: 270,
       height: 172,
@@ -27,9 +28,10 @@ export class Machines {
     $("order").addEventListener("change", () => this.arrange());
   }
 
-  /** These are there now. */
-  set(peers) {
+  /** These are there now, which `writeText` or compute something else. */
+  set(peers, { writeText }) {
     this.peers = peers;
+    this.writeText = writeText;
     this.arrange();
   }
 
@@ -43,8 +45,9 @@ export class Machines {
   }
 }
 
-function showMachine(card, peer) {
-  const doing = [plural(peer.sessions, "session"), peer.state === "ready" && `${plural(peer.cache_tokens_free, "token")} free`];
+function showMachine(card, peer, writesText) {
+  const room = writesText && peer.state === "ready" && `${plural(peer.cache_tokens_free, "token")} free`;
+  const doing = [writesText ? plural(peer.sessions, "session") : plural(peer.sessions, "pass", "passes"), room];
   const speed = peer.decode_units_per_s || peer.training_units_per_s;
   const facts = [
     [peer.device, bytes(peer.memory_bytes), peer.number_format],

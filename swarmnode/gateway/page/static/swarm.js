@@ -9,6 +9,7 @@ import { Machines } from "./machines.js";
 import { Members } from "./members.js";
 import { Sessions } from "./sessions.js";
 import { Strip, coverage, coverageText, holders } from "./strip.js";
+import { otherTask } from "./tasks.js";
 
 const LINKS_MS = 10_000;
 const HISTORY_MS = 10_000;
@@ -101,11 +102,16 @@ export class SwarmView {
       looked((swarm) => showHead($("swarm-head"), swarm, this.counts)),
       looked((swarm) => this.strip.show(swarm, this.counts)),
       looked((swarm) => this.figures.set(figures(swarm, this.history))),
-      looked((swarm) => this.sessions.show(swarm)),
-      looked((swarm) => this.machines.set(swarm.peers)),
+      looked((swarm) => this.showSessions(swarm)),
+      looked((swarm) => this.machines.set(swarm.peers, { writeText: writesText(swarm) })),
       looked((swarm) => this.members.follow(swarm.id)),
       looked((swarm) => this.lookAtOnce(swarm)),
     ];
+  }
+
+  showSessions(swarm) {
+    $("sessions-block").hidden = !writesText(swarm);
+    this.sessions.show(swarm);
   }
 
   count(swarm) {
@@ -113,6 +119,8 @@ export class SwarmView {
     coverage($("coverage"), swarm, this.counts);
   }
 }
+
+const writesText = (swarm) => otherTask(swarm.task) === null;
 
 /** Samples of the last hour, and what of them is drawn. */
 function seriesOf(samples) {
@@ -122,11 +130,14 @@ function seriesOf(samples) {
 function showHead(element, swarm, counts) {
   const { name, mode, model, missing } = swarm;
   const size = swarm.weights_bytes / swarm.units;
-  const what = `${mode === "train" ? "Trains" : "Serves"} ${model}, ${plural(swarm.units, "unit")}, ${bytes(swarm.weights_bytes)}.`;
+  const what = [
+    `${mode === "train" ? "Trains" : "Serves"} ${model}, ${plural(swarm.units, "unit")}, ${bytes(swarm.weights_bytes)}.`,
+    mode === "serve" && otherTask(swarm.task),
+  ];
   const lacks = runs(missing).map((run) => `${units(run)}: about ${bytes((run[1] - run[0]) * size)} of weights`);
   refill(element, [name, what, coverageText(swarm, counts), lacks], () => [
     h("h1", {}, name),
-    h("p", {}, what),
+    h("p", {}, what.filter(Boolean).join(" ")),
     h("p", { class: missing.length ? "lacks" : "whole" }, coverageText(swarm, counts)),
     lacks.length ? h("p", {}, `It needs machines with room for ${lacks.join("; ")}, and their caches.`) : null,
   ]);
@@ -138,10 +149,16 @@ function figures(swarm, history) {
   const busy = peers.reduce((sum, peer) => sum + peer.sessions, 0);
   const shown = [
     { title: "Machines", now: String(swarm.peers.size), note: `${ready} ready, ${plural(swarm.bootstraps.length, "bootstrap peer")}` },
-    { title: "Sessions at machines", now: String(busy), note: "each text has one at every machine of its route" },
-    { title: "Tokens per second, by this gateway", now: (history.tokens.at(-1) ?? 0).toFixed(1), points: history.tokens },
+    ...(writesText(swarm) ? writing(busy, history) : [{ title: "Passes at machines", now: String(busy), note: "that run or wait for their turn" }]),
   ];
   return swarm.mode === "train" ? [...shown, ...training(swarm, history)] : shown;
+}
+
+function writing(busy, { tokens }) {
+  return [
+    { title: "Sessions at machines", now: String(busy), note: "each text has one at every machine of its route" },
+    { title: "Tokens per second, by this gateway", now: (tokens.at(-1) ?? 0).toFixed(1), points: tokens },
+  ];
 }
 
 function training(swarm, { samples, losses }) {

@@ -77,7 +77,8 @@ class DirectoryRouter(Router):
         except NoRoute as error:
             self._note("finds no route", str(error), view, avoid)
             raise error if self._trust == EVERYBODY else NoRoute(f"among those you trust, {error}") from None
-        self._note("takes a route", f"{route!r} for a token, as estimated", view, avoid, route.hops)
+        what = "a token" if self._ring else "a pass"
+        self._note("takes a route", f"{route!r} for {what}, as estimated", view, avoid, route.hops)
         return tuple(route.hops)
 
     def _note(self, what: str, result: str, view: View, avoid: frozenset[PeerId], hops: Sequence[HopSpec] = ()) -> None:
