@@ -12,15 +12,17 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from swarmnode.codec.body import MAX_PEER_CHARS, Block, Body, Step
+from swarmnode.codec.body import MAX_PEER_CHARS, MAX_RATE_BPS, Block, Body, Step
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.training_fields import (
     MAX_BLOCKS,
+    MAX_CLUSTERS,
     MAX_GROUPS,
     MAX_MASK_BYTES,
     MAX_MEMBERS,
     MAX_PARTS,
     MAX_PULLED,
+    MAX_RATES,
     MAX_ROUND,
     Attempt,
     Duration,
@@ -39,11 +41,12 @@ USUAL_SHARE, MOST_SHARE = 16, 64  # of a vector, to add up
 
 class MemberSpec(Body, frozen=True):
     """A replica in an all-reduce. `count` is how many microbatches it has counted; 0: it only listens. `share`: how much of the
-    vector it adds up, beside the other contributors' shares."""
+    vector it adds up, beside the other contributors' shares. `cluster`: those of one are summed before anything leaves it."""
 
     peer: Peer
     count: Annotated[int, Meta(ge=0, le=8 * MAX_MASK_BYTES)]
     share: Annotated[int, Meta(ge=1, le=MOST_SHARE)] = USUAL_SHARE
+    cluster: Annotated[int, Meta(ge=0, lt=MAX_CLUSTERS)] = 0
 
 
 class How(IntEnum):
@@ -83,19 +86,32 @@ class Reduce(Body, frozen=True):
             "a member that has counted something": all(
                 any(member.count for member in group.members) for group in self.groups
             ),
+            "a member that has counted something in each cluster": all(
+                {member.cluster for member in group.members}
+                == {member.cluster for member in group.members if member.count}
+                for group in self.groups
+            ),
         }
         check_rules("REDUCE", rules)
 
 
+class PathRate(Body, frozen=True):
+    """How fast large frames of `peer` have come in, in bits/s."""
+
+    peer: Peer
+    received_bps: Annotated[float, Meta(gt=0, le=MAX_RATE_BPS)]
+
+
 class Reduced(Body, frozen=True):
     """The gradients are agreed; `squares` are their squared norms, one for each group. `suspect`: who seems to have contributed
-    what is not its gradient."""
+    what is not its gradient. `rates`: of the other members' paths to the sender, as far as it has measured them."""
 
     step: Step
     attempt: Attempt
     squares: Annotated[tuple[Number, ...], Meta(max_length=MAX_GROUPS)]
     run: RunId
     suspect: Annotated[str, Meta(max_length=MAX_PEER_CHARS)] = ""
+    rates: Annotated[tuple[PathRate, ...], Meta(max_length=MAX_RATES)] = ()
 
 
 class Pull(Body, frozen=True):

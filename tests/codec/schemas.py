@@ -14,7 +14,7 @@ import msgspec
 from msgspec import NODEFAULT
 from msgspec import inspect as types
 
-from swarmnode.codec.averaging_messages import Group, MemberSpec
+from swarmnode.codec.averaging_messages import Group, MemberSpec, PathRate
 from swarmnode.codec.messages import BODIES, HopSpec, Sampling
 from swarmnode.codec.sampling import Grammar
 from swarmnode.codec.spot_check_messages import Crossing, MicrobatchRecord
@@ -47,6 +47,7 @@ NAMES: dict[type[msgspec.Struct], str] = {
     Counted: "counted",
     MemberSpec: "member",
     Group: "group",
+    PathRate: "path_rate",
     Wait: "wait",
     TensorInfo: "tensor",
     Announcement: "announcement",

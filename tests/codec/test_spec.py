@@ -217,7 +217,13 @@ def test_limits_are_the_ones_of_the_code() -> None:
 # -- fields ------------------------------------------------------------------------------------------------------------
 
 STRUCTS = {name: struct for struct, name in NAMES.items()}
-PARTS = (training_messages.Counted, averaging_messages.Group, averaging_messages.MemberSpec, training_messages.Wait)
+PARTS = (
+    training_messages.Counted,
+    averaging_messages.Group,
+    averaging_messages.MemberSpec,
+    averaging_messages.PathRate,
+    training_messages.Wait,
+)
 PAGES = {
     **dict.fromkeys(
         (

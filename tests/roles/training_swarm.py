@@ -47,7 +47,7 @@ from swarmnode.roles.training.worker.training_parts import TrainingParts
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import State
-from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.records.run import Averaging, Run
 from tests.compute.training.toy import CLASSES, FEATURES, ToySegment
 
 HELLO = Hello(VERSION, bytes(32), "toy")
@@ -95,6 +95,9 @@ class NoLinkTimes:
         return np.zeros((len(peers), len(peers))), np.zeros((len(peers), len(peers)))
 
     def line_bps(self, _peer: PeerId) -> float:
+        return 0.0
+
+    def averaged_bytes(self, _blocks: Sequence[int], _how: Averaging) -> float:
         return 0.0
 
 

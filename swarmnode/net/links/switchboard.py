@@ -190,6 +190,11 @@ class Switchboard:
         line = self._outgoing.get(peer)
         return None if line is None else line.link.bandwidth_bps
 
+    def received_bps(self, peer: PeerId) -> float | None:
+        """How fast a peer's large frames came in as answers, in bits/s; None where that is not known."""
+        line = self._outgoing.get(peer)
+        return None if line is None else line.link.received_bps
+
     async def _dial(self, peer: PeerId) -> _Line:
         # Shielded: one caller giving up must not end the dialling that another waits for.
         if self._closed:

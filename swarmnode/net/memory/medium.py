@@ -15,11 +15,13 @@ RETRANSMISSION_S = 0.2  # TCP's minimum (Linux)
 
 @dataclass(frozen=True)
 class Path:
-    """One direction between two peers. `loss` is the share of writes that are lost once and come by retransmission."""
+    """One direction between two peers. `loss` is the share of writes that are lost once and come by retransmission. Directions of
+    one `line` send one after another."""
 
     latency_s: float = 0.0
     bytes_per_s: float = math.inf
     loss: float = 0.0
+    line: str = ""
 
 
 class Medium:
@@ -29,7 +31,7 @@ class Medium:
         self.default_path = Path()
         self._random = random
         self._paths: dict[tuple[PeerId, PeerId], Path] = {}
-        self._free_at: dict[tuple[PeerId, PeerId], float] = {}  # when a direction has sent what it was given
+        self._free_at: dict[object, float] = {}  # when a direction, or the line of several, has sent what it was given
         self._hanging: dict[PeerId, asyncio.Event] = {}
         self._held: list[Pipe] = []  # whose next bytes wait for a hanging peer
 
@@ -73,8 +75,9 @@ class Medium:
         loop = asyncio.get_running_loop()
         direction = (pipe.source, pipe.target)
         path = self.path(*direction)
-        sent_at = max(loop.time(), self._free_at.get(direction, 0.0)) + size_bytes / path.bytes_per_s
-        self._free_at[direction] = sent_at
+        line = path.line or direction
+        sent_at = max(loop.time(), self._free_at.get(line, 0.0)) + size_bytes / path.bytes_per_s
+        self._free_at[line] = sent_at
         lost = path.loss > 0 and self._random.random() < path.loss
         delay_s = path.latency_s + (max(RETRANSMISSION_S, 2 * path.latency_s) if lost else 0.0)
         pipe.last_arrival_s = max(pipe.last_arrival_s, sent_at + delay_s)

@@ -16,6 +16,7 @@ from swarmnode.compute.device import Device, probe_device, probe_devices, set_th
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.costs.crossing import usual_width
 from swarmnode.compute.memory import (
+    TRAINING_BYTES,
     UnitSizes,
     cache_tokens_that_fit,
     describe_fit,
@@ -149,6 +150,11 @@ class Hardware:
         """How many units fit wherever in the model the span lies: the least over all places, over all devices together."""
         together = sum(self.capacity_of(lent.memory_bytes) for lent in self.lent)
         return min(together, len(self.sizes.weight_bytes))
+
+    @property
+    def parameters(self) -> tuple[float, ...]:
+        """Of each unit, where it is trained."""
+        return tuple(size / TRAINING_BYTES for size in self.sizes.weight_bytes) if self.trains else ()
 
     def capacity_of(self, memory_bytes: int) -> int:
         """The same of another machine that lends so much, on one device."""

@@ -1,23 +1,21 @@
 """The end of a step: replicas agree on gradients. Who with whom is decided as live (`plan/training/groups.py`).
 
-Every member owns a share of what a group agrees on: all send it their values of that, and it sends the sums to all
-(`roles/training/averaging/all_reduce.py`).
+Every member owns a share of what a group agrees on: all send it their values of that, and it sends the sums to all; over clusters,
+one of each does so for all there (`roles/training/averaging/attempt.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+import numpy as np
 
 from swarmnode.codec.averaging_messages import Group, How
-from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo, payload_bytes
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.compression import encoded_bytes
+from swarmnode.plan.training.averaging_forecast import AveragingNetwork, averaged_bytes, gathering
 from swarmnode.simulate.environment.links import Links
 from swarmnode.simulate.environment.model import Model
 from swarmnode.swarm.records.run import Averaging
-
-WIDENING = 4  # of the matrices of a layer, in widths of the model
 
 
 def reduction_ends_s(
@@ -25,13 +23,7 @@ def reduction_ends_s(
 ) -> float:
     """When the last member of the last group has everything. `indexes`: of the members in the links."""
     exchanges = [
-        _Exchange(
-            members=[indexes[member.peer] for member in group.members],
-            shares={indexes[member.peer]: member.share for member in group.members if member.count},
-            size_bytes=averaged_bytes(
-                sum(model.block_parameters(block) for block in group.blocks), model.matrix_width, how
-            ),
-        )
+        _Exchange(group, indexes, vector_bytes(group, model, how))
         for group in groups
         if len(group.members) > 1 and group.how != How.APART
     ]
@@ -39,38 +31,66 @@ def reduction_ends_s(
     return max((exchange.spread(at_s, links) for exchange, at_s in zip(exchanges, settled, strict=True)), default=now_s)
 
 
-@dataclass(frozen=True)
+def averaging_network(group: Group, indexes: Mapping[PeerId, int], links: Links) -> AveragingNetwork:
+    """Between a group's members, as they have measured it."""
+    members = [indexes[member.peer] for member in group.members]
+    delay_NN, path_bps_NN = links.between(members)
+    slower_NN = np.minimum(path_bps_NN, path_bps_NN.T)
+    lines_bps = np.array([links.uplink_bps(member) for member in members])
+    return AveragingNetwork(slower_NN, lines_bps, np.maximum(delay_NN, delay_NN.T))
+
+
+def vector_bytes(group: Group, model: Model, how: Averaging) -> float:
+    """Of what a group averages, as it travels."""
+    return averaged_bytes(sum(model.block_parameters(block) for block in group.blocks), model.matrix_width, how)
+
+
 class _Exchange:
-    """One group: those with `shares` have counted something, all `members` are to have the sum."""
+    """One group: those who have counted something contribute, all members are to have the sum."""
 
-    members: Sequence[int]
-    shares: Mapping[int, int]
-    size_bytes: float
+    def __init__(self, group: Group, indexes: Mapping[PeerId, int], size_bytes: float) -> None:
+        self._cluster_of = {indexes[member.peer]: member.cluster for member in group.members}
+        contributors = [member for member in group.members if member.count]
+        self._contributors = [indexes[member.peer] for member in contributors]
+        shares, clusters = ([getattr(one, field) for one in contributors] for field in ("share", "cluster"))
+        gathered_NN = size_bytes * gathering(shares, clusters)
+        self._gathered_bytes = {
+            (gatherer, owner): float(gathered_NN[row, column])
+            for row, gatherer in enumerate(self._contributors)
+            for column, owner in enumerate(self._contributors)
+            if gathered_NN[row, column]
+        }
 
-    def owned_bytes(self, owner: int) -> float:
-        """Of what it adds up."""
-        return self.size_bytes * self.shares[owner] / sum(self.shares.values())
+    def __repr__(self) -> str:
+        return f"<_Exchange of {len(self._cluster_of)} members, {len(self._contributors)} contribute>"
 
-    def gather(self, now_s: float, links: Links) -> list[float]:
-        """When each owner has all values of its share."""
-        return [
-            max(links.send(now_s, giver, owner, self.owned_bytes(owner)) for giver in self.shares)
-            for owner in self.shares
-        ]
+    def gather(self, now_s: float, links: Links) -> dict[int, float]:
+        """When each owner has all values of its share: first each cluster's, and then the clusters' sums."""
+        inside_s = {
+            gatherer: max(
+                links.send(now_s, giver, gatherer, self._gathers_bytes(gatherer))
+                for giver in self._contributors
+                if self._are_near(giver, gatherer)
+            )
+            for gatherer in self._contributors
+        }
+        ends_s = dict(inside_s)
+        for (gatherer, owner), size_bytes in self._gathered_bytes.items():
+            if gatherer != owner:
+                ends_s[owner] = max(ends_s[owner], links.send(inside_s[gatherer], gatherer, owner, size_bytes))
+        return ends_s
 
-    def spread(self, settled_s: Sequence[float], links: Links) -> float:
+    def spread(self, settled_s: Mapping[int, float], links: Links) -> float:
         """When everybody has the sums of all parts."""
-        return max(
-            links.send(at_s, owner, member, self.owned_bytes(owner))
-            for owner, at_s in zip(self.shares, settled_s, strict=True)
-            for member in self.members
-        )
+        ends_s = []
+        for (gatherer, owner), size_bytes in self._gathered_bytes.items():
+            at_s = links.send(settled_s[owner], owner, gatherer, size_bytes)
+            near = [member for member in self._cluster_of if self._are_near(member, gatherer)]
+            ends_s += [links.send(at_s, gatherer, member, size_bytes) for member in near]
+        return max(ends_s)
 
+    def _gathers_bytes(self, gatherer: int) -> float:
+        return sum(size_bytes for (one, _), size_bytes in self._gathered_bytes.items() if one == gatherer)
 
-def averaged_bytes(parameters: int, width: int, how: Averaging) -> float:
-    """Of the gradients of so many parameters, as the run's codec or rank sends them."""
-    if how.rank:  # two factors for each matrix, taken to be of `width` x 4 `width`
-        return 4.0 * min(parameters, how.rank * parameters * (1 + WIDENING) / (WIDENING * width))
-    if how.codec in SPARSE_CODECS:
-        return payload_bytes(TensorInfo(how.codec, DType.FLOAT32, (parameters,), int(parameters * how.keep)))
-    return encoded_bytes([TensorInfo(Codec.NONE, DType.FLOAT32, (parameters,))], Codec(how.codec))
+    def _are_near(self, one: int, other: int) -> bool:
+        return self._cluster_of[one] == self._cluster_of[other]

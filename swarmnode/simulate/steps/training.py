@@ -7,11 +7,13 @@ what, and who coordinates when the coordinator is lost, is decided by the live n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from swarmnode.codec.averaging_messages import Group
 from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.placement import PlacementRule
+from swarmnode.plan.training.averaging_clusters import AveragingClusters, may_cluster
 from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
 from swarmnode.plan.training.groups import Holder, make_groups
 from swarmnode.plan.training.step_ledger import StepLedger
@@ -20,7 +22,7 @@ from swarmnode.plan.training.wiring import Replica, book, wire
 from swarmnode.simulate.environment.peers import Peer
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import TrainSettings
-from swarmnode.simulate.steps.all_reduce import reduction_ends_s
+from swarmnode.simulate.steps.all_reduce import averaging_network, reduction_ends_s, vector_bytes
 from swarmnode.simulate.steps.bench import SimulatedBench
 from swarmnode.simulate.steps.encoder import Encoder
 from swarmnode.simulate.steps.microbatch import SimulatedMicrobatch, SimulatedStage
@@ -49,6 +51,7 @@ class Training:
         self._stages: dict[PeerId, SimulatedStage] = {}
         self._workers: dict[PeerId, Replica] = {}
         self._transfers = Transfers()
+        self._clusters = AveragingClusters()
         self._coming: list[Peer] = []
         self._flights: dict[int, SimulatedMicrobatch] = {}
         self._ledger = StepLedger(0, world.model.units, settings.microbatches)
@@ -304,12 +307,22 @@ class Training:
             Holder(name, stage.peer.span, line_bps=links.uplink_bps(stage.peer.index))
             for name, stage in self._stages.items()
         ]
-        groups = make_groups(self.world.model.units, self._run, self.step, holders, self._ledger.counts)
         indexes = {name: stage.peer.index for name, stage in self._stages.items()}
+        groups = [
+            self._over_clusters(group, indexes)
+            for group in make_groups(self.world.model.units, self._run, self.step, holders, self._ledger.counts)
+        ]
         began_s, attempt = self.clock.now_s, self._attempt
         ends_s = reduction_ends_s(began_s, groups, indexes, self.world.links, self.world.model, self.settings.averaging)
         self._reducing_since_s = began_s
         self.clock.at(ends_s + self._told_s(), lambda: self._agree() if self._attempt == attempt else None)
+
+    def _over_clusters(self, group: Group, indexes: Mapping[PeerId, int]) -> Group:
+        averaging = self.settings.averaging
+        if not may_cluster(averaging):
+            return group
+        size_bytes = vector_bytes(group, self.world.model, averaging)
+        return self._clusters.choose(group, averaging_network(group, indexes, self.world.links), size_bytes).group
 
     def _agree(self) -> None:
         self._happen(Event.AGREED)

@@ -9,13 +9,13 @@ import numpy as np
 
 from swarmnode.compute.memory import STATE_BYTES
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.training.averaging_forecast import averaged_bytes
 from swarmnode.plan.training.rule import TrainingRule
 from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork
 from swarmnode.plan.view import PeerView, View
 from swarmnode.simulate.environment.peers import Peer
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import TrainSettings
-from swarmnode.simulate.steps.all_reduce import averaged_bytes
 from swarmnode.simulate.steps.encoder import Encoder
 
 

@@ -10,10 +10,11 @@ import pytest
 
 from swarmnode.codec.averaging_messages import USUAL_SHARE, Group, MemberSpec
 from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.training.averaging_clusters import AveragingClusters
 from swarmnode.plan.training.shares import part_shares
 from swarmnode.simulate.environment.links import Links
 from swarmnode.simulate.environment.model import Model
-from swarmnode.simulate.steps.all_reduce import reduction_ends_s
+from swarmnode.simulate.steps.all_reduce import averaging_network, reduction_ends_s
 from swarmnode.swarm.records.run import Averaging
 
 PARAMETERS = 25_000_000
@@ -67,3 +68,26 @@ def test_who_claims_a_line_that_it_has_not_costs_no_more_than_three_times() -> N
     honest_s = averaging_s(uplinks_bps, part_shares(uplinks_bps))
     false_s = averaging_s(uplinks_bps, part_shares([*uplinks_bps[:-1], 1e12]))
     assert honest_s < false_s < 3.2 * honest_s
+
+
+def joined_s(sides: Sequence[int], *, clustered: bool, slow_bps: float = 50e6) -> float:
+    """Of clusters with 1 Gbit/s inside, and a slow path from each member to each of another one."""
+    labels = np.repeat(np.arange(len(sides)), sides)
+    near = labels[:, None] == labels[None, :]
+    nothing = (None,) * len(labels)
+    delays, paths = np.where(near, 0.0005, 0.02), np.where(near, 1e9, slow_bps)
+    links = Links(Scenario("clusters", nothing, delays, paths, nothing, nothing, nothing), range(len(labels)))
+    group = Group(0, (0,), tuple(MemberSpec(f"{number}", 1) for number in range(len(labels))))
+    indexes = {member.peer: number for number, member in enumerate(group.members)}
+    if clustered:
+        network = averaging_network(group, indexes, links)
+        group = AveragingClusters().choose(group, network, 4 * PARAMETERS).group
+        assert [member.cluster for member in group.members] == labels.tolist()
+    return reduction_ends_s(0.0, [group], indexes, links, cast("Model", OneUnit()), Averaging())
+
+
+@pytest.mark.parametrize(("sides", "share"), [([4, 4], 0.65), ([8, 8], 0.8), ([4, 4, 4], 0.95), ([6, 2], 0.7)])
+def test_clusters_joined_by_slow_paths_average_sooner_one_after_another(sides: list[int], share: float) -> None:
+    """4.94 s -> 3.14 s for two of four: here each message goes as a whole, so that the four ways add up."""
+    flat_s, clustered_s = joined_s(sides, clustered=False), joined_s(sides, clustered=True)
+    assert clustered_s < share * flat_s, (flat_s, clustered_s)

@@ -4,12 +4,16 @@ The members of a group, in a fixed order, each own a share, in parts small enoug
 encodes its values of a part for the part's owner, who adds them up in the order of the members and encodes the sum once; all
 decode the same bytes, the owner too. So replicas hold identical numbers whatever the codec loses.
 
+Where members are in clusters, values cross from one to another but once: in each, one member gathers those of its own for the
+part's owner, and hands the sum back. Owners and gatherers take turns from part to part, so that all paths are used alike.
+
 Shape letters: N elements of a part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -23,6 +27,12 @@ from swarmnode.errors import ProtocolError
 ALIGNMENT = 64  # elements: no group of a block-wise codec crosses from one part into the next
 LARGEST_PART = 1 << 18  # elements: 1 MiB as they are, so that what is on the way between two replicas stays small
 PARTS_AT_ONCE = 1 << 21  # elements that an owner holds at least of all contributors together, to add up one part
+LEAST_PART = 1 << 12  # elements, where members are in clusters and so take turns
+TURNS = 2  # of each owner with each gatherer, at least, where the vector is long enough
+OWNERS_STEP, GATHERERS_STEP = (
+    0xC13FA9A9,
+    0x91E10DA5,
+)  # of 2**32, from part to part: pairs are met evenly (the R2 sequence)
 SMALLEST_WEIGHT = 1e-12  # where nobody sent, zero is divided by this
 
 Encoded = tuple[TensorInfo, Buffer]
@@ -37,10 +47,12 @@ class Contribution(NamedTuple):
 
 
 class VectorPart(NamedTuple):
-    """Elements `place` of the vector, which the member of number `owner` adds up."""
+    """Elements `place` of the vector, which the member of number `owner` adds up. `gatherers`: of each cluster the one who adds up
+    what comes from there, by cluster; of the owner's it is the owner."""
 
     owner: int
     place: slice
+    gatherers: Mapping[int, int]
 
     @property
     def length(self) -> int:
@@ -48,21 +60,57 @@ class VectorPart(NamedTuple):
         return int(self.place.stop - self.place.start)
 
 
-def cut(length: int, shares: Sequence[int]) -> list[VectorPart]:
-    """[0, length) in stretches as long as the members' shares, beside one another, and those in parts; bounds are aligned."""
-    longest, total = longest_part(len(shares)), sum(shares)
+def cut(length: int, shares: Sequence[int], clusters: Sequence[int] = ()) -> list[VectorPart]:
+    """[0, length) in parts, whose bounds are aligned; members add up as much as their shares are beside one another.
+
+    Of one cluster each member has one stretch. Where there are several, `clusters` names that of each member.
+    """
+    if len(set(clusters)) > 1:
+        return _cut_in_turns(length, shares, clusters)
+    longest, total, cluster = longest_part(len(shares)), sum(shares), next(iter(clusters), 0)
     ends = [-(-length * reached // total) for reached in accumulate(shares)]
-    bounds = [0, *(min(length, end + -end % ALIGNMENT) for end in ends)]
+    bounds = [0, *(min(length, _aligned(end)) for end in ends)]
     return [
-        VectorPart(owner, slice(start, min(start + longest, end)))
+        VectorPart(owner, slice(start, min(start + longest, end)), {cluster: owner})
         for owner, (begin, end) in enumerate(pairwise(bounds))
         for start in range(begin, end, longest)
     ]
 
 
+def _cut_in_turns(length: int, shares: Sequence[int], clusters: Sequence[int]) -> list[VectorPart]:
+    """Parts of one length, but for the last, whose owners and gatherers follow low-discrepancy sequences."""
+    members = {cluster: [i for i, at in enumerate(clusters) if at == cluster] for cluster in sorted(set(clusters))}
+    size = longest_part_in_turns(length, [len(inside) for inside in members.values()])
+    parts = []
+    for number, start in enumerate(range(0, length, size)):
+        owner = _whose_turn(number * OWNERS_STEP, range(len(shares)), shares)
+        gatherers = {
+            cluster: owner if owner in inside else _whose_turn(number * GATHERERS_STEP, inside, shares)
+            for cluster, inside in members.items()
+        }
+        parts.append(VectorPart(owner, slice(start, min(start + size, length)), gatherers))
+    return parts
+
+
+def _whose_turn(point: int, members: Sequence[int], shares: Sequence[int]) -> int:
+    """In whose share of a circle of 2**32 the point lies."""
+    ends = list(accumulate(shares[member] for member in members))
+    return members[bisect_right(ends, (point % 2**32) * ends[-1] >> 32)]
+
+
+def _aligned(bound: int) -> int:
+    return bound + -bound % ALIGNMENT
+
+
 def longest_part(members: int) -> int:
     """Elements of a part: a power of two, smaller where many contribute."""
     return min(LARGEST_PART, 1 << ((PARTS_AT_ONCE // members).bit_length() - 1))
+
+
+def longest_part_in_turns(length: int, sizes: Sequence[int]) -> int:
+    """Of a vector of so many elements, whose contributors are in clusters of these sizes: a power of two, too."""
+    meetings = TURNS * sum(sizes) * max(sizes)
+    return min(longest_part(sum(sizes)), max(LEAST_PART, 1 << (length // meetings).bit_length() >> 1))
 
 
 def encode_part(part_N: Tensor, codec: Codec, keep: float) -> Encoded:

@@ -39,7 +39,7 @@ def _sum(rounds: Sequence[Round]) -> int:
     """Settle all parts of one round; the bytes that crossed."""
     contributors = [round_ for round_ in rounds if round_.weight]
     crossed_bytes = 0
-    for number, part in cut(len(rounds[0]), [1] * len(contributors)):
+    for number, part, _ in cut(len(rounds[0]), [1] * len(contributors)):
         owner = contributors[number]
         offers = [round_.offer(part) for round_ in contributors]
         heard = [owner.hear(part, of.weight, *offer) for of, offer in zip(contributors, offers, strict=True)]

@@ -37,7 +37,9 @@ from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
-from swarmnode.roles.training.averaging.attempt import Attempt, Circle
+from swarmnode.plan.training.averaging_clusters import is_bearable
+from swarmnode.roles.training.averaging.attempt import Attempt
+from swarmnode.roles.training.averaging.circle import Circle
 from swarmnode.roles.training.averaging.partner import AttemptId, attempt_of
 from swarmnode.roles.training.averaging.pulls import EarlyPulls
 from swarmnode.swarm.records.run import Averaging, Run
@@ -58,6 +60,7 @@ class Agreed:
     gradient_compressors: list[GradientCompressor] = field(default_factory=list)
     detector: OutlierDetector | None = None
     histories: dict[PeerId, History] = field(default_factory=dict)  # of the contributors, this time included
+    rates_bps: dict[PeerId, float] = field(default_factory=dict)  # of what came of the others, as far as it is known
 
     @property
     def size_bytes(self) -> int:
@@ -126,9 +129,9 @@ class AllReducer:
             self._detector = _new_detector()
         if learner.run.averaging.every == 1 and any(group.how != How.SUM for group in body.groups):
             raise ProtocolError("a REDUCE has replicas update apart, in a run in which they do not")
-        circles = {
-            group.number: _circle(group, learner.run, watched) for group in body.groups if len(group.members) > 1
-        }
+        if not all(is_bearable(group, self._peer, self._received_bps(group)) for group in body.groups):
+            raise ProtocolError("a REDUCE sums by clusters over paths that are far slower, as measured here")
+        circles = {group.number: _circle(group, learner, watched) for group in body.groups if len(group.members) > 1}
         attempt = self._begin(AttemptId(term, body.step, body.attempt, body.run), list(circles.values()))
         agreed = Agreed(detector=self._detector)
         self._detector.begin()
@@ -140,7 +143,14 @@ class AllReducer:
             if self._attempt is attempt:
                 self._attempt = None
         agreed.histories = self._detector.histories()
+        for group in body.groups:
+            agreed.rates_bps |= self._received_bps(group)
         return agreed
+
+    def _received_bps(self, group: Group) -> dict[PeerId, float]:
+        """How fast the other members' parts came, as far as it was measured."""
+        received = ((member.peer, self._switchboard.received_bps(member.peer)) for member in group.members)
+        return {peer: bps for peer, bps in received if bps}
 
     def _begin(self, number: AttemptId, circles: list[Circle]) -> Attempt:
         attempt = Attempt(self._peer, number, self._switchboard, self._call, circles, self._early)
@@ -242,15 +252,20 @@ def _next(rounds: Rounds) -> Round | None:
     return next(rounds, None)
 
 
-def _circle(group: Group, run: Run, watched: ContributionSketch | None) -> Circle:
+def _circle(group: Group, learner: DeviceLearners, watched: ContributionSketch | None) -> Circle:
     """Contributors, in their order, weigh as much as their share of the microbatches."""
-    total = sum(member.count for member in group.members)
+    run, total = learner.run, sum(member.count for member in group.members)
+    held = [block for block in group.blocks if block in learner.blocks]
+    length = sum(shape.numel() for shape in learner.shapes(held))
     weights = {member.peer: member.count / total for member in group.members if member.count > 0}
     robust = run.averaging.robust and len(weights) >= LEAST_MEMBERS and _are_alike(group, run)
     sums = watched is not None and group.how == How.SUM and SHARED not in group.blocks
     heard = partial(watched.hear, group.blocks) if watched is not None and sums else None
     shares = tuple(member.share for member in group.members if member.count > 0)
-    return Circle(group.number, tuple(member.peer for member in group.members), weights, shares, robust, heard)
+    clusters = {member.peer: member.cluster for member in group.members}
+    if len(set(clusters.values())) > 1 and (run.averaging.robust or run.averaging.codec == Codec.TOPK):
+        raise ProtocolError("a REDUCE sums by clusters where each contribution has to reach the owner of its part")
+    return Circle(group.number, length, tuple(clusters), weights, shares, clusters, robust, heard)
 
 
 def _are_alike(group: Group, run: Run) -> bool:

@@ -6,6 +6,10 @@ A round's vector is cut into parts, each owned by a contributor. Side by side, e
     settle       its own parts: added up in the order of the contributors, and sent to all members
     take         the settled parts of others
 
+Where members are in clusters, the owner is only sent what each cluster has added up (inside, then between, then back): by the one
+there whose turn it is, who is sent the sum for all of them. Whatever one waits for is of the same part or of one before it, so
+nobody waits for ever.
+
 What a member holds beside the vectors is bounded by the windows (`partner.py`), whatever the vectors' length.
 """
 
@@ -16,28 +20,29 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union
 
 import msgspec
-from torch import Tensor
 
 from swarmnode.codec.averaging_messages import Part
 from swarmnode.codec.training_fields import MAX_PULLED
-from swarmnode.compute.training.averaging.parts import Contribution, Encoded, cut, longest_part
+from swarmnode.compute.training.averaging.parts import Contribution, Encoded, reduce_part
 from swarmnode.compute.training.averaging.round import Round
 from swarmnode.errors import ProtocolError
 from swarmnode.net.deadlines import Deadline
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
+from swarmnode.roles.training.averaging.circle import Circle, Duties, GatheredPart
+from swarmnode.roles.training.averaging.outgoing_sums import OutgoingSums
 from swarmnode.roles.training.averaging.partner import AttemptId, PartChunk, Partner
 from swarmnode.roles.training.averaging.progress import Patience
 from swarmnode.roles.training.averaging.pulls import EarlyPulls
 
 T = TypeVar("T")
-Places = Sequence[tuple[int, slice]]
-"""Parts by number, and which elements they are."""
-Settled = asyncio.Queue[tuple[Part, Encoded]]
+Gathered = Union[Encoded, Contribution]
+Parts = asyncio.Queue[Union[tuple[GatheredPart, Gathered], None]]
+"""What a cluster has added up, for one owner; None at the end"""
 
 STILL = Deadline(floor_s=4.0, ceiling_s=20.0, slack=8.0)  # for a partner that neither does nor says anything
 EXCUSE_S = STILL.floor_s / 4
@@ -46,28 +51,28 @@ UNKNOWN_RTT_S = 0.5
 SLOWEST_BYTES_PER_S = 32 * 1024  # as for any payload (`net/heartbeat.py`)
 RECEIVED_BYTES = 24 << 20  # chunks that were pulled from all partners together
 WINDOW = 8  # chunks of each kind that one of them may have on the way: 1 Gbit/s at 60 ms
-SETTLED_AHEAD = 2  # parts that wait for the slowest member
-
-
-Heard = Callable[[PeerId, slice, Tensor], None]
-"""Sees what a contributor has of a part that is settled here."""
-
-
-@dataclass(frozen=True)
-class Circle:
-    """Who sums up a group's vector. `weights`: of the contributors, in their order; `shares`: how much of it each
-    adds up. `robust`: none of them is to drag it away."""
-
-    group: int
-    members: tuple[PeerId, ...]
-    weights: Mapping[PeerId, float]
-    shares: tuple[int, ...]
-    robust: bool = False
-    heard: Heard | None = None
+SETTLED_AHEAD = 2  # parts, at least, that may wait for the slowest member or for their owner
 
 
 Call = Callable[[Callable[[], Any]], "asyncio.Future[Any]"]
 """Runs a function where the tensors are."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One round of a circle, as one member does it. `gathered`: what its cluster has of others' parts, or of its own where other
+    clusters have some of them, too, by owner."""
+
+    circle: Circle
+    duties: Duties
+    round: Round
+    of: Part
+    sums: OutgoingSums
+    gathered: Mapping[PeerId, Parts]
+
+    def head(self, part: int, *, agreed: bool = False) -> Part:
+        """Of a part that is on its way."""
+        return msgspec.structs.replace(self.of, part=part, agreed=agreed)
 
 
 class Attempt:
@@ -87,7 +92,7 @@ class Attempt:
         self._switchboard = switchboard
         self._call = call
         self._sources = {source for circle in circles for source in circle.weights} - {peer}
-        self._longest = max((longest_part(len(circle.weights)) for circle in circles), default=1)
+        self._longest = max((circle.longest_part for circle in circles), default=1)
         members = {member for circle in circles for member in circle.members} - {peer}
         self.partners = {member: Partner(peer, member, attempt, partial(self._patience, member)) for member in members}
         for member, partner in self.partners.items():
@@ -145,71 +150,117 @@ class Attempt:
 
     async def sum(self, circle: Circle, number: int, round_: Round) -> None:
         """Sum up a round's vector with the others of a circle. Raises PeerError naming who failed, ProtocolError."""
-        owners = tuple(circle.weights)
-        places: dict[PeerId, list[tuple[int, slice]]] = {owner: [] for owner in owners}
-        for part, cut_out in enumerate(cut(len(round_), circle.shares)):
-            places[owners[cut_out.owner]].append((part, cut_out.place))
-        head = Part(circle.group, number, 0, False, (), self.id.run)
-        jobs: list[Coroutine[Any, Any, None]] = []
-        for owner, theirs in places.items():
-            if owner == self._peer:
-                jobs += self._settling(circle, round_, head, theirs)
+        duties = Duties(circle, self._peer, len(round_))
+        ahead = max(SETTLED_AHEAD, self.window)
+        work = _Work(
+            circle,
+            duties,
+            round_,
+            Part(circle.group, number, 0, False, (), self.id.run),
+            OutgoingSums([part.number for part in duties.gathers], duties.hands_on, ahead),
+            {owner: asyncio.Queue(ahead) for owner in duties.owners},
+        )
+        await self._together(
+            [
+                *(self._contribute(work, gatherer) for gatherer in duties.contributes),
+                self._gather(work),
+                *(
+                    self._finish(work) if owner == self._peer else self._push_partials(work, owner)
+                    for owner in duties.owners
+                ),
+                *(self._take(work, source) for source in duties.takes),
+                *(self._push_sums(work, receiver) for receiver in duties.hands_on),
+            ]
+        )
+
+    async def _contribute(self, work: _Work, gatherer: PeerId) -> None:
+        for part, place in work.duties.contributes[gatherer]:
+            offer = await self._run(partial(work.round.offer, place))
+            await self.partners[gatherer].push(work.head(part), offer)
+
+    async def _gather(self, work: _Work) -> None:
+        """Add up what our cluster contributes to the parts that are ours to gather; where it is alone, this is the sum."""
+        for part in work.duties.gathers:
+            head = work.head(part.number)
+            chunks = {peer: await self.partners[peer].next(head) for peer in work.duties.contributors}
+            if part.is_whole:
+                settled = await self._run(partial(self._settle, work, part, chunks))
+                await work.sums.put(part.number, settled)
             else:
-                jobs.append(self._take(owner, round_, head, theirs))
-                if self._peer in circle.weights:
-                    jobs.append(self._contribute(owner, round_, head, theirs))
-        await self._together(jobs)
-
-    async def _contribute(self, owner: PeerId, round_: Round, head: Part, places: Places) -> None:
-        for part, place in places:
-            offer = await self._run(partial(round_.offer, place))
-            await self.partners[owner].push(msgspec.structs.replace(head, part=part), offer)
-
-    async def _take(self, owner: PeerId, round_: Round, head: Part, places: Places) -> None:
-        partner = self.partners[owner]
-        for part, place in places:
-            chunk = await partner.next(msgspec.structs.replace(head, part=part, agreed=True))
-            with _blaming(owner):
-                await self._run(partial(round_.take, place, *chunk.encoded))
-            partner.taken(agreed=True)
-
-    def _settling(self, circle: Circle, round_: Round, head: Part, places: Places) -> list[Coroutine[Any, Any, None]]:
-        """One job that adds up our own parts, and one for each other member that hears of them."""
-        queues: dict[PeerId, Settled] = {
-            peer: asyncio.Queue(SETTLED_AHEAD) for peer in circle.members if peer != self._peer
-        }
-        sending = [self._push_settled(peer, queue, len(places)) for peer, queue in queues.items()]
-        return [self._settle(circle, round_, head, places, list(queues.values())), *sending]
-
-    async def _settle(
-        self, circle: Circle, round_: Round, head: Part, places: Places, queues: Sequence[Settled]
-    ) -> None:
-        others = [peer for peer in circle.weights if peer != self._peer]
-        for part, place in places:
-            due = msgspec.structs.replace(head, part=part)
-            chunks = {peer: await self.partners[peer].next(due) for peer in others}
-            settled = await self._run(partial(self._add_up, circle, round_, place, chunks))
-            for peer in others:
+                gathered = await self._run(partial(self._add_up, work, part, chunks))
+                await work.gathered[part.owner].put((part, gathered))
+            for peer in work.duties.contributors:
                 self.partners[peer].taken(agreed=False)
-            for queue in queues:
-                await queue.put((msgspec.structs.replace(due, agreed=True), settled))
+        for queue in work.gathered.values():
+            await queue.put(None)
 
-    def _add_up(self, circle: Circle, round_: Round, place: slice, chunks: Mapping[PeerId, PartChunk]) -> Encoded:
+    def _settle(self, work: _Work, part: GatheredPart, chunks: Mapping[PeerId, PartChunk]) -> Encoded:
         """Where the tensors are: the same bytes for all, ourselves included."""
-        heard: list[Contribution] = []
-        for peer, weight in circle.weights.items():
-            with _blaming(peer):
-                offer = round_.offer(place) if peer == self._peer else chunks[peer].encoded
-                heard.append(round_.hear(place, weight, *offer))
-            if circle.heard is not None:
-                circle.heard(peer, place, heard[-1].values_N)
-        settled = round_.settle(place, heard)
-        round_.take(place, *settled)
+        settled = work.round.settle(part.place, self._hear(work, part, chunks))
+        work.round.take(part.place, *settled)
         return settled
 
-    async def _push_settled(self, peer: PeerId, queue: Settled, count: int) -> None:
-        for _ in range(count):
-            await self.partners[peer].push(*await queue.get())
+    def _add_up(self, work: _Work, part: GatheredPart, chunks: Mapping[PeerId, PartChunk]) -> Gathered:
+        """What a cluster has of a part: for another owner as it travels, for us as it is."""
+        heard = self._hear(work, part, chunks)
+        if part.owner != self._peer:
+            return work.round.settle(part.place, heard)
+        return Contribution(sum(one.weight for one in heard), reduce_part(heard))
+
+    def _hear(self, work: _Work, part: GatheredPart, chunks: Mapping[PeerId, PartChunk]) -> list[Contribution]:
+        """What each of our cluster contributes, in their order."""
+        heard: list[Contribution] = []
+        for peer in work.duties.adds_up:
+            with _blaming(peer):
+                offer = work.round.offer(part.place) if peer == self._peer else chunks[peer].encoded
+                heard.append(work.round.hear(part.place, work.circle.weights[peer], *offer))
+            if work.circle.heard is not None:
+                work.circle.heard(peer, part.place, heard[-1].values_N)
+        return heard
+
+    async def _finish(self, work: _Work) -> None:
+        """Our own parts: what our cluster has of them, and what the others have."""
+        while (next_ := await work.gathered[self._peer].get()) is not None:
+            part, own = next_
+            assert isinstance(own, Contribution)
+            head = work.head(part.number)
+            chunks = {peer: await self.partners[peer].next(head) for peer in part.elsewhere}
+            settled = await self._run(partial(self._join, work, part, own, chunks))
+            await work.sums.put(part.number, settled)
+            for peer in part.elsewhere:
+                self.partners[peer].taken(agreed=False)
+
+    def _join(self, work: _Work, part: GatheredPart, own: Contribution, chunks: Mapping[PeerId, PartChunk]) -> Encoded:
+        """The clusters' sums, in the order of the clusters but for our own, which is first."""
+        heard = [own]
+        for peer in part.elsewhere:
+            with _blaming(peer):
+                heard.append(work.round.hear(part.place, work.circle.weight_near(peer), *chunks[peer].encoded))
+        settled = work.round.settle(part.place, heard)
+        work.round.take(part.place, *settled)
+        return settled
+
+    async def _push_partials(self, work: _Work, owner: PeerId) -> None:
+        while (next_ := await work.gathered[owner].get()) is not None:
+            part, gathered = next_
+            assert not isinstance(gathered, Contribution)
+            await self.partners[owner].push(work.head(part.number), gathered)
+
+    async def _take(self, work: _Work, source: PeerId) -> None:
+        """Sums that others settled; those that our cluster is to have of us go on as they came."""
+        partner = self.partners[source]
+        for part, place in work.duties.takes[source]:
+            chunk = await partner.next(work.head(part, agreed=True))
+            with _blaming(source):
+                await self._run(partial(work.round.take, place, *chunk.encoded))
+            if work.sums.hands_on(part):
+                await work.sums.put(part, chunk.encoded)
+            partner.taken(agreed=True)
+
+    async def _push_sums(self, work: _Work, receiver: PeerId) -> None:
+        for part in work.duties.hands_on[receiver]:
+            await self.partners[receiver].push(work.head(part, agreed=True), await work.sums.get(part))
+            await work.sums.taken(part)
 
     async def _run(self, function: Callable[[], T]) -> T:
         result: T = await self._call(function)

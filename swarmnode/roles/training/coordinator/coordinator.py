@@ -28,6 +28,7 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.plan.training.coordination import Action, Coordination, Event, Phase
 from swarmnode.plan.training.recovery import RecoveryPlan
 from swarmnode.roles.training.coordinator.answer_times import SAVE_S
+from swarmnode.roles.training.coordinator.averaging_groups import AveragingGroups
 from swarmnode.roles.training.coordinator.dispatcher import Dispatcher
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.coordinator.rendezvous import Rendezvous, furthest_run
@@ -96,7 +97,7 @@ class Coordinator:
             itertools.count(1),
             clock,
             found_false,
-            link_times.line_bps,
+            AveragingGroups(units, link_times, decisions),
         )
         self._rendezvous = Rendezvous(units, clock)
         self._found: tuple[Run, RecoveryPlan] | None = None  # by the rendezvous

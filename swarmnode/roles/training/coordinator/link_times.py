@@ -7,25 +7,29 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from swarmnode.codec.body import SHARED
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.compression import LADDER, encoded_bytes
 from swarmnode.plan.cost import transfer_s
 from swarmnode.plan.routes.delays import bandwidths, one_way_delays
 from swarmnode.plan.spans.flow import Floats
+from swarmnode.plan.training.averaging_forecast import averaged_bytes
 from swarmnode.plan.view import view_of
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import peer_digest
+from swarmnode.swarm.records.run import Averaging
 
 
 class LinkTimes:
     """Of one swarm. `width`: values of a position between stages, or of a module's sample; 0 where nothing passes between units,
-    so that delays alone count."""
+    so that delays alone count. `parameters`: of each unit, as far as they are known."""
 
-    def __init__(self, directory: Directory, units: int, width: int) -> None:
+    def __init__(self, directory: Directory, units: int, width: int, parameters: Sequence[float] = ()) -> None:
         self._directory = directory
         self._units = units
         self._width = width
+        self._parameters = parameters
 
     def __repr__(self) -> str:
         return f"<LinkTimes of {len(self._directory.peers())} peers, {self._width} values a position>"
@@ -45,6 +49,14 @@ class LinkTimes:
         announced = self._directory.peers().get(peer)
         ways = (0.0, 0.0) if announced is None else (announced.up_bps, announced.down_bps)
         return min((bps for bps in ways if bps > 0), default=0.0)
+
+    def averaged_bytes(self, blocks: Sequence[int], how: Averaging) -> float:
+        """What replicas send of these blocks; what the ends share counts as the larger of both."""
+        if not self._parameters:
+            return 0.0
+        ends = max(self._parameters[0], self._parameters[-1])
+        parameters = sum(ends if block == SHARED else self._parameters[block] for block in blocks)
+        return averaged_bytes(int(parameters), max(1, self._width), how)
 
     def _sizes(self, sends: Sequence[Mapping[bytes, int]], receivers: Sequence[bytes], positions: int) -> Floats:
         """Bytes [N, N]: with the codecs that each says it sends to others, else uncompressed."""

@@ -19,11 +19,11 @@ from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.sparsity import slowest_link_s
 from swarmnode.plan.training.coordination import Event, Phase
-from swarmnode.plan.training.groups import Holder, make_groups
 from swarmnode.plan.training.recovery import RecoveryPlan
 from swarmnode.plan.training.step_ledger import StepLedger
 from swarmnode.roles.training.coordinator.all_reduce_attempt import AllReduceAttempt
 from swarmnode.roles.training.coordinator.answer_times import SAVE_S, AnswerTimes
+from swarmnode.roles.training.coordinator.averaging_groups import AveragingGroups
 from swarmnode.roles.training.coordinator.dispatcher import Dispatcher
 from swarmnode.roles.training.coordinator.leases import OutstandingLease
 from swarmnode.roles.training.coordinator.step_progress import StepProgress
@@ -50,7 +50,7 @@ class Office:
     attempts: Iterator[int]
     clock: Callable[[], float]
     found_false: Callable[[], set[PeerId]]  # by this node's own stage
-    line_bps: Callable[[PeerId], float]
+    averaging_groups: AveragingGroups
 
 
 class StepLoop:
@@ -187,6 +187,7 @@ class StepLoop:
             member.answered(FrameKind.REDUCE)
             if self._all_reduce.hear(member.peer, body):
                 self._office.strikes.forgive(member.peer)
+                self._office.averaging_groups.hear(member.peer, body.rates)
             self._note_failure()
 
     def _hear_failed(self, member: WorkerHandle, body: Failed) -> None:
@@ -281,6 +282,7 @@ class StepLoop:
             self._leave_out(convicted)
         if not all_reduce.failed:
             return
+        self._office.averaging_groups.give_up()
         culprit = all_reduce.culprit
         if culprit is None:
             self._times.stretch(FrameKind.REDUCE)
@@ -302,12 +304,7 @@ class StepLoop:
     def reduce(self) -> None:
         """Everything is counted once: let the replicas of each unit agree, listeners hearing."""
         hearing = self._worker_group.hearing(self.step)
-        line_bps = self._office.line_bps
-        holders = [
-            Holder(member.peer, member.span, member.state is WorkerState.LISTENING, line_bps(member.peer))
-            for member in hearing
-        ]
-        groups = make_groups(self._units, self.run, self.step, holders, self._step_progress.ledger.counts)
+        groups = self._office.averaging_groups.make(self.run, self.step, hearing, self._step_progress.ledger.counts)
         within_s = self._times.wait_s(FrameKind.REDUCE)
         self._reducing_since_s = self._office.clock()
         self._all_reduce = AllReduceAttempt(

@@ -11,9 +11,10 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from swarmnode.codec.averaging_messages import Pull, Reduce, Reduced
+from swarmnode.codec.averaging_messages import PathRate, Pull, Reduce, Reduced
 from swarmnode.codec.frames import Frame, FrameKind
 from swarmnode.codec.messages import KIND_OF, Body, End, Error, Fault, Hello
+from swarmnode.codec.training_fields import MAX_RATES
 from swarmnode.codec.training_messages import (
     Begin,
     Commit,
@@ -350,7 +351,10 @@ class TrainingStage:
             suspect = agreed.suspect
             if self._checking is not None:
                 suspect = await self._checking.check(body, self.learner) or suspect
-            answer = Reduced(body.step, body.attempt, tuple(agreed.squares), body.run, suspect)
+            rates = [PathRate(peer, bps) for peer, bps in agreed.rates_bps.items()]
+            answer = Reduced(
+                body.step, body.attempt, tuple(agreed.squares), body.run, suspect, tuple(rates[:MAX_RATES])
+            )
         except asyncio.TimeoutError:
             answer = Failed(body.attempt, "", ErrorCode.PEER_LOST, run=body.run)
         except SwarmnodeError as error:

@@ -140,7 +140,7 @@ class TrainingWorker:
             await _measure_part(host, part, hardware, hardware.lent[device], cache)
             for part, device in zip(parts, devices, strict=True)
         ]
-        link_times = LinkTimes(host.directory, checkpoint.units, hardware.width)
+        link_times = LinkTimes(host.directory, checkpoint.units, hardware.width, hardware.parameters)
         election = CoordinatorElection(
             host.directory,
             training,

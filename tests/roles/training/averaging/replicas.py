@@ -130,10 +130,13 @@ def group_of(
     number: int = 0,
     unit: int = 0,
     shares: Mapping[str, int] = MappingProxyType({}),
+    clusters: Mapping[str, int] = MappingProxyType({}),
 ) -> Group:
     """Everybody has counted as much."""
     named = sorted((member.peer, member not in listening) for member in (*members, *listening))
-    specs = (MemberSpec(peer, int(counts), shares.get(peer, USUAL_SHARE)) for peer, counts in named)
+    specs = (
+        MemberSpec(peer, int(counts), shares.get(peer, USUAL_SHARE), clusters.get(peer, 0)) for peer, counts in named
+    )
     return Group(number, (unit,), tuple(specs))
 
 

@@ -1,0 +1,128 @@
+"""Averaging clusters: whether replicas average all with all, or over clusters: inside, then between, then back.
+
+Clusters are what is joined by fast paths; which of a network's clusterings is the fastest, if any is faster than none, follows from
+what averaging will take (`averaging_forecast.py`). What was chosen stays until something is faster by far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from swarmnode.codec.averaging_messages import Group, How
+from swarmnode.codec.tensors import Codec
+from swarmnode.codec.training_fields import MAX_CLUSTERS
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.offline.layouts import dendrogram
+from swarmnode.plan.training.averaging_forecast import AveragingNetwork
+from swarmnode.swarm.records.run import Averaging
+
+LEAST_MEMBERS = 3  # contributors: of two, both send all they have to one another
+GAIN = 1.25  # times as fast another averaging_clusters has to be, than the one in force
+LEVELS = 8  # scales at which a network is looked at
+UNBEARABLE = 4.0  # times as long as all with all, by one member's own measurements: it takes no part
+REST = 16  # averagings all with all after one over clusters came to nothing
+
+Clusters = tuple[int, ...]
+"""Of each contributor, in their order"""
+
+
+@dataclass(frozen=True)
+class ClusteredGroup:
+    """A group with its clusters, the seconds that it will take, and those of all with all."""
+
+    group: Group
+    seconds: float
+    flat_s: float
+
+
+def may_cluster(averaging: Averaging) -> bool:
+    """Robust sums, and top-k's means of those who sent, need each contribution by itself."""
+    return not averaging.robust and averaging.codec != Codec.TOPK
+
+
+class AveragingClusters:
+    """Of the groups of one training, whose blocks name them."""
+
+    def __init__(self) -> None:
+        self._chosen: dict[tuple[int, ...], tuple[tuple[PeerId, ...], Clusters]] = {}
+        self._rests = 0
+
+    def __repr__(self) -> str:
+        clustered = sum(len(set(clusters)) > 1 for _, clusters in self._chosen.values())
+        return f"<AveragingClusters, {clustered} of {len(self._chosen)} groups over clusters>"
+
+    def begin(self) -> None:
+        """Another averaging."""
+        self._rests = max(0, self._rests - 1)
+
+    def give_up(self) -> None:
+        """The last one came to nothing: all with all for a while, whoever was to blame."""
+        if any(len(set(clusters)) > 1 for _, clusters in self._chosen.values()):
+            self._rests = REST
+            self._chosen.clear()
+
+    def choose(self, group: Group, network: AveragingNetwork, size_bytes: float) -> ClusteredGroup:
+        """`network`: of the group's members, in their order; `size_bytes`: of its vector as it travels."""
+        places = [place for place, member in enumerate(group.members) if member.count]
+        names = tuple(group.members[place].peer for place in places)
+        shares = [group.members[place].share for place in places]
+        among = _among(network, places)
+        flat = (0,) * len(places)
+        flat_s = among.averaging_s(size_bytes, shares, flat)
+        if len(places) < LEAST_MEMBERS or group.how == How.APART or self._rests:
+            return ClusteredGroup(group, flat_s, flat_s)
+        known, before = self._chosen.get(group.blocks, ((), flat))
+        before = before if known == names else flat
+        seconds = {clusters: among.averaging_s(size_bytes, shares, clusters) for clusters in {flat, before}}
+        seconds |= {found: among.averaging_s(size_bytes, shares, found) for found in _clusterings(among, size_bytes)}
+        best = min(seconds, key=lambda clusters: (seconds[clusters], clusters))
+        if seconds[best] * GAIN > seconds[before]:
+            best = before
+        self._chosen[group.blocks] = names, best
+        return ClusteredGroup(_with_clusters(group, network, places, best), seconds[best], flat_s)
+
+
+def is_bearable(group: Group, peer: PeerId, received_bps: Mapping[PeerId, float]) -> bool:
+    """Whether a member, by what it has measured itself, does not wait much longer over these clusters than all with all."""
+    contributors = [member for member in group.members if member.count]
+    names = [member.peer for member in contributors]
+    if peer not in names or len({member.cluster for member in group.members}) < 2:
+        return True
+    own = names.index(peer)
+    path_bps_NN = np.full((len(names), len(names)), np.inf)
+    path_bps_NN[own] = path_bps_NN[:, own] = [received_bps.get(name) or np.inf for name in names]
+    network = AveragingNetwork(path_bps_NN, np.full(len(names), np.inf), np.zeros_like(path_bps_NN))
+    shares = [member.share for member in contributors]
+    seconds = network.slowest_s(own, 1.0, shares, [member.cluster for member in contributors])
+    return seconds <= UNBEARABLE * network.slowest_s(own, 1.0, shares, [0] * len(names))
+
+
+def _clusterings(network: AveragingNetwork, size_bytes: float) -> Iterator[Clusters]:
+    """At several scales, of no more clusters than there may be."""
+    count = len(network.line_bps_N)
+    cost_NN = 8 * size_bytes / count / network.path_bps_NN + network.delay_NN
+    tree = dendrogram(np.maximum(cost_NN, cost_NN.T))
+    for level in tree.levels(LEVELS):
+        clusters = sorted(sorted(members) for members in tree.clusters(level))
+        if 1 < len(clusters) <= min(MAX_CLUSTERS, count - 1):
+            label = {place: number for number, members in enumerate(clusters) for place in members}
+            yield tuple(label[place] for place in range(count))
+
+
+def _with_clusters(group: Group, network: AveragingNetwork, places: Sequence[int], clusters: Clusters) -> Group:
+    """Who only listens is where the nearest contributor is."""
+    of = dict(zip(places, clusters, strict=True))
+    for place in range(len(group.members)):
+        nearest = min(places, key=lambda other: (-network.path_bps_NN[other, place], network.delay_NN[other, place]))
+        of.setdefault(place, of[nearest])
+    members = (msgspec.structs.replace(member, cluster=of[place]) for place, member in enumerate(group.members))
+    return msgspec.structs.replace(group, members=tuple(members))
+
+
+def _among(network: AveragingNetwork, places: Sequence[int]) -> AveragingNetwork:
+    pairs = np.ix_(places, places)
+    return AveragingNetwork(network.path_bps_NN[pairs], network.line_bps_N[list(places)], network.delay_NN[pairs])

@@ -1,0 +1,79 @@
+"""What averaging will take: what goes from each contributor to each other, and how long their paths and lines take for it.
+
+All with all, each sends its values of a part to the part's owner, and the owner its sum to all. Over clusters, each part is
+gathered in every cluster by one member, who sends the owner what all there contribute, and hands the sum back
+(`compute/training/averaging/parts.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo, payload_bytes
+from swarmnode.plan.compression import encoded_bytes
+from swarmnode.plan.spans.flow import Floats, Indexes
+from swarmnode.swarm.records.run import Averaging
+
+WIDENING = 4  # of the matrices of a layer, in widths of the model
+
+
+@dataclass(frozen=True, eq=False)
+class AveragingNetwork:
+    """Between N contributors: bits/s of each path and of each line, infinite where they are not known, and one-way delays."""
+
+    path_bps_NN: Floats
+    line_bps_N: Floats
+    delay_NN: Floats
+
+    def averaging_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
+        """Until all have the sum of a vector that is so long as it travels; paths and lines carry side by side."""
+        bits_NN = 8 * size_bytes * crossing(shares, clusters)
+        lines_s = np.maximum(bits_NN.sum(axis=0), bits_NN.sum(axis=1)) / self.line_bps_N
+        return float(max((bits_NN / self.path_bps_NN).max(), lines_s.max()) + self._delays_s(clusters))
+
+    def slowest_s(self, number: int, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
+        """Of one contributor alone: its slowest path."""
+        bits_NN = 8 * size_bytes * crossing(shares, clusters)
+        return float((np.maximum(bits_NN, bits_NN.T) / self.path_bps_NN)[number].max())
+
+    def _delays_s(self, clusters: Sequence[int]) -> float:
+        """There and back, and where there are several clusters inside them as well."""
+        labels_N = np.asarray(clusters)
+        inside_NN = labels_N[:, None] == labels_N[None, :]
+        return 2 * float(np.where(inside_NN, self.delay_NN, 0).max() + np.where(inside_NN, 0, self.delay_NN).max())
+
+
+def gathering(shares: Sequence[int], clusters: Sequence[int]) -> Floats:
+    """[N, N]: of the parts that each of the second owns, the share of the vector of which each of the first adds up what its
+    cluster contributes."""
+    share_N = np.asarray(shares, dtype=float) / sum(shares)
+    labels_N = np.asarray(clusters)
+    inside_NN = labels_N[:, None] == labels_N[None, :]
+    turn_N = share_N / (inside_NN @ share_N)
+    gathered_NN: Floats = np.where(inside_NN, np.diag(share_N), turn_N[:, None] * share_N[None, :])
+    return gathered_NN
+
+
+def crossing(shares: Sequence[int], clusters: Sequence[int]) -> Floats:
+    """[N, N]: how much of the vector goes from each contributor to each other."""
+    gathered_NN = gathering(shares, clusters)
+    labels_N: Indexes = np.asarray(clusters)
+    each_N = gathered_NN.sum(axis=1)
+    inside_NN = (
+        each_N[None, :] + each_N[:, None]
+    )  # contributions to what the other gathers, and sums of what one gathers itself
+    crossing_NN: Floats = np.where(labels_N[:, None] == labels_N[None, :], inside_NN, gathered_NN + gathered_NN.T)
+    np.fill_diagonal(crossing_NN, 0.0)
+    return crossing_NN
+
+
+def averaged_bytes(parameters: int, width: int, how: Averaging) -> float:
+    """Of the gradients of so many parameters, as the run's codec or rank sends them."""
+    if how.rank:  # two factors for each matrix, taken to be of `width` x 4 `width`
+        return 4.0 * min(parameters, how.rank * parameters * (1 + WIDENING) / (WIDENING * width))
+    if how.codec in SPARSE_CODECS:
+        return payload_bytes(TensorInfo(how.codec, DType.FLOAT32, (parameters,), int(parameters * how.keep)))
+    return encoded_bytes([TensorInfo(Codec.NONE, DType.FLOAT32, (parameters,))], Codec(how.codec))

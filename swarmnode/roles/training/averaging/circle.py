@@ -1,0 +1,115 @@
+"""Circle: who sums up a group's vector, and what each of them does with each part of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from swarmnode.compute.training.averaging.parts import cut, longest_part, longest_part_in_turns
+from swarmnode.net.interfaces import PeerId
+
+Heard = Callable[[PeerId, slice, Tensor], None]
+"""Sees what a contributor has of a part that is gathered here."""
+
+
+@dataclass(frozen=True)
+class Circle:
+    """`length`: elements of the vector, at most. `weights`: of the contributors, in their order; `shares`: how much of the vector
+    each adds up. `clusters`: of all members; empty: there is one alone. `robust`: none of them is to drag the sum away."""
+
+    group: int
+    length: int
+    members: tuple[PeerId, ...]
+    weights: Mapping[PeerId, float]
+    shares: tuple[int, ...]
+    clusters: Mapping[PeerId, int] = field(default_factory=dict)
+    robust: bool = False
+    heard: Heard | None = None
+
+    @property
+    def longest_part(self) -> int:
+        """Elements that travel at once, at most."""
+        sizes = Counter(map(self.cluster_of, self.weights))
+        return (
+            longest_part_in_turns(self.length, list(sizes.values())) if len(sizes) > 1 else longest_part(sizes.total())
+        )
+
+    def cluster_of(self, peer: PeerId) -> int:
+        """In which cluster a member is."""
+        return self.clusters.get(peer, 0)
+
+    def weight_near(self, peer: PeerId) -> float:
+        """Of all contributors in a member's cluster."""
+        here = self.cluster_of(peer)
+        return sum(weight for other, weight in self.weights.items() if self.cluster_of(other) == here)
+
+
+@dataclass(frozen=True)
+class GatheredPart:
+    """A part of which a member adds up what its cluster contributes, or, where it is the `owner`, what all do: `elsewhere` are the
+    gatherers of the other clusters."""
+
+    number: int
+    place: slice
+    owner: PeerId
+    elsewhere: tuple[PeerId, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that is contributed to it comes from one cluster."""
+        return not self.elsewhere
+
+
+class Duties:
+    """What one member does in a round of so many elements. All of it goes in the order of the parts.
+
+    `adds_up`: the contributors of its cluster, in their order; `contributors`: those but itself. `gathers`: parts that it adds up.
+    `contributes`: its values of others, by gatherer. `takes`: sums, by whom they come from.
+    `hands_on`: numbers of parts whose sums it sends, by receiver.
+    """
+
+    def __init__(self, circle: Circle, peer: PeerId, length: int) -> None:
+        self._peer = peer
+        self._cluster = circle.cluster_of(peer)
+        owners = tuple(circle.weights)
+        self.neighbours = [
+            other for other in circle.members if other != peer and circle.cluster_of(other) == self._cluster
+        ]
+        self.adds_up = [other for other in circle.weights if circle.cluster_of(other) == self._cluster]
+        self.contributors = [other for other in self.adds_up if other != peer]
+        self.gathers: list[GatheredPart] = []
+        self.contributes: dict[PeerId, list[tuple[int, slice]]] = {}
+        self.takes: dict[PeerId, list[tuple[int, slice]]] = {}
+        self.hands_on: dict[PeerId, list[int]] = {other: [] for other in self.neighbours}
+        parts = cut(length, circle.shares, [circle.cluster_of(owner) for owner in owners])
+        for number, part in enumerate(parts):
+            gatherers = {cluster: owners[place] for cluster, place in part.gatherers.items()}
+            self._note(number, part.place, owners[part.owner], gatherers, contributes=peer in circle.weights)
+
+    def __repr__(self) -> str:
+        taken = sum(map(len, self.takes.values()))
+        return f"<Duties of {self._peer}: {len(self.gathers)} parts to add up, {taken} sums to take>"
+
+    @property
+    def owners(self) -> list[PeerId]:
+        """For whom it gathers what its cluster has of parts of which others have some, too; perhaps itself."""
+        return list(dict.fromkeys(part.owner for part in self.gathers if not part.is_whole))
+
+    def _note(
+        self, number: int, place: slice, owner: PeerId, gatherers: Mapping[int, PeerId], *, contributes: bool
+    ) -> None:
+        gatherer = gatherers[self._cluster]
+        if gatherer != self._peer:
+            self.takes.setdefault(gatherer, []).append((number, place))
+            if contributes:
+                self.contributes.setdefault(gatherer, []).append((number, place))
+            return
+        elsewhere = tuple(other for other in gatherers.values() if other != owner)
+        self.gathers.append(GatheredPart(number, place, owner, elsewhere))
+        if owner != self._peer:
+            self.takes.setdefault(owner, []).append((number, place))
+        for receiver in (*self.neighbours, *(elsewhere if owner == self._peer else ())):
+            self.hands_on.setdefault(receiver, []).append(number)

@@ -1,0 +1,93 @@
+"""Averaging groups: who averages with whom, and over which clusters, by what members have told of their paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from swarmnode.codec.averaging_messages import Group, PathRate
+from swarmnode.codec.body import SHARED
+from swarmnode.decisions import DecisionLog, Topic
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.spans.flow import Floats
+from swarmnode.plan.training.averaging_clusters import AveragingClusters, ClusteredGroup, may_cluster
+from swarmnode.plan.training.averaging_forecast import AveragingNetwork
+from swarmnode.plan.training.groups import Count, Holder, make_groups
+from swarmnode.roles.training.coordinator.link_times import LinkTimes
+from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.swarm.records.run import Run
+
+
+class AveragingGroups:
+    """Of one coordinator. A path is as fast as the slower of its directions, which are told by either end: nobody alone makes one
+    fast, and who says that its own are slow is left to itself."""
+
+    def __init__(self, units: int, link_times: LinkTimes, decisions: DecisionLog) -> None:
+        self._units = units
+        self._link_times = link_times
+        self._decisions = decisions
+        self._clusters = AveragingClusters()
+        self._received_bps: dict[PeerId, dict[PeerId, float]] = {}  # by receiver and sender
+
+    def __repr__(self) -> str:
+        return f"<AveragingGroups, {self._clusters!r}, rates of {len(self._received_bps)} members>"
+
+    def hear(self, peer: PeerId, rates: Iterable[PathRate]) -> None:
+        """How fast others' parts came to a member; of whom it says nothing, what it said before holds."""
+        self._received_bps.setdefault(peer, {}).update({rate.peer: rate.received_bps for rate in rates})
+
+    def give_up(self) -> None:
+        """An averaging came to nothing."""
+        self._clusters.give_up()
+
+    def make(self, run: Run, step: int, members: Sequence[WorkerHandle], count: Count) -> list[Group]:
+        """For the end of a step. Those of whom nothing is heard any more are forgotten."""
+        here = {member.peer for member in members}
+        self._received_bps = {
+            receiver: {sender: bps for sender, bps in told.items() if sender in here}
+            for receiver, told in self._received_bps.items()
+            if receiver in here
+        }
+        holders = [
+            Holder(
+                member.peer,
+                member.span,
+                member.state is WorkerState.LISTENING,
+                self._link_times.line_bps(member.peer),
+            )
+            for member in members
+        ]
+        groups = make_groups(self._units, run, step, holders, count)
+        self._clusters.begin()
+        return [self._over_clusters(group, run) for group in groups] if may_cluster(run.averaging) else groups
+
+    def _over_clusters(self, group: Group, run: Run) -> Group:
+        size_bytes = self._link_times.averaged_bytes(group.blocks, run.averaging)
+        chosen = self._clusters.choose(group, self._network([member.peer for member in group.members]), size_bytes)
+        self._tell(chosen)
+        return chosen.group
+
+    def _network(self, peers: Sequence[PeerId]) -> AveragingNetwork:
+        lines_bps = [self._link_times.line_bps(peer) or np.inf for peer in peers]
+        delay_NN, _ = self._link_times.between(peers, 1)
+        return AveragingNetwork(self._paths_bps(peers), np.array(lines_bps), np.maximum(delay_NN, delay_NN.T))
+
+    def _paths_bps(self, peers: Sequence[PeerId]) -> Floats:
+        """[N, N]; infinite where not both ends have said something."""
+        told_NN = np.array(
+            [[self._received_bps.get(there, {}).get(here, 0.0) for there in peers] for here in peers], dtype=float
+        )
+        slower_NN = np.minimum(told_NN, told_NN.T)
+        return np.where(slower_NN > 0, slower_NN, np.inf)
+
+    def _tell(self, chosen: ClusteredGroup) -> None:
+        clusters = len({member.cluster for member in chosen.group.members})
+        units = sorted(block for block in chosen.group.blocks if block != SHARED)
+        if clusters > 1 and units:
+            self._decisions.note(
+                Topic.TRAINING,
+                f"has replicas of units {units[0]}-{units[-1]} average over {clusters} clusters",
+                (f"{chosen.seconds:.2f} s expected, all with all {chosen.flat_s:.2f} s",),
+                units=(units[0], units[-1] + 1),
+            )

@@ -1,0 +1,110 @@
+"""Who averages over which clusters, by what members tell of their paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from swarmnode.codec.averaging_messages import PathRate
+from swarmnode.codec.tensors import Codec
+from swarmnode.decisions import DecisionLog
+from swarmnode.plan.training.averaging_clusters import REST
+from swarmnode.plan.view import Span
+from swarmnode.roles.training.coordinator.averaging_groups import AveragingGroups
+from swarmnode.roles.training.coordinator.link_times import LinkTimes
+from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
+from swarmnode.swarm.records.run import Averaging, Run
+
+NAMES = "abcdefgh"
+FAST_BPS, SLOW_BPS = 1e9, 50e6
+
+
+class Links:
+    """Lines of 1 Gbit/s, nothing announced of paths, and 100 MB to average."""
+
+    def between(self, peers: Sequence[str], _positions: int) -> tuple[Any, Any]:
+        return np.full((len(peers), len(peers)), 0.01), np.zeros((len(peers), len(peers)))
+
+    def line_bps(self, _peer: str) -> float:
+        return FAST_BPS
+
+    def averaged_bytes(self, _blocks: Sequence[int], _how: Averaging) -> float:
+        return 100e6
+
+
+def members(names: str = NAMES) -> list[WorkerHandle]:
+    handles = [
+        WorkerHandle(name, cast("Any", SimpleNamespace(open=True)), lambda: 0.0, WorkerState.USABLE) for name in names
+    ]
+    for handle in handles:
+        handle.worker.span = Span(0, 2)
+    return handles
+
+
+def run(averaging: Averaging = Averaging()) -> Run:
+    return Run(bytes(32), 100, 8, 1, averaging=averaging)
+
+
+def near(one: str, other: str) -> float:
+    return FAST_BPS if (one in "abcd") == (other in "abcd") else SLOW_BPS
+
+
+def told(groups: AveragingGroups, names: str = NAMES, bps: Callable[[str, str], float] = near) -> None:
+    for name in names:
+        groups.hear(name, [PathRate(other, bps(other, name)) for other in NAMES if other != name])
+
+
+def clusters(groups: AveragingGroups, of: Run | None = None, who: str = NAMES) -> dict[str, int]:
+    (first, *_) = groups.make(of or run(), 3, members(who), lambda _peer, _units: 1)
+    return {member.peer: member.cluster for member in first.members}
+
+
+def made() -> tuple[AveragingGroups, DecisionLog]:
+    decisions = DecisionLog()
+    return AveragingGroups(2, cast("LinkTimes", Links()), decisions), decisions
+
+
+def test_after_the_first_averaging_clusters_are_known_and_why_tells_what_they_gain() -> None:
+    groups, decisions = made()
+    assert set(clusters(groups).values()) == {0} and not decisions.about()
+    told(groups)
+    assert clusters(groups) == {name: int(name in "efgh") for name in NAMES}
+    (decision, *_) = decisions.about("0")
+    assert decision.what == "has replicas of units 0-1 average over 2 clusters" and "all with all" in decision.facts[0]
+
+
+def test_one_end_alone_makes_no_path_slow_or_fast() -> None:
+    groups, _ = made()
+    told(groups, names="a")
+    assert set(clusters(groups).values()) == {0}, "the others have said nothing yet"
+    told(groups, bps=lambda sender, receiver: FAST_BPS if receiver == "a" else near(sender, receiver))
+    assert clusters(groups) == {name: int(name in "efgh") for name in NAMES}, "a would join them by its word alone"
+
+
+def test_who_says_that_all_its_paths_are_slow_parts_nobody_else() -> None:
+    groups, _ = made()
+    told(groups, bps=lambda _sender, receiver: 1e3 if receiver == "a" else FAST_BPS)
+    found = clusters(groups)
+    assert len({found[name] for name in NAMES[1:]}) == 1
+
+
+def test_who_is_gone_is_forgotten_and_a_failure_ends_it_for_a_while() -> None:
+    groups, _ = made()
+    told(groups)
+    assert len(set(clusters(groups).values())) == 2
+    groups.give_up()
+    assert all(set(clusters(groups).values()) == {0} for _ in range(REST - 1))
+    assert len(set(clusters(groups).values())) == 2
+    assert set(clusters(groups, who="abcd").values()) == {0}
+    assert set(clusters(groups).values()) == {0}, "of whom came back nothing is known"
+
+
+@pytest.mark.parametrize("averaging", [Averaging(robust=True), Averaging(codec=Codec.TOPK)])
+def test_where_each_contribution_counts_by_itself_there_are_none(averaging: Averaging) -> None:
+    groups, _ = made()
+    told(groups)
+    assert set(clusters(groups, run(averaging)).values()) == {0}
