@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -77,14 +77,15 @@ class PeerView:
 
 @dataclass(frozen=True)
 class View:
-    """All peers and the round trips measured between them, in seconds, by pairs in either order. For all other links there
-    are network coordinates, of whoever has one (`plan/routes/delays.py`)."""
+    """All peers; the round trips measured between them, in seconds, by pairs in either order; and bandwidths by pairs (from, to).
+    What nobody measured follows from network coordinates, of whoever has one, and lines (`plan/routes/delays.py`)."""
 
     units: int
     peers: tuple[PeerView, ...]
     rtt_s: Mapping[tuple[PeerId, PeerId], float] = field(default_factory=dict)
     coordinates: Mapping[PeerId, Coordinate] = field(default_factory=dict)
     position_bytes: int = 0  # what one position weighs between two stages
+    path_bps: Mapping[tuple[PeerId, PeerId], float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<View of {len(self.peers)} peers, {self.units} units, {len(self.rtt_s)} links measured>"
@@ -126,11 +127,8 @@ def view_of(
     """
     announced = sorted(announcements, key=lambda announcement: announcement.peer)
     by_digest = {peer_digest(announcement.peer): announcement.peer for announcement in announced}
-    links: dict[tuple[PeerId, PeerId], float] = {}
-    for announcement in announced:
-        for digest, rtt_us in announcement.rtt_us.items():
-            if digest in by_digest:
-                links[announcement.peer, by_digest[digest]] = rtt_us / 1e6
+    links = {pair: rtt_us / 1e6 for pair, rtt_us in _pairs(announced, by_digest, lambda one: one.rtt_us)}
+    paths = {pair: 1e3 * kbps for pair, kbps in _pairs(announced, by_digest, lambda one: one.path_kbps) if kbps > 0}
     if observer is not None:
         links.update({(observer, peer): rtt for peer, rtt in (rtt_s or {}).items()})
     weights = weights or {}
@@ -160,7 +158,19 @@ def view_of(
     places = {peer: place for peer, place in announced_places if place is not None}
     if observer is not None and coordinate is not None and coordinate.error < MAX_ERROR:
         places[observer] = coordinate
-    return View(units, peers, links, places, position_bytes)
+    return View(units, peers, links, places, position_bytes, paths)
+
+
+def _pairs(
+    announced: Sequence[Announcement],
+    by_digest: Mapping[bytes, PeerId],
+    values_of: Callable[[Announcement], Mapping[bytes, int]],
+) -> Iterator[tuple[tuple[PeerId, PeerId], int]]:
+    """What peers say of their links to others that announce, too."""
+    for announcement in announced:
+        for digest, value in values_of(announcement).items():
+            if digest in by_digest:
+                yield (announcement.peer, by_digest[digest]), value
 
 
 def _speed(announcement: Announcement, measured_s: float | None, believed: float, trains: bool) -> float:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from swarmnode.net.interfaces import PeerId
 
@@ -107,6 +108,11 @@ class LinkStatistics:
         path_measurement = self._peers.get(peer)
         is_fresh = path_measurement is not None and path_measurement.up_at_s >= self._clock() - FRESH_S
         return path_measurement.up_bps if path_measurement is not None and is_fresh else 0.0
+
+    def ups_bps(self, most: int) -> dict[PeerId, float]:
+        """`up_bps_to` of the peers heard of last that have seen large frames of ours lately, at most so many."""
+        rates_bps = ((peer, self.up_bps_to(peer)) for peer in reversed(self._peers))
+        return dict(islice(((peer, rate_bps) for peer, rate_bps in rates_bps if rate_bps > 0), most))
 
     @property
     def up_bps(self) -> float:

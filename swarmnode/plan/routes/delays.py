@@ -1,5 +1,5 @@
-"""What a planner believes of links: delays as measured, else by network coordinates, else the median; and how long a position
-takes."""
+"""What a planner believes of links: delays as measured, else by network coordinates, else the median; bandwidths as measured,
+else by lines and by what peers nearby measured; and how long a position takes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import numpy as np
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.cost import transfer_s
-from swarmnode.plan.spans.flow import Floats
+from swarmnode.plan.spans.flow import Floats, Indexes
 from swarmnode.plan.view import View
+
+# delays from those who measured to those between whom it is to be told: at most so much, and of the delay between these
+NEAR_S, NEAR_SHARE = 0.002, 0.25
+VOICES, LEAST_VOICES = 5, 2  # that are heard, and without which nothing is said
 
 
 def one_way_delays(view: View, peers: Sequence[PeerId | None]) -> Floats:
@@ -30,7 +34,56 @@ def position_times(view: View, peers: Sequence[PeerId | None]) -> Floats:
 
 
 def bandwidths(view: View, peers: Sequence[PeerId | None]) -> Floats:
-    """Bits/s [N, N]: the sender's uplink or the receiver's downlink, whichever is narrower; infinite if neither was measured."""
+    """Bits/s [N, N]: as the sender measured it, else the sender's uplink or the receiver's downlink, whichever is narrower, and no
+    more than peers near the one have to peers near the other; infinite if nothing was measured."""
+    bps_NN = _by_lines(view, peers)
+    index = {peer: number for number, peer in enumerate(peers) if peer is not None}
+    measured = [
+        (index[one], index[other], bps) for (one, other), bps in view.path_bps.items() if {one, other} <= index.keys()
+    ]
+    if measured:
+        bps_NN = np.minimum(bps_NN, _by_neighbours(one_way_delays(view, peers), measured))
+        senders, receivers, rates_bps = zip(*measured, strict=True)
+        bps_NN[senders, receivers] = rates_bps
+    return bps_NN
+
+
+def _by_neighbours(delay_NN: Floats, measured: Sequence[tuple[int, int, float]]) -> Floats:
+    """Bits/s [N, N], infinite where nobody nearby measured enough. The sender's own word of peers near the receiver counts by
+    itself; else it is the median of those near the sender who measured, each with one voice, and of two at least."""
+    apart_NN = delay_NN * (1 - np.eye(len(delay_NN)))
+    senders_A, rate_AN, off_AN = _nearest_receivers(apart_NN, measured)
+    own_NA = senders_A == np.arange(len(delay_NN))[:, None]
+    near_NK = np.argsort(apart_NN[:, senders_A] - own_NA, axis=1, kind="stable")[
+        :, :VOICES
+    ]  # the sender itself comes first
+    from_NK1 = np.take_along_axis(apart_NN[:, senders_A], near_NK, axis=1)[:, :, None]
+    heard_NKN = from_NK1 + off_AN[near_NK] <= NEAR_SHARE * apart_NN[:, None] + NEAR_S
+    ranked_NKN = np.sort(np.where(heard_NKN, rate_AN[near_NK], np.inf), axis=1)
+    voices_NN = heard_NKN.sum(axis=1)
+    middle_N1N = (voices_NN // 2).clip(max=ranked_NKN.shape[1] - 1)[:, None]
+    median_NN = np.take_along_axis(ranked_NKN, middle_N1N, axis=1)[:, 0]
+    is_own_NK = np.take_along_axis(own_NA, near_NK, axis=1)
+    own_NN = np.where(heard_NKN & is_own_NK[:, :, None], rate_AN[near_NK], np.inf).min(axis=1)
+    others_NN = np.where(voices_NN >= LEAST_VOICES, median_NN, np.inf)
+    told_NN: Floats = np.where(np.isfinite(own_NN), own_NN, others_NN)
+    return told_NN
+
+
+def _nearest_receivers(apart_NN: Floats, measured: Sequence[tuple[int, int, float]]) -> tuple[Indexes, Floats, Floats]:
+    """All who measured, [A, N] what each has to the one of its receivers that is nearest to each peer, and how far that is."""
+    senders_A = np.unique([sender for sender, _, _ in measured])
+    rates, offs = list[Floats](), list[Floats]()
+    for sender in senders_A:
+        receivers, rates_bps = zip(*((to, bps) for one, to, bps in measured if one == sender), strict=True)
+        off_RN = apart_NN[list(receivers)]
+        rates.append(np.array(rates_bps)[off_RN.argmin(axis=0)])
+        offs.append(off_RN.min(axis=0))
+    return senders_A, np.stack(rates), np.stack(offs)
+
+
+def _by_lines(view: View, peers: Sequence[PeerId | None]) -> Floats:
+    """Bits/s [N, N], infinite if neither line was measured."""
     lines = {peer.peer: (peer.up_bps, peer.down_bps) for peer in view.peers}
     bps = np.array([lines.get(peer or "", (0.0, 0.0)) for peer in peers]).reshape(-1, 2)
     known_bps = np.where(bps > 0, bps, np.inf)

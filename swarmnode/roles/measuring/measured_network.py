@@ -52,7 +52,7 @@ def measured_network(swarm: Swarm, announced: Mapping[PeerId, Announcement]) -> 
         "bandwidth_gbps": _rounded(filled_NN / 1e9, 6),
         "estimated": {
             "delay_ms": [pair for pair in _pairs(len(lenders)) if not _is_measured(view, names, *pair)],
-            "bandwidth_gbps": [pair for pair in _pairs(len(lenders)) if not _has_lines(lenders, *pair)],
+            "bandwidth_gbps": [pair for pair in _pairs(len(lenders)) if not _has_rate(view, *pair)],
         },
     }
 
@@ -65,8 +65,9 @@ def _is_measured(view: View, names: list[PeerId], one: int, other: int) -> bool:
     return (names[one], names[other]) in view.rtt_s or (names[other], names[one]) in view.rtt_s
 
 
-def _has_lines(lenders: list[Announcement], sender: int, receiver: int) -> bool:
-    return lenders[sender].up_bps > 0 and lenders[receiver].down_bps > 0
+def _has_rate(view: View, sender: int, receiver: int) -> bool:
+    one, other = view.peers[sender], view.peers[receiver]
+    return (one.peer, other.peer) in view.path_bps or (one.up_bps > 0 and other.down_bps > 0)
 
 
 def _rounded(matrix_NN: Floats, digits: int) -> list[list[float]]:

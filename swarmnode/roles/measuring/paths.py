@@ -9,8 +9,10 @@ from swarmnode.net.addressing.reachability import Evidence, Reachability, conclu
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.measuring.coordinate import MAX_ERROR, Coordinate, Surveyor
 from swarmnode.net.measuring.link_statistics import LinkStatistics
-from swarmnode.swarm.records.announcement import MAX_RTTS, Announcement, peer_digest
+from swarmnode.swarm.records.announcement import MAX_PATHS, MAX_RTTS, Announcement, peer_digest
 from swarmnode.swarm.records.sections import PathNews
+
+MOST_KBPS = (1 << 32) - 1  # that an announcement can say
 
 Known = Callable[[PeerId], Announcement | None]
 """What a peer announces at the moment; None where it is not known"""
@@ -55,10 +57,12 @@ class Paths:
     def section(self) -> PathNews:
         """What the announcement says of them."""
         rtts_s = self.link_statistics.rtts_s(most=MAX_RTTS)
+        ups_bps = self.link_statistics.ups_bps(most=MAX_PATHS)
         return PathNews(
             rtt_us={peer_digest(peer): round(rtt_s * 1e6) for peer, rtt_s in rtts_s.items()},
             coordinate=self.coordinate.packed(),
             up_bps=self.link_statistics.up_bps,
             down_bps=self.link_statistics.down_bps,
             reachability=int(self.reachability),
+            path_kbps={peer_digest(peer): min(round(bps / 1e3), MOST_KBPS) for peer, bps in ups_bps.items()},
         )

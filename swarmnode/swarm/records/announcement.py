@@ -34,6 +34,7 @@ MAX_ADDRESSES = 4
 MAX_ADDRESS_CHARS = 96
 MAX_RTTS = 12
 MAX_UNIT_TIMES = 8
+MAX_PATHS = 8
 DIGEST_BYTES = 8
 MAX_UNITS = 4096
 MAX_PARALLEL_SPEEDUP = 16.0  # the cards of the largest boxes; more is not believed
@@ -100,6 +101,7 @@ class Announcement(msgspec.Struct, array_like=True, frozen=True):
     left: tuple[int, int] = (0, 0)  # units that it held until now, and under whose keys it says so once more
     backup_bytes: int = 0  # disk space that it offers for training states of others
     parallel_speedup: float = 1.0  # as many times the decode speed of one session do several have together
+    path_kbps: dict[bytes, int] = {}  # how fast its large frames came in at a few peers, by digest, kbit/s
 
     def __repr__(self) -> str:
         start, end = self.span
@@ -155,11 +157,10 @@ def sign_announcement(announcement: Announcement, sign: Sign, certificate: bytes
 def fit(announcement: Announcement) -> Announcement:
     """The announcement without the entries for which a record has no room: the least useful go first.
 
-    Round trips, of which the coordinate tells the most; then what links travel as, and how fast
-    others were; then the last addresses. What is left
-    then always fits, every field at its limit.
+    Round trips, of which the coordinate tells the most; then how fast links are, and what they travel as; how fast others were;
+    then the last addresses. What is left then always fits, every field at its limit.
     """
-    for field in ("rtt_us", "sends", "unit_us", "addresses"):
+    for field in ("rtt_us", "path_kbps", "sends", "unit_us", "addresses"):
         entries = getattr(announcement, field)
         while entries and len(msgspec.msgpack.encode(announcement)) > MAX_BODY_BYTES:
             rest = list(entries.items() if isinstance(entries, dict) else entries)[:-1]
@@ -249,12 +250,14 @@ def _rules(announcement: Announcement) -> dict[str, bool]:
         and all(number >= 0 for number in announcement.coordinate[-2:]),  # height and error
         "rtts": _are_measured(announcement.rtt_us, MAX_RTTS),
         "unit times": _are_measured(announcement.unit_us, MAX_UNIT_TIMES),
+        "paths": _are_measured(announcement.path_kbps, MAX_PATHS),
     }
 
 
-def _are_measured(times_us: dict[bytes, int], most: int) -> bool:
-    return len(times_us) <= most and all(
-        len(digest) == DIGEST_BYTES and 0 <= time_us < 1 << 32 for digest, time_us in times_us.items()
+def _are_measured(values: dict[bytes, int], most: int) -> bool:
+    """Of a few other peers, by digest."""
+    return len(values) <= most and all(
+        len(digest) == DIGEST_BYTES and 0 <= value < 1 << 32 for digest, value in values.items()
     )
 
 

@@ -75,6 +75,7 @@ class PathNews(Section, frozen=True, kw_only=True):
     up_bps: float | UnsetType = UNSET
     down_bps: float | UnsetType = UNSET
     rtt_us: dict[bytes, int] | UnsetType = UNSET
+    path_kbps: dict[bytes, int] | UnsetType = UNSET
     coordinate: tuple[int, ...] | UnsetType = UNSET
     reachability: int | UnsetType = UNSET
 

@@ -58,3 +58,42 @@ def test_announcements_bring_coordinates_and_the_observer_its_own():
 
 def test_of_nobody_nothing_is_known():
     assert bandwidths(View(4, ()), ()).shape == one_way_delays(View(4, ()), ()).shape == (0, 0)
+
+
+def towns(path_bps: dict[tuple[str, str], float], up_bps: float = 1e9) -> View:
+    """Two of four peers each, 200 ms apart, whose lines were all measured alike."""
+    names = [f"{town}{number}" for town in ("a", "b") for number in range(4)]
+    peers = tuple(PeerView(name, Span(0, 2), up_bps=up_bps, down_bps=up_bps) for name in names)
+    return View(2, peers, {}, {name: HERE if name[0] == "a" else FAR for name in names}, 0, path_bps)
+
+
+def rates(view: View) -> dict[tuple[str, str], float]:
+    names = [peer.peer for peer in view.peers]
+    bps_NN = bandwidths(view, names)
+    return {
+        (one, other): bps_NN[row, column]
+        for row, one in enumerate(names)
+        for column, other in enumerate(names)
+        if row != column
+    }
+
+
+def test_a_link_is_as_fast_as_measured_whatever_lines_say():
+    known = rates(towns({("a0", "a1"): 5e9, ("a0", "b0"): 1e7}))
+    assert known["a0", "a1"] == 5e9 and known["a0", "b0"] == 1e7
+    assert known["a0", "b3"] == 1e7, "its own word of one beside b3"
+    assert known["b0", "a0"] == known["a1", "b1"] == 1e9, "nobody else's, and of the way back nothing is known"
+
+
+def test_two_who_measured_speak_for_their_neighbours_one_does_not():
+    known = rates(towns({("a0", "b0"): 1e7, ("a1", "b3"): 2e7, ("a2", "b1"): 1e3}))
+    assert known["a3", "b2"] == 1e7, "the median: one liar slows nobody else down"
+    assert known["a2", "b0"] == 1e3, "but itself"
+    assert known["a3", "a0"] == 1e9, "what is measured between towns says nothing of inside"
+    assert rates(towns({("a0", "b0"): 1e7}, up_bps=0.0))["a1", "b1"] == float("inf")
+
+
+def test_announcements_bring_paths():
+    here = Announcement(VERSION, bytes(32), "a", 1, 0.0, 1.0, 0.0, path_kbps={peer_digest("b"): 8000, bytes(8): 5})
+    there = Announcement(VERSION, bytes(32), "b", 1, 0.0, 1.0, 0.0, path_kbps={peer_digest("a"): 0})
+    assert view_of(2, [here, there]).path_bps == {("a", "b"): 8e6}

@@ -17,6 +17,7 @@ from swarmnode.swarm.records.announcement import (
     MAX_COORDINATE,
     MAX_DEVICE_CHARS,
     MAX_NAME_CHARS,
+    MAX_PATHS,
     MAX_PEER_CHARS,
     MAX_RECORD_BYTES,
     MAX_RTTS,
@@ -94,6 +95,7 @@ def fullest(**changes):
         "reachability": Reachability.RELAYED,
         "unit_us": {peer_digest(str(i)): 2**32 - 1 for i in range(MAX_UNIT_TIMES)},
         "backup_bytes": 2**63 - 1,
+        "path_kbps": {peer_digest(str(i)): 2**32 - 1 for i in range(MAX_PATHS)},
     }
     return make(**{**limits, **changes})
 
@@ -103,7 +105,9 @@ def test_the_fullest_announcement_fits_once_its_least_useful_entries_are_left_ou
         record(fullest())
     fitted = fit(fullest())
     assert len(record(fitted)) <= MAX_RECORD_BYTES
-    assert fitted == fullest(rtt_us={}, sends={}, unit_us={}, addresses=fitted.addresses), "nothing else was touched"
+    assert fitted == fullest(rtt_us={}, path_kbps={}, sends={}, unit_us={}, addresses=fitted.addresses), (
+        "nothing else was touched"
+    )
 
 
 def test_what_a_home_machine_has_to_say_fits_as_it_is():
@@ -120,17 +124,18 @@ def test_what_a_home_machine_has_to_say_fits_as_it_is():
         addresses=("/ip4/192.168.178.101/tcp/40123", "/ip6/2001:db8:85a3::8a2e:370:7334/tcp/40123"),
         rtt_us={peer_digest(str(i)): 250_000 for i in range(MAX_RTTS)},
         sends={peer_digest(str(i)): 3 for i in range(4)},
+        path_kbps={peer_digest(str(i)): 940_000 for i in range(MAX_PATHS)},
         coordinate=(-1200, 800, 341, 55, 12),
         reachability=Reachability.MAPPED,
     )
     assert fit(usual) is usual
-    assert len(record(usual)) < 800
+    assert len(record(usual)) < 920
 
 
 def test_round_trips_go_before_the_codecs_of_links_and_those_before_addresses():
     shorter = fit(fullest(device="", name=""))
     assert len(record(shorter)) > MAX_RECORD_BYTES - 16, "no more is left out than must be"
-    assert (len(shorter.addresses), shorter.rtt_us) == (MAX_ADDRESSES, {})
+    assert (len(shorter.addresses), shorter.rtt_us, shorter.path_kbps) == (MAX_ADDRESSES, {}, {})
     assert 0 < len(shorter.sends) < MAX_RTTS
 
 
@@ -160,6 +165,9 @@ def test_round_trips_go_before_the_codecs_of_links_and_those_before_addresses():
         {"coordinate": (1 << 30, 2, 3, 4, 5)},
         {"reachability": -1},
         {"unit_us": {bytes(8): -1}},
+        {"path_kbps": {bytes(7): 1}},
+        {"path_kbps": {bytes(8): 1 << 32}},
+        {"path_kbps": {peer_digest(str(i)): 1 for i in range(MAX_PATHS + 1)}},
         {"parallel_speedup": 0.5},
         {"parallel_speedup": 17.0},
         {"parallel_speedup": float("nan")},
