@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from swarmnode.codec.body import MAX_PEER_CHARS, MAX_RATE_BPS, Block, Body, Step
 from swarmnode.codec.frames import FrameKind
+from swarmnode.codec.tensors import Codec
 from swarmnode.codec.training_fields import (
     MAX_BLOCKS,
     MAX_CLUSTERS,
@@ -39,14 +40,23 @@ from swarmnode.codec.training_fields import (
 USUAL_SHARE, MOST_SHARE = 16, 64  # of a vector, to add up
 
 
+class Form(Body, frozen=True):
+    """What a contributor's values travel as: the codec, and by top-k the share of the elements that is kept."""
+
+    codec: Annotated[int, Meta(ge=0, le=255)] = Codec.NONE
+    keep: Annotated[float, Meta(gt=0, le=1)] = 1.0
+
+
 class MemberSpec(Body, frozen=True):
     """A replica in an all-reduce. `count` is how many microbatches it has counted; 0: it only listens. `share`: how much of the
-    vector it adds up, beside the other contributors' shares. `cluster`: those of one are summed before anything leaves it."""
+    vector it adds up, beside the other contributors' shares. `cluster`: those of one are summed before anything leaves it.
+    `form`: of what it contributes and of the sums that it makes, in a run that averages `by_line`."""
 
     peer: Peer
     count: Annotated[int, Meta(ge=0, le=8 * MAX_MASK_BYTES)]
     share: Annotated[int, Meta(ge=1, le=MOST_SHARE)] = USUAL_SHARE
     cluster: Annotated[int, Meta(ge=0, lt=MAX_CLUSTERS)] = 0
+    form: Form = Form()
 
 
 class How(IntEnum):

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import NODEFAULT
 from msgspec import inspect as types
 
-from swarmnode.codec.averaging_messages import Group, MemberSpec, PathRate
+from swarmnode.codec.averaging_messages import Form, Group, MemberSpec, PathRate
 from swarmnode.codec.messages import BODIES, HopSpec, Sampling
 from swarmnode.codec.sampling import Grammar
 from swarmnode.codec.spot_check_messages import Crossing, MicrobatchRecord
@@ -48,6 +48,7 @@ NAMES: dict[type[msgspec.Struct], str] = {
     MemberSpec: "member",
     Group: "group",
     PathRate: "path_rate",
+    Form: "form",
     Wait: "wait",
     TensorInfo: "tensor",
     Announcement: "announcement",

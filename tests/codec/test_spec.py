@@ -222,6 +222,7 @@ PARTS = (
     averaging_messages.Group,
     averaging_messages.MemberSpec,
     averaging_messages.PathRate,
+    averaging_messages.Form,
     training_messages.Wait,
 )
 PAGES = {

@@ -27,6 +27,11 @@ AVERAGE_KEEP = typer.Option(
     show_default=False,
 )
 AVERAGE_RANK = typer.Option(0, "--average-rank", min=0, max=1024, help="Above 0: PowerSGD of that rank.")
+AVERAGE_BY_LINE = typer.Option(
+    False,
+    "--average-by-line",
+    help="Replicas with slow lines send less: a stronger codec than --average-codec, or fewer elements of topk, topk2.",
+)
 OUTER_LR = typer.Option(
     -1.0,
     "--outer-lr",
@@ -66,13 +71,17 @@ def fine_settings(every: int, codec: str, *, keep: float, outer_lr: float, outer
     return found
 
 
-def parse_averaging(every: int, codec: str, rank: int, *, robust: bool = False, **fine: float) -> Averaging:
+def parse_averaging(
+    every: int, codec: str, rank: int, *, by_line: bool = False, robust: bool = False, **fine: float
+) -> Averaging:
     """What these options mean; `fine` are other fields of it. Raises UsageError."""
     from swarmnode.codec.tensors import Codec
     from swarmnode.swarm.records.run import Averaging
 
     if codec not in CODECS:
         raise UsageError(f"--average-codec {codec}: it is one of {', '.join(CODECS)}")
+    if by_line and rank:
+        raise UsageError("--average-by-line goes with a codec, and not with --average-rank: factors are of one size")
     if codec == "topk2":
         fine = {**SPARSE_LOCO, **fine}
-    return Averaging(every=every, codec=Codec[codec.upper()], rank=rank, robust=robust, **fine)
+    return Averaging(every=every, codec=Codec[codec.upper()], rank=rank, by_line=by_line, robust=robust, **fine)

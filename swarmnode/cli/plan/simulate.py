@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.options.averaging import AVERAGE_CODEC, AVERAGE_EVERY, AVERAGE_RANK, parse_averaging
+from swarmnode.cli.options.averaging import AVERAGE_BY_LINE, AVERAGE_CODEC, AVERAGE_EVERY, AVERAGE_RANK, parse_averaging
 from swarmnode.cli.options.output_file import check_output
 from swarmnode.cli.terminal.bars import share_bar
 from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors, say
@@ -65,6 +65,7 @@ def simulate(
     average_every: int = AVERAGE_EVERY,
     average_codec: str = AVERAGE_CODEC,
     average_rank: int = AVERAGE_RANK,
+    average_by_line: bool = AVERAGE_BY_LINE,
     plan: Path = typer.Option(
         None, "--plan", metavar="PLAN.json", help="Begin from what plan --model --json printed.", show_default=False
     ),
@@ -121,7 +122,12 @@ def _simulation(options: Mapping[str, Any]) -> Simulation:
 def _settings(options: Mapping[str, Any], churn: float) -> Settings:
     from swarmnode.simulate.settings import ServeSettings, Settings, SwarmSettings, TrainSettings
 
-    averaging = parse_averaging(options["average_every"], options["average_codec"], options["average_rank"])
+    averaging = parse_averaging(
+        options["average_every"],
+        options["average_codec"],
+        options["average_rank"],
+        by_line=options["average_by_line"],
+    )
     served = (options["arrivals"], options["prompt"], options["tokens"])
     trained = (options["microbatches"], options["batch"], options["sequence"])
     return Settings(

@@ -12,6 +12,7 @@ import typer
 
 from swarmnode.cli.options.activations import COMPRESS, TOPK_FEEDBACK, TOPK_RATIO, parse_compression
 from swarmnode.cli.options.averaging import (
+    AVERAGE_BY_LINE,
     AVERAGE_CODEC,
     AVERAGE_EVERY,
     AVERAGE_KEEP,
@@ -95,6 +96,7 @@ def train(
     average_codec: str = AVERAGE_CODEC,
     average_keep: float = AVERAGE_KEEP,
     average_rank: int = AVERAGE_RANK,
+    average_by_line: bool = AVERAGE_BY_LINE,
     outer_lr: float = OUTER_LR,
     outer_momentum: float = OUTER_MOMENTUM,
     compress: str = COMPRESS,
@@ -179,7 +181,9 @@ def _settings(options: Mapping[str, Any]) -> Run:
         data=NO_DATA,
         learning_rate=options["lr"],
         warmup_steps=options["warmup"],
-        averaging=parse_averaging(every, codec, rank, robust=options["robust"], **fine),
+        averaging=parse_averaging(
+            every, codec, rank, by_line=options["average_by_line"], robust=options["robust"], **fine
+        ),
         compression=parse_compression(options["compress"], options["topk_ratio"], feedback=options["topk_feedback"]),
         **{name: options[name] for name in AS_THEY_ARE},
     )

@@ -11,15 +11,17 @@ step unless all who hold it hold the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from swarmnode.codec.averaging_messages import Group, How, MemberSpec
+from swarmnode.codec.averaging_messages import Form, Group, How, MemberSpec
 from swarmnode.codec.body import SHARED
+from swarmnode.codec.tensors import Codec
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.training.line_forms import line_forms
 from swarmnode.plan.training.shares import part_shares
 from swarmnode.plan.view import Span
-from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.records.run import Averaging, Run
 
 
 @dataclass(frozen=True)
@@ -37,20 +39,27 @@ Count = Callable[[PeerId, Sequence[int]], int]
 """(peer, units) -> how many microbatches it has counted for one of them, at most"""
 
 
-def make_groups(units: int, run: Run, step: int, holders: Sequence[Holder], count: Count) -> list[Group]:
-    """Units that the same members hold, with the same counts, are one group; what the ends share is one of its own."""
+def make_groups(
+    units: int,
+    run: Run,
+    step: int,
+    holders: Sequence[Holder],
+    count: Count,
+    codecs: Collection[int] = tuple(Codec),
+) -> list[Group]:
+    """Units that the same members hold, with the same counts, are one group; what the ends share is one of its own. `codecs`: those
+    that the swarm allows."""
     how = _how(run, step)
     ordered = sorted(holders, key=lambda holder: holder.peer)
     by_members: dict[tuple[MemberSpec, ...], list[int]] = {}
     for unit in range(units):
-        members = _members(
-            [holder for holder in ordered if holder.span.start <= unit < holder.span.end], (unit,), how, count
-        )
+        held_here = [holder for holder in ordered if holder.span.start <= unit < holder.span.end]
+        members = _members(held_here, (unit,), how, count, run.averaging, codecs)
         by_members.setdefault(members, []).append(unit)
     ends = [holder for holder in ordered if holder.span.start == 0 or holder.span.end == units]
     shared_how = how if all(holder.span == Span(0, units) for holder in ends) else How.SUM
     groups = [(tuple(held), members, how) for members, held in by_members.items()]
-    groups.append(((SHARED,), _members(ends, (0, units - 1), shared_how, count), shared_how))
+    groups.append(((SHARED,), _members(ends, (0, units - 1), shared_how, count, run.averaging, codecs), shared_how))
     return [Group(number, *group) for number, group in enumerate(groups) if group[1]]
 
 
@@ -62,14 +71,27 @@ def _how(run: Run, step: int) -> How:
     return How.AVERAGE if (step + 1) % every == 0 or step + 1 == run.steps else How.APART
 
 
-def _members(holders: Sequence[Holder], units: Sequence[int], how: How, count: Count) -> tuple[MemberSpec, ...]:
+def _members(
+    holders: Sequence[Holder],
+    units: Sequence[int],
+    how: How,
+    count: Count,
+    averaging: Averaging,
+    codecs: Collection[int],
+) -> tuple[MemberSpec, ...]:
     """A replica that counted nothing in this one step still says how far it came since the last averaging."""
     least = 1 if how is How.AVERAGE else 0
     taking = [holder for holder in holders if not (holder.listens and how is How.APART)]
     counts = [0 if holder.listens else max(least, count(holder.peer, units)) for holder in taking]
     lines = [holder.line_bps for holder, counted in zip(taking, counts, strict=True) if counted]
-    shares = iter(part_shares(lines))
-    return tuple(
-        MemberSpec(holder.peer, counted, next(shares)) if counted else MemberSpec(holder.peer, 0)
-        for holder, counted in zip(taking, counts, strict=True)
-    )
+    shares = part_shares(lines)
+    forms = line_forms(lines, shares, averaging, codecs) if averaging.by_line else [Form()] * len(lines)
+    contributions = zip(shares, forms, strict=True)
+    return tuple(_member(holder.peer, counted, contributions) for holder, counted in zip(taking, counts, strict=True))
+
+
+def _member(peer: PeerId, count: int, contributions: Iterator[tuple[int, Form]]) -> MemberSpec:
+    if not count:
+        return MemberSpec(peer, 0)
+    share, form = next(contributions)
+    return MemberSpec(peer, count, share, form=form)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
 from swarmnode.codec.averaging_messages import Group, How
 from swarmnode.net.interfaces import PeerId
@@ -23,7 +24,7 @@ def reduction_ends_s(
 ) -> float:
     """When the last member of the last group has everything. `indexes`: of the members in the links."""
     exchanges = [
-        _Exchange(group, indexes, vector_bytes(group, model, how))
+        _Exchange(group, indexes, _bytes_by_member(group, model, how))
         for group in groups
         if len(group.members) > 1 and group.how != How.APART
     ]
@@ -45,16 +46,29 @@ def vector_bytes(group: Group, model: Model, how: Averaging) -> float:
     return averaged_bytes(sum(model.block_parameters(block) for block in group.blocks), model.matrix_width, how)
 
 
+def _bytes_by_member(group: Group, model: Model, how: Averaging) -> dict[PeerId, float]:
+    """Of the whole vector as each contributor sends it."""
+    usual_bytes = vector_bytes(group, model, how)
+    return {
+        member.peer: vector_bytes(group, model, replace(how, codec=member.form.codec, keep=member.form.keep))
+        if how.by_line
+        else usual_bytes
+        for member in group.members
+        if member.count
+    }
+
+
 class _Exchange:
     """One group: those who have counted something contribute, all members are to have the sum."""
 
-    def __init__(self, group: Group, indexes: Mapping[PeerId, int], size_bytes: float) -> None:
+    def __init__(self, group: Group, indexes: Mapping[PeerId, int], sizes_bytes: Mapping[PeerId, float]) -> None:
         self._cluster_of = {indexes[member.peer]: member.cluster for member in group.members}
         contributors = [member for member in group.members if member.count]
         self._contributors = [indexes[member.peer] for member in contributors]
+        self._size_bytes = {indexes[peer]: size_bytes for peer, size_bytes in sizes_bytes.items()}
         shares, clusters = ([getattr(one, field) for one in contributors] for field in ("share", "cluster"))
-        gathered_NN = size_bytes * gathering(shares, clusters)
-        self._gathered_bytes = {
+        gathered_NN = gathering(shares, clusters)
+        self._gathered = {
             (gatherer, owner): float(gathered_NN[row, column])
             for row, gatherer in enumerate(self._contributors)
             for column, owner in enumerate(self._contributors)
@@ -68,29 +82,32 @@ class _Exchange:
         """When each owner has all values of its share: first each cluster's, and then the clusters' sums."""
         inside_s = {
             gatherer: max(
-                links.send(now_s, giver, gatherer, self._gathers_bytes(gatherer))
+                links.send(now_s, giver, gatherer, self._size_bytes[giver] * self._gathers(gatherer))
                 for giver in self._contributors
                 if self._are_near(giver, gatherer)
             )
             for gatherer in self._contributors
         }
         ends_s = dict(inside_s)
-        for (gatherer, owner), size_bytes in self._gathered_bytes.items():
+        for (gatherer, owner), share in self._gathered.items():
             if gatherer != owner:
+                size_bytes = share * self._size_bytes[gatherer]
                 ends_s[owner] = max(ends_s[owner], links.send(inside_s[gatherer], gatherer, owner, size_bytes))
         return ends_s
 
     def spread(self, settled_s: Mapping[int, float], links: Links) -> float:
         """When everybody has the sums of all parts."""
         ends_s = []
-        for (gatherer, owner), size_bytes in self._gathered_bytes.items():
+        for (gatherer, owner), share in self._gathered.items():
+            size_bytes = share * self._size_bytes[owner]
             at_s = links.send(settled_s[owner], owner, gatherer, size_bytes)
             near = [member for member in self._cluster_of if self._are_near(member, gatherer)]
             ends_s += [links.send(at_s, gatherer, member, size_bytes) for member in near]
         return max(ends_s)
 
-    def _gathers_bytes(self, gatherer: int) -> float:
-        return sum(size_bytes for (one, _), size_bytes in self._gathered_bytes.items() if one == gatherer)
+    def _gathers(self, gatherer: int) -> float:
+        """The share of the vector."""
+        return sum(share for (one, _), share in self._gathered.items() if one == gatherer)
 
     def _are_near(self, one: int, other: int) -> bool:
         return self._cluster_of[one] == self._cluster_of[other]

@@ -33,6 +33,7 @@ class Averaging(msgspec.Struct, frozen=True):
     rank: int = 0  # above 0: PowerSGD (arXiv 1905.13727) of this rank, for matrices
     outer_lr: float = 1.0
     outer_momentum: float = 0.5  # Nesterov
+    by_line: bool = False  # who has a slow line sends less: a stronger codec, or by top-k fewer elements
     robust: bool = False  # centred clipping (arXiv 2012.10333), where three or more contribute
 
 
@@ -132,6 +133,7 @@ def check_run(run: Run) -> None:
         "a rank of 0 or more": 0 <= run.averaging.rank <= 1024,
         "robust averaging without top-k and without factors": not run.averaging.robust
         or (run.averaging.codec not in SPARSE_CODECS and not run.averaging.rank),
+        "averaging by line without factors": not (run.averaging.by_line and run.averaging.rank),
         f"a compression out of {', '.join(COMPRESSIONS)}": run.compression.rule in COMPRESSIONS,
         f"a top-k ratio from 1 to {MAX_RATIO:g}": 1 <= run.compression.ratio <= MAX_RATIO,
     }

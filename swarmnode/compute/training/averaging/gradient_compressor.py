@@ -21,6 +21,7 @@ from torch import Size, Tensor
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec
 from swarmnode.compute.training.averaging.centred_clipping import CentredClipping
 from swarmnode.compute.training.averaging.flat import FlatVector
+from swarmnode.compute.training.averaging.parts import Forms
 from swarmnode.compute.training.averaging.round import Round
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.records.run import Averaging
@@ -56,13 +57,18 @@ class GradientCompressor(ABC):
 
     @abstractmethod
     def run(
-        self, local: FlatVector, total: FlatVector, weight: float, clipping: CentredClipping | None = None
+        self,
+        local: FlatVector,
+        total: FlatVector,
+        weight: float,
+        clipping: CentredClipping | None = None,
+        forms: Forms | None = None,
     ) -> Rounds:
         """Rounds; when all parts of the last one are taken, `total` is the agreed sum of all members' vectors.
 
         `weight` is this member's share of the step's samples, and `local` scaled by it. A listener has weight 0: its values do
-        not matter. `total` may share its memory with `local`. `clipping`: how owners add up, where sums are to be robust. Raises
-        ValueError where a vector has the wrong length.
+        not matter. `total` may share its memory with `local`. `clipping`: how owners add up, where sums are to be robust. `forms`:
+        what values travel as, where that follows from lines. Raises ValueError where a vector has the wrong length.
         """
 
     def accept(self) -> None:
@@ -102,11 +108,17 @@ class PlainGradientCompressor(GradientCompressor):
     """
 
     def run(
-        self, local: FlatVector, total: FlatVector, weight: float, clipping: CentredClipping | None = None
+        self,
+        local: FlatVector,
+        total: FlatVector,
+        weight: float,
+        clipping: CentredClipping | None = None,
+        forms: Forms | None = None,
     ) -> Rounds:
         self._begin(local, total)
-        if self.codec not in COARSE:
-            yield Round(local, total, weight, self.codec, clipping=clipping)
+        codec, keep, codecs = forms or Forms(self.codec, self.averaging.keep, frozenset({self.codec}))
+        if COARSE.isdisjoint(codecs):
+            yield Round(local, total, weight, codec, codecs=codecs, clipping=clipping)
             return
         vectors, matrices = self._places()
         tensors, totals = local.split(self.sizes), total.split(self.sizes)
@@ -114,19 +126,21 @@ class PlainGradientCompressor(GradientCompressor):
             yield Round(_pick(tensors, vectors), _pick(totals, vectors), weight, Codec.NONE, clipping=clipping)
         if matrices:
             residuals = self._residuals(weight)
-            left_N = torch.zeros(len(total), device=total.device) if self.codec in ACCOUNTED and weight else None
+            accounted = weight > 0 and feeds_back(self.averaging)
+            left_N = torch.zeros(len(total), device=total.device) if accounted else None
             yield Round(
                 _pick(tensors, matrices),
                 _pick(totals, matrices),
                 weight,
-                self.codec,
-                keep=self.averaging.keep,
+                codec,
+                keep=keep,
+                codecs=codecs,
                 residual=None if residuals is None else _pick(residuals, matrices),
                 left_over=None if left_N is None else _pick(torch.split(left_N, self.sizes), matrices),
                 clipping=clipping,
             )
             if left_N is not None:
-                self._kept = {"residual": left_N.mul_(DECAY.get(self.codec, 1.0))}
+                self._kept = {"residual": left_N.mul_(DECAY.get(codec, 1.0))}
 
     def _places(self) -> tuple[list[int], list[int]]:
         """Of the vectors and of the matrices among the tensors."""
@@ -155,7 +169,12 @@ class PowerSgdCompressor(GradientCompressor):
         self._factors = {place: _first_factor(shapes[place], averaging.rank, place) for place in self._matrices}
 
     def run(
-        self, local: FlatVector, total: FlatVector, weight: float, clipping: CentredClipping | None = None
+        self,
+        local: FlatVector,
+        total: FlatVector,
+        weight: float,
+        clipping: CentredClipping | None = None,
+        forms: Forms | None = None,
     ) -> Rounds:
         self._begin(local, total)
         tensors, totals, residuals = local.split(self.sizes), total.split(self.sizes), self._residuals(weight)
@@ -220,7 +239,7 @@ def make_gradient_compressor(averaging: Averaging, shapes: Sequence[Size]) -> Gr
 
 def feeds_back(averaging: Averaging) -> bool:
     """Whether a member remembers what it could not say: a residual as long as the vector."""
-    return averaging.codec in ACCOUNTED or averaging.rank > 0
+    return averaging.codec in ACCOUNTED or averaging.rank > 0 or averaging.by_line
 
 
 def _basis(product_OR: Tensor) -> Tensor:

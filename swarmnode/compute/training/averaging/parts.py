@@ -13,7 +13,7 @@ Shape letters: N elements of a part.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -44,6 +44,14 @@ class Contribution(NamedTuple):
     weight: float
     values_N: Tensor  # float32, scaled so that a plain sum over the members is the result
     sent_N: Tensor | None = None  # bool; None: all of it was sent
+
+
+class Forms(NamedTuple):
+    """What a member's values travel as, and the `codecs` of all members of its group, where that follows from lines."""
+
+    codec: Codec
+    keep: float
+    codecs: frozenset[Codec]
 
 
 class VectorPart(NamedTuple):
@@ -118,10 +126,13 @@ def encode_part(part_N: Tensor, codec: Codec, keep: float) -> Encoded:
     return encode(part_N, codec, param=round(keep * len(part_N)) if codec in SPARSE_CODECS else 0)
 
 
-def decode_part(info: TensorInfo, payload: Buffer, codec: Codec, length: int, device: torch.device) -> Tensor:
-    """values_N in float32 on `device`. Raises ProtocolError for anything but a part of this codec and length."""
-    if (info.codec, info.dtype, info.shape) != (codec, DType.FLOAT32, (length,)):
-        raise ProtocolError(f"a part is {info}; agreed are {length} elements of float32 in codec {codec.name}")
+def decode_part(
+    info: TensorInfo, payload: Buffer, codecs: Collection[Codec], length: int, device: torch.device
+) -> Tensor:
+    """values_N in float32 on `device`. Raises ProtocolError for anything but a part of one of these codecs and this length."""
+    if info.codec not in codecs or (info.dtype, info.shape) != (DType.FLOAT32, (length,)):
+        names = " or ".join(sorted(codec.name for codec in codecs))
+        raise ProtocolError(f"a part is {info}; agreed are {length} elements of float32 in codec {names}")
     return decode(info, payload, device=device, max_elements=length)
 
 

@@ -11,7 +11,7 @@ two members that disagree then answer each other with ever larger corrections.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -38,9 +38,9 @@ class Round:
     """One member's view of a sum. A contributor (weight above 0) offers every part to the part's owner, itself included; the
     owner settles its parts; everybody takes all settled parts into `total`, which may share its memory with `local`.
 
-    `keep`: share of the elements that top-k sends. `residual`: added to what is said. `left_over`, of zeros: where to note what
-    this member did not say; None: nowhere. No part is copied whole but to encode it. `clipping`: how an owner adds up; None:
-    plainly.
+    `keep`: share of the elements that top-k sends. `codecs`: what others send, besides. `residual`: added to what is said.
+    `left_over`, of zeros: where to note what this member did not say; None: nowhere. No part is copied whole but to encode it.
+    `clipping`: how an owner adds up; None: plainly.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Round:
         codec: Codec,
         *,
         keep: float = 1.0,
+        codecs: Collection[Codec] = (),
         residual: FlatVector | None = None,
         left_over: FlatVector | None = None,
         clipping: CentredClipping | None = None,
@@ -58,6 +59,7 @@ class Round:
         self.weight = weight
         self.codec = codec
         self.keep = keep
+        self.codecs = frozenset({codec, *codecs})
         self._local = local
         self._total = total
         self._residual = residual
@@ -113,4 +115,4 @@ class Round:
         return values_M
 
     def _read(self, length: int, info: TensorInfo, payload: Buffer) -> Tensor:
-        return decode_part(info, payload, self.codec, length, self._total.device)
+        return decode_part(info, payload, self.codecs, length, self._total.device)

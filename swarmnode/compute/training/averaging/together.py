@@ -11,7 +11,7 @@ from swarmnode.compress.codecs import Buffer
 from swarmnode.compute.training.averaging.centred_clipping import CentredClipping
 from swarmnode.compute.training.averaging.flat import FlatVector
 from swarmnode.compute.training.averaging.gradient_compressor import GradientCompressor
-from swarmnode.compute.training.averaging.parts import cut
+from swarmnode.compute.training.averaging.parts import Forms, cut
 from swarmnode.compute.training.averaging.round import Round
 
 
@@ -20,16 +20,19 @@ def agree(
     locals_N: Sequence[Tensor],
     weights: Sequence[float],
     clippings: Sequence[CentredClipping | None] = (),
+    forms: Sequence[Forms | None] = (),
 ) -> tuple[list[Tensor], int]:
     """Run one attempt of the members' exchanges; what each of them ends with, and the bytes that crossed between them.
 
-    A member of weight 0 only listens. `clippings`: one for each member, where the sum is to be robust.
+    A member of weight 0 only listens. `clippings`: one for each member, where the sum is to be robust; `forms`: likewise, where
+    they do not send alike.
     """
     totals = [torch.empty_like(local_N) for local_N in locals_N]
+    nothing = [None] * len(weights)
     runs = [
-        gradient_compressor.run(FlatVector([local_N]), FlatVector([total_N]), weight, clipping)
-        for gradient_compressor, local_N, total_N, weight, clipping in zip(
-            gradient_compressors, locals_N, totals, weights, clippings or [None] * len(weights), strict=True
+        gradient_compressor.run(FlatVector([local_N]), FlatVector([total_N]), weight, clipping, form)
+        for gradient_compressor, local_N, total_N, weight, clipping, form in zip(
+            gradient_compressors, locals_N, totals, weights, clippings or nothing, forms or nothing, strict=True
         )
     ]
     return totals, sum(_sum(rounds) for rounds in zip(*runs, strict=True))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from swarmnode.codec.averaging_messages import Group, How, Pull, Reduce
+from swarmnode.codec.averaging_messages import Form, Group, How, Pull, Reduce
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import Error
 from swarmnode.codec.tensors import Codec
@@ -31,6 +31,7 @@ from swarmnode.compute.training.averaging.gradient_compressor import (
     make_gradient_compressor,
 )
 from swarmnode.compute.training.averaging.outlier_detector import History, OutlierDetector, suspect
+from swarmnode.compute.training.averaging.parts import Forms
 from swarmnode.compute.training.averaging.round import Round
 from swarmnode.compute.training.contribution_sketch import ContributionSketch
 from swarmnode.compute.training.device_learners import DeviceLearners
@@ -38,6 +39,7 @@ from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.plan.training.averaging_clusters import is_bearable
+from swarmnode.plan.training.line_forms import codecs_by_line
 from swarmnode.roles.training.averaging.attempt import Attempt
 from swarmnode.roles.training.averaging.circle import Circle
 from swarmnode.roles.training.averaging.partner import AttemptId, attempt_of
@@ -82,12 +84,15 @@ class Agreed:
 
 
 class AllReducer:
-    """One attempt at a time; `hear` takes what others pull, which may be before our own REDUCE."""
+    """One attempt at a time; `hear` takes what others pull, which may be before our own REDUCE. `codecs`: that the swarm allows."""
 
-    def __init__(self, peer: PeerId, switchboard: Switchboard, executor: Executor) -> None:
+    def __init__(
+        self, peer: PeerId, switchboard: Switchboard, executor: Executor, codecs: Collection[int] = tuple(Codec)
+    ) -> None:
         self._peer = peer
         self._switchboard = switchboard
         self._executor = executor
+        self._codecs = codecs
         self._early = EarlyPulls()
         self._attempt: Attempt | None = None
         self._newest = AttemptId(-1, -1, -1, b"")
@@ -131,7 +136,9 @@ class AllReducer:
             raise ProtocolError("a REDUCE has replicas update apart, in a run in which they do not")
         if not all(is_bearable(group, self._peer, self._received_bps(group)) for group in body.groups):
             raise ProtocolError("a REDUCE sums by clusters over paths that are far slower, as measured here")
-        circles = {group.number: _circle(group, learner, watched) for group in body.groups if len(group.members) > 1}
+        circles = {
+            group.number: self._circle(group, learner, watched) for group in body.groups if len(group.members) > 1
+        }
         attempt = self._begin(AttemptId(term, body.step, body.attempt, body.run), list(circles.values()))
         agreed = Agreed(detector=self._detector)
         self._detector.begin()
@@ -221,7 +228,9 @@ class AllReducer:
         clipping = None
         if circle.robust:
             clipping = self._detector.clipping(circle.group, tuple(circle.weights), circle.members)
-        rounds = gradient_compressor.run(local, total, circle.weights.get(self._peer, 0.0), clipping)
+        weight = circle.weights.get(self._peer, 0.0)
+        forms = circle.forms if gradient_compressor.averaging.by_line else None
+        rounds = gradient_compressor.run(local, total, weight, clipping, forms)
         number = 0
         while (round_ := await self._call(lambda: _next(rounds))) is not None:
             await attempt.sum(circle, number, round_)
@@ -238,6 +247,35 @@ class AllReducer:
             self._gradient_compressors[blocks, how] = make_gradient_compressor(averaging, self._learner.shapes(blocks))
         return self._gradient_compressors[blocks, how]
 
+    def _circle(self, group: Group, learner: DeviceLearners, watched: ContributionSketch | None) -> Circle:
+        """Contributors, in their order, weigh as much as their share of the microbatches."""
+        run, total = learner.run, sum(member.count for member in group.members)
+        held = [block for block in group.blocks if block in learner.blocks]
+        length = sum(shape.numel() for shape in learner.shapes(held))
+        weights = {member.peer: member.count / total for member in group.members if member.count > 0}
+        robust = run.averaging.robust and len(weights) >= LEAST_MEMBERS and _are_alike(group, run)
+        sums = watched is not None and group.how == How.SUM and SHARED not in group.blocks
+        heard = partial(watched.hear, group.blocks) if watched is not None and sums else None
+        shares = tuple(member.share for member in group.members if member.count > 0)
+        clusters = {member.peer: member.cluster for member in group.members}
+        if len(set(clusters.values())) > 1 and (run.averaging.robust or run.averaging.codec == Codec.TOPK):
+            raise ProtocolError("a REDUCE sums by clusters where each contribution has to reach the owner of its part")
+        forms = self._forms(group, run.averaging)
+        return Circle(group.number, length, tuple(clusters), weights, shares, clusters, forms, robust, heard)
+
+    def _forms(self, group: Group, averaging: Averaging) -> Forms | None:
+        """What each one's values travel as. Raises ProtocolError where it is nothing that the run and the swarm leave to lines."""
+        if not averaging.by_line:
+            return None
+        forms = {member.peer: member.form for member in group.members if member.count}
+        codecs = {form.codec for form in forms.values()}
+        if not codecs <= {*codecs_by_line(averaging, self._codecs)}:
+            raise ProtocolError(
+                f"a REDUCE has values travel in codecs {sorted(codecs)}, which the run does not leave to lines"
+            )
+        own = forms.get(self._peer, Form(averaging.codec))
+        return Forms(Codec(own.codec), own.keep, frozenset(map(Codec, codecs)))
+
     def _call(self, function: Callable[[], T]) -> asyncio.Future[T]:
         return self._executor.call(Urgency.CONTROL, function, kind="average", owner=f"step {self._newest.step}")
 
@@ -250,22 +288,6 @@ def _sound_gradient(learner: DeviceLearners, blocks: Blocks) -> FlatVector:
 
 def _next(rounds: Rounds) -> Round | None:
     return next(rounds, None)
-
-
-def _circle(group: Group, learner: DeviceLearners, watched: ContributionSketch | None) -> Circle:
-    """Contributors, in their order, weigh as much as their share of the microbatches."""
-    run, total = learner.run, sum(member.count for member in group.members)
-    held = [block for block in group.blocks if block in learner.blocks]
-    length = sum(shape.numel() for shape in learner.shapes(held))
-    weights = {member.peer: member.count / total for member in group.members if member.count > 0}
-    robust = run.averaging.robust and len(weights) >= LEAST_MEMBERS and _are_alike(group, run)
-    sums = watched is not None and group.how == How.SUM and SHARED not in group.blocks
-    heard = partial(watched.hear, group.blocks) if watched is not None and sums else None
-    shares = tuple(member.share for member in group.members if member.count > 0)
-    clusters = {member.peer: member.cluster for member in group.members}
-    if len(set(clusters.values())) > 1 and (run.averaging.robust or run.averaging.codec == Codec.TOPK):
-        raise ProtocolError("a REDUCE sums by clusters where each contribution has to reach the owner of its part")
-    return Circle(group.number, length, tuple(clusters), weights, shares, clusters, robust, heard)
 
 
 def _are_alike(group: Group, run: Run) -> bool:
@@ -281,4 +303,4 @@ def _new_detector() -> OutlierDetector:
 def _without_means(averaging: Averaging) -> Averaging:
     """For what the ends share: one end's gradient adds to the other's and does not stand for it."""
     codec = Codec.FP16 if averaging.codec == Codec.TOPK else averaging.codec
-    return msgspec.structs.replace(averaging, codec=codec, rank=0)
+    return msgspec.structs.replace(averaging, codec=codec, rank=0, by_line=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from swarmnode.compute.training.averaging.parts import cut, longest_part, longest_part_in_turns
+from swarmnode.compute.training.averaging.parts import Forms, cut, longest_part, longest_part_in_turns
 from swarmnode.net.interfaces import PeerId
 
 Heard = Callable[[PeerId, slice, Tensor], None]
@@ -18,7 +18,8 @@ Heard = Callable[[PeerId, slice, Tensor], None]
 @dataclass(frozen=True)
 class Circle:
     """`length`: elements of the vector, at most. `weights`: of the contributors, in their order; `shares`: how much of the vector
-    each adds up. `clusters`: of all members; empty: there is one alone. `robust`: none of them is to drag the sum away."""
+    each adds up. `clusters`: of all members; empty: there is one alone. `forms`: what values travel as, where lines decide.
+    `robust`: none of them is to drag the sum away."""
 
     group: int
     length: int
@@ -26,6 +27,7 @@ class Circle:
     weights: Mapping[PeerId, float]
     shares: tuple[int, ...]
     clusters: Mapping[PeerId, int] = field(default_factory=dict)
+    forms: Forms | None = None
     robust: bool = False
     heard: Heard | None = None
 

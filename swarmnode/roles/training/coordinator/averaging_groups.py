@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -21,11 +21,12 @@ from swarmnode.swarm.records.run import Run
 
 class AveragingGroups:
     """Of one coordinator. A path is as fast as the slower of its directions, which are told by either end: nobody alone makes one
-    fast, and who says that its own are slow is left to itself."""
+    fast, and who says that its own are slow is left to itself. `codecs`: those that the swarm allows."""
 
-    def __init__(self, units: int, link_times: LinkTimes, decisions: DecisionLog) -> None:
+    def __init__(self, units: int, link_times: LinkTimes, codecs: Collection[int], decisions: DecisionLog) -> None:
         self._units = units
         self._link_times = link_times
+        self._codecs = codecs
         self._decisions = decisions
         self._clusters = AveragingClusters()
         self._received_bps: dict[PeerId, dict[PeerId, float]] = {}  # by receiver and sender
@@ -58,7 +59,7 @@ class AveragingGroups:
             )
             for member in members
         ]
-        groups = make_groups(self._units, run, step, holders, count)
+        groups = make_groups(self._units, run, step, holders, count, self._codecs)
         self._clusters.begin()
         return [self._over_clusters(group, run) for group in groups] if may_cluster(run.averaging) else groups
 

@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import Body, End, Error
@@ -65,6 +65,7 @@ class Coordinator:
         check_run: Callable[[Run], None],
         resigned: Callable[[int], None],
         found_false: Callable[[], set[PeerId]],
+        codecs: Collection[int],
         clock: Callable[[], float],
         decisions: DecisionLog,
     ) -> None:
@@ -97,7 +98,7 @@ class Coordinator:
             itertools.count(1),
             clock,
             found_false,
-            AveragingGroups(units, link_times, decisions),
+            AveragingGroups(units, link_times, codecs, decisions),
         )
         self._rendezvous = Rendezvous(units, clock)
         self._found: tuple[Run, RecoveryPlan] | None = None  # by the rendezvous

@@ -166,6 +166,7 @@ class CoordinatorElection:
             check_run=partial(check_positions, self._stage.segment),
             resigned=self._heard_term,
             found_false=self._stage.found_false,
+            codecs=self._stage.compressor.allowed,
             clock=self._clock,
             decisions=self._decisions,
         )

@@ -129,7 +129,8 @@ class SpotChecks:
         if (learner.run.id, learner.step) != self._checked:
             self._drawn = self._draw(reduce, learner)
         due = contributed_by(self._drawn, reduce)
-        plain = learner.run.averaging.codec == Codec.NONE and not learner.run.averaging.rank
+        averaging = learner.run.averaging
+        plain = averaging.codec == Codec.NONE and not averaging.rank and not averaging.by_line
         self._watched = None
         if self._drawn is not None and due and plain and all(block in learner.blocks for block in due):
             seed = step_seed(learner.run.id, learner.step)

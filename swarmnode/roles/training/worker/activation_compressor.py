@@ -56,6 +56,11 @@ class ActivationCompressor:
         return self._choices.copy()  # at once: the executor adds links meanwhile
 
     @property
+    def allowed(self) -> Collection[int]:
+        """Codecs of the swarm."""
+        return self._allowed
+
+    @property
     def slowest_link_s(self) -> float:
         """Of this stage's own links, the seconds that a microbatch's values take uncompressed; 0: not known. On the executor."""
         with self._lock:

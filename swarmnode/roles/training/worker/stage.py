@@ -94,7 +94,7 @@ class TrainingStage:
         self.on_work: Callable[[Channel, Work], None] = lambda channel, _body: channel.close(Error(ErrorCode.ELSEWHERE))
         self.spot_checks = spot_checks
         self._checkpoint_manager = checkpoint_manager
-        self._all_reducer = AllReducer(network.peer_id, self.switchboard, self.bench)
+        self._all_reducer = AllReducer(network.peer_id, self.switchboard, self.bench, self.compressor.allowed)
         self._admission_queue = AdmissionQueue(parts)
         self.completed = completed or CompletedWork()
         self._move: asyncio.Task[None] | None = None  # to another run or step

@@ -12,6 +12,7 @@ import pytest
 from swarmnode.codec.averaging_messages import PathRate
 from swarmnode.codec.tensors import Codec
 from swarmnode.decisions import DecisionLog
+from swarmnode.plan.compression import LADDER
 from swarmnode.plan.training.averaging_clusters import REST
 from swarmnode.plan.view import Span
 from swarmnode.roles.training.coordinator.averaging_groups import AveragingGroups
@@ -65,7 +66,7 @@ def clusters(groups: AveragingGroups, of: Run | None = None, who: str = NAMES) -
 
 def made() -> tuple[AveragingGroups, DecisionLog]:
     decisions = DecisionLog()
-    return AveragingGroups(2, cast("LinkTimes", Links()), decisions), decisions
+    return AveragingGroups(2, cast("LinkTimes", Links()), LADDER, decisions), decisions
 
 
 def test_after_the_first_averaging_clusters_are_known_and_why_tells_what_they_gain() -> None:
