@@ -14,9 +14,11 @@ import pytest
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.graph.costs.span_estimate import estimate_span
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint
+from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 from tests.node.virtual_swarm import VirtualSwarm
 from tests.tiny import TinyModel
+from tests.training_results import save_gpt2
 
 
 @dataclass(frozen=True)
@@ -69,3 +71,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 @pytest.fixture(scope="session")
 def founded(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Founded:
     return Founded.on(tiny.folder, tmp_path_factory.mktemp("founded"))
+
+
+@pytest.fixture(scope="session")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 of two layers on bytes, with dropout, whose ends share their matrix: four units."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    save_gpt2(folder, layers=2, heads=2, width=32, positions=32)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def training(gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Founded:
+    """A swarm that trains it."""
+    return Founded.on(gpt2, tmp_path_factory.mktemp("training"), mode=TRAIN)

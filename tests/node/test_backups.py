@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from swarmnode.compute.executor import WorkItem
-from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.run import Run
 from swarmnode.training.preparation import NO_DATA
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
-from tests.training_results import assert_same_curve, losses_of_one_process, save_gpt2
+from tests.training_results import assert_same_curve, losses_of_one_process
 
 DATA = Path(typing.__file__)
-STEPS, CHECKPOINT_STEPS = 14, 2
+STEPS, CHECKPOINT_STEPS = 10, 2
 SETTINGS = Run(NO_DATA, STEPS, batch=4, microbatch=2, sequence=16, learning_rate=1e-3, checkpoint_steps=2, seed=7)
 FRONT, BACK = "0:2", "2:4"
 
@@ -43,31 +42,18 @@ class School(VirtualSwarm):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 of two layers on bytes, whose ends share their parameters."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    save_gpt2(folder, layers=2, heads=2, width=32, positions=16)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def founded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Founded:
-    return Founded.on(model, tmp_path_factory.mktemp("founded"), mode=TRAIN)
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path, founded: Founded) -> dict[int, float]:
+def alone(gpt2: Path, training: Founded) -> dict[int, float]:
     """The losses of a single process on the same batches."""
-    return losses_of_one_process(founded.swarm.manifest, model, DATA, SETTINGS)
+    return losses_of_one_process(training.swarm.manifest, gpt2, DATA, SETTINGS)
 
 
 @in_virtual_time
 async def test_a_run_whose_only_holder_is_lost_for_good_goes_on(
-    founded: Founded, alone: dict[int, float], tmp_path: Path
+    training: Founded, alone: dict[int, float], tmp_path: Path
 ) -> None:
     """Its disk is lost, too. A newcomer takes the units that nobody holds, and has their state from the bootstrap peer's disk."""
     async with School(tmp_path) as school:
-        await school.open(founded)
+        await school.open(training)
         trainer = school.trainer("trainer", DATA, SETTINGS)
         await trainer.wait_for_step(3 * CHECKPOINT_STEPS)
         await school.members[BACK].kill()
@@ -80,11 +66,11 @@ async def test_a_run_whose_only_holder_is_lost_for_good_goes_on(
 
 @in_virtual_time
 async def test_who_leaves_hands_over_what_it_alone_holds(
-    founded: Founded, alone: dict[int, float], tmp_path: Path
+    training: Founded, alone: dict[int, float], tmp_path: Path
 ) -> None:
     """No step is lost then, and none is computed twice."""
     async with School(tmp_path) as school:
-        await school.open(founded)
+        await school.open(training)
         trainer = school.trainer("trainer", DATA, SETTINGS)
         await trainer.wait_for_step(2 * CHECKPOINT_STEPS)
         await school.members[BACK].stop()

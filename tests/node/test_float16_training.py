@@ -11,11 +11,10 @@ import torch
 
 from swarmnode.compute.training import grad_scaler
 from swarmnode.compute.training import learner as learner_module
-from swarmnode.swarm.records.manifest import TRAIN
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.test_training import DATA, SETTINGS, school_of
-from tests.training_results import assert_same_curve, assert_same_parameters, losses_of_one_process, save_gpt2
+from tests.training_results import assert_same_curve, assert_same_parameters, losses_of_one_process
 
 STEPS = 4
 RUN = msgspec.structs.replace(
@@ -27,27 +26,15 @@ DTYPES = {"all": [torch.float16], "one replica of each": [torch.float16, None]}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gpt2")
-    save_gpt2(folder, layers=2, heads=2, width=32, positions=32)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def founded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Founded:
-    return Founded.on(model, tmp_path_factory.mktemp("founded"), mode=TRAIN)
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path, founded: Founded) -> dict[int, float]:
+def alone(gpt2: Path, training: Founded) -> dict[int, float]:
     """In float32."""
-    return losses_of_one_process(founded.swarm.manifest, model, DATA, RUN)
+    return losses_of_one_process(training.swarm.manifest, gpt2, DATA, RUN)
 
 
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @in_virtual_time
 async def test_the_curve_of_one_process_in_float32(
-    founded: Founded,
+    training: Founded,
     alone: dict[int, float],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -65,7 +52,7 @@ async def test_the_curve_of_one_process_in_float32(
     monkeypatch.setattr(learner_module, "autocast_dtype", lambda _device, *, wanted: next(of_learners))
     monkeypatch.setattr(grad_scaler, "FIRST_EXPONENT", 24)
     monkeypatch.setattr(grad_scaler.GradScaler, "_learn", noted)
-    async with school_of(founded, tmp_path) as school:
+    async with school_of(training, tmp_path) as school:
         school.steps = STEPS
         for name in PAIRS:
             school.start(name, name.split("-")[0])

@@ -19,9 +19,9 @@ from tests.net.virtual import in_virtual_time
 from tests.node.virtual_swarm import VirtualSwarm
 from tests.vision import classifier, write_images
 
-STEPS = 30
+STEPS = 16
 SETTINGS = Run(
-    data=NO_DATA, steps=STEPS, batch=32, microbatch=8, sequence=0, learning_rate=1e-2, checkpoint_steps=10
+    data=NO_DATA, steps=STEPS, batch=32, microbatch=8, sequence=0, learning_rate=3e-2, checkpoint_steps=8
 )  # fmt: skip
 
 

@@ -26,12 +26,12 @@ from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualSwarm
 from tests.tiny import TinyModel
-from tests.training_results import assert_same_curve, losses_of_one_process, save_gpt2
+from tests.training_results import assert_same_curve, losses_of_one_process
 
 FAR = NetworkPath(latency_s=0.3, bytes_per_s=1e5)
 ISLANDS = {"ada": 0, "bob": 0, "cyd": 1}
 DATA = Path(typing.__file__)
-SETTINGS = Run(NO_DATA, 16, batch=4, microbatch=2, sequence=16, learning_rate=1e-3, checkpoint_steps=4, seed=7)
+SETTINGS = Run(NO_DATA, 12, batch=4, microbatch=2, sequence=16, learning_rate=1e-3, checkpoint_steps=4, seed=7)
 PASS_S = 0.3
 STEADY_S = 60.0  # in which a node would move, if it were to
 HALF_BYTES = limit_bytes_for(450_000)  # of the four units
@@ -44,22 +44,9 @@ def founded(tmp_path_factory: pytest.TempPathFactory) -> Founded:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 of two layers on bytes, of which a node can hold a half."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    save_gpt2(folder, layers=2, heads=2, width=32, positions=16)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def halves(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Founded:
-    return Founded.on(model, tmp_path_factory.mktemp("halves"), mode=TRAIN)
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path, halves: Founded) -> dict[int, float]:
+def alone(gpt2: Path, training: Founded) -> dict[int, float]:
     """The losses of a single process on the same batches."""
-    return losses_of_one_process(halves.swarm.manifest, model, DATA, SETTINGS)
+    return losses_of_one_process(training.swarm.manifest, gpt2, DATA, SETTINGS)
 
 
 @in_virtual_time
@@ -112,11 +99,11 @@ async def test_a_planned_node_stays_until_one_of_the_plan_has_gone(founded: Foun
 
 @in_virtual_time
 async def test_who_trains_moves_where_others_were_lost_and_nothing_is_lost_with_it(
-    halves: Founded, alone: dict[int, float], tmp_path: Path
+    training: Founded, alone: dict[int, float], tmp_path: Path
 ) -> None:
     """Three nodes hold one half, two the other. Of these one is lost: one of the three goes there, and learns from the other."""
     async with VirtualSwarm(tmp_path) as swarm:
-        halves.into(swarm)
+        training.into(swarm)
         await swarm.bootstrap()
         for number in range(5):
             swarm.node(f"node-{number}", cost_s=lambda _item: PASS_S, compress="none", memory_bytes=HALF_BYTES)

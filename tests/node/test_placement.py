@@ -29,7 +29,7 @@ NODES = {  # units/s and MB beside the buffers: about a unit each
 KILLED = ("quick", "large", "little")
 SETTLED_S = 60.0
 CALM_S = 15.0  # without any change: longer than a peer waits before it looks again, and its wish has to stand
-TOKENS = 120
+TOKENS = 40
 QUALITY = 0.95
 QUALITY_AFTER_LOSSES = 0.75  # of a few nodes that are left where they serve, by the luck of who looks first: 0.79 to 1
 

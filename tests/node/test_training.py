@@ -23,16 +23,16 @@ from tests.training_results import assert_same_curve, assert_same_parameters, lo
 
 DATA = Path(typing.__file__)
 SPANS = ("0:2", "2:4", "4:6")
-STEPS = 24
-KILL_EVERY = 6
+STEPS = 18
+KILL_EVERY = 4
 CHECKPOINT_STEPS = 6
 SETTINGS = Run(
     data=NO_DATA,
     steps=STEPS,
-    batch=24,
-    microbatch=6,
+    batch=12,
+    microbatch=4,
     sequence=32,
-    learning_rate=1e-3,
+    learning_rate=2e-3,
     warmup_steps=5,
     checkpoint_steps=CHECKPOINT_STEPS,
     seed=7,
@@ -127,7 +127,7 @@ async def test_the_curve_of_one_process(
 
 @in_virtual_time
 async def test_replicas_killed_and_others_joining(founded: Founded, alone: dict[int, float], tmp_path: Path) -> None:
-    """Every 6 steps one of the replicas is killed, in turn of all spans, and another one comes."""
+    """Every 4 steps one of the replicas is killed, in turn of all spans, and another one comes."""
     async with school_of(founded, tmp_path) as school:
         await school.start_all(PAIRS)
         nodes = list(PAIRS)

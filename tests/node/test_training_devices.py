@@ -19,13 +19,12 @@ from swarmnode.errors import ExecutorDied
 from swarmnode.ledger import Account
 from swarmnode.roles.training.coordinator.worker_handle import Line
 from swarmnode.roles.training.worker.stage import TrainingStage
-from swarmnode.swarm.records.manifest import TRAIN
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.test_devices import cores, held  # noqa: F401
 from tests.node.test_training import DATA, SETTINGS, School, school_of
 from tests.node.virtual_swarm import PASS_S, VirtualMember
-from tests.training_results import assert_same_curve, assert_same_parameters, losses_of_one_process, save_gpt2
+from tests.training_results import assert_same_curve, assert_same_parameters, losses_of_one_process
 
 STEPS = 2
 RUN = msgspec.structs.replace(SETTINGS, steps=STEPS, warmup_steps=1, batch=12, microbatch=3)
@@ -33,21 +32,8 @@ CACHE_TOKENS = 64
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 of two layers on bytes, with dropout, whose ends share their matrix."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    save_gpt2(folder, layers=2, heads=2, width=32, positions=32)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def founded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Founded:
-    return Founded.on(model, tmp_path_factory.mktemp("founded"), mode=TRAIN)
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path, founded: Founded) -> dict[int, float]:
-    return losses_of_one_process(founded.swarm.manifest, model, DATA, RUN)
+def alone(gpt2: Path, training: Founded) -> dict[int, float]:
+    return losses_of_one_process(training.swarm.manifest, gpt2, DATA, RUN)
 
 
 def by_position(item: WorkItem) -> float:
@@ -74,14 +60,14 @@ async def train(school: School) -> tuple[dict[int, float], float]:
 
 @in_virtual_time
 async def test_the_curve_of_one_process_in_half_the_time(
-    founded: Founded, model: Path, alone: dict[int, float], tmp_path: Path
+    training: Founded, gpt2: Path, alone: dict[int, float], tmp_path: Path
 ) -> None:
     took_s = {}
     for devices in (1, 2):
         folder = tmp_path / str(devices)
         folder.mkdir()
-        async with school_of(founded, folder) as school:
-            here = node(school, model, "here", 1.5, devices)
+        async with school_of(training, folder) as school:
+            here = node(school, gpt2, "here", 1.5, devices)
             await here.wait_for("ready")
             losses, took_s[devices] = await train(school)
             assert_same_curve(losses, alone, steps=STEPS)
@@ -92,12 +78,12 @@ async def test_the_curve_of_one_process_in_half_the_time(
 
 @in_virtual_time
 async def test_nodes_of_several_devices_agree(
-    founded: Founded, model: Path, alone: dict[int, float], tmp_path: Path
+    training: Founded, gpt2: Path, alone: dict[int, float], tmp_path: Path
 ) -> None:
     names = {"over both": 0.7, "on each": 1.5}
-    async with school_of(founded, tmp_path) as school:
+    async with school_of(training, tmp_path) as school:
         for name, share in names.items():
-            await node(school, model, name, share).wait_for("ready")
+            await node(school, gpt2, name, share).wait_for("ready")
         losses, _ = await train(school)
         assert_same_curve(losses, alone, steps=STEPS)
         await school.stop(list(names))
@@ -106,8 +92,8 @@ async def test_nodes_of_several_devices_agree(
 
 @in_virtual_time
 async def test_a_device_without_memory_breaks_off_a_pass_and_nothing_counts_twice(
-    founded: Founded,
-    model: Path,
+    training: Founded,
+    gpt2: Path,
     alone: dict[int, float],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -128,8 +114,8 @@ async def test_a_device_without_memory_breaks_off_a_pass_and_nothing_counts_twic
 
     real = torch.autograd.backward
     monkeypatch.setattr(Learner, "backward", break_off)
-    async with school_of(founded, tmp_path) as school:
-        await node(school, model, "node", 0.7).wait_for("ready")
+    async with school_of(training, tmp_path) as school:
+        await node(school, gpt2, "node", 0.7).wait_for("ready")
         losses, _ = await train(school)
         assert next(broken, None) is None
         assert_same_curve(losses, alone, steps=STEPS)
@@ -137,7 +123,7 @@ async def test_a_device_without_memory_breaks_off_a_pass_and_nothing_counts_twic
 
 @in_virtual_time
 async def test_counts_that_are_lost_unheard_are_counted_again(
-    founded: Founded, model: Path, alone: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    training: Founded, gpt2: Path, alone: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a trainer's word that a microbatch is done comes after the stage's that it is lost."""
     reduce, losing = TrainingStage._reduce, iter([True])
@@ -148,17 +134,17 @@ async def test_counts_that_are_lost_unheard_are_counted_again(
         await reduce(stage, line, body)
 
     monkeypatch.setattr(TrainingStage, "_reduce", lose_and_reduce)
-    async with school_of(founded, tmp_path) as school:
-        await node(school, model, "node", 1.4, devices=1).wait_for("ready")
+    async with school_of(training, tmp_path) as school:
+        await node(school, gpt2, "node", 1.4, devices=1).wait_for("ready")
         losses, _ = await train(school)
         assert next(losing, None) is None
         assert_same_curve(losses, alone, steps=STEPS)
 
 
 @in_virtual_time
-async def test_a_device_that_is_lost_is_the_end_of_the_node(founded: Founded, model: Path, tmp_path: Path) -> None:
-    async with school_of(founded, tmp_path) as school:
-        both = node(school, model, "both", 0.7)
+async def test_a_device_that_is_lost_is_the_end_of_the_node(training: Founded, gpt2: Path, tmp_path: Path) -> None:
+    async with school_of(training, tmp_path) as school:
+        both = node(school, gpt2, "both", 0.7)
         await both.wait_for("ready")
 
         def lose() -> None:

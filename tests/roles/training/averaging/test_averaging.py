@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from swarmnode.swarm.records.run import Averaging
 from tests.net.virtual import in_virtual_time
 from tests.roles.training_swarm import PATIENCE_S, TrainingSwarm, local_losses, toy_batches, toy_run
 
-STEPS = 40
+STEPS = 20
 LOSSY = {
     "bf16": Averaging(codec=Codec.BF16),
     "fp16": Averaging(codec=Codec.FP16),
@@ -60,10 +61,16 @@ async def losses_of(
     return losses
 
 
+@functools.cache
+def losses_alone() -> list[float]:
+    """Of one process that averages nothing."""
+    batches = toy_batches()
+    return local_losses(toy_run(batches, STEPS), batches)
+
+
 def assert_close(losses: list[float], averaging: Averaging) -> None:
     """The loss falls as it does in one process that averages nothing."""
-    batches = toy_batches()
-    alone = local_losses(toy_run(batches, STEPS), batches)
+    alone = losses_alone()
     fallen = alone[0] - alone[-1]
     assert fallen > 0.15
     assert losses[0] == pytest.approx(alone[0], rel=1e-5), "the first step is computed before anything is averaged"
