@@ -26,7 +26,7 @@ def reduction_ends_s(
     exchanges = [
         _Exchange(group, indexes, _bytes_by_member(group, model, how))
         for group in groups
-        if len(group.members) > 1 and group.how != How.APART
+        if len(group.members) > 1 and group.how != How.APART and any(member.count for member in group.members)
     ]
     settled = [exchange.gather(now_s, links) for exchange in exchanges]  # all offers leave before the first sum
     return max((exchange.spread(at_s, links) for exchange, at_s in zip(exchanges, settled, strict=True)), default=now_s)

@@ -91,3 +91,12 @@ def test_clusters_joined_by_slow_paths_average_sooner_one_after_another(sides: l
     """4.94 s -> 3.14 s for two of four: here each message goes as a whole, so that the four ways add up."""
     flat_s, clustered_s = joined_s(sides, clustered=False), joined_s(sides, clustered=True)
     assert clustered_s < share * flat_s, (flat_s, clustered_s)
+
+
+def test_a_group_in_which_nobody_has_counted_anything_has_nothing_to_agree_on() -> None:
+    members = (MemberSpec("0", 0), MemberSpec("1", 0))
+    nothing = (None,) * 2
+    pairs = np.full((2, 2), 0.02), np.full((2, 2), 1e8)
+    links = Links(Scenario("two", nothing, *pairs, nothing, nothing, nothing), range(2))
+    groups = [Group(0, (0,), members)]
+    assert reduction_ends_s(3.0, groups, {"0": 0, "1": 1}, links, cast("Model", OneUnit()), Averaging()) == 3.0
