@@ -22,6 +22,7 @@ import msgspec
 
 from swarmnode.codec.messages import VERSION
 from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.errors import SwarmnodeError
 from swarmnode.lending.card_guard import CardGuard
 from swarmnode.lending.cards import Cards
 from swarmnode.lending.energy import EnergyMeter
@@ -167,9 +168,16 @@ class Node:
                     raise death.result()
             for ended in (living, turned_away, reporting, ruling):
                 if ended.done():
+                    await self._look_at_devices(ended.exception())
                     ended.result()
         finally:
             await cancel_and_wait(stopped, turned_away, reporting, ruling, broken)
+
+    async def _look_at_devices(self, error: BaseException | None) -> None:
+        """Raises ExecutorDied where an error that nobody expected comes of a device that is lost."""
+        if isinstance(error, Exception) and not isinstance(error, SwarmnodeError):
+            for executor in self._executors:
+                await executor.look(error)
 
     async def _live(self, host: Host, heavy: asyncio.Future[ModuleType], services: AsyncExitStack) -> None:
         """From joining to serving, and on to other places. `services` last longer: sessions move away before they end."""

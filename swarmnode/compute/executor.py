@@ -198,6 +198,18 @@ class Executor:
         else:
             self._bridge.post(source.abandon, [item], self._over)
 
+    async def look(self, error: Exception, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """After an error in what was done for the device beside its thread, as loading is. Raises ExecutorDied where it is lost."""
+
+        def look() -> None:
+            if is_device_fault(error):
+                raise error
+
+        looked = self.call(Urgency.CONTROL, look, kind="look at the device")
+        await asyncio.wait({looked}, timeout=timeout_s)
+        if looked.done():
+            looked.result()
+
     def post(self, callback: Callable[..., None], *args: Any) -> None:
         """From the thread: have the loop call something."""
         self._bridge.post(callback, *args)

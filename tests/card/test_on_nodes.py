@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,7 +15,11 @@ from transformers import AutoModelForCausalLM
 from swarmnode.client import SwarmClient
 from swarmnode.compute.memory import limit_bytes_for, unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.errors import ExecutorDied
+from swarmnode.lending.lending import Keep
+from swarmnode.lending.lifecycle import LendingState
 from swarmnode.metrics import table
+from swarmnode.net.tasks import cancel_and_wait
 from tests.card.simulated import CARDS, SimulatedCards
 from tests.net.virtual import in_virtual_time
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
@@ -30,11 +35,16 @@ def tiny(tmp_path: Path) -> TinyModel:
 
 
 @contextlib.asynccontextmanager
-async def node_on(model: Path, folder: Path, **stage: Any) -> AsyncIterator[tuple[VirtualMember, SwarmClient]]:
+async def starting_on(model: Path, folder: Path, **stage: Any) -> AsyncIterator[tuple[VirtualSwarm, VirtualMember]]:
     async with VirtualSwarm(folder) as swarm:
         swarm.create(model)
         await swarm.bootstrap()
-        member = swarm.node("volunteer", cache_tokens=CACHE_TOKENS, capture="off", **stage)
+        yield swarm, swarm.node("volunteer", cache_tokens=CACHE_TOKENS, capture="off", **stage)
+
+
+@contextlib.asynccontextmanager
+async def node_on(model: Path, folder: Path, **stage: Any) -> AsyncIterator[tuple[VirtualMember, SwarmClient]]:
+    async with starting_on(model, folder, **stage) as (swarm, member):
         await member.wait_for("ready")
         async with swarm.client() as client:
             yield member, client
@@ -64,3 +74,53 @@ async def test_numbers_too_large_for_an_older_card(cards: SimulatedCards, tiny: 
         (peer,) = (peer for peer in client.status()["peers"] if peer["peer"] == member.peer)
         assert peer["number_format"] == "float32"
         assert len((await client.generate(PROMPT, max_new_tokens=TOKENS)).ids) == TOKENS
+
+
+@pytest.mark.parametrize(
+    ("moment", "again"),
+    [("machine", False), ("loading", False), ("ready", False), ("loading", True)],
+    ids=["before it loads", "while it loads", "when it is ready", "while it moves in again"],
+)
+@in_virtual_time
+async def test_a_card_that_is_lost_ends_the_node_with_that_reason(
+    cards: SimulatedCards, tiny: TinyModel, tmp_path: Path, moment: str, again: bool
+) -> None:
+    """Then the command begins anew; anything else would be told as an error of the program."""
+    moments = [moment] * (1 + again)
+    async with starting_on(tiny.folder, tmp_path, device="cuda:1") as (swarm, member):
+        tell = member.tell
+
+        def lose(event: str, text: str, **details: Any) -> None:
+            tell(event, text, **details)
+            if moments and event == moments[0]:
+                moments.pop(0)
+                cards.lose(not moments)
+
+        member.tell = lose  # type: ignore[method-assign]
+        if again:
+            await member.wait_for("ready")
+            member.node.lending.pause("a try", keep=Keep.DISK)
+            await member.node.lending.until(LendingState.PAUSED)
+            member.node.lending.resume()
+        async with contextlib.AsyncExitStack() as asking:
+            if moment == "ready":
+                client = await asking.enter_async_context(swarm.client())
+                speaking = asyncio.ensure_future(client.generate(PROMPT, max_new_tokens=TOKENS))
+                asking.push_async_callback(cancel_and_wait, speaking)
+            with pytest.raises(ExecutorDied, match="device-side assert"):
+                await asyncio.wait_for(member.task, 600)
+
+
+@in_virtual_time
+async def test_a_card_that_is_lost_while_its_node_leaves(
+    cards: SimulatedCards, tiny: TinyModel, tmp_path: Path
+) -> None:
+    """It leaves, and waits for nothing."""
+    async with node_on(tiny.folder, tmp_path, device="cuda:1") as (member, client):
+        speaking = asyncio.ensure_future(client.generate(PROMPT, max_new_tokens=40))
+        await asyncio.sleep(0.05)
+        member.leave()
+        cards.lose()
+        await asyncio.wait({member.task}, timeout=60)
+        assert member.over and not isinstance(member.task.exception(), RuntimeError)
+        await cancel_and_wait(speaking)
