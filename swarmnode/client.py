@@ -18,6 +18,7 @@ from swarmnode.config import ClientConfig
 from swarmnode.errors import NoRoute, UsageError
 from swarmnode.metrics.metric import Readings
 from swarmnode.model_files import ModelFiles
+from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.observer import SwarmObserver
@@ -283,7 +284,10 @@ class SwarmClient(SwarmObserver):
         def router(span: Span) -> DirectoryRouter:
             return self._router(span, ring=False)
 
-        return await module_class.open(self._host, folder, router, patience_s=self.config.patience_s)
+        def served(peer: PeerId, work: bytes, unit_samples: int) -> None:
+            self._receipts.note(peer, work, served=unit_samples)
+
+        return await module_class.open(self._host, folder, router, patience_s=self.config.patience_s, on_served=served)
 
     # -- transformers
 

@@ -22,8 +22,8 @@ SignedBytes = Annotated[bytes, Meta(min_length=1, max_length=MAX_RECEIPT_BYTES)]
 
 
 class SignedReceipt(Body, frozen=True):
-    """A receipt (`protocol/records.md`), and what it covers beyond the one before: sessions by their ids, microbatches by the
-    seals of their leases."""
+    """A receipt (`protocol/records.md`), and what it covers beyond the one before: sessions and passes by their
+    ids, microbatches by the seals of their leases."""
 
     work: Annotated[tuple[WorkId, ...], Meta(min_length=1, max_length=MAX_WORK_IDS)]
     receipt: SignedBytes

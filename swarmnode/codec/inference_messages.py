@@ -5,7 +5,11 @@ INFER, INFERRED             the question and its answer; ERROR from a peer that 
 
 from __future__ import annotations
 
-from swarmnode.codec.body import Body, Unit
+from typing import Annotated
+
+from msgspec import Meta
+
+from swarmnode.codec.body import SESSION_ID_BYTES, Body, Unit
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.training_fields import Duration, Values, check_rules, check_values
 
@@ -19,9 +23,12 @@ class Infer(Body, frozen=True):
     end: Unit
     values: Values
     within_s: Duration = 0.0  # after which nobody waits for it any more; 0: as long as it takes
+    work: Annotated[bytes, Meta(max_length=SESSION_ID_BYTES)] = (
+        b""  # under which it will be signed for; empty: it will not be
+    )
 
     def check(self) -> None:
-        check_rules("INFER", {"units": self.start < self.end})
+        check_rules("INFER", {"units": self.start < self.end, "work": len(self.work) in (0, SESSION_ID_BYTES)})
         check_values(self.values)
 
 

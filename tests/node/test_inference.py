@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,13 @@ import torch
 from torch import Tensor
 
 from swarmnode.client import SwarmClient
+from swarmnode.codec.credit_messages import MAX_WORK_IDS
 from swarmnode.codec.tensors import Codec, DType, TensorInfo, payload_bytes
 from swarmnode.compress.values import Encoded, decode_values, encode_values, payload_of
 from swarmnode.errors import ErrorCode, NoRoute, ProtocolError, UsageError
 from swarmnode.roles.creation.model_source import ModelSource, from_module
+from swarmnode.roles.credit.receipt_issuer import GATHER_S
+from swarmnode.roles.credit.worker_credits import folder_credits
 from tests.net.virtual import in_virtual_time
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
 from tests.segmenter import SIDE, WORDS, segmenter
@@ -149,6 +153,40 @@ async def test_equals_one_process_whatever_the_batch(tmp_path: Path, module: Mod
             batches = [inputs(samples, samples) for samples in (1, 3, 4, 32)]
             for arrays, outputs in zip(batches, await asyncio.gather(*map(client.infer, batches)), strict=True):
                 assert_close(outputs, arrays)
+
+
+@in_virtual_time
+async def test_each_hop_is_signed_for_what_it_computed(tmp_path: Path, module: ModelSource) -> None:
+    async with VirtualSwarm(tmp_path) as swarm:
+        await two_hops(swarm, module, 2)
+        async with swarm.client() as client:
+            for samples in (2, 3):
+                await client.infer(inputs(samples))
+            with lying(nan, swarm.members["first-0"], swarm.members["first-1"]) as lied:
+                await client.infer(inputs(4))
+            assert lied, "whose answer was of no use"
+        credits = {one.worker: one.credit for one in folder_credits(swarm.folder / "homes")}
+        served: Counter[str] = Counter()
+        for worker, credit in credits.items():
+            assert list(credit.by_client) == [client.peer_id]
+            served[swarm.member(worker).name.partition("-")[0]] += credit.served
+        half = module.model.units // 2
+        assert served == {"first": half * (2 + 3 + 4), "last": (module.model.units - half) * (2 + 3 + 4)}
+
+
+@in_virtual_time
+async def test_many_passes_are_signed_for_without_waiting(tmp_path: Path, module: ModelSource) -> None:
+    async with VirtualSwarm(tmp_path) as swarm:
+        await two_hops(swarm, module, 1)
+        async with swarm.client() as client:
+            issuer, last = client._receipts, swarm.members["last-0"]
+            works = [number.to_bytes(16, "big") for number in range(4 * MAX_WORK_IDS)]
+            for work in works:
+                last.node._host.completed.note(work, 5)  # as that many passes would
+                issuer.note(last.peer, work, served=5)
+            await asyncio.sleep(2 * GATHER_S)
+            (found,) = folder_credits(swarm.folder / "homes")
+            assert found.credit.served == 5 * len(works)
 
 
 @in_virtual_time

@@ -90,8 +90,9 @@ class ReceiptIssuer:
     async def _issue(self, peer: PeerId) -> None:
         """Sign until nothing of this peer waits."""
         try:
-            while self._batch(peer).waiting:
-                await self._gather()
+            while waiting := self._batch(peer).waiting:
+                if len(waiting) < MAX_WORK_IDS:
+                    await self._gather()
                 await self._sign(peer, self._batch(peer))
         except (PeerError, NetworkDown, asyncio.TimeoutError) as error:
             log.info("peer %s has no receipt from us: %s", peer, error or "no answer")

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from swarmnode.codec.body import SESSION_ID_BYTES
 from swarmnode.codec.frames import MAX_PAYLOAD_BYTES
 from swarmnode.codec.inference_messages import INFER_PROTOCOL, Infer, Inferred
 from swarmnode.codec.messages import HopSpec
@@ -28,6 +30,7 @@ from swarmnode.errors import (
     UsageError,
 )
 from swarmnode.net.deadlines import Deadline
+from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.view import Span
@@ -38,6 +41,9 @@ from swarmnode.roles.serving.client.router import Router
 
 Values = tuple[Tensor, ...]
 
+Served = Callable[[PeerId, bytes, int], None]
+"""(peer, id of a pass, units x samples that it computed)"""
+
 HOP = Deadline(floor_s=10.0, ceiling_s=120.0, slack=8.0)
 AVOID_S = 5.0
 
@@ -45,12 +51,22 @@ log = logging.getLogger(__name__)
 
 
 class InferenceClient:
-    """Leads passes through the graph of `layout`; `router` finds routes over a span of its units. Ended by `close`."""
+    """Leads passes through the graph of `layout`; `router` finds routes over a span of its units, `on_served` hears what peers have
+    done. Ended by `close`."""
 
-    def __init__(self, host: Host, layout: Layout, router: Callable[[Span], Router], *, patience_s: float) -> None:
+    def __init__(
+        self,
+        host: Host,
+        layout: Layout,
+        router: Callable[[Span], Router],
+        *,
+        patience_s: float,
+        on_served: Served = lambda _peer, _work, _unit_samples: None,
+    ) -> None:
         self.layout = layout
         self._router = router
         self._patience_s = patience_s
+        self._on_served = on_served
         self._clock = host.clock.monotonic
         self._observed = host.observed_latency
         self._board = Switchboard(
@@ -70,7 +86,7 @@ class InferenceClient:
         return await _Pass(self, values).run()
 
     async def _ask(self, hop: HopSpec, values: Values, batch: int) -> Values:
-        """What one peer makes of them. Raises PeerError, NetworkDown."""
+        """What one peer makes of them. Raises PeerError, also for NaN that did not go in, NetworkDown."""
         infos, payload = encode_values(to_wire(values))
         within_s = HOP.wait_s(
             rtt_s=self._board.rtt_s(hop.peer),
@@ -78,13 +94,17 @@ class InferenceClient:
             size_bytes=2 * sum(map(len, payload)),
             bytes_per_s=(self._board.bandwidth_bps(hop.peer) or 0.0) / 8 or None,
         )
-        question = Infer(hop.start, hop.end, infos, within_s)
+        question = Infer(hop.start, hop.end, infos, within_s, secrets.token_bytes(SESSION_ID_BYTES))
         async for frame, body in ask(self._board, hop.peer, question, payload=payload, silence_s=within_s):
             if not isinstance(body, Inferred):
                 break
             check_values(self.layout, hop.end, told(body.values), batch)
             results = await asyncio.to_thread(decode_values, body.values, frame.payload, "cpu")
-            return from_wire(self.layout, hop.end, results)
+            computed = from_wire(self.layout, hop.end, results)
+            if _has_nan(computed) and not _has_nan(values):
+                raise PeerRefused(f"what peer {hop.peer} computed holds NaN", code=ErrorCode.NOT_FINITE, peer=hop.peer)
+            self._on_served(hop.peer, question.work, (hop.end - hop.start) * batch)
+            return computed
         raise ProtocolError("a peer ended a conversation without an answer", peer=hop.peer)
 
     def _expected_s(self, hop: HopSpec, batch: int) -> float | None:
@@ -127,8 +147,6 @@ class _Pass:
         client, began_s = self._client, self._client._clock()
         try:
             values = await client._ask(hop, self._values, self._batch)
-            if _has_nan(values) and not _has_nan(self._values):
-                raise PeerRefused(f"what peer {hop.peer} computed holds NaN", code=ErrorCode.NOT_FINITE, peer=hop.peer)
         except (PeerError, NetworkDown) as error:
             self._fail(hop, router, error)
             return False

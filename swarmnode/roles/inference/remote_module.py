@@ -12,7 +12,7 @@ from swarmnode.compute.graph.layout import Layout
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.plan.view import Span
 from swarmnode.roles.host import Host
-from swarmnode.roles.inference.client import InferenceClient
+from swarmnode.roles.inference.client import InferenceClient, Served
 from swarmnode.roles.serving.client.router import Router
 
 if TYPE_CHECKING:
@@ -31,11 +31,12 @@ class RemoteModule:
 
     @classmethod
     async def open(
-        cls, host: Host, folder: Path, router: Callable[[Span], Router], *, patience_s: float
+        cls, host: Host, folder: Path, router: Callable[[Span], Router], *, patience_s: float, on_served: Served
     ) -> RemoteModule:
-        """The module whose graph is in `folder`; `router` finds routes over a span of its units. Raises CheckpointError."""
+        """The module whose graph is in `folder`; `router` finds routes over a span of its units, `on_served` hears what peers have
+        done. Raises CheckpointError."""
         layout = await asyncio.to_thread(lambda: Layout(read_graph(folder)))
-        return cls(InferenceClient(host, layout, router, patience_s=patience_s))
+        return cls(InferenceClient(host, layout, router, patience_s=patience_s, on_served=on_served))
 
     async def close(self) -> None:
         """End all links."""

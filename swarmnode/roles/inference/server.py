@@ -29,6 +29,7 @@ from swarmnode.net.limits.fair_share import FairShare
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
+from swarmnode.roles.credit.completed_work import CompletedWork
 from swarmnode.roles.measuring.meters import cause_of
 
 PASSES, PASSES_OF_PEER = 64, 16  # that run or wait
@@ -50,15 +51,17 @@ class InferenceServer:
         link_config: LinkConfig,
         memory: MemoryLedger,
         throttle: Throttle,
+        completed: CompletedWork,
         *,
         on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
     ) -> None:
-        """`memory` and `throttle` are of the device of `segment`."""
+        """`memory` and `throttle` are of the device of `segment`; what is done for others goes into `completed`."""
         self.draining = False
         self._segment = segment
         self._executor = executor
         self._memory = memory
         self._throttle = throttle
+        self._completed = completed
         self._passes: FairShare[asyncio.Task[None]] = FairShare(PASSES, of_peer=PASSES_OF_PEER)
         self._refusals: Counter[ErrorCode] = Counter()
         self._tasks = Tasks("inference server", on_crash=link_config.supervisor.ends_conversation)
@@ -172,7 +175,10 @@ class InferenceServer:
                 owner=channel.peer[-8:],
                 size=batch,
             )
-            return await asyncio.wait_for(computing, min(asked.within_s or MOST_S, MOST_S))
+            computed = await asyncio.wait_for(computing, min(asked.within_s or MOST_S, MOST_S))
+        if asked.work:
+            self._completed.note(asked.work, (asked.end - asked.start) * batch)
+        return computed
 
     def _compute(self, asked: Infer, payload: Buffer, batch: int) -> Encoded:
         """On the compute thread."""

@@ -76,6 +76,7 @@ class InferenceStage:
                 host.link_config,
                 lent.ledger,
                 lent.throttle,
+                host.completed,
                 on_neighbour_lost=host.lost_neighbour,
             )
             undo.push_async_callback(server.close)
