@@ -25,7 +25,7 @@ from swarmnode.gateway.page import machine, members, static_files, swarms
 from swarmnode.gateway.page.page import Page
 from swarmnode.version import __version__
 
-TRIED_TYPE = re.compile(r"str|int|float|bool|[\w-]+\[.*|[A-Z]\w+")
+TRIED_TYPE = re.compile(r"str|int|float|bool|[\w-]+\[.*|[A-Z]\w+|\[key\]")
 GONE = 499  # nginx's, for logs: nobody reads it
 
 
@@ -66,6 +66,10 @@ async def _not_valid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     found: dict[str, list[str]] = {}  # what could be there instead, by field
     for each in error.errors():
+        if each["type"] == "json_invalid":
+            return ApiError(
+                400, f"the body is not JSON: {each['ctx']['error']} at character {each['loc'][-1]}"
+            ).response()
         found.setdefault(_field(each["loc"]), []).append(each["msg"])
     where, wanted = next(iter(found.items()))
     text = "; or: ".join(dict.fromkeys(wanted))
@@ -82,7 +86,11 @@ def _field(place: Sequence[int | str]) -> str:
 
 async def _http_failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return ApiError(error.status_code, str(error.detail)).response()
+    unread = isinstance(error.__cause__, ValueError | RecursionError)  # a body, by FastAPI
+    text = f"the body cannot be read: {error.__cause__}" if unread else str(error.detail)
+    response = ApiError(error.status_code, text).response()
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def _nobody_there(request: Request, error: Exception) -> Response:

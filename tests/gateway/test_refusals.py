@@ -52,7 +52,12 @@ BAD: list[tuple[str, Any, int, str]] = [
     (CHAT, {"messages": HI, "min_p": 1.5}, 400, "min_p"),
     (CHAT, {"messages": HI, "frequency_penalty": 2.1}, 400, "frequency_penalty"),
     (CHAT, {"messages": HI, "repetition_penalty": 0}, 400, "repetition_penalty"),
-    (CHAT, {"messages": HI, "logit_bias": {"1": 101}}, 400, "biases"),
+    (CHAT, {"messages": HI, "logit_bias": {"1": 101}}, 400, "logit_bias.1: Input"),
+    (CHAT, {"messages": HI, "logit_bias": {"-1": 1}}, 400, "logit_bias.-1: Input"),
+    (CHAT, {"messages": HI, "temperature": float("nan")}, 400, "temperature"),
+    (CHAT, {"messages": HI, "top_k": 1 << 40}, 400, "top_k"),
+    (CHAT, {"messages": HI, "top_logprobs": 3}, 400, "logprobs: true"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "'text' has no text"),
     (CHAT, {"messages": HI, "logit_bias": {"512": 1}}, 400, "vocabulary"),
     (CHAT, {"messages": HI, "logit_bias": {"hen": 1}}, 400, "logit_bias"),
     (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, 400, "logprobs"),
@@ -63,8 +68,8 @@ BAD: list[tuple[str, Any, int, str]] = [
     (CHAT, {"messages": HI, "response_format": formatted({"enum": ["x" * 9999] * 2})}, 400, "16384 bytes"),
     (CHAT, {"messages": HI, "grammar": "start: ("}, 400, "grammar"),
     (CHAT, {"messages": HI, "tool_choice": "required"}, 400, "tool_choice"),
-    (CHAT, {"messages": HI, "max_tokens": 0}, 400, "max_new_tokens"),
-    (CHAT, {"messages": HI, "max_tokens": 1 << 40}, 400, "max_new_tokens"),
+    (CHAT, {"messages": HI, "max_tokens": 0}, 400, "max_tokens: Input"),
+    (CHAT, {"messages": HI, "max_tokens": 1 << 40}, 400, "max_tokens: Input"),
     (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": "perhaps"}, 400, "tool_choice"),
     (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": {"function": "count"}}, 400, "tool_choice"),
     (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": {"function": {"name": "x"}}}, 400, "tool_choice"),
@@ -90,9 +95,10 @@ BAD: list[tuple[str, Any, int, str]] = [
     (TEXT, {"prompt": {"a": 1}}, 400, "prompt: Input should be a valid string; or: Input should be a valid list"),
     (TEXT, {"prompt": "hens \udfff"}, 400, "half of a character"),
     (TEXT, {"prompt": "hi", "suffix": "!"}, 400, "suffix"),
-    (TEXT, "{", 400, "JSON"),
-    (TEXT, "[" * 100_000, 400, ""),
-    (TEXT, "\x00\xff", 400, ""),
+    (TEXT, "{", 400, "the body is not JSON"),
+    (TEXT, "{}x", 400, "not JSON: Extra data at character 2"),
+    (TEXT, "[" * 100_000, 400, "the body cannot be read: "),
+    (TEXT, "{\xff", 400, "the body cannot be read: 'utf-8' codec"),
     ("/v1/audio/speech", {}, 404, "Not Found"),
     ("/tokenize", {}, 400, "either"),
     ("/detokenize", {"tokens": [9999]}, 400, "vocabulary"),
@@ -161,6 +167,18 @@ async def test_a_full_swarm_says_when_to_come_again(founded: Founded, tmp_path: 
             await served.openai.completions.create(model=MODEL, prompt="hens", max_tokens=100_000)
         assert refusal.value.code == "context_length_exceeded"
         assert (await served.openai.completions.create(model=MODEL, prompt="hens", max_tokens=8)).choices[0].text
+
+
+@in_virtual_time
+async def test_heads_alone_and_methods_that_are_not_there(founded: Founded, tmp_path: Path) -> None:
+    async with serving(founded, tmp_path) as served:
+        assert [(await served.http.head(path)).status_code for path in ("/health", "/v1/models", "/v1/x")] == [
+            200,
+            200,
+            404,
+        ]
+        told = await served.http.get(CHAT)
+        assert (told.status_code, told.headers["allow"]) == (405, "POST") and told.json()["error"]["message"]
 
 
 @in_virtual_time

@@ -36,6 +36,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # of whose answer the server sends the head alone
         body = _BoundedBody(receive, self._config)
         try:
             headers = Headers(scope=scope)
@@ -59,13 +61,13 @@ class Guard:
 
     def _check_page(self, headers: Headers) -> None:
         """A page in this machine's browser reaches loopback, too: by a name that leads there (DNS rebinding), or across origins."""
-        host = urlsplit(f"//{headers.get('host', '')}").hostname
-        if self._config.loopback and host not in LOOPBACK_NAMES:
+        host = headers.get("host")  # HTTP/1.0 has none, and no browser speaks it
+        if self._config.loopback and host is not None and urlsplit(f"//{host}").hostname not in LOOPBACK_NAMES:
             raise ApiError(403, "this gateway is for programs on its own machine", code="wrong_host")
         origin = headers.get("origin")
         if origin is None or origin in self._config.origins:
             return
-        if urlsplit(origin).netloc != headers.get("host"):
+        if urlsplit(origin).netloc != host:
             raise ApiError(
                 403, f"pages of {origin} may not call this gateway: allow them with --cors", code="wrong_origin"
             )

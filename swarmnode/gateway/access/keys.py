@@ -98,6 +98,8 @@ def load_keys(path: Path, *, clock: Callable[[], float] = time.monotonic) -> Key
             name, digest, *limits = words
             if not NAME.fullmatch(name) or not HASH.fullmatch(digest):
                 raise ValueError(line)
+            if digest in keys:
+                raise UsageError(f"{path}, line {number}: that key has a line already, as {keys[digest].name}")
             keys[digest] = ApiKey(name, _limits(limits), clock=clock)
         except (ValueError, TypeError):
             allowed = " ".join(f"[{field.name}=N]" for field in fields(KeyLimits))

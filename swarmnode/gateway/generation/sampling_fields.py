@@ -4,15 +4,29 @@ were not there."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from swarmnode.codec.body import MAX_SEED
-from swarmnode.codec.sampling import Grammar, GrammarKind
+from swarmnode.codec.body import MAX_POSITIONS, MAX_SEED, MAX_TEMPERATURE, MAX_TOKEN_ID
+from swarmnode.codec.sampling import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    Grammar,
+    GrammarKind,
+)
 from swarmnode.gateway.generation.response_format import ResponseFormat
 from swarmnode.gateway.generation.tool_use import ToolUse
 from swarmnode.gateway.http.api_error import ApiError
+
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+NewTokens = Annotated[int, Field(ge=1, le=MAX_POSITIONS)]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -37,18 +51,18 @@ class SamplingFields(BaseModel):
     """How to draw, as chats and completions have it in common."""
 
     model: str = ""
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID)  # vLLM's -1 is off, as 0 is
+    min_p: float | None = Field(None, ge=0, le=1)
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: float | None = Field(None, ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
+    logit_bias: dict[TokenId, Bias] | None = Field(None, max_length=MAX_BIASES)
     response_format: ResponseFormat | None = None
     grammar: str | None = None
     seed: int | None = None
-    max_tokens: int | None = None
+    max_tokens: NewTokens | None = None
     stop: str | list[str] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -98,7 +112,7 @@ class SamplingFields(BaseModel):
         return {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": 1.0 if self.top_p is None else self.top_p,
-            "top_k": max(0, self.top_k or 0),  # vLLM's -1 is off, too
+            "top_k": max(0, self.top_k or 0),
             "min_p": self.min_p or 0.0,
             "frequency_penalty": self.frequency_penalty or 0.0,
             "presence_penalty": self.presence_penalty or 0.0,

@@ -11,6 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from swarmnode.errors import LocalError
+from swarmnode.gateway.http.bounded_http import BoundedHttp
 
 MAX_CONNECTIONS = 1024
 LEAVE_S = 5  # for answers that are under way
@@ -29,6 +30,8 @@ async def serving_http(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]
     listener = await asyncio.to_thread(_listen, host, port)  # it may ask a resolver
     config = uvicorn.Config(
         app,
+        http=BoundedHttp,
+        ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,

@@ -31,8 +31,10 @@ def text_of(content: str | Sequence[ContentPart] | None) -> str:
 
 
 def _text_in(part: ContentPart) -> str:
-    if part.type not in TEXT_PARTS or part.text is None:
+    if part.type not in TEXT_PARTS:
         raise not_text(part.type)
+    if part.text is None:
+        raise ApiError(400, f"a part of type {part.type!r} has no text", parameter="messages")
     return part.text
 
 

@@ -6,8 +6,9 @@ from typing import Any, Literal, cast
 
 from pydantic import BaseModel, Field
 
-from swarmnode.gateway.generation.sampling_fields import SamplingFields
+from swarmnode.gateway.generation.sampling_fields import Logprobs, NewTokens, SamplingFields
 from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, ToolUse
+from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.openai.conversation import MAX_MESSAGES, Message, templated
 
 
@@ -52,17 +53,21 @@ class ChatRequest(CompletionFields):
     """POST /v1/chat/completions"""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = None
+    max_completion_tokens: NewTokens | None = None
     tools: list[OfferedTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: Logprobs | None = None
 
     @property
     def told_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(
+                400, "top_logprobs are told with logprobs only: say logprobs: true", parameter="top_logprobs"
+            )
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -94,7 +99,7 @@ class CompletionRequest(CompletionFields):
     prompt: str | list[int] | list[str] | list[list[int]]
     echo: bool = False
     suffix: str | None = None
-    logprobs: int | None = None
+    logprobs: Logprobs | None = None
     return_token_ids: bool = False
 
     @property

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from swarmnode.codec.sampling import Grammar
 from swarmnode.gateway.generation.response_format import ResponseFormat
-from swarmnode.gateway.generation.sampling_fields import SamplingFields
+from swarmnode.gateway.generation.sampling_fields import NewTokens, SamplingFields
 from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, ToolUse, function_tool
 from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.openai.conversation import (
@@ -69,7 +69,7 @@ class ResponsesRequest(SamplingFields):
 
     input: str | list[InputItem] = Field(max_length=1 << 24)
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: NewTokens | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     reasoning: ReasoningOptions | None = None

@@ -61,12 +61,12 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         rules = {
-            "max_new_tokens must be at least 1": 1 <= self.max_new_tokens <= MAX_POSITIONS,
+            f"max_new_tokens must be between 1 and {MAX_POSITIONS}": 1 <= self.max_new_tokens <= MAX_POSITIONS,
             f"temperature must not be negative, nor above {MAX_TEMPERATURE:g}": 0
             <= self.temperature
             <= MAX_TEMPERATURE,
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
-            "top_k must not be negative": 0 <= self.top_k <= MAX_TOKEN_ID,
+            f"top_k must not be negative, nor above {MAX_TOKEN_ID}": 0 <= self.top_k <= MAX_TOKEN_ID,
             f"at most {MAX_STOP_IDS} stop tokens": len(self.stop_ids) <= MAX_STOP_IDS,
             "stop tokens must be token ids": all(0 <= token <= MAX_TOKEN_ID for token in self.stop_ids),
             "seed must be a number of 63 bits": self.seed is None or 0 <= self.seed <= MAX_SEED,
