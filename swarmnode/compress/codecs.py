@@ -35,7 +35,7 @@ DTYPE_OF = {
     torch.int32: DType.INT32,
     torch.uint8: DType.UINT8,
 }
-_SMALL = (Codec.INT8, DType.FLOAT32)
+_SMALL = (int(Codec.INT8), int(DType.FLOAT32))
 TORCH_DTYPE = {int(code): dtype for dtype, code in DTYPE_OF.items()}
 
 
@@ -46,8 +46,8 @@ def encode(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[TensorInfo,
     a large payload is a view of the tensor's memory: do not write to the tensor before the payload is sent.
     Raises ValueError on a dtype that the codec does not carry.
     """
-    if codec == Codec.INT8 and is_small(tensor) and (payload := encode_small_int8(tensor.detach())) is not None:
-        return TensorInfo(int(codec), int(DType.FLOAT32), tuple(tensor.shape)), payload
+    if codec == Codec.INT8 and is_small(tensor) and (payload := encode_small_int8(tensor)) is not None:
+        return TensorInfo(*_SMALL, tuple(tensor.shape)), payload
     info, payload_M = encode_in_place(tensor, codec, param=param)
     return info, to_buffer(payload_M)
 
@@ -58,7 +58,7 @@ def encode_in_place(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[Te
     if dtype is None or (codec != Codec.NONE and dtype not in FLOAT_DTYPES):
         raise ValueError(f"codec {Codec(codec).name} does not carry tensors of {tensor.dtype}")
     shape = tuple(tensor.shape)
-    if codec == Codec.INT8 and is_small(tensor) and (payload := encode_small_int8(tensor.detach())) is not None:
+    if codec == Codec.INT8 and is_small(tensor) and (payload := encode_small_int8(tensor)) is not None:
         return TensorInfo(int(codec), int(dtype), shape), torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     if not tensor.numel():
         return TensorInfo(int(codec), int(dtype), shape), torch.empty(0, dtype=torch.uint8)

@@ -21,6 +21,10 @@ _STEP = np.float32(1 / LEVELS)
 _SMALLEST = np.float32(SMALLEST_SCALE)
 _SPLIT = np.float32((1 << 16) + 1)  # Veltkamp's: it leaves the 8 bits of significand that bfloat16 has
 _LARGEST = np.float32(2.0**110)  # of an element: what is split must not overflow
+_HALVES, _CODES = (
+    np.dtype("<u2"),
+    np.dtype(np.int8),
+)  # a dtype that is named anew each time costs as much as an operation
 _INFINITE = 0x7F80  # as bfloat16; NaN and what is negative lie above
 _HIGH = np.uint32(16)
 
@@ -32,28 +36,29 @@ def is_few(count: int) -> bool:
 
 def is_small(x: Tensor) -> bool:
     """Whether it can be encoded here."""
-    return is_few(x.numel()) and x.dtype == torch.float32 and x.device.type == "cpu"
+    return is_few(x.numel()) and x.dtype == torch.float32 and x.is_cpu
 
 
 def encode_small_int8(x: Tensor) -> bytes | None:
     """The payload of a tensor that is small; None where it holds huge values, or such as are not finite."""
-    x_GW: NDArray[Any] = x.numpy().reshape(-1, INT8_GROUP)
+    x_GW: NDArray[Any] = (x.detach() if x.requires_grad else x).numpy().reshape(-1, INT8_GROUP)
     peaks_G = np.maximum.reduce(np.abs(x_GW), 1)
     if not np.maximum.reduce(peaks_G) < _LARGEST:
         return None
     scales_G = np.maximum(peaks_G * _STEP, _SMALLEST)
     split_G = scales_G * _SPLIT
     scales_G = split_G - (split_G - scales_G)  # to bfloat16: to the nearest, ties to even
-    codes_GW = np.rint(x_GW * np.reciprocal(scales_G)[:, None]).astype(np.int8)
-    return scales_G.view("<u2")[1::2].tobytes() + codes_GW.tobytes()
+    codes_GW = x_GW * np.reciprocal(scales_G)[:, None]
+    np.rint(codes_GW, codes_GW)
+    return scales_G.view(_HALVES)[1::2].tobytes() + codes_GW.astype(_CODES).tobytes()
 
 
 def decode_small_int8(payload: bytes | bytearray | memoryview, count: int) -> Tensor | None:
     """x_N in float32; None where a scale is not finite."""
     groups = count // INT8_GROUP
-    halves_G = np.frombuffer(payload, "<u2", groups)
+    halves_G = np.frombuffer(payload, _HALVES, groups)
     if np.maximum.reduce(halves_G) >= _INFINITE:
         return None
     scales_G = (halves_G.astype(np.uint32) << _HIGH).view(np.float32)
-    codes_GW = np.frombuffer(payload, np.int8, count, 2 * groups).reshape(groups, INT8_GROUP)
+    codes_GW = np.frombuffer(payload, _CODES, count, 2 * groups).reshape(groups, INT8_GROUP)
     return torch.from_numpy(codes_GW * scales_G[:, None]).view(-1)
