@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from swarmnode.codec.audit_messages import Seed
-from swarmnode.codec.body import Body, Step, Unit
+from swarmnode.codec.body import MAX_UNITS, Block, Body, Step, Unit
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.training_fields import (
     MAX_MASK_BYTES,
@@ -36,6 +36,7 @@ MAX_COMMITMENT_BYTES = 1024
 ENTRY_BYTES = 4 + DIGEST_BYTES  # number and first unit (16 bits each, little-endian), and the record's SHA-256
 MAX_ENTRIES = 8 * MAX_MASK_BYTES
 MAX_RECORDS = 16  # of one SKETCHES
+MAX_TILES = 1 << 32
 
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
@@ -111,11 +112,19 @@ class GetSketches(Body, frozen=True):
     first: Annotated[int, Meta(ge=0, lt=MAX_ENTRIES)]
 
 
+class BlockTiles(Body, frozen=True):
+    """How long the sketch of a block's gradients is."""
+
+    block: Block
+    tiles: Annotated[int, Meta(ge=1, lt=MAX_TILES)]
+
+
 class SketchesReply(Body, frozen=True):
     """The answer: the records of that entry and of some that follow it. The payload: their sketches of the parameters' gradients,
-    one after another."""
+    one after another. `blocks`: all of which something is in there, for who does not hold them."""
 
     records: Annotated[tuple[MicrobatchRecord, ...], Meta(min_length=1, max_length=MAX_RECORDS)]
+    blocks: Annotated[tuple[BlockTiles, ...], Meta(max_length=MAX_UNITS + 1)] = ()
 
     def check(self) -> None:
         for record in self.records:

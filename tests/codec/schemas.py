@@ -17,7 +17,7 @@ from msgspec import inspect as types
 from swarmnode.codec.averaging_messages import Form, Group, MemberSpec, PathRate
 from swarmnode.codec.messages import BODIES, HopSpec, Sampling
 from swarmnode.codec.sampling import Grammar
-from swarmnode.codec.spot_check_messages import Crossing, MicrobatchRecord
+from swarmnode.codec.spot_check_messages import BlockTiles, Crossing, MicrobatchRecord
 from swarmnode.codec.state_messages import StateEntry
 from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.trace_messages import TraceStep
@@ -65,6 +65,7 @@ NAMES: dict[type[msgspec.Struct], str] = {
     RevocationList: "revocation_list",
     MicrobatchRecord: "microbatch_record",
     Crossing: "crossing",
+    BlockTiles: "block_tiles",
     Commitment: "step_commitment",
     Statement: "hop_statement",
     Edge: "edge",

@@ -203,7 +203,7 @@ def test_limits_are_the_ones_of_the_code() -> None:
         )
         for name in constants(body)
     }
-    imported |= {f"spot_check_messages.MAX_{name}" for name in ("MASK_BYTES", "VALUES")}
+    imported |= {f"spot_check_messages.MAX_{name}" for name in ("MASK_BYTES", "UNITS", "VALUES")}
     imported |= {"body.MAX_SEQ", "messages.MAX_SEQ", "manifest.MAX_FILE_BYTES", "run.MAX_RUN_BYTES"}
     imported |= {
         f"certificate.MAX_{name}" for name in ("CERTIFICATE_BYTES", "GRANT_BYTES", "PEER_CHARS", "PROOF_BYTES")
@@ -243,7 +243,7 @@ PAGES = {
     ),
     **{NAMES[body]: "training" for body in (*training_messages.TRAINING_BODIES.values(), *PARTS) if body in NAMES},
     **{NAMES[body]: "training" for body in spot_check_messages.SPOT_CHECK_BODIES.values()},
-    **dict.fromkeys(("run", "averaging", "compression", "microbatch_record", "crossing"), "training"),
+    **dict.fromkeys(("run", "averaging", "compression", "microbatch_record", "crossing", "block_tiles"), "training"),
     "tensor": "tensors",
     **dict.fromkeys(("invite", "owned_invite"), "invites"),
     **dict.fromkeys(("grant", "certificate", "revocation_list"), "membership"),

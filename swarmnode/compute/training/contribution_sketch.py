@@ -20,10 +20,11 @@ from swarmnode.compute.training.gradient_sketch import signs, tile_count, tile_l
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Of one block with so many `elements`: what came, and how much of each tile."""
+    """Of one block with so many `elements`: what came, its squares, and how much of each tile."""
 
     elements: int
     sums_S: Tensor
+    squares_S: Tensor
     came_S: Tensor
 
     @property
@@ -65,12 +66,13 @@ class ContributionSketch:
         tile = tile_length(elements)
         if block not in self._tiles:
             count = tile_count(elements)
-            self._tiles[block] = _Tiles(elements, torch.zeros(count), torch.zeros(count))
+            self._tiles[block] = _Tiles(elements, torch.zeros(count), torch.zeros(count), torch.zeros(count))
         tiles, edges = self._tiles[block], (first % tile, -(first + len(values_M)) % tile)
         signs_T = signs(self._seed)[:tile]
-        sums = (pad(values_M, edges).view(-1, tile) @ signs_T.to(values_M.device)).cpu()
-        place = slice(first // tile, first // tile + len(sums))
-        tiles.sums_S[place] += sums
+        values_ST = pad(values_M, edges).view(-1, tile)
+        place = slice(first // tile, first // tile + len(values_ST))
+        tiles.sums_S[place] += (values_ST @ signs_T.to(values_M.device)).cpu()
+        tiles.squares_S[place] += values_ST.square().sum(dim=1).cpu()
         tiles.came_S[place] += pad(torch.ones(len(values_M)), edges).view(-1, tile).sum(dim=1)
 
     @property
@@ -78,10 +80,15 @@ class ContributionSketch:
         """Of which something has come."""
         return sorted(self._tiles)
 
-    def beside(self, sums: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
-        """(What came, what `sums`, the whole sketch_S of these blocks, have there) of the tiles that came whole, one block after
-        another."""
+    def beside(self, sums: Mapping[int, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """(What came, what `sums`, the whole sketch_S of these blocks, have there, the squares of what came) of the tiles that came
+        whole, one block after another."""
         whole = {block: tiles.whole_S for block, tiles in sorted(self._tiles.items())}
         came = [self._tiles[block].sums_S[found] for block, found in whole.items()]
         due = [sums[block][found] for block, found in whole.items()]
-        return torch.cat([torch.empty(0), *came]), torch.cat([torch.empty(0), *due])
+        squares = [self._tiles[block].squares_S[found] for block, found in whole.items()]
+        return (
+            torch.cat([torch.empty(0), *came]),
+            torch.cat([torch.empty(0), *due]),
+            torch.cat([torch.empty(0), *squares]),
+        )

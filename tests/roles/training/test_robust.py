@@ -17,6 +17,8 @@ from torch import nn
 from swarmnode.codec.averaging_messages import Part
 from swarmnode.codec.frames import Frame, FrameKind
 from swarmnode.codec.messages import decode_body
+from swarmnode.codec.tensors import Codec
+from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.training.datasets.batches import ArrayBatches
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.run import Averaging
@@ -55,8 +57,10 @@ class FalseGradients(Saboteur):
             said = decode_body(frame.kind, frame.body)
             if isinstance(said, Part) and not said.agreed:
                 self.lies += 1
-                told = self._lie(np.frombuffer(bytes(frame.payload), np.float32))
-                return Frame(frame.kind, frame.channel, frame.seq, frame.body, told.tobytes())
+                (info,) = said.values
+                values = decode(info, frame.payload).numpy()
+                _, payload = encode(torch.from_numpy(self._lie(values)), Codec(info.codec))
+                return Frame(frame.kind, frame.channel, frame.seq, frame.body, bytes(payload))
         return frame
 
 

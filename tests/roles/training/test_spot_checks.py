@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from swarmnode.codec.spot_check_messages import (
     MicrobatchRecord,
     MicrobatchReply,
 )
+from swarmnode.codec.tensors import Codec
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.ledger import MemoryLedger
@@ -39,6 +41,7 @@ from swarmnode.roles.training.spot_checks.spot_checks import RECOMPUTED
 from swarmnode.roles.training.spot_checks.suspicions import LOOKS, Suspicions
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.commitment import Commitment, sign_commitment
+from swarmnode.swarm.records.run import Averaging
 from tests.roles import training_swarm
 from tests.roles.training.test_hangs import LONGEST_S, Scenario, in_scenario
 from tests.roles.training.test_robust import FalseGradients, WideSegment
@@ -90,9 +93,19 @@ def _first(values: Any, lie: Lie | None) -> Any:
     return values if lie is None or values[0] is None else (lie(values[0]), *values[1:])
 
 
-async def train(scene: Scenario, *, steps: int = STEPS) -> list[float]:
+def in_numpy(lie: Lie) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
+    """For what travels."""
+
+    def false(values: NDArray[np.float32]) -> NDArray[np.float32]:
+        told: NDArray[np.float32] = lie(torch.from_numpy(values.copy())).numpy()
+        return told
+
+    return false
+
+
+async def train(scene: Scenario, *, steps: int = STEPS, averaging: Averaging | None = None) -> list[float]:
     """The losses of what has joined."""
-    scene.run = toy_run(scene.batches, steps)
+    scene.run = toy_run(scene.batches, steps, averaging=averaging or Averaging())
     _, trainer = await scene.swarm.trainer(scene.run, scene.batches, scene._step, scene._wait)
     assert await asyncio.wait_for(trainer.train(asyncio.Event()), LONGEST_S) == steps
     scene.left_out = trainer.left_out  # type: ignore[attr-defined]
@@ -152,25 +165,67 @@ def test_who_adds_what_is_not_its_gradient_is_left_out(
     in_scenario(tmp_path, test)
 
 
-@pytest.mark.parametrize("lie", [torch.neg, perturbed], ids=["turned round", "a drift of 1 %"])
+@pytest.mark.parametrize(
+    ("codec", "lie"),
+    [
+        (Codec.NONE, torch.neg),
+        (Codec.NONE, perturbed),
+        (Codec.FP16, torch.zeros_like),
+        (Codec.INT8, torch.neg),
+    ],
+    ids=["turned round", "a drift of 1 %", "fp16, nothing", "int8, turned round"],
+)
 def test_who_contributes_what_it_has_not_committed_to_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: Lie
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Codec, lie: Lie
 ) -> None:
     """All that it computes, sends and signs is right, and what it contributes to the sums is not."""
     monkeypatch.setattr(training_swarm, "ToySegment", WideSegment)
 
-    def false(values: NDArray[np.float32]) -> NDArray[np.float32]:
-        told: NDArray[np.float32] = lie(torch.from_numpy(values.copy())).numpy()
-        return told
-
     async def test(scene: Scenario) -> None:
         scene.batches = wide_batches()
         *honest, liar = await join(scene, *[(0, 3)] * 4)
-        await train(scene)
-        assert scene.left_out == {liar.peer}  # type: ignore[attr-defined]
+        await train(scene, averaging=Averaging(codec=codec))
+        assert scene.left_out == {liar.peer}, counts(honest)  # type: ignore[attr-defined]
         assert all(volunteer.standing.shunned <= {liar.peer} for volunteer in honest), counts(honest)
 
-    in_scenario(tmp_path, test, peer_3=FalseGradients(false))
+    in_scenario(tmp_path, test, peer_3=FalseGradients(in_numpy(lie)))
+
+
+OVERLAPPING = [(0, 2), (1, 3), (0, 3), (0, 3)]
+
+
+def test_who_contributes_falsely_to_the_sums_of_units_that_it_shares_with_others_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody can compute once more is held against what was signed all the same."""
+    monkeypatch.setattr(training_swarm, "ToySegment", WideSegment)
+
+    async def test(scene: Scenario) -> None:
+        scene.batches = wide_batches()
+        *honest, liar = await join(scene, *OVERLAPPING)
+        await train(scene)
+        assert scene.left_out == {liar.peer}, counts(honest)  # type: ignore[attr-defined]
+        assert all(volunteer.standing.shunned <= {liar.peer} for volunteer in honest), counts(honest)
+
+    in_scenario(tmp_path, test, peer_3=FalseGradients(in_numpy(torch.neg)))
+
+
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8])
+def test_honest_replicas_of_other_spans_keep_their_trust(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, codec: Codec
+) -> None:
+    monkeypatch.setattr(training_swarm, "ToySegment", WideSegment)
+    caplog.set_level(logging.INFO, "swarmnode.roles.training.spot_checks")
+
+    async def test(scene: Scenario) -> None:
+        scene.batches = wide_batches()
+        volunteers = await join(scene, *OVERLAPPING)
+        await train(scene, averaging=Averaging(codec=codec))
+        found = counts(volunteers)
+        assert found["passed"] > STEPS and not found["false"] and not scene.left_out, found  # type: ignore[attr-defined]
+        assert not [one for one in caplog.messages if "came to nothing" in one]
+
+    in_scenario(tmp_path, test)
 
 
 def test_who_does_not_show_all_that_it_contributes_is_not_trusted(

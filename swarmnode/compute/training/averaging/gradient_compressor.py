@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Size, Tensor
@@ -123,7 +124,14 @@ class PlainGradientCompressor(GradientCompressor):
         vectors, matrices = self._places()
         tensors, totals = local.split(self.sizes), total.split(self.sizes)
         if vectors:
-            yield Round(_pick(tensors, vectors), _pick(totals, vectors), weight, Codec.NONE, clipping=clipping)
+            yield Round(
+                _pick(tensors, vectors),
+                _pick(totals, vectors),
+                weight,
+                Codec.NONE,
+                clipping=clipping,
+                stretches=self._stretches(vectors),
+            )
         if matrices:
             residuals = self._residuals(weight)
             accounted = weight > 0 and feeds_back(self.averaging)
@@ -138,6 +146,7 @@ class PlainGradientCompressor(GradientCompressor):
                 residual=None if residuals is None else _pick(residuals, matrices),
                 left_over=None if left_N is None else _pick(torch.split(left_N, self.sizes), matrices),
                 clipping=clipping,
+                stretches=self._stretches(matrices),
             )
             if left_N is not None:
                 self._kept = {"residual": left_N.mul_(DECAY.get(codec, 1.0))}
@@ -149,6 +158,11 @@ class PlainGradientCompressor(GradientCompressor):
             [place for place in places if len(self.shapes[place]) < 2],
             [place for place in places if len(self.shapes[place]) >= 2],
         )
+
+    def _stretches(self, places: Iterable[int]) -> list[slice]:
+        """Where these tensors are in the vector."""
+        ends = list(accumulate(self.sizes))
+        return [slice(ends[place] - self.sizes[place], ends[place]) for place in places]
 
 
 class PowerSgdCompressor(GradientCompressor):

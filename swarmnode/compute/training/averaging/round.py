@@ -11,7 +11,7 @@ two members that disagree then answer each other with ever larger corrections.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor
 
@@ -40,7 +40,8 @@ class Round:
 
     `keep`: share of the elements that top-k sends. `codecs`: what others send, besides. `residual`: added to what is said.
     `left_over`, of zeros: where to note what this member did not say; None: nowhere. No part is copied whole but to encode it.
-    `clipping`: how an owner adds up; None: plainly.
+    `clipping`: how an owner adds up; None: plainly. `stretches`: where its elements are in the vector that is agreed on, one after
+    another; None: they are all of it.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Round:
         residual: FlatVector | None = None,
         left_over: FlatVector | None = None,
         clipping: CentredClipping | None = None,
+        stretches: Sequence[slice] | None = None,
     ) -> None:
         self.weight = weight
         self.codec = codec
@@ -65,6 +67,7 @@ class Round:
         self._residual = residual
         self._left_over = left_over
         self._clipping = clipping
+        self._stretches = [slice(0, len(total))] if stretches is None else stretches
 
     def __repr__(self) -> str:
         return f"Round({len(self)} elements, {self.codec.name}, weight {self.weight:.3f})"
@@ -95,6 +98,17 @@ class Round:
         if self._left_over is not None and self.codec != Codec.TOPK:
             self._left_over.write(part, self._left_over.read(part) + (total_M - said_M))
         return encoded
+
+    def in_vector(self, part: slice, values_M: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """What is said of a part, by where it is in the vector that is agreed on."""
+        start = 0
+        for stretch in self._stretches:
+            end = start + stretch.stop - stretch.start
+            first, last = max(part.start, start), min(part.stop, end)
+            if first < last:
+                behind = stretch.start - start
+                yield slice(first + behind, last + behind), values_M[first - part.start : last - part.start]
+            start = end
 
     def take(self, part: slice, info: TensorInfo, payload: Buffer) -> None:
         """Write a settled part down. Raises ProtocolError where it is not what was agreed, NaN or infinite."""

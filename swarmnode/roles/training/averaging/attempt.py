@@ -215,7 +215,8 @@ class Attempt:
                 offer = work.round.offer(part.place) if peer == self._peer else chunks[peer].encoded
                 heard.append(work.round.hear(part.place, work.circle.weights[peer], *offer))
             if work.circle.heard is not None:
-                work.circle.heard(peer, part.place, heard[-1].values_N)
+                for stretch, values_M in work.round.in_vector(part.place, heard[-1].values_N):
+                    work.circle.heard(peer, stretch, values_M)
         return heard
 
     async def _finish(self, work: _Work) -> None:

@@ -12,7 +12,7 @@ from swarmnode.compute.training.averaging.parts import Forms, cut, longest_part,
 from swarmnode.net.interfaces import PeerId
 
 Heard = Callable[[PeerId, slice, Tensor], None]
-"""Sees what a contributor has of a part that is gathered here."""
+"""Sees what a contributor has of the vector, as far as it is gathered here."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from swarmnode.codec.spot_check_messages import (
     MAX_RECORDS,
     SPOT_CHECK_PROTOCOL,
     Accusation,
+    BlockTiles,
     CommitmentReply,
     GetCommitment,
     GetMicrobatch,
@@ -108,4 +109,6 @@ def _sketches(kept: list[KeptMicrobatch]) -> Answer:
         if told and size_bytes > RECORDS_BYTES:
             break
         told.append(one)
-    return Answer(SketchesReply(tuple(one.record() for one in told)), [one.parameters for one in told])
+    tiles = {block: count for one in told for block, count in one.tiles.items()}
+    blocks = tuple(BlockTiles(*one) for one in sorted(tiles.items()))
+    return Answer(SketchesReply(tuple(one.record() for one in told), blocks), [one.parameters for one in told])

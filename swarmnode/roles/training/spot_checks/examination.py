@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.audit_messages import SEED_BYTES, SKETCH_VALUES
+from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import Body
 from swarmnode.codec.spot_check_messages import (
     CommitmentReply,
@@ -31,7 +32,7 @@ from swarmnode.compress.values import decode_values
 from swarmnode.compute.serving.sketch import deviations
 from swarmnode.compute.training.contribution_sketch import ContributionSketch
 from swarmnode.compute.training.device_learners import DeviceLearners
-from swarmnode.compute.training.gradient_sketch import step_seed, tile_count
+from swarmnode.compute.training.gradient_sketch import LARGEST_TILE, step_seed, tile_count
 from swarmnode.compute.training.recomputation import Recomputation, recompute
 from swarmnode.compute.training.saved_activations import Gradients
 from swarmnode.errors import ProtocolError
@@ -51,7 +52,13 @@ Reply = TypeVar("Reply", bound=Body)
 LEAST = 0.1  # of a usual row: gradients have rows that are nothing but rounding
 SUMS_ROUND = 4.0  # times more: what a microbatch added is the difference of two sums
 LOSS = 0.02  # of itself
-CONTRIBUTED = 1e-3  # of a row: what rounds differently in sums of thousands, with room
+CONTRIBUTED = {  # of a row's elements, by how they travel: what rounds differently in sums of thousands, or by the codec, with room
+    Codec.NONE: 1e-3,
+    Codec.BF16: 0.02,
+    Codec.FP16: 0.01,
+    Codec.INT8: 0.1,
+}
+SMALLEST = {Codec.FP16: 2.0**-24}  # that an element can be, but 0
 
 
 Shapes = tuple[tuple[int, tuple[int, ...]], ...]
@@ -137,11 +144,11 @@ class Examination:
         while due:
             question = GetSketches(self._learner.run.id, self._step, len(self._entries) - len(due))
             reply, payload = await self._ask(question, SketchesReply)
-            view = memoryview(payload)
+            tiles, view = self._tiles(reply), memoryview(payload)
             for record, (place, digest) in zip(reply.records, due, strict=False):
                 if (record.number, record.start) != place or record.digest != digest:
                     raise FalseWork("a microbatch is not what was committed to", peer=self.peer)
-                view = self._add_up(record, view, sums)
+                view = self._add_up(record, tiles, view, sums)
                 shown.update(range(record.start, record.end))
             if len(view) or len(reply.records) > len(due):
                 raise ProtocolError("sketches that nobody asked for", peer=self.peer)
@@ -150,15 +157,26 @@ class Examination:
             raise ProtocolError("not all that is contributed was committed to", peer=self.peer)
         return sums
 
-    def _add_up(self, record: MicrobatchRecord, view: memoryview, sums: dict[int, Tensor]) -> memoryview:
-        """Add a microbatch's sketch, with which `view` begins, to those of its blocks; what comes behind it."""
-        segment, learner = self._learner.segment, self._learner
-        if not segment.start <= record.start < record.end <= segment.end:
-            raise ProtocolError("a microbatch of units that are not held here", peer=self.peer)
-        counts = {
+    def _tiles(self, reply: SketchesReply) -> dict[int, int]:
+        """How long the sketch of each block is: of those that are held here, and of those that the peer tells of."""
+        segment, told = self._learner.segment, {one.block: one.tiles for one in reply.blocks}
+        own = {
             block: tile_count(sum(parameter.numel() for parameter in parameters))
-            for block, parameters in learner.parameters(record.start, record.end).items()
+            for block, parameters in self._learner.parameters(segment.start, segment.end).items()
         }
+        if any(own.get(block, count) != count for block, count in told.items()):
+            raise ProtocolError("sketches of another model", peer=self.peer)
+        return told | own
+
+    def _add_up(
+        self, record: MicrobatchRecord, tiles: Mapping[int, int], view: memoryview, sums: dict[int, Tensor]
+    ) -> memoryview:
+        """Add a microbatch's sketch, with which `view` begins, to those of its blocks; what comes behind it."""
+        is_end = record.start == 0 or record.end == self._learner.segment.units
+        blocks = [SHARED] * (is_end and SHARED in tiles) + list(range(record.start, record.end))
+        if not tiles.keys() >= set(blocks):
+            raise ProtocolError("sketches of units of which nothing is known", peer=self.peer)
+        counts = {block: tiles[block] for block in blocks}
         sketch, rest = view[: 4 * sum(counts.values())], view[4 * sum(counts.values()) :]
         if hashlib.sha256(sketch).digest() != record.parameters:
             raise FalseWork("a payload that its author did not sign", peer=self.peer)
@@ -256,14 +274,22 @@ class Examination:
         return "bfloat16" if self._learner.run.autocast else "float32"
 
 
-def judge_contribution(watched: ContributionSketch, sums: Mapping[int, Tensor]) -> Judgement | None:
-    """What a stage contributed beside the sketches of all that it committed to; None where no tile of it came whole. They are sums
-    of the same numbers: there is no honest deviation but rounding."""
-    apart = deviations(*map(in_rows, watched.beside(sums)), least=LEAST)
-    if not apart:
+def judge_contribution(
+    watched: ContributionSketch, sums: Mapping[int, Tensor], codec: Codec = Codec.NONE
+) -> Judgement | None:
+    """What a stage contributed, in this codec, beside the sketches of all that it committed to; None where no tile of it came whole
+    that the codec can tell from nothing. They are sums of the same numbers: nothing honest lies between but rounding, and that goes
+    by the lengths of the elements, whatever their sums with signs come to."""
+    came_TK, due_TK, squares_TK = map(in_rows, watched.beside(sums))
+    length_T = torch.maximum(squares_TK.sum(dim=-1).sqrt(), due_TK.norm(dim=-1))
+    tolerated = CONTRIBUTED[codec]
+    told_T = tolerated * length_T > SMALLEST.get(codec, 0.0) * math.sqrt(SKETCH_VALUES * LARGEST_TILE)
+    if not told_T.any():
         return None
-    beyond = sum(not deviation <= CONTRIBUTED for deviation in apart)
-    return Judgement(len(apart), beyond, max(apart) / CONTRIBUTED, beyond > 0)
+    usual = float(length_T.square().mean().sqrt())
+    apart_T = ((came_TK - due_TK).norm(dim=-1) / length_T.clamp_min(LEAST * usual))[told_T] / tolerated
+    beyond = int((~(apart_T <= 1)).sum())
+    return Judgement(len(apart_T), beyond, float(apart_T.max()), beyond > 0)
 
 
 def shapes_of(values: Sequence[TensorInfo]) -> Shapes:

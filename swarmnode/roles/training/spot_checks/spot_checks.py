@@ -36,7 +36,13 @@ from swarmnode.plan.audits.judgement import Judgement
 from swarmnode.plan.audits.tolerances import Calibration
 from swarmnode.roles.fetching.sources import ask
 from swarmnode.roles.training.spot_checks.check_server import Committer, check_server
-from swarmnode.roles.training.spot_checks.examination import Examination, FalseWork, judge_contribution, shapes_of
+from swarmnode.roles.training.spot_checks.examination import (
+    CONTRIBUTED,
+    Examination,
+    FalseWork,
+    judge_contribution,
+    shapes_of,
+)
 from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch, StepRecords
 from swarmnode.roles.training.spot_checks.suspicions import Suspicions
 from swarmnode.roles.training.worker.label_queue import ReceivedLabels
@@ -123,16 +129,16 @@ class SpotChecks:
     # -- checking
 
     def watch(self, reduce: Reduce, learner: DeviceLearners) -> ContributionSketch | None:
-        """Before gradients are summed, once in a step: perhaps choose a replica to look at. What takes in its contributions, as far
-        as they travel as they are."""
+        """Before gradients are summed, once in a step: perhaps choose a replica to look at. What takes in its contributions, where
+        nothing of them is left for the next step."""
         self._members = frozenset(member.peer for group in reduce.groups for member in group.members)
         if (learner.run.id, learner.step) != self._checked:
             self._drawn = self._draw(reduce, learner)
         due = contributed_by(self._drawn, reduce)
         averaging = learner.run.averaging
-        plain = averaging.codec == Codec.NONE and not averaging.rank and not averaging.by_line
+        whole = averaging.codec in CONTRIBUTED and not averaging.rank and not averaging.by_line
         self._watched = None
-        if self._drawn is not None and due and plain and all(block in learner.blocks for block in due):
+        if self._drawn is not None and due and whole and all(block in learner.blocks for block in due):
             seed = step_seed(learner.run.id, learner.step)
             self._watched = ContributionSketch(self._drawn, learner.lengths(list(due)), seed)
         return self._watched
@@ -188,7 +194,7 @@ class SpotChecks:
 
     async def _examine(self, examination: Examination, reduce: Reduce, learner: DeviceLearners) -> Judgement | None:
         shown = await examination.fetch()
-        contributed = await self._examine_contribution(examination, reduce)
+        contributed = await self._examine_contribution(examination, reduce, learner)
         if shown is None or (contributed is not None and contributed.false):
             return contributed
         with self._ledger.reserve(Account.GRADIENTS, learner.gradient_bytes):
@@ -199,14 +205,16 @@ class SpotChecks:
                 owner=examination.peer,
             )
 
-    async def _examine_contribution(self, examination: Examination, reduce: Reduce) -> Judgement | None:
+    async def _examine_contribution(
+        self, examination: Examination, reduce: Reduce, learner: DeviceLearners
+    ) -> Judgement | None:
         """Whether what it contributed is the sum of what it committed to."""
         watched = self._watched
         if watched is None or not watched.blocks:
             return None
         due = contributed_by(examination.peer, reduce)
         sums = await examination.fetch_sums({block: due[block] for block in watched.blocks})
-        return judge_contribution(watched, sums)
+        return judge_contribution(watched, sums, Codec(learner.run.averaging.codec))
 
     def _settle(self, examination: Examination, reduce: Reduce, judgement: Judgement | None) -> None:
         if judgement is None:

@@ -56,6 +56,11 @@ class KeptMicrobatch:
         return self.body.number, self.body.route[self.body.hop].start
 
     @property
+    def tiles(self) -> dict[int, int]:
+        """How long the sketch of what it added is, by block."""
+        return {block: len(sketch_S) for block, sketch_S in self._grown.items()}
+
+    @property
     def labels_payload(self) -> Buffer:
         """Empty, but at the model's end."""
         return b"" if self.labels is None else self.labels.payload
