@@ -50,7 +50,7 @@ def gradient(kind: Callable[[Tensor, Tensor], Tensor], scale: float = 1e-3) -> T
 def judged(codec: Codec, due_N: Tensor, said_N: Tensor) -> Judgement | None:
     """Where all of it was settled by one who looks."""
     watched = ContributionSketch(PEER, LENGTHS, SEED)
-    for _, place in cut(ELEMENTS, [1]):
+    for place in (part.place for part in cut(ELEMENTS, [1])):
         watched.hear((0,), PEER, place, decode(*encode(said_N[place], codec)))
     return judge_contribution(watched, {0: gradient_sketch([due_N], SEED)}, codec)
 
@@ -87,7 +87,7 @@ def test_rounds_of_vectors_and_of_matrices_are_parts_of_one_vector() -> None:
     total = FlatVector([torch.empty_like(local_N)])
     heard_N, times_N = torch.zeros_like(local_N), torch.zeros_like(local_N)
     for one in compressor.run(FlatVector([local_N]), total, 1.0):
-        for _, place in cut(len(one), [1]):
+        for place in (part.place for part in cut(len(one), [1])):
             said = one.hear(place, 1.0, *one.offer(place)).values_N
             for stretch, values_M in one.in_vector(place, said):
                 heard_N[stretch] += values_M
