@@ -9,6 +9,7 @@ into its sessions, which always fit.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from swarmnode.ledger import MemoryLedger
 GROW_COLUMNS = 64  # buffers grow by at least this and by a quarter
 SMALL_COLUMNS = 128  # below it, padding costs less than another pass
 MAX_PADDING = 0.25  # of all columns of a cohort
+ROW_SIZES = 4096  # that are remembered
 
 SessionId = TypeVar("SessionId", bound=Hashable)
 
@@ -36,6 +38,7 @@ class CachePool:
         self.span = span
         self.windows = windows_of(span) if windows is None else windows
         self.sessions: dict[Hashable, CachedSession] = {}
+        self._row_bytes = lru_cache(ROW_SIZES)(self._count_row_bytes)
         self.budget = CacheBudget(limit_bytes, ledger)
 
     def __repr__(self) -> str:
@@ -195,8 +198,12 @@ class CachePool:
 
     def bytes_of(self, layers: range, rows: int, columns: int) -> int:
         """What buffers of so many columns take over these layers, and the largest layer once more: regrouping holds it twice."""
+        return rows * self._row_bytes(layers, columns)
+
+    def _count_row_bytes(self, layers: range, columns: int) -> int:
+        """Asked for each session that is open or kept, whenever one comes or goes, so that it is remembered."""
         by_layer = [self._layer_bytes(layer, columns) for layer in layers]
-        return rows * (sum(by_layer) + max(by_layer, default=0))
+        return sum(by_layer) + max(by_layer, default=0)
 
     def _layer_bytes(self, layer: int, columns: int) -> int:
         """Of one row."""

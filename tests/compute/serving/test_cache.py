@@ -48,6 +48,17 @@ def open_session(pool: CachePool, name: str, max_length: int = 400, rows: int = 
     return pool.open(name, rows=rows, max_length=max_length, layers=LAYERS)
 
 
+def test_who_comes_does_not_look_through_the_layers_of_all_who_are_kept(span, monkeypatch):
+    pool = CachePool(span, 1 << 26)
+    for number in range(64):
+        fill(pool, open_session(pool, f"kept {number}"), 1 + number, 1.0)
+    looked = []
+    monkeypatch.setattr(pool, "_layer_bytes", lambda layer, columns: looked.append(layer) or columns * PER_TOKEN // 3)
+    fill(pool, open_session(pool, "new"), 1, 1.0)
+    pool.close("kept 0")
+    assert len(looked) <= 3 * len(LAYERS), "of its own sizes"
+
+
 def test_buffers_grow_and_keep_what_they_hold(span):
     pool = CachePool(span, 1 << 24)
     session = open_session(pool, "a")

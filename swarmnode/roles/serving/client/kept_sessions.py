@@ -37,10 +37,12 @@ class KeptSessions:
     def take(self, owner: str, prompt: Sequence[int], spec: SessionSpec) -> tuple[ClientSession, int] | None:
         """The owner's session that has most in common with a prompt, and how many positions; it is not kept any more. None where
         none has enough, or only a small part of itself, so that its own text may go on with it, or travels as `spec` does."""
+        prompt = prompt[:-1]  # the last one's logits are needed
+        begin = list(prompt[:LEAST_POSITIONS])
         common = [
-            (common_length(kept.ids, prompt[:-1]), kept)  # the last one's logits are needed
+            (common_length(kept.ids, prompt), kept)
             for kept in self._kept
-            if kept.owner == owner and kept.session.spec.travels_as(spec)
+            if kept.owner == owner and list(kept.ids[:LEAST_POSITIONS]) == begin and kept.session.spec.travels_as(spec)
         ]
         useful = [
             (length, kept) for length, kept in common if length >= LEAST_POSITIONS and 2 * length >= len(kept.ids)
