@@ -59,14 +59,58 @@ class RangeCheck:
         """From 0 to 1; NaN is not."""
         return self._replaced(values, ~((values >= 0) & (values <= 1)))
 
-    def _replaced(self, values: Tensor, wrong: Tensor) -> Tensor:
+    def weights(self, values: Tensor) -> Tensor:
+        """Shares of what is drawn: finite, not negative, and some of each row is more than nothing."""
+        wrong = ~((values >= 0) & (values < float("inf")))
+        nothing = values.masked_fill(wrong, 0).sum(-1, keepdim=True) == 0
+        return self._replaced(values, wrong | nothing, 1)
+
+    def together(self, values: Tensor, wrong: Tensor, instead: Tensor | int) -> Tensor:
+        """Values that are right or wrong as a whole."""
+        return torch.where(self._found(wrong), torch.as_tensor(instead).to(values), values)
+
+    def _replaced(self, values: Tensor, wrong: Tensor, instead: int = 0) -> Tensor:
+        self._found(wrong)
+        return values.masked_fill(wrong, instead)
+
+    def _found(self, wrong: Tensor) -> Tensor:
         found = wrong.any()
         self._wrong = found if self._wrong is None else self._wrong | found
-        return values.masked_fill(wrong, 0)
+        return found
 
 
 def _rows(check: RangeCheck, given: Given) -> dict[str, Any]:
     return {"indices": check.places(given["indices"], 0, given["weight"].shape[0])}
+
+
+def _bags(check: RangeCheck, given: Given) -> dict[str, Any]:
+    """Offsets begin at 0, and none is before the last or behind the indices."""
+    offsets, count = given["offsets"], len(given["indices"])
+    wrong = (offsets < 0) | (offsets > count)
+    wrong[:1] |= offsets[:1] != 0
+    wrong[1:] |= offsets.diff() < 0
+    return {**_rows(check, given), "offsets": check.together(offsets, wrong, 0)}
+
+
+def _repeats(check: RangeCheck, given: Given) -> dict[str, Any]:
+    """As many as make up the size that the result was said to have."""
+    repeats, size = given["repeats"], given["output_size"]
+    if not isinstance(repeats, Tensor) or size is None:
+        return (
+            {"repeats": check.places(repeats, 0, torch.iinfo(torch.int32).max)} if isinstance(repeats, Tensor) else {}
+        )
+    times = 1
+    if "self" in given and repeats.numel() == 1:  # of each
+        source, dim = given["self"], given["dim"]
+        times = source.numel() if dim is None else source.shape[dim]
+    wrong = (repeats < 0).any() | (repeats.sum() * times != size)
+    instead = torch.zeros_like(repeats)
+    instead[:1] = size // times
+    return {"repeats": check.together(repeats, wrong, instead)}
+
+
+def _shares(check: RangeCheck, given: Given) -> dict[str, Any]:
+    return {"self": check.weights(given["self"])}
 
 
 def _along(check: RangeCheck, given: Given) -> dict[str, Any]:
@@ -137,7 +181,10 @@ def _masked(check: RangeCheck, given: Given) -> dict[str, Any]:
 
 
 _RULES: dict[str, Callable[[RangeCheck, Given], dict[str, Any]]] = {
-    **dict.fromkeys(("embedding", "embedding_bag"), _rows),
+    "embedding": _rows,
+    "embedding_bag": _bags,
+    "repeat_interleave": _repeats,
+    "multinomial": _shares,
     **dict.fromkeys(("index_select", "gather", "index_add", "index_copy"), _along),
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), _along),
     **dict.fromkeys(("index", "index_put"), _index),

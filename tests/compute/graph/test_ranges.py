@@ -20,6 +20,21 @@ def places(*numbers: int) -> Tensor:
 
 CASES: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     "embedding": ("aten.embedding.default", (X, places(0, 3)), (X, places(0, 4))),
+    "bags": ("aten.embedding_bag.default", (X, places(0, 3, 1), places(0, 2)), (X, places(0, 3, 1), places(0, 4))),
+    "bags backwards": (
+        "aten.embedding_bag.default",
+        (X, places(0, 3), places(0, 2, 2)),
+        (X, places(0, 3), places(0, 2, 1)),
+    ),
+    "bags that begin late": ("aten.embedding_bag.default", (X, places(0, 3), places(0)), (X, places(0, 3), places(1))),
+    "rows of bags": ("aten.embedding_bag.default", (X, places(0, 3), places(0)), (X, places(0, 4), places(0))),
+    "repeats": (
+        "aten.repeat_interleave.self_Tensor",
+        (X, places(1, 0, 2, 3), 0),
+        (X, places(1, 0, 2, -3), 0),
+    ),
+    "multinomial": ("aten.multinomial.default", (X + 1, 5, True), (X - 1, 5, True)),
+    "nothing to draw from": ("aten.multinomial.default", (X[:1], 5, True), (0 * X, 5, True)),
     "index_select": ("aten.index_select.default", (X, 1, places(2)), (X, 1, places(3))),
     "gather": ("aten.gather.default", (X, 0, places(3, 0)[None]), (X, 0, places(-1, 0)[None])),
     "scatter_add": ("aten.scatter_add.default", (X, 0, places(3)[None], X), (X, 0, places(4)[None], X)),
@@ -56,6 +71,17 @@ def test_what_is_out_of_range_is_told_afterwards(name: str) -> None:
     assert not check.all_well()
     check.begin()
     assert check.all_well()
+
+
+@pytest.mark.parametrize("repeats", [(1, 0, 2, 4), (9, 0, -2, -1), (3,)])
+def test_repeats_make_up_the_size_that_was_said(repeats: tuple[int, ...]) -> None:
+    """On a card nobody looks at their sum before rows are written."""
+    check = RangeCheck()
+    function = check.guarded("aten.repeat_interleave.self_Tensor", resolve("aten.repeat_interleave.self_Tensor"))
+    assert function(X, places(1, 0, 2, 3), 0, output_size=6).shape == (6, 3) and check.all_well()
+    assert function(X, places(2), 0, output_size=8).shape == (8, 3) and check.all_well()
+    assert function(X, places(*repeats), 0, output_size=6 if len(repeats) > 1 else 8).shape[1] == 3
+    assert not check.all_well()
 
 
 def test_operators_without_tables_are_left_alone() -> None:
