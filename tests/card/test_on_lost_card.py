@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +18,13 @@ from swarmnode.compute.graph.exporting.reader import Exported
 from swarmnode.compute.graph.partition import partition
 from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.training.device_learners import DeviceLearners
+from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.errors import ExecutorDied, ProtocolError
+from swarmnode.roles.training.checkpoints.checkpoint_manager import _copy, _write_now
+from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.storage.states import StateStore
 from tests.card.conftest import LAYERS, POSITIONS
 from tests.card.simulated import SimulatedCards
 from tests.card.tables import SAMPLES, batch_of_tables
@@ -77,3 +85,38 @@ def test_an_index_out_of_range_would_have_lost_it(cards: SimulatedCards, card: t
         torch.nn.functional.embedding(torch.tensor([7], device=card), torch.ones(3, 2, device=card))
     with pytest.raises(RuntimeError, match="device-side assert"):
         torch.ones(3, device=card)
+
+
+@pytest.mark.parametrize("save", [_copy, _write_now], ids=["copied first", "without room for a copy"])
+async def test_a_card_that_is_lost_while_a_step_is_saved_leaves_no_half_of_it(
+    save: Callable[[StateStore, DeviceLearners], Any],
+    cards: SimulatedCards,
+    card: torch.device,
+    checkpoints: dict[str, Checkpoint],
+    tmp_path: Path,
+) -> None:
+    """Neither now nor for who opens the folder later."""
+    run = Run(data=bytes(32), steps=6, batch=4, microbatch=2, sequence=12)
+    segment = load_segment(checkpoints["llama"], 0, LAYERS + 2, device=card)
+    learner, executor = DeviceLearners([Learner(segment, run)], segment), Executor()
+    store = StateStore(tmp_path, run)
+    await executor.call(Urgency.CONTROL, partial(_write_now, store, learner), kind="write states")
+    kept = store.steps()
+    assert list(kept) == [0]
+    learner.step = 1
+    states = learner.state
+
+    def lose_at_the_third(block: int) -> dict[str, Tensor]:
+        if block == 2:
+            cards.lose()
+        return states(block)
+
+    learner.state = lose_at_the_third  # type: ignore[method-assign]
+    with pytest.raises(ExecutorDied, match="device-side assert"):
+        await executor.call(Urgency.CONTROL, partial(save, store, learner), kind="save")
+    assert store.steps() == kept
+    store.close()
+    again = StateStore(tmp_path, run)
+    assert again.steps() == kept
+    again.close()
+    await executor.close()

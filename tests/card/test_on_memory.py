@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from swarmnode.compute.device_fault import forget_traceback
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import load_span
@@ -143,3 +144,36 @@ async def test_a_microbatch_that_found_no_memory_leaves_none_taken(
     await once(1)
     await executor.close()
     await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_pass_that_finds_no_memory_fails_alone_and_again(
+    device: int, cards: SimulatedCards, checkpoints: dict[str, Checkpoint]
+) -> None:
+    """Twice on each card: nothing of it stays, and the sessions beside it go on where they were."""
+    span = load_span(checkpoints["llama"], 0, UNITS, device=torch.device("cuda", device))
+    runner = StageRunner(span, RunnerConfig(1 << 24, capture=False))
+    for session in ("small", "large"):
+        runner.open(session, rows=1, max_length=600)
+    ids_BT = torch.ones(1, 500, dtype=torch.int64)
+
+    def step() -> torch.Tensor:
+        (result,) = runner.run([StepInput("small", ids_BT[:, :1])])
+        runner.truncate("small", runner.length("small") - 1)
+        return result.output.cpu()
+
+    runner.run([StepInput("small", ids_BT[:, :5])])
+    wanted = step()
+    used: set[int] = set()
+    for _ in range(2):
+        cards.limit(device, cards.counts(device).used_bytes + 100_000)
+        (outcome,) = runner.run_each([StepInput("large", ids_BT)])
+        assert isinstance(outcome, torch.OutOfMemoryError)
+        forget_traceback(outcome)
+        del outcome
+        used.add(cards.counts(device).used_bytes)
+        assert torch.equal(step(), wanted)
+    cards.limit(device, 1 << 62)
+    assert len(used) == 1 and runner.length("large") == 0
+    (outcome,) = runner.run_each([StepInput("large", ids_BT)])
+    assert not isinstance(outcome, Exception)
