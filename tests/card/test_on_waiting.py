@@ -105,12 +105,21 @@ async def test_who_sends_nan_fails_alone(hop: Hop, sessions: int) -> None:
     assert all(result.error is None for session, result in results.items() if session != 3)
 
 
+@pytest.mark.parametrize(("major", "back"), [(6, 2), (7, 3), (8, 2)], ids=["float32", "float16", "bfloat16"])
 def test_a_training_stage_waits_twice_there_and_twice_back(
-    cards: SimulatedCards, card: torch.device, checkpoints: dict[str, Checkpoint]
+    major: int, back: int, cards: SimulatedCards, card: torch.device, checkpoints: dict[str, Checkpoint]
 ) -> None:
-    """For finiteness, and for what comes out."""
-    run = Run(data=bytes(32), steps=6, batch=4, microbatch=2, sequence=12)
-    learner = Learner(load_segment(checkpoints["llama"], 2, 3, device=card), run)
+    """For finiteness, and for what comes out; in float16 for whether each unit's gradients overflowed, too."""
+    cards.majors = [major, major]
+    assert training_waits(cards, card, checkpoints["llama"], autocast=True) == (2, back)
+
+
+def training_waits(
+    cards: SimulatedCards, card: torch.device, checkpoint: Checkpoint, *, autocast: bool
+) -> tuple[int, int]:
+    """Of a stage of one layer, there and back."""
+    run = Run(data=bytes(32), steps=6, batch=4, microbatch=2, sequence=12, autocast=autocast)
+    learner = Learner(load_segment(checkpoint, 2, 3, device=card), run)
     hidden_BTH = torch.randn(2, 12, HIDDEN)
     sent = encode_values((hidden_BTH,))
     returned = encode_values((hidden_BTH,))
@@ -121,7 +130,7 @@ def test_a_training_stage_waits_twice_there_and_twice_back(
         there = cards.counts(card.index).waits
         (gradient_BTH,) = decode_values(returned[0], bytearray(b"".join(returned[1])), card)
         encode_values([learner.backward(lease, (gradient_BTH,))[0]])
-    assert (there - before, cards.counts(card.index).waits - there) == (2, 2)
+    return there - before, cards.counts(card.index).waits - there
 
 
 @pytest.mark.parametrize(("spread", "downloads"), [(6.0, 1), (0.01, 2)], ids=["usual", "all are alike"])
