@@ -9,6 +9,13 @@ from pathlib import Path
 import pytest
 
 from swarmnode.compute.executor import WorkItem
+from swarmnode.config import StageConfig
+from swarmnode.net.identity import Identity
+from swarmnode.net.identity_slot import IdentitySlot
+from swarmnode.node import NodeConfig
+from swarmnode.plan.offline.plan_file import PlanFile
+from swarmnode.plan.view import Span
+from swarmnode.roles.host import HostConfig
 from swarmnode.swarm.records.run import Run
 from swarmnode.training.preparation import NO_DATA
 from tests.net.virtual import in_virtual_time
@@ -62,6 +69,30 @@ async def test_a_run_whose_only_holder_is_lost_for_good_goes_on(
         assert await trainer.finish() == STEPS
         assert_same_curve(trainer.losses, alone, steps=STEPS)
         assert newcomer.node.describe()["span"] == [0, 4]
+
+
+@in_virtual_time
+async def test_without_a_newcomer_who_is_left_takes_the_units_beside_its_own(
+    training: Founded, alone: dict[int, float], tmp_path: Path
+) -> None:
+    """Each node was the only holder of its units. One is lost for good, disk and all: the run goes on from the last kept step."""
+    async with School(tmp_path) as school:
+        training.into(school)
+        await school.bootstrap()
+        homes = {name: tmp_path / "homes" / name for name in ("ada", "bob")}
+        peers = [Identity.load_or_create(IdentitySlot(home, "node").path).peer_id for home in homes.values()]
+        plan = PlanFile(4, ((Span(0, 2), (0,)), (Span(2, 4), (1,))), (), tuple(peers))
+        for name, home in homes.items():
+            config = NodeConfig(HostConfig(home, name=name), plan=plan, stage=StageConfig(compress="none"))
+            school.node(name, config=config, cost_s=pass_s)
+            await school.members[name].wait_for("ready")
+        trainer = school.trainer("trainer", DATA, SETTINGS)
+        await trainer.wait_for_step(3 * CHECKPOINT_STEPS)
+        await school.members["bob"].kill()
+        shutil.rmtree(homes["bob"])
+        assert await trainer.finish() == STEPS
+        assert_same_curve(trainer.losses, alone, steps=STEPS)
+        assert school.members["ada"].node.describe()["span"] == [0, 4]
 
 
 @in_virtual_time

@@ -7,6 +7,7 @@ rest of the run gains more than is lost on the way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from swarmnode.plan.spans.placement import HOLDING, Joiner, Move, MovePolicy, choose_span, reconsider
@@ -50,7 +51,8 @@ class TrainingRule:
         return choose_span(view, joiner) if place is None else place.span
 
     def reconsider(self, view: View, joiner: Joiner, move_policy: MovePolicy) -> Move | None:
-        """Where a peer should rather be, or None where it should stay. Turns are drawn, so that few leave at the same time."""
+        """Where a peer should rather be, or None where it should stay. Turns are drawn, so that few leave at the same time; what
+        nobody holds is first left to those who have learnt nothing."""
         own = joiner.seen_in(view)
         trains = self._has_begun() and own.state is State.READY
         place = self._place(view, joiner, RESETTLING if trains else move_policy.hysteresis)
@@ -58,8 +60,8 @@ class TrainingRule:
             return reconsider(view, joiner, move_policy)
         if place.span == own.span or (trains and not place.pays(move_policy.move_s, move_policy.stay_s)):
             return None
-        share = draw(own.peer, *place.span, len(view.peers)) / 2**64
-        return Move(place.span, place.gain, share * move_policy.turn_s * (1 + len(view.peers) / 3))
+        turn = draw(own.peer, *place.span, len(view.peers)) / 2**64 + (trains and place.gain == math.inf)
+        return Move(place.span, place.gain, turn * move_policy.turn_s * (1 + len(view.peers) / 3))
 
     def _place(self, view: View, joiner: Joiner, hysteresis: float) -> TrainingPlace | None:
         others = [peer for peer in view.peers if peer.state in HOLDING and peer.peer != joiner.peer]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from swarmnode.errors import NetworkDown, PeerError, SwarmnodeError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
+from swarmnode.plan.spans.placement import HOLDING
 from swarmnode.plan.training.backups import learnt_alone
 from swarmnode.roles.host import Host
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
@@ -61,6 +62,12 @@ class Restoration:
         """Whether no other node has learnt some unit of this stage."""
         held, announced = range(self._stage.segment.start, self._stage.segment.end), self._host.directory.peers()
         return bool(learnt_alone(announced.values(), self._host.peer_id, held, self._units))
+
+    @property
+    def is_gap(self) -> bool:
+        """Whether some unit of the model has nobody at all, so that nothing can be trained."""
+        holding = [peer for peer in self._host.directory.peers().values() if peer.life in HOLDING]
+        return any(not any(peer.holds(unit) for peer in holding) for unit in range(self._units))
 
     def _is_needed(self) -> bool:
         """Whether others train already, and some unit of this stage has no holder but this one."""

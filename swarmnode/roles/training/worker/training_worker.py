@@ -162,8 +162,9 @@ class TrainingWorker:
 
     @property
     def bound(self) -> bool:
-        """Whether something was learnt of these units that no other node has."""
-        return self._training.state.step > 0 and self._restoration.is_last
+        """Whether something was learnt of these units that no other node has. While others have nobody that counts for little: this
+        node may take them beside its own, of which the last kept state is on its disk (`plan/training/placement.py`)."""
+        return self._training.state.step > 0 and self._restoration.is_last and not self._restoration.is_gap
 
     def rest_s(self) -> float:
         """How long the run will go on, at the speed of its steps so far; infinite where that is not known yet."""
