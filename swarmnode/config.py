@@ -13,6 +13,8 @@ CAPTURES = ("auto", "off")
 COMPRESSIONS = ("auto", "none", "bf16", "int8", "int4", "topk", "adatopk", "slowest")
 DEVICES = re.compile(r"auto|all|cpu|mps|cuda|(cuda|cpu):\d{1,3}(,\1:\d{1,3})*")
 
+LEAST_SHARE = 0.01
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -70,6 +72,10 @@ class StageConfig:
         if not DEVICES.fullmatch(self.device):
             several = "several of one kind as in cuda:0,cuda:1"
             raise UsageError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps, all, or {several}")
+        if not LEAST_SHARE <= self.share <= 1:
+            raise UsageError(
+                f"--cpu-share {self.share:.3g}: a node that computes for less than 1% of the time is of no use"
+            )
         numbers = [int(number) for number in re.findall(r"\d+", self.device)]
         if len(set(numbers)) < len(numbers):
             raise UsageError(f"--device {self.device}: the same device twice")

@@ -26,6 +26,10 @@ START_TIMEOUT_S = (
 )
 STOP_TIMEOUT_S = 60.0
 LOG = "log.txt"  # in a member's home
+if sys.platform == "win32":  # it has neither, and no p2pd
+    KILL = CONTINUE = signal.SIGTERM
+else:
+    KILL, CONTINUE = signal.SIGKILL, signal.SIGCONT
 
 
 class Process(Protocol):
@@ -111,14 +115,14 @@ class NodeProcess:
         """The end of what the member logged."""
         return self.log.read_text(errors="replace")[-characters:].strip() or "(empty)"
 
-    def kill(self, number: int = signal.SIGKILL) -> None:
+    def kill(self, number: int = KILL) -> None:
         """Send a signal; SIGKILL by default."""
         if self.process.poll() is None:
             self.process.send_signal(number)
 
     def stop(self) -> None:
         """End it in order where possible, and in any case."""
-        self.kill(signal.SIGCONT)
+        self.kill(CONTINUE)
         self.kill(signal.SIGTERM)
         try:
             self.process.wait(STOP_TIMEOUT_S)
@@ -219,7 +223,7 @@ class LocalSwarm:
     def stop(self) -> None:
         """End all members, at once."""
         for member in self.members:
-            member.kill(signal.SIGCONT)
+            member.kill(CONTINUE)
             member.kill(signal.SIGTERM)
         for member in self.members:
             member.stop()

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import re
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import msgspec
 
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.errors import LocalError
-from swarmnode.lending.control_client import SUFFIX, tell_node
+from swarmnode.lending.control_client import SUFFIX, is_listening
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class CommandSocket:
         Raises LocalError where the folder cannot be written.
         """
         path = _free_path(folder, name)
-        if path is None:
+        if sys.platform == "win32" or path is None:
             log.warning("%s is too long a path for a socket: no commands are taken", folder)
             yield None
             return
@@ -91,12 +92,16 @@ def _free_path(folder: Path, name: str) -> Path | None:
     name = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "node"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if (
+            folder.is_symlink()
+        ):  # to where others may write, perhaps: whoever can replace a socket gets our owner's commands
+            raise LocalError(f"{folder} is a link; it has to be a folder of its own")
         folder.chmod(0o700)
         for number in range(1, 100):
             path = folder / f"{name if number == 1 else f'{name}-{number}'}{SUFFIX}"
             if len(os.fsencode(path)) > MAX_PATH_BYTES:
                 return None
-            if tell_node(path, "state") is None:
+            if not is_listening(path):
                 path.unlink(missing_ok=True)
                 return path
     except OSError as error:

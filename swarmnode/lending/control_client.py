@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,25 @@ def _sockets(folder: Path) -> dict[str, Path]:
     return {path.name.removesuffix(SUFFIX): path for path in sorted(folder.glob(f"*{SUFFIX}"))}
 
 
+def is_listening(path: Path) -> bool:
+    """Whether a process is at this socket, though it may be stopped, or too busy to answer."""
+    if sys.platform == "win32":
+        return False
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(ANSWER_TIMEOUT_S)
+            connection.connect(str(path))
+    except (FileNotFoundError, ConnectionError):  # what a process left that was killed
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def tell_node(path: Path, command: str, *, wait_s: float = 0.0, **more: Any) -> dict[str, Any] | None:
     """What the node at this socket answers; None where none is there, or none that answers in time."""
+    if sys.platform == "win32":  # no node runs there
+        return None
     line = msgspec.json.encode({"command": command, "wait_s": wait_s, **more}) + b"\n"
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

@@ -17,6 +17,12 @@ from swarmnode.metrics.metric import Reading, Readings
 OWNER, RULES = "owner", "rules"  # who wants something
 WANTS = {OWNER: "wants", RULES: "want"}
 
+SETTLED = {
+    LendingEvent.RESUME: (LendingState.RUNNING,),
+    LendingEvent.PAUSE: (LendingState.PAUSED,),
+    LendingEvent.FINISH: (LendingState.FINISHING, LendingState.PAUSED),
+}
+
 
 class Keep(Enum):
     """Where the weights of a paused node stay."""
@@ -103,9 +109,9 @@ class Lending:
             await self._changed.wait()
 
     async def settled(self) -> None:
-        """Wait until it is where it is wanted to be, for now."""
-        wanted = LendingState.PAUSED if self._wishes else LendingState.RUNNING
-        await self.until(wanted, *((LendingState.FINISHING,) if self._wanted is LendingEvent.FINISH else ()))
+        """Wait until it is where it is wanted to be; that may change meanwhile."""
+        while self.state not in SETTLED[self._wanted]:
+            await self._changed.wait()
 
     def _wish(self, by: str, wish: Wish) -> None:
         self._wishes[by] = wish

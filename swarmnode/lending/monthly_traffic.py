@@ -16,12 +16,14 @@ log = logging.getLogger(__name__)
 
 FILE = "month.json"
 MAX_FILE_BYTES = 4096
+MONTHS = 4  # that are remembered
 KEEP_BYTES = 100_000_000  # after so many more it is written
 
 
-class _Month(msgspec.Struct):
-    month: str = ""  # 2026-11
-    bytes: int = 0
+class _Months(msgspec.Struct):
+    """More than the one that it is now: where the clock jumps away and back again, what was counted still counts."""
+
+    bytes: dict[str, int] = {}  # of each month, as 2026-11; msgspec gives each its own
 
 
 class MonthlyTraffic:
@@ -40,26 +42,30 @@ class MonthlyTraffic:
         self._first_day = first_day
         self._today = today
         self._counted = moved()
-        self._kept = read_kept(self._path, _Month, max_bytes=MAX_FILE_BYTES) or _Month()
+        self._kept = read_kept(self._path, _Months, max_bytes=MAX_FILE_BYTES) or _Months()
+        self._month = month_of(today(), first_day())
         self._unkept_bytes = 0
 
     def __repr__(self) -> str:
-        return f"<MonthlyTraffic {self._kept.bytes / 1e9:.3f} GB in {self._kept.month}>"
+        return f"<MonthlyTraffic {self._kept.bytes.get(self._month, 0) / 1e9:.3f} GB in {self._month}>"
 
     def __call__(self) -> int:
         """Bytes of this month so far."""
-        moved, month = self._moved(), month_of(self._today(), self._first_day())
+        moved, self._month = self._moved(), month_of(self._today(), self._first_day())
         fresh_bytes, self._counted = moved - self._counted, moved
-        begun = month != self._kept.month
-        self._kept = _Month(month, fresh_bytes + (0 if begun else self._kept.bytes))
+        counted = self._kept.bytes
+        begun = self._month not in counted
+        counted[self._month] = counted.get(self._month, 0) + fresh_bytes
         self._unkept_bytes += fresh_bytes
         if begun or self._unkept_bytes >= KEEP_BYTES:
             self.keep()
-        return self._kept.bytes
+        return counted[self._month]
 
     def keep(self) -> None:
         """Write it down, if that can be."""
         self._unkept_bytes = 0
+        for month in sorted(self._kept.bytes.keys() - {self._month})[: 1 - MONTHS]:
+            del self._kept.bytes[month]
         try:
             write_kept(self._path, self._kept)
         except LocalError as error:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 from pathlib import Path
 from typing import IO
 
 from swarmnode.errors import LocalError
+from swarmnode.file_lock import lock_alone
 
 MAX_SLOTS = 64
 
@@ -20,7 +20,8 @@ class IdentitySlot:
             home.mkdir(parents=True, exist_ok=True)
             for slot in range(1, MAX_SLOTS + 1):
                 self.path = home / (f"{role}.key" if slot == 1 else f"{role}-{slot}.key")
-                if self._take(self.path.with_suffix(".lock")):
+                self._lock = lock_alone(self.path.with_suffix(".lock"))
+                if self._lock is not None:
                     return
         except OSError as error:
             raise LocalError(
@@ -30,16 +31,6 @@ class IdentitySlot:
 
     def __repr__(self) -> str:
         return f"<IdentitySlot {self.path.name}>"
-
-    def _take(self, path: Path) -> bool:
-        lock = path.open("wb")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            return False
-        self._lock = lock
-        return True
 
     def release(self) -> None:
         """Let another process use the identity."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -41,9 +42,19 @@ def prepare(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prep
 
 def check_early(data: Path, settings: Run) -> None:
     """What can be known before the swarm is found. Raises UsageError."""
-    if not data.exists():
-        raise UsageError(f"{data}: no such file or folder")
+    _check_data(data)
     check_run(_with(settings, settings.sequence, settings.microbatch or 1))
+
+
+def _check_data(data: Path) -> None:
+    """Raises UsageError where there is nothing to read."""
+    is_folder = data.is_dir()
+    if not is_folder and not data.is_file():
+        raise UsageError(f"{data}: no such file or folder")
+    if not os.access(data, os.R_OK):
+        raise UsageError(f"{data} cannot be read: Permission denied")
+    if not (any(data.iterdir()) if is_folder else data.stat().st_size):
+        raise UsageError(f"{data} is empty: there is nothing to train on")
 
 
 def check_trains(manifest: Manifest) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--announce", "example.org"), ("--announce", "not a multiaddr")),
         (("--announce", PORT), ("--announce", "--listen")),
         (("--listen", PORT, "--announce", "/ip4/0.0.0.0/tcp/4001"), ("--announce", "nobody can dial 0.0.0.0")),
+        (("--listen", "/ip4/224.0.0.1/tcp/4001"), ("--listen", "nobody can dial 224.0.0.1")),
+        (("--listen", "/ip4/255.255.255.255/tcp/4001"), ("--listen", "nobody can dial")),
+        (("--listen", "/ip6/ff02::1/tcp/4001"), ("--listen", "nobody can dial ff02::1")),
+        (("--listen", "/ip4/127.0.0.1/tcp/65536"), ("--listen", "not a multiaddr")),
+        (("--listen", PORT, "--announce", "/ip4/0.1.2.3/tcp/4001"), ("--announce", "nobody can dial")),
+        (("--listen", PORT, "--announce", "/ip6/ff0e::1/tcp/4001"), ("--announce", "nobody can dial")),
         (("--bootstrap", PORT), ("--bootstrap", "must end with /p2p/")),
+        (("--bootstrap", "0.0.0.0"), ("--bootstrap", "not a multiaddr")),
+        (("--bootstrap", f"/ip4/0.0.0.0/tcp/4001/p2p/{PEER}"), ("--bootstrap", "nobody can dial 0.0.0.0")),
+        (("--bootstrap", f"/ip6/::/tcp/4001/p2p/{PEER}"), ("--bootstrap", "nobody can dial ::")),
+        (("--bootstrap", f"/ip4/240.0.0.1/tcp/4001/p2p/{PEER}"), ("--bootstrap", "nobody can dial")),
+        (("--bootstrap", f"/ip4/10.0.0.1/tcp/0/p2p/{PEER}"), ("--bootstrap", "names no port")),
+        (("--bootstrap", f"/ip4/10.0.0.1/p2p/{PEER}"), ("--bootstrap", "names no port")),
         (("--bootstrap", f"{PORT}/p2p/{PEER}", "--listen", PORT), ("--bootstrap", "run already")),
         (("--mode", "dream"), ("--mode dream",)),
         (("--private", "--public"), ("not both",)),
@@ -160,7 +173,24 @@ def test_wildcards_become_addresses_that_can_be_dialled() -> None:
         (("--memory", "6"), ("--memory 6", "6GB")),
         (("--memory", "lots"), ("--memory lots", "not a size")),
         (("--memory", "0GB"), ("--memory 0GB", "nothing")),
+        (("--memory", "nan"), ("--memory nan", "not a size")),
+        (("--memory", "-6GB"), ("--memory -6GB", "not a size")),
+        (("--memory", "9" * 400 + "GB"), ("no machine has so much",)),
         (("--disk", "1"), ("--disk 1", "1GB")),
+        (("--disk", "999999999999TB"), ("no machine has so much",)),
+        (("--max-upload", "0.001bit"), ("9.6kbit at least",)),
+        (("--max-download", "9" * 400 + "Mbit"), ("1000Tbit at most",)),
+        (("--cpu-share", "0.001%"), ("less than 1%",)),
+        (("--hours", "22:00-22:00"), ("from when to when",)),
+        (("--max-age", "nan"), ("not a span of time",)),
+        (("--name", "x\ny"), ("--name", "printable")),
+        (("--name", "n" * 300), ("--name", "up to 32")),
+        (("--metrics-port", "65536"), ("--metrics-port", "65535", "swarmnode run --help")),
+        (("--metrics-port", "x"), ("--metrics-port",)),
+        (("--serve", "-1"), ("--serve",)),
+        (("--max-gpu-power", "inf"), ("--max-gpu-power",)),
+        (("--nice", "99"), ("--nice",)),
+        (("--no-such-option",), ("--no-such-option", "swarmnode run --help")),
         (("--max-download", "8"), ("--max-download 8", "8Mbit")),
         (("--cpu-share", "0.5"), ("--cpu-share 0.5", "25%")),
         (("--audit-share", "0.03"), ("--audit-share 0.03", "25%")),
@@ -178,6 +208,9 @@ def test_wildcards_become_addresses_that_can_be_dialled() -> None:
         (("--dtype", "float8"), ("--dtype float8", "bfloat16")),
         (("--quantize", "int2"), ("--quantize int2", "nf4")),
         (("--peer", PORT), ("--peer", "/p2p/")),
+        (("--peer", f"/ip4/224.0.0.1/tcp/4001/p2p/{PEER}"), ("--peer", "nobody can dial")),
+        (("--host-maddr", "/ip4/224.0.0.1/tcp/4001"), ("--host-maddr", "nobody can dial")),
+        (("--announce-maddr", "/ip4/255.255.255.255/tcp/4001"), ("--announce-maddr", "nobody can dial")),
         (("--host-maddr", "0.0.0.0:4001"), ("--host-maddr", "not a multiaddr")),
         (("--announce-maddr", "me"), ("--announce-maddr", "not a multiaddr")),
         (("--log-format", "xml"), ("--log-format xml",)),
@@ -187,6 +220,45 @@ def test_run_joins_nothing(arguments: tuple[str, ...], words: tuple[str, ...], t
     done = invoke("run", "whatever", "--home", str(tmp_path / "home"), *arguments)
     assert_clear(done, 2, *words)
     assert len(done.stderr.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "mps,mps", "cpu:999"])
+def test_a_device_that_is_not_here_is_told_before_anything_is_written(model: Path, tmp_path: Path, device: str) -> None:
+    done = invoke("host", str(model), "--name", "friends", "--device", device, home=tmp_path / "home", cwd=tmp_path)
+    assert_clear(done, 2 if "," in device else 1, "device")
+    assert len(done.stderr.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("host", "{model}", "--name", "friends", "--metrics-port", "{port}"),
+        ("serve", "friends", "--port", "{port}"),
+        ("bootstrap", "friends", "--metrics-port", "{port}"),
+        ("generate", "friends", "text", "--metrics-port", "{port}"),
+        ("run", "friends", "--serve", "{port}"),
+        ("run", "friends", "--metrics-port", "0", "--metrics-host", "999.1.1.1"),
+        ("run", "friends", "--metrics-port", "0", "--metrics-host", ""),
+        ("serve", "friends", "--host", "not a host", "--port", "0", "--keys", "keys"),
+    ],
+    ids=" ".join,
+)
+def test_where_nothing_can_be_served(model: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = invoke(*(each.format(model=model, port=port) for each in command), home=tmp_path / "home", cwd=tmp_path)
+    assert_clear(done, 2 if "keys" in command else 1)
+    assert len(done.stderr.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf", "1e400", "soon"])
+def test_nobody_waits_for_ever(seconds: str, tmp_path: Path) -> None:
+    for command in (("generate", "x", "text"), ("serve", "x"), ("export", "x", "out"), ("chat", "x"), ("mcp", "x")):
+        done = invoke(*command, "--patience", seconds, home=tmp_path / "home", cwd=tmp_path)
+        assert_clear(done, 2, "--patience", f"swarmnode {command[0]} --help")
+        assert len(done.stderr.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from swarmnode.lending import command_socket, control_server
-from swarmnode.lending.control_client import NODES, running_nodes, tell_node
+from swarmnode.errors import LocalError
+from swarmnode.lending import command_socket, control_client, control_server
+from swarmnode.lending.control_client import NODES, is_listening, running_nodes, tell_node
 from swarmnode.lending.control_server import ControlServer
 from swarmnode.lending.lending import Keep, Lending
 from swarmnode.lending.lifecycle import LendingEvent, LendingState
+from tests.cli.command import assert_clear, invoke
 
 
 def server_of(lending: Lending, stop: asyncio.Event | None = None) -> ControlServer:
@@ -78,6 +80,47 @@ async def test_two_nodes_of_one_name_and_one_that_was_killed(tmp_path: Path) -> 
     async with server_of(Lending()).listening(tmp_path, "a") as first:
         path = await asyncio.to_thread(command_socket._free_path, tmp_path / NODES, "a")
         assert first == tmp_path / "control" / "a.sock" and path == tmp_path / "control" / "a-2.sock"
+
+
+async def test_the_socket_of_a_process_that_is_silent_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be stopped, or load a model: its owner shall still find it afterwards."""
+    monkeypatch.setattr(control_client, "ANSWER_TIMEOUT_S", 0.05)
+    (tmp_path / "control").mkdir()
+    path = tmp_path / "control" / "a.sock"
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(path))
+        silent.listen(1)
+        assert tell_node(path, "state") is None and is_listening(path)
+        async with server_of(Lending()).listening(tmp_path, "a") as second:
+            assert second == tmp_path / "control" / "a-2.sock" and path.is_socket()
+        done = invoke("pause", "a", home=tmp_path)
+        assert_clear(done, 1, "a: it gives no answer")
+        assert "no answer" in invoke("ps", home=tmp_path).stdout
+
+
+async def test_a_folder_that_leads_elsewhere_is_not_used(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o755)
+    (tmp_path / "control").symlink_to(elsewhere)
+    with pytest.raises(LocalError, match="is a link"):
+        async with server_of(Lending()).listening(tmp_path, "a"):
+            pass
+    assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o755
+
+
+async def test_a_pause_that_is_taken_back_before_it_is_done_is_waited_for_no_longer(tmp_path: Path) -> None:
+    lending = Lending()
+    lending.happened(LendingEvent.LOADED)
+    async with server_of(lending).listening(tmp_path, "a") as path:
+        pausing = asyncio.ensure_future(tell(path, "pause", wait_s=30))  # type: ignore[arg-type]
+        await lending.until(LendingState.DRAINING)
+        lending.resume()
+        lending.happened(LendingEvent.DRAINED)
+        await lending.until(LendingState.WAITING)
+        lending.happened(LendingEvent.LOADED)
+        assert (await pausing)["state"] == "running"
 
 
 async def test_a_path_that_no_socket_can_have_costs_the_commands_alone(tmp_path: Path) -> None:

@@ -86,6 +86,11 @@ def test_what_is_known_early(folder: Path) -> None:
     check_early(folder / "data.txt", SETTINGS)
     with pytest.raises(UsageError, match="no such file"):
         check_early(folder / "none.txt", SETTINGS)
+    (folder / "empty").mkdir()
+    (folder / "empty.txt").touch()
+    for nothing in (Path("/dev/null"), folder / "empty", folder / "empty.txt"):
+        with pytest.raises(UsageError, match=r"no such file|nothing to train on"):
+            check_early(nothing, SETTINGS)
     with pytest.raises(UsageError, match="schedule"):
         check_early(folder / "data.txt", settings(schedule="zigzag"))
 

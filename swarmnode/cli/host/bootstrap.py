@@ -58,13 +58,13 @@ def bootstrap(
     """
     set_up_logging(verbose, log_format)
     from swarmnode.bootstrap import Bootstrap
-    from swarmnode.cli.options.quantities import parse_bytes
+    from swarmnode.cli.options.quantities import parse_bytes, parse_name
     from swarmnode.net.addressing.addresses import check_all
     from swarmnode.roles.host import HostConfig
 
     config = HostConfig(
         home=default_home(home),
-        name=name,
+        name=parse_name(name),
         host_maddrs=check_all("--host-maddr", host_maddr),
         announce_maddrs=check_all("--announce-maddr", announce_maddr, dialled=True),
         nat_port_map=nat,
@@ -72,8 +72,8 @@ def bootstrap(
         lan=lan,
         max_cache_bytes=parse_bytes(disk, "--disk") if disk else None,
     )
-    loaded = open_swarm(swarm, default_home(home))
     watch = Watch(metrics_host, metrics_port, config.home, as_json)
+    loaded = open_swarm(swarm, default_home(home))
 
     async def serve(stop: asyncio.Event) -> None:
         peer = await Bootstrap.start(loaded, config, file=loaded.file)

@@ -55,7 +55,7 @@ def create(
         metavar="auto|generate|embed|classify",
         help="What --model is served for; auto: as its config says.",
     ),
-    seed: int = typer.Option(0, "--seed", help="Of the random weights of --config."),
+    seed: int = typer.Option(0, "--seed", min=0, max=2**63 - 1, help="Of the random weights of --config."),
     byte_level: bool = typer.Option(False, "--byte-level", help="Bytes are tokens: leave the tokenizer out."),
     units: int = typer.Option(0, "--units", help="About how many units to cut a --module into.", show_default=False),
     bootstrap: list[str] = typer.Option(

@@ -87,6 +87,7 @@ def host(
     from swarmnode.cli.options.quantities import parse_bytes
     from swarmnode.cli.options.rules import read_rules
     from swarmnode.cli.terminal.durations import parse_duration
+    from swarmnode.compute.device import probe_devices
     from swarmnode.config import StageConfig
     from swarmnode.net.addressing.addresses import check_all
     from swarmnode.node import NodeConfig
@@ -100,8 +101,9 @@ def host(
         folder, "bootstrap", announce_maddrs=check_all("--announce", announce, dialled=True), nat_port_map=nat, lan=lan
     )
     node = NodeConfig(HostConfig(folder, "host", nat_port_map=nat, lan=lan), stage, rules=read_rules(folder))
-    swarm, path, key = _swarm(context.params)
     watch = Watch(metrics_host, metrics_port, folder, as_json)
+    probe_devices(device)
+    swarm, path, key = _swarm(context.params)
     tell = Teller(as_json)
 
     async def welcome(opened: Swarm, reached: list[str]) -> None:

@@ -15,6 +15,7 @@ NAME = typer.Argument(
 WAIT = typer.Option(
     60.0, "--wait", metavar="SECONDS", min=0.0, max=600.0, help="How long to wait until it is so; 0: not at all."
 )
+SILENT = "it gives no answer: it is stopped (SIGSTOP), or hangs"
 KEEP = ("disk", "memory")
 REASON = typer.Option("", "--reason", help="Shown by `swarmnode ps`.", show_default=False)
 
@@ -67,22 +68,24 @@ def stop(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
 
 
 def _tell_nodes(command: str, name: str, home: Path, as_json: bool, **more: Any) -> None:
-    from swarmnode.lending.control_client import running_nodes, tell_node
+    from swarmnode.lending.control_client import is_listening, running_nodes, tell_node
 
-    nodes = running_nodes(default_home(home))
+    nodes, failed = running_nodes(default_home(home)), list[str]()
     if name and name not in nodes:
         fail(f"no node {name} runs here; `swarmnode ps` lists those that do", 2)
-    answers = {node: tell_node(path, command, **more) for node, path in nodes.items() if name in ("", node)}
-    alive = {node: answer for node, answer in answers.items() if answer is not None}
+    alive = {node: path for node, path in nodes.items() if name in ("", node) and is_listening(path)}
     if not alive:
         fail("no node runs here; start one with `swarmnode run`")
-    for node, answer in alive.items():
+    for node, path in alive.items():
+        answer = tell_node(path, command, **more) or {"error": SILENT}
         if "error" in answer:
-            fail(f"{node}: {answer['error']}")
-        if as_json:
+            failed.append(f"{node}: {answer['error']}")
+        elif as_json:
             print_json({"node": node, **answer})
         else:
             say(f"{node}: {state_text(answer) if command != 'stop' else 'leaving'}")
+    if failed:
+        fail("; ".join(failed))
 
 
 def state_text(answer: dict[str, Any]) -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 from swarmnode.cli.lend.lending import state_text
 from swarmnode.cli.terminal.console import HOME, JSON, default_home, print_json, reports_errors, say
 
+NO_ANSWER = {"swarm": "", "pid": "", "state": "no answer", "reason": "stopped, or busy", "sessions": ""}
+
 
 @reports_errors
 def ps(home: Path = HOME, as_json: bool = JSON) -> None:
@@ -14,7 +16,7 @@ def ps(home: Path = HOME, as_json: bool = JSON) -> None:
 
     Example: swarmnode ps
     """
-    from swarmnode.lending.control_client import running_gateways, running_nodes, tell_node
+    from swarmnode.lending.control_client import is_listening, running_gateways, running_nodes, tell_node
 
     folder = default_home(home)
     sockets = [("run", *found) for found in running_nodes(folder).items()]
@@ -22,7 +24,7 @@ def ps(home: Path = HOME, as_json: bool = JSON) -> None:
     answers = [
         {"node": name, "does": does, **answer}
         for does, name, path in sockets
-        if (answer := tell_node(path, "state")) is not None
+        if (answer := tell_node(path, "state") or (NO_ANSWER if is_listening(path) else None)) is not None
     ]
     if as_json:
         print_json(answers)

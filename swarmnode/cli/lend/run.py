@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from click.exceptions import ClickException
 
 from swarmnode.cli.lend.attendance import attended
 from swarmnode.cli.options.gateway import LOOPBACK, PORT, GatewayAddress, beside
@@ -73,6 +72,7 @@ from swarmnode.cli.terminal.console import (
 )
 from swarmnode.cli.terminal.restart import beginning_anew
 from swarmnode.cli.terminal.teller import Teller
+from swarmnode.cli.terminal.usage_errors import WrongUsage
 from swarmnode.errors import SwarmnodeError
 
 if TYPE_CHECKING:
@@ -186,15 +186,16 @@ def _gateway(port: int | None, home: Path, *, as_json: bool) -> GatewayAddress |
 
 def _give_way(nice: int, *, idle_disk: bool) -> None:
     """To other programs, at the CPU and at the disk."""
-    from swarmnode.lending.courtesy import yield_disk
+    from swarmnode.lending.courtesy import yield_cpu, yield_disk
 
-    os.nice(nice)
+    yield_cpu(nice)
     if idle_disk:
         yield_disk()
 
 
 def _node(swarm: str, config: NodeConfig, tell: Tell) -> tuple[Swarm, Node]:
-    """The swarm that is meant, and a node for it. Raises UsageError where its plan is for another."""
+    """The swarm that is meant, and a node for it. Raises UsageError where its plan is for another one."""
+    from swarmnode.compute.device import probe_devices
     from swarmnode.node import Node
 
     pause = CollectorPause()
@@ -205,6 +206,7 @@ def _node(swarm: str, config: NodeConfig, tell: Tell) -> tuple[Swarm, Node]:
         tell(event, text, **details)
 
     loaded = open_swarm(swarm, config.host.home)
+    probe_devices(config.stage.device)  # raises where one is not here, before anything is joined
     if config.plan is not None:
         config.plan.check_swarm(loaded.id.hex())
     return loaded, Node(loaded, config, note)
@@ -218,9 +220,10 @@ def _reload_on_hangup(context: typer.Context, node: Node) -> None:
         try:
             again = context.command.make_context("run", list(context.meta["args"]), parent=context.parent)
             rest = node.follow(node_config(again.params))
-        except (SwarmnodeError, typer.Exit, ClickException) as error:
+        except (SwarmnodeError, typer.Exit, WrongUsage) as error:
             log.warning("the options are not changed: %s", error)
             return
         log.warning("the options were read again%s", f"; a restart is needed for {', '.join(rest)}" if rest else "")
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+    if sys.platform != "win32":
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import typer
 
-from swarmnode.cli.terminal.console import HOME, JSON, default_home, print_json, reports_errors, say
+from swarmnode.cli.terminal.console import HOME, JSON, default_home, fail, print_json, reports_errors, say
 
 app = typer.Typer(help="Weights that were fetched to this machine.", no_args_is_help=True)
 
@@ -60,7 +60,10 @@ def prune(
     from swarmnode.swarm.storage.weight_cache import evict
 
     least_s = parse_duration(unused) if unused else 0.0
-    doomed = [each for each in _fetched(default_home(home)) if swarm in ("", each.swarm) and each.unused_s >= least_s]
+    fetched = [each for each in _fetched(default_home(home)) if swarm in ("", each.swarm)]
+    if swarm and not fetched:
+        fail(f"no weights of {swarm!r} are here; `swarmnode weights list` tells of which there are", 2)
+    doomed = [each for each in fetched if each.unused_s >= least_s]
     freed_bytes = {each.swarm: evict(each.folder) for each in doomed}
     if as_json:
         print_json({"freed_bytes": freed_bytes})

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from swarmnode.client import SwarmClient
     from swarmnode.swarm.peers.trust import Trust
 
-PATIENCE = typer.Option(60.0, "--patience", help="Seconds to wait for peers that hold the model.")
+
+def patience_option(seconds: float, help_text: str) -> Any:
+    """How long to wait, at most a week."""
+    return typer.Option(seconds, "--patience", min=0.0, max=7 * 86_400.0, metavar="SECONDS", help=help_text)
+
+
+PATIENCE = patience_option(60.0, "How long to wait for peers that hold the model.")
 TRUST = typer.Option(
     [],
     "--trust",

@@ -49,6 +49,13 @@ class Watch:
     home: Path
     as_json: bool = False  # tell the address as an event, for scripts that read events
 
+    def __post_init__(self) -> None:
+        """Raises LocalError where nothing can be served there."""
+        from swarmnode.net.addressing.addresses import check_can_listen
+
+        if self.port is not None:
+            check_can_listen("--metrics-host", self.host, self.port)
+
     @contextlib.asynccontextmanager
     async def over(self, swarm: str, live: Source) -> AsyncIterator[None]:
         """Serve while the context lasts what `live` reads. Raises LocalError where the port is taken."""

@@ -22,9 +22,15 @@ AUDIT_SHARE = typer.Option(
     metavar="SHARE",
     help="In training, compute so much of what others computed once more, to find who is false; 0%: nothing.",
 )
-THREADS = typer.Option(0, "--threads", min=0, help="CPU threads to compute with; default: torch's choice.")
+THREADS = typer.Option(0, "--threads", min=0, max=4096, help="CPU threads to compute with; default: torch's choice.")
 THROTTLE = typer.Option(
-    0.0, "--throttle", metavar="UNITS_PER_S", min=0.0, hidden=True, help="Serve as a device of this speed would."
+    0.0,
+    "--throttle",
+    metavar="UNITS_PER_S",
+    min=0.0,
+    max=1e9,
+    hidden=True,
+    help="Serve as a device of this speed would.",
 )
 SPAN = typer.Option("", "--span", metavar="A:B", help="Hold units A to B-1; default: what the swarm needs most.")
 PLAN = typer.Option(
@@ -62,7 +68,9 @@ IDLE_DISK = typer.Option(False, "--idle-disk", help="Let other programs go first
 MAX_GPU_TEMPERATURE = typer.Option(
     None, "--max-gpu-temperature", metavar="°C", min=30, max=110, help="Rest more where a card is hotter."
 )
-MAX_GPU_POWER = typer.Option(None, "--max-gpu-power", metavar="WATTS", min=1, help="Rest more where a card draws more.")
+MAX_GPU_POWER = typer.Option(
+    None, "--max-gpu-power", metavar="WATTS", min=1, max=10_000, help="Rest more where a card draws more."
+)
 MAX_AGE = typer.Option("", "--max-age", metavar="12h", help="Leave in order after so long.", show_default=False)
 
 HOST_MADDR = typer.Option([], "--host-maddr", metavar="MADDR", help="Where to listen. Repeatable.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.options.quantities import parse_bytes, parse_rate, parse_share, parse_span
+from swarmnode.cli.options.quantities import parse_bytes, parse_name, parse_rate, parse_share, parse_span
 from swarmnode.cli.options.rules import RULE_NAMES, read_rules
 from swarmnode.cli.terminal.console import default_home
 from swarmnode.errors import UsageError
@@ -30,7 +30,7 @@ def node_config(options: Mapping[str, Any]) -> NodeConfig:
     return NodeConfig(
         host=HostConfig(
             home=home,
-            name=options["name"],
+            name=parse_name(options["name"]),
             host_maddrs=check_all("--host-maddr", options["host_maddr"]),
             announce_maddrs=check_all("--announce-maddr", options["announce_maddr"], dialled=True),
             peers=check_all("--peer", options["peer"], needs_peer=True),

@@ -87,6 +87,8 @@ def _hours(value: Any, name: str) -> Hours:
         start, end = (datetime.time.fromisoformat(part.zfill(5)) for part in (match.groups() if match else ()))
     except ValueError:
         raise UsageError(f"{name} {value}: write the hours as 22:00-07:00") from None
+    if start == end:
+        raise UsageError(f"{name} {value}: from when to when? Leave it away to lend at all hours")
     return Hours(start, end)
 
 

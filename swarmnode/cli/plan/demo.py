@@ -29,7 +29,7 @@ MIN_STEPS = 10
 @reports_errors
 def demo(
     steps: int = typer.Option(
-        0, "--steps", help="Steps of the training; default: about a minute's.", show_default=False
+        0, "--steps", max=100_000, help="Steps of the training; default: about a minute's.", show_default=False
     ),
     as_json: bool = JSON,
     verbose: bool = VERBOSE,

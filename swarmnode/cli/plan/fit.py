@@ -28,7 +28,7 @@ def fit(
     ),
     memory: str = MEMORY,
     device: str = DEVICE,
-    rtt: float = typer.Option(20.0, "--rtt", metavar="MS", min=0.0, help="Round trip between machines."),
+    rtt: float = typer.Option(20.0, "--rtt", metavar="MS", min=0.0, max=60_000.0, help="Round trip between machines."),
     as_json: bool = JSON,
 ) -> None:
     """What of a model fits this machine in which precision, how many such machines hold all of it, and about how fast they are.

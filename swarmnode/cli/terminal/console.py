@@ -62,7 +62,7 @@ def say(text: str = "", *, nl: bool = True, err: bool = False) -> None:
 
 def fail(message: str, exit_code: int = 1) -> NoReturn:
     """One clear line on standard error, and the exit code."""
-    say(f"error: {message}", err=True)
+    say(f"error: {' '.join(message.splitlines())}", err=True)
     raise typer.Exit(exit_code)
 
 

@@ -7,9 +7,21 @@ from typing import Any
 
 from typer.core import TyperGroup
 
+from swarmnode.cli.terminal.usage_errors import in_one_line
+
 
 class GroupedHelp(TyperGroup):
     """Lists commands under their headings, both in the order in which they were added."""
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        """Options before the command's name are read here."""
+        with in_one_line():
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        """And those after it here."""
+        with in_one_line():
+            return super().invoke(ctx)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write a section for each heading."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from swarmnode.cli.options.asking import patience_option
 from swarmnode.cli.options.swarm import THIS_SWARM, open_swarm
 from swarmnode.cli.terminal.bars import bytes_bar
 from swarmnode.cli.terminal.console import (
@@ -30,7 +31,7 @@ def export(
     swarm: str = THIS_SWARM,
     out: Path = typer.Argument(..., metavar="OUT", help="Folder to write; it appears when all of it is there."),
     force: bool = typer.Option(False, "--force", help="Replace a checkpoint that is in OUT."),
-    patience: float = typer.Option(30.0, "--patience", help="Seconds to wait for peers that hold all units."),
+    patience: float = patience_option(30.0, "How long to wait for peers that hold all units."),
     home: Path = HOME,
     as_json: bool = JSON,
     verbose: bool = VERBOSE,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from swarmnode.cli.options.activations import COMPRESS, TOPK_FEEDBACK, TOPK_RATIO, parse_compression
+from swarmnode.cli.options.asking import patience_option
 from swarmnode.cli.options.averaging import (
     AVERAGE_BY_LINE,
     AVERAGE_CODEC,
@@ -117,7 +118,7 @@ def train(
     device: str = typer.Option("auto", "--device", help="With --local: auto, cpu, cuda, cuda:1, mps."),
     threads: int = typer.Option(0, "--threads", help="With --local: CPU threads; default: all.", show_default=False),
     force: bool = typer.Option(False, "--force", help="Replace a checkpoint in --out."),
-    patience: float = typer.Option(60.0, "--patience", help="Seconds to wait for the swarm to answer."),
+    patience: float = patience_option(60.0, "How long to wait for the swarm to answer."),
     home: Path = HOME,
     as_json: bool = typer.Option(False, "--json", help="Print a JSON line for each step."),
     metrics_port: int = SERVICE_METRICS_PORT,
@@ -137,11 +138,13 @@ def train(
             "--out, --force, --device and --threads go with --local; a swarm's model is written by `swarmnode export`",
             2,
         )
-    from swarmnode.training.preparation import check_early
+    from swarmnode.training.preparation import check_early, check_trains
 
     settings = _settings(context.params)
     check_early(data, settings)
     known, target = open_swarm(swarm, default_home(home)), out.absolute() if out is not None else None
+    if known.manifest is not None:
+        check_trains(known.manifest)
     from swarmnode.cli.terminal.training_view import training_view
     from swarmnode.training.client import TrainingClient
     from swarmnode.training.local import LocalDevice, OutputFolder, train_here

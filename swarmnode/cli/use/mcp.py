@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import typer
-
-from swarmnode.cli.options.asking import TRUST
+from swarmnode.cli.options.asking import TRUST, patience_option
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.console import (
     HOME,
@@ -25,7 +23,7 @@ from swarmnode.cli.terminal.console import (
 def mcp(
     swarm: str = SWARM,
     trust: list[str] = TRUST,
-    patience: float = typer.Option(30.0, "--patience", help="Seconds that a call waits for peers that have room."),
+    patience: float = patience_option(30.0, "How long a call waits for peers that have room."),
     home: Path = HOME,
     verbose: bool = VERBOSE,
 ) -> None:

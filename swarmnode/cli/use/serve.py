@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnode.cli.options.asking import TRUST
+from swarmnode.cli.options.asking import TRUST, patience_option
 from swarmnode.cli.options.gateway import PORT, GatewayAddress
 from swarmnode.cli.options.sampling import COMPRESS
 from swarmnode.cli.options.swarm import open_swarm
@@ -52,7 +52,7 @@ def serve(
     ),
     compress: str = COMPRESS,
     trust: list[str] = TRUST,
-    patience: float = typer.Option(30.0, "--patience", help="Seconds that a request waits for peers that have room."),
+    patience: float = patience_option(30.0, "How long a request waits for peers that have room."),
     home: Path = HOME,
     as_json: bool = EVENTS,
     log_format: str = LOG_FORMAT,
@@ -68,11 +68,13 @@ def serve(
         return
     from swarmnode.gateway.access.keys import KeyRing, load_keys
     from swarmnode.gateway.config import GatewayConfig
+    from swarmnode.net.addressing.addresses import check_can_listen
     from swarmnode.roles.serving.client.compressions import check_compression
 
     if keys is None and host not in LOOPBACK:
         fail(f"whoever reaches {host} could use the swarm: give --keys FILE, made by --new-key NAME", 2)
     ring = KeyRing() if keys is None else load_keys(keys)
+    check_can_listen("--host", host, port)
     config = GatewayConfig(loopback=host in LOOPBACK, origins=tuple(cors), compress=compress)
     folder = default_home(home)
 

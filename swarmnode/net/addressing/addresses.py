@@ -14,6 +14,10 @@ from multiaddr.exceptions import Error as MultiaddrError
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.net.interfaces import PeerId
 
+_OF_NOBODY = tuple(
+    map(ipaddress.ip_network, ("0.0.0.0/8", "240.0.0.0/4"))
+)  # this network; reserved, and to all of a network
+
 
 def check(address: str, *, needs_peer: bool = False) -> str:
     """The address, if it is a multiaddr. Raises UsageError where it is not, or lacks the /p2p/ part that it needs."""
@@ -36,8 +40,13 @@ def check_all(
         checked = tuple(check(address, needs_peer=needs_peer) for address in addresses)
     except UsageError as error:
         raise UsageError(f"{option}: {error}") from None
-    if dialled and (wild := next(filter(is_wildcard, checked), None)):
-        raise UsageError(f"{option} {wild}: nobody can dial {host_of(wild)}; give the address that others reach")
+    for address in checked:
+        if not is_of_one_machine(address) and (dialled or needs_peer or not is_wildcard(address)):
+            raise UsageError(
+                f"{option} {address}: nobody can dial {host_of(address)}; give the address that others reach"
+            )
+        if needs_peer and host_of(address) is not None and not port_of(address):
+            raise UsageError(f"{option} {address}: it names no port to dial, like /ip4/203.0.113.7/tcp/4001/p2p/…")
     return checked
 
 
@@ -108,6 +117,15 @@ def is_wildcard(address: str) -> bool:
     return host_of(address) in ("0.0.0.0", "::")  # nosec B104  # compared with
 
 
+def is_of_one_machine(address: str) -> bool:
+    """Whether one machine can have the address: no wildcard, and none of a group, of all, or of nobody. Names may lead anywhere."""
+    host = _value(address, "ip4", "ip6")
+    if host is None:
+        return True
+    found = ipaddress.ip_address(host)
+    return not (found.is_multicast or found.is_unspecified or any(found in network for network in _OF_NOBODY))
+
+
 def is_public(address: str) -> bool:
     """Whether the address is one of the open internet: a global IP address, or a name."""
     host = _value(address, "ip4", "ip6")
@@ -149,13 +167,29 @@ def check_port_free(address: str) -> None:
     endpoint = tcp_endpoint(address)
     if endpoint is None or endpoint[1] == 0:
         return
-    family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    try:
+        _try_to_listen(*endpoint)
+    except OSError as error:
+        raise LocalError(f"cannot listen on {address}: {error.strerror or error}; choose another port") from None
+
+
+def check_can_listen(option: str, host: str, port: int) -> None:
+    """Raise LocalError where `host`, an address or name of `option`, is none of this machine's, or its port is taken."""
+    try:
+        if not host:
+            raise ValueError("it is empty; say 0.0.0.0 where everybody is meant")
+        _try_to_listen(host, port)
+    except (OSError, ValueError) as error:  # ValueError: what cannot be a host's name
+        raise LocalError(
+            f"cannot listen at {option} {host}, port {port}: {getattr(error, 'strerror', None) or error}"
+        ) from None
+
+
+def _try_to_listen(host: str, port: int) -> None:
+    family, kind, protocol, _, endpoint = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no listener
-        try:
-            probe.bind(endpoint)
-        except OSError as error:
-            raise LocalError(f"cannot listen on {address}: {error.strerror or error}; choose another port") from None
+        probe.bind(endpoint)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -11,8 +11,8 @@ import contextlib
 import itertools
 import logging
 import os
-import resource
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -61,8 +61,13 @@ def remove_stale_folders() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         pid = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):
-            if pid.isdigit() and not _is_alive(int(pid)) and folder.stat().st_uid == os.getuid():
+            if pid.isdigit() and not _is_alive(int(pid)) and _is_ours(folder):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_ours(folder: Path) -> bool:
+    """On Windows every user has a folder for such things."""
+    return sys.platform == "win32" or folder.stat().st_uid == os.getuid()
 
 
 def _is_alive(pid: int) -> bool:
@@ -77,6 +82,10 @@ def _is_alive(pid: int) -> bool:
 
 def raise_descriptor_limit() -> None:
     """Let this process and its p2pd have as many sockets as the system permits: 256 is what some shells leave them."""
+    if sys.platform == "win32":  # it has no such limit
+        return
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -15,7 +15,7 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
 
 def die_with_parent() -> None:
     """For `preexec_fn`: ask the kernel to kill this process when the thread that forked it ends (Linux; elsewhere no-op)."""
-    if _prctl is None:
+    if _prctl is None or sys.platform == "win32":
         return
     parent = os.getppid()
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

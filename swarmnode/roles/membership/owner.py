@@ -22,7 +22,7 @@ HOST_NOTE = "the host's own machines"
 
 @dataclass(frozen=True)
 class InviteTerms:
-    """What an invite is good for. `life_s` None is for ever, `uses` 0 for any number of peers."""
+    """What an invite is good for. `life_s` None is for ever, `uses` 0 for any number of peers. Raises UsageError."""
 
     role: Role = Role.VOLUNTEER
     life_s: float | None = None
@@ -31,13 +31,15 @@ class InviteTerms:
     group: str = ""
     note: str = ""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.uses <= MAX_USES:
+            raise UsageError(f"--uses is 1 to {MAX_USES}, or 0 for any number")
+
 
 def make_grant(swarm: Swarm, owner: SigningKey, terms: InviteTerms, book: IssuedInvites) -> tuple[bytes, bytes]:
     """(the signed grant, the private key of its invite), entered into the book. Raises UsageError."""
     if owner.public != swarm.owner:
         raise UsageError(f"this is not the key of the owner of {swarm.name}")
-    if not 0 <= terms.uses <= MAX_USES:
-        raise UsageError(f"--uses is 1 to {MAX_USES}, or 0 for any number")
     if terms.peer and not is_peer_id(terms.peer):
         raise UsageError(f"{terms.peer!r} is not a peer id like 12D3KooW…; `swarmnode id` prints a machine's own")
     if len(terms.group.encode()) > MAX_GROUP_CHARS or not terms.group.isprintable():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -135,17 +136,20 @@ def disk_error(folder: Path, error: OSError) -> LocalError:
 
 def _size(path: Path) -> int:
     try:
-        return path.stat().st_blocks * 512
+        found = path.stat()
     except FileNotFoundError:
         return 0  # another process has just evicted it
+    if sys.platform == "win32":
+        return found.st_size
+    return found.st_blocks * 512
 
 
 def _write_at(path: Path, offset: int, data: bytes | bytearray | memoryview) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
+        os.lseek(descriptor, offset, os.SEEK_SET)
         view = memoryview(data)
         while view:
-            written = os.pwrite(descriptor, view, offset)
-            view, offset = view[written:], offset + written
+            view = view[os.write(descriptor, view) :]
     finally:
         os.close(descriptor)

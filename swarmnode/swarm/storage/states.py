@@ -11,7 +11,6 @@ Everything else that begins with a dot is a step half written, or half replaced,
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import re
@@ -28,6 +27,7 @@ from swarmnode.codec.body import SHARED
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.durable import sync
 from swarmnode.errors import CheckpointError, LocalError, ProtocolError
+from swarmnode.file_lock import lock_alone
 from swarmnode.swarm.records.run import Run, decode_run, encode_run
 from swarmnode.swarm.storage.atomic import write_private
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder, disk_error
@@ -319,12 +319,10 @@ def _furthest_step(folder: Path) -> tuple[int, float]:
 
 
 def _remove_unused(folder: Path) -> None:
-    with (folder / ".lock").open("wb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        shutil.rmtree(folder, ignore_errors=True)
+    lock = lock_alone(folder / ".lock")
+    if lock is not None:
+        with lock:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _take_folder(root: Path, run_id: bytes) -> tuple[Path, IO[bytes]]:
@@ -333,10 +331,7 @@ def _take_folder(root: Path, run_id: bytes) -> tuple[Path, IO[bytes]]:
     for slot in range(1, MAX_SLOTS + 1):
         folder = root / (name if slot == 1 else f"{name}-{slot}")
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("wb")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = lock_alone(folder / ".lock")
+        if lock is not None:
             return folder, lock
-        except BlockingIOError:
-            lock.close()
     raise LocalError(f"{MAX_SLOTS} nodes already keep states of this run in {root}; give this one another --home")

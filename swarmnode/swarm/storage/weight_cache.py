@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 from pathlib import Path
 from typing import IO
 
 from swarmnode.errors import LocalError
+from swarmnode.file_lock import lock_alone, lock_with_others
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder, disk_error, used_bytes
 
 FOLDER = "weights"  # in the home folder
@@ -78,8 +78,7 @@ def _share(folder: Path) -> IO[bytes]:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / ".lock"
         try:
-            lock = path.open("wb")
-            fcntl.flock(lock, fcntl.LOCK_SH)
+            lock = lock_with_others(path)
             if os.path.samestat(path.stat(), os.fstat(lock.fileno())):
                 os.utime(folder)
                 return lock
@@ -92,8 +91,10 @@ def evict(folder: Path) -> int:
     """Remove a folder that no process uses; the bytes that this freed."""
     size = used_bytes(folder)
     try:
-        with (folder / ".lock").open("wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = lock_alone(folder / ".lock")
+        if lock is None:
+            return 0
+        with lock:
             shutil.rmtree(folder)
     except OSError:
         return 0

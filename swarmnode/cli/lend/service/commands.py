@@ -114,7 +114,7 @@ def _invite(name: str, home: Path) -> str:
 
 def _check_name(name: str) -> None:
     """What every manager of services takes for a name without quoting."""
-    if not re.fullmatch(r"[A-Za-z0-9_.][A-Za-z0-9_.-]*", name):
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
         fail(
             f"{name!r} cannot be a service's name; join the swarm under another one: swarmnode join INVITE --name friends",
             2,

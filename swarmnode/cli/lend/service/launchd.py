@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import plistlib
+import sys
 from pathlib import Path
 
 from swarmnode.cli.lend.service.service import Service, call, call_well, show_log
@@ -75,6 +76,8 @@ def _log(name: str) -> Path:
 
 
 def _domain() -> str:
+    if sys.platform == "win32":
+        raise NotImplementedError("launchd is macOS's")
     return f"gui/{os.getuid()}"
 
 
