@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from swarmnode.gateway.http.bounded_http import HEAD_S, MAX_HEAD_BYTES, BoundedHttp
+from swarmnode.net.limits.fair_share import FairShare
 from tests.net.virtual import in_virtual_time
 
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
@@ -20,16 +21,20 @@ CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 class Wire(asyncio.Transport):
     """What the server writes, until it ends the connection."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, host: str = "198.51.100.1") -> None:
+        super().__init__({"peername": (host, 4711)})
         self.written = b""
         self.closed = False
+        self.aborted = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.written += bytes(data)
 
     def close(self) -> None:
         self.closed = True
+
+    def abort(self) -> None:
+        self.aborted = True
 
     def is_closing(self) -> bool:
         return self.closed
@@ -113,3 +118,44 @@ async def test_heads_come_in_time() -> None:
         await asyncio.sleep(HEAD_S)
         assert wire.closed and wire.written.count(b"HTTP/1.1") <= 2
         connection.connection_lost(None)
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+
+def come(places: FairShare[BoundedHttp], host: str) -> tuple[BoundedHttp, Wire]:
+    """A connection from an address."""
+    config = uvicorn.Config(counts_bytes, log_config=None, access_log=False, lifespan="off")
+    connection = BoundedHttp(config, ServerState(), {}, asyncio.get_running_loop(), places=places)
+    wire = Wire(host)
+    connection.connection_made(wire)
+    return connection, wire
+
+
+@in_virtual_time
+async def test_who_holds_all_places_keeps_nobody_out() -> None:
+    places = FairShare[BoundedHttp](8)
+    held = [come(places, "9.9.9.9") for _ in range(8)]
+    _, refused = come(places, "9.9.9.9")
+    assert refused.closed and refused.written.startswith(b"HTTP/1.1 503 ")
+    _, honest = come(places, "8.8.8.8")
+    assert not honest.closed and [wire.aborted for _, wire in held].count(True) == 1 and held[-1][1].aborted
+    for connection, _ in held:
+        connection.connection_lost(None)
+    assert len(places) == 1
+
+
+@in_virtual_time
+async def test_behind_one_proxy_all_are_alike() -> None:
+    """Nobody gives a place up for somebody from the same address."""
+    places = FairShare[BoundedHttp](4)
+    held = [come(places, "127.0.0.1") for _ in range(4)]
+    _, refused = come(places, "127.0.0.1")
+    assert refused.closed and not any(wire.aborted for _, wire in held)
+
+
+@in_virtual_time
+async def test_who_has_no_address_is_somebody_too() -> None:
+    """As over a Unix socket."""
+    _, wire = come(FairShare[BoundedHttp](4), "")
+    assert not wire.closed

@@ -1,26 +1,52 @@
-"""HTTP/1.1 as uvicorn reads it, with bounds: its parser keeps heads and trailers of any size, and waits for them for ever."""
+"""HTTP/1.1 as uvicorn reads it, with bounds: its parser keeps heads and trailers of any size, and waits for them for ever, and its
+one limit on connections is for all of them, so that whoever holds that many keeps everybody out."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from swarmnode.net.limits.address_group import Claimant, address_group
+from swarmnode.net.limits.fair_share import FairShare
 
 MAX_HEAD_BYTES = 1 << 16  # and as much again as one read brings
 HEAD_S = 30.0  # for a head to arrive, also the first one of a connection
 FRAMING = 8  # bytes that a chunked body may take on the wire for one of its own: a chunk of one byte takes 6
 
 
+BUSY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
 class BoundedHttp(HttpToolsProtocol):
-    """One connection."""
+    """One connection. Where all `places` are taken, the address group with most of them gives its newest one up."""
+
+    def __init__(
+        self, *arguments: Any, places: FairShare[BoundedHttp] | None = None, **named: Any
+    ) -> None:  # as uvicorn has it, beside that
+        super().__init__(*arguments, **named)
+        self._places = FairShare[BoundedHttp](1) if places is None else places
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]  # uvicorn's is narrower than asyncio's
         self._beside_bytes = 0  # bodies, of the request that comes in
         self._overdue: asyncio.TimerHandle | None = None
+        yielding = self._places.take(self, self._claimant())
+        if yielding is self:
+            self.transport.write(BUSY)
+            self.transport.close()
+            return
+        if yielding is not None:
+            yielding.transport.abort()
         self._await_head()
 
+    def _claimant(self) -> Claimant:
+        host = self.client[0] if self.client else ""
+        return Claimant(address_group(f"/ip{6 if ':' in host else 4}/{host}"), host)
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._places.leave(self)
         self._stop_waiting()
         super().connection_lost(exc)
 

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from swarmnode.errors import LocalError
 from swarmnode.gateway.http.bounded_http import BoundedHttp
+from swarmnode.net.limits.fair_share import FairShare
 
 MAX_CONNECTIONS = 1024
 LEAVE_S = 5  # for answers that are under way
@@ -30,14 +32,13 @@ async def serving_http(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]
     listener = await asyncio.to_thread(_listen, host, port)  # it may ask a resolver
     config = uvicorn.Config(
         app,
-        http=BoundedHttp,
+        http=partial(BoundedHttp, places=FairShare(MAX_CONNECTIONS)),  # type: ignore[arg-type]  # what makes one will do
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=LEAVE_S,
     )
     server = _Server(config)

@@ -210,9 +210,8 @@ def test_who_contributes_falsely_to_the_sums_of_units_that_it_shares_with_others
     in_scenario(tmp_path, test, peer_3=FalseGradients(in_numpy(torch.neg)))
 
 
-@pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8])
 def test_honest_replicas_of_other_spans_keep_their_trust(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, codec: Codec
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(training_swarm, "ToySegment", WideSegment)
     caplog.set_level(logging.INFO, "swarmnode.roles.training.spot_checks")
@@ -220,7 +219,7 @@ def test_honest_replicas_of_other_spans_keep_their_trust(
     async def test(scene: Scenario) -> None:
         scene.batches = wide_batches()
         volunteers = await join(scene, *OVERLAPPING)
-        await train(scene, averaging=Averaging(codec=codec))
+        await train(scene)
         found = counts(volunteers)
         assert found["passed"] > STEPS and not found["false"] and not scene.left_out, found  # type: ignore[attr-defined]
         assert not [one for one in caplog.messages if "came to nothing" in one]
