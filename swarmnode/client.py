@@ -287,7 +287,15 @@ class SwarmClient(SwarmObserver):
         def served(peer: PeerId, work: bytes, unit_samples: int) -> None:
             self._receipts.note(peer, work, served=unit_samples)
 
-        return await module_class.open(self._host, folder, router, patience_s=self.config.patience_s, on_served=served)
+        config = self.config
+        return await module_class.open(
+            self._host,
+            folder,
+            router,
+            patience_s=config.patience_s,
+            on_served=served,
+            audit_share=config.audit_share,
+        )
 
     # -- transformers
 

@@ -1,4 +1,5 @@
-"""How soon a prompt is answered that begins as an earlier one did: time to the first token of both, and of ten turns.
+"""How soon a prompt is answered that begins as an earlier one did: time to the first token of both, of ten turns, and of four
+prompts that begin alike and come at once.
 
     python contrib/benchmarks/prefix.py
 
@@ -26,7 +27,7 @@ from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.gateway.speaking import VOCABULARY, save_speaking_llama
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8, "num_key_value_heads": 8}
-LAYERS, NEW_TOKENS, TURN_TOKENS = 8, 8, 16
+LAYERS, NEW_TOKENS, TURN_TOKENS, AT_ONCE = 8, 8, 16, 4
 
 
 async def first_token_s(client: SwarmClient, prompt: list[int]) -> tuple[float, list[int], int]:
@@ -55,12 +56,15 @@ async def measure(local: LocalSwarm, options: argparse.Namespace) -> dict[str, A
             turn_s, ids, _ = await first_token_s(client, said)
             turns.append(turn_s)
             said += [*ids, *(dice.randrange(5, VOCABULARY) for _ in range(TURN_TOKENS))]
+        prefix = [dice.randrange(5, VOCABULARY) for _ in range(options.prefix)]
+        together = await asyncio.gather(*(first_token_s(client, [*prefix, 7, end]) for end in range(AT_ONCE)))
     first_s, second_s = statistics.median(firsts[1:]), statistics.median(seconds[1:])
     return {
         "prefix_tokens": options.prefix,
         "first_ms": round(1e3 * first_s, 1),
         "second_ms": round(1e3 * second_s, 1),
         "ratio": round(second_s / first_s, 3),
+        "at_once_ms": [round(1e3 * at_once_s, 1) for at_once_s, _, _ in together],
         "turns_ms": [round(1e3 * turn_s, 1) for turn_s in turns],
     }
 

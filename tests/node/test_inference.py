@@ -223,6 +223,52 @@ async def test_who_lies_is_left_and_nobody_else(tmp_path: Path, module: ModelSou
                     assert len(lied) == 1 and not blamed  # it may be so: its memory is its own
 
 
+def scaled(encoded: Encoded) -> Encoded:
+    return encode_values([value * 1.2 if value.is_floating_point() else value for value in decoded(encoded)])
+
+
+@contextlib.asynccontextmanager
+async def auditing(swarm: VirtualSwarm) -> AsyncIterator[SwarmClient]:
+    """A client that has every pass computed again, and knows all nodes."""
+    async with swarm.client(audit_share=1.0) as client:
+        while sum(peer["state"] == "ready" for peer in client.status()["peers"]) < len(swarm.members):
+            await client.changed()
+        yield client
+
+
+async def audited(client: SwarmClient, passes: int) -> None:
+    for seed in range(passes):
+        await client.infer(inputs(2, seed))
+        await (await client.remote_module()).auditor.idle()
+
+
+@in_virtual_time
+async def test_who_computes_something_else_is_left_out_for_a_week(tmp_path: Path, module: ModelSource) -> None:
+    async with VirtualSwarm(tmp_path) as swarm:
+        await two_hops(swarm, module, 3)
+        liar = swarm.members["first-1"]
+        with lying(scaled, liar):
+            async with auditing(swarm) as client:
+                await audited(client, 24)
+                standing = client._host.standing
+                assert standing.shunned == {liar.peer} and not standing.doubted
+                assert all(standing.trust(one.peer) > 0 for one in swarm.members.values() if one is not liar)
+                assert_close(await client.infer(inputs(2)), inputs(2))
+            facts = client.why(liar.peer)
+            assert any("computes" in fact or "falsely" in fact for fact in facts["facts"]), facts
+
+
+@in_virtual_time
+async def test_of_two_who_differ_nobody_is_believed(tmp_path: Path, module: ModelSource) -> None:
+    async with VirtualSwarm(tmp_path) as swarm:
+        await two_hops(swarm, module, 2)
+        with lying(scaled, swarm.members["last-0"]):
+            async with auditing(swarm) as client:
+                await audited(client, 6)
+                both = {swarm.members[f"last-{number}"].peer for number in range(2)}
+                assert client._host.standing.doubted == both and not client._host.standing.shunned
+
+
 @in_virtual_time
 async def test_what_the_input_is_at_fault_for_blames_nobody(tmp_path: Path, module: ModelSource) -> None:
     arrays = inputs(2)

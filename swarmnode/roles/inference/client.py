@@ -36,6 +36,7 @@ from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.view import Span
 from swarmnode.roles.fetching.sources import ask
 from swarmnode.roles.host import Host
+from swarmnode.roles.inference.pass_auditor import PassAuditor
 from swarmnode.roles.serving.client.blame import ARGUABLE, Blame, Verdict
 from swarmnode.roles.serving.client.router import Router
 
@@ -52,7 +53,7 @@ log = logging.getLogger(__name__)
 
 class InferenceClient:
     """Leads passes through the graph of `layout`; `router` finds routes over a span of its units, `on_served` hears what peers have
-    done. Ended by `close`."""
+    done, `audit_share` of it is computed again by others. Ended by `close`."""
 
     def __init__(
         self,
@@ -62,11 +63,13 @@ class InferenceClient:
         *,
         patience_s: float,
         on_served: Served = lambda _peer, _work, _unit_samples: None,
+        audit_share: float = 0.0,
     ) -> None:
         self.layout = layout
         self._router = router
         self._patience_s = patience_s
         self._on_served = on_served
+        self.auditor = PassAuditor(host, self._ask, audit_share)
         self._clock = host.clock.monotonic
         self._observed = host.observed_latency
         self._board = Switchboard(
@@ -77,7 +80,8 @@ class InferenceClient:
         return f"<InferenceClient of {self.layout!r}>"
 
     async def close(self) -> None:
-        """End all links."""
+        """End all links, and audits that are under way."""
+        await self.auditor.close()
         await self._board.close()
 
     async def run(self, values: Values) -> Values:
@@ -150,6 +154,7 @@ class _Pass:
         except (PeerError, NetworkDown) as error:
             self._fail(hop, router, error)
             return False
+        client.auditor.take(hop, self._values, values, self._batch)
         self._values, self._unit, self._last = values, hop.end, None
         self._progress_s = client._clock()
         client._observed.saw(hop.peer, (self._progress_s - began_s) / ((hop.end - hop.start) * self._batch))

@@ -13,6 +13,7 @@ from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.plan.view import Span
 from swarmnode.roles.host import Host
 from swarmnode.roles.inference.client import InferenceClient, Served
+from swarmnode.roles.inference.pass_auditor import PassAuditor
 from swarmnode.roles.serving.client.router import Router
 
 if TYPE_CHECKING:
@@ -31,16 +32,30 @@ class RemoteModule:
 
     @classmethod
     async def open(
-        cls, host: Host, folder: Path, router: Callable[[Span], Router], *, patience_s: float, on_served: Served
+        cls,
+        host: Host,
+        folder: Path,
+        router: Callable[[Span], Router],
+        *,
+        patience_s: float,
+        on_served: Served,
+        audit_share: float,
     ) -> RemoteModule:
-        """The module whose graph is in `folder`; `router` finds routes over a span of its units, `on_served` hears what peers have
-        done. Raises CheckpointError."""
+        """The module whose graph is in `folder`; the others are InferenceClient's. Raises CheckpointError."""
         layout = await asyncio.to_thread(lambda: Layout(read_graph(folder)))
-        return cls(InferenceClient(host, layout, router, patience_s=patience_s, on_served=on_served))
+        client = InferenceClient(
+            host, layout, router, patience_s=patience_s, on_served=on_served, audit_share=audit_share
+        )
+        return cls(client)
 
     async def close(self) -> None:
         """End all links."""
         await self._client.close()
+
+    @property
+    def auditor(self) -> PassAuditor:
+        """Has some passes computed again."""
+        return self._client.auditor
 
     def output_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
         """Of the outputs by name, for so many samples."""
