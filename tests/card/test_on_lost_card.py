@@ -21,7 +21,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
-from swarmnode.errors import ExecutorDied, ProtocolError
+from swarmnode.errors import ExecutorDied, NotFinite, ProtocolError
 from swarmnode.roles.training.checkpoints.checkpoint_manager import _copy, _write_now
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.states import StateStore
@@ -62,6 +62,28 @@ def test_positions_beyond_the_table_are_refused_in_training(
     with pytest.raises(ProtocolError, match=f"{POSITIONS + 1} positions"):
         segment.forward((ids_BT,), 0, end, seed=0)
     assert answers(card)
+
+
+def test_what_is_sent_at_the_edges_is_refused_or_computed(
+    card: torch.device, checkpoints: dict[str, Checkpoint]
+) -> None:
+    """Of a model with a table of positions, from the first unit and from the midst of it."""
+    run = Run(data=bytes(32), steps=6, batch=2, microbatch=1, sequence=POSITIONS)
+    units = LAYERS + 2
+    learner = Learner(load_segment(checkpoints["gpt2"], 0, units, device=card), run)
+    ids_BT = torch.randint(0, 99, (1, POSITIONS), generator=torch.Generator().manual_seed(0))
+    hidden_BTH = torch.randn(1, POSITIONS, 32, device=card)
+    (loss,) = learner.forward(0, 0, 0, units, (ids_BT,), (ids_BT,))
+    assert bool(loss.isfinite())
+    ids = [ids_BT - 1000, ids_BT + 99, ids_BT.int(), ids_BT.float(), ids_BT.bool(), ids_BT[:, :1], ids_BT[:, :0]]
+    labels = [*ids, torch.full_like(ids_BT, -100), ids_BT[:, 1:], ids_BT[0], torch.cat([ids_BT, ids_BT])]
+    longer_BTH = torch.randn(1, POSITIONS + 1, 32, device=card)
+    hidden = [longer_BTH, hidden_BTH[..., :31], hidden_BTH[0], hidden_BTH.long(), hidden_BTH * float("nan")]
+    sent = [(0, one, ids_BT) for one in ids] + [(0, ids_BT, one) for one in labels]
+    for lease, (start, values, told) in enumerate([*sent, *((2, one, ids_BT) for one in hidden)], 1):
+        with pytest.raises((ProtocolError, NotFinite)):
+            learner.forward(lease, 0, start, units, (values,), (told,))
+        assert answers(card)
 
 
 async def test_a_lost_card_is_known_by_whatever_error_comes_first(cards: SimulatedCards, card: torch.device) -> None:
