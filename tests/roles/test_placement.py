@@ -76,7 +76,7 @@ def place(directory: Directory, capacity: int, config: PlacementConfig = QUICK) 
 
 
 async def reason(where: Placement) -> Any:
-    return await asyncio.wait_for(where.reason_to_move(bound=lambda: False, news=tuple), 5.0)
+    return await where.reason_to_move(bound=lambda: False, news=tuple)
 
 
 async def stays(where: Placement) -> bool:

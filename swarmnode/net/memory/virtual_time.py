@@ -8,7 +8,9 @@ somebody starts, or a socket, is not waited for while a timer is due.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import selectors
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -27,6 +29,8 @@ class _JumpingSelector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> Any:
         if timeout is None:
             return super().select(None)
+        if timeout == 0:
+            return []  # there is something to run: what came is looked for when there is nothing
         events = super().select(0)
         if not events:
             self.now_s += timeout
@@ -38,6 +42,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
+        self._thread = threading.get_ident()
         super().__init__(self._jumping)
 
     def __repr__(self) -> str:
@@ -53,6 +58,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         future: asyncio.Future[Any] = self.create_future()
         self.call_soon(_fulfil, future, func, *args)
         return future
+
+    def call_soon_threadsafe(  # type: ignore[override]  # as above
+        self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """On its own thread the loop need not be woken, by a socket that it then reads: nearly all calls are from there."""
+        is_awake = threading.get_ident() == self._thread
+        schedule = self.call_soon if is_awake else super().call_soon_threadsafe
+        return schedule(callback, *args, context=context)
 
     def sleep_through(self, seconds: float) -> None:
         """Let time pass while nothing runs, as in a suspended process: timers are late afterwards."""

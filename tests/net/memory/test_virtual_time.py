@@ -34,3 +34,18 @@ def test_work_for_threads_is_done_on_the_loop_and_takes_no_time() -> None:
         return done, asyncio.get_running_loop().time()
 
     assert run_virtual(ask()) == ((7, threading.current_thread()), 0.0)
+
+
+def test_another_thread_wakes_a_loop_that_has_nothing_to_do_and_its_own_need_not() -> None:
+    async def woken() -> tuple[list[str], float]:
+        loop, heard = asyncio.get_running_loop(), asyncio.Event()
+        told: list[str] = []
+        loop.call_soon_threadsafe(told.append, "from here")
+        loop.call_soon(told.append, "then")
+        thread = threading.Thread(target=loop.call_soon_threadsafe, args=(heard.set,))
+        loop.call_soon(thread.start)
+        await heard.wait()
+        thread.join()
+        return told, loop.time()
+
+    assert run_virtual(woken()) == (["from here", "then"], 0.0)

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-LONG, SHORT = 24 << 20, 8 << 20  # elements: 96 and 32 MiB
-BESIDE_BYTES = 64 << 20
+LONG, SHORT = 18 << 20, 8 << 20  # elements: 72 and 32 MiB
+BESIDE_BYTES = 64 << 20  # less than one more copy of the long ones
 CASES = [(2, LONG, "NONE", 1), (2, LONG, "INT8", 1), (4, SHORT, "FP16", 1), (2, LONG, "INT4", 2)]
 PROGRAM = """
 import json

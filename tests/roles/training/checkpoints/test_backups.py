@@ -152,7 +152,7 @@ async def test_a_state_is_kept_listed_and_given_on(world: World, tmp_path: Path)
     try:
         listing = await list_states(board, "keeper")
         assert listing == Listing(encode_run(RUN), [StateEntry(10, 2, SIZE_BYTES, state.root, backup=True)])
-        assert await asyncio.wait_for(fetch_states(board, lambda: ["keeper"], (2,), into=store), 20) == 10
+        assert await fetch_states(board, lambda: ["keeper"], (2,), into=store) == 10
         assert store.path(10, 2).read_bytes() == written
     finally:
         store.close()
@@ -165,8 +165,7 @@ async def test_what_a_keeper_has_itself_is_used_without_the_network(world: World
     store = StateStore(tmp_path / "own", RUN)
     board = state_board(world.network, HELLO, LinkConfig())
     try:
-        fetching = fetch_states(board, lambda: (), (2,), into=store, step=10, backups=world.backups)
-        assert await asyncio.wait_for(fetching, 20) == 10
+        assert await fetch_states(board, lambda: (), (2,), into=store, step=10, backups=world.backups) == 10
         assert store.path(10, 2).read_bytes() == writer.store.path(10, 2).read_bytes()
     finally:
         store.close()
@@ -257,7 +256,7 @@ async def test_writers_that_never_give_their_states_keep_no_place(world: World) 
 
         setattr(writer.server, "_send", wait)  # noqa: B010
         asking.append(asyncio.create_task(writer.back_up(writer.keeps(10, 2, 64))))
-        await asyncio.wait_for(asked.wait(), 20)
+        await asked.wait()
     honest = await world.writer("honest")
     state = honest.keeps(10, 2)
     with pytest.raises(PeerRefused) as caught:

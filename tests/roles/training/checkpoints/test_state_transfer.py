@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ RUN = Run(data=bytes(32), steps=95, batch=4, microbatch=2, checkpoint_steps=10)
 SWARM = b"s" * 32
 
 
+@functools.lru_cache(maxsize=32)
 def content(step: int, block: int, version: int = 0) -> bytes:
     """What a block is at a step; replicas on other devices have other versions, which differ in last bits."""
     generator = np.random.default_rng([step, block + 1])
@@ -94,8 +96,7 @@ class World:
         return node
 
     async def fetch(self, *blocks: int, **options: Any) -> int:
-        fetching = fetch_states(self.board, lambda: list(self.nodes), blocks, into=self.store, **options)
-        return await asyncio.wait_for(fetching, 20)
+        return await fetch_states(self.board, lambda: list(self.nodes), blocks, into=self.store, **options)
 
     def assert_has(self, step: int, *blocks: int, version: int = 0) -> None:
         for block in blocks:
