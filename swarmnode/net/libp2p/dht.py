@@ -24,6 +24,7 @@ from swarmnode.net.table.routing_table import BUCKET_PEERS, RoutingTable
 log = logging.getLogger(__name__)
 
 MAX_CLOCK_SKEW_S = 3.0
+MAX_WARNINGS = 8  # of clocks: whoever says something else of the time may be many
 
 T = TypeVar("T")
 
@@ -95,7 +96,7 @@ class EngineDht(Dht):
 
     def _check_clock(self, peer: PeerId, theirs: float, asked_at: float) -> None:
         ahead_s = max(0.0, asked_at - theirs) + min(0.0, time.time() - theirs)
-        if abs(ahead_s) > MAX_CLOCK_SKEW_S and peer not in self._skewed:
+        if abs(ahead_s) > MAX_CLOCK_SKEW_S and peer not in self._skewed and len(self._skewed) < MAX_WARNINGS:
             self._skewed.add(peer)
             log.warning(
                 "this machine's clock is %.0f s %s that of peer %s; records may be refused or expire early: "

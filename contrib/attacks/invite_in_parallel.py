@@ -1,0 +1,72 @@
+"""Eight peers use an invite for one at the same moment, each at another member, and say that they came long ago."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+from attack import Outcome, main
+
+from swarmnode.errors import PeerError
+from swarmnode.swarm.records.certificate import admit_peer
+from swarmnode.swarm.records.grant import Role
+from tests.roles.membership.test_access_control import SESSION, Peer, Town
+from tests.swarm.society import NOW, SWARM, Ticket
+
+VIRTUAL, FAST = True, True
+MEMBERS, THIEVES = 4, 8
+RACE_S, LOOKS_S = 61, 1.0
+
+
+async def attack() -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        town = Town(Path(folder))
+        members = [await town.peer(f"member {number}", Ticket(f"{number}")) for number in range(MEMBERS)]
+        invite = Ticket("once", role=Role.CLIENT, uses=1)
+        friend = await town.peer("friend", invite)
+        await friend.ask(members[0], SESSION)
+        await asyncio.sleep(LOOKS_S)  # the members tell one another
+        town.now += RACE_S
+        thieves = [await town.peer(f"thief {number}", invite) for number in range(THIEVES)]
+        for number, thief in enumerate(thieves):  # signed with the invite's key, which they have
+            when = (NOW - 10_000 * number, NOW + RACE_S)[number % 2]
+            thief.membership.certificate = admit_peer(invite.grant, invite.key, SWARM, thief.id, when)
+        race = [_gets_in(thief, members[number % MEMBERS]) for number, thief in enumerate(thieves)]
+        at_once = sum(await asyncio.gather(*race))
+        await asyncio.sleep(LOOKS_S)
+        town.now += RACE_S
+        later = sum([await _gets_in(thief, member) for thief in thieves for member in members])
+        friends = sum([await _gets_in(friend, member) for member in members])
+        corners = await _race(town, members)
+        for peer in town.peers:
+            await peer.close()
+    return Outcome(
+        at_once == 0 and later == 0 and friends == MEMBERS and len(corners) == 1,
+        f"of {THIEVES} {at_once} got in at once, and at {later} of {THIEVES * MEMBERS} doors later; "
+        f"whom the invite was for gets in at {friends} of {MEMBERS}; "
+        f"of {THIEVES} that use another one at once {len(corners)} stays",
+    )
+
+
+async def _race(town: Town, members: list[Peer]) -> set[str]:
+    """Who may come in anywhere by an invite that nobody used before, when those who race for it have been told apart."""
+    invite = Ticket("another", role=Role.CLIENT, uses=1)
+    racers = [await town.peer(f"racer {number}", invite) for number in range(THIEVES)]
+    for racer in racers:
+        racer.membership.certificate = admit_peer(invite.grant, invite.key, SWARM, racer.id, town.now)
+    await asyncio.gather(*(_gets_in(racer, members[number % MEMBERS]) for number, racer in enumerate(racers)))
+    await asyncio.sleep(LOOKS_S)
+    town.now += RACE_S
+    return {racer.id for racer in racers for member in members if await _gets_in(racer, member)}
+
+
+async def _gets_in(peer: Peer, member: Peer) -> bool:
+    try:
+        await peer.ask(member, SESSION)
+    except PeerError:
+        return False
+    return True
+
+
+main(__name__, attack, virtual=VIRTUAL)
