@@ -136,7 +136,7 @@ async def test_agents_are_offered_what_the_model_is_for(embedding: Any, classify
     async with serving(embeds, tmp_path / "embeds", nodes=halves) as served:
         tools = SwarmTools(served.client)
         assert {tool.name for tool in await tools.server("friends").list_tools()} == {"embed", "status"}
-        (vector,) = await tools.embed([TEXT])
+        (vector,) = (await tools.embed([TEXT]))["vectors"]
         assert vector == (await served.client.embed([TEXT]))[0].tolist()
         for texts in ([], [TEXT] * 65, [LONG]):
             with pytest.raises(ToolError, match=r"texts|tokens"):
@@ -144,7 +144,7 @@ async def test_agents_are_offered_what_the_model_is_for(embedding: Any, classify
     async with serving(classifies, tmp_path / "classifies", nodes=whole) as served:
         tools = SwarmTools(served.client)
         assert {tool.name for tool in await tools.server("friends").list_tools()} == {"classify", "status"}
-        assert sum((await tools.classify([TEXT]))[0].values()) == pytest.approx(1.0)
+        assert sum((await tools.classify([TEXT]))["classes"][0].values()) == pytest.approx(1.0)
         (card,) = (await served.openai.models.list()).data
         assert card.model_dump()["task"] == served.client.status()["task"] == "classify"
 

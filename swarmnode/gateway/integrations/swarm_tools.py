@@ -31,7 +31,7 @@ class SwarmTools:
     def server(self, name: str) -> MCPServer:
         """Of this name, with those that its model is for."""
         manifest = self._client.manifest
-        told = f"The swarm {name}: machines of volunteers that hold a model together, which {manifest.purpose}."
+        told = f"The swarm {name}, machines of volunteers that hold a model together: it {manifest.purpose}."
         server = MCPServer(name, instructions=told)
         for tool in (*self._by_task().get(manifest.task, ()), self.status):
             server.add_tool(tool)
@@ -56,17 +56,17 @@ class SwarmTools:
         machines = [{"peer": hop.peer, "span": [hop.start, hop.end]} for hop in result.route]
         return {"text": result.text, "tokens": len(result.ids), "trace": result.trace, "machines": machines}
 
-    async def embed(self, texts: list[str]) -> list[list[float]]:
+    async def embed(self, texts: list[str]) -> dict[str, list[list[float]]]:
         """The vector that the swarm's model makes of each text: texts that mean the same have vectors that point alike."""
         with _told_in_words():
             _check_texts(texts)
-            return [vector.tolist() for vector in await self._client.embed(texts)]
+            return {"vectors": [vector.tolist() for vector in await self._client.embed(texts)]}
 
-    async def classify(self, texts: list[str]) -> list[dict[str, float]]:
+    async def classify(self, texts: list[str]) -> dict[str, list[dict[str, float]]]:
         """How probable each of the model's classes is for each text."""
         with _told_in_words():
             _check_texts(texts)
-            return await self._client.classify(texts)
+            return {"classes": await self._client.classify(texts)}
 
     async def infer(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The outputs of the swarm's module by name, as nested lists, for its inputs by name, as nested lists of numbers. What is
