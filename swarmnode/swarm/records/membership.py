@@ -6,6 +6,7 @@ remembered by peer, since a link, a table's call and an announcement ask the sam
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from swarmnode.errors import ErrorCode, ProtocolError
@@ -50,9 +51,19 @@ class Membership:
         if member.peer != peer:
             raise ProtocolError("the certificate of another peer", code=ErrorCode.REFUSED, peer=peer)
         self._check(peer, member, now)
-        if peer not in self._members and len(self._members) >= MAX_MEMBERS:
+        if peer not in self._members and len(self._members) >= MAX_MEMBERS and not self._make_room(member.invite):
             raise ProtocolError("more members than can be kept in mind", code=ErrorCode.BUSY, peer=peer)
         self._members[peer] = member
+
+    def _make_room(self, invite: bytes) -> bool:
+        """Forget the newest member by the invite by which most came, if that is not this one: who invents members by the invite
+        that he has keeps nobody out who comes by another."""
+        counts = Counter(member.invite for member in self._members.values())
+        ((largest, most),) = counts.most_common(1)
+        if most <= counts[invite] + 1:
+            return False
+        del self._members[next(peer for peer in reversed(self._members) if self._members[peer].invite == largest)]
+        return True
 
     def _check(self, peer: PeerId, member: Member | None, now: float) -> None:
         reason = self._objection(peer, member, now)
@@ -119,6 +130,9 @@ class Membership:
             return False
         self.revocations, self.revocations_bytes = revocations, raw
         self.uses.forget(revocations.invites)
+        self._members = {
+            peer: member for peer, member in self._members.items() if not revocations.covers(peer, member.invite)
+        }
         return True
 
     def note_use(self, certificate: bytes, now: float) -> bool:

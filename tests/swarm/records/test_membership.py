@@ -138,3 +138,24 @@ def test_uses_of_a_revoked_invite_are_forgotten():
     assert [use.member.peer for use in membership.uses] == [ALICE]
     membership.take_list(listed(invites=(ticket.id,)))
     assert not list(membership.uses)
+
+
+def test_members_that_somebody_invents_by_his_invite_keep_nobody_out(monkeypatch: pytest.MonkeyPatch):
+    """An invite without a number of uses makes as many identities as its holder likes."""
+    monkeypatch.setattr("swarmnode.swarm.records.membership.MAX_MEMBERS", 8)
+    swarm, flood, friends = private(), Ticket("flood"), Ticket("friends")
+    invented = [f"invented {number}" for number in range(8)]
+    for peer in invented:
+        swarm.admit(peer, flood.certificate(peer), NOW)
+    with pytest.raises(ProtocolError) as caught:
+        swarm.admit("one more", flood.certificate("one more"), NOW)
+    assert caught.value.code == ErrorCode.BUSY
+    for peer in (ALICE, BOB, CAROL):
+        swarm.admit(peer, friends.certificate(peer), NOW)
+    assert {member.peer for member in swarm.members(NOW)} == {ALICE, BOB, CAROL, *invented[:5]}
+    with pytest.raises(ProtocolError):
+        swarm.admit(invented[7], flood.certificate(invented[7]), NOW)
+    swarm.take_list(listed(invites=(flood.id,)))
+    assert {member.peer for member in swarm.members(NOW)} == {ALICE, BOB, CAROL}
+    for number in range(4):
+        swarm.admit(f"friend {number}", friends.certificate(f"friend {number}"), NOW)
