@@ -280,7 +280,8 @@ class Failed(Body, frozen=True):
 
 
 class StepReport(Body, frozen=True):
-    """A step was committed; `loss`, `step_s`, `norm` are its own."""
+    """A step was committed; `loss`, `step_s`, `norm` are its own. `expected_s`: what the coordinator expected of it when it began;
+    0: nothing."""
 
     step: Step
     run: RunId
@@ -288,6 +289,7 @@ class StepReport(Body, frozen=True):
     step_s: Duration = 0.0
     norm: Norm = 0.0
     peers: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    expected_s: Duration = 0.0
 
 
 class Wait(Body, frozen=True):

@@ -100,6 +100,7 @@ TRAINER_LOSS = _gauge("trainer_loss", "Mean loss of the last step.")
 TRAINER_PEERS = _gauge("trainer_peers", "Peers that took part in the last step.")
 TRAINER_WAITING = _gauge("trainer_waiting", "1 while nothing goes on since units have nobody.")
 TRAINER_STEP_SECONDS = _histogram("trainer_step_seconds", "Time of a step.")
+TRAINER_EXPECTED_SECONDS = _gauge("trainer_expected_step_seconds", "What was expected of the last step when it began.")
 TRAINER_TOKENS = _counter("trainer_tokens", "Tokens of the steps that are done (samples, where there are no tokens).")
 
 # A client that generates

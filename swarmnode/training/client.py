@@ -7,6 +7,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from swarmnode.codec.training_messages import Lease
@@ -157,6 +158,7 @@ def _telling(listener: Listener, run: Run) -> Callable[[SwarmReport], None]:
 
     def tell(report: SwarmReport) -> None:
         tokens_per_s = tokens / report.step_s if report.step_s else 0.0  # unknown: its coordinator was lost
-        listener.step(StepSummary(report.step, report.loss, report.step_s, tokens_per_s, report.peers, report.norm))
+        summary = StepSummary(report.step, report.loss, report.step_s, tokens_per_s, report.peers, report.norm)
+        listener.step(replace(summary, expected_s=report.expected_s))
 
     return tell

@@ -52,3 +52,4 @@ class TrainerMeter:
             yield Reading(table.TRAINER_STEP, self._last.step)
             yield Reading(table.TRAINER_LOSS, self._last.loss)
             yield Reading(table.TRAINER_PEERS, self._last.peers)
+            yield Reading(table.TRAINER_EXPECTED_SECONDS, self._last.expected_s)

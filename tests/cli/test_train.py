@@ -90,7 +90,7 @@ def train(school: Path, swarm: str, *arguments: str) -> subprocess.CompletedProc
 def losses(log: Path) -> list[float]:
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(len(lines)))
-    assert all(set(line) == {"step", "loss", "step_s", "tokens_per_s", "peers"} for line in lines)
+    assert all(set(line) == {"step", "loss", "step_s", "expected_s", "tokens_per_s", "peers"} for line in lines)
     return [line["loss"] for line in lines]
 
 

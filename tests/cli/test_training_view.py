@@ -19,7 +19,7 @@ RUN = Run(data=bytes(32), steps=100, batch=8, microbatch=4, sequence=16)
 
 
 def report(step: int, loss: float = 2.5) -> StepSummary:
-    return StepSummary(step, loss, step_s=0.5, tokens_per_s=256.0, peers=3, norm=1.0)
+    return StepSummary(step, loss, step_s=0.5, tokens_per_s=256.0, peers=3, norm=1.0, expected_s=0.25)
 
 
 def test_each_step_is_one_line_of_the_log_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,7 +27,7 @@ def test_each_step_is_one_line_of_the_log_at_once(tmp_path: Path, capsys: pytest
     with training_view(as_json=True, log=log) as view:
         view.begun(RUN)
         view.step(report(0))
-        expected = {"step": 0, "loss": 2.5, "step_s": 0.5, "tokens_per_s": 256.0, "peers": 3}
+        expected = {"step": 0, "loss": 2.5, "step_s": 0.5, "expected_s": 0.25, "tokens_per_s": 256.0, "peers": 3}
         assert [json.loads(line) for line in log.read_text().splitlines()] == [expected], "flushed"
         view.waiting("unit 3", (3,))
         view.step(report(1))

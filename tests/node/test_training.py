@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import statistics
 import typing
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -120,6 +121,8 @@ async def test_the_curve_of_one_process(
         trainer = school.trainer("trainer", DATA, SETTINGS)
         assert await trainer.finish() == STEPS
         assert_same_curve(trainer.losses, alone, steps=STEPS)
+        off = [abs(took_s / expected_s - 1) for expected_s, took_s in list(trainer.step_s.values())[4:]]
+        assert statistics.median(off) < 0.2, trainer.step_s  # the device's own clock is another one here: it is learnt
         assert alone[STEPS - 1] < 0.85 * alone[0]
         await school.stop(names)
         assert_same_parameters(school, names, spans=len(SPANS))

@@ -156,6 +156,7 @@ class VirtualTrainer:
         self.name = name
         self.losses: dict[int, float] = {}
         self.peers: dict[int, int] = {}
+        self.step_s: dict[int, tuple[float, float]] = {}  # as it was expected, and as it was
         self.why = ""  # the training waited last
         self.missing: tuple[int, ...] | None = None  # and for which units
         self._swarm = swarm
@@ -183,6 +184,7 @@ class VirtualTrainer:
     def step(self, report: StepSummary) -> None:
         self.losses[report.step] = report.loss
         self.peers[report.step] = report.peers
+        self.step_s[report.step] = report.expected_s, report.step_s
         self._news.set()
 
     def waiting(self, why: str, missing: tuple[int, ...]) -> None:

@@ -158,6 +158,7 @@ def step_json(report: StepSummary) -> dict[str, Any]:
         "step": report.step,
         "loss": report.loss,
         "step_s": round(report.step_s, 6),
+        "expected_s": round(report.expected_s, 6),
         "tokens_per_s": round(report.tokens_per_s, 3),
         "peers": report.peers,
     }

@@ -16,7 +16,8 @@ from swarmnode.swarm.records.run import Run, check_run
 
 @dataclass(frozen=True)
 class StepSummary:
-    """One step that is over: its mean loss and gradient norm before clipping, and how fast it went. `peers` computed it."""
+    """One step that is over: its mean loss and gradient norm before clipping, and how fast it went. `peers` computed it;
+    `expected_s`: what was expected of it when it began, 0 where nothing was."""
 
     step: int
     loss: float
@@ -24,6 +25,7 @@ class StepSummary:
     tokens_per_s: float
     peers: int
     norm: float
+    expected_s: float = 0.0
 
 
 def train_locally(

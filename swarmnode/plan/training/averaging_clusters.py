@@ -44,6 +44,11 @@ def may_cluster(averaging: Averaging) -> bool:
     return not averaging.robust and averaging.codec != Codec.TOPK
 
 
+def averaging_s(peer: PeerId, groups: Sequence[ClusteredGroup]) -> float:
+    """What a peer's groups take it, one after another."""
+    return sum(one.seconds for one in groups if any(member.peer == peer for member in one.group.members))
+
+
 class AveragingClusters:
     """Of the groups of one training, whose blocks name them."""
 
@@ -65,15 +70,18 @@ class AveragingClusters:
             self._rests = REST
             self._chosen.clear()
 
-    def choose(self, group: Group, network: AveragingNetwork, size_bytes: float) -> ClusteredGroup:
-        """`network`: of the group's members, in their order; `size_bytes`: of its vector as it travels."""
+    def choose(
+        self, group: Group, network: AveragingNetwork, size_bytes: float, *, allowed: bool = True
+    ) -> ClusteredGroup:
+        """`network`: of the group's members, in their order; `size_bytes`: of its vector as it travels; `allowed`: see
+        `may_cluster`."""
         places = [place for place, member in enumerate(group.members) if member.count]
         names = tuple(group.members[place].peer for place in places)
         shares = [group.members[place].share for place in places]
-        among = _among(network, places)
+        among = network.among(places)
         flat = (0,) * len(places)
         flat_s = among.averaging_s(size_bytes, shares, flat)
-        if len(places) < LEAST_MEMBERS or group.how == How.APART or self._rests:
+        if len(places) < LEAST_MEMBERS or group.how == How.APART or self._rests or not allowed:
             return ClusteredGroup(group, flat_s, flat_s)
         known, before = self._chosen.get(group.blocks, ((), flat))
         before = before if known == names else flat
@@ -121,8 +129,3 @@ def _with_clusters(group: Group, network: AveragingNetwork, places: Sequence[int
         of.setdefault(place, of[nearest])
     members = (msgspec.structs.replace(member, cluster=of[place]) for place, member in enumerate(group.members))
     return msgspec.structs.replace(group, members=tuple(members))
-
-
-def _among(network: AveragingNetwork, places: Sequence[int]) -> AveragingNetwork:
-    pairs = np.ix_(places, places)
-    return AveragingNetwork(network.path_bps_NN[pairs], network.line_bps_N[list(places)], network.delay_NN[pairs])

@@ -34,6 +34,11 @@ class AveragingNetwork:
         lines_s = np.maximum(bits_NN.sum(axis=0), bits_NN.sum(axis=1)) / self.line_bps_N
         return float(max((bits_NN / self.path_bps_NN).max(), lines_s.max()) + self._delays_s(clusters))
 
+    def among(self, places: Sequence[int]) -> AveragingNetwork:
+        """Of some of them, in this order."""
+        pairs = np.ix_(places, places)
+        return AveragingNetwork(self.path_bps_NN[pairs], self.line_bps_N[list(places)], self.delay_NN[pairs])
+
     def slowest_s(self, number: int, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
         """Of one contributor alone: its slowest path."""
         bits_NN = 8 * size_bytes * crossing(shares, clusters)

@@ -64,7 +64,8 @@ def make_groups(
 
 
 def _how(run: Run, step: int) -> How:
-    """What blocks do that need not stay one thing. Replicas that part at random weights never meet again: so not in the warm-up."""
+    """What blocks do at the end of a step that need not stay one thing. Replicas that part at random weights never meet again: so
+    not in the warm-up."""
     every = run.averaging.every
     if every == 1 or step < run.warmup_steps:
         return How.SUM

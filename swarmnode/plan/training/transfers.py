@@ -49,6 +49,17 @@ class Transfers:
                     del self._booked[path]
                 self._booked_NN[self._at(path[0]), self._at(path[1])] += change
 
+    def idle(self) -> Transfers:
+        """What is known of these links, with nothing booked."""
+        other = Transfers()
+        other.know(list(self._number), self._delay_NN[:-1, :-1], self._sending_NN[:-1, :-1])
+        return other
+
+    def busiest_s(self) -> float:
+        """How long the path or line that has most to carry is at it."""
+        lines_N = self._booked_NN.sum(axis=1) * self._uplink_N
+        return float(max((self._booked_NN * self._sending_NN).max(), lines_N.max()))
+
     def clear(self) -> None:
         """Nothing is under way any more."""
         self._booked.clear()

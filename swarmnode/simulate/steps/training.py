@@ -7,15 +7,16 @@ what, and who coordinates when the coordinator is lost, is decided by the live n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from swarmnode.codec.averaging_messages import Group
+from swarmnode.codec.averaging_messages import How
 from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.placement import PlacementRule
-from swarmnode.plan.training.averaging_clusters import AveragingClusters, may_cluster
+from swarmnode.plan.training.averaging_clusters import AveragingClusters, ClusteredGroup, averaging_s, may_cluster
 from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
-from swarmnode.plan.training.groups import Holder, make_groups
+from swarmnode.plan.training.expected_step import ExpectedStep, passing_s
+from swarmnode.plan.training.groups import Count, Holder, make_groups
 from swarmnode.plan.training.step_ledger import StepLedger
 from swarmnode.plan.training.transfers import Transfers
 from swarmnode.plan.training.wiring import Replica, book, wire
@@ -52,6 +53,9 @@ class Training:
         self._workers: dict[PeerId, Replica] = {}
         self._transfers = Transfers()
         self._clusters = AveragingClusters()
+        self._expected = ExpectedStep()
+        self._forecast_of: tuple[PeerId, ...] = ()
+        self._forecast_s = 0.0  # with these stages
         self._coming: list[Peer] = []
         self._flights: dict[int, SimulatedMicrobatch] = {}
         self._ledger = StepLedger(0, world.model.units, settings.microbatches)
@@ -218,6 +222,22 @@ class Training:
         for name, stage in self._stages.items():
             self._ledger.report(name, stage.peer.span, {})
         self.encoder.beat_s = max((worker.span.units * worker.unit_s for worker in self._workers.values()), default=0.0)
+        self._expect()
+
+    def _expect(self) -> None:
+        """As the coordinator does; anew where other stages take part."""
+        stages = tuple(self._workers)
+        if stages != self._forecast_of:
+            self._forecast_of, self._forecast_s = stages, self._forecast() if stages else 0.0
+        self._expected.begin(self._forecast_s)
+
+    def _forecast(self) -> float:
+        units, count = self.world.model.units, self.settings.microbatches
+        forecast_s = passing_s(units, self._workers, self._transfers, count)
+        groups = [one for one in self._averaging_groups(lambda _peer, _units: 1) if one.group.how != How.APART]
+        shared = [one for one in groups if len(one.group.members) > 1]
+        agreeing_s = max(averaging_s(name, shared) for name in self._stages)
+        return forecast_s + agreeing_s if forecast_s else 0.0
 
     def _admit(self) -> None:
         model = self.world.model
@@ -302,27 +322,34 @@ class Training:
 
     def _reduce(self) -> None:
         self._attempt += 1
-        links = self.world.links
+        self._clusters.begin()
+        groups = [one.group for one in self._averaging_groups(self._ledger.counts)]
+        began_s, attempt = self.clock.now_s, self._attempt
+        ends_s = reduction_ends_s(
+            began_s, groups, self._indexes, self.world.links, self.world.model, self.settings.averaging
+        )
+        self._reducing_since_s = began_s
+        self.clock.at(ends_s + self._told_s(), lambda: self._agree() if self._attempt == attempt else None)
+
+    @property
+    def _indexes(self) -> dict[PeerId, int]:
+        return {name: stage.peer.index for name, stage in self._stages.items()}
+
+    def _averaging_groups(self, count: Count) -> list[ClusteredGroup]:
+        links, model, averaging = self.world.links, self.world.model, self.settings.averaging
         holders = [
             Holder(name, stage.peer.span, line_bps=links.uplink_bps(stage.peer.index))
             for name, stage in self._stages.items()
         ]
-        indexes = {name: stage.peer.index for name, stage in self._stages.items()}
-        groups = [
-            self._over_clusters(group, indexes)
-            for group in make_groups(self.world.model.units, self._run, self.step, holders, self._ledger.counts)
+        return [
+            self._clusters.choose(
+                group,
+                averaging_network(group, self._indexes, links),
+                vector_bytes(group, model, averaging),
+                allowed=may_cluster(averaging),
+            )
+            for group in make_groups(model.units, self._run, self.step, holders, count)
         ]
-        began_s, attempt = self.clock.now_s, self._attempt
-        ends_s = reduction_ends_s(began_s, groups, indexes, self.world.links, self.world.model, self.settings.averaging)
-        self._reducing_since_s = began_s
-        self.clock.at(ends_s + self._told_s(), lambda: self._agree() if self._attempt == attempt else None)
-
-    def _over_clusters(self, group: Group, indexes: Mapping[PeerId, int]) -> Group:
-        averaging = self.settings.averaging
-        if not may_cluster(averaging):
-            return group
-        size_bytes = vector_bytes(group, self.world.model, averaging)
-        return self._clusters.choose(group, averaging_network(group, indexes, self.world.links), size_bytes).group
 
     def _agree(self) -> None:
         self._happen(Event.AGREED)
@@ -341,6 +368,9 @@ class Training:
         self._last_step_s = now_s - self._step_began_s
         measures.note("step, s", self._last_step_s)
         measures.note("of it agreeing, s", now_s - self._reducing_since_s)
+        if self._expected.expected_s:
+            measures.note("off its forecast, share", abs(self._last_step_s / self._expected.expected_s - 1))
+        self._expected.end(self._last_step_s)
         measures.count("steps", 1)
         measures.count(f"{self.world.model.counted} trained", self.settings.microbatches * self.settings.tokens)
         self.step += 1

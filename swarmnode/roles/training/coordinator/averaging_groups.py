@@ -6,17 +6,19 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from swarmnode.codec.averaging_messages import Group, PathRate
+from swarmnode.codec.averaging_messages import Group, How, PathRate
 from swarmnode.codec.body import SHARED
 from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.flow import Floats
-from swarmnode.plan.training.averaging_clusters import AveragingClusters, ClusteredGroup, may_cluster
+from swarmnode.plan.training.averaging_clusters import AveragingClusters, ClusteredGroup, averaging_s, may_cluster
 from swarmnode.plan.training.averaging_forecast import AveragingNetwork
 from swarmnode.plan.training.groups import Count, Holder, make_groups
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
 from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
 from swarmnode.swarm.records.run import Run
+
+SLOWEST_BPS = 262_144.0  # 32 KiB/s, as for any payload: who is slower is not waited for anyway
 
 
 class AveragingGroups:
@@ -50,6 +52,22 @@ class AveragingGroups:
             for receiver, told in self._received_bps.items()
             if receiver in here
         }
+        self._clusters.begin()
+        chosen = self._choose(run, step, members, count)
+        for one in chosen:
+            self._tell(one)
+        return [one.group for one in chosen]
+
+    def expected_s(self, run: Run, step: int, members: Sequence[WorkerHandle]) -> float:
+        """Of the averaging at the end of a step, in which all take part; one group after another."""
+        chosen = [
+            one
+            for one in self._choose(run, step, members, lambda _peer, _units: 1)
+            if one.group.how != How.APART and len(one.group.members) > 1
+        ]
+        return max((averaging_s(member.peer, chosen) for member in members), default=0.0)
+
+    def _choose(self, run: Run, step: int, members: Sequence[WorkerHandle], count: Count) -> list[ClusteredGroup]:
         holders = [
             Holder(
                 member.peer,
@@ -60,14 +78,17 @@ class AveragingGroups:
             for member in members
         ]
         groups = make_groups(self._units, run, step, holders, count, self._codecs)
-        self._clusters.begin()
-        return [self._over_clusters(group, run) for group in groups] if may_cluster(run.averaging) else groups
-
-    def _over_clusters(self, group: Group, run: Run) -> Group:
-        size_bytes = self._link_times.averaged_bytes(group.blocks, run.averaging)
-        chosen = self._clusters.choose(group, self._network([member.peer for member in group.members]), size_bytes)
-        self._tell(chosen)
-        return chosen.group
+        network = self._network([member.peer for member in members])
+        places = {member.peer: place for place, member in enumerate(members)}
+        return [
+            self._clusters.choose(
+                group,
+                network.among([places[member.peer] for member in group.members]),
+                self._link_times.averaged_bytes(group.blocks, run.averaging),
+                allowed=may_cluster(run.averaging),
+            )
+            for group in groups
+        ]
 
     def _network(self, peers: Sequence[PeerId]) -> AveragingNetwork:
         lines_bps = [self._link_times.line_bps(peer) or np.inf for peer in peers]
@@ -80,7 +101,7 @@ class AveragingGroups:
             [[self._received_bps.get(there, {}).get(here, 0.0) for there in peers] for here in peers], dtype=float
         )
         slower_NN = np.minimum(told_NN, told_NN.T)
-        return np.where(slower_NN > 0, slower_NN, np.inf)
+        return np.where(slower_NN > 0, np.maximum(slower_NN, SLOWEST_BPS), np.inf)
 
     def _tell(self, chosen: ClusteredGroup) -> None:
         clusters = len({member.cluster for member in chosen.group.members})

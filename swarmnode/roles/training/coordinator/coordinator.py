@@ -99,6 +99,7 @@ class Coordinator:
             clock,
             found_false,
             AveragingGroups(units, link_times, codecs, decisions),
+            decisions,
         )
         self._rendezvous = Rendezvous(units, clock)
         self._found: tuple[Run, RecoveryPlan] | None = None  # by the rendezvous

@@ -12,6 +12,7 @@ from swarmnode.codec.messages import HopSpec
 from swarmnode.codec.training_messages import Done, Failed, Lease, Release
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.training.expected_step import passing_s
 from swarmnode.plan.training.step_ledger import StepLedger
 from swarmnode.plan.training.transfers import Transfers
 from swarmnode.plan.training.wiring import Wire, book, wire
@@ -91,6 +92,14 @@ class Dispatcher:
                 self._give(trainer, number, ledger.step, tuple(route))
             elif not any(counters):
                 return  # else it is only this one that waits for a certain peer
+
+    def passing_s(self, step: int, microbatches: int) -> float:
+        """What so many microbatches will take, all alone; 0 where a stage is not measured, or units have nobody."""
+        workers = {peer: member.worker for peer, member in self._members.items() if member.state is WorkerState.USABLE}
+        if not workers or not all(worker.unit_s for worker in workers.values()):
+            return 0.0
+        self._know_links(step, workers)
+        return passing_s(self._units, workers, self._transfers, microbatches)
 
     def _know_links(self, step: int, workers: Collection[PeerId]) -> None:
         """Anew in each step, and where other stages take part."""

@@ -15,10 +15,12 @@ from swarmnode.codec.averaging_messages import Reduced
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import Body
 from swarmnode.codec.training_messages import Commit, Condition, Failed, ProgressReport, Status, StepReport, Stopped
+from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.sparsity import slowest_link_s
 from swarmnode.plan.training.coordination import Event, Phase
+from swarmnode.plan.training.expected_step import ExpectedStep
 from swarmnode.plan.training.recovery import RecoveryPlan
 from swarmnode.plan.training.step_ledger import StepLedger
 from swarmnode.roles.training.coordinator.all_reduce_attempt import AllReduceAttempt
@@ -51,6 +53,7 @@ class Office:
     clock: Callable[[], float]
     found_false: Callable[[], set[PeerId]]  # by this node's own stage
     averaging_groups: AveragingGroups
+    decisions: DecisionLog
 
 
 class StepLoop:
@@ -73,6 +76,7 @@ class StepLoop:
         self._times = AnswerTimes()  # with all-reduces
         self._astray = False  # a stage did not get to the step
         self._claims: Counter[PeerId] = Counter()  # of NaN, in this step
+        self._expected = ExpectedStep()
         self._stopped: Stopped | None = None
 
     def __repr__(self) -> str:
@@ -339,10 +343,29 @@ class StepLoop:
         self._claims.clear()
         self._step_progress = self._new_step_progress()
         self._step_progress.enter(usable)
+        self._expect()
+
+    def _expect(self) -> None:
+        """Of the step that begins: its microbatches, and then the averaging."""
+        passing_s = self._dispatcher.passing_s(self.step, self.run.microbatches)
+        averaging_s = self._office.averaging_groups.expected_s(self.run, self.step, self._worker_group.usable())
+        self._expected.begin(passing_s + averaging_s if passing_s else 0.0)
+
+    def _note_forecast(self, step_s: float, expected_s: float) -> None:
+        """How good it was."""
+        self._expected.end(step_s)
+        if step_s and expected_s:
+            off = abs(step_s / expected_s - 1)
+            facts = (
+                f"the last one took {step_s:.3g} s, {off:.0%} off the {expected_s:.3g} s that were expected",
+                f"forecasts are multiplied by {self._expected.correction:.2f}, as the last steps have shown",
+            )
+            self._office.decisions.note(Topic.TRAINING, "expects of a step what stages and links have measured", facts)
 
     def _tell_step(self, loss: float, step_s: float, norm: float, peers: int, step: int | None = None) -> None:
-        done = self.step - 1 if step is None else step
-        self._trainer_connections.tell(StepReport(done, self.run.id, loss, step_s, norm, peers))
+        done, expected_s = self.step - 1 if step is None else step, self._expected.expected_s if step_s else 0.0
+        self._note_forecast(step_s, expected_s)
+        self._trainer_connections.tell(StepReport(done, self.run.id, loss, step_s, norm, peers, expected_s))
 
     def stop(self) -> None:
         """The run is over, or cannot go on: the last good step stays."""

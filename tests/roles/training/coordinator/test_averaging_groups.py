@@ -109,3 +109,11 @@ def test_where_each_contribution_counts_by_itself_there_are_none(averaging: Aver
     groups, _ = made()
     told(groups)
     assert set(clusters(groups, run(averaging)).values()) == {0}
+
+
+@pytest.mark.parametrize("claim_bps", [5e-324, 1e-9, 1e15])
+def test_whatever_one_claims_of_its_paths_what_is_expected_stays_within_reason(claim_bps: float) -> None:
+    groups, _ = made()
+    told(groups, bps=lambda _sender, receiver: claim_bps if receiver == "a" else FAST_BPS)
+    assert 0 < groups.expected_s(run(), 3, members()) < 1e5
+    assert groups.expected_s(run(Averaging(every=5)), 3, members()) == 0.0, "nobody averages"
