@@ -18,7 +18,7 @@ from swarmnode.roles.training.checkpoints.states import list_states, state_board
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.states import StateStore
 
-VIRTUAL, FAST = True, False
+VIRTUAL, FAST = True, True
 HELLO = Hello(VERSION, bytes(32))
 RUN = Run(data=bytes(32), steps=95, batch=4, microbatch=2)
 SNAPSHOT_S, ATTACKED_S, MOST_SHARE = 2.0, 400.0, 0.06
@@ -39,7 +39,9 @@ async def attack() -> Outcome:
 
     with tempfile.TemporaryDirectory() as folder:
         store = StateStore(Path(folder), RUN)
-        server = await StateServer.start(victim, HELLO, config, store, snapshot)
+        server = StateServer(victim, HELLO, config)
+        server.give(store, snapshot)
+        await server.serve()
         board = state_board(client, HELLO, config)
         asked = 0
         while loop.time() < ATTACKED_S:
