@@ -1,12 +1,12 @@
 """Layout of stages: what all who see the same peers come to alike, without anybody planning for others.
 
 For each cluster of the network, and each number of stages that the model may be cut into, a step is estimated as if everybody had
-found a good place. Of the best one every peer knows its own place, which for those outside the cluster is to stand by.
+found a good place; the best few are laid out, and their steps forecast. Of the best one every peer knows its own place, which for
+those outside the cluster is to stand by.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -20,6 +20,8 @@ from swarmnode.plan.view import Span
 HOLDERS = 2  # that a unit should have, so that losing one loses nothing that was learnt
 STANDING_BY = Span(0, 0)
 FRAGILE = 3.0  # more of a step, relative, is a second holder of all units worth
+SAME = 1e-9  # relative: what sums of the same may differ by
+SHORTLIST = 48  # layouts of which a step is forecast
 LEFT_OUT = 1.5  # times as long a step must take with all, before anybody is left out who may be needed later
 
 
@@ -52,22 +54,47 @@ def _parts(stages: Sequence[Span], capacity: int) -> list[Span]:
 
 
 def common_layout(forecast: StepForecast, capacity_units: Sequence[int]) -> StageLayout:
-    """The layout with which fewest places are missing, and then a step takes least, by an estimate that knows nothing of who
-    holds what."""
-    least, best = (math.inf, math.inf), (cut(forecast.unit_s(1), 1), np.arange(0))
+    """The layout with which fewest places are missing, and then a step takes least. An estimate that knows nothing of who holds
+    what says whether anybody is left out, and which layouts come into question; of these the step's forecast takes one."""
+    candidates = sorted(_candidates(forecast, np.array(capacity_units)), key=lambda one: (one.missing, one.estimate_s))
+    likely = [one for one in candidates[:SHORTLIST] if one.is_like(candidates[0])]
+    laid = [_laid(forecast, one.stages, one.able) for one in likely]
+    values = [
+        one.fragile * float(forecast.step_s(layout.places, 0, layout.places[:1])[0])
+        for one, layout in zip(likely, laid, strict=True)
+    ]
+    return laid[int(np.argmin(values))] if laid else _laid(forecast, cut(forecast.unit_s(1), 1), np.arange(0))
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """Stages, and the peers that are able to hold one. `fragile`: how many times longer a step may take with a second holder for
+    each unit."""
+
+    stages: Sequence[Span]
+    able: Indexes
+    missing: int  # places
+    leaves_out: bool  # peers that may be needed later
+    fragile: float
+    estimate_s: float
+
+    def is_like(self, other: _Candidate) -> bool:
+        """Whether steps alone tell which of the two is better."""
+        return (self.missing, self.leaves_out) == (other.missing, other.leaves_out)
+
+
+def _candidates(forecast: StepForecast, capacity_N: Indexes) -> Iterator[_Candidate]:
     groups = list(_groups(forecast))
     for count in range(1, forecast.load.units + 1):
         stages = cut(forecast.unit_s(count), count)
-        roomy_N = np.array(capacity_units) >= max(stage.units for stage in stages)
+        roomy_N = capacity_N >= max(stage.units for stage in stages)
         for group in groups:
             able = group[roomy_N[group]]
-            missing = max(0, count - len(able))
-            if len(able) and missing <= least[0]:
-                left_out = LEFT_OUT if len(group) < forecast.network.peers else 1.0
+            if len(able):
+                leaves_out = len(group) < forecast.network.peers
                 fragile = 1 + FRAGILE * min(1.0, max(0, HOLDERS * count - len(able)) / count)
-                value = missing, left_out * fragile * _estimate_s(forecast, stages, able)
-                least, best = min((least, best), (value, (stages, able)), key=lambda one: one[0])
-    return _laid(forecast, *best)
+                estimate_s = (LEFT_OUT if leaves_out else 1.0) * fragile * _estimate_s(forecast, stages, able)
+                yield _Candidate(stages, able, max(0, count - len(able)), leaves_out, fragile, estimate_s)
 
 
 def _groups(forecast: StepForecast) -> Iterator[Indexes]:
@@ -79,11 +106,18 @@ def _groups(forecast: StepForecast) -> Iterator[Indexes]:
 
 
 def _laid(forecast: StepForecast, stages: Sequence[Span], able: Indexes) -> StageLayout:
-    """Stage after stage along the clusters, over and over, so that pipelines cross as few slow links as they can."""
+    """Along the clusters each to the stage that is slowest so far: stage after stage where all are as fast, so that pipelines
+    cross as few slow links as they can. The last ones go where there is no second holder yet."""
     places, taking_part = [STANDING_BY] * forecast.network.peers, set(able.tolist())
     along = [peer for peer in forecast.clusters.order if peer in taking_part]
+    rate_S, lacking_S = np.zeros(len(stages)), np.full(len(stages), HOLDERS)
     for number, peer in enumerate(along):
-        places[peer] = stages[number % len(stages)]
+        is_due = lacking_S.clip(min=0).sum() >= len(along) - number
+        open_S = np.where(lacking_S > 0, rate_S, np.inf) if is_due else rate_S
+        slowest = int((open_S <= (1 + SAME) * open_S.min()).argmax())
+        places[peer] = stages[slowest]
+        rate_S[slowest] += forecast.network.work_per_s_N[peer] / stages[slowest].units
+        lacking_S[slowest] -= 1
     return StageLayout(stages, places)
 
 

@@ -75,6 +75,31 @@ def test_no_more_is_held_than_pays() -> None:
     assert max(span.units for span in heavy) <= 2
 
 
+def test_stages_of_unequal_cards_are_about_as_fast() -> None:
+    """A fast card and two slow ones hold a half each: not every second one, whatever its speed."""
+    network = replace(islands([6]), work_per_s_N=np.array([10.0, 5.0, 10.0, 5.0, 5.0, 5.0]))
+    layout = common_layout(StepForecast(load(0.0, 0.0), network), [UNITS // 2] * 6)
+    halves = sorted(set(layout.places))
+    rates = [sum(network.work_per_s_N[np.array([place == half for place in layout.places])]) for half in halves]
+    assert halves == [Span(0, 4), Span(4, 8)] and rates == [20.0, 20.0]
+
+
+def test_the_layout_that_is_forecast_to_be_fastest_is_taken() -> None:
+    """Of a fast island and a slow one: nobody finds a grid of the fast cards alone, or of all, that takes less."""
+    network = replace(islands([4, 4]), work_per_s_N=np.array([40.0, 5.0] * 4))
+    forecast = StepForecast(load(1e8), network)
+    layout = common_layout(forecast, [UNITS] * 8)
+
+    def taken_s(places: list[Span]) -> float:
+        return float(forecast.step_s(places, 0, places[:1])[0])
+
+    for count in (1, 2):  # each unit has two holders
+        stages = [Span(start, start + UNITS // count) for start in range(0, UNITS, UNITS // count)]
+        fast = [STANDING_BY if peer % 2 else stages[peer // 2 % count] for peer in range(8)]
+        everybody = [stages[peer // 2 % count] for peer in range(8)]
+        assert taken_s(list(layout.places)) <= min(1.5 * taken_s(fast), taken_s(everybody)) * (1 + 1e-9)
+
+
 def test_small_memories_take_parts_and_all_is_held() -> None:
     spans = settled(load(1e7), islands([5, 5]), [2, 1] * 5)
     assert {unit for span in spans for unit in range(*span)} == set(range(UNITS))
