@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import platform
 import shutil
 import socket
@@ -21,6 +20,7 @@ from swarmnode.errors import LocalError
 from swarmnode.net.addressing.addresses import is_public
 from swarmnode.net.addressing.probe import answers
 from swarmnode.net.addressing.reachability import own_interfaces
+from swarmnode.permissions import may_write
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _home(home: Path) -> Finding:
     """Whether it can be written, without leaving anything there."""
 
     place = _existing(home)
-    if os.access(place, os.W_OK | os.X_OK):
+    if may_write(place):
         return Finding("home", "good", str(home))
     return Finding("home", "bad", f"{place} cannot be written", "choose another folder with --home or SWARMNODE_HOME")
 

@@ -15,7 +15,18 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "swarmnode"
 ROOMS = (
-    {"errors", "config", "counting", "decisions", "durable", "file_lock", "ledger", "metrics", "version"},
+    {
+        "errors",
+        "config",
+        "counting",
+        "decisions",
+        "durable",
+        "file_lock",
+        "ledger",
+        "metrics",
+        "permissions",
+        "version",
+    },
     {"codec"},
     {"compress"},
     {"net"},

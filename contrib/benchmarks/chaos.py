@@ -1,9 +1,12 @@
-"""How long users wait while nodes come and go: `python contrib/benchmarks/chaos.py [--seconds 180] [--seed 1]`. Prints JSON.
+"""How long users wait while nodes come and go: `chaos.py [--seconds 180] [--seed 1] [--pauses]`. Prints JSON.
 
 Three stages with two replicas each, real processes on loopback, a tiny Llama; four clients generate without pause. Every six
 seconds a node is killed -9, stopped for five seconds or told to leave (SIGTERM), in turn, and who has gone is started again.
 Struck is whoever has a serving replica beside it: a stage without anybody is a question of how many nodes there are.
 The longest wait for a token, first ones included, should be at most 3 s, and no text another or missing.
+
+With --pauses, meant for --seconds 300: two stages with two replicas each; every ten seconds a node is told to pause, or to go
+on. Tokens but the first of each text should come at most twice as far apart in 99 of 100 cases as before the first pause.
 The same in virtual time, for any seed: tests/roles/serving/test_chaos.py.
 """
 
@@ -16,6 +19,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -29,6 +33,7 @@ import uvloop
 from swarmnode.client import SwarmClient
 from swarmnode.demo.lesson import write_untaught
 from swarmnode.errors import SwarmnodeError
+from swarmnode.lending.control_client import running_nodes, tell_node
 from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.swarm.storage.swarmfile import load_swarm
 
@@ -36,10 +41,14 @@ SPANS = ("0:2", "2:4", "4:6")
 REPLICAS = 2
 CLIENTS = 4
 TOKENS = 60
+PAUSED_SPANS = ("0:3", "3:6")
 FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
 FAULT_EVERY_S = 6.0
 STOPPED_S = 5.0
+PAUSE_EVERY_S = 10.0
 LONGEST_WAIT_S = 3.0
+NOTHING = "nothing"  # of all faults
+LEAST_GAPS = 100  # whose 99th percentile says something
 SHOWN = 5  # of the longest waits
 
 
@@ -63,6 +72,10 @@ class Report:
     failed: list[str] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
 
+    def between(self, *, calm: bool) -> list[float]:
+        """Seconds between tokens of a text, before the first fault or since then."""
+        return [wait.seconds for wait in self.waits if not wait.first and (wait.after == NOTHING) is calm]
+
     def to_json(self) -> dict[str, Any]:
         longest = sorted(self.waits, key=lambda wait: -wait.seconds)
         return {
@@ -70,6 +83,7 @@ class Report:
             "texts": self.texts,
             "wrong": self.wrong,
             "failed": self.failed,
+            "p99_between_tokens_s": {"calm": p99_s(self.between(calm=True)), "later": p99_s(self.between(calm=False))},
             "longest_wait_s": round(longest[0].seconds, 2),
             "waits_beyond_the_floor": sum(wait.seconds > LONGEST_WAIT_S for wait in longest),
             "longest": [
@@ -77,6 +91,11 @@ class Report:
                 for wait in longest[:SHOWN]
             ],
         }
+
+
+def p99_s(seconds: list[float]) -> float | None:
+    """None where there are too few."""
+    return round(statistics.quantiles(seconds, n=100)[98], 4) if len(seconds) >= LEAST_GAPS else None
 
 
 class Chaos:
@@ -112,6 +131,23 @@ class Chaos:
                 self._strike(self._dice.choice(victims), kind)
         await asyncio.gather(*self._mending)
 
+    async def pause_in_turn(self, seconds: float) -> None:
+        """One node after the other pauses and goes on again, until the time is over."""
+        keeps = itertools.cycle(("disk", "memory"))
+        for node, keep in zip(itertools.cycle(self._nodes), keeps, strict=False):
+            await asyncio.sleep(PAUSE_EVERY_S)
+            if self.now_s + PAUSE_EVERY_S >= seconds:
+                break
+            self.report.faults.append(f"pause of {node.name} at {self.now_s:.1f} s")
+            await self._tell(node, "pause", keep=keep)
+            await asyncio.sleep(PAUSE_EVERY_S)
+            await self._tell(node, "resume")
+
+    async def _tell(self, node: NodeProcess, command: str, **more: str) -> None:
+        (path,) = running_nodes(node.home).values()
+        answer = await asyncio.to_thread(tell_node, path, command, **more)
+        assert answer is not None and "error" not in answer, answer
+
     def _serving(self) -> list[NodeProcess]:
         return [node for node in self._nodes if node.process.poll() is None and _has_told(node, "ready")]
 
@@ -139,7 +175,7 @@ class Chaos:
                 stream = await client.stream(prompt, max_new_tokens=TOKENS)
                 async for _ in stream:
                     first = len(stream.result.ids) == 1
-                    after = self.report.faults[-1] if self.report.faults else "nothing"
+                    after = self.report.faults[-1] if self.report.faults else NOTHING
                     self.report.waits.append(Wait(self.now_s - waited_from_s, self.now_s, first, after))
                     waited_from_s = self.now_s
             except SwarmnodeError as error:
@@ -153,7 +189,7 @@ def _has_told(node: NodeProcess, event: str) -> bool:
     return any(told.get("event") == event for told in node.seen)
 
 
-async def measure(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
+async def measure(folder: Path, seconds: float, seed: int, *, pauses: bool) -> dict[str, Any]:
     """The whole of it."""
     await asyncio.to_thread(write_untaught, folder / "model", 4)
     with LocalSwarm(folder / "swarm") as swarm:
@@ -161,7 +197,7 @@ async def measure(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
         swarm.create(folder / "model")
         swarm.bootstrap()
         chaos = Chaos(swarm, random.Random(seed))
-        for node in [chaos.start(span) for span in SPANS for _ in range(REPLICAS)]:
+        for node in [chaos.start(span) for span in (PAUSED_SPANS if pauses else SPANS) for _ in range(REPLICAS)]:
             await asyncio.to_thread(node.wait_for, "ready")
         clients = [
             await SwarmClient.join(load_swarm(swarm.file), home=folder / f"client-{number}")
@@ -172,7 +208,8 @@ async def measure(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
             truths = [(await clients[0].generate(prompt, max_new_tokens=TOKENS)).ids for prompt in prompts]
             chaos.began_s = time.monotonic()
             everybody = zip(clients, prompts, truths, strict=True)
-            await asyncio.gather(chaos.run(seconds), *(chaos.generate(*one, seconds) for one in everybody))
+            striking = chaos.pause_in_turn(seconds) if pauses else chaos.run(seconds)
+            await asyncio.gather(striking, *(chaos.generate(*one, seconds) for one in everybody))
         finally:
             await asyncio.gather(*(client.close() for client in clients))
     return chaos.report.to_json()
@@ -182,9 +219,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--pauses", action="store_true", help="Pause nodes in turn instead.")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="swarmnode-chaos-") as name:
-        print(json.dumps(uvloop.run(measure(Path(name), options.seconds, options.seed)), indent=1))
+        print(
+            json.dumps(uvloop.run(measure(Path(name), options.seconds, options.seed, pauses=options.pauses)), indent=1)
+        )
 
 
 if __name__ == "__main__":

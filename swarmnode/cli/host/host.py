@@ -90,6 +90,7 @@ def host(
     from swarmnode.compute.device import probe_devices
     from swarmnode.config import StageConfig
     from swarmnode.net.addressing.addresses import check_all
+    from swarmnode.net.identity_slot import check_home
     from swarmnode.node import NodeConfig
     from swarmnode.roles.host import HostConfig
     from swarmnode.roles.membership.owner import InviteTerms
@@ -103,6 +104,7 @@ def host(
     node = NodeConfig(HostConfig(folder, "host", nat_port_map=nat, lan=lan), stage, rules=read_rules(folder))
     watch = Watch(metrics_host, metrics_port, folder, as_json)
     probe_devices(device)
+    check_home(folder)
     swarm, path, key = _swarm(context.params)
     tell = Teller(as_json)
 

@@ -12,6 +12,7 @@ import typer
 from swarmnode.cli.options.owner import KEY_VARIABLE, new_password, owner_key_of
 from swarmnode.cli.terminal.bars import bytes_bar
 from swarmnode.cli.terminal.console import fail
+from swarmnode.permissions import may_write
 
 if TYPE_CHECKING:
     from swarmnode.roles.creation.bootstraps import Bootstraps
@@ -55,7 +56,7 @@ def new_swarm_file(name: str, *, force: bool = False) -> Path:
         fail(f"{path} is a folder; choose another name", 2)
     if path.exists() and not force:
         fail(f"{path} exists already; choose another name, or --force to overwrite it", 2)
-    if not os.access(folder, os.W_OK):
+    if not may_write(folder):
         fail(f"{path.parent} cannot be written to: name a file in a folder of yours")
     return path
 

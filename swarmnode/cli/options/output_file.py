@@ -5,11 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from swarmnode.cli.terminal.console import fail
+from swarmnode.permissions import may_write
 
 
-def check_output(option: str, path: Path | None) -> None:
-    """Before a command begins to work: end it where it could not write there what it finds."""
-    if path is not None and not path.absolute().parent.is_dir():
+def check_output(option: str, path: Path | None, *, force: bool = True) -> None:
+    """Before a command begins to work: end it where it could not write there what it finds; without `force` over a file, too."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir():
         fail(f"{option} {path}: no such folder", 2)
-    if path is not None and path.is_dir():
+    if path.is_dir():
         fail(f"{option} {path}: a folder, where a file is to be written", 2)
+    if path.exists() and not force:
+        fail(f"{option} {path}: it exists; --force overwrites it", 2)
+    if not may_write(path if path.exists() else folder):
+        fail(f"{option} {path}: it cannot be written; name a file in a folder of yours")

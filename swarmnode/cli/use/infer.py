@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
+from swarmnode.cli.options.output_file import check_output
 from swarmnode.cli.options.swarm import SWARM
 from swarmnode.cli.terminal.console import (
     HOME,
@@ -55,7 +56,9 @@ def infer(
     """
     set_up_logging(verbose, log_format)
     if output is not None:
-        _check_output(output, force=force)
+        if output.suffix != ".npz":
+            fail(f"--output {output}: give it the name of an .npz file", 2)
+        check_output("--output", output, force=force)
     from swarmnode.compute.graph.arrays import read_arrays
     from swarmnode.swarm.peers.trust import parse_trust
 
@@ -83,16 +86,6 @@ def infer(
         say(f"{name}: {array.dtype} {array.shape}" + ("" if output is not None else f"\n{array}"))
     if output is not None:
         say(f"Wrote {output}, computed in {took_s:.2f} s.", err=True)
-
-
-def _check_output(output: Path, *, force: bool) -> None:
-    """Before anything is computed."""
-    if output.suffix != ".npz":
-        fail(f"--output {output}: give it the name of an .npz file", 2)
-    if output.exists() and not force:
-        fail(f"{output} exists: --force overwrites it", 2)
-    if not output.absolute().parent.is_dir():
-        fail(f"--output {output}: there is no such folder", 2)
 
 
 def _write(output: Path, outputs: Mapping[str, np.ndarray]) -> None:
