@@ -209,14 +209,19 @@ class SwarmClient(SwarmObserver):
         **changes: Any,
     ) -> TextStream:
         """Generate what the model answers to a conversation; see `stream`. Raises CheckpointError where its chat template fails."""
+        tokenizer = await self.chat_tokenizer()
+        prompt = await asyncio.to_thread(tokenizer.encode_chat, turns)
+        return await self.stream(prompt, options, kept_for=kept_for, **changes)
+
+    async def chat_tokenizer(self) -> Tokenizer | ByteTokenizer:
+        """What `chat` needs. Raises UsageError where the swarm has none, or no language model."""
         self.check_language_model()
         tokenizer = await self.tokenizer()
         if tokenizer is None:
             raise UsageError(
                 "this swarm's checkpoint has no tokenizer: it cannot chat; `generate --ids` takes token ids"
             )
-        prompt = await asyncio.to_thread(tokenizer.encode_chat, turns)
-        return await self.stream(prompt, options, kept_for=kept_for, **changes)
+        return tokenizer
 
     async def generate(
         self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **changes: Any

@@ -199,13 +199,17 @@ async def _welcome(
     swarm: Swarm, path: Path, invite: str, reached: list[str], terms: InviteTerms, tell: Tell, *, nat: bool
 ) -> None:
     """What the host wants to know once the door is open: where it stands, whether it answers there, and what a friend types."""
-    from swarmnode.net.addressing.addresses import is_public
+    from swarmnode.net.addressing.addresses import is_loopback, is_public
     from swarmnode.net.addressing.probe import answers
 
     tried = dict(zip(reached, await asyncio.gather(*(answers(each, TRY_S) for each in reached)), strict=True))
     lines = [f"{path.name}: newcomers knock at"]
     lines += [f"  {address}  ({'answers' if yes else 'does not answer from here'})" for address, yes in tried.items()]
-    if not any(map(is_public, reached)):
+    if all(map(is_loopback, reached)):
+        lines.append(
+            "Only this machine reaches these; for others, found it with a --listen address that they can dial."
+        )
+    elif not any(map(is_public, reached)):
         more = "the router mapped none (UPnP)" if nat else "or try --nat"
         lines.append(f"Only this network reaches these; for the internet forward a port and give --announce; {more}.")
     life = "for ever" if terms.life_s is None else f"for {terms.life_s / 86_400:.3g} days"

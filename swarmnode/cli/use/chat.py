@@ -75,7 +75,7 @@ def chat(
 
     async def talk(stop: asyncio.Event) -> None:
         async with asking(swarm, default_home(home), patience_s=patience, trust=trusted) as client:
-            client.check_language_model()
+            await client.chat_tokenizer()  # raises where it cannot chat at all
             await unless_stopped(_talk(Conversation(client, options, system=system)), stop)
 
     run_async(talk)
