@@ -33,6 +33,7 @@ ISLANDS = {"ada": 0, "bob": 0, "cyd": 1}
 DATA = Path(typing.__file__)
 SETTINGS = Run(NO_DATA, 12, batch=4, microbatch=2, sequence=16, learning_rate=1e-3, checkpoint_steps=4, seed=7)
 PASS_S = 0.3
+INSIDE, BETWEEN = NetworkPath(0.001, 12.5e6), NetworkPath(0.05, 2e5)  # of two clusters
 STEADY_S = 60.0  # in which a node would move, if it were to
 HALF_BYTES = limit_bytes_for(450_000)  # of the four units
 
@@ -70,6 +71,24 @@ async def test_who_only_holds_others_up_stands_by_until_it_is_needed(founded: Fo
         told = await far.wait_until(lambda event: event["event"] == "moving" and event["span"][1] > 0, "a move back")
         assert Span(*told["span"]) == units
         await far.wait_until(lambda event: event is far.seen[-1] and event["event"] == "ready", "units again")
+
+
+@in_virtual_time
+async def test_of_two_clusters_joined_by_a_slow_link_each_holds_the_whole_model(
+    training: Founded, tmp_path: Path
+) -> None:
+    """Who comes first takes the first half, so that at first all that is trained would cross the slow link."""
+    async with VirtualSwarm(tmp_path) as swarm:
+        training.into(swarm)
+        await swarm.bootstrap()
+        members = [swarm.node(f"node-{number}", memory_bytes=HALF_BYTES) for number in range(4)]
+        for member in members:
+            await member.wait_for("joined")
+        for (one, here), (other, there) in combinations(enumerate(members), 2):
+            swarm.world.set_path(here.peer, there.peer, INSIDE if one // 2 == other // 2 else BETWEEN)
+        await asyncio.sleep(STEADY_S)
+        spans = [Span(*member.node.describe()["span"]) for member in members]
+        assert {*spans[:2]} == {*spans[2:]} == {Span(0, 2), Span(2, 4)}
 
 
 @in_virtual_time
