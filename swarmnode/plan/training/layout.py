@@ -21,6 +21,7 @@ HOLDERS = 2  # that a unit should have, so that losing one loses nothing that wa
 STANDING_BY = Span(0, 0)
 FRAGILE = 3.0  # more of a step, relative, is a second holder of all units worth
 SAME = 1e-9  # relative: what sums of the same may differ by
+CLEARLY = 1.2  # times as long as with another layout does a step take before that is taken: more stages survive losses less well
 SHORTLIST = 48  # layouts of which a step is forecast
 LEFT_OUT = 1.5  # times as long a step must take with all, before anybody is left out who may be needed later
 
@@ -55,7 +56,8 @@ def _parts(stages: Sequence[Span], capacity: int) -> list[Span]:
 
 def common_layout(forecast: StepForecast, capacity_units: Sequence[int]) -> StageLayout:
     """The layout with which fewest places are missing, and then a step takes least. An estimate that knows nothing of who holds
-    what says whether anybody is left out, and which layouts come into question; of these the step's forecast takes one."""
+    what says whether anybody is left out, and which layouts come into question; the best of them is taken, unless the step's
+    forecast calls another clearly better."""
     candidates = sorted(_candidates(forecast, np.array(capacity_units)), key=lambda one: (one.missing, one.estimate_s))
     likely = [one for one in candidates[:SHORTLIST] if one.is_like(candidates[0])]
     laid = [_laid(forecast, one.stages, one.able) for one in likely]
@@ -63,7 +65,10 @@ def common_layout(forecast: StepForecast, capacity_units: Sequence[int]) -> Stag
         one.fragile * float(forecast.step_s(layout.places, 0, layout.places[:1])[0])
         for one, layout in zip(likely, laid, strict=True)
     ]
-    return laid[int(np.argmin(values))] if laid else _laid(forecast, cut(forecast.unit_s(1), 1), np.arange(0))
+    if not laid:
+        return _laid(forecast, cut(forecast.unit_s(1), 1), np.arange(0))
+    best = int(np.argmin(values))
+    return laid[best if values[0] > CLEARLY * values[best] else 0]
 
 
 @dataclass(frozen=True, eq=False)

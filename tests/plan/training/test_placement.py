@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from swarmnode.plan.training.clusters import Clusters
-from swarmnode.plan.training.layout import STANDING_BY, common_layout, cut
+from swarmnode.plan.training.layout import CLEARLY, STANDING_BY, common_layout, cut
 from swarmnode.plan.training.placement import TrainingPeers, TrainingPlace, choose_training_place
 from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork
 from swarmnode.plan.view import Span
@@ -84,7 +84,7 @@ def test_stages_of_unequal_cards_are_about_as_fast() -> None:
     assert halves == [Span(0, 4), Span(4, 8)] and rates == [20.0, 20.0]
 
 
-def test_the_layout_that_is_forecast_to_be_fastest_is_taken() -> None:
+def test_no_layout_is_forecast_to_be_clearly_faster() -> None:
     """Of a fast island and a slow one: nobody finds a grid of the fast cards alone, or of all, that takes less."""
     network = replace(islands([4, 4]), work_per_s_N=np.array([40.0, 5.0] * 4))
     forecast = StepForecast(load(1e8), network)
@@ -97,7 +97,7 @@ def test_the_layout_that_is_forecast_to_be_fastest_is_taken() -> None:
         stages = [Span(start, start + UNITS // count) for start in range(0, UNITS, UNITS // count)]
         fast = [STANDING_BY if peer % 2 else stages[peer // 2 % count] for peer in range(8)]
         everybody = [stages[peer // 2 % count] for peer in range(8)]
-        assert taken_s(list(layout.places)) <= min(1.5 * taken_s(fast), taken_s(everybody)) * (1 + 1e-9)
+        assert taken_s(list(layout.places)) <= min(1.5 * taken_s(fast), taken_s(everybody)) * CLEARLY
 
 
 def test_small_memories_take_parts_and_all_is_held() -> None:
