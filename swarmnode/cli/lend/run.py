@@ -220,8 +220,11 @@ def _reload_on_hangup(context: typer.Context, node: Node) -> None:
         try:
             again = context.command.make_context("run", list(context.meta["args"]), parent=context.parent)
             rest = node.follow(node_config(again.params))
-        except (SwarmnodeError, typer.Exit, WrongUsage) as error:
+        except (SwarmnodeError, WrongUsage) as error:
             log.warning("the options are not changed: %s", error)
+            return
+        except typer.Exit:  # what is wrong has been said
+            log.warning("the options are not changed")
             return
         log.warning("the options were read again%s", f"; a restart is needed for {', '.join(rest)}" if rest else "")
 
