@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from swarmnode.errors import ErrorCode, PeerRefused
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.plan.credit import HALF_CREDIT, Credit
+from swarmnode.roles.credit import priorities
 from swarmnode.roles.credit.receipt_issuer import GATHER_S, ReceiptIssuer
 from swarmnode.roles.credit.receipt_keeper import CREDIT_PROTOCOL, ReceiptKeeper
 from swarmnode.roles.credit.worker_credits import folder_credits
@@ -170,11 +172,7 @@ async def test_whose_node_has_credit_has_more_of_the_time_where_the_swarm_says_s
         giver, member = swarm.node("giver", "2:6"), swarm.node("node 0:2", "0:2")
         for node in (giver, member):
             await node.wait_for("ready")
-        now, id_ = int(swarm.unix()), swarm.load().id
-        folder = ReceiptFolder(receipts_of(giver.home, id_), id_, giver.peer, verify, swarm.unix)
-        for friend in (Identity(bytes([number] * 32)) for number in range(1, 3)):
-            receipt = Receipt(id_, friend.peer_id, giver.peer, now - 60, now, 6 * HALF_CREDIT)
-            folder.keep(receipt, sign_receipt(receipt, friend.sign))
+        keep_receipts(swarm, giver, 6 * HALF_CREDIT)
         async with swarm.client(home=giver.home) as generous, swarm.client() as other:
             for client in (generous, other):
                 await client.generate(PROMPT, max_new_tokens=1)
@@ -187,6 +185,38 @@ async def test_whose_node_has_credit_has_more_of_the_time_where_the_swarm_says_s
             await again._claims.shown()
             assert weight_of(again.peer_id) == pytest.approx(2.5, rel=0.01)
             assert weight_of(generous.peer_id) == 1.0, "credit is for one client at a time"
+
+
+@in_virtual_time
+async def test_who_has_little_credit_takes_nobodys_place(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(priorities, "MAX_WORKERS", 1)
+    async with VirtualSwarm(tmp_path) as swarm:
+        swarm.create(tiny.folder, priority=CREDIT)
+        await swarm.bootstrap()
+        givers = [swarm.node(name, "2:6") for name in ("much", "little")]
+        member = swarm.node("node 0:2", "0:2")
+        for node in (*givers, member):
+            await node.wait_for("ready")
+        for giver, tokens in zip(givers, (HALF_CREDIT, HALF_CREDIT // 10), strict=True):
+            keep_receipts(swarm, giver, 6 * tokens)
+        weights = []
+        for giver in givers:
+            async with swarm.client(home=giver.home) as client:
+                await client.generate(PROMPT, max_new_tokens=1)
+                await client._claims.shown()
+                weights.append(partial(member.node._host.weight_of, client.peer_id))  # type: ignore[union-attr]
+        assert [round(weight(), 1) for weight in weights] == [2.5, 1.0]
+
+
+def keep_receipts(swarm: VirtualSwarm, giver: VirtualMember, unit_tokens: int) -> None:
+    """As if two clients had signed for so much each."""
+    now, id_ = int(swarm.unix()), swarm.load().id
+    folder = ReceiptFolder(receipts_of(giver.home, id_), id_, giver.peer, verify, swarm.unix)
+    for friend in (Identity(bytes([number] * 32)) for number in range(1, 3)):
+        receipt = Receipt(id_, friend.peer_id, giver.peer, now - 60, now, unit_tokens)
+        folder.keep(receipt, sign_receipt(receipt, friend.sign))
 
 
 @in_virtual_time

@@ -23,7 +23,7 @@ from swarmnode.swarm.storage.receipt_folder import counts
 log = logging.getLogger(__name__)
 
 CLAIM_PROTOCOL = "/swarmnode/claim/1"
-MAX_WORKERS = 1024  # whose credit is remembered; who claimed first goes first
+MAX_WORKERS = 1024  # whose credit is remembered; who has least goes first
 
 
 class _Lent(NamedTuple):
@@ -73,8 +73,13 @@ class Priorities:
         self._lent.pop(voucher.worker, None)
         self._lent[voucher.worker] = _Lent(voucher.client, weight, voucher.until)
         if len(self._lent) > MAX_WORKERS:
-            del self._lent[next(iter(self._lent))]
+            del self._lent[self._least()]
         return Answer(End())
+
+    def _least(self) -> PeerId:
+        """Whose credit is over, or else the least: workers that somebody invented have none."""
+        now = self._now()
+        return min(self._lent, key=lambda worker: (self._lent[worker].until >= now, self._lent[worker].weight))
 
     def _open(self, claim: CreditClaim) -> tuple[Voucher, list[Receipt]]:
         """What of a claim holds; 65 signatures at most. Raises ProtocolError where the voucher does not."""
