@@ -46,6 +46,33 @@ def test_neighbours_with_outliers_change_nobodys_numbers():
     torch.testing.assert_close(layers(x_BI)[0], calm[0], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("method", ["int8", "nf4"])
+def test_a_session_gets_the_same_alone_and_beside_others(checkpoint_path, method):
+    """Also when its rows were regrouped as another came and went."""
+    span = load_span(Checkpoint(checkpoint_path), 0, 6, quantize=method)
+    ids = torch.randint(0, 90, (1, 12), generator=torch.Generator().manual_seed(0))
+
+    def logits(runner, beside):
+        outputs = []
+        runner.open("session", rows=1, max_length=16)
+        for position in range(12):
+            works = [StepInput("session", ids[:, position : position + 1])]
+            if position == beside.start:
+                runner.open("other", rows=2, max_length=30, padding=(0, 4))
+                works.append(StepInput("other", ids[:, :7].expand(2, 7)))
+            elif position in beside:
+                works.append(StepInput("other", ids[:, :1].expand(2, 1), reorder=(1, 0)))
+            elif position == beside.stop:
+                runner.close("other")
+            outputs.append(runner.run(works)[0].output)
+        return torch.cat(outputs)
+
+    alone, together = (
+        logits(StageRunner(span, RunnerConfig(1 << 22)), beside) for beside in (range(-1, -1), range(3, 8))
+    )
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
+
+
 def test_fused_experts_are_named_as_kept():
     layers = nn.ModuleDict({"experts": nn.ParameterList([torch.zeros(4, 64, 64)]), "plain": nn.Linear(64, 64)})
     done = quantize_layers(layers, "int8", CPU)
