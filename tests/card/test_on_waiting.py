@@ -105,13 +105,13 @@ async def test_who_sends_nan_fails_alone(hop: Hop, sessions: int) -> None:
     assert all(result.error is None for session, result in results.items() if session != 3)
 
 
-@pytest.mark.parametrize(("major", "back"), [(6, 2), (7, 3), (8, 2)], ids=["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("major", [6, 7, 8], ids=["float32", "float16", "bfloat16"])
 def test_a_training_stage_waits_twice_there_and_twice_back(
-    major: int, back: int, cards: SimulatedCards, card: torch.device, checkpoints: dict[str, Checkpoint]
+    major: int, cards: SimulatedCards, card: torch.device, checkpoints: dict[str, Checkpoint]
 ) -> None:
-    """For finiteness, and for what comes out; in float16 for whether each unit's gradients overflowed, too."""
+    """For finiteness, and for what comes out. In float16 whether something overflowed is read with that."""
     cards.majors = [major, major]
-    assert training_waits(cards, card, checkpoints["llama"], autocast=True) == (2, back)
+    assert training_waits(cards, card, checkpoints["llama"], autocast=True) == (2, 2)
 
 
 def training_waits(

@@ -35,22 +35,26 @@ class GradScaler:
         return f"GradScaler(2 ** {self.exponent})"
 
     def gradients(self, outputs: Values, grads: Gradients, wanted: Sequence[Tensor]) -> list[Tensor | None] | None:
-        """Of `wanted`, float32, by the gradients of `outputs`, whose graph stays; None where they overflow at every scale."""
-        largest = _power_of_two_above(grads)
+        """Of `wanted`, float32, by the gradients of `outputs`, whose graph stays; None where they overflow at every scale, or what
+        came in is NaN or infinite. Waits once for the device, where nothing overflows."""
+        device = outputs[0].device
+        largest = _power_of_two_above(grads).to(device)
         for exponent in range(self.exponent, -1, -BACKOFF):
             scale = 2.0**exponent / largest
-            scaled = [None if gradient is None else gradient.float() * scale.to(gradient.device) for gradient in grads]
+            scaled = [None if gradient is None else gradient.to(device, torch.float32) * scale for gradient in grads]
             roots, seeds = pairs(outputs, scaled)
             if not roots:
                 return [None] * len(wanted)
             found: list[Tensor | None] = [
                 *torch.autograd.grad(roots, wanted, seeds, retain_graph=True, allow_unused=True)
             ]
-            if is_finite(found):
+            if is_finite([*found, largest]):  # what a unit masks would hide what came in
                 self._learn(overflowed=exponent < self.exponent)
                 for place, gradient in enumerate(found):  # one by one: they are as large as the unit
-                    found[place] = None if gradient is None else gradient.float() / scale.to(gradient.device)
+                    found[place] = None if gradient is None else gradient.float() / scale
                 return found
+            if not is_finite(grads):  # no scale is at fault
+                return None
         self._learn(overflowed=True)
         return None
 

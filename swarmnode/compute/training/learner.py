@@ -28,7 +28,8 @@ from swarmnode.compute.training.saved_activations import (
     Gradients,
     SavedActivations,
     SavedPiece,
-    check_gradients,
+    check_finite,
+    check_shapes,
     is_finite,
     leaves,
 )
@@ -155,7 +156,9 @@ class Learner:
             raise ValueError(f"microbatch {saved.index} was counted meanwhile for some of the units")
         if saved.end == self.segment.units:
             grads = (*grads, torch.full(saved.shapes[0], 1 / self.run.microbatches))
-        check_gradients(grads, saved.shapes, saved.end)
+        check_shapes(grads, saved.shapes, saved.end)
+        if not saved.in_float16:  # there it is seen with whether they overflow
+            check_finite(grads, saved.end)
         try:
             inputs = self._fly_back(saved, tuple(grads))
         except RuntimeError:  # out of memory: nobody knows what the accumulators hold now, so nothing counts

@@ -12,7 +12,14 @@ from swarmnode.compute.training.block import Block, Changes
 from swarmnode.compute.training.grad_scaler import GradScaler
 from swarmnode.compute.training.precision import autocast, tf32
 from swarmnode.compute.training.randomness import drawing
-from swarmnode.compute.training.saved_activations import Gradients, SavedActivations, SavedPiece, accumulate, pairs
+from swarmnode.compute.training.saved_activations import (
+    Gradients,
+    SavedActivations,
+    SavedPiece,
+    accumulate,
+    check_finite,
+    pairs,
+)
 from swarmnode.compute.training.segment import Segment, Values
 
 
@@ -51,7 +58,7 @@ class Passes:
         self, about: SavedActivations, piece: SavedPiece, grads: Gradients, wanted: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Of `wanted`, inputs and parameters of a piece. In float16 they are scaled meanwhile; where they overflow at every scale
-        the unit is computed again in float32."""
+        the unit is computed again in float32. Raises NotFinite where those that came to the pass's end are NaN or infinite."""
         if not wanted or all(gradient is None for gradient in grads):
             return [None] * len(wanted)
         outputs = self._outputs(about, piece)
@@ -59,6 +66,8 @@ class Passes:
             found = self._scalers[piece.start].gradients(outputs, grads, wanted)
             if found is not None:
                 return found
+            if piece.end == about.end:  # others' word; between units it is this pass's own
+                check_finite(grads, about.end)
             del outputs
             outputs = self._outputs(replace(about, autocast_dtype=None), replace(piece, outputs=None))
         roots, seeds = pairs(outputs, grads)

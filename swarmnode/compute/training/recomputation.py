@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.gradient_sketch import gradient_sketch
-from swarmnode.compute.training.saved_activations import Gradients, SavedPiece, check_gradients, leaves
+from swarmnode.compute.training.saved_activations import Gradients, SavedPiece, check_finite, check_shapes, leaves
 from swarmnode.compute.training.segment import Values
 
 
@@ -47,7 +47,8 @@ def recompute(
     outputs = boundaries.pop()
     if end == learner.segment.units:
         gradients = (torch.full_like(outputs[0], 1 / learner.run.microbatches),)
-    check_gradients(gradients, [output.shape for output in outputs], end)
+    check_shapes(gradients, [output.shape for output in outputs], end)
+    check_finite(gradients, end)
     sketches: dict[int, Tensor] = {}
     for unit in reversed(range(start, end)):
         flowing, found = _back_through(learner, number, unit, boundaries.pop(), labels, gradients)

@@ -59,13 +59,17 @@ def accumulate(outputs: Values, grads: Sequence[Tensor | None], inputs: Values) 
     return tuple(value.grad for value in inputs)
 
 
-def check_gradients(gradients: Sequence[Tensor | None], shapes: Sequence[torch.Size], boundary: int) -> None:
-    """Raises ProtocolError where they do not fit the values of these shapes at a boundary, NotFinite for NaN or infinity."""
+def check_shapes(gradients: Sequence[Tensor | None], shapes: Sequence[torch.Size], boundary: int) -> None:
+    """Raises ProtocolError where they do not fit the values of these shapes at a boundary."""
     if len(gradients) != len(shapes):
         raise ProtocolError(f"{len(gradients)} gradients for {len(shapes)} values at boundary {boundary}")
     for gradient, shape in zip(gradients, shapes, strict=True):
         if gradient is not None and gradient.shape != shape:
             raise ProtocolError(f"a gradient of shape {tuple(gradient.shape)} for a value of shape {tuple(shape)}")
+
+
+def check_finite(gradients: Sequence[Tensor | None], boundary: int) -> None:
+    """Raises NotFinite where what came back to a boundary is NaN or infinite."""
     if not is_finite(gradients):
         raise NotFinite(f"the gradient that came back from unit {boundary} is NaN or infinite", unit=boundary)
 

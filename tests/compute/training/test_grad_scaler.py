@@ -106,6 +106,36 @@ def test_one_who_sends_what_overflows_does_not_spoil_the_next(checkpoint: Get, f
     assert apart(got, wanted) < CLOSE
 
 
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_who_sends_what_is_no_number_is_told_and_changes_nothing(
+    number: str, recompute: bool, checkpoint: Get, float16: None
+) -> None:
+    """One element of it, which is looked at with what the first unit back makes of it."""
+    learner = Learner(load_segment(checkpoint("llama"), *MIDDLE), RUN, recompute=recompute)
+    gradient_BTH = normal(2)
+    gradient_BTH[0, 0, 0] = float(number)
+    learner.forward(0, 0, *MIDDLE, (normal(1),))
+    with pytest.raises(NotFinite, match=f"came back from unit {MIDDLE[1]} is NaN") as told:
+        learner.backward(0, (gradient_BTH,))
+    assert told.value.unit == MIDDLE[1]
+    assert not learner.gradient(learner.blocks).copy().any() and not any(learner.counted.values())
+    assert {scaler.exponent for scaler in learner._passes._scalers.values()} == {FIRST_EXPONENT}
+
+
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_a_unit_that_masks_hides_nothing(number: str) -> None:
+    """Where it does, 0 divided by a scale of 0 would be NaN."""
+    x_N = torch.ones(4, requires_grad=True)
+    outputs = (torch.where(torch.arange(4) < 3, x_N.half(), torch.zeros(())),)
+    scaler, gradient_N = GradScaler(), torch.tensor([1.0, 1.0, 1.0, float(number)])
+    assert scaler.gradients(outputs, (gradient_N,), [x_N]) is None
+    assert scaler.exponent == FIRST_EXPONENT
+    gradient_N[3] = 1.0
+    (found,) = scaler.gradients(outputs, (gradient_N,), [x_N]) or (None,)
+    assert found is not None and found.tolist() == [1.0, 1.0, 1.0, 0.0]
+
+
 def steep(factor: float) -> tuple[tuple[Tensor], Tensor]:
     """A float16 output whose gradient is `factor` times what comes in, and its input."""
     x_N = torch.ones(4, requires_grad=True)
