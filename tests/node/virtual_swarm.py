@@ -267,7 +267,7 @@ class VirtualSwarm:
 
     def create(self, model: Path | ModelSource, *, mode: str = SERVE, **options: Any) -> Swarm:
         """Found the swarm, on a checkpoint where it is a folder, and write its file."""
-        source = model if isinstance(model, ModelSource) else from_checkpoint(str(model))
+        source = model if isinstance(model, ModelSource) else from_checkpoint(str(model), self.folder / "weights")
         swarm = create_swarm("virtual", source, Bootstraps(), mode=mode, **options)
         save_swarm(swarm, self.file)
         return swarm

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.options.founding import ANNOUNCE, found, new_owner, new_swarm_file
+from swarmnode.cli.options.founding import ANNOUNCE, found, new_owner, new_swarm_file, new_weights
 from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE
+from swarmnode.cli.terminal.bars import bytes_bar
 from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors, say
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def create(
         "",
         "--model",
         metavar="PATH|HUB_ID",
-        help="Checkpoint: a folder with config.json and safetensors, or a hub id.",
+        help="Checkpoint: a folder with config.json and safetensors, a GGUF file, or a hub id; quantised ones are dequantised.",
         show_default=False,
     ),
     config: Path = typer.Option(
@@ -90,7 +91,8 @@ def create(
 ) -> None:
     """Found a swarm that serves or trains a model: write NAME.swarm and print an invite.
 
-    Weights that --config or --module bring forth are written to NAME-weights. Keep NAME.swarm to yourself; hand out the invite.
+    Weights that --config or --module bring forth, or that were quantised, are written to NAME-weights.
+    Keep NAME.swarm to yourself; hand out the invite.
 
     Example: swarmnode create friends --model ./llama --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/203.0.113.7/tcp/4001
 
@@ -104,17 +106,18 @@ def create(
     path = new_swarm_file(name, force=force)
     bootstraps = Bootstraps(bootstrap, listen, announce).settled()
     owner = new_owner(path, owner_key, password_file, force=force) if private or public else None
-    model_source = _model_source(context.params, path)
-    swarm = found(
-        path,
-        model_source,
-        bootstraps,
-        owner,
-        mode=mode,
-        private=private,
-        quiet=quiet or as_json,
-        by_credit=priority == "credit",
-    )
+    with new_weights(path) as weights:
+        model_source = _model_source(context.params, weights)
+        swarm = found(
+            path,
+            model_source,
+            bootstraps,
+            owner,
+            mode=mode,
+            private=private,
+            quiet=quiet or as_json,
+            by_credit=priority == "credit",
+        )
     if as_json:
         _print_json(swarm, path, model_source)
     elif quiet:
@@ -147,21 +150,22 @@ def _check_options(options: Mapping[str, Any]) -> None:
         fail("--byte-level goes with a language model and --mode train", 2)
 
 
-def _model_source(options: Mapping[str, Any], path: Path) -> ModelSource:
-    """The model of the swarm that is kept at `path`; weights that did not exist yet are written beside it."""
+def _model_source(options: Mapping[str, Any], weights: Path) -> ModelSource:
+    """The model of the swarm; weights that did not exist yet are written into the folder `weights`."""
     from swarmnode.roles.creation.model_source import from_checkpoint, from_config, from_model, from_module
 
     trains = options["mode"] == "train"
-    weights, force = path.with_name(f"{path.stem}-weights").absolute(), options["force"]
+    model, force = options["model"], options["force"]
     if options["config"] is not None:
         byte_level = options["byte_level"]
         return from_config(options["config"], weights, seed=options["seed"], byte_level=byte_level, force=force)
     if options["module"]:
         return from_module(options["module"], weights, units=options["units"] or None, trains=trains, force=force)
-    if not trains:
-        task = None if options["task"] == "auto" else options["task"]
-        return from_model(options["model"], weights, task=task, force=force)
-    return from_checkpoint(options["model"], byte_level=options["byte_level"])
+    with bytes_bar("Dequantising the weights", quiet=options["quiet"] or options["as_json"]) as progress:
+        if not trains:
+            task = None if options["task"] == "auto" else options["task"]
+            return from_model(model, weights, task=task, force=force, progress=progress)
+        return from_checkpoint(model, weights, byte_level=options["byte_level"], force=force, progress=progress)
 
 
 def _tell(swarm: Swarm, path: Path, model_source: ModelSource, mode: str) -> None:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from swarmnode.cli.lend.attendance import attended
-from swarmnode.cli.options.founding import ANNOUNCE, SUFFIX, found, new_owner, new_swarm_file
+from swarmnode.cli.options.founding import ANNOUNCE, SUFFIX, found, new_owner, new_swarm_file, new_weights
 from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
 from swarmnode.cli.options.node_flags import DEVICE, LAN, MEMORY, NAT, QUANTIZE
 from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE, owner_key_of
+from swarmnode.cli.terminal.bars import bytes_bar
 from swarmnode.cli.terminal.console import (
     EVENTS,
     HOME,
@@ -137,7 +138,10 @@ def _swarm(options: Mapping[str, Any]) -> tuple[Swarm, Path, SigningKey | None]:
     bootstraps = Bootstraps(listen=options["listen"] or [_free_everywhere()], announce=options["announce"]).settled()
     owner = new_owner(path, *given) if private else None
     quiet = options["as_json"]
-    swarm = found(path, from_checkpoint(model), bootstraps, owner, mode=SERVE, private=private, quiet=quiet)
+    with new_weights(path) as weights:
+        with bytes_bar("Dequantising the weights", quiet=quiet) as progress:
+            source = from_checkpoint(model, weights, progress=progress)
+        swarm = found(path, source, bootstraps, owner, mode=SERVE, private=private, quiet=quiet)
     return swarm, path, owner.key if owner else None
 
 
@@ -162,13 +166,15 @@ def _known(model: str, name: str, listen: list[str], announce: list[str]) -> tup
 
 def _name_of(model: str) -> str:
     """A swarm's name out of a model's: its last part, of letters that need no quotes."""
-    return re.sub(r"[^\w.-]+", "-", Path(model).expanduser().absolute().name).strip("-.") or "swarm"
+    return (
+        re.sub(r"[^\w.-]+", "-", Path(model).expanduser().absolute().name.removesuffix(".gguf")).strip("-.") or "swarm"
+    )
 
 
 def _is_of(swarm: Swarm, model: str) -> bool:
     assert swarm.manifest is not None
     folder = Path(model).expanduser().absolute()
-    return swarm.manifest.model.hub_id == model or (swarm.checkpoint is not None and swarm.checkpoint == folder)
+    return model in (swarm.manifest.model.hub_id, swarm.original) or folder in (swarm.checkpoint, Path(swarm.original))
 
 
 def _free_everywhere() -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,6 +62,19 @@ def new_swarm_file(name: str, *, force: bool = False) -> Path:
     if not may_write(folder):
         fail(f"{path.parent} cannot be written to: name a file in a folder of yours")
     return path
+
+
+@contextmanager
+def new_weights(path: Path) -> Iterator[Path]:
+    """The folder beside the .swarm file for weights that did not exist yet; it does not stay where founding the swarm fails."""
+    folder = path.with_name(f"{path.stem}-weights").absolute()
+    was_there = folder.exists()
+    try:
+        yield folder
+    except BaseException:
+        if not was_there:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def new_owner(path: Path, given: Path | None, password_file: Path | None, *, force: bool = False) -> NewOwner:

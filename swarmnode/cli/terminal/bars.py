@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def bytes_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar of bytes, as `progress(done, total)`; None where nobody watches."""
+    """A bar of bytes, as `progress(done, total)`, drawn from the first call on; None where nobody watches."""
     if not _watched(quiet):
         yield None
         return
@@ -17,9 +17,17 @@ def bytes_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] 
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(what, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
+    bars = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bars.add_task(what, total=None)
+
+    def progress(done: int, total: int) -> None:
+        bars.start()
+        bars.update(task, completed=done, total=total)
+
+    try:
+        yield progress
+    finally:
+        bars.stop()
 
 
 @contextlib.contextmanager

@@ -159,9 +159,7 @@ def _without_kernels(values: Any) -> Any:
 def _instead(path: Path) -> str:
     """What is in a folder without safetensors, and why that is not taken; empty where that is nothing known."""
     if any(path.glob("*.gguf")):
-        return (
-            ", but GGUF, which is not read: take the original model's safetensors, and --quantize nf4 to hold it small"
-        )
+        return ", but GGUF: found a swarm on it (`create`, `host`), which writes its weights as safetensors into NAME-weights"
     if any(path.glob("*.bin")):
         return ", but pickles (.bin), which may run code and are never opened: convert them to safetensors"
     return ""

@@ -119,7 +119,7 @@ def _refuse_by_config(config: Any, model_class: type[Any]) -> None:
     if getattr(config, "quantization_config", None) is not None:
         method = _quantization_method(config.quantization_config)
         raise CheckpointError(
-            f"the checkpoint is already quantised ({method}): take the original one and quantise at load (int8 or nf4)"
+            f"the checkpoint is quantised ({method}): `create` and `host` write its plain weights into NAME-weights"
         )
     if getattr(model_class, "_is_stateful", False):
         raise CheckpointError(f"{kind} keeps a recurrent state (linear attention or Mamba) that cannot be batched yet")

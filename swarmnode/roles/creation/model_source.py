@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from swarmnode.compute.model.checkpoint import Checkpoint, load_config
 from swarmnode.compute.model.hub import HubCheckpoint, open_checkpoint
 from swarmnode.errors import UsageError
+from swarmnode.roles.creation.plain_checkpoint import open_plain
 from swarmnode.swarm.records.manifest import CAUSAL_LM, GENERATE, GRAPH, INFER, MAX_NAME_CHARS, MAX_UNITS, ModelInfo
-from swarmnode.swarm.storage.content import CONFIG_NAME, TOKENIZER_NAMES, checkpoint_files, has_tokenizer
+from swarmnode.swarm.storage.content import CONFIG_NAME, TOKENIZER_NAMES, Progress, checkpoint_files, has_tokenizer
 from swarmnode.swarm.storage.new_folder import new_folder
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ BYTES = 256
 class ModelSource:
     """A folder with the weights, which of its files count, and the model in a few numbers.
 
-    `vocabulary`: of a language model, where its config tells. `remarks` are for the founder.
+    `vocabulary`: of a language model, where its config tells. `remarks` are for the founder. `original`: the quantised checkpoint
+    that the folder was made of, by path or hub id, where it was.
     """
 
     folder: Path
@@ -34,16 +36,21 @@ class ModelSource:
     model: ModelInfo
     vocabulary: int | None = None
     remarks: tuple[str, ...] = ()
+    original: str = ""
 
 
-def from_model(model: str, out: Path, *, task: str | None = None, force: bool = False) -> ModelSource:
-    """A checkpoint to be served for a `task`, or for what its config says it is for: one that generates text as it is, any other
-    one written as a graph into the folder `out`. Raises CheckpointError, UsageError."""
+def from_model(
+    model: str, out: Path, *, task: str | None = None, force: bool = False, progress: Progress | None = None
+) -> ModelSource:
+    """A checkpoint to be served for a `task`, or for what its config says it is for: one that generates text as `from_checkpoint`,
+    any other one written as a graph into the folder `out`. Raises CheckpointError, UsageError."""
     from swarmnode.roles.creation.encoder_source import from_encoder
 
-    checkpoint = _checkpoint(model)
+    checkpoint = open_plain(model, out, force=force, progress=progress)
     task = task or _task_of(checkpoint)
-    return from_checkpoint(model) if task == GENERATE else from_encoder(checkpoint, task, out, force=force)
+    if task != GENERATE:
+        return from_encoder(checkpoint, task, out, force=force)
+    return _of_language_model(checkpoint, model, out)
 
 
 def outline(model: str) -> tuple[Checkpoint | Graph, str]:
@@ -60,16 +67,28 @@ def outline(model: str) -> tuple[Checkpoint | Graph, str]:
     return (checkpoint if task == GENERATE else encoder_source.outline(checkpoint, task)), task
 
 
-def from_checkpoint(model: str, *, byte_level: bool = False) -> ModelSource:
-    """A local folder, or a hub id, which is downloaded. `byte_level` leaves its tokenizer out.
+def from_checkpoint(
+    model: str, out: Path, *, byte_level: bool = False, force: bool = False, progress: Progress | None = None
+) -> ModelSource:
+    """A local folder, a GGUF file, or a hub id, which is downloaded; quantised weights are written dequantised into the
+    folder `out`. `byte_level` leaves its tokenizer out.
 
-    Raises CheckpointError where the checkpoint is damaged or its family cannot be split.
+    Raises CheckpointError where the checkpoint is damaged or its family cannot be split, UsageError, LocalError.
     """
+    checkpoint = open_plain(model, out, force=force, progress=progress)
+    return _of_language_model(checkpoint, model, out, byte_level=byte_level)
+
+
+def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_level: bool = False) -> ModelSource:
+    """A checkpoint with plain weights, which was asked for as `model`; in the folder `out` where it was made of that."""
     from swarmnode.compute.model.selfcheck import position_limit
 
-    checkpoint = _whole_checkpoint(model)
     positions = position_limit(checkpoint.family)
-    folder = Path(checkpoint.path)
+    if isinstance(checkpoint, HubCheckpoint):
+        checkpoint.open_slices(checkpoint.tensor_names)  # fetches every shard, with a progress bar
+    folder, named = Path(checkpoint.path), Path(model).expanduser()
+    made = folder == out != named
+    original = str(named.absolute()) if named.exists() else model
     files = checkpoint_files(folder)
     return ModelSource(
         folder=folder,
@@ -84,6 +103,8 @@ def from_checkpoint(model: str, *, byte_level: bool = False) -> ModelSource:
             positions=positions or 0,
         ),
         vocabulary=getattr(checkpoint.config, "vocab_size", None),
+        original=original if made else "",
+        remarks=(f"the weights of {model} are quantised: {out.name} has them as plain ones",) if made else (),
     )
 
 
@@ -105,7 +126,7 @@ def from_config(
         write_fresh_model(folder, partial, seed)
         for name in tokenizer:
             shutil.copyfile(folder / name, partial / name)
-    return from_checkpoint(str(out))
+    return _of_language_model(Checkpoint(out), str(out), out)
 
 
 def from_module(
@@ -162,18 +183,3 @@ def _task_of(checkpoint: Checkpoint) -> str:
     from swarmnode.compute.model.pooling import MODULES_FILE
 
     return task_of(checkpoint.config, pools=checkpoint.small_file(MODULES_FILE) is not None)
-
-
-def _checkpoint(model: str) -> Checkpoint:
-    """Raises UsageError where `model` is neither a folder nor a hub id, CheckpointError."""
-    if not Path(model).expanduser().is_dir() and (model.count("/") != 1 or model.startswith(("/", ".", "~"))):
-        raise UsageError(f"{model}: no such folder (and a hub id has the form organisation/model)")
-    return open_checkpoint(model)
-
-
-def _whole_checkpoint(model: str) -> Checkpoint:
-    """The checkpoint with all its files on this machine."""
-    checkpoint = _checkpoint(model)
-    if isinstance(checkpoint, HubCheckpoint):
-        checkpoint.open_slices(checkpoint.tensor_names)  # fetches every shard, with a progress bar
-    return checkpoint

@@ -75,7 +75,12 @@ def create_swarm(
     )
     raw = encode_manifest(manifest)
     signature = b"" if owner is None else sign_swarm(swarm_id(raw), owner)
-    swarm = replace(new_swarm(raw, signature), checkpoint=model_source.folder, bootstraps=tuple(bootstraps.running))
+    swarm = replace(
+        new_swarm(raw, signature),
+        checkpoint=model_source.folder,
+        original=model_source.original,
+        bootstraps=tuple(bootstraps.running),
+    )
     return swarm if bootstraps.running else _promise_bootstrap(swarm, bootstraps)
 
 

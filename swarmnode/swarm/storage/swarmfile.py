@@ -41,7 +41,8 @@ MAX_FILE_BYTES = 4 << 20
 class Swarm:
     """A swarm as this machine knows it: from an invite (no manifest yet), or from the founder's own file.
 
-    `bootstraps` are multiaddrs with /p2p/. `checkpoint` is a local folder with the whole checkpoint, a hint only.
+    `bootstraps` are multiaddrs with /p2p/. `checkpoint` is a local folder with the whole checkpoint, a hint only;
+    `original` is the quantised one that it was made of (a path or hub id), where it was.
     `bootstrap_key` (private key bytes) and `bootstrap_listen` make this host the promised bootstrap peer. A swarm that has
     an owner: its public key, its signature of the id; and of a private one the grant that we came by, with its private key.
     `revocations` is the newest list that the owner's own book has.
@@ -53,6 +54,7 @@ class Swarm:
     manifest_bytes: bytes | None = None
     manifest: Manifest | None = None
     checkpoint: Path | None = None
+    original: str = ""
     bootstrap_key: bytes | None = None
     bootstrap_listen: tuple[str, ...] = ()
     owner: bytes = b""
@@ -103,6 +105,7 @@ class _SwarmFile(msgspec.Struct):
     manifest: bytes
     bootstraps: tuple[str, ...] = ()
     checkpoint: str | None = None
+    original: str = ""
     bootstrap_key: bytes | None = None
     bootstrap_listen: tuple[str, ...] = ()
     signature: bytes = b""
@@ -130,6 +133,7 @@ def save_swarm(swarm: Swarm, path: Path) -> None:
             "manifest": base64.b64encode(swarm.manifest_bytes).decode(),
             "bootstraps": swarm.bootstraps,
             "checkpoint": None if swarm.checkpoint is None else str(swarm.checkpoint.absolute()),
+            "original": swarm.original,
             "bootstrap_key": None if swarm.bootstrap_key is None else base64.b64encode(swarm.bootstrap_key).decode(),
             "bootstrap_listen": swarm.bootstrap_listen,
             "signature": base64.b64encode(swarm.signature).decode(),
@@ -214,6 +218,7 @@ def _decode(data: bytes, path: Path) -> Swarm:
         swarm,
         bootstraps=content.bootstraps,
         checkpoint=None if content.checkpoint is None else Path(content.checkpoint),
+        original=content.original,
         bootstrap_key=content.bootstrap_key,
         bootstrap_listen=content.bootstrap_listen,
         grant=content.grant,

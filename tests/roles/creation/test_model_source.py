@@ -48,9 +48,9 @@ def test_a_tokenizer_comes_along_unless_bytes_are_tokens(config: Path, tmp_path:
     assert "tokenizer.json" not in {
         file.name for file in from_config(config, tmp_path / "bytes", byte_level=True).files
     }
-    assert names - {file.name for file in from_checkpoint(str(tmp_path / "words"), byte_level=True).files} == {
-        "tokenizer.json"
-    }
+    assert names - {
+        file.name for file in from_checkpoint(str(tmp_path / "words"), tmp_path / "plain", byte_level=True).files
+    } == {"tokenizer.json"}
 
 
 def test_a_vocabulary_must_have_all_bytes_where_these_are_tokens(config: Path, tmp_path: Path) -> None:
@@ -61,7 +61,12 @@ def test_a_vocabulary_must_have_all_bytes_where_these_are_tokens(config: Path, t
         from_config(config, tmp_path / "bytes", byte_level=True)
     assert not (tmp_path / "bytes").exists()
     with pytest.raises(UsageError, match="at least 256"):
-        create_swarm("bytes", from_checkpoint(str(tmp_path / "words"), byte_level=True), Bootstraps(), mode=TRAIN)
+        create_swarm(
+            "bytes",
+            from_checkpoint(str(tmp_path / "words"), tmp_path / "plain", byte_level=True),
+            Bootstraps(),
+            mode=TRAIN,
+        )
 
 
 def test_what_is_there_is_not_overwritten(config: Path, tmp_path: Path) -> None:

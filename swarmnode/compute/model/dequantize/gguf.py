@@ -1,0 +1,157 @@
+"""GGUF, llama.cpp's format of one file, written as a plain checkpoint: config, names and tokenizer by transformers' reader.
+
+transformers itself would have the whole model in memory twice; here it is asked for one tensor after the other. Experts that a
+family's reader puts together of several tensors are written at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarmnode.compute.model.assemble import quiet_loader
+from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
+from swarmnode.compute.model.dequantize.shards import ShardWriter
+from swarmnode.compute.model.family import Family, family_of
+from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.trace import FOREIGN_ERRORS
+from swarmnode.errors import CheckpointError
+from swarmnode.swarm.storage.content import TOKENIZER_NAMES, has_tokenizer
+
+SUFFIX = ".gguf"
+DTYPE = torch.bfloat16
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF file that is meant: this one, or the only one in a folder without safetensors. Raises CheckpointError where there
+    are several, or it is one part of a model."""
+    files = [path]
+    if path.is_dir():
+        files = [] if any(path.glob("*.safetensors")) else sorted(path.glob(f"*{SUFFIX}"))
+    files = [file for file in files if file.name.endswith(SUFFIX) and file.is_file()]
+    if split := [file.name for file in files if _SPLIT.search(file.name)]:
+        raise CheckpointError(f"{split[0]} is one part of a model: put them together with `llama-gguf-split --merge`")
+    if len(files) > 1:
+        raise CheckpointError(f"{path} holds {len(files)} GGUF files: give the path of one of them, as {files[0]}")
+    return files[0] if files else None
+
+
+class GgufCheckpoint:
+    """A causal language model in a GGUF file. Raises CheckpointError where transformers cannot read it."""
+
+    @lean()
+    def __init__(self, file: Path) -> None:
+        try:
+            import gguf
+        except ImportError:
+            raise CheckpointError(
+                f"{file} is GGUF, and the package that reads it is missing: pip install 'swarmnode[gguf]'"
+            ) from None
+        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+        self.file = file
+        read: Any = load_gguf_checkpoint
+        try:
+            with quiet_loader():
+                self._reader = gguf.GGUFReader(file)
+                self._parsed: dict[str, Any] = read(str(file))
+        except (*FOREIGN_ERRORS, OSError) as error:
+            raise CheckpointError(f"{file}: not a GGUF file that transformers reads, or cut short: {error}") from error
+
+    @property
+    def plain_bytes(self) -> int:
+        """How large the plain weights are."""
+        return sum(int(tensor.n_elements) for tensor in self._reader.tensors) * DTYPE.itemsize
+
+    @lean()
+    def write(self, out: Path, progress: Callable[[int, int], None] | None = None) -> None:
+        """Config, tokenizer and weights in bfloat16 into the empty folder `out`. Raises CheckpointError, OSError."""
+        family = self._write_config(out)
+        self._write_tokenizer(out)
+        writer, total = ShardWriter(out), self.plain_bytes
+        lacking = self._shapes(family)
+        try:
+            for name, tensor in self._tensors(family):
+                if lacking.pop(name, None) != tensor.shape:
+                    raise CheckpointError(
+                        f"{self.file}: {name} is of shape {tuple(tensor.shape)}, not as its config says"
+                    )
+                writer.add(name, tensor)
+                if progress is not None:
+                    progress(min(writer.written_bytes, total), total)
+        except FOREIGN_ERRORS as error:
+            raise CheckpointError(f"{self.file}: its tensors cannot be read: {error}") from error
+        if lacking:
+            raise CheckpointError(f"{self.file}: lacks {len(lacking)} tensors of the model, as {next(iter(lacking))}")
+        writer.close()
+
+    def _write_config(self, out: Path) -> Family:
+        values = {**self._parsed["config"], "dtype": "bfloat16"}
+        (out / CONFIG_FILE).write_text(json.dumps(values, indent=2, default=float) + "\n")
+        return family_of(load_config(out / CONFIG_FILE))
+
+    def _write_tokenizer(self, out: Path) -> None:
+        """The one beside the file, else the one within it, where there is one."""
+        beside = [name for name in TOKENIZER_NAMES if (self.file.parent / name).is_file()]
+        if has_tokenizer(beside):
+            for name in beside:
+                shutil.copyfile(self.file.parent / name, out / name)
+        elif "tokenizer.ggml.tokens" in self._reader.fields:
+            from transformers import AutoTokenizer
+
+            auto: Any = AutoTokenizer
+            try:
+                tokenizer = auto.from_pretrained(str(self.file.parent), gguf_file=self.file.name, local_files_only=True)
+                tokenizer.save_pretrained(out)
+            except (*FOREIGN_ERRORS, OSError) as error:
+                raise CheckpointError(
+                    f"{self.file}: its tokenizer cannot be read ({error}): put the model's tokenizer.json beside it"
+                ) from error
+
+    def _shapes(self, family: Family) -> dict[str, torch.Size]:
+        """Of all tensors that the model has, tied ones once."""
+        model = _outline(family)
+        return {
+            name: tensor.shape
+            for name, tensor in model.state_dict().items()
+            if name not in (model.all_tied_weights_keys if family.tied else ())
+        }
+
+    def _tensors(self, family: Family) -> Iterator[tuple[str, Tensor]]:
+        from gguf import dequantize
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+        )
+
+        architecture = bytes(self._reader.fields["general.architecture"].parts[-1]).decode()
+        processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=self._parsed["config"])  # type: ignore[no-untyped-call]
+        names = get_gguf_hf_weights_map(_outline(family), processor)
+        together: dict[str, Any] = {}
+        for tensor in self._reader.tensors:
+            read = processor.process(
+                weights=dequantize(tensor.data, tensor.tensor_type),
+                name=tensor.name,
+                tensor_key_mapping=names,
+                parsed_parameters={**self._parsed, "tensors": together},
+            )
+            if read.name in names:
+                yield names[read.name], torch.from_numpy(np.copy(read.weights)).to(DTYPE)
+        for name, weights in together.items():
+            yield name, weights.to(DTYPE)
+
+
+def _outline(family: Family) -> Any:
+    """The model without weights."""
+    with torch.device("meta"):
+        return family.model_class(family.config)

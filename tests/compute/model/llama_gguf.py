@@ -1,0 +1,67 @@
+"""A small random Llama in a GGUF file, with a tokenizer of bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 128, 4, 2, 2
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+WORDS = [
+    *map(chr, PRINTABLE),
+    *(chr(256 + place) for place in range(256 - len(PRINTABLE))),
+    "th",
+]  # bytes, as GPT-2 writes them
+
+
+def save_llama_gguf(path: Path, *, without: str = "", architecture: str = "llama") -> None:
+    """Matrices as Q8_0, norms as F32; all but the tensor `without`."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(512)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(WORDS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list(WORDS)
+    writer.add_token_merges(["t h"])
+    random = np.random.default_rng(1)
+    for name, shape in _shapes().items():
+        if name == without:
+            continue
+        values = random.normal(0, 0.1, shape).astype(np.float32)
+        if len(shape) == 1:
+            writer.add_tensor(name, values + 1)
+        else:
+            packed = gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _shapes() -> dict[str, tuple[int, ...]]:
+    kv = HIDDEN // HEADS * KV_HEADS
+    layer = {
+        "attn_q": (HIDDEN, HIDDEN),
+        "attn_k": (kv, HIDDEN),
+        "attn_v": (kv, HIDDEN),
+        "attn_output": (HIDDEN, HIDDEN),
+        "ffn_gate": (INNER, HIDDEN),
+        "ffn_up": (INNER, HIDDEN),
+        "ffn_down": (HIDDEN, INNER),
+        "attn_norm": (HIDDEN,),
+        "ffn_norm": (HIDDEN,),
+    }
+    ends = {"token_embd": (len(WORDS), HIDDEN), "output": (len(WORDS), HIDDEN), "output_norm": (HIDDEN,)}
+    layers = {f"blk.{number}.{name}": shape for number in range(LAYERS) for name, shape in layer.items()}
+    return {f"{name}.weight": shape for name, shape in (ends | layers).items()}

@@ -1,0 +1,90 @@
+"""GGUF files made plain: the model that transformers makes of one, and files that are cut short, several, or of another kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from swarmnode.compute.model.checkpoint import Checkpoint, load_config
+from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint, find_gguf
+from swarmnode.errors import CheckpointError
+from tests.compute.model.llama_gguf import save_llama_gguf
+
+gguf = pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "tiny-q8.gguf"
+    save_llama_gguf(path)
+    return path
+
+
+def test_it_is_the_model_that_transformers_makes_of_it(file: Path, tmp_path: Path) -> None:
+    told: list[int] = []
+    source = GgufCheckpoint(file)
+    source.write(tmp_path, lambda done, total: told.append(done * 100 // total))
+    auto: Any = AutoModelForCausalLM
+    reference = auto.from_config(load_config(tmp_path / "config.json"))
+    read: Any = load_gguf_checkpoint
+    reference.load_state_dict(read(str(file), return_tensors=True, model_to_load=reference)["tensors"])
+    ours, problems = auto.from_pretrained(tmp_path, output_loading_info=True)
+    assert not problems["missing_keys"] and not problems["unexpected_keys"]
+    ids = torch.arange(12)[None]
+    with torch.inference_mode():
+        assert ours(ids).logits.equal(reference(ids).logits)
+    assert Checkpoint(tmp_path).units == 4
+    assert told[-1] == 100
+    words = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
+    assert words["th"] == 256
+
+
+def test_a_tokenizer_beside_it_is_taken(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "tiny.gguf").write_bytes(file.read_bytes())
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "out").mkdir()
+    GgufCheckpoint(tmp_path / "tiny.gguf").write(tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.99])
+def test_one_that_is_cut_short_is_refused(file: Path, tmp_path: Path, share: float) -> None:
+    data = file.read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(CheckpointError, match=r"cut.gguf"):
+        GgufCheckpoint(tmp_path / "cut.gguf").write(tmp_path)
+
+
+def test_one_that_lacks_tensors_is_refused(tmp_path: Path) -> None:
+    save_llama_gguf(tmp_path / "lacking.gguf", without="blk.1.ffn_up.weight")
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors.*up_proj"):
+        GgufCheckpoint(tmp_path / "lacking.gguf").write(tmp_path)
+
+
+def test_one_of_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
+    save_llama_gguf(tmp_path / "other.gguf", architecture="rwkv6")
+    with pytest.raises(CheckpointError, match="rwkv6"):
+        GgufCheckpoint(tmp_path / "other.gguf")
+
+
+def test_which_file_is_meant(tmp_path: Path) -> None:
+    assert find_gguf(tmp_path) is None
+    one, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    one.touch()
+    assert find_gguf(tmp_path) == find_gguf(one) == one
+    other.touch()
+    with pytest.raises(CheckpointError, match=r"2 GGUF files.*a\.gguf"):
+        find_gguf(tmp_path)
+    assert find_gguf(other) == other
+    (tmp_path / "model.safetensors").touch()
+    assert find_gguf(tmp_path) is None
+    part = tmp_path / "model-00001-of-00003.gguf"
+    part.touch()
+    with pytest.raises(CheckpointError, match="llama-gguf-split"):
+        find_gguf(part)
