@@ -37,6 +37,14 @@ def pytest_collection() -> Iterator[Any]:
         gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def nothing_else_is_frozen() -> Iterator[None]:
+    """Nodes and commands freeze what is there when they have begun; here that would be what earlier tests have left, for good."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "freeze", lambda: None)
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those on real processes begin: they wait for most of their time, which the other worker uses."""
     items.sort(key=lambda item: not item.nodeid.startswith(REAL))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -36,6 +37,14 @@ def test_create_writes_a_private_file_and_prints_an_invite_alone(tiny: TinyModel
     assert done.stdout.startswith("swarm1") and len(done.stdout.split()) == 1
     assert file.stat().st_mode & 0o777 == 0o600
     assert_clear(invoke("create", str(tmp_path / "mine"), "--model", "x"), 2, "exists already")
+
+
+@pytest.mark.parametrize("command", [("run",), ("serve",), ("generate", "text")], ids=" ".join)
+def test_a_command_that_fails_as_it_starts_leaves_the_collector_on(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "no.swarm").write_text("{}")
+    first, *rest = command
+    assert_clear(invoke(first, str(tmp_path / "no.swarm"), *rest), 2)
+    assert gc.isenabled()
 
 
 def test_what_is_not_a_swarm_is_refused(tmp_path: Path, tiny: TinyModel) -> None:

@@ -40,7 +40,7 @@ def test_a_port_for_metrics_in_use(founded: ForkedSwarm, tmp_path: Path, role: s
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         done = swarmnode(role, str(founded.file), "--metrics-port", port, home=tmp_path)
-    assert_clear(done, 1, port, "in use", "--metrics-port")
+    assert_clear(done, 1, port, "in use", "--metrics-host", "another address or port")
 
 
 def test_what_the_model_has_not(stages: Stages, tmp_path: Path) -> None:

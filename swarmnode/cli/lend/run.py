@@ -164,12 +164,13 @@ def run(
     tell = Teller(as_json)
 
     async def lend(stop: asyncio.Event) -> None:
-        loaded, node = _node(swarm, config, tell)
-        _reload_on_hangup(context, node)
-        if life_s is not None:
-            asyncio.get_running_loop().call_later(life_s, stop.set)
-        async with attended(node, stop, watch, swarm=loaded.name, readings=node.readings, name=name):
-            await (node.run(stop) if gateway is None else beside(node.run(stop), loaded, gateway))
+        with CollectorPause() as pause:
+            loaded, node = _node(swarm, config, tell, pause)
+            _reload_on_hangup(context, node)
+            if life_s is not None:
+                asyncio.get_running_loop().call_later(life_s, stop.set)
+            async with attended(node, stop, watch, swarm=loaded.name, readings=node.readings, name=name):
+                await (node.run(stop) if gateway is None else beside(node.run(stop), loaded, gateway))
 
     with beginning_anew(), tell:
         run_async(lend)
@@ -193,12 +194,10 @@ def _give_way(nice: int, *, idle_disk: bool) -> None:
         yield_disk()
 
 
-def _node(swarm: str, config: NodeConfig, tell: Tell) -> tuple[Swarm, Node]:
-    """The swarm that is meant, and a node for it. Raises UsageError where its plan is for another one."""
+def _node(swarm: str, config: NodeConfig, tell: Tell, pause: CollectorPause) -> tuple[Swarm, Node]:
+    """The swarm that is meant, and a node for it, which ends the pause. Raises UsageError where its plan is for another one."""
     from swarmnode.compute.device import probe_devices
     from swarmnode.node import Node
-
-    pause = CollectorPause()
 
     def note(event: str, text: str, **details: Any) -> None:
         if event == "machine":  # by which everything is imported

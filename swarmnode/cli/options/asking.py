@@ -38,10 +38,9 @@ async def asking(swarm: str, home: Path, *, patience_s: float, trust: Trust) -> 
     """A client of the swarm that is meant, for one question or conversation. Raises UsageError, NetworkDown, NotAdmitted."""
     from swarmnode.client import SwarmClient
 
-    pause = CollectorPause()
-    loaded = open_swarm(swarm, home)
-    client = await SwarmClient.join(loaded, home=home, patience_s=patience_s, trust=trust)
-    pause.end()
+    with CollectorPause():
+        loaded = open_swarm(swarm, home)
+        client = await SwarmClient.join(loaded, home=home, patience_s=patience_s, trust=trust)
     leave_torch_out()
     try:
         yield client

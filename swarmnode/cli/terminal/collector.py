@@ -9,7 +9,7 @@ LONGEST_S = 60.0
 
 
 class CollectorPause:
-    """No collections from now until `end`, or until a minute has gone by on the running loop.
+    """No collections from now until `end`, at the latest when it is left, or when a minute has gone by on the running loop.
 
     While modules are imported nothing becomes garbage, yet the collector looks through everything again and again: a quarter of the
     CPU that a start takes. What is there at the end stays out of all later collections, too, which are shorter for it.
@@ -22,6 +22,12 @@ class CollectorPause:
 
     def __repr__(self) -> str:
         return f"<CollectorPause {'on' if self._paused else 'over'}>"
+
+    def __enter__(self) -> CollectorPause:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def end(self) -> None:
         """Collect as usual. Safe to call twice."""

@@ -79,10 +79,10 @@ def serve(
     folder = default_home(home)
 
     async def answer(stop: asyncio.Event) -> None:
-        pause = CollectorPause()
-        loaded = [open_swarm(swarm, folder) for swarm in swarms or [""]]
+        clients = {}
         async with contextlib.AsyncExitStack() as ends:
-            clients = {}
+            pause = ends.enter_context(CollectorPause())
+            loaded = [open_swarm(swarm, folder) for swarm in swarms or [""]]
             for swarm, name in zip(loaded, _names(loaded), strict=True):
                 clients[name] = await ends.enter_async_context(await _join(swarm, folder, patience, trust))
                 check_compression(compress, clients[name].manifest.codecs)

@@ -181,7 +181,8 @@ def check_can_listen(option: str, host: str, port: int) -> None:
         _try_to_listen(host, port)
     except (OSError, ValueError) as error:  # ValueError: what cannot be a host's name
         raise LocalError(
-            f"cannot listen at {option} {host}, port {port}: {getattr(error, 'strerror', None) or error}"
+            f"cannot listen at {option} {host}, port {port}: {getattr(error, 'strerror', None) or error}; "
+            "choose another address or port"
         ) from None
 
 

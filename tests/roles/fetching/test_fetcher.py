@@ -14,6 +14,7 @@ from swarmnode.errors import ErrorCode, LocalError, PeerLost, PeerRefused
 from swarmnode.roles.fetching.download import RUN_CHUNKS
 from swarmnode.roles.fetching.fetcher import RUNS_AT_ONCE, Fetcher
 from swarmnode.roles.fetching.sources import Source
+from swarmnode.swarm.storage import chunk_folder
 from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent, chunk_hashes, describe_files
 from swarmnode.swarm.storage.weight_cache import WeightCache
 
@@ -272,10 +273,10 @@ async def test_nobody_for_too_long_is_an_error(world: World) -> None:
 
 
 async def test_a_full_disk_is_said_to_be_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(chunk_folder, "_write_at", full)
     with pytest.raises(LocalError, match="No space left on device"):
         await world.fetch(Good(world))
 
@@ -356,11 +357,11 @@ async def test_the_last_resort_is_asked_where_nobody_else_can(world: World) -> N
 
 
 async def test_a_failure_leaves_no_task_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     before = asyncio.all_tasks()
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(chunk_folder, "_write_at", full)
     with pytest.raises(LocalError):
         await world.fetch(Good(world, "first"), Good(world, "second"))
     assert asyncio.all_tasks() == before

@@ -47,8 +47,9 @@ def test_invites_are_as_the_terms_say_and_are_entered_without_their_secret(swarm
 
 
 def test_what_cannot_be_invited(swarm: Swarm, book: IssuedInvites):
+    with pytest.raises(UsageError, match="--uses"):
+        InviteTerms(uses=-1)
     for terms, words in (
-        (InviteTerms(uses=-1), "--uses"),
         (InviteTerms(peer="Qm1"), "not a peer id"),
         (InviteTerms(group="x" * 25), "group"),
     ):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
-import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from swarmnode.roles.training.checkpoints.state_server import StateServer
 from swarmnode.roles.training.checkpoints.states import fetch_states, list_states, state_board, survey
 from swarmnode.roles.training.checkpoints.votes import ChosenStep, Votes
 from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.storage import chunk_folder
 from swarmnode.swarm.storage.content import CHUNK_BYTES
 from swarmnode.swarm.storage.states import StateStore
 from tests.net.virtual import in_virtual_time
@@ -336,10 +336,10 @@ async def test_a_full_disk_leaves_no_half_step(world: World, monkeypatch: pytest
     node = await world.peer("a")
     node.has(10, 0)
 
-    def full(*_: object) -> int:
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(chunk_folder, "_write_at", full)
     with pytest.raises(LocalError, match="No space left on device"):
         await world.fetch(0)
     assert world.store.steps() == {} and world.store.begun() == []
