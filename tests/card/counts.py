@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,25 @@ from tests.llama import save_llama
 
 CARD = torch.device("cuda", 1)
 VOCABULARY = 128_256
+LAUNCHES = (38, 47)  # before anything was done about them
+DRAW_BYTES = 12_312  # 1025 logits with their ids, and the logarithm of the sum, each from where the widest may begin
+
+
+class Row(NamedTuple):
+    """What was counted, and how much of it there may be; `said` is that in words."""
+
+    what: str
+    counted: tuple[int, ...]
+    floor: tuple[int, ...]
+    said: str = ""
+
+    def __str__(self) -> str:
+        cells = (self.what, _joined(self.counted), self.said or _joined(self.floor))
+        return f"| {' | '.join(cells)} |"
+
+
+def _joined(numbers: tuple[int, ...]) -> str:
+    return " · ".join(f"{number:,}" for number in numbers)
 
 
 async def decode_waits(cards: SimulatedCards, checkpoint: Checkpoint, span: tuple[int, int], sessions: int) -> int:
@@ -76,21 +95,21 @@ def sampled_bytes() -> int:
     return sum(tensor.nbytes for tensor in fetched)
 
 
-def rows(cards: SimulatedCards, checkpoint: Checkpoint) -> Iterator[tuple[str, str, str]]:
-    """(what, counted, floor)"""
+def rows(cards: SimulatedCards, checkpoint: Checkpoint) -> Iterator[Row]:
+    """Of a checkpoint with at least three layers."""
     for sessions in (1, 8):
-        waits = [asyncio.run(decode_waits(cards, checkpoint, span, sessions)) for span in HOPS.values()]
-        what = f"waits of a decode pass, first · middle · last hop, sessions: {sessions}"
-        yield what, " · ".join(map(str, waits)), "2 · 2 · 2"
+        waits = tuple(asyncio.run(decode_waits(cards, checkpoint, span, sessions)) for span in HOPS.values())
+        yield Row(f"waits of a decode pass, first · middle · last hop, sessions: {sessions}", waits, (2, 2, 2))
     for dtype, major in ((torch.float32, 6), (torch.float16, 7), (torch.bfloat16, 8)):
         cards.majors = [major, major]
-        there, back = training_waits(cards, CARD, checkpoint, autocast=True)
-        what = f"waits of a training microbatch at a middle stage, there · back, {str(dtype).removeprefix('torch.')}"
-        yield what, f"{there} · {back}", "2 · 2"
-    layers = [launches_of_a_layer(cards, checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16)]
-    launches = " · ".join(map(str, layers))
-    yield "launches of a Llama layer in decode, float32 · bfloat16", launches, "one graph for all layers where captured"
-    yield f"bytes that come down for a draw from {VOCABULARY:,} logits", f"{sampled_bytes():,}", "12 KB"
+        waits = training_waits(cards, CARD, checkpoint, autocast=True)
+        name = str(dtype).removeprefix("torch.")
+        yield Row(f"waits of a training microbatch at a middle stage, there · back, {name}", waits, (2, 2))
+    launches = tuple(launches_of_a_layer(cards, checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16))
+    said = "one graph for all layers where captured"
+    yield Row("launches of a Llama layer in decode, float32 · bfloat16", launches, LAUNCHES, said)
+    what = f"bytes that come down for a draw from {VOCABULARY:,} logits"
+    yield Row(what, (sampled_bytes(),), (DRAW_BYTES,), "12 KB")
 
 
 def main() -> None:
@@ -99,7 +118,7 @@ def main() -> None:
         save_llama(Path(folder), layers=LAYERS, vocab_size=99, hidden_size=32, intermediate_size=48)
         print("| counted | today | floor |\n|---|---|---|")
         for row in rows(cards, Checkpoint(folder)):
-            print(f"| {' | '.join(row)} |")
+            print(row)
 
 
 if __name__ == "__main__":
