@@ -27,6 +27,7 @@ from swarmnode.simulate.steps.all_reduce import averaging_network, reduction_end
 from swarmnode.simulate.steps.bench import SimulatedBench
 from swarmnode.simulate.steps.encoder import Encoder
 from swarmnode.simulate.steps.microbatch import SimulatedMicrobatch, SimulatedStage
+from swarmnode.simulate.steps.pipelines import beat_s, share_out
 from swarmnode.simulate.steps.training_rule import simulated_rule
 
 MAX_PEERS = 500  # every microbatch's route is chosen among all of them
@@ -34,8 +35,8 @@ MISSING_RETRY_S = 1.0
 
 
 class Training:
-    """The workload of a swarm that trains. `pipelines`: peers by index, stage after stage, to which microbatches are fixed in
-    turn; else they are wired freely. The trainer stands at the first place of the scenario."""
+    """The workload of a swarm that trains. `pipelines`: peers by index, stage after stage, to which microbatches are fixed
+    by their speed; else they are wired freely. The trainer stands at the first place of the scenario."""
 
     def __init__(self, world: World, settings: TrainSettings, pipelines: Sequence[Sequence[int]] = ()) -> None:
         if len(world.peers) > MAX_PEERS:
@@ -49,6 +50,7 @@ class Training:
         world.follow(PlacementRule(rule.choose, rule.reconsider))
         self._run = settings.run
         self._pipelines = pipelines
+        self._pipeline_of: Sequence[int] = ()  # each of the step's microbatches
         self._stages: dict[PeerId, SimulatedStage] = {}
         self._workers: dict[PeerId, Replica] = {}
         self._transfers = Transfers()
@@ -221,6 +223,10 @@ class Training:
         self._ledger = StepLedger(self.step, self.world.model.units, self.settings.microbatches)
         for name, stage in self._stages.items():
             self._ledger.report(name, stage.peer.span, {})
+        if self._pipelines:
+            named = [[self.world.peers[index].peer for index in pipeline] for pipeline in self._pipelines]
+            beats_s = [beat_s(pipeline, self._workers) for pipeline in named]
+            self._pipeline_of = share_out(self.settings.microbatches, beats_s)
         self.encoder.beat_s = max((worker.span.units * worker.unit_s for worker in self._workers.values()), default=0.0)
         self._expect()
 
@@ -287,7 +293,7 @@ class Training:
         """Whom a microbatch must pass: who has counted it, and the stages of its pipeline while they live."""
         fixed = self._ledger.counters(number)
         if self._pipelines:
-            for index in self._pipelines[number % len(self._pipelines)]:
+            for index in self._pipelines[self._pipeline_of[number]]:
                 peer = self.world.peers[index]
                 if peer.peer in self._workers:
                     fixed[peer.span.start : peer.span.end] = [

@@ -1,4 +1,5 @@
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -7,9 +8,11 @@ import pytest
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import UsageError
+from swarmnode.plan.training.wiring import Replica
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.churn import Change
 from swarmnode.simulate.settings import Settings, TrainSettings
+from swarmnode.simulate.steps.pipelines import beat_s, share_out
 from swarmnode.swarm.records.run import Averaging
 from tests.simulate.worlds import MB, figures, model, run, scenario, total
 
@@ -121,6 +124,25 @@ def test_a_plans_pipelines_are_kept_to():
     result = run(network, model(8), settings(averaging=Averaging(every=1000)), spans=HALVES * 2, pipelines=pipelines)
     sent = {link for link, size_bytes in result.world.links.bytes_sent.items() if link[0] < 4 and size_bytes}
     assert sent == {(0, 1), (1, 0), (2, 3), (3, 2)}
+
+
+def test_of_a_plans_pipelines_the_faster_ones_get_more_microbatches():
+    """Three of one stage each; in equal numbers the slowest would take three times as long as the swarm needs."""
+    speeds = [930.0, 1800.0, 3640.0]
+    network = scenario(speeds, delay_s=0.001, bandwidth_bps=1e10)
+    wanted = settings(3.0, microbatches=48)
+    result = run(network, model(8, parameters=1000), wanted, spans=[Span(0, 8)] * 3, pipelines=[[0], [1], [2]])
+    alone_s = 1.2 * 80  # of a microbatch, times units/s: as with one stage above
+    bound_s = 48 * alone_s / sum(speeds)
+    assert bound_s < result.measures.values["step, s"][0] < 1.15 * bound_s
+
+
+def test_lost_pipelines_get_nothing_while_others_are_left():
+    assert Counter(share_out(40, [1.0, 3.0, math.inf])) == {0: 30, 1: 10}
+    assert Counter(share_out(40, [math.inf, math.inf])) == {0: 20, 1: 20}, "as all are taken by whoever is left"
+    half_lost = {"here": Replica(Span(0, 4), 0.5)}
+    assert beat_s(["here", "gone"], half_lost) == 2.0
+    assert beat_s(["gone"], half_lost) == math.inf
 
 
 def test_peers_find_places_so_that_pipelines_stay_on_their_islands():
