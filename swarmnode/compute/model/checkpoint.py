@@ -86,6 +86,8 @@ class Checkpoint:
         sizes: dict[str, int] = {}
         for entry in self.entries.values():
             sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.elements
+        if not sizes:
+            raise CheckpointError(f"{self.path}: holds no tensors")
         return {"F32": torch.float32, "F16": torch.float16}.get(max(sizes, key=sizes.__getitem__), torch.bfloat16)
 
     @property

@@ -36,6 +36,8 @@ def open_checkpoint(
     path = Path(name).expanduser()
     if path.is_dir():
         return Checkpoint(path)
+    if path.is_file():
+        raise CheckpointError(f"{name}: not a folder with a checkpoint (of a GGUF file `create` and `host` make one)")
     if path.is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1:
         raise CheckpointError(f"{name}: no such folder")
     return HubCheckpoint(str(name), revision=revision, cache_dir=cache_dir)
@@ -65,7 +67,9 @@ class HubCheckpoint(Checkpoint):
             if file in self._files:
                 self.path = self._fetch(file).parent
         if CONFIG_FILE not in self._files:
-            raise CheckpointError(f"{repository}: has no {CONFIG_FILE}, so it is not a model of transformers")
+            gguf = next((file for file in sorted(self._files) if file.endswith(".gguf")), None)
+            hint = f"; download one of its GGUF files, as {gguf}, and give its path" if gguf else ""
+            raise CheckpointError(f"{repository}: has no {CONFIG_FILE}, so it is not a model of transformers{hint}")
         self.entries = self._remote_entries()
 
     def __repr__(self) -> str:

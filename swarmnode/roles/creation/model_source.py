@@ -64,7 +64,10 @@ def outline(model: str) -> tuple[Checkpoint | Graph, str]:
         return partition(export_source(model, trains=False).graph, UNITS).graph, INFER
     checkpoint = open_checkpoint(model)
     task = _task_of(checkpoint)
-    return (checkpoint if task == GENERATE else encoder_source.outline(checkpoint, task)), task
+    if task != GENERATE:
+        return encoder_source.outline(checkpoint, task), task
+    checkpoint.family  # noqa: B018  # raises where it cannot be split
+    return checkpoint, task
 
 
 def from_checkpoint(

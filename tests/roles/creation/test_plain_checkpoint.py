@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.errors import LocalError, UsageError
+from swarmnode.errors import CheckpointError, LocalError, UsageError
 from swarmnode.roles.creation import plain_checkpoint
 from swarmnode.roles.creation.bootstraps import Bootstraps
-from swarmnode.roles.creation.model_source import from_checkpoint, from_model
+from swarmnode.roles.creation.model_source import from_checkpoint, from_model, outline
 from swarmnode.roles.creation.swarm_creation import create_swarm
 from swarmnode.swarm.storage.swarmfile import load_swarm, save_swarm
 from tests.compute.model.llama_gguf import save_llama_gguf
@@ -64,3 +64,14 @@ def test_what_is_there_is_not_overwritten(file: Path, tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_no_hub_id(model: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such folder or GGUF file"):
         from_checkpoint(model, tmp_path / "weights")
+
+
+def test_what_is_only_looked_at_is_told_who_makes_it_plain(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="`create` and `host`"):
+        outline(str(file))
+    with pytest.raises(CheckpointError, match=r"GGUF.*`create`, `host`"):
+        outline(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "awq"}}')
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match=r"quantised \(awq\).*NAME-weights"):
+        outline(str(tmp_path))
