@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 __all__ = ["__version__", "aconnect", "connect"]
 
 if TYPE_CHECKING:
-    from swarmnode.client import aconnect
-    from swarmnode.sync_client import connect
+    from swarmnode.client.swarm_client import aconnect
+    from swarmnode.client.sync_client import connect
     from swarmnode.version import __version__
 
 
 def __getattr__(name: str) -> Any:
     if name == "connect":
-        from swarmnode.sync_client import connect
+        from swarmnode.client.sync_client import connect
 
         return connect
     if name == "aconnect":
-        from swarmnode.client import aconnect
+        from swarmnode.client.swarm_client import aconnect
 
         return aconnect
     if name == "__version__":

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.bootstrap import NAT_S, _bootstraps, _keep, _mapped, _take_in
+from swarmnode.node.bootstrap import NAT_S, _bootstraps, _keep, _mapped, _take_in
 from swarmnode.swarm.records.manifest import encode_manifest
 from swarmnode.swarm.storage.swarmfile import load_swarm, new_swarm, save_swarm
 from tests.net.virtual import in_virtual_time

@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import uvloop
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.demo.lesson import write_untaught
 from swarmnode.errors import SwarmnodeError
 from swarmnode.lending.control_client import running_nodes, tell_node

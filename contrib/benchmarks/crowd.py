@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import uvloop
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.swarm.storage.swarmfile import load_swarm
 

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.localswarm import LocalSwarm
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.gateway.speaking import save_speaking_llama

@@ -37,7 +37,7 @@ import uvloop
 from baseline import LocalProcess
 from training import Bench, tokens_per_s
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.swarm.storage.swarmfile import load_swarm
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.localswarm import LocalSwarm
 from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.plan.view import Span

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.demo.lesson import SEQUENCE, generate_alone, import_all, poem, write_config, write_text
 from swarmnode.errors import LocalError
 from swarmnode.localswarm import LocalSwarm, NodeProcess

@@ -8,7 +8,8 @@ from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType
 from typing import Any
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
+from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer
 from swarmnode.errors import CheckpointError
 from swarmnode.gateway.access.fair_queue import FairQueue
 from swarmnode.gateway.access.keys import ApiKey
@@ -23,7 +24,6 @@ from swarmnode.gateway.generation.tool_use import ToolUse
 from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.openai.replies import ModelCard
 from swarmnode.roles.serving.client.generation import GenerateOptions
-from swarmnode.tokenizer import ByteTokenizer, Tokenizer
 
 NO_TOKENIZER = "this swarm's checkpoint has no tokenizer, so it knows no text: give token ids to /v1/completions"
 SHORT_CHARS = 2048  # some 0.5 ms of a tokenizer

@@ -14,8 +14,8 @@ import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from swarmnode.durable import replace_durably, sync
 from swarmnode.errors import LocalError
+from swarmnode.files.durable import replace_durably, sync
 from swarmnode.net.interfaces import PeerId
 
 SEED_BYTES = 32  # any are a private key (RFC 8032, section 5.1.5)

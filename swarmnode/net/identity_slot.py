@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import IO
 
 from swarmnode.errors import LocalError
-from swarmnode.file_lock import lock_alone
-from swarmnode.permissions import may_write
+from swarmnode.files.file_lock import lock_alone
+from swarmnode.files.permissions import may_write
 
 MAX_SLOTS = 64
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from swarmnode.client.tokenizer import Tokenizer
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.training.datasets.batches import Batches
@@ -16,7 +17,6 @@ from swarmnode.plan.sparsity import is_allowed
 from swarmnode.swarm.records.manifest import CAUSAL_LM, TRAIN, Manifest
 from swarmnode.swarm.records.run import Run, check_run
 from swarmnode.swarm.storage.content import has_tokenizer
-from swarmnode.tokenizer import Tokenizer
 
 NO_DATA = bytes(32)
 SEQUENCE = 128  # tokens of a sample, where the user does not say

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.compute.memory import limit_bytes_for, unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.errors import ExecutorDied

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode import examination
 from swarmnode.codec.messages import VERSION, Hello
 from swarmnode.compute import disk_rate, read_rate, speed
-from swarmnode.examination import judge_bandwidth, judge_versions
+from swarmnode.examination import machine as examination
+from swarmnode.examination.machine import judge_bandwidth, judge_versions
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.peer_versions import PeerVersions
 from swarmnode.plan.offline.fit import fit

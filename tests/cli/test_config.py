@@ -12,7 +12,7 @@ import pytest
 from swarmnode.config import StageConfig
 from swarmnode.lending.lending import Lending
 from swarmnode.lending.rules import Rules
-from swarmnode.node import NodeConfig
+from swarmnode.node.node import NodeConfig
 from swarmnode.roles.host import HostConfig
 from tests.cli.command import assert_clear, invoke
 

@@ -11,8 +11,8 @@ import pytest
 from swarmnode.cli.host import host as command
 from swarmnode.cli.terminal import restart
 from swarmnode.errors import ExecutorDied
+from swarmnode.node.swarm_host import SwarmHost
 from swarmnode.swarm.storage.swarmfile import load_swarm
-from swarmnode.swarm_host import SwarmHost
 from tests.cli.command import assert_clear, invoke
 from tests.llama import save_llama
 

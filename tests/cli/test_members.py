@@ -8,7 +8,7 @@ import time
 import pytest
 
 from swarmnode.cli.host.members import end, invites_table
-from swarmnode.owner_client import invites_given_out
+from swarmnode.client.owner_client import invites_given_out
 from swarmnode.swarm.storage.issued_invites import IssuedInvite
 
 HOUR_S = 3600

@@ -32,14 +32,14 @@ def test_a_port_that_cannot_be() -> None:
 
 def record(message: str, *arguments: object, error: BaseException | None = None) -> logging.LogRecord:
     info = (type(error), error, None) if error is not None else None
-    return logging.LogRecord("swarmnode.node", logging.WARNING, "node.py", 1, message, arguments, info)
+    return logging.LogRecord("swarmnode.node.node", logging.WARNING, "node.py", 1, message, arguments, info)
 
 
 def test_a_json_line() -> None:
     text = JsonLines().format(record("peer %s\nis gone", "ü", error=ValueError("why")))
     line = json.loads(text)
     assert "\n" not in text
-    assert (line["level"], line["logger"], line["message"]) == ("warning", "swarmnode.node", "peer ü\nis gone")
+    assert (line["level"], line["logger"], line["message"]) == ("warning", "swarmnode.node.node", "peer ü\nis gone")
     assert line["error"].endswith("ValueError: why") and line["time"].endswith("+00:00")
     assert "trace" not in line
 
@@ -51,7 +51,7 @@ def test_a_json_line_of_a_session_has_its_trace() -> None:
 
 
 def test_a_text_line() -> None:
-    assert TextLines().format(record("peer %s", "x")).endswith(" W swarmnode.node: peer x")
+    assert TextLines().format(record("peer %s", "x")).endswith(" W swarmnode.node.node: peer x")
 
 
 def test_levels_keep_their_names_whatever_others_call_them() -> None:

@@ -13,7 +13,7 @@ import httpx2
 import openai
 import pytest
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.gateway.access.keys import KeyRing
 from swarmnode.gateway.app import build_app
 from swarmnode.gateway.config import GatewayConfig

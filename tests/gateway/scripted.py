@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
+from swarmnode.client.text_stream import GeneratedText
 from swarmnode.roles.serving.client.generation import Generation
-from swarmnode.text_stream import GeneratedText
 
 
 class Scripted:

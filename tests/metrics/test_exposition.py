@@ -118,8 +118,8 @@ async def test_a_port_in_use_is_said_to_be_so() -> None:
 
 
 def test_nobody_pays_who_does_not_ask() -> None:
-    node = "swarmnode.node, swarmnode.roles.training.worker.training_worker"
-    rooms = f"swarmnode.cli.main, swarmnode.bootstrap, swarmnode.client, {node}"
+    node = "swarmnode.node.node, swarmnode.roles.training.worker.training_worker"
+    rooms = f"swarmnode.cli.main, swarmnode.node.bootstrap, swarmnode.client.swarm_client, {node}"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, {rooms}; print(*sys.modules)"], cwd=ROOT, capture_output=True, text=True
     )

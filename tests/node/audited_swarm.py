@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.compute.model.span import ModelSpan
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
 from tests.tiny import PROMPT

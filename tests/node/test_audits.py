@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.audit_messages import SEED_BYTES
 from swarmnode.demo.lesson import write_untaught
 from swarmnode.net.interfaces import PeerId

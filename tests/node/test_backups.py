@@ -12,7 +12,7 @@ from swarmnode.compute.executor import WorkItem
 from swarmnode.config import StageConfig
 from swarmnode.net.identity import Identity
 from swarmnode.net.identity_slot import IdentitySlot
-from swarmnode.node import NodeConfig
+from swarmnode.node.node import NodeConfig
 from swarmnode.plan.offline.plan_file import PlanFile
 from swarmnode.plan.view import Span
 from swarmnode.roles.host import HostConfig

@@ -10,11 +10,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from swarmnode.cli.use.chat import _talk
-from swarmnode.conversation import Conversation
+from swarmnode.client.conversation import Conversation
+from swarmnode.client.tokenizer import ByteTokenizer, Turn
+from swarmnode.client.tokenizer import Tokenizer as ModelTokenizer
 from swarmnode.errors import CheckpointError, UsageError
 from swarmnode.roles.serving.client.generation import GenerateOptions
-from swarmnode.tokenizer import ByteTokenizer, Turn
-from swarmnode.tokenizer import Tokenizer as ModelTokenizer
 from tests.llama import save_llama
 from tests.net.virtual import in_virtual_time
 from tests.node.virtual_swarm import VirtualSwarm

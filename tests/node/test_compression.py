@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import PeerRefused, UsageError
 from swarmnode.net.memory.network import Path as NetworkPath

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.credit_messages import SignedReceipt
 from swarmnode.errors import ErrorCode, PeerRefused
 from swarmnode.net.identity import Identity, verify

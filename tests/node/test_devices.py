@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.compute.executor import Urgency, WorkItem
 from swarmnode.compute.memory import limit_bytes_for, unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.credit_messages import MAX_WORK_IDS
 from swarmnode.codec.tensors import Codec, DType, TensorInfo, payload_bytes
 from swarmnode.compress.values import Encoded, decode_values, encode_values, payload_of

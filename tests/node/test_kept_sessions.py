@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.metrics import table
 from swarmnode.roles.serving.client.generation import Generation
 from tests.net.virtual import in_virtual_time

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.compute.executor import WorkItem
 from swarmnode.ledger import Account
 from swarmnode.lending.lending import Keep

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from swarmnode.bootstrap import Bootstrap
+from swarmnode.client.owner_client import OwnerClient
 from swarmnode.codec.messages import VERSION, GetManifest, Hello, ManifestReply
 from swarmnode.errors import ErrorCode, NoRoute, NotAdmitted, PeerError
 from swarmnode.net.identity import Identity
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.owner_client import OwnerClient
+from swarmnode.node.bootstrap import Bootstrap
 from swarmnode.roles.fetching.sources import ask
 from swarmnode.roles.host import Host, HostConfig
 from swarmnode.roles.membership.owner import InviteTerms, find_invite, make_invite, newest_list, revoke, with_host_grant

@@ -15,7 +15,7 @@ from swarmnode.compute.memory import limit_bytes_for
 from swarmnode.net.identity import Identity
 from swarmnode.net.identity_slot import IdentitySlot
 from swarmnode.net.memory.network import Path as NetworkPath
-from swarmnode.node import NodeConfig
+from swarmnode.node.node import NodeConfig
 from swarmnode.plan.offline.plan_file import PlanFile
 from swarmnode.plan.view import Span
 from swarmnode.roles.host import HostConfig

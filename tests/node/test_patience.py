@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.errors import NoRoute
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.net.virtual import in_virtual_time

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.compute.memory import limit_bytes_for
 from swarmnode.plan.spans.flow import bound, supply_of, throughput
 from tests.net.virtual import in_virtual_time

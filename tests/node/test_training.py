@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from swarmnode.node import NodeConfig
+from swarmnode.node.node import NodeConfig
 from swarmnode.roles.host import HostConfig
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.run import Run

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.bootstrap import Bootstrap
 from swarmnode.errors import SwarmnodeError
+from swarmnode.node.bootstrap import Bootstrap
 from swarmnode.swarm.storage.chunk_folder import used_bytes
 from tests.net.virtual import in_virtual_time
 from tests.node.virtual_swarm import VirtualSwarm

@@ -19,9 +19,8 @@ from typing import Any
 
 import pytest
 
-from swarmnode.bootstrap import Bootstrap
 from swarmnode.cli.options.quantities import parse_span
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.compute.executor import WorkItem
 from swarmnode.compute.inline_executor import InlineExecutor
 from swarmnode.compute.training.local import StepSummary
@@ -30,7 +29,8 @@ from swarmnode.net.clock import Clock
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.net.memory.network import Path as NetworkPath
-from swarmnode.node import Node, NodeConfig
+from swarmnode.node.bootstrap import Bootstrap
+from swarmnode.node.node import Node, NodeConfig
 from swarmnode.platform import Platform
 from swarmnode.roles.creation.bootstraps import Bootstraps
 from swarmnode.roles.creation.model_source import ModelSource, from_checkpoint

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.localswarm import NodeProcess
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.real.forked import ForkedSwarm

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import psutil
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.localswarm import STOP_TIMEOUT_S
 from swarmnode.roles.serving.client.generation import Generation
 from tests.real.conftest import Stages

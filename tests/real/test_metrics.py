@@ -33,7 +33,7 @@ ASKING = """
 import asyncio, sys
 from pathlib import Path
 from swarmnode.cli.options.metrics import Watch
-from swarmnode.client import aconnect
+from swarmnode.client.swarm_client import aconnect
 
 async def ask(file, home, port):
     async with await aconnect(file, home=Path(home), audit_share=0.0) as swarm:

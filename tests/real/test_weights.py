@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.localswarm import LocalSwarm
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.tiny import PROMPT, TinyModel

@@ -57,9 +57,9 @@ def bootstrap(
     Example: swarmnode bootstrap friends.swarm
     """
     set_up_logging(verbose, log_format)
-    from swarmnode.bootstrap import Bootstrap
     from swarmnode.cli.options.quantities import parse_bytes, parse_name
     from swarmnode.net.addressing.addresses import check_all
+    from swarmnode.node.bootstrap import Bootstrap
     from swarmnode.roles.host import HostConfig
 
     config = HostConfig(

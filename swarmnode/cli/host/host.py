@@ -33,7 +33,7 @@ from swarmnode.cli.terminal.teller import Teller
 from swarmnode.counting import counted
 
 if TYPE_CHECKING:
-    from swarmnode.node_texts import Tell
+    from swarmnode.node.texts import Tell
     from swarmnode.roles.membership.owner import InviteTerms
     from swarmnode.swarm.records.signing_key import SigningKey
     from swarmnode.swarm.storage.swarmfile import Swarm
@@ -92,7 +92,7 @@ def host(
     from swarmnode.config import StageConfig
     from swarmnode.net.addressing.addresses import check_all
     from swarmnode.net.identity_slot import check_home
-    from swarmnode.node import NodeConfig
+    from swarmnode.node.node import NodeConfig
     from swarmnode.roles.host import HostConfig
     from swarmnode.roles.membership.owner import InviteTerms
 
@@ -114,7 +114,7 @@ def host(
         await _welcome(opened, path, invite, reached, terms, tell, nat=nat)
 
     async def serve(stop: asyncio.Event) -> None:
-        from swarmnode.swarm_host import SwarmHost
+        from swarmnode.node.swarm_host import SwarmHost
 
         hosting = SwarmHost(swarm, door, node, tell)
         async with attended(hosting.node, stop, watch, swarm=swarm.name, readings=hosting.readings):

@@ -42,7 +42,7 @@ def members(
     Example: swarmnode members friends.swarm
     """
     set_up_logging(verbose)
-    from swarmnode.owner_client import OwnerClient
+    from swarmnode.client.owner_client import OwnerClient
     from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
 
     loaded = open_swarm(swarm, default_home(home))

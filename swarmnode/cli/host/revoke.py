@@ -42,8 +42,8 @@ def revoke(
     Example: swarmnode revoke friends.swarm 5TqWZRpY
     """
     set_up_logging(verbose)
+    from swarmnode.client.owner_client import OwnerClient, end_membership, find_member
     from swarmnode.errors import NetworkDown
-    from swarmnode.owner_client import OwnerClient, end_membership, find_member
     from swarmnode.roles.membership.owner import find_invite
     from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
     from swarmnode.swarm.storage.swarmfile import load_swarm

@@ -11,7 +11,7 @@ from swarmnode.cli.options.metrics import Watch
 from swarmnode.metrics.metric import Source
 
 if TYPE_CHECKING:
-    from swarmnode.node import Node
+    from swarmnode.node.node import Node
 
 
 @contextlib.asynccontextmanager

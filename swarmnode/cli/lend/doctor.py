@@ -12,7 +12,7 @@ from swarmnode.cli.terminal.console import HOME, JSON, default_home, fail, print
 from swarmnode.errors import LocalError, NetworkDown
 
 if TYPE_CHECKING:
-    from swarmnode.examination import Finding
+    from swarmnode.examination.machine import Finding
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 SIGNS = {"good": "ok  ", "doubtful": "?   ", "bad": "BAD "}
@@ -50,14 +50,14 @@ def doctor(
         fail("--bandwidth tests with peers of a swarm: say which, as in swarmnode doctor friends --bandwidth", 2)
     if bandwidth and not yes:
         _ask_for_bandwidth(swarm)
-    from swarmnode.examination import examine_machine
+    from swarmnode.examination.machine import examine_machine
     from swarmnode.swarm.storage.swarmfile import load_swarm
 
     folder = default_home(home)
     loaded = load_swarm(swarm, folder) if swarm else None
     findings = examine_machine(folder)
     if online:
-        from swarmnode.network_examination import examine_network
+        from swarmnode.examination.network import examine_network
 
         findings += examine_network()
     if loaded is not None:
@@ -83,8 +83,8 @@ def _ask_for_bandwidth(swarm: str) -> None:
 
 async def _examine_swarm(swarm: Swarm, home: Path, bandwidth: bool) -> list[Finding]:
     """From outside; then as a client of it, where somebody answers."""
-    from swarmnode.client import SwarmClient
-    from swarmnode.examination import Finding, examine_bootstraps, judge_bandwidth, judge_versions
+    from swarmnode.client.swarm_client import SwarmClient
+    from swarmnode.examination.machine import Finding, examine_bootstraps, judge_bandwidth, judge_versions
 
     findings = await examine_bootstraps(swarm)
     if all(finding.verdict == "bad" for finding in findings):

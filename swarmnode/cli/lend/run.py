@@ -76,8 +76,8 @@ from swarmnode.cli.terminal.usage_errors import WrongUsage
 from swarmnode.errors import SwarmnodeError
 
 if TYPE_CHECKING:
-    from swarmnode.node import Node, NodeConfig
-    from swarmnode.node_texts import Tell
+    from swarmnode.node.node import Node, NodeConfig
+    from swarmnode.node.texts import Tell
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 log = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ def _give_way(nice: int, *, idle_disk: bool) -> None:
 def _node(swarm: str, config: NodeConfig, tell: Tell, pause: CollectorPause) -> tuple[Swarm, Node]:
     """The swarm that is meant, and a node for it, which ends the pause. Raises UsageError where its plan is for another one."""
     from swarmnode.compute.device import probe_devices
-    from swarmnode.node import Node
+    from swarmnode.node.node import Node
 
     def note(event: str, text: str, **details: Any) -> None:
         if event == "machine":  # by which everything is imported

@@ -71,7 +71,7 @@ def _ask_nodes(about: str, home: Path) -> list[dict[str, Any]]:
 
 
 def _ask_swarm(swarm: str, about: str, home: Path) -> list[dict[str, Any]]:
-    from swarmnode.client import SwarmClient
+    from swarmnode.client.swarm_client import SwarmClient
 
     loaded = open_swarm(swarm, home)
 

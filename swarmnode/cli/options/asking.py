@@ -15,7 +15,7 @@ from swarmnode.cli.options.swarm import open_swarm
 from swarmnode.cli.terminal.collector import CollectorPause
 
 if TYPE_CHECKING:
-    from swarmnode.client import SwarmClient
+    from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.swarm.peers.trust import Trust
 
 
@@ -36,7 +36,7 @@ TRUST = typer.Option(
 @contextlib.asynccontextmanager
 async def asking(swarm: str, home: Path, *, patience_s: float, trust: Trust) -> AsyncIterator[SwarmClient]:
     """A client of the swarm that is meant, for one question or conversation. Raises UsageError, NetworkDown, NotAdmitted."""
-    from swarmnode.client import SwarmClient
+    from swarmnode.client.swarm_client import SwarmClient
 
     with CollectorPause():
         loaded = open_swarm(swarm, home)

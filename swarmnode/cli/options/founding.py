@@ -15,7 +15,7 @@ import typer
 from swarmnode.cli.options.owner import KEY_VARIABLE, new_password, owner_key_of
 from swarmnode.cli.terminal.bars import bytes_bar
 from swarmnode.cli.terminal.console import fail
-from swarmnode.permissions import may_write
+from swarmnode.files.permissions import may_write
 
 if TYPE_CHECKING:
     from swarmnode.roles.creation.bootstraps import Bootstraps

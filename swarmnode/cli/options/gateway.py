@@ -17,7 +17,7 @@ from swarmnode.lending.control_client import GATEWAYS
 from swarmnode.net.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
-    from swarmnode.client import SwarmClient
+    from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.gateway.access.keys import KeyRing
     from swarmnode.gateway.config import GatewayConfig
     from swarmnode.lending.command_socket import ControlRequest
@@ -104,7 +104,7 @@ async def beside(work: Coroutine[Any, Any, None], swarm: Swarm, address: Gateway
 
 async def _answer(swarm: Swarm, address: GatewayAddress) -> None:
     """For ever."""
-    from swarmnode.client import SwarmClient
+    from swarmnode.client.swarm_client import SwarmClient
 
     while True:
         with contextlib.suppress(NetworkDown):  # it waits as the node does

@@ -11,7 +11,7 @@ from swarmnode.cli.terminal.console import default_home
 from swarmnode.errors import UsageError
 
 if TYPE_CHECKING:
-    from swarmnode.node import NodeConfig
+    from swarmnode.node.node import NodeConfig
 
 
 def node_config(options: Mapping[str, Any]) -> NodeConfig:
@@ -19,7 +19,7 @@ def node_config(options: Mapping[str, Any]) -> NodeConfig:
     from swarmnode.config import StageConfig
     from swarmnode.lending.card_guard import CardLimits
     from swarmnode.net.addressing.addresses import check_all
-    from swarmnode.node import NodeConfig
+    from swarmnode.node.node import NodeConfig
     from swarmnode.plan.offline.plan_file import PlanFile
     from swarmnode.roles.host import HostConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from swarmnode.cli.terminal.console import fail
-from swarmnode.permissions import may_write
+from swarmnode.files.permissions import may_write
 
 
 def check_output(option: str, path: Path | None, *, force: bool = True) -> None:

@@ -39,7 +39,7 @@ def network(
     """
     set_up_logging(verbose)
     check_output("--output", output)
-    from swarmnode.client import SwarmClient
+    from swarmnode.client.swarm_client import SwarmClient
 
     async def look(_stop: asyncio.Event) -> None:
         here = default_home(home)

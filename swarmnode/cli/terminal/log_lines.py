@@ -18,7 +18,7 @@ LEVELS = {
 
 
 class TextLines(logging.Formatter):
-    """For people: `2026-11-21 08:15:00,123 W swarmnode.node: message`. A stack trace follows on lines of its own."""
+    """For people: `2026-11-21 08:15:00,123 W swarmnode.node.node: message`. A stack trace follows on lines of its own."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname).1s %(name)s: %(message)s")

@@ -37,7 +37,7 @@ from swarmnode.cli.terminal.typed_lines import TypedLines
 from swarmnode.errors import SwarmnodeError
 
 if TYPE_CHECKING:
-    from swarmnode.conversation import Conversation
+    from swarmnode.client.conversation import Conversation
 
 PROMPT = "> "
 NEW = "/new"
@@ -68,7 +68,7 @@ def chat(
     Example: swarmnode chat friends
     """
     set_up_logging(verbose)
-    from swarmnode.conversation import Conversation
+    from swarmnode.client.conversation import Conversation
     from swarmnode.swarm.peers.trust import parse_trust
 
     options, trusted = generate_options(context.params), parse_trust(trust)

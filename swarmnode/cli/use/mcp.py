@@ -37,7 +37,7 @@ def mcp(
         import mcp as _installed  # noqa: F401
     except ImportError:
         fail("this needs the MCP SDK: pip install 'swarmnode[mcp]'", 2)
-    from swarmnode.client import SwarmClient
+    from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.gateway.integrations.swarm_tools import SwarmTools
     from swarmnode.swarm.peers.trust import parse_trust
 

@@ -28,7 +28,7 @@ from swarmnode.cli.terminal.console import (
 )
 
 if TYPE_CHECKING:
-    from swarmnode.client import SwarmClient
+    from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -108,7 +108,7 @@ def _names(swarms: list[Swarm]) -> list[str]:
 
 
 async def _join(swarm: Swarm, home: Path, patience_s: float, trust: list[str]) -> SwarmClient:
-    from swarmnode.client import SwarmClient
+    from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.swarm.peers.trust import parse_trust
 
     return await SwarmClient.join(swarm, home=home, patience_s=patience_s, trust=parse_trust(trust))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-    from swarmnode.client import SwarmClient
+    from swarmnode.client.swarm_client import SwarmClient
 
 NAME_CHARS, DEVICE_CHARS, BAR_CHARS = 10, 10, 12
 LINKED = 32  # peers between which links are compared
@@ -57,7 +57,7 @@ def status(
     Example: swarmnode status friends.swarm --watch
     """
     set_up_logging(verbose)
-    from swarmnode.client import SwarmClient
+    from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.roles.credit.worker_credits import summary, worker_credits
 
     async def look(stop: asyncio.Event) -> None:

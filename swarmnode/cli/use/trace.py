@@ -51,7 +51,7 @@ def trace(
     """
     set_up_logging(verbose, log_format)
     trace_id = parse_trace_id(session)
-    from swarmnode.client import SwarmClient
+    from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.roles.measuring.timeline import Timeline
 
     async def ask(_stop: asyncio.Event) -> Timeline:

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple
 
+from swarmnode.client.text_stream import TextStream
+from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer
 from swarmnode.gateway.access.fair_queue import FairQueue
 from swarmnode.gateway.access.keys import ApiKey
 from swarmnode.gateway.generation.logprobs import SpelledChoice, spell
@@ -14,8 +16,6 @@ from swarmnode.gateway.generation.response_parser import Parsed, ResponseParser
 from swarmnode.gateway.generation.stop_strings import StopStrings
 from swarmnode.gateway.generation.tool_calls import ToolCall
 from swarmnode.net.tasks import Tasks
-from swarmnode.text_stream import TextStream
-from swarmnode.tokenizer import ByteTokenizer, Tokenizer
 
 LENGTH, STOP, TOOL_CALLS = "length", "stop", "tool_calls"
 AHEAD = 64  # pieces that wait for a slow reader, of all choices of a request

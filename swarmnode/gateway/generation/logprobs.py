@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel
 
+from swarmnode.client.tokenizer import UNFINISHED, ByteTokenizer, Tokenizer
 from swarmnode.codec.logprobs import TokenLogprob
-from swarmnode.tokenizer import UNFINISHED, ByteTokenizer, Tokenizer
 
 
 class SpelledToken(BaseModel):

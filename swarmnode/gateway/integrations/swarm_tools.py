@@ -9,7 +9,7 @@ from typing import Any
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.trace_messages import TRACE_ID_BYTES
 from swarmnode.errors import SwarmnodeError, UsageError
 from swarmnode.roles.measuring.timeline import Stop, Timeline

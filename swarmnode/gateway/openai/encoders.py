@@ -7,6 +7,7 @@ import base64
 import numpy as np
 from fastapi import APIRouter, Request
 
+from swarmnode.client.remote_encoder import RemoteEncoder
 from swarmnode.errors import ContextTooLong, UsageError
 from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.http.api_error import ApiError
@@ -25,7 +26,6 @@ from swarmnode.gateway.openai.encoder_requests import (
     EncoderRequest,
 )
 from swarmnode.gateway.served_model import ServedModel
-from swarmnode.remote_encoder import RemoteEncoder
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED
 
 router = APIRouter()

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.http.event_stream import event
 from swarmnode.gateway.page.history import SwarmHistory

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.gateway.page.replies import HistoryReply, HistorySample
 from swarmnode.metrics import table
 from swarmnode.metrics.histogram import Histogram

@@ -12,10 +12,10 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, Field, SecretStr
 
+from swarmnode.client.owner_client import end_membership, find_member
 from swarmnode.errors import UsageError
 from swarmnode.gateway.page.page import OWNED, Page
 from swarmnode.gateway.page.replies import MembersReply, NewInvite, RevocationReply
-from swarmnode.owner_client import end_membership, find_member
 from swarmnode.roles.membership.invite_qr import InviteQr
 from swarmnode.roles.membership.owner import InviteTerms, find_invite, issue_invite
 from swarmnode.swarm.records.grant import MAX_GROUP_CHARS, MAX_PEER_CHARS, MAX_USES, Role

@@ -7,8 +7,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from swarmnode.durable import replace_durably
 from swarmnode.errors import LocalError
+from swarmnode.files.durable import replace_durably
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from swarmnode.durable import replace_durably, sync_tree
 from swarmnode.errors import LocalError, UsageError
+from swarmnode.files.durable import replace_durably, sync_tree
 from swarmnode.swarm.storage.content import is_allowed_name
 
 

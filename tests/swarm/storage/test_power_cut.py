@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.durable import sync
 from swarmnode.errors import CheckpointError, LocalError, UsageError
+from swarmnode.files.durable import sync
 from swarmnode.net.identity import Identity
 from swarmnode.swarm.storage import new_folder as new_folder_module
 from swarmnode.swarm.storage.atomic import write_private
@@ -144,7 +144,7 @@ def test_a_new_folder_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monk
         synced.append(path.name)
         sync(path)
 
-    monkeypatch.setattr("swarmnode.durable.sync", note)
+    monkeypatch.setattr("swarmnode.files.durable.sync", note)
     with new_folder_module.new_folder(tmp_path / "out") as partial:
         (partial / "model.safetensors").write_bytes(b"weights")
     assert synced == ["model.safetensors", ".out.partial", tmp_path.name]

@@ -8,7 +8,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 
-from swarmnode.examination import Finding, Verdict
+from swarmnode.examination.machine import Finding, Verdict
 from swarmnode.net.addressing.stun import seen_at
 
 ANSWER_S = 2.0

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
+from swarmnode.client.tokenizer import Turn
 from swarmnode.roles.serving.client.generation import GenerateOptions
-from swarmnode.tokenizer import Turn
 
 if TYPE_CHECKING:
-    from swarmnode.client import SwarmClient
-    from swarmnode.text_stream import GeneratedText, TextStream
+    from swarmnode.client.swarm_client import SwarmClient
+    from swarmnode.client.text_stream import GeneratedText, TextStream
 
 KEPT_FOR = "conversations"  # of this client
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from swarmnode.client import SwarmClient
+from swarmnode.client.swarm_client import SwarmClient
+from swarmnode.client.text_stream import GeneratedText, TextStream
 from swarmnode.config import ClientConfig
 from swarmnode.net.tasks import cancel_the_rest
 from swarmnode.roles.serving.client.generation import GenerateOptions, Generation
 from swarmnode.swarm.peers.trust import Trust, parse_trust
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
-from swarmnode.text_stream import GeneratedText, TextStream
 
 if TYPE_CHECKING:
     import numpy as np

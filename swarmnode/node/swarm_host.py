@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from swarmnode.bootstrap import Bootstrap
 from swarmnode.metrics.metric import Readings
-from swarmnode.node import Node, NodeConfig
-from swarmnode.node_texts import Tell
+from swarmnode.node.bootstrap import Bootstrap
+from swarmnode.node.node import Node, NodeConfig
+from swarmnode.node.texts import Tell
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.host import HostConfig
 from swarmnode.swarm.storage.swarmfile import Swarm

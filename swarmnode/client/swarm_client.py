@@ -14,17 +14,19 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from swarmnode.client.model_files import ModelFiles
+from swarmnode.client.observer import SwarmObserver
+from swarmnode.client.remote_encoder import RemoteEncoder, labels_of
+from swarmnode.client.text_stream import TextStream
+from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer, Turn
 from swarmnode.config import ClientConfig
 from swarmnode.errors import NoRoute, UsageError
 from swarmnode.metrics.metric import Readings
-from swarmnode.model_files import ModelFiles
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import cancel_and_wait
-from swarmnode.observer import SwarmObserver
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
-from swarmnode.remote_encoder import RemoteEncoder, labels_of
 from swarmnode.roles.credit.claims import Claims
 from swarmnode.roles.credit.receipt_issuer import ReceiptIssuer
 from swarmnode.roles.explanation import explain
@@ -42,8 +44,6 @@ from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.swarm.peers.trust import EVERYBODY, Trust, parse_trust
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GENERATE, GRAPH, SERVE, TRAIN
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
-from swarmnode.text_stream import TextStream
-from swarmnode.tokenizer import ByteTokenizer, Tokenizer, Turn
 
 if TYPE_CHECKING:
     import numpy as np

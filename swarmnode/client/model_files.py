@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer, stop_ids, vocabulary_size
 from swarmnode.errors import NoRoute
 from swarmnode.roles.host import Host
 from swarmnode.roles.serving.client.limits import ModelLimits
 from swarmnode.swarm.records.manifest import TRAIN, Manifest
 from swarmnode.swarm.storage.content import has_tokenizer
-from swarmnode.tokenizer import ByteTokenizer, Tokenizer, stop_ids, vocabulary_size
 
 if TYPE_CHECKING:
     from swarmnode.roles.fetching.weights import Weights

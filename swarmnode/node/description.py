@@ -8,7 +8,7 @@ from swarmnode.config import StageConfig
 from swarmnode.lending.energy import energy_used
 from swarmnode.lending.rules import DAYS, Rules
 from swarmnode.metrics.metric import Readings
-from swarmnode.node_config import NodeConfig
+from swarmnode.node.node_config import NodeConfig
 from swarmnode.plan.view import Span
 from swarmnode.roles.host import Host
 from swarmnode.roles.host_config import HostConfig

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import NamedTuple
 
+from swarmnode.client.tokenizer import ByteTokenizer, Detokenizer, Tokenizer
 from swarmnode.codec.logprobs import TokenLogprob
 from swarmnode.roles.serving.client.generation import Generation, RingStream
-from swarmnode.tokenizer import ByteTokenizer, Detokenizer, Tokenizer
 
 
 class GeneratedText(NamedTuple):

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer
 from swarmnode.errors import CheckpointError, ContextTooLong, UsageError
 from swarmnode.roles.serving.client.limits import ModelLimits
-from swarmnode.tokenizer import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,10 +17,10 @@ from swarmnode.compute.device import probe_device, usable_cores
 from swarmnode.compute.disk_rate import measure_disk
 from swarmnode.compute.read_rate import measure_read_rate
 from swarmnode.errors import LocalError
+from swarmnode.files.permissions import may_write
 from swarmnode.net.addressing.addresses import is_public
 from swarmnode.net.addressing.probe import answers
 from swarmnode.net.addressing.reachability import own_interfaces
-from swarmnode.permissions import may_write
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from swarmnode.compute.executor import Executor
 from swarmnode.net.tasks import cancel_and_wait
-from swarmnode.node_texts import Tell, progress_of
+from swarmnode.node.texts import Tell, progress_of
 from swarmnode.plan.view import Span
 from swarmnode.roles.fetching.seeder import Seeder
 from swarmnode.roles.host import Host

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from swarmnode.client.owner_client import OwnerClient
 from swarmnode.codec.trace_messages import Trace
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.peer_versions import PeerVersions
-from swarmnode.owner_client import OwnerClient
 from swarmnode.roles.host import Host
 from swarmnode.roles.measuring.bandwidth import Bandwidth, Prober
 from swarmnode.roles.measuring.link_matrix import link_matrix

@@ -32,10 +32,10 @@ from swarmnode.lending.rule_watch import follow_rules
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.tasks import cancel_and_wait, until_first
-from swarmnode.node_config import NodeConfig as NodeConfig
-from swarmnode.node_description import described
-from swarmnode.node_stage import StageLoader
-from swarmnode.node_texts import LENDING, STANDS_BY, Tell, introduce, outdated, reason_of
+from swarmnode.node.description import described
+from swarmnode.node.node_config import NodeConfig as NodeConfig
+from swarmnode.node.stage_loader import StageLoader
+from swarmnode.node.texts import LENDING, STANDS_BY, Tell, introduce, outdated, reason_of
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.roles.credit.receipt_keeper import ReceiptKeeper
@@ -52,7 +52,7 @@ from swarmnode.swarm.records.sections import Place
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 if TYPE_CHECKING:
-    from swarmnode.node_stage import Stage
+    from swarmnode.node.stage_loader import Stage
     from swarmnode.roles.serving.hardware import Hardware
     from swarmnode.roles.serving.kept_span import KeptSpan
     from swarmnode.roles.training.checkpoints.shared_states import SharedStates

@@ -1,0 +1,1 @@
+"""What asks a swarm: clients of all kinds, and what they have of its model."""

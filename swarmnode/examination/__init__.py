@@ -1,0 +1,1 @@
+"""What may keep a machine from taking part, looked at before it tries."""
