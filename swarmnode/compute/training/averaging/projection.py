@@ -8,6 +8,8 @@ Shape letters: M elements of a part, K of a sketch.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -21,11 +23,15 @@ class Projection:
     """Of parts of one vector after another."""
 
     def __init__(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self._signs_M = torch.randint(0, 2, (2 * LARGEST_PART,), generator=generator, dtype=torch.int8) * 2 - 1
+        self._seed = seed
 
     def __repr__(self) -> str:
         return f"Projection(to {SKETCHED} elements)"
+
+    @functools.cached_property
+    def _signs_M(self) -> Tensor:  # drawn when they are needed: only where averaging is robust
+        generator = torch.Generator().manual_seed(self._seed)
+        return torch.randint(0, 2, (2 * LARGEST_PART,), generator=generator, dtype=torch.int8) * 2 - 1
 
     def sketch(self, start: int, values_M: Tensor) -> Tensor:
         """sketch_K, on the CPU, of the part of the vector that begins at element `start`."""

@@ -26,6 +26,7 @@ from tests.net.virtual import in_virtual_time
 from tests.roles.training.averaging.replicas import RUN_ID, Replica, group_of, replicas, within
 
 LONG = 40 * LARGEST_PART + 77  # many windows
+SHORT = 4 * LARGEST_PART
 
 
 def sums(results: list[Agreed | BaseException]) -> list[torch.Tensor]:
@@ -252,7 +253,7 @@ WRONG: dict[str, Callable[[Channel, Pull], None]] = {
 async def test_one_that_breaks_the_rules_is_named_and_nothing_else_of_its_link_is_disturbed(
     wrong: Callable[[Channel, Pull], None],
 ) -> None:
-    _, (honest, liar) = await replicas(2, LONG)
+    _, (honest, liar) = await replicas(2, SHORT)
     Stranger(liar, wrong)
     other = await honest.board.call(liar.peer, lambda _frame, _body: None, lambda _error: None)
     other.send(Pull(9, 9, 9, RUN_ID, 1, 1))
@@ -263,7 +264,7 @@ async def test_one_that_breaks_the_rules_is_named_and_nothing_else_of_its_link_i
 
 @in_virtual_time
 async def test_who_sends_more_than_was_granted_is_stopped() -> None:
-    _, (honest, *others) = await replicas(3, LONG)
+    _, (honest, *others) = await replicas(3, SHORT)
 
     def flood(channel: Channel, pull: Pull) -> None:
         for number in range(pull.contributions + 1):
@@ -315,7 +316,7 @@ async def test_early_pulls_are_few_and_the_oldest_go() -> None:
 
 @in_virtual_time
 async def test_who_only_excuses_itself_is_not_waited_for_for_ever() -> None:
-    _, (honest, idle) = await replicas(2, LONG)
+    _, (honest, idle) = await replicas(2, SHORT)
 
     def excuse(channel: Channel, _pull: Pull) -> None:
         def again() -> None:
@@ -332,7 +333,7 @@ async def test_who_only_excuses_itself_is_not_waited_for_for_ever() -> None:
 
 @in_virtual_time
 async def test_who_gives_up_says_whom_it_lost() -> None:
-    _, (honest, other) = await replicas(2, LONG)
+    _, (honest, other) = await replicas(2, SHORT)
     Stranger(other, lambda channel, _pull: channel.close(Failed(0, "somebody", ErrorCode.PEER_LOST, run=RUN_ID)))
     (result,) = await within(5, [honest.reduce([group_of([honest, other])])])
     assert isinstance(result, PeerLost) and result.peer == "somebody"

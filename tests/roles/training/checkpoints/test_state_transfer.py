@@ -37,7 +37,7 @@ SWARM = b"s" * 32
 def content(step: int, block: int, version: int = 0) -> bytes:
     """What a block is at a step; replicas on other devices have other versions, which differ in last bits."""
     generator = np.random.default_rng([step, block + 1])
-    values_N = generator.normal(size=CHUNKS * CHUNK_BYTES // 4).astype("<f4") * np.float32(1 + version * 1e-6)
+    values_N = generator.random(CHUNKS * CHUNK_BYTES // 4, dtype="<f4") * np.float32(1 + version * 1e-6)
     return values_N.tobytes()[:-5]
 
 
