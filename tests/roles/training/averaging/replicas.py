@@ -93,7 +93,9 @@ class Replica:
         self.learner = Learner(VectorSegment(elements, units), run)
         generator = torch.Generator().manual_seed(sum(self.peer.encode()))
         for unit in range(units):
-            self.learner.gradient([unit]).split([elements])[0].uniform_(-1.7, 1.7, generator=generator)  # quicker than normal
+            self.learner.gradient([unit]).split([elements])[0].uniform_(
+                -1.7, 1.7, generator=generator
+            )  # quicker than normal
 
     def __repr__(self) -> str:
         return f"<Replica {self.peer} {self.all_reducer!r}>"
