@@ -6,7 +6,7 @@ import ast
 import functools
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -58,6 +58,12 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+def inner_statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Of a statement, where imports may stand; expressions have none."""
+    for blocks in ("body", "orelse", "finalbody", "handlers", "cases"):
+        yield from getattr(node, blocks, ())
+
+
 @functools.cache
 def imports(path: Path, *, when_loaded: bool = False) -> frozenset[str]:
     """Dotted names that a file imports; `when_loaded`: only those that importing the file runs."""
@@ -73,8 +79,8 @@ def imports(path: Path, *, when_loaded: bool = False) -> frozenset[str]:
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             pending += node.orelse
             continue
-        if not (when_loaded and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
-            pending += ast.iter_child_nodes(node)
+        if not (when_loaded and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            pending += inner_statements(node)
     return frozenset(found)
 
 
@@ -94,8 +100,8 @@ def modules_imported(path: Path, names: Mapping[str, Path]) -> set[str]:
                 found.add(full if full in names else node.module)
         elif isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            pending += ast.iter_child_nodes(node)
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            pending += inner_statements(node)
     return found & names.keys()
 
 
