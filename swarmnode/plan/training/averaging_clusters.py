@@ -21,7 +21,7 @@ from swarmnode.plan.training.averaging_forecast import AveragingNetwork
 from swarmnode.swarm.records.run import Averaging
 
 LEAST_MEMBERS = 3  # contributors: of two, both send all they have to one another
-GAIN = 1.25  # times as fast another averaging_clusters has to be, than the one in force
+GAIN = 1.25  # times as fast as the one in force another clustering has to be
 LEVELS = 8  # scales at which a network is looked at
 UNBEARABLE = 4.0  # times as long as all with all, by one member's own measurements: it takes no part
 REST = 16  # averagings all with all after one over clusters came to nothing

@@ -67,10 +67,9 @@ def crossing(shares: Sequence[int], clusters: Sequence[int]) -> Floats:
     gathered_NN = gathering(shares, clusters)
     labels_N: Indexes = np.asarray(clusters)
     each_N = gathered_NN.sum(axis=1)
-    inside_NN = (
-        each_N[None, :] + each_N[:, None]
-    )  # contributions to what the other gathers, and sums of what one gathers itself
-    crossing_NN: Floats = np.where(labels_N[:, None] == labels_N[None, :], inside_NN, gathered_NN + gathered_NN.T)
+    # Inside: contributions to what the other gathers, and sums of what one gathers itself.
+    near_NN = each_N[None, :] + each_N[:, None]
+    crossing_NN: Floats = np.where(labels_N[:, None] == labels_N[None, :], near_NN, gathered_NN + gathered_NN.T)
     np.fill_diagonal(crossing_NN, 0.0)
     return crossing_NN
 

@@ -74,6 +74,10 @@ class _Exchange:
             for column, owner in enumerate(self._contributors)
             if gathered_NN[row, column]
         }
+        self._gathers = {  # the share of the vector, by who gathers it
+            gatherer: sum(share for (one, _), share in self._gathered.items() if one == gatherer)
+            for gatherer in self._contributors
+        }
 
     def __repr__(self) -> str:
         return f"<_Exchange of {len(self._cluster_of)} members, {len(self._contributors)} contribute>"
@@ -82,7 +86,7 @@ class _Exchange:
         """When each owner has all values of its share: first each cluster's, and then the clusters' sums."""
         inside_s = {
             gatherer: max(
-                links.send(now_s, giver, gatherer, self._size_bytes[giver] * self._gathers(gatherer))
+                links.send(now_s, giver, gatherer, self._size_bytes[giver] * self._gathers[gatherer])
                 for giver in self._contributors
                 if self._are_near(giver, gatherer)
             )
@@ -104,10 +108,6 @@ class _Exchange:
             near = [member for member in self._cluster_of if self._are_near(member, gatherer)]
             ends_s += [links.send(at_s, gatherer, member, size_bytes) for member in near]
         return max(ends_s)
-
-    def _gathers(self, gatherer: int) -> float:
-        """The share of the vector."""
-        return sum(share for (one, _), share in self._gathered.items() if one == gatherer)
 
     def _are_near(self, one: int, other: int) -> bool:
         return self._cluster_of[one] == self._cluster_of[other]

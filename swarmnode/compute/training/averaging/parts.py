@@ -29,10 +29,7 @@ LARGEST_PART = 1 << 18  # elements: 1 MiB as they are, so that what is on the wa
 PARTS_AT_ONCE = 1 << 21  # elements that an owner holds at least of all contributors together, to add up one part
 LEAST_PART = 1 << 12  # elements, where members are in clusters and so take turns
 TURNS = 2  # of each owner with each gatherer, at least, where the vector is long enough
-OWNERS_STEP, GATHERERS_STEP = (
-    0xC13FA9A9,
-    0x91E10DA5,
-)  # of 2**32, from part to part: pairs are met evenly (the R2 sequence)
+OWNERS_STEP, GATHERERS_STEP = 0xC13FA9A9, 0x91E10DA5  # of 2**32, from part to part: pairs are met evenly (R2 sequence)
 SMALLEST_WEIGHT = 1e-12  # where nobody sent, zero is divided by this
 
 Encoded = tuple[TensorInfo, Buffer]
