@@ -8,11 +8,28 @@ import importlib
 import io
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from swarmnode.swarm.records.run import Run
+    from swarmnode.swarm.storage.swarmfile import Swarm
 
 BYTES = 256
 LAYERS, HIDDEN, SEQUENCE = 2, 128, 128
-MODEL_CODE = "transformers.models.llama.modeling_llama"
 COPIES = 256  # one after another, so that samples begin anywhere in the poem
+PROMPT = "Beautiful is better"
+TOKENS = 76  # three lines
+STEPS = 130
+BATCH, MICROBATCH = 16, 4
+TOKENS_A_STEP = BATCH * SEQUENCE
+LEARNING_RATE = 4e-3  # twice as much learns no text by heart in so few steps, half as much learns less of it
+WARMUP_STEPS = 10
+IMPORTED = (
+    "swarmnode.roles.creation.model_source",
+    "swarmnode.training.client",
+    "swarmnode.compute.memory",
+    "transformers.models.llama.modeling_llama",
+)
 
 
 def poem() -> str:
@@ -20,6 +37,13 @@ def poem() -> str:
     with contextlib.redirect_stdout(io.StringIO()):  # it recites itself when it is imported
         import this
     return codecs.decode(this.s, "rot13") + "\n"
+
+
+def original() -> str:
+    """What the swarm recites if it has learnt all of it."""
+    text = poem()
+    start = text.index(PROMPT)
+    return text[start : start + len(PROMPT) + TOKENS]
 
 
 def write_text(path: Path) -> int:
@@ -59,9 +83,52 @@ def write_untaught(folder: Path, layers: int) -> None:
 
 
 def import_all() -> None:
-    """Import what measuring a model and generating alone take: seconds, for which nobody need wait if they pass meanwhile."""
-    for module in ("swarmnode.compute.memory", "swarmnode.compute.model.checkpoint", MODEL_CODE):
+    """Import what founding, training, measuring a model and generating alone take."""
+    for module in IMPORTED:
         importlib.import_module(module)
+
+
+def found(file: Path) -> Swarm:
+    """A swarm that is to train such a model from random weights, its .swarm file and what belongs to it in the file's folder."""
+    from swarmnode.roles.creation.bootstraps import Bootstraps
+    from swarmnode.roles.creation.model_source import from_config
+    from swarmnode.roles.creation.swarm_creation import create_swarm
+    from swarmnode.swarm.records.manifest import TRAIN
+    from swarmnode.swarm.storage.swarmfile import save_swarm
+
+    write_config(file.with_name("config"))
+    source = from_config(file.with_name("config"), file.with_name("weights"))
+    swarm = create_swarm(file.stem, source, Bootstraps(), mode=TRAIN)
+    save_swarm(swarm, file)
+    return swarm
+
+
+def memory_for_half(swarm: Swarm) -> int:
+    """Bytes to lend for about half of the model's units: two stages with two replicas come about."""
+    from swarmnode.compute.memory import limit_bytes_for, training_sizes
+    from swarmnode.compute.model.checkpoint import Checkpoint
+
+    assert swarm.checkpoint is not None
+    sizes = training_sizes(Checkpoint(swarm.checkpoint))
+    half = len(sizes.weight_bytes) // 2
+    return limit_bytes_for(max(sizes.need_bytes(start, start + half, 0) for start in range(half + 1)))
+
+
+def recipe(steps: int) -> Run:
+    """How it is taught."""
+    from swarmnode.swarm.records.run import Run
+    from swarmnode.training.preparation import NO_DATA
+
+    return Run(
+        data=NO_DATA,
+        steps=steps,
+        batch=BATCH,
+        microbatch=MICROBATCH,
+        sequence=SEQUENCE,
+        learning_rate=LEARNING_RATE,
+        warmup_steps=WARMUP_STEPS,
+        checkpoint_steps=max(10, steps // 4),
+    )
 
 
 def generate_alone(folder: Path, prompt: list[int], max_new_tokens: int) -> list[int]:

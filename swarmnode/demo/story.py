@@ -8,29 +8,42 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swarmnode.client.swarm_client import SwarmClient
-from swarmnode.demo.lesson import SEQUENCE, generate_alone, import_all, poem, write_config, write_text
+from swarmnode.demo.lesson import (
+    PROMPT,
+    STEPS,
+    TOKENS,
+    TOKENS_A_STEP,
+    found,
+    generate_alone,
+    import_all,
+    memory_for_half,
+    original,
+    recipe,
+    write_text,
+)
 from swarmnode.errors import LocalError
 from swarmnode.localswarm import LocalSwarm, NodeProcess
-from swarmnode.swarm.storage.swarmfile import load_swarm
+from swarmnode.net.tasks import cancel_and_wait
+
+if TYPE_CHECKING:
+    from swarmnode.compute.training.local import StepSummary
+    from swarmnode.swarm.records.run import Run
+    from swarmnode.swarm.storage.swarmfile import Swarm
+    from swarmnode.training.client import TrainingClient
 
 NODES = 4
-PROMPT = "Beautiful is better"
-TOKENS = 76  # three lines
-STEPS = 130
-LEARNING_RATE = 4e-3  # twice as much learns no text by heart in so few steps, half as much learns less of it
-BATCH = 16
-MICROBATCH = 4
 COVER_TIMEOUT_S = 60.0
 STEP_TIMEOUT_S = 120.0
-WARMUP_STEPS = 10
+EXPORT_PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -72,20 +85,6 @@ class DemoReport:
         return {**asdict(self), "recited": self.recited, "succeeded": self.succeeded}
 
 
-@dataclass(frozen=True)
-class Lesson:
-    """How the training went: its steps as the trainer told them, and who was killed when."""
-
-    lines: list[dict[str, Any]]
-    killed: str
-    killed_at_step: int
-    seconds: float
-
-    def tail(self, lines: list[dict[str, Any]]) -> float:
-        """The mean loss of some steps."""
-        return sum(line["loss"] for line in lines) / len(lines)
-
-
 class Spectators:
     """Who watches the demo. This one sees nothing; the command line's draws."""
 
@@ -95,7 +94,7 @@ class Spectators:
     def swarm(self, status: dict[str, Any]) -> None:
         """The swarm as it is now."""
 
-    def step(self, line: dict[str, Any], steps: int) -> None:
+    def step(self, report: StepSummary, steps: int) -> None:
         """A step of the training is over, of so many."""
 
     def text(self, piece: str) -> None:
@@ -103,6 +102,49 @@ class Spectators:
 
     def killed(self, name: str, span: list[int]) -> None:
         """A node has just been killed."""
+
+
+class Lesson:
+    """A `Listener` to the training that tells the spectators of each step, and at half of them does `half_way`."""
+
+    def __init__(self, spectators: Spectators, steps: int, half_way: Callable[[], None]) -> None:
+        self.reports: list[StepSummary] = []
+        self.killed_at_step = steps // 2
+        self._spectators = spectators
+        self._steps = steps
+        self._half_way = half_way
+
+    def __repr__(self) -> str:
+        return f"<Lesson of {len(self.reports)} of {self._steps} steps>"
+
+    def begun(self, run: Run) -> None:
+        """See `Listener`."""
+
+    def step(self, report: StepSummary) -> None:
+        """See `Listener`."""
+        self.reports.append(report)
+        self._spectators.step(report, self._steps)
+        if report.step == self.killed_at_step:
+            self._half_way()
+
+    def waiting(self, why: str, missing: tuple[int, ...]) -> None:
+        """See `Listener`."""
+
+    async def follow(self, training: asyncio.Future[int]) -> None:
+        """Wait for the training's end. Raises LocalError where a step takes too long."""
+        try:
+            while not training.done():
+                done = len(self.reports)
+                await asyncio.wait({training}, timeout=STEP_TIMEOUT_S)
+                if not training.done() and len(self.reports) == done:
+                    raise LocalError(f"no step {done} within {STEP_TIMEOUT_S:.0f} s")
+            training.result()
+        finally:
+            await cancel_and_wait(training)
+
+    def loss(self, reports: slice) -> float:
+        """The mean of some steps."""
+        return round(statistics.fmean(report.loss for report in self.reports[reports]), 3)
 
 
 class Story:
@@ -121,29 +163,34 @@ class Story:
         with tempfile.TemporaryDirectory(prefix="swarmnode-demo-") as name:
             folder = Path(name)
             with LocalSwarm(folder) as local:
-                nodes = await self._start(local, folder)
-                client = await SwarmClient.join(load_swarm(local.file), home=folder / "client")
+                swarm, nodes = await self._start(local, folder)
+                client = await SwarmClient.join(swarm, home=folder / "client")
                 try:
                     spans = await self._watch_them_choose(client, nodes)
-                    lesson = await self._teach(local, nodes, folder / "text", spans)
-                    text, tokens_per_s, ids = await self._complete(client)
+                    trainer = await _trainer(swarm, folder / "trainer")
+                    try:
+                        lesson, victim, training_s = await self._teach(trainer, nodes, folder / "text", spans)
+                        text, tokens_per_s, ids = await self._complete(client)
+                        identical = await self._compare(trainer, folder / "taught", ids)
+                    finally:
+                        await trainer.close()
                 finally:
                     await client.close()
-                identical = await self._compare(local, folder / "taught", ids)
                 self._spectators.scene("Stopping everything")
                 await asyncio.to_thread(local.stop)
             left = sum(member.process.poll() is None for member in local.members)
+        reports = lesson.reports
         return DemoReport(
             nodes=len(nodes),
             spans=spans,
-            steps=len(lesson.lines),
-            first_loss=round(lesson.tail(lesson.lines[:1]), 3),
-            last_loss=round(lesson.tail(lesson.lines[-10:]), 3),
-            trained_tokens_per_s=round(len(lesson.lines) * BATCH * SEQUENCE / lesson.seconds, 1),
-            training_s=round(lesson.seconds, 1),
-            killed=lesson.killed,
+            steps=len(reports),
+            first_loss=lesson.loss(slice(1)),
+            last_loss=lesson.loss(slice(-10, None)),
+            trained_tokens_per_s=round(len(reports) * TOKENS_A_STEP / training_s, 1),
+            training_s=round(training_s, 1),
+            killed=victim,
             killed_at_step=lesson.killed_at_step,
-            stall_s=max(line["step_s"] for line in lesson.lines[lesson.killed_at_step :]),
+            stall_s=max(report.step_s for report in reports[lesson.killed_at_step :]),
             text=text,
             original=original(),
             tokens_per_s=round(tokens_per_s, 1),
@@ -152,20 +199,18 @@ class Story:
             seconds=round(self._clock() - started_s, 1),
         )
 
-    async def _start(self, local: LocalSwarm, folder: Path) -> list[NodeProcess]:
+    async def _start(self, local: LocalSwarm, folder: Path) -> tuple[Swarm, list[NodeProcess]]:
         """A swarm file, a bootstrap peer, and nodes that each lend memory for half of the model."""
         size = await asyncio.to_thread(write_text, folder / "text")
-        write_config(folder / "config")
         self._spectators.scene(
             f"Founding a swarm that shall learn the Zen of Python by heart, {size} bytes, from random weights; "
             f"starting its bootstrap peer and {NODES} nodes on loopback"
         )
-        arguments = ["create", str(local.file.with_suffix("")), "--mode", "train", "--config", str(folder / "config")]
-        importing = asyncio.to_thread(import_all)
-        await asyncio.gather(asyncio.to_thread(local.command, *arguments), importing)
+        await asyncio.to_thread(import_all)
+        swarm = await asyncio.to_thread(found, local.file)
         await asyncio.to_thread(local.bootstrap)
-        memory = await asyncio.to_thread(memory_for_half, local.file)
-        return [local.node(f"node-{number}", "--memory", f"{memory}B") for number in range(1, NODES + 1)]
+        memory = f"{memory_for_half(swarm)}B"
+        return swarm, [local.node(f"node-{number}", "--memory", memory) for number in range(1, NODES + 1)]
 
     async def _watch_them_choose(self, client: SwarmClient, nodes: list[NodeProcess]) -> dict[str, list[int]]:
         self._spectators.scene("The nodes look around and choose their spans")
@@ -187,30 +232,22 @@ class Story:
         return {peer["name"]: peer["span"] for peer in client.status()["peers"] if peer["span"][1]}
 
     async def _teach(
-        self, local: LocalSwarm, nodes: list[NodeProcess], text: Path, spans: dict[str, list[int]]
-    ) -> Lesson:
-        """Train, and kill -9 a node that has a replica in the middle of it."""
+        self, trainer: TrainingClient, nodes: list[NodeProcess], text: Path, spans: dict[str, list[int]]
+    ) -> tuple[Lesson, str, float]:
+        """Train, and kill -9 a node that has a replica in the middle of it: how it went, who was killed, and the seconds."""
         self._spectators.scene(f"Training for {self._steps} steps; a node dies half-way")
-        settings = {
-            "data": text, "steps": self._steps, "batch": BATCH, "microbatch": MICROBATCH, "sequence": SEQUENCE, "lr": LEARNING_RATE,
-            "warmup": WARMUP_STEPS, "checkpoint-steps": max(10, self._steps // 4),
-        }  # fmt: skip
-        began_s = self._clock()
-        trainer = local.trainer(
-            "trainer", *(word for name, value in settings.items() for word in (f"--{name}", str(value)))
-        )
         held = list(spans.values())
         victim = next(node for node in reversed(nodes) if held.count(spans[node.name]) > 1)
-        lines: list[dict[str, Any]] = []
-        while len(lines) < self._steps:
-            number = len(lines)
-            line = await asyncio.to_thread(_wait_for_step, trainer, number)
-            lines.append(line)
-            self._spectators.step(line, self._steps)
-            if number == self._steps // 2:
-                victim.kill()
-                self._spectators.killed(victim.name, spans[victim.name])
-        return Lesson(lines, victim.name, self._steps // 2, self._clock() - began_s)
+
+        def kill() -> None:
+            victim.kill()
+            self._spectators.killed(victim.name, spans[victim.name])
+
+        began_s = self._clock()
+        lesson = Lesson(self._spectators, self._steps, kill)
+        training = trainer.train(text, recipe(self._steps), lesson, asyncio.Event())
+        await lesson.follow(asyncio.ensure_future(training))
+        return lesson, victim.name, self._clock() - began_s
 
     async def _complete(self, client: SwarmClient) -> tuple[str, float, list[int]]:
         """The swarm serves what it has learnt."""
@@ -221,32 +258,16 @@ class Story:
             self._spectators.text(piece.text or "")
         return PROMPT + (stream.result.text or ""), stream.result.tokens_per_s, stream.result.ids
 
-    async def _compare(self, local: LocalSwarm, out: Path, ids: list[int]) -> bool:
+    async def _compare(self, trainer: TrainingClient, out: Path, ids: list[int]) -> bool:
         """Whether a single process with the exported model writes the same."""
         self._spectators.scene("Exporting the model, and comparing with a single process that holds the whole of it")
-        await asyncio.to_thread(local.command, "export", str(local.file), str(out))
+        await trainer.export(out, force=False, patience_s=EXPORT_PATIENCE_S)
         alone = await asyncio.to_thread(generate_alone, out, list(PROMPT.encode()), TOKENS)
         return alone == ids
 
 
-def original() -> str:
-    """What the swarm recites if it has learnt all of it."""
-    text = poem()
-    start = text.index(PROMPT)
-    return text[start : start + len(PROMPT) + TOKENS]
+async def _trainer(swarm: Swarm, home: Path) -> TrainingClient:
+    """Who brings the text. It is in this process, which has imported by now what it takes."""
+    from swarmnode.training.client import TrainingClient
 
-
-def _wait_for_step(trainer: NodeProcess, number: int) -> dict[str, Any]:
-    return trainer.wait_until(lambda line: line.get("step") == number, f"step {number}", STEP_TIMEOUT_S)
-
-
-def memory_for_half(swarm: Path) -> int:
-    """Bytes to lend for about half of the model's units: two stages with two replicas come about."""
-    from swarmnode.compute.memory import limit_bytes_for, training_sizes
-    from swarmnode.compute.model.checkpoint import Checkpoint
-
-    folder = load_swarm(swarm).checkpoint
-    assert folder is not None
-    sizes = training_sizes(Checkpoint(folder))
-    half = len(sizes.weight_bytes) // 2
-    return limit_bytes_for(max(sizes.need_bytes(start, start + half, 0) for start in range(half + 1)))
+    return await TrainingClient.join(swarm, home)

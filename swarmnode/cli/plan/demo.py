@@ -21,6 +21,7 @@ from swarmnode.cli.terminal.printable import printable
 from swarmnode.cli.use.status import status_table
 
 if TYPE_CHECKING:
+    from swarmnode.compute.training.local import StepSummary
     from swarmnode.demo.story import DemoReport
 
 MIN_STEPS = 10
@@ -29,7 +30,7 @@ MIN_STEPS = 10
 @reports_errors
 def demo(
     steps: int = typer.Option(
-        0, "--steps", max=100_000, help="Steps of the training; default: about a minute's.", show_default=False
+        0, "--steps", max=100_000, help="Steps of the training; default: about half a minute's.", show_default=False
     ),
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
@@ -89,10 +90,10 @@ def _stage() -> Any:
         def swarm(self, status: dict[str, Any]) -> None:
             self._show(status_table(status))
 
-        def step(self, line: dict[str, Any], steps: int) -> None:
-            self._points.append((line["step"], line["loss"]))
-            told = f"step {line['step'] + 1} of {steps}  loss {line['loss']:.3f}  {line['tokens_per_s']:,.0f} tokens/s"
-            notes = (f"{told}  {line['peers']} peers  ", "bold"), (self._note, "bold red")
+        def step(self, report: StepSummary, steps: int) -> None:
+            self._points.append((report.step, report.loss))
+            told = f"step {report.step + 1} of {steps}  loss {report.loss:.3f}  {report.tokens_per_s:,.0f} tokens/s"
+            notes = (f"{told}  {report.peers} peers  ", "bold"), (self._note, "bold red")
             self._show(curve_with_notes(self._points, steps, console.width, *notes))
 
         def text(self, piece: str) -> None:
