@@ -32,12 +32,14 @@ MAX_PATH_BYTES = 104  # of a Unix socket, on the system that has the least
 
 
 class ControlRequest(msgspec.Struct, frozen=True):
-    """What the owner wants. `wait_s`: how long to wait until it is so, before the answer. `about`: what is to be explained."""
+    """What the owner wants. `wait_s`: how long to wait until it is so, before the answer. `leave`: once what runs is finished.
+    `about`: what is to be explained."""
 
     command: str
     reason: str = ""
     keep: str | None = None
     wait_s: float = 0.0
+    leave: bool = False
     about: str = ""
 
 

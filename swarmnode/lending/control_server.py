@@ -35,7 +35,7 @@ class ControlServer:
         self._commands: dict[str, Callable[[ControlRequest], None]] = {
             "pause": self._pause,
             "resume": lambda _request: lending.resume(),
-            "finish": lambda request: lending.finish(request.reason or OWNER_ASKED),
+            "finish": lambda request: lending.finish(request.reason or OWNER_ASKED, leave=request.leave),
             "stop": lambda _request: stop.set(),
             "state": lambda _request: None,
             "why": lambda _request: None,

@@ -33,10 +33,18 @@ class Keep(Enum):
 
 @dataclass(frozen=True)
 class Wish:
-    """That the node shall not lend, and why. `gently`: once what runs is finished."""
+    """That the node shall not lend, and why. `gently`: once what runs is finished; `leaves`: and it leaves the swarm then."""
 
     reason: str
     gently: bool = False
+    leaves: bool = False
+
+    @property
+    def manner(self) -> str:
+        """What the node is to do."""
+        if self.leaves:
+            return "finish and leave"
+        return "finish" if self.gently else "pause"
 
 
 class Lending:
@@ -63,7 +71,12 @@ class Lending:
     @property
     def reason(self) -> str:
         """Why it does not lend, or soon will not; empty where nobody minds."""
-        return "; ".join(wish.reason for wish in self._wishes.values())
+        reason = "; ".join(wish.reason for wish in self._wishes.values())
+        if self._wanted is not LendingEvent.FINISH:
+            return reason
+        if self.state is LendingState.PAUSED:
+            return f"finished: {reason}"
+        return f"{reason}; then it leaves" if self._leaves else reason
 
     def readings(self) -> Readings:
         """What Prometheus may know of it."""
@@ -79,9 +92,9 @@ class Lending:
             self.keep = keep
         self._wish(by, Wish(reason))
 
-    def finish(self, reason: str, *, by: str = OWNER) -> None:
-        """Take nothing new, and pause when nothing runs any more."""
-        self._wish(by, Wish(reason, gently=True))
+    def finish(self, reason: str, *, by: str = OWNER, leave: bool = False) -> None:
+        """Take nothing new, and pause when nothing runs any more; to `leave` ends the node then."""
+        self._wish(by, Wish(reason, gently=True, leaves=leave))
 
     def resume(self, *, by: str = OWNER) -> None:
         """Lend again, if nobody else minds."""
@@ -113,9 +126,19 @@ class Lending:
         while self.state not in SETTLED[self._wanted]:
             await self._changed.wait()
 
+    async def finished(self) -> None:
+        """Wait until nothing runs any more where the node is to leave then."""
+        while self.state is not LendingState.PAUSED or not self._leaves:
+            await self._changed.wait()
+
+    @property
+    def _leaves(self) -> bool:
+        return any(wish.leaves for wish in self._wishes.values())
+
     def _wish(self, by: str, wish: Wish) -> None:
         self._wishes[by] = wish
         self._settle()
+        self._wake()
 
     @property
     def _wanted(self) -> LendingEvent:
@@ -128,10 +151,7 @@ class Lending:
         self._enter(next_state(self.state, self._wanted))
 
     def _facts(self) -> tuple[str, ...]:
-        manner = {True: "finish", False: "pause"}
-        wishes = (
-            f"its {by} {WANTS[by]} it to {manner[wish.gently]}: {wish.reason}" for by, wish in self._wishes.items()
-        )
+        wishes = (f"its {by} {WANTS[by]} it to {wish.manner}: {wish.reason}" for by, wish in self._wishes.items())
         return tuple(wishes) or ("neither its owner nor a rule wants it to pause",)
 
     def _enter(self, state: LendingState) -> None:

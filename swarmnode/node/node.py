@@ -154,7 +154,7 @@ class Node:
 
     async def _until(self, stop: asyncio.Event, living: asyncio.Task[None], host: Host) -> None:
         """Watch over the node's life until it is to leave. Raises what else ended it."""
-        stopped = asyncio.ensure_future(stop.wait())
+        stopped = asyncio.ensure_future(until_first(stop.wait(), self.lending.finished()))
         turned_away = asyncio.ensure_future(host.wait_turned_away())
         reporting = asyncio.ensure_future(self._report(host))
         ruling = asyncio.ensure_future(self._follow_rules(host))
@@ -180,7 +180,21 @@ class Node:
                 await executor.look(error)
 
     async def _live(self, host: Host, heavy: asyncio.Future[ModuleType], services: AsyncExitStack) -> None:
-        """From joining to serving, and on to other places. `services` last longer: sessions move away before they end."""
+        """From joining to serving, and on to other places."""
+        yielding = asyncio.ensure_future(self._yield_at_once())
+        try:
+            loader, place = await self._prepare(host, heavy, services)
+        finally:
+            await cancel_and_wait(yielding)
+        while True:
+            if self.lending.state is not LendingState.PAUSED:
+                await until_first(self._work(host, loader, place), self._held(host))
+            await self._pause(host)
+
+    async def _prepare(
+        self, host: Host, heavy: asyncio.Future[ModuleType], services: AsyncExitStack
+    ) -> tuple[StageLoader, Placement]:
+        """All that comes before the first span. `services` last longer: sessions move away before they end."""
         addresses = await host.network.addresses()
         self._tell("joined", f"Peer {host.peer_id} of swarm {host.swarm.name}", peer=host.peer_id, addresses=addresses)
         if not host.joined.is_set():
@@ -217,10 +231,7 @@ class Node:
             await executor.call(Urgency.CONTROL, lent.device.use, kind="use the device")
         machine, place = hardware.machine(self.config.host.home), self._place(host, hardware)
         self._tell("machine", f"This machine: {hardware.found}, {machine['cpu_cores']} cores", **machine)
-        loader = StageLoader(host, hardware, self._executors, seeder, weights, self._states, self._tell)
-        while True:
-            await until_first(self._work(host, loader, place), self._held(host))
-            await self._pause(host)
+        return StageLoader(host, hardware, self._executors, seeder, weights, self._states, self._tell), place
 
     async def _work(self, host: Host, loader: StageLoader, place: Placement) -> None:
         """Hold what the swarm needs most. Ends by errors alone."""
@@ -311,6 +322,12 @@ class Node:
         self._tell("ready", f"{doing} units {span} on {hardware.device_name}. Ctrl-C leaves.", span=list(span))
 
     # -- pausing
+
+    async def _yield_at_once(self) -> None:
+        """While nothing is held yet, a pause is one at once. Never ends."""
+        while True:
+            await self.lending.until(LendingState.DRAINING)
+            self.lending.happened(LendingEvent.DRAINED)
 
     async def _held(self, host: Host) -> None:
         """Wait until the owner or a rule wants the machine back, and what should be finished is."""

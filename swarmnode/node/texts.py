@@ -16,7 +16,7 @@ STANDS_BY = "Standing by: training is faster without this node at the moment. It
 LENDING = {
     LendingState.DRAINING: "Pausing ({reason}): sessions move to other peers.",
     LendingState.FINISHING: "Finishing ({reason}): nothing new is taken.",
-    LendingState.PAUSED: "Paused: {reason}.",
+    LendingState.PAUSED: "Paused ({reason}).",
 }
 
 Tell = Callable[..., None]

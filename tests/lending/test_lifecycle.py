@@ -74,6 +74,31 @@ def test_finishing_may_be_thought_better_of_and_hurried() -> None:
 
 
 @in_virtual_time
+async def test_what_has_finished_says_so_and_leaves_where_it_was_asked_to() -> None:
+    lending, told = running()
+    leaving = asyncio.ensure_future(lending.finished())
+    lending.finish("a trip")
+    lending.happened(LendingEvent.DRAINED)
+    await asyncio.sleep(0)
+    assert told[1:] == ["finishing a trip", "paused finished: a trip"] and not leaving.done()
+    lending.finish("the summer", leave=True)
+    await asyncio.wait_for(leaving, 1)
+
+
+@in_virtual_time
+async def test_who_thinks_better_of_leaving_stays() -> None:
+    lending, told = running()
+    leaving = asyncio.ensure_future(lending.finished())
+    lending.finish("a trip", leave=True)
+    assert told[-1] == "finishing a trip; then it leaves"
+    lending.pause("no trip")
+    lending.happened(LendingEvent.DRAINED)
+    await asyncio.sleep(0)
+    assert told[-1] == "paused no trip" and not leaving.done()
+    leaving.cancel()
+
+
+@in_virtual_time
 async def test_waiting_for_a_state() -> None:
     lending, _ = running()
     waiting = asyncio.ensure_future(lending.until(LendingState.PAUSED))

@@ -108,6 +108,43 @@ async def test_what_runs_is_finished_and_nothing_new_taken(founded: Founded, tin
 
 
 @in_virtual_time
+async def test_a_node_that_is_to_leave_when_it_has_finished_ends(
+    founded: Founded, tiny: TinyModel, tmp_path: Path
+) -> None:
+    async with two_by_two(founded, tmp_path) as (swarm, _, client):
+        finishing: list[VirtualMember] = []
+
+        async def finish(route: object) -> None:
+            finishing.append(swarm.member(route[0].peer))  # type: ignore[index]
+            finishing[0].node.lending.finish("a trip", leave=True)
+
+        result = await generate_and(client, 5, finish)
+        assert result.ids == tiny.alone(PROMPT, TOKENS) and result.reroutes == 0
+        await finishing[0].wait_for("left")
+
+
+@in_virtual_time
+async def test_a_node_that_is_told_to_pause_before_its_swarm_is_there_pauses_at_once(
+    founded: Founded, tmp_path: Path
+) -> None:
+    async with VirtualSwarm(tmp_path) as swarm:
+        founded.into(swarm)
+        member = swarm.node("a")
+        await member.wait_for("waiting")
+        lending = member.node.lending
+        lending.pause("a film")
+        await asyncio.wait_for(lending.settled(), 1)
+        await swarm.bootstrap()
+        await member.wait_for("machine")
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(member.wait_for("loading"), 60)
+        assert lending.state is LendingState.PAUSED
+        lending.resume()
+        await member.wait_for("ready")
+        await member.stop()
+
+
+@in_virtual_time
 async def test_a_node_that_is_told_to_pause_while_it_loads_holds_nothing(founded: Founded, tmp_path: Path) -> None:
     async with VirtualSwarm(tmp_path) as swarm:
         founded.into(swarm)

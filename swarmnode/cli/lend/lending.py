@@ -50,12 +50,18 @@ def resume(name: str = NAME, wait: float = WAIT, home: Path = HOME, as_json: boo
 
 
 @reports_errors
-def finish(name: str = NAME, reason: str = REASON, home: Path = HOME, as_json: bool = JSON) -> None:
-    """Let what runs come to its end, take nothing new, and then pause.
+def finish(
+    name: str = NAME,
+    leave: bool = typer.Option(False, "--leave", help="End the node then, as `swarmnode stop` does."),
+    reason: str = REASON,
+    home: Path = HOME,
+    as_json: bool = JSON,
+) -> None:
+    """Let what runs come to its end, take nothing new, and then pause; the node stays, so that `swarmnode resume` goes on.
 
-    Example: swarmnode finish friends
+    Example: swarmnode finish friends --leave
     """
-    _tell_nodes("finish", name, home, as_json, reason=reason)
+    _tell_nodes("finish", name, home, as_json, reason=reason, leave=leave)
 
 
 @reports_errors
