@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Callable
 
 import typer
@@ -94,10 +95,18 @@ def _options(
         fail("there is no network daemon (p2pd) for Windows: run swarmnode in WSL 2 or in Docker", 2)
 
 
+def _open_standard_streams() -> None:
+    """Who was started without one of them (`>&-`) has one that leads nowhere, before a socket gets its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
 def main() -> None:
     """Entry point of the `swarmnode` command. Exit codes: 0 done, 1 failed, 2 wrong usage."""
     # Read when torch starts: caches that grow and go leave holes in a card's memory, which segments of one size cannot use.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    _open_standard_streams()
     app()
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from swarmnode.cli.terminal.console import HOME, JSON, default_home, fail, print_json, reports_errors, run_async, say
+from swarmnode.cli.terminal.standard_input import is_piped
 from swarmnode.errors import LocalError, NetworkDown
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def doctor(
 
 
 def _ask_for_bandwidth(swarm: str) -> None:
-    if not sys.stdin.isatty():
+    if is_piped():
         fail("--bandwidth asks first, and nobody can answer here: add --yes", 2)
     from swarmnode.roles.measuring.bandwidth import TEST_BYTES
 

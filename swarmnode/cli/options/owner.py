@@ -9,12 +9,12 @@ otherwise                  a question at the terminal
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import typer
 
 from swarmnode.cli.terminal.console import fail
+from swarmnode.cli.terminal.standard_input import is_piped
 from swarmnode.swarm.records.signing_key import SigningKey
 from swarmnode.swarm.storage.owner_key import SUFFIX, load_owner_key, parse_owner_key
 
@@ -62,7 +62,7 @@ def known_password(password_file: Path | None) -> str:
 
 
 def _ask(question: str, *, again: bool) -> str:
-    if not sys.stdin.isatty():
+    if is_piped():
         fail(f"no terminal to ask for a password at: give --password-file or set {PASSWORD_VARIABLE}", 2)
     password: str = typer.prompt(question, hide_input=True, confirmation_prompt=again, err=True)
     return password

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from swarmnode.cli.terminal.console import fail
+from swarmnode.cli.terminal.standard_input import STANDARD_INPUT, read_line
 
 if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
@@ -17,8 +17,6 @@ _WAYS = "A .swarm file or its name, an invite, the name of a swarm that you join
 SWARM = typer.Argument("", metavar="[SWARM]", help=f"{_WAYS}; default: the one that was used last.", show_default=False)
 THIS_SWARM = typer.Argument(..., metavar="SWARM", help=f"{_WAYS}.")  # where another argument follows
 SWARM_FILE = typer.Argument(..., metavar="SWARM", help="The .swarm file, or its name.")
-STANDARD_INPUT = "-"
-MAX_LINE_CHARS = 1 << 16
 
 
 def open_swarm(text: str, home: Path) -> Swarm:
@@ -46,9 +44,3 @@ def swarm_file(text: str) -> Path:
     if not path.exists():
         fail(f"{path}: no such file; only who has the .swarm file and the owner's key can do this", 2)
     return path
-
-
-def read_line() -> str:
-    """The first line of standard input, which keeps an invite out of the list of processes."""
-    line = sys.stdin.readline(MAX_LINE_CHARS).strip()
-    return line or fail("nothing came from standard input", 2)

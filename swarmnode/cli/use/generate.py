@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from swarmnode.cli.options.sampling import (
     TopP,
     generate_options,
 )
-from swarmnode.cli.options.swarm import STANDARD_INPUT, SWARM
+from swarmnode.cli.options.swarm import SWARM
 from swarmnode.cli.terminal.console import (
     HOME,
     JSON,
@@ -44,10 +43,11 @@ from swarmnode.cli.terminal.console import (
     set_up_logging,
     unless_stopped,
 )
+from swarmnode.cli.terminal.standard_input import STANDARD_INPUT, is_piped, read_line, read_text
 
 log = logging.getLogger(__name__)
 
-MAX_PROMPT_CHARS = 1 << 24
+MAX_PROMPT_BYTES = 1 << 24
 
 
 @reports_errors
@@ -57,7 +57,7 @@ def generate(
     prompt: str = typer.Argument(
         "",
         metavar="PROMPT",
-        help="Text to continue, or - to read it from standard input; or give --ids.",
+        help="Text to continue; - or nothing reads it from a pipe: echo Once | swarmnode generate. Or give --ids.",
     ),
     ids: str = typer.Option(
         "", "--ids", metavar="1,2,3", help="Token ids to continue, for models without a tokenizer."
@@ -123,13 +123,17 @@ def generate(
 
 def _what_is_meant(swarm: str, prompt: str, ids: str, home: Path) -> tuple[str, str]:
     """(swarm, prompt). One argument alone is the prompt for the swarm that was used last, where no swarm is called so; a prompt
-    of - is read from standard input."""
+    of -, or none where something is piped in, is read from standard input, after the swarm where that comes from there, too."""
     from swarmnode.swarm.storage.swarmfile import names_a_swarm
 
     alone = swarm and not prompt and not ids
-    if alone and swarm != STANDARD_INPUT and not names_a_swarm(swarm, home):
+    if alone and (swarm == STANDARD_INPUT or not names_a_swarm(swarm, home)):
         swarm, prompt = "", swarm
-    return swarm, sys.stdin.read(MAX_PROMPT_CHARS).rstrip("\n") if prompt == STANDARD_INPUT else prompt
+    if swarm == STANDARD_INPUT:
+        swarm = read_line()
+    if prompt == STANDARD_INPUT or (not prompt and not ids and is_piped()):
+        prompt = read_text(MAX_PROMPT_BYTES) or fail("give a PROMPT or --ids; nothing came from standard input", 2)
+    return swarm, prompt
 
 
 async def _produce(client: Any, prompt: str | list[int], options: Any, *, stream: bool) -> dict[str, Any]:

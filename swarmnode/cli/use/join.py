@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from swarmnode.cli.options.swarm import MAX_LINE_CHARS, STANDARD_INPUT, read_line
 from swarmnode.cli.terminal.console import HOME, JSON, default_home, fail, print_json, reports_errors, say
+from swarmnode.cli.terminal.standard_input import MAX_LINE_BYTES, STANDARD_INPUT, is_piped, read_line
 from swarmnode.counting import counted
 
 
@@ -53,12 +52,12 @@ def _invite(text: str) -> str:
     from swarmnode.swarm.records.invite import looks_like_invite
     from swarmnode.swarm.storage.user_file import read_user_file
 
-    if not text and sys.stdin.isatty():
+    if not text and not is_piped():
         text = typer.prompt("Invite", err=True)
     elif text in ("", STANDARD_INPUT):
         text = read_line()
     if not looks_like_invite(text):
-        data = read_user_file(Path(text), max_bytes=MAX_LINE_CHARS, what="an invite")
+        data = read_user_file(Path(text), max_bytes=MAX_LINE_BYTES, what="an invite")
         if data is None:
             fail("this is neither an invite (swarm1… or swarm2…) nor a file with one", 2)
         text = data.decode(errors="replace")

@@ -172,7 +172,6 @@ class Link:
         except PeerLost:
             pass
         self._end()
-        self._reader.give_up()
 
     # -- sending
 
@@ -396,4 +395,3 @@ class Link:
         """Drop the link at once."""
         self._end()
         self._stream.abort()
-        self._reader.give_up()
