@@ -2,7 +2,7 @@
 
     serving         GPT-2 of 184 M parameters in float32, one node, 32 sessions at once
     serving_large   Llama of 1.1 B in bf16 (`--layers` of it), one node, 32 sessions at once
-    training        GPT-2 of 184 M parameters, one node, AdamW, four microbatches in flight
+    training        GPT-2 of 184 M parameters, one node, AdamW
     training_large  Llama of 1.1 B (`--layers` of it), one node, SGD
 
 Prints JSON. `base_mb` is what the process takes for itself: the highest resident memory (VmHWM) of a node that does the same with
@@ -43,6 +43,7 @@ from swarmnode.localswarm import LocalSwarm, NodeProcess
 
 SESSIONS = 32
 PROMPT, NEW = 96, 24
+MICROBATCHES = 4  # of one sample each: as many as are in flight at once in a short pipeline
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def train(folder: Path, shape: Sizes, *extra: str) -> Use:
         node = swarm.node("node", "--metrics-port", "0")
         url = node.wait_for("metrics", READY_TIMEOUT_S)["url"]
         node.wait_for("ready", READY_TIMEOUT_S)
-        trainer = swarm.trainer("trainer", *settings(shape, 8, 1, 2, *extra))
+        trainer = swarm.trainer("trainer", *settings(shape, MICROBATCHES, 1, 2, *extra))
         if trainer.finish(TIMEOUT_S):
             raise SystemExit(f"the trainer failed: {trainer.tail()}")
         return Use.of(node, url)

@@ -125,8 +125,8 @@ def pack_header(kind: int, body_bytes: int, payload_bytes: int, channel: int = 0
         raise ValueError(f"frame field out of range: {error}") from error
 
 
-class LargePayload(bytearray):
-    """A payload that is in the ledger for as long as anybody keeps it."""
+class CountedBytes(bytearray):
+    """A payload, or a buffer for what comes in, that is in the ledger for as long as anybody keeps it."""
 
     def __init__(self, size_bytes: int, reservation: Reservation) -> None:
         self._reservation = reservation
@@ -139,8 +139,9 @@ class LargePayload(bytearray):
 class FrameReader:
     """Bytes in, frames out, in order; checks every length against the bound before it keeps a byte of it.
 
-    Large payloads are in the ledger until nobody keeps them any more. The first ALLOCATE_BYTES of each are always taken, so
-    that what is under way goes on when memory is short; `room` raises Full where there is none for more.
+    The reader's own buffer and large payloads are in the ledger until nobody keeps them any more. The first ALLOCATE_BYTES of each
+    payload are always taken, so that what is under way goes on when memory is short; `room` raises Full where there is none
+    for more.
 
     Bytes are best read straight into `room()` and announced by `advance`: a large payload is then never copied. After an
     error the reader is poisoned: every further call raises the same error, since the stream has lost its place.
@@ -154,7 +155,7 @@ class FrameReader:
         self.max_payload_bytes = min(max_payload_bytes, MAX_PAYLOAD_BYTES)
         self._greeted = greeted
         self._ledger = ledger or MemoryLedger()
-        self._buffer = memoryview(bytearray(RECEIVE_BYTES))
+        self._buffer = memoryview(CountedBytes(RECEIVE_BYTES, self._ledger.count(Account.MESSAGES, RECEIVE_BYTES)))
         self._held_bytes = 0  # at the start of the buffer, of a frame that is not complete
         self._large: _LargeFrame | None = None
         self._error: ProtocolError | None = None
@@ -188,8 +189,8 @@ class FrameReader:
             yield frame
 
     def give_up(self) -> None:
-        """Nothing comes any more: forget what is not complete."""
-        self._large, self._held_bytes = None, 0
+        """Nothing comes any more: forget what is not complete, and what it was to be read into."""
+        self._large, self._held_bytes, self._buffer = None, 0, memoryview(b"")
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Frame]:
         """The same for bytes that are somewhere else already."""
@@ -253,7 +254,7 @@ class _LargeFrame:
         self._payload_bytes = payload_bytes
         self._ledger = ledger
         first_bytes = min(payload_bytes, ALLOCATE_BYTES)
-        self._payload = LargePayload(first_bytes, ledger.count(Account.MESSAGES, first_bytes))
+        self._payload = CountedBytes(first_bytes, ledger.count(Account.MESSAGES, first_bytes))
         self._payload[: len(beginning)] = beginning
         self.filled_bytes = len(beginning)
 
@@ -269,7 +270,7 @@ class _LargeFrame:
         if self.filled_bytes == len(self._payload):
             # Not resized in place: views of it may still be held by whoever filled it.
             size_bytes = min(self._payload_bytes, 2 * len(self._payload))
-            grown = LargePayload(size_bytes, self._ledger.reserve(Account.MESSAGES, size_bytes))
+            grown = CountedBytes(size_bytes, self._ledger.reserve(Account.MESSAGES, size_bytes))
             grown[: self.filled_bytes] = self._payload
             self._payload = grown
         return memoryview(self._payload)[self.filled_bytes :]

@@ -46,6 +46,11 @@ class Stream(ABC):
     def unsent_bytes(self) -> int:
         """Written, and still held by this process."""
 
+    @property
+    def receive_bytes(self) -> int:
+        """Of memory for what comes in, before it is read: buffers, and what nobody has taken yet."""
+        return 0
+
     @abstractmethod
     async def drain(self) -> None:
         """Wait until the send queue is below its high-water mark. Raises PeerLost where the stream died meanwhile."""

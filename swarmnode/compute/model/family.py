@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from swarmnode.compute.model.dequantize.settings import settings_of
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.rope import is_dynamic
 from swarmnode.compute.model.trace import trace_model
@@ -116,8 +117,9 @@ def _causal_class(config: Any) -> type[Any]:
 
 def _refuse_by_config(config: Any, model_class: type[Any]) -> None:
     kind = f"model type {config.model_type!r}"
-    if getattr(config, "quantization_config", None) is not None:
-        method = _quantization_method(config.quantization_config)
+    settings = settings_of(config)
+    if settings is not None:
+        method = settings.get("quant_method", "unknown")
         raise CheckpointError(
             f"the checkpoint is quantised ({method}): `create` and `host` write its plain weights into NAME-weights"
         )
@@ -130,8 +132,3 @@ def _refuse_by_config(config: Any, model_class: type[Any]) -> None:
     other = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - SPLITTABLE_LAYER_TYPES)
     if other:
         raise CheckpointError(f"{kind} has layers of type {', '.join(other)}: only attention layers can be split")
-
-
-def _quantization_method(quantization: Any) -> str:
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    return str(method or getattr(quantization, "quant_method", "unknown"))

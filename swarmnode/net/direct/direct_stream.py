@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from swarmnode.errors import PeerLost, ProtocolError
-from swarmnode.net.direct.records import DirectionKey, RecordReader, contents
+from swarmnode.net.direct.records import READ_BYTES, DirectionKey, RecordReader, contents
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.transport_stream import CLOSE_TIMEOUT_S, TransportStream
 
@@ -111,6 +111,10 @@ class DirectStream(TransportStream, asyncio.BufferedProtocol):
         if self._unread_bytes < MAX_UNREAD_BYTES:
             self._read_on()
         return taken
+
+    @property
+    def receive_bytes(self) -> int:
+        return READ_BYTES + self._unread_bytes
 
     def _read_on(self) -> None:
         if self._paused_reading and self._transport is not None:

@@ -114,6 +114,10 @@ class SocketStream(TransportStream, asyncio.BufferedProtocol):
             self._transport.resume_reading()
         return count
 
+    @property
+    def receive_bytes(self) -> int:
+        return STAGING_BYTES
+
     def write(self, buffers: Sequence[Buffer]) -> None:
         transport = self._open_transport()
         pieces: list[Buffer] = []

@@ -172,6 +172,7 @@ class Link:
         except PeerLost:
             pass
         self._end()
+        self._reader.give_up()
 
     # -- sending
 
@@ -395,3 +396,4 @@ class Link:
         """Drop the link at once."""
         self._end()
         self._stream.abort()
+        self._reader.give_up()

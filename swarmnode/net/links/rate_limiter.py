@@ -94,6 +94,11 @@ class RateLimitedStream(Stream):
         """See `Stream`."""
         return self._waiting_bytes + self._stream.unsent_bytes
 
+    @property
+    def receive_bytes(self) -> int:
+        """See `Stream`."""
+        return self._stream.receive_bytes
+
     async def drain(self) -> None:
         """Wait until everything has left. Raises PeerLost."""
         if self._pump is not None:

@@ -1,15 +1,17 @@
-"""What leaves on one link: frames of one turn of the loop go out in one write, and what the peer has not taken yet is bounded."""
+"""What leaves on one link: frames of one turn of the loop go out in one write, and what the peer has not taken yet is bounded.
+
+It is in the ledger, with what the stream holds of the other direction."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swarmnode.codec.frames import MAX_PAYLOAD_BYTES
+from swarmnode.codec.frames import LARGE_BYTES, MAX_PAYLOAD_BYTES
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.net.interfaces import Buffer, Stream
 
 MAX_UNSENT_BYTES = MAX_PAYLOAD_BYTES  # before the last frame: who takes less than it asks for is not waited for
-COUNTED_BYTES = 1 << 20  # less than this on its way out of one link is not in the ledger
+SMALL_BYTES = LARGE_BYTES  # counted from the start, so that steps of sessions, which leave at once, need not be
 
 
 class SendQueue:
@@ -21,6 +23,7 @@ class SendQueue:
         self._waiting: list[Buffer] = []
         self._waiting_bytes = 0
         self._reservation = ledger.count(Account.MESSAGES)
+        self.count()
 
     def __repr__(self) -> str:
         return f"<SendQueue {self.unsent_bytes} bytes to go, {self.sent_bytes} sent>"
@@ -59,8 +62,9 @@ class SendQueue:
 
     def count(self) -> None:
         """Write into the ledger what is held now."""
-        unsent_bytes = self.unsent_bytes
-        self._reservation.count(unsent_bytes if unsent_bytes >= COUNTED_BYTES else 0)
+        held_bytes = self._stream.receive_bytes + max(SMALL_BYTES, self.unsent_bytes)
+        if held_bytes != self._reservation.size_bytes:
+            self._reservation.count(held_bytes)
 
     def give_up(self) -> None:
         """Nothing leaves any more."""

@@ -19,8 +19,9 @@ def open_plain(model: str, out: Path, *, force: bool = False, progress: Progress
     Raises UsageError where `model` is neither a folder nor a hub id, CheckpointError where it is damaged or of a method that cannot
     be dequantised, LocalError where the disk is too small.
     """
-    from swarmnode.compute.model.dequantize.checkpoint import QuantisedCheckpoint, settings_of
+    from swarmnode.compute.model.dequantize.checkpoint import QuantisedCheckpoint
     from swarmnode.compute.model.dequantize.gguf import SUFFIX, GgufCheckpoint, find_gguf
+    from swarmnode.compute.model.dequantize.settings import settings_of
 
     path = Path(model).expanduser()
     gguf = find_gguf(path)

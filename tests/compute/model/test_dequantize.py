@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.dequantize.checkpoint import QuantisedCheckpoint, settings_of
+from swarmnode.compute.model.dequantize.checkpoint import QuantisedCheckpoint
 from swarmnode.compute.model.dequantize.int4 import AWQ_ORDER, unpack
+from swarmnode.compute.model.dequantize.settings import settings_of
 from swarmnode.compute.model.dequantize.shards import ShardWriter
 from swarmnode.errors import CheckpointError
 from tests.llama import save_llama

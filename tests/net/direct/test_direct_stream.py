@@ -8,7 +8,7 @@ import pytest
 
 from swarmnode.errors import PeerLost
 from swarmnode.net.direct.direct_stream import LINGER_S, MAX_UNREAD_BYTES, DirectStream
-from swarmnode.net.direct.records import MAX_CONTENT_BYTES, DirectionKey
+from swarmnode.net.direct.records import MAX_CONTENT_BYTES, READ_BYTES, DirectionKey
 from swarmnode.net.transport_stream import CLOSE_TIMEOUT_S, WRITE_HIGH_BYTES
 from tests.net.virtual import in_virtual_time
 
@@ -172,9 +172,11 @@ async def test_no_more_is_sealed_than_the_transport_takes() -> None:
         for start in range(0, len(sent), MAX_UNREAD_BYTES):
             deliver(sent[start : start + MAX_UNREAD_BYTES], there)
             while there._unread:
+                assert there.receive_bytes > READ_BYTES, "what nobody has taken yet"
                 read += len(await there.read())
     await draining
     assert here.unsent_bytes == 0
+    assert there.receive_bytes == READ_BYTES
 
 
 @in_virtual_time

@@ -1,4 +1,5 @@
-"""Payloads that come in are in the ledger until nobody keeps them; without memory the large one ends its link, and no other."""
+"""What a link holds is in the ledger: its buffers while it is open, payloads until nobody keeps them; without memory the large one
+ends its link, and no other."""
 
 from __future__ import annotations
 
@@ -7,13 +8,23 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnode.codec.frames import ALLOCATE_BYTES, LARGE_BYTES, Frame, FrameKind, FrameReader, pack_header
-from swarmnode.codec.messages import Body, Output
-from swarmnode.errors import ErrorCode, PeerLost, ProtocolError
+from swarmnode.codec.frames import (
+    ALLOCATE_BYTES,
+    HEADER_BYTES,
+    LARGE_BYTES,
+    RECEIVE_BYTES,
+    Frame,
+    FrameKind,
+    FrameReader,
+    pack_header,
+)
+from swarmnode.codec.messages import VERSION, Body, Hello, Output
+from swarmnode.errors import ErrorCode, PeerLost, PeerRefused, ProtocolError
 from swarmnode.ledger import Account, Full, MemoryLedger
 from swarmnode.net.links.link import Link, OnFrame
+from swarmnode.net.links.send_queue import SMALL_BYTES
 from swarmnode.net.memory.network import Path
-from tests.net.links.test_link import CONFIG, HELLO, PROTOCOL, Pair
+from tests.net.links.test_link import CONFIG, HELLO, PROTOCOL, Pair, nothing
 from tests.net.virtual import in_virtual_time
 
 HUGE = 4 * ALLOCATE_BYTES
@@ -34,13 +45,15 @@ def test_a_large_payload_counts_as_long_as_it_is_kept() -> None:
     ledger = MemoryLedger()
     reader = FrameReader(ledger=ledger)
     (small,) = reader.feed(frame(LARGE_BYTES))
-    assert ledger.used_bytes == 0, "small ones are bounded by what their conversation may say"
+    assert ledger.used_bytes == RECEIVE_BYTES, "small ones are bounded by what their conversation may say"
     (large,) = reader.feed(frame(HUGE))
-    assert ledger.accounts()[Account.MESSAGES] == HUGE
+    assert ledger.accounts()[Account.MESSAGES] == RECEIVE_BYTES + HUGE
     view = memoryview(large.payload)[5:]
     del large, small
-    assert ledger.used_bytes == HUGE, "a part of it is still used"
+    assert ledger.used_bytes == RECEIVE_BYTES + HUGE, "a part of it is still used"
     del view
+    assert ledger.used_bytes == RECEIVE_BYTES
+    reader.give_up()
     assert ledger.used_bytes == 0
 
 
@@ -48,27 +61,55 @@ def test_a_payload_that_is_cut_off_counts_no_longer() -> None:
     ledger = MemoryLedger()
     reader = FrameReader(ledger=ledger)
     assert list(reader.feed(frame(HUGE)[: HUGE // 2])) == []
-    assert ledger.used_bytes > 0
+    assert ledger.used_bytes > RECEIVE_BYTES
     del reader
     assert ledger.used_bytes == 0
 
 
 def test_without_memory_a_payload_grows_no_further_but_may_later() -> None:
-    ledger = MemoryLedger(ALLOCATE_BYTES)
+    ledger = MemoryLedger(ALLOCATE_BYTES + RECEIVE_BYTES)
     reader = FrameReader(ledger=ledger)
     data = frame(HUGE)
     list(reader.feed(data[:ALLOCATE_BYTES]))
     with pytest.raises(Full):
         list(reader.feed(data[ALLOCATE_BYTES:]))
-    at = ledger.used_bytes + len(data) - len(frame(HUGE)) + 16
+    at = ALLOCATE_BYTES + HEADER_BYTES
     ledger.limit_bytes = None
     (done,) = reader.feed(data[at:])
     assert done.payload == bytes(HUGE)
 
 
 @in_virtual_time
+async def test_an_open_link_counts_and_a_closed_one_does_not() -> None:
+    ledger = MemoryLedger()
+    pair = Pair(Path(latency_s=0.01), replace(CONFIG, ledger=ledger))
+    near = await pair.open()
+    both_ends = 2 * (RECEIVE_BYTES + SMALL_BYTES)
+    assert ledger.accounts()[Account.MESSAGES] == both_ends, "that nothing was said yet changes nothing"
+    running = asyncio.ensure_future(near.run(nothing))
+    near.send(Output((1,)), channel=1, payload=[bytes(100_000)])
+    await asyncio.sleep(0)
+    assert ledger.accounts()[Account.MESSAGES] >= both_ends - SMALL_BYTES + 100_000, "what leaves soon is held, too"
+    await near.close()
+    await pair.there_ended
+    await running
+    assert ledger.used_bytes == 0
+
+
+@in_virtual_time
+async def test_a_link_that_is_refused_counts_no_longer() -> None:
+    ledger = MemoryLedger()
+    pair = Pair(Path(latency_s=0.01), replace(CONFIG, ledger=ledger))
+    await pair.serve()
+    with pytest.raises(PeerRefused):
+        await Link.connect(pair.alice, pair.bob.peer_id, PROTOCOL, Hello(VERSION, bytes(32)), config=pair.config)
+    await asyncio.sleep(1)
+    assert ledger.used_bytes == 0
+
+
+@in_virtual_time
 async def test_a_payload_without_memory_ends_its_link_alone() -> None:
-    ledger = MemoryLedger(2 * ALLOCATE_BYTES)
+    ledger = MemoryLedger(2 * ALLOCATE_BYTES + RECEIVE_BYTES + SMALL_BYTES)
     pair = Pair(Path(latency_s=0.01), replace(CONFIG, ledger=ledger))
     heard = asyncio.get_running_loop().create_future()
 
@@ -82,7 +123,7 @@ async def test_a_payload_without_memory_ends_its_link_alone() -> None:
     error = await pair.there_ended
     assert isinstance(error, ProtocolError)
     assert error.code is ErrorCode.BUSY
-    assert ledger.peak_bytes <= 2 * ALLOCATE_BYTES
+    assert ledger.limit_bytes is not None and ledger.peak_bytes <= ledger.limit_bytes
     del error
     await asyncio.sleep(1)
     assert ledger.used_bytes == 0

@@ -12,7 +12,7 @@ from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.compute.serving.cache_budget import CacheBudget
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy
-from swarmnode.ledger import MemoryLedger
+from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.roles.serving.session_memory import SessionMemory
 from tests.net.virtual import in_virtual_time
@@ -61,7 +61,7 @@ async def test_a_session_that_nobody_uses_is_ended() -> None:
     await greedy.open(1, 10)
     await asyncio.sleep(100)
     assert swarm.loads == [0]
-    assert swarm.volunteers[0].ledger.used_bytes == 0
+    assert swarm.volunteers[0].ledger.accounts()[Account.JOURNALS] == 0
 
 
 @in_virtual_time

@@ -50,7 +50,7 @@ async def test_what_a_client_keeps_for_sending_it_again_is_in_its_ledger() -> No
     grows = {later - earlier for earlier, later in itertools.pairwise(journals)}
     assert journals[0] >= len(PROMPT) * 8
     assert grows - {0} == {ENTRY_BYTES + 8}, "a token each, but for the last, which nothing follows"
-    assert swarm.switchboard.ledger.used_bytes == 0
+    assert swarm.switchboard.ledger.accounts()[Account.JOURNALS] == 0
 
 
 @in_virtual_time

@@ -326,6 +326,22 @@ async def test_another_run_is_refused_until_the_first_is_over(swarm: TrainingSwa
     curve.assert_equals(local_losses(run, data))
 
 
+async def test_who_joins_in_the_first_step_of_a_later_run_begins_as_the_others_do(swarm: TrainingSwarm) -> None:
+    for unit in range(3):
+        await swarm.join(unit, unit + 1)
+    data = toy_batches()
+    await train(swarm, toy_run(data, 2), data, Curve())
+    batches, curve = Gated(data, 0), Curve()
+    training = asyncio.ensure_future(train(swarm, toy_run(data, 2, seed=1), batches, curve))
+    await until(lambda: all(volunteer.stage.state.step == 0 and volunteer.ready for volunteer in swarm.live), "step 0")
+    newcomer = await swarm.join(1, 2)
+    await until(lambda: newcomer.ready, "the newcomer is ready")
+    batches.opened.set()
+    assert await training == 2
+    assert curve.reports[-1].peers == 4, "the newcomer takes part"
+    swarm.assert_replicas_are_equal()
+
+
 async def test_other_data_is_refused(swarm: TrainingSwarm) -> None:
     await swarm.join(0, 3)
     data = toy_batches()

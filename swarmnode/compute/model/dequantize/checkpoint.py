@@ -15,6 +15,7 @@ from torch import Tensor
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint
 from swarmnode.compute.model.dequantize.method import Method, method_of
 from swarmnode.compute.model.dequantize.packed_matrix import PackedMatrix
+from swarmnode.compute.model.dequantize.settings import KEYS
 from swarmnode.compute.model.dequantize.shards import ShardWriter
 from swarmnode.compute.model.family import family_of
 from swarmnode.errors import CheckpointError
@@ -22,15 +23,6 @@ from swarmnode.swarm.storage.content import INDEX_NAME, SMALL_NAMES
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 PACKED_DTYPES = frozenset({"I8", "U8", "I32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"})
-KEYS = ("quantization_config", "compression_config")
-
-
-def settings_of(config: Any) -> Mapping[str, Any] | None:
-    """How a transformers config says that the weights are quantised; None where they are not. Raises CheckpointError."""
-    settings = next((each for key in KEYS if (each := getattr(config, key, None)) is not None), None)
-    if settings is not None and not isinstance(settings, dict):
-        raise CheckpointError("the checkpoint's quantization_config is not a table")
-    return settings
 
 
 class QuantisedCheckpoint:

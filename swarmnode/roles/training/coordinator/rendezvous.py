@@ -33,7 +33,7 @@ class Rendezvous:
     def find(self, members: Iterable[WorkerHandle], run: Run) -> RecoveryPlan | None:
         """The step to go on from and the members' way there; None as long as units are missing. They all have answered."""
         members = list(members)
-        fresh = all(not member.has_begun for member in members)
+        fresh = all(member.is_as_founded for member in members)
         reports = {member.peer: member.report(encode_run(run), fresh=fresh) for member in members}
         now_s = self._clock()
         waited_s = 0.0 if self._missing_since_s is None else now_s - self._missing_since_s

@@ -75,6 +75,7 @@ class StepLoop:
         self._failed_at_s: float | None = None  # when the first member failed to reduce
         self._times = AnswerTimes()  # with all-reduces
         self._astray = False  # a stage did not get to the step
+        self._as_founded = False  # the parameters of step 0 are the founding's, which newcomers have, too
         self._claims: Counter[PeerId] = Counter()  # of NaN, in this step
         self._expected = ExpectedStep()
         self._stopped: Stopped | None = None
@@ -104,6 +105,7 @@ class StepLoop:
 
     def gather(self, found: RecoveryPlan) -> None:
         """Everybody to the step that a rendezvous found."""
+        self._as_founded = all(member.is_as_founded for member in self._worker_group.answered())
         members = self._worker_group.members
         told = next((members[peer].status for peer in found.stay if peer in members), None)
         for peer in found.stay | found.commit | found.restore:
@@ -142,7 +144,7 @@ class StepLoop:
         if self._is_here(status):
             member.state = WorkerState.USABLE
             self._step_progress.take(member, status)
-        elif status.condition == Condition.BLANK and self.step == 0 and not self._trainer_connections.history:
+        elif status.condition == Condition.BLANK and self.step == 0 and self._as_founded:
             member.begin(self._raw_run)
         else:
             self._sync(member)

@@ -70,6 +70,13 @@ class WorkerHandle:
         status = self.status
         return status is not None and bool(status.run) and (status.condition != Condition.BLANK or bool(status.kept))
 
+    @property
+    def is_as_founded(self) -> bool:
+        """Whether it has the founding's parameters: it is in no run yet, or in the first step of the first one. That of a later run
+        is on the disk of who begins it (`StageState.begin`)."""
+        status = self.status
+        return not self.has_begun or (status is not None and status.step == 0 and not status.kept)
+
     # -- what it is told
 
     def send(self, body: Body) -> None:
@@ -149,7 +156,7 @@ class WorkerHandle:
         return listens or self.state is WorkerState.USABLE
 
     def report(self, run: bytes, *, fresh: bool) -> HoldingReport:
-        """Its place in a run, for the recovery plan. `fresh`: nobody has begun it, so that the founding parameters are step 0."""
+        """Its place in a run, for the recovery plan. `fresh`: all are as founded, so that who is in no run yet can begin."""
         status = self.status
         assert status is not None
         begun = status.run == run and status.condition == Condition.READY

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from swarmnode.codec.frames import LARGE_BYTES
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.training.averaging.gradient_compressor import feeds_back
 from swarmnode.compute.training.heap import give_back_large_tensors
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 
 IN_FLIGHT = 4  # microbatches at once, in short pipelines
 MAX_IN_FLIGHT = 64  # whatever room there is, those of the step to come included
+SMALL_PAYLOADS_BYTES = (
+    2 * MAX_IN_FLIGHT * LARGE_BYTES
+)  # there and back, of microbatches so small that nobody else counts them
 CHUNKS_BYTES = 64 << 20  # of all-reduces that are here at any time, at most
 
 Estimates = Callable[[Run], Sequence[UnitEstimate]]
@@ -47,6 +51,7 @@ class TrainingMemory:
         self._estimates = estimates
         self._for_good = {account: ledger.count(account) for account in Account}
         self._microbatch_bytes = 0
+        self._for_good[Account.MESSAGES].count(SMALL_PAYLOADS_BYTES)
         self._microbatches: dict[int, Reservation] = {}  # by place
         self._for_good[Account.WEIGHTS].count(segment_bytes(segment))
 

@@ -48,6 +48,18 @@ def test_a_run_that_nobody_has_begun_begins_with_what_all_have() -> None:
     assert found is not None and found.step == 0 and found.stay == {"a", "b"}
 
 
+def test_where_the_only_holder_is_lost_in_the_first_step_who_has_the_founding_parameters_begins_for_it() -> None:
+    here, newcomer = member("a", 0, 2, Condition.READY), member("b", 2, 4, Condition.BLANK, run=None)
+    found = Rendezvous(UNITS, lambda: 0.0).find([here, newcomer], RUN)
+    assert found is not None and found.step == 0 and found.stay == {"a", "b"}
+
+
+def test_the_first_step_of_a_later_run_needs_who_was_in_the_one_before() -> None:
+    here, newcomer = member("a", 0, 2, Condition.READY, kept=[0]), member("b", 2, 4, Condition.BLANK, run=None)
+    rendezvous = Rendezvous(UNITS, lambda: 0.0)
+    assert rendezvous.find([here, newcomer], RUN) is None and rendezvous.missing == (2, 3)
+
+
 def test_the_run_that_came_furthest_goes_on() -> None:
     blank, ready = member("a", 0, 4, Condition.BLANK, run=None), member("b", 0, 4, Condition.READY, step=3, run=OTHER)
     disk = member("c", 0, 4, Condition.BLANK, kept=[9])

@@ -9,7 +9,7 @@ from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.graph.costs.work import ComputeWork
 from swarmnode.compute.training.learner import Learner
 from swarmnode.ledger import Account, MemoryLedger
-from swarmnode.roles.training.worker.memory import MAX_IN_FLIGHT, TrainingMemory, segment_bytes
+from swarmnode.roles.training.worker.memory import MAX_IN_FLIGHT, SMALL_PAYLOADS_BYTES, TrainingMemory, segment_bytes
 from swarmnode.swarm.records.run import Run
 from tests.compute.training.toy import ToySegment
 from tests.roles.training_swarm import toy_batches, toy_run
@@ -30,6 +30,7 @@ def test_everything_is_counted_and_comes_back() -> None:
     memory.hold(learner)
     accounts = ledger.accounts()
     assert accounts[Account.WEIGHTS] == segment_bytes(segment)
+    assert accounts[Account.MESSAGES] == SMALL_PAYLOADS_BYTES
     assert accounts[Account.GRADIENTS] == learner.gradient_bytes > 0
     assert accounts[Account.OPTIMIZER] == learner.optimizer_bytes > learner.gradient_bytes
     assert accounts[Account.ACTIVATIONS] == 2 * KEPT + KEPT  # a microbatch, and the pass that runs
@@ -82,14 +83,14 @@ def test_one_microbatch_is_let_in_however_full_it_is() -> None:
 @pytest.mark.parametrize(("microbatches", "recompute"), [(4, False), (3, True)])
 def test_graphs_are_computed_again_where_four_do_not_fit(microbatches: int, recompute: bool) -> None:
     segment = ToySegment(0, 2)
-    room = 4 * segment_bytes(segment) + microbatches * 2 * KEPT  # AdamW
+    room = SMALL_PAYLOADS_BYTES + 4 * segment_bytes(segment) + microbatches * 2 * KEPT  # AdamW
     memory = TrainingMemory(MemoryLedger(room), segment, estimates)
     assert memory.begin(RUN) is recompute
 
 
 def test_moments_of_8_bits_leave_room_for_graphs() -> None:
     segment = ToySegment(0, 2)
-    room = 2.6 * segment_bytes(segment) + 4 * 2 * KEPT
+    room = SMALL_PAYLOADS_BYTES + 2.6 * segment_bytes(segment) + 4 * 2 * KEPT
     recomputes = [
         TrainingMemory(MemoryLedger(int(room)), segment, estimates).begin(msgspec.structs.replace(RUN, optimizer=name))
         for name in ("adamw", "adamw8bit")
