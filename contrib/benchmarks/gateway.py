@@ -2,8 +2,10 @@
 
     python contrib/benchmarks/gateway.py
 
-A random Llama (hidden 512, 8 layers, float32) with a byte-level tokenizer, on one node of one thread. Prints JSON: for each
-number of streams the tokens per second of both, their ratio, and how much later a first token comes, as medians over the rounds.
+A random Llama (hidden 512, 8 layers unless told otherwise, float32) with a byte-level tokenizer, on one node of one thread. Prints
+JSON: for each number of streams the tokens per second of both, and as medians over the rounds their ratio, and how much later a
+first token comes.
+Each round asks both, the other one first each time, and each after a rest, in which what the one before has left is cleared up.
 No prompt begins as another did: the gateway keeps the caches of what it was asked, and `generate` does not.
 """
 
@@ -13,10 +15,12 @@ import argparse
 import asyncio
 import itertools
 import json
+import operator
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,7 +33,12 @@ from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.gateway.speaking import save_speaking_llama
 
 PROMPT = "{:06}: once upon a time there was a hen"
+WAYS = ("generate", "gateway")
+REST_S = 0.1
 SIZES = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8, "num_key_value_heads": 8}
+
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def by_generate(client: SwarmClient, prompt: str, new_tokens: int) -> float:
@@ -41,17 +50,16 @@ async def by_generate(client: SwarmClient, prompt: str, new_tokens: int) -> floa
     return first_s
 
 
-async def by_http(url: str, prompt: str, new_tokens: int) -> float:
-    """Seconds to the first text. Read as it comes and not parsed: what a client in Python does with it costs several times what
-    the gateway does, on the same cores."""
-    asked = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "stream": True}
-    body, address = json.dumps(asked).encode(), urlsplit(url)
+async def by_http(connection: Connection, path: str, prompt: str, new_tokens: int) -> float:
+    """Seconds to the first text, on a connection that is there already, as clients keep theirs. Read as it comes and not parsed:
+    what a client in Python does with it costs several times what the gateway does, on the same cores."""
+    reader, writer = connection
+    body = json.dumps({"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "stream": True}).encode()
     head = (
-        f"POST {address.path}/completions HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n"
+        f"POST {path}/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     began_s, first_s, end = time.perf_counter(), 0.0, b""
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
     writer.write(head.encode() + body)
     while data := await reader.read(1 << 16):
         first_s = first_s or time.perf_counter() - began_s
@@ -61,35 +69,39 @@ async def by_http(url: str, prompt: str, new_tokens: int) -> float:
     return first_s
 
 
+def paired(measured: dict[str, list[float]]) -> tuple[list[float], list[float]]:
+    """The gateway's of each round, and `generate`'s."""
+    return measured["gateway"][1:], measured["generate"][1:]
+
+
 async def measure(local: LocalSwarm, url: str, options: argparse.Namespace) -> dict[str, Any]:
     """All of it."""
     told: dict[str, Any] = {"rounds": options.rounds, "new_tokens": options.new_tokens}
     prompts = map(PROMPT.format, itertools.count())
-    client = await SwarmClient.join(load_swarm(local.file), home=local.folder / "client")
+    client, address = await SwarmClient.join(load_swarm(local.file), home=local.folder / "client"), urlsplit(url)
+
+    def ask(way: str, connection: Connection) -> Coroutine[Any, Any, float]:
+        if way == "generate":
+            return by_generate(client, next(prompts), options.new_tokens)
+        return by_http(connection, address.path, next(prompts), options.new_tokens)
+
     async with client:
-        ways = {
-            "generate": lambda: by_generate(client, next(prompts), options.new_tokens),
-            "gateway": lambda: by_http(url, next(prompts), options.new_tokens),
-        }
         for streams in options.streams:
-            rates: dict[str, list[float]] = {way: [] for way in ways}
-            firsts: dict[str, list[float]] = {way: [] for way in ways}
-            for _ in range(options.rounds + 1):  # the first to warm up
-                for way, ask in ways.items():
+            rates: dict[str, list[float]] = {way: [] for way in WAYS}
+            firsts: dict[str, list[float]] = {way: [] for way in WAYS}
+            for number in range(options.rounds + 1):  # the first to warm up
+                for way in WAYS[:: 1 if number % 2 else -1]:
+                    connect = asyncio.open_connection
+                    connections = [await connect(address.hostname, address.port) for _ in range(streams)]
+                    await asyncio.sleep(REST_S)
                     began_s = time.perf_counter()
-                    firsts[way] += await asyncio.gather(*(ask() for _ in range(streams)))
+                    first_s = await asyncio.gather(*(ask(way, each) for each in connections))
                     rates[way].append(streams * options.new_tokens / (time.perf_counter() - began_s))
-            medians = {way: statistics.median(each[1:]) for way, each in rates.items()}
+                    firsts[way].append(statistics.median(first_s))
             told[f"{streams} streams"] = {
-                **{f"{way}_tokens_per_s": round(rate, 1) for way, rate in medians.items()},
-                "ratio": round(medians["gateway"] / medians["generate"], 3),
-                "first_token_later_ms": round(
-                    1e3
-                    * (
-                        statistics.median(firsts["gateway"][streams:]) - statistics.median(firsts["generate"][streams:])
-                    ),
-                    2,
-                ),
+                **{f"{way}_tokens_per_s": round(statistics.median(each[1:]), 1) for way, each in rates.items()},
+                "ratio": round(statistics.median(map(operator.truediv, *paired(rates))), 3),
+                "first_token_later_ms": round(1e3 * statistics.median(map(operator.sub, *paired(firsts))), 2),
             }
     return told
 
@@ -98,7 +110,7 @@ def main(options: argparse.Namespace) -> None:
     """Found, serve, measure, end."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
-        save_speaking_llama(model, layers=8, **SIZES)
+        save_speaking_llama(model, layers=options.layers, **SIZES)
         with LocalSwarm(Path(folder)) as local:
             local.create(model)
             local.bootstrap()
@@ -111,5 +123,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=8, help="one leaves a first token little to differ by")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32])
     main(parser.parse_args())

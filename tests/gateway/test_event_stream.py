@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.gateway.http.event_stream import ClientGone, TextEvent, while_connected
+from swarmnode.gateway.http.client_watch import ClientGone, ClientWatch
+from swarmnode.gateway.http.event_stream import TextEvent
 from swarmnode.gateway.openai.replies import TextChoice
 from tests.net.virtual import in_virtual_time
 
@@ -32,7 +33,7 @@ async def test_work_that_loses_its_cancellation_ends_when_the_client_goes() -> N
         return {"type": "http.disconnect"}
 
     with pytest.raises(ClientGone):
-        await while_connected(gone, work())
+        await ClientWatch(gone).run(work())
     assert ended.is_set()
 
 

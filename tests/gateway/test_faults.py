@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from swarmnode.gateway.http.client_watch import ClientWatch
 from swarmnode.gateway.http.event_stream import EventStream
 from tests.gateway.conftest import HALVES, MODEL, serving
 from tests.net.virtual import in_virtual_time
@@ -78,5 +79,5 @@ async def test_who_does_not_read_is_cut_off() -> None:
             await asyncio.Event().wait()
 
     source = events()
-    await asyncio.wait_for(EventStream(b"first", source, 60.0)({}, receive, send), 61.0)
+    await asyncio.wait_for(EventStream(b"first", source, ClientWatch(receive), 60.0)({}, receive, send), 61.0)
     assert [each async for each in source] == [], "it was closed"

@@ -54,6 +54,8 @@ class FairQueue:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         queue.append(turn)
         self._give_places()
+        if turn.done():
+            return
         try:
             await asyncio.wait_for(asyncio.shield(turn), self._wait_s)
         except asyncio.TimeoutError:

@@ -23,7 +23,8 @@ from swarmnode.gateway.generation.logprobs import SpelledChoice
 from swarmnode.gateway.generation.tool_calls import ToolCall
 from swarmnode.gateway.generation.usage import TokenUsage
 from swarmnode.gateway.http.api_error import ApiError, api_error
-from swarmnode.gateway.http.event_stream import EventStream, event, while_connected
+from swarmnode.gateway.http.client_watch import ClientWatch
+from swarmnode.gateway.http.event_stream import EventStream, event
 
 REQUEST_ID = "X-Request-Id"
 
@@ -97,7 +98,8 @@ class ApiAnswer:
             events = await EventStream.begin(request, self._events(style), write_timeout_s=timeout_s)
             events.headers[REQUEST_ID] = self.trace
             return events
-        texts = await while_connected(request.receive, self._texts())
+        with ClientWatch(request.receive) as client:
+            texts = await client.run(self._texts())
         whole = style.whole(texts).model_dump_json()
         return Response(whole, media_type="application/json", headers={REQUEST_ID: self.trace})
 

@@ -1,4 +1,4 @@
-"""Answers that end when nobody reads them any more: as server-sent events, or as a whole."""
+"""Answers as server-sent events, which end when nobody reads them any more."""
 
 from __future__ import annotations
 
@@ -6,22 +6,17 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from swarmnode.net.tasks import cancel_and_wait
+from swarmnode.gateway.http.client_watch import ClientGone, ClientWatch
 
-T = TypeVar("T")
 DONE = "[DONE]"
-
-
-class ClientGone(Exception):
-    """Whoever asked has closed the connection, or does not read: there is nobody to answer."""
 
 
 class NamedEvent(BaseModel, extra="allow"):
@@ -62,36 +57,21 @@ def event(data: BaseModel | str | bytes, *, name: str | None = None) -> bytes:
     return (f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n").encode()
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes. Raises ClientGone."""
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(receive))
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        return working.result()
-    finally:
-        await cancel_and_wait(working, gone)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 class EventStream(Response):
     """Server-sent events as they come. Made by `begin`."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], write_timeout_s: float) -> None:
+    def __init__(
+        self, first: bytes, events: AsyncGenerator[bytes, None], client: ClientWatch, write_timeout_s: float
+    ) -> None:
         super().__init__(
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )  # proxies shall not wait either
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._client = client
         self._write_timeout_s = write_timeout_s
 
     def __repr__(self) -> str:
@@ -102,18 +82,20 @@ class EventStream(Response):
         cls, request: Request, events: AsyncGenerator[bytes, None], *, write_timeout_s: float
     ) -> EventStream:
         """With its first event, so that what fails before that is answered by a status. Raises what it fails with."""
+        client = ClientWatch(request.receive)
         try:
-            first = await while_connected(request.receive, anext(events))
+            first = await client.run(anext(events))
         except BaseException:
+            client.close()
             await events.aclose()
             raise
-        return cls(first, events, write_timeout_s)
+        return cls(first, events, client, write_timeout_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Until the last one, or until nobody reads."""
         try:
-            with contextlib.suppress(ClientGone):
-                await while_connected(receive, self._send(send))
+            with contextlib.suppress(ClientGone), self._client:
+                await self._client.run(self._send(send))
         finally:
             await self._events.aclose()
 

@@ -11,7 +11,7 @@ from swarmnode.client.remote_encoder import RemoteEncoder
 from swarmnode.errors import ContextTooLong, UsageError
 from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.http.api_error import ApiError
-from swarmnode.gateway.http.event_stream import while_connected
+from swarmnode.gateway.http.client_watch import ClientWatch
 from swarmnode.gateway.openai.encoder_replies import (
     Classification,
     ClassificationReply,
@@ -85,8 +85,13 @@ async def _vectors(
         raise ApiError(400, str(error), code="context_length_exceeded", parameter="input") from None
     except UsageError as error:
         raise ApiError(400, str(error), parameter="input") from None
-    async with model.place(key_of(request)):
-        vectors = await while_connected(request.receive, encoder.vectors(rows))
+
+    async def computed() -> list[np.ndarray]:
+        async with model.place(key_of(request)):
+            return await encoder.vectors(rows)
+
+    with ClientWatch(request.receive) as client:
+        vectors = await client.run(computed())
     tokens = sum(map(len, rows))
     return vectors, EncoderUsage(prompt_tokens=tokens, total_tokens=tokens)
 
