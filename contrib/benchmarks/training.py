@@ -83,24 +83,36 @@ class Bench:
         return folder / "log"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse_options(description: str | None) -> argparse.Namespace:
+    """The model and the run, of this and of like benchmarks."""
+    parser = argparse.ArgumentParser(description=description)
     for name, default in (("steps", 6), ("batch", 32), ("microbatch", 4), ("hidden", 512), ("layers", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
-    units = options.layers + 2
+    return parser.parse_args()
+
+
+def shapes_of(units: int) -> dict[str, list[str]]:
+    """The spans of the nodes, by name of the swarm."""
     half = units // 2
-    shapes = {"2 stages": [f"0:{half}", f"{half}:{units}"], "2 replicas": [f"0:{units}"] * 2}
-    settings = [
+    return {"2 stages": [f"0:{half}", f"{half}:{units}"], "2 replicas": [f"0:{units}"] * 2}
+
+
+def settings_of(options: argparse.Namespace) -> list[str]:
+    """For `swarmnode train`."""
+    return [
         "--data", typing.__file__, "--steps", str(options.steps), "--batch", str(options.batch),
         "--microbatch", str(options.microbatch), "--sequence", str(SEQUENCE), "--checkpoint-steps", "1000",
     ]  # fmt: skip
+
+
+def main() -> None:
+    options = parse_options(__doc__)
     with tempfile.TemporaryDirectory(prefix="swarmnode-bench-") as name:
         folder = Path(name)
         make_checkpoint(folder / "model", options.layers, options.hidden)
-        bench = Bench(folder, folder / "model", settings)
+        bench = Bench(folder, folder / "model", settings_of(options))
         before = tokens_per_s(bench.alone())
-        measured = {shape: tokens_per_s(bench.swarm(spans)) for shape, spans in shapes.items()}
+        measured = {shape: tokens_per_s(bench.swarm(spans)) for shape, spans in shapes_of(options.layers + 2).items()}
         alone = statistics.mean([before, tokens_per_s(bench.alone())])
     report = {
         shape: {"tokens_per_s": round(speed, 1), "ratio": round(speed / alone, 3)} for shape, speed in measured.items()

@@ -170,7 +170,7 @@ class Status(Body, frozen=True):
     norm: Norm = 0.0  # of the gradient that led to `step`
     loss: Number = 0.0  # of the step before `step`
     answers: Code = 0  # the kind of the command that this answers; 0: told unasked
-    unit_s: Duration = 0.0  # measured: one microbatch through one unit, forward and back
+    unit_s: Duration = 0.0  # one microbatch through one unit, forward and back: measured, or until then estimated
     window: Annotated[int, Meta(ge=0, le=1 << 16)] = 0  # microbatches that it has room for at once; 0: not known
     slowest_link_s: Duration = 0.0  # measured: a microbatch's values, uncompressed, over the slowest of its links
 

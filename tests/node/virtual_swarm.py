@@ -22,6 +22,7 @@ import pytest
 from swarmnode.cli.options.quantities import parse_span
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.compute.executor import WorkItem
+from swarmnode.compute.graph.costs.rates import REFERENCE
 from swarmnode.compute.inline_executor import InlineExecutor
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.config import StageConfig
@@ -36,6 +37,7 @@ from swarmnode.roles.creation.bootstraps import Bootstraps
 from swarmnode.roles.creation.model_source import ModelSource, from_checkpoint
 from swarmnode.roles.creation.swarm_creation import create_swarm
 from swarmnode.roles.host import HostConfig
+from swarmnode.roles.training.worker import training_worker
 from swarmnode.swarm.records.manifest import SERVE
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, save_swarm
@@ -244,6 +246,7 @@ class VirtualSwarm:
         patch = self._ends.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(secrets, "token_bytes", chance.randbytes)
         patch.setattr(secrets, "randbelow", chance.randrange)
+        patch.setattr(training_worker, "measure_rates", lambda *_, **__: REFERENCE)  # every device is as fast
         return self
 
     async def __aexit__(self, *_: object) -> None:

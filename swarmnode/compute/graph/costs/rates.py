@@ -60,15 +60,21 @@ REFERENCE = Rates(
 """A middling processor, for decisions that must not depend on the machine that makes them."""
 
 
-def measure_rates(device: torch.device | str = "cpu") -> Rates:
-    """Of this machine, with as many threads as torch has now. Takes about a second."""
+def measure_rates(
+    device: torch.device | str = "cpu",
+    autocast_dtype: torch.dtype | None = None,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Rates:
+    """Of this machine, with as many threads as torch has now, where passes are computed in that dtype. Takes about a second."""
     device = torch.device(device)
     per_s: dict[str, float] = {}
-    for kind, trial in _trials(device).items():
-        with WorkCounter() as counter:
-            trial()
-        other = Rates(per_s).seconds(ComputeWork({done: counter.amounts.get(done, 0.0) for done in per_s}))
-        per_s[kind] = counter.amounts[kind] / max(_fastest_s(trial, device) - other, 1e-9)
+    with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
+        for kind, trial in _trials(device).items():
+            with WorkCounter() as counter:
+                trial()
+            other = Rates(per_s).seconds(ComputeWork({done: counter.amounts.get(done, 0.0) for done in per_s}))
+            per_s[kind] = counter.amounts[kind] / max(_fastest_s(trial, device, clock) - other, 1e-9)
     return Rates(per_s)
 
 
@@ -106,11 +112,11 @@ def _trials(device: torch.device) -> dict[str, Callable[[], Any]]:
     }
 
 
-def _fastest_s(trial: Callable[[], Any], device: torch.device) -> float:
+def _fastest_s(trial: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
     seconds = []
     for _ in range(_TRIALS):
-        start = time.perf_counter()
+        start = clock()
         trial()
         synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     return min(seconds)

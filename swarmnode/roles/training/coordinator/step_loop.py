@@ -78,6 +78,7 @@ class StepLoop:
         self._as_founded = False  # the parameters of step 0 are the founding's, which newcomers have, too
         self._claims: Counter[PeerId] = Counter()  # of NaN, in this step
         self._expected = ExpectedStep()
+        self._begins = True  # nothing is leased yet
         self._stopped: Stopped | None = None
 
     def __repr__(self) -> str:
@@ -269,7 +270,11 @@ class StepLoop:
         for peer in ledger.conflicts():
             ledger.lose(peer)
             self._worker_group.members[peer].discard(self.run.id)
+        if self._begins:
+            self._step_progress.began_at_s = self._office.clock()
+            self._expect()
         self._dispatcher.dispatch(ledger)
+        self._begins = self._begins and not len(self._dispatcher.leases)
         hearing = self._worker_group.hearing(self.step)
         resting = any(self._office.strikes.rests(member.peer) for member in hearing)
         return Event.COUNTED if ledger.complete() and not len(self._dispatcher.leases) and not resting else None

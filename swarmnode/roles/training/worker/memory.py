@@ -7,7 +7,7 @@ always let in, or training would stand still: its room is kept from the start of
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -22,6 +22,7 @@ from swarmnode.compute.training.segment import Segment
 from swarmnode.errors import CheckpointError
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 from swarmnode.plan.view import Span
+from swarmnode.roles.training.worker.pass_estimator import Estimates
 from swarmnode.swarm.records.run import Run
 
 log = logging.getLogger(__name__)
@@ -32,9 +33,6 @@ SMALL_PAYLOADS_BYTES = (
     2 * MAX_IN_FLIGHT * LARGE_BYTES
 )  # there and back, of microbatches so small that nobody else counts them
 CHUNKS_BYTES = 64 << 20  # of all-reduces that are here at any time, at most
-
-Estimates = Callable[[Run], Sequence[UnitEstimate]]
-"""Of all units of the model, for a microbatch of a run. Raises CheckpointError where the work cannot be estimated."""
 
 
 def no_estimates(_run: Run) -> Sequence[UnitEstimate]:

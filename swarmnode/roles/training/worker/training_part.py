@@ -14,6 +14,7 @@ from swarmnode.errors import LocalError
 from swarmnode.ledger import MemoryLedger
 from swarmnode.plan.view import Span
 from swarmnode.roles.training.worker.memory import TrainingMemory
+from swarmnode.roles.training.worker.pass_estimator import PassEstimator
 from swarmnode.roles.training.worker.unit_time import UnitTime
 from swarmnode.swarm.records.run import Run
 
@@ -30,12 +31,14 @@ class TrainingPart:
         *,
         memory: TrainingMemory | None = None,
         stopwatch: Stopwatch | None = None,
+        estimator: PassEstimator | None = None,
     ) -> None:
         self.segment = segment
         self.executor = executor
         self.memory = memory or TrainingMemory(MemoryLedger(), segment)
         self.stopwatch = stopwatch or Stopwatch(segment.device)
         self.unit_time = UnitTime()
+        self._estimator = estimator
         self._learner: Learner | None = None
 
     def __repr__(self) -> str:
@@ -63,12 +66,16 @@ class TrainingPart:
 
         def make() -> Learner:
             recompute = self.memory.begin(run)
+            self.unit_time.begin(self._estimated_s(run, recompute=recompute))
             return Learner(self.segment, run, step=step, recompute=recompute, follows=follows, alone=alone)
 
         learner = await self.call("begin a run", make, owner=f"step {step}")
         self.memory.hold(learner)
         self._learner = learner
         return learner
+
+    def _estimated_s(self, run: Run, *, recompute: bool) -> float:
+        return 0.0 if self._estimator is None else self._estimator.unit_s(run, self.span, recompute=recompute)
 
     def call(self, kind: str, function: Callable[[], T], *, owner: str = "") -> asyncio.Future[T]:
         """Something between passes, on its thread."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.costs.estimate import UnitEstimate, estimate_units
+from swarmnode.compute.graph.costs.rates import measure_rates
 from swarmnode.compute.graph.costs.span_estimate import estimate_span
 from swarmnode.compute.graph.segment import load_segment as load_graph_segment
 from swarmnode.compute.model.checkpoint import Checkpoint
@@ -20,6 +21,7 @@ from swarmnode.compute.speed import Speeds, measure_training
 from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.compute.training.lm import SpanSegment, load_segment, load_twin
 from swarmnode.compute.training.segment import Segment
+from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.ledger import MemoryLedger
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -45,6 +47,7 @@ from swarmnode.roles.training.spot_checks.check_server import Committer
 from swarmnode.roles.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.roles.training.worker.memory import TrainingMemory
+from swarmnode.roles.training.worker.pass_estimator import PassEstimator
 from swarmnode.roles.training.worker.stage import TrainingStage
 from swarmnode.roles.training.worker.step_time import StepTime
 from swarmnode.roles.training.worker.training_part import TrainingPart
@@ -68,9 +71,11 @@ class TrainingWorker:
         capabilities: Sequence[Capability],
         backups: BackupSender,
         restoration: Restoration,
+        decisions: DecisionLog,
         clock: Callable[[], float],
     ) -> None:
         self._clock = clock
+        self._decisions = decisions
         self._step_time = StepTime()
         self._training = training
         self._backups = backups
@@ -157,7 +162,15 @@ class TrainingWorker:
         backups.start()
         restoration.start()
         return cls(
-            training, election, checkpoint_manager, serving, capabilities, backups, restoration, host.clock.monotonic
+            training,
+            election,
+            checkpoint_manager,
+            serving,
+            capabilities,
+            backups,
+            restoration,
+            host.decisions,
+            host.clock.monotonic,
         )
 
     @property
@@ -181,9 +194,24 @@ class TrainingWorker:
     def _compare_with_real_work(self) -> None:
         run = self._training.run
         for part, capability in self._capabilities.items():
-            unit_s = part.unit_time.unit_s
+            unit_s = part.unit_time.timed_s
             if unit_s and run is not None:
                 capability.note("training_units_per_s", unit_s / (run.microbatch * max(1, run.sequence)))
+                self._note_estimate(part)
+
+    def _note_estimate(self, part: TrainingPart) -> None:
+        """How good it was, of the run in force."""
+        units, unit_time = part.span.units, part.unit_time
+        if not unit_time.expected_s:
+            return
+        off = unit_time.timed_s / unit_time.expected_s - 1
+        facts = (
+            f"it takes {units * unit_time.timed_s:.3g} s, {off:+.0%} off the {units * unit_time.expected_s:.3g} s of its estimate",
+            f"the next run's estimate is multiplied by {unit_time.correction:.2f}",
+        )
+        self._decisions.note(
+            Topic.TRAINING, "estimates a microbatch before it has computed one", facts, units=part.span
+        )
 
     def _speeds(self) -> WorkSpeeds:
         """Of all devices at once: microbatches follow one another."""
@@ -293,11 +321,14 @@ def _part(
     host: Host, checkpoint: Checkpoint, hardware: Hardware, executors: Sequence[Executor], device: int, segment: Segment
 ) -> TrainingPart:
     lent = hardware.lent[device]
+    estimated = functools.lru_cache(maxsize=1)(functools.partial(estimates, checkpoint))  # asked twice as a run begins
+    measuring = functools.partial(measure_rates, clock=host.clock.compute)
     return TrainingPart(
         segment,
         executors[device],
-        memory=TrainingMemory(lent.ledger, segment, functools.partial(estimates, checkpoint)),
+        memory=TrainingMemory(lent.ledger, segment, estimated),
         stopwatch=Stopwatch(segment.device, clock=host.clock.compute, throttle=lent.throttle),
+        estimator=PassEstimator(segment.device, estimated, measuring, share=hardware.config.share),
     )
 
 

@@ -1,0 +1,40 @@
+"""What steps of small training swarms were expected to take, and what they took. Prints JSON.
+
+    python contrib/benchmarks/step_forecast.py [--steps 6] [--batch 32] [--microbatch 4] [--hidden 512] [--layers 8]
+
+The swarms and settings of `training.py`: nodes are processes of their own with one thread, on loopback. Nothing is measured before
+the first step but the machine's rates; later ones are corrected by how far off the last ones were.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from training import Bench, make_checkpoint, parse_options, settings_of, shapes_of
+
+
+def steps_of(log: Path) -> dict[str, Any]:
+    """Of a swarm: what was expected of each step, seconds, and by how much it was off."""
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    return {
+        "expected_s": [round(step["expected_s"], 3) for step in steps],
+        "step_s": [round(step["step_s"], 3) for step in steps],
+        "off": [round(step["step_s"] / step["expected_s"] - 1, 3) if step["expected_s"] else None for step in steps],
+    }
+
+
+def main() -> None:
+    options = parse_options(__doc__)
+    with tempfile.TemporaryDirectory(prefix="swarmnode-bench-") as name:
+        folder = Path(name)
+        make_checkpoint(folder / "model", options.layers, options.hidden)
+        bench = Bench(folder, folder / "model", settings_of(options))
+        report = {shape: steps_of(bench.swarm(spans)) for shape, spans in shapes_of(options.layers + 2).items()}
+    print(json.dumps({"settings": vars(options), **report}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
