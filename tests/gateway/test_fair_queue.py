@@ -9,7 +9,7 @@ import pytest
 
 from swarmnode.errors import UsageError
 from swarmnode.gateway.access.fair_queue import FairQueue
-from swarmnode.gateway.access.keys import ApiKey, KeyLimits, load_keys
+from swarmnode.gateway.access.keys import ApiKey, KeyFile, KeyLimits, new_key
 from swarmnode.gateway.http.api_error import ApiError
 from tests.net.virtual import in_virtual_time
 
@@ -73,4 +73,24 @@ def test_a_file_that_holds_no_keys_is_refused(tmp_path: Path, line: str) -> None
     file = tmp_path / "keys"
     file.write_text(f"# mine\n{line}\n")
     with pytest.raises(UsageError):
-        load_keys(file)
+        KeyFile(file)
+
+
+def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
+    now, file = [0.0], tmp_path / "keys"
+    alice = new_key(file, "alice")
+    keys = KeyFile(file, clock=lambda: now[0])
+    before = keys.find(alice)
+    bob = new_key(file, "bob")
+    assert keys.find(bob) is None, "it is not looked at for each request"
+    now[0] = 1.0
+    assert keys.find(bob) is not None and keys.find(alice) is before, "what alice has asked for counts still"
+    file.write_text(file.read_text() + "carol\n")
+    now[0] = 2.0
+    assert keys.find(bob) is not None, "one line is wrong: nobody is locked out for it"
+    file.write_text("\n".join(line for line in file.read_text().splitlines() if line.startswith("bob")))
+    now[0] = 3.0
+    assert keys.find(alice) is None and keys.find(bob) is not None
+    file.unlink()
+    now[0] = 4.0
+    assert keys.find(bob) is not None and keys.find(None) is None

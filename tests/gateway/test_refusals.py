@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from swarmnode.gateway.access.keys import load_keys, new_key
+from swarmnode.gateway.access.keys import KeyFile, new_key
 from swarmnode.roles.serving.client.limits import ModelLimits
 from tests.gateway.conftest import MODEL, Served, found_on, serving
 from tests.gateway.speaking import save_speaking_llama
@@ -187,7 +187,7 @@ async def test_without_a_key_of_the_file_nobody_asks(founded: Founded, tmp_path:
     alice, bob = new_key(file, "alice"), new_key(file, "bob")
     assert file.stat().st_mode & 0o777 == 0o600 and alice not in file.read_text()
     file.write_text(file.read_text().strip() + " per_minute=2\n")
-    async with serving(founded, tmp_path, keys=load_keys(file), api_key=alice) as served:
+    async with serving(founded, tmp_path, keys=KeyFile(file), api_key=alice) as served:
         assert (await served.openai.models.list()).data[0].id == MODEL
         for key in ("", "sk-swarmnode-wrong"):
             with pytest.raises(openai.AuthenticationError):

@@ -66,14 +66,14 @@ def serve(
     if new_key:
         _add_key(keys, new_key)
         return
-    from swarmnode.gateway.access.keys import KeyRing, load_keys
+    from swarmnode.gateway.access.keys import KeyFile, KeyRing
     from swarmnode.gateway.config import GatewayConfig
     from swarmnode.net.addressing.addresses import check_can_listen
     from swarmnode.roles.serving.client.compressions import check_compression
 
     if keys is None and host not in LOOPBACK:
         fail(f"whoever reaches {host} could use the swarm: give --keys FILE, made by --new-key NAME", 2)
-    ring = KeyRing() if keys is None else load_keys(keys)
+    ring = KeyRing() if keys is None else KeyFile(keys)
     check_can_listen("--host", host, port)
     config = GatewayConfig(loopback=host in LOOPBACK, origins=tuple(cors), compress=compress)
     folder = default_home(home)

@@ -8,6 +8,7 @@ A key is 256 random bits, so a plain SHA-256 of it can be neither inverted nor g
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import secrets
 import time
@@ -19,11 +20,14 @@ from swarmnode.errors import UsageError
 from swarmnode.swarm.storage.atomic import write_private
 from swarmnode.swarm.storage.user_file import read_user_file
 
+log = logging.getLogger(__name__)
+
 PREFIX = "sk-swarmnode-"
 KEY_BYTES = 32
 MAX_FILE_BYTES = 1 << 20
 WHAT = "a file of API keys"
 NAME = re.compile(r"[\w.@-]{1,64}")
+LOOK_S = 1.0
 HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -84,8 +88,51 @@ class KeyRing:
         return None if presented is None else self._keys.get(_hash(presented))
 
 
-def load_keys(path: Path, *, clock: Callable[[], float] = time.monotonic) -> KeyRing:
-    """The keys of a file. Raises UsageError where it is none, with the line, or where there is no key in it."""
+class KeyFile(KeyRing):
+    """The keys of a file, which is read again when it has changed. Where it is no such file any more, what it said last counts."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises UsageError where it is none, with the line, or where there is no key in it."""
+        self._path = path
+        self._clock = clock
+        self._looked_s = clock()
+        self._version = _version(path)
+        super().__init__(_read_keys(path, clock))
+
+    def find(self, presented: str | None) -> ApiKey | None:
+        if self._clock() - self._looked_s >= LOOK_S:
+            self._look()
+        return super().find(presented)
+
+    def _look(self) -> None:
+        self._looked_s, version = self._clock(), _version(self._path)
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            read = _read_keys(self._path, self._clock)
+        except UsageError as error:
+            log.warning("the keys stay as they were: %s", error)
+            return
+        self._keys = {digest: self._as_before(digest, key) for digest, key in read.items()}
+        log.info("%s has changed: %r", self._path, self)
+
+    def _as_before(self, digest: str, key: ApiKey) -> ApiKey:
+        """Who has asked already, where nothing is new of them."""
+        before = self._keys.get(digest)
+        return before if before is not None and (before.name, before.limits) == (key.name, key.limits) else key
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """What is another when the file has been written."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _read_keys(path: Path, clock: Callable[[], float]) -> dict[str, ApiKey]:
     data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT)
     if data is None:
         raise UsageError(f"{path}: no such file; make a key with --new-key NAME")
@@ -106,7 +153,7 @@ def load_keys(path: Path, *, clock: Callable[[], float] = time.monotonic) -> Key
             raise UsageError(f"{path}, line {number}: write NAME SHA256 {allowed}") from None
     if not keys:
         raise UsageError(f"{path} holds no key; make one with --new-key NAME")
-    return KeyRing(keys)
+    return keys
 
 
 def new_key(path: Path, name: str) -> str:

@@ -12,11 +12,12 @@ from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import Piece
 from swarmnode.gateway.generation.logprobs import ChatLogprobs
 from swarmnode.gateway.generation.tool_calls import ToolCall
+from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.http.event_stream import DONE, TextEvent
 from swarmnode.gateway.openai.replies import ChatChoice, ChatMessage, ChatReply, FunctionCall, ToolCallReply, Usage
 from swarmnode.gateway.openai.requests import ChatRequest
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions", response_model=ChatReply)

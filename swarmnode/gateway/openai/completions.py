@@ -13,11 +13,12 @@ from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import Piece
 from swarmnode.gateway.generation.logprobs import TextLogprobs
 from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.http.event_stream import DONE, TextEvent
 from swarmnode.gateway.openai.replies import CompletionReply, TextChoice, Usage
 from swarmnode.gateway.openai.requests import CompletionRequest
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/completions", response_model=CompletionReply)

@@ -14,6 +14,7 @@ from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import LENGTH, Piece
 from swarmnode.gateway.generation.parts import AnswerPart, PartEvent, PartKind, Parts, PartStep
+from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.http.event_stream import NamedEvent
 from swarmnode.gateway.openai.response_replies import (
     FunctionCallItem,
@@ -27,7 +28,7 @@ from swarmnode.gateway.openai.response_replies import (
 )
 from swarmnode.gateway.openai.response_requests import ResponsesRequest
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 SPOKEN = {PartKind.TEXT: "output_text", PartKind.REASONING: "reasoning_text"}
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from swarmnode.gateway.access.keys import load_keys, new_key
+from swarmnode.gateway.access.keys import KeyFile, new_key
 from swarmnode.gateway.app import build_app
 from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.page import feed, history
@@ -106,7 +106,7 @@ async def test_a_text_tells_who_writes_it_and_who_took_over(founded: Founded, tm
 @in_virtual_time
 async def test_who_has_a_key_hears_of_no_others_texts(founded: Founded, tmp_path: Path) -> None:
     alice = new_key(tmp_path / "keys", "alice")
-    async with serving(founded, tmp_path, keys=load_keys(tmp_path / "keys"), api_key=alice) as served:
+    async with serving(founded, tmp_path, keys=KeyFile(tmp_path / "keys"), api_key=alice) as served:
         assert (await served.http.get(SWARM)).status_code == 401
         assert (await served.http.get("/")).status_code == 200, "the page itself asks for the key"
         stream = await served.openai.completions.create(stream=True, **LONG)
