@@ -25,7 +25,7 @@ class Account(str, Enum):
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
     JOURNALS = "journals"  # what hops keep to send again
-    MESSAGES = "messages"  # payloads that came in and that somebody keeps
+    MESSAGES = "messages"  # of links: their buffers, payloads that somebody keeps, and what has not left yet
     ACTIVATIONS = "activations"  # of the passes that run, and what training keeps for its way back
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
