@@ -1,9 +1,10 @@
 """What peers that organise themselves reach of a plan, in training: simulated seconds of a step. Prints JSON.
 
-    python contrib/benchmarks/organisation.py SCENARIO.json|N... [--gb 8 16 32] [--cards CARD...] [--seed 0] [--lose 0.3]
+    python contrib/benchmarks/organisation.py SCENARIO.json|N|NAME... [--gb 8 16 32] [--cards CARD...] [--seed 0] [--lose 0.3]
 
 GPT-3 XL's layer 24 times over, 112 microbatches of 4 x 2048 tokens, fp16 across links; V100s where a scenario names no cards, of so
-many GB each; with --cards these in turn, with their own memory. For a number N a network is drawn. Devices are numbered anew at
+many GB each; with --cards these in turn, with their own memory. For a number N a network is drawn; others go by
+name (`MADE_UP`). Devices are numbered anew at
 random, so that no order of a file helps. `planned`: the plan's spans and pipelines;
 `wired`: its spans, microbatches wired live; `live`: spans, too, are chosen live. Each beside its ratio to `planned`. With --lose,
 that share of the devices vanishes after the first step: `left` is a step of those that are left, beside a new plan for them.
@@ -26,7 +27,7 @@ from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
 from swarmnode.plan.offline.grid_search import Search
 from swarmnode.plan.offline.hosting import DeviceRates, Planner, Workload
 from swarmnode.plan.offline.scenario import Scenario
-from swarmnode.plan.spans.flow import Indexes
+from swarmnode.plan.spans.flow import Floats, Indexes
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.churn import Change
 from swarmnode.simulate.environment.devices import device_of
@@ -49,7 +50,9 @@ GPU = "V100"
 
 def prepared(scenario: Scenario, gb: int, seed: int) -> Scenario:
     """With cards of so much memory, and its devices in another order."""
-    cards = tuple(gpu or GPU for gpu in scenario.gpus)
+    cards = tuple(
+        gpu or (GPU if flops is None else None) for gpu, flops in zip(scenario.gpus, scenario.peak_flops, strict=True)
+    )
     equal = dataclasses.replace(scenario, gpus=cards, memory_bytes=(gb * 10**9,) * scenario.devices)
     return some(equal, np.random.default_rng(seed).permutation(scenario.devices))
 
@@ -85,6 +88,48 @@ def drawn(seed: int) -> Scenario:
     )
 
 
+def _places(
+    name: str, sizes: Sequence[int], delay_s: Sequence[float], bandwidth_bps: Sequence[float], flops: Floats
+) -> Scenario:
+    """Places in a row, with so many devices each; delays and bandwidths of those that are so many places apart."""
+    place_N = np.repeat(np.arange(len(sizes)), sizes)
+    apart_NN = abs(place_N[:, None] - place_N).clip(max=len(delay_s) - 1)
+    devices, delay_NN = len(place_N), np.array(delay_s)[apart_NN] * (1 - np.eye(len(place_N)))
+    regions, nothing = tuple(f"place {place}" for place in place_N), (None,) * devices
+    return Scenario(name, regions, delay_NN, np.array(bandwidth_bps)[apart_NN], nothing, tuple(flops.tolist()), nothing)
+
+
+def slow_member() -> Scenario:
+    """Two places of twelve, one of whose devices has a tenth of the others' speed."""
+    flops = np.full(24, 6e13)
+    flops[-1] /= 10
+    return _places("slow_member", [12, 12], [0.001, 0.02], [5e9, 5e8], flops)
+
+
+def chain() -> Scenario:
+    """Three places in a row: a quarter of the bandwidth from the first to the last."""
+    return _places("chain", [12, 12, 12], [0.0005, 0.015, 0.03], [5e9, 1e9, 2.5e8], np.full(36, 6e13))
+
+
+def asymmetric() -> Scenario:
+    """Homes with two to ten times as much bandwidth down as up."""
+    chance = np.random.default_rng(1)
+    up_bps = 10 ** chance.uniform(8.3, 9.3, 32)
+    homes = _places("asymmetric", [1] * 32, [0.0, 0.01], [0.0, 0.0], np.full(32, 6e13))
+    down_bps = up_bps * chance.uniform(2, 10, 32)
+    return dataclasses.replace(homes, bandwidth_bps=np.minimum(up_bps[:, None], down_bps))
+
+
+def few_fast() -> Scenario:
+    """Four places of ten; one device of twenty has ten times the others' speed."""
+    flops = np.full(40, 2e13)
+    flops[:2] *= 10
+    return _places("few_fast", [10] * 4, [0.0005, 0.02], [2e9, 6e8], flops)
+
+
+MADE_UP = {made.__name__: made for made in (slow_member, chain, asymmetric, few_fast)}
+
+
 def some(scenario: Scenario, order: Indexes) -> Scenario:
     """Of these devices alone, in this order."""
     pairs = np.ix_(order, order)
@@ -112,7 +157,7 @@ class Plan:
 
 def planned(scenario: Scenario) -> Plan:
     """Of 64 equal cards DT-FM's grid of 8 stages (`contrib/studies/planned_allocation.py`); else as `swarmnode plan` does it."""
-    if len(set(scenario.gpus)) == 1 and scenario.devices % STAGES == 0:
+    if len({*zip(scenario.gpus, scenario.peak_flops, strict=True)}) == 1 and scenario.devices % STAGES == 0:
         replicas = scenario.devices // STAGES
         traffic = MicrobatchTraffic(
             ACTIVATION_BYTES * TRAIN.microbatches / replicas, GRADIENT_BYTES * PARAMETERS * UNITS / STAGES
@@ -188,7 +233,9 @@ def compared(scenario: Scenario) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("scenarios", nargs="+", metavar="SCENARIO.json|N", help="a file, or the seed of a network")
+    parser.add_argument(
+        "scenarios", nargs="+", metavar="SCENARIO.json|N|NAME", help="a file, the seed of a network, or a name"
+    )
     parser.add_argument("--gb", type=int, nargs="+", default=[8, 16, 32], help="memory of each card")
     parser.add_argument("--cards", nargs="+", metavar="CARD", help="these in turn instead, as A100 L4 T4")
     parser.add_argument("--seed", type=int, default=0, help="of the order of the devices")
@@ -197,7 +244,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     for name in arguments.scenarios:
-        network = drawn(int(name)) if name.isdecimal() else Scenario.load(name)
+        network = MADE_UP[name]() if name in MADE_UP else drawn(int(name)) if name.isdecimal() else Scenario.load(name)
         for label, scenario in variants(network, arguments.cards, arguments.gb, arguments.seed):
             found = after_losses(scenario, arguments.lose, arguments.seed) if arguments.lose else compared(scenario)
             print(json.dumps({"scenario": network.name, "cards": label, **found}), flush=True)

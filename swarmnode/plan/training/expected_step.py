@@ -14,12 +14,11 @@ from dataclasses import replace
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.transfers import Transfers
-from swarmnode.plan.training.wiring import Replica, Wire, book, wire
+from swarmnode.plan.training.wiring import ENDLESS, Replica, Wire, book, wire
 
 PLAYED = 32  # microbatches that are wired: more of them go the same ways
 LONGEST_S = 1e8  # three years: nobody waits for it, and it means nothing
 REMEMBERED = 5  # steps by which the next one is corrected
-ALL_AT_ONCE = 1 << 30
 
 
 class ExpectedStep:
@@ -55,7 +54,7 @@ def passing_s(units: int, workers: Mapping[PeerId, Replica], transfers: Transfer
     links = transfers.idle()
     routes: list[Sequence[Wire]] = []
     for _ in range(min(microbatches, PLAYED)):
-        route = wire(units, idle, [None] * units, links, in_flight=ALL_AT_ONCE)
+        route = wire(units, idle, [None] * units, links, in_flight=ENDLESS)
         if route is None:
             return 0.0
         routes.append(route)
@@ -69,7 +68,7 @@ def passing_s(units: int, workers: Mapping[PeerId, Replica], transfers: Transfer
 
 def _at_once(route: Sequence[Wire], workers: Mapping[PeerId, Replica]) -> int:
     """Microbatches that may be under way on it: one more than it has hops, as far as all have room."""
-    return min(len(route) + 1, *(workers[peer].window or ALL_AT_ONCE for peer, _ in route))
+    return min(len(route) + 1, *(workers[peer].window or ENDLESS for peer, _ in route))
 
 
 def _way_s(route: Sequence[Wire], workers: Mapping[PeerId, Replica], links: Transfers) -> float:

@@ -33,6 +33,11 @@ class StageLayout:
     stages: Sequence[Span]
     places: Sequence[Span]
 
+    @property
+    def least_holders(self) -> int:
+        """Of the stage that has fewest."""
+        return min(self.places.count(stage) for stage in self.stages)
+
     def windows(self, capacity: int) -> list[Span]:
         """Whole stages; of those that are too long for a peer's memory all parts that it can hold."""
         return _parts(self.stages, capacity)
@@ -60,13 +65,10 @@ def common_layout(forecast: StepForecast, capacity_units: Sequence[int]) -> Stag
     forecast calls another clearly better."""
     candidates = sorted(_candidates(forecast, np.array(capacity_units)), key=lambda one: (one.missing, one.estimate_s))
     likely = [one for one in candidates[:SHORTLIST] if one.is_like(candidates[0])]
+    if not likely:
+        return _along(forecast, cut(forecast.unit_s(1), 1), np.arange(0))
     laid = [_laid(forecast, one.stages, one.able) for one in likely]
-    values = [
-        one.fragile * float(forecast.step_s(layout.places, 0, layout.places[:1])[0])
-        for one, layout in zip(likely, laid, strict=True)
-    ]
-    if not laid:
-        return _laid(forecast, cut(forecast.unit_s(1), 1), np.arange(0))
+    values = [one.fragile * _taken_s(forecast, layout) for one, layout in zip(likely, laid, strict=True)]
     best = int(np.argmin(values))
     return laid[best if values[0] > CLEARLY * values[best] else 0]
 
@@ -110,7 +112,32 @@ def _groups(forecast: StepForecast) -> Iterator[Indexes]:
         yield np.flatnonzero(member_N)
 
 
+def _taken_s(forecast: StepForecast, layout: StageLayout) -> float:
+    return float(forecast.step_s(layout.places, 0, layout.places[:1])[0])
+
+
 def _laid(forecast: StepForecast, stages: Sequence[Span], able: Indexes) -> StageLayout:
+    """The better of two ways to lay stages over clusters: whole pipelines in each, or whole stages, where gradients weigh more than
+    what pipelines hand on."""
+    along, across = _along(forecast, stages, able), _across(forecast, stages, able)
+    if across.least_holders < min(HOLDERS, along.least_holders):
+        return along
+    return min(along, across, key=lambda layout: _taken_s(forecast, layout))
+
+
+def _across(forecast: StepForecast, stages: Sequence[Span], able: Indexes) -> StageLayout:
+    """Stage after stage, each to who comes next along the clusters, until it is as fast as it should be."""
+    places, taking_part = [STANDING_BY] * forecast.network.peers, set(able.tolist())
+    along = [peer for peer in forecast.clusters.order if peer in taking_part]
+    work_per_s = forecast.network.work_per_s_N[along]
+    middle_C = (work_per_s.cumsum() - work_per_s / 2) / work_per_s.sum()
+    ends_S = np.array([stage.end for stage in stages]) / forecast.load.units
+    for peer, number in zip(along, np.searchsorted(ends_S, middle_C), strict=True):
+        places[peer] = stages[number]
+    return StageLayout(stages, places)
+
+
+def _along(forecast: StepForecast, stages: Sequence[Span], able: Indexes) -> StageLayout:
     """Along the clusters each to the stage that is slowest so far: stage after stage where all are as fast, so that pipelines
     cross as few slow links as they can. The last ones go where there is no second holder yet."""
     places, taking_part = [STANDING_BY] * forecast.network.peers, set(able.tolist())

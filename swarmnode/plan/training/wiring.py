@@ -3,7 +3,8 @@
 Peers and links are booked for what was sent to them and has not come back (virtual finish times, as SWARM does, 2301.11913
 section 3.2, with measured seconds per unit; links added); a route is the cheapest chain of spans, mid-span entry included. So a
 peer with half the speed gets half the work, and a slow link is crossed where waiting for a fast one would take longer. Of
-what costs the same a lot decides that no name favours.
+what costs the same a lot decides that no name favours. Who is slow gets nothing more where the others would sooner have
+done all that is left of the step.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from swarmnode.plan.training.transfers import Transfers
 from swarmnode.plan.view import Span, draw
 
 UNMEASURED_UNIT_S = 0.01
+SLOW = 2.0  # times as long as most somebody takes for a unit, before others are rather waited for
+ENDLESS = 1 << 30
 NOBODY, ABSENT = -1, -2  # who a unit is fixed to: nobody, or somebody who takes nothing
 
 
@@ -68,18 +71,44 @@ def wire(
     transfers: Transfers,
     *,
     in_flight: int,
+    left: int = ENDLESS,
 ) -> list[Wire] | None:
-    """The route of one microbatch; None where all who could take it have `in_flight` already, or nobody holds a unit.
+    """The route of one microbatch; None where all who could take it have `in_flight` already, or would take longer than the
+    others for all that are `left`, or nobody holds a unit.
 
     `fixed` names, for each unit, the peer that it must pass there, if any.
     """
-    free = sorted((peer for peer, worker in workers.items() if worker.is_free(in_flight)), key=_lot)
+    late = _late(workers, left) - set(fixed)
+    free = sorted(
+        (peer for peer, worker in workers.items() if worker.is_free(in_flight) and peer not in late), key=_lot
+    )
     if not free:
         return None
     able_PU = _able(units, [workers[peer].span for peer in free], free, fixed)
     cheapest = _Cheapest(able_PU, [workers[peer] for peer in free], transfers.there_and_back_s(free))
     route = cheapest.chain()
     return [(free[number], span) for number, span in route] if route else None
+
+
+def _late(workers: Mapping[PeerId, Replica], left: int) -> set[PeerId]:
+    """Who would be done with one more microbatch only after the others, without it, have done all that are left. Nobody but who is
+    much slower than most; and others count as no faster than these, so that none is waited for because of what it says."""
+    unit_s_P = np.array([worker.assumed_unit_s for worker in workers.values()])
+    usual_s = float(np.median(unit_s_P)) if len(workers) else 0.0
+    slow = [(number, peer) for number, peer in enumerate(workers) if unit_s_P[number] > SLOW * usual_s]
+    if not slow or left >= ENDLESS:
+        return set()
+    rate_PU = np.zeros((len(workers), max(worker.span.end for worker in workers.values())))
+    for number, worker in enumerate(workers.values()):
+        rate_PU[number, slice(*worker.span)] = 1 / (worker.span.units * max(usual_s, unit_s_P[number]))
+    late = set()
+    for number, peer in slow:
+        span = workers[peer].span
+        others_per_s = float(np.delete(rate_PU, number, axis=0)[:, slice(*span)].sum(axis=0).min())
+        rest_s = left / others_per_s if others_per_s else np.inf
+        if workers[peer].finish_s(span.units) > rest_s + span.units * usual_s:
+            late.add(peer)
+    return late
 
 
 @lru_cache(maxsize=4096)

@@ -278,8 +278,9 @@ class Training:
         if not missing:
             return
         depth = len(wire(units, self._workers, [None] * units, self._transfers, in_flight=1 << 30) or ())
-        for number in missing:
-            route = wire(units, self._workers, self._fixed(number), self._transfers, in_flight=depth + 1)
+        for given, number in enumerate(missing):
+            fixed, left = self._fixed(number), len(missing) - given
+            route = wire(units, self._workers, fixed, self._transfers, in_flight=depth + 1, left=left)
             if route is None:
                 if self._pipelines:
                     continue  # its own pipeline is full, another's may not be

@@ -84,6 +84,15 @@ def test_stages_of_unequal_cards_are_about_as_fast() -> None:
     assert halves == [Span(0, 4), Span(4, 8)] and rates == [20.0, 20.0]
 
 
+def test_where_gradients_weigh_more_whole_stages_stay_on_their_islands() -> None:
+    """Replicas average across the slow link unless all of a stage stand on one side; who does so alone leaves others behind."""
+    network, capacities = islands([4, 4], work_per_s=20.0), [UNITS // 2] * 8
+    stages = settled(load(1e8, 1e4), network, capacities)
+    assert not set(stages[0::2]) & set(stages[1::2]) and min(Counter(stages).values()) == 2
+    pipelines = settled(load(1e4, 1e6), network, capacities)
+    assert set(pipelines[0::2]) == set(pipelines[1::2]) == {Span(0, 4), Span(4, 8)}
+
+
 def test_no_layout_is_forecast_to_be_clearly_faster() -> None:
     """Of a fast island and a slow one: nobody finds a grid of the fast cards alone, or of all, that takes less."""
     network = replace(islands([4, 4]), work_per_s_N=np.array([40.0, 5.0] * 4))

@@ -127,15 +127,15 @@ def test_no_name_is_favoured() -> None:
     assert firsts == set("abc")
 
 
-def busy_schedule(speeds: dict[str, float], microbatches: int, in_flight: int) -> Counter[str]:
-    """How many microbatches each replica of a whole model did, when they are given out as they come back."""
+def busy_schedule(speeds: dict[str, float], microbatches: int, in_flight: int) -> tuple[Counter[str], float]:
+    """How many microbatches each replica of a whole model did, when they are given out as they come back, and when all were."""
     workers = {peer: Replica(Span(0, UNITS), unit_s=unit_s) for peer, unit_s in speeds.items()}
     back: list[tuple[float, str]] = []
     free_at_s = dict.fromkeys(speeds, 0.0)
     done: Counter[str] = Counter()
     now_s, left = 0.0, microbatches
     while left or back:
-        route = wire(UNITS, workers, ANYWHERE, Transfers(), in_flight=in_flight) if left else None
+        route = wire(UNITS, workers, ANYWHERE, Transfers(), in_flight=in_flight, left=left) if left else None
         if route is None:
             now_s, peer = heapq.heappop(back)
             workers[peer].booked_units -= UNITS
@@ -148,14 +148,42 @@ def busy_schedule(speeds: dict[str, float], microbatches: int, in_flight: int) -
         workers[peer].in_flight += 1
         free_at_s[peer] = max(now_s, free_at_s[peer]) + UNITS * speeds[peer]
         heapq.heappush(back, (free_at_s[peer], peer))
-    return done
+    return done, now_s
 
 
 @settings(max_examples=8, deadline=None)
 @given(unit_s=st.floats(0.001, 1.0), in_flight=st.integers(2, 4))
 def test_half_the_speed_gets_half_the_work(unit_s: float, in_flight: int) -> None:
-    done = busy_schedule({"fast": unit_s, "slow": 2 * unit_s}, 100, in_flight)
+    done, _ = busy_schedule({"fast": unit_s, "slow": 2 * unit_s}, 100, in_flight)
     assert done["slow"] == pytest.approx(done["fast"] / 2, rel=0.15)
+
+
+def test_who_is_slow_is_not_waited_for() -> None:
+    """Three take 4 s for a microbatch, one 40 s: of a hundred it does some, of nine none, and at the end all wait for nobody."""
+    speeds = {"a": 1.0, "b": 1.0, "c": 1.0, "slow": 10.0}
+    done, took_s = busy_schedule(speeds, 100, in_flight=4)
+    assert done["slow"] >= 2 and took_s < 1.05 * 100 / (3 / 4 + 1 / 40)
+    done, took_s = busy_schedule(speeds, 9, in_flight=4)
+    assert not done["slow"] and took_s == pytest.approx(12.0)
+
+
+def test_nobody_is_waited_for_because_it_says_that_it_is_fast() -> None:
+    """It has all that it may have, and never answers."""
+    workers = {"a": Replica(Span(0, 4), 1.0), "b": Replica(Span(0, 4), 1.5), "liar": Replica(Span(0, 4), 1e-9, 12, 3)}
+    for _ in range(6):
+        route = wire(UNITS, workers, ANYWHERE, Transfers(), in_flight=3, left=1)
+        assert route is not None and route[0][0] != "liar"
+        book(route, workers, Transfers(), 1)
+
+
+def test_what_a_slow_one_has_counted_or_holds_alone_goes_through_it() -> None:
+    workers = {peer: Replica(Span(0, 4), 1.0) for peer in "abc"} | {"slow": Replica(Span(0, 4), 100.0)}
+    counted = ["slow", None, None, None]
+    route = wire(UNITS, workers, counted, Transfers(), in_flight=3, left=1)
+    assert route is not None and route[0][0] == "slow"
+    alone = {peer: Replica(Span(0, 2), 1.0) for peer in "abc"} | {"slow": Replica(Span(2, 4), 100.0, 8, 2)}
+    route = wire(UNITS, alone, ANYWHERE, Transfers(), in_flight=3, left=1)
+    assert route is not None and route[-1] == ("slow", Span(2, 4))
 
 
 spans = st.tuples(st.integers(0, UNITS - 1), st.integers(1, UNITS)).map(

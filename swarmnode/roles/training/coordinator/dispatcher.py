@@ -80,14 +80,13 @@ class Dispatcher:
         workers = {member.peer: member.worker for member in usable if not self._strikes.rests(member.peer)}
         self._know_links(ledger.step, workers)
         depth = len(wire(self._units, workers, [None] * self._units, self._transfers, in_flight=1 << 30) or ())
-        for number in ledger.missing():
+        waiting = [number for number in ledger.missing() if number not in busy]
+        for given, number in enumerate(waiting):
             trainer = self._free_trainer()
             if trainer is None:
                 return
-            if number in busy:
-                continue
-            counters = ledger.counters(number)
-            route = wire(self._units, workers, counters, self._transfers, in_flight=depth + 1)
+            counters, left = ledger.counters(number), len(waiting) - given
+            route = wire(self._units, workers, counters, self._transfers, in_flight=depth + 1, left=left)
             if route is not None:
                 self._give(trainer, number, ledger.step, tuple(route))
             elif not any(counters):
