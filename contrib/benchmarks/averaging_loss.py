@@ -25,8 +25,8 @@ from corpus import batches, read_corpus
 from torch import Tensor, nn
 
 from swarmnode.codec.tensors import Codec
+from swarmnode.compute.training.averaging.compressors import make_gradient_compressor
 from swarmnode.compute.training.averaging.diloco import OuterOptimizer
-from swarmnode.compute.training.averaging.gradient_compressor import make_gradient_compressor
 from swarmnode.compute.training.averaging.together import agree
 from swarmnode.swarm.records.run import Averaging
 
@@ -51,6 +51,7 @@ def ways(every: int) -> dict[str, Averaging]:
         "top-k 5 %": Averaging(codec=Codec.TOPK),
         "top-k 2 bits 2 %": Averaging(codec=Codec.TOPK2, keep=0.02),
         "PowerSGD 4": Averaging(rank=4),
+        "ACP-SGD 4": Averaging(rank=4, alternating=True),
         f"DiLoCo {every}": Averaging(every=every),
         f"DiLoCo {every} int8": Averaging(every=every, codec=Codec.INT8),
         **{f"SparseLoCo {every} {share} %": sparseloco(every, share / 100) for share in (10, 3, 1)},
@@ -120,6 +121,7 @@ class Replicas:
         shapes = [value.shape for value in self.members[0].parameters]
         self._compressors = [make_gradient_compressor(averaging, shapes) for _ in self.members]
         self._outer: list[OuterOptimizer] = []
+        self._has_agreed = False
 
     def step(self, number: int, ids_BT: Tensor) -> float:
         """One step; the mean loss."""
@@ -147,7 +149,9 @@ class Replicas:
             one.load(outer.update(mean_N))
 
     def _agree(self, vectors: list[Tensor]) -> list[Tensor]:
-        totals, crossed_bytes = agree(self._compressors, [vector_N / REPLICAS for vector_N in vectors], [0.5, 0.5])
+        halves = [vector_N / REPLICAS for vector_N in vectors]
+        totals, crossed_bytes = agree(self._compressors, halves, [0.5, 0.5], warm_start=self._has_agreed)
+        self._has_agreed = True
         for compressor in self._compressors:
             compressor.accept()
         self.sent_bytes[-1] = crossed_bytes // REPLICAS

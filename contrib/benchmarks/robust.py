@@ -37,7 +37,7 @@ from swarmnode.codec.audit_messages import SEED_BYTES
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.sketch import deviations
-from swarmnode.compute.training.averaging.gradient_compressor import make_gradient_compressor
+from swarmnode.compute.training.averaging.compressors import make_gradient_compressor
 from swarmnode.compute.training.averaging.outlier_detector import History, OutlierDetector, suspect
 from swarmnode.compute.training.averaging.together import agree
 from swarmnode.compute.training.gradient_sketch import gradient_sketch

@@ -68,12 +68,14 @@ class How(IntEnum):
 
 
 class Group(Body, frozen=True):
-    """Blocks that the same replicas hold: together they have counted every microbatch of the step once."""
+    """Blocks that the same replicas hold: together they have counted every microbatch of the step once. `warm_start`: all of them
+    have had the last sum of these blocks, and go on from its factors, where the run has them alternate."""
 
     number: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
     blocks: Annotated[tuple[Block, ...], Meta(min_length=1, max_length=MAX_BLOCKS)]
     members: Annotated[tuple[MemberSpec, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
     how: Annotated[int, Meta(ge=0, le=2)] = How.SUM
+    warm_start: bool = False
 
 
 class Reduce(Body, frozen=True):

@@ -27,6 +27,11 @@ AVERAGE_KEEP = typer.Option(
     show_default=False,
 )
 AVERAGE_RANK = typer.Option(0, "--average-rank", min=0, max=1024, help="Above 0: PowerSGD of that rank.")
+AVERAGE_ALTERNATING = typer.Option(
+    False,
+    "--average-alternating",
+    help="With --average-rank: one factor in a step and the other in the next, as ACP-SGD does; half of the bytes.",
+)
 AVERAGE_BY_LINE = typer.Option(
     False,
     "--average-by-line",
@@ -72,7 +77,14 @@ def fine_settings(every: int, codec: str, *, keep: float, outer_lr: float, outer
 
 
 def parse_averaging(
-    every: int, codec: str, rank: int, *, by_line: bool = False, robust: bool = False, **fine: float
+    every: int,
+    codec: str,
+    rank: int,
+    *,
+    by_line: bool = False,
+    robust: bool = False,
+    alternating: bool = False,
+    **fine: float,
 ) -> Averaging:
     """What these options mean; `fine` are other fields of it. Raises UsageError."""
     from swarmnode.codec.tensors import Codec
@@ -82,6 +94,16 @@ def parse_averaging(
         raise UsageError(f"--average-codec {codec}: it is one of {', '.join(CODECS)}")
     if by_line and rank:
         raise UsageError("--average-by-line goes with a codec, and not with --average-rank: factors are of one size")
+    if alternating and not rank:
+        raise UsageError("--average-alternating goes with --average-rank: what alternates are factors")
     if codec == "topk2":
         fine = {**SPARSE_LOCO, **fine}
-    return Averaging(every=every, codec=Codec[codec.upper()], rank=rank, by_line=by_line, robust=robust, **fine)
+    return Averaging(
+        every=every,
+        codec=Codec[codec.upper()],
+        rank=rank,
+        by_line=by_line,
+        robust=robust,
+        alternating=alternating,
+        **fine,
+    )

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.options.averaging import AVERAGE_BY_LINE, AVERAGE_CODEC, AVERAGE_EVERY, AVERAGE_RANK, parse_averaging
+from swarmnode.cli.options.averaging import (
+    AVERAGE_ALTERNATING,
+    AVERAGE_BY_LINE,
+    AVERAGE_CODEC,
+    AVERAGE_EVERY,
+    AVERAGE_RANK,
+    parse_averaging,
+)
 from swarmnode.cli.options.output_file import check_output
 from swarmnode.cli.terminal.bars import share_bar
 from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors, say
@@ -65,6 +72,7 @@ def simulate(
     average_every: int = AVERAGE_EVERY,
     average_codec: str = AVERAGE_CODEC,
     average_rank: int = AVERAGE_RANK,
+    average_alternating: bool = AVERAGE_ALTERNATING,
     average_by_line: bool = AVERAGE_BY_LINE,
     plan: Path = typer.Option(
         None, "--plan", metavar="PLAN.json", help="Begin from what plan --model --json printed.", show_default=False
@@ -127,6 +135,7 @@ def _settings(options: Mapping[str, Any], churn: float) -> Settings:
         options["average_codec"],
         options["average_rank"],
         by_line=options["average_by_line"],
+        alternating=options["average_alternating"],
     )
     served = (options["arrivals"], options["prompt"], options["tokens"])
     trained = (options["microbatches"], options["batch"], options["sequence"])

@@ -13,6 +13,7 @@ import typer
 from swarmnode.cli.options.activations import COMPRESS, TOPK_FEEDBACK, TOPK_RATIO, parse_compression
 from swarmnode.cli.options.asking import patience_option
 from swarmnode.cli.options.averaging import (
+    AVERAGE_ALTERNATING,
     AVERAGE_BY_LINE,
     AVERAGE_CODEC,
     AVERAGE_EVERY,
@@ -97,6 +98,7 @@ def train(
     average_codec: str = AVERAGE_CODEC,
     average_keep: float = AVERAGE_KEEP,
     average_rank: int = AVERAGE_RANK,
+    average_alternating: bool = AVERAGE_ALTERNATING,
     average_by_line: bool = AVERAGE_BY_LINE,
     outer_lr: float = OUTER_LR,
     outer_momentum: float = OUTER_MOMENTUM,
@@ -185,7 +187,13 @@ def _settings(options: Mapping[str, Any]) -> Run:
         learning_rate=options["lr"],
         warmup_steps=options["warmup"],
         averaging=parse_averaging(
-            every, codec, rank, by_line=options["average_by_line"], robust=options["robust"], **fine
+            every,
+            codec,
+            rank,
+            by_line=options["average_by_line"],
+            robust=options["robust"],
+            alternating=options["average_alternating"],
+            **fine,
         ),
         compression=parse_compression(options["compress"], options["topk_ratio"], feedback=options["topk_feedback"]),
         **{name: options[name] for name in AS_THEY_ARE},

@@ -77,7 +77,8 @@ def crossing(shares: Sequence[int], clusters: Sequence[int]) -> Floats:
 def averaged_bytes(parameters: int, width: int, how: Averaging) -> float:
     """Of the gradients of so many parameters, as the run's codec or rank sends them."""
     if how.rank:  # two factors for each matrix, taken to be of `width` x 4 `width`
-        return 4.0 * min(parameters, how.rank * parameters * (1 + WIDENING) / (WIDENING * width))
+        factors = how.rank * parameters * (1 + WIDENING) / (WIDENING * width)
+        return 4.0 * min(parameters, factors / 2 if how.alternating else factors)
     if how.codec in SPARSE_CODECS:
         return payload_bytes(TensorInfo(how.codec, DType.FLOAT32, (parameters,), int(parameters * how.keep)))
     return encoded_bytes([TensorInfo(Codec.NONE, DType.FLOAT32, (parameters,))], Codec(how.codec))

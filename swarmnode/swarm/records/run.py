@@ -35,6 +35,9 @@ class Averaging(msgspec.Struct, frozen=True):
     outer_momentum: float = 0.5  # Nesterov
     by_line: bool = False  # who has a slow line sends less: a stronger codec, or by top-k fewer elements
     robust: bool = False  # centred clipping (arXiv 2012.10333), where three or more contribute
+    alternating: bool = (
+        False  # of a rank's two factors one in a step and the other in the next: ACP-SGD (arXiv 2306.08881)
+    )
 
 
 class Compression(msgspec.Struct, frozen=True):
@@ -134,6 +137,7 @@ def check_run(run: Run) -> None:
         "robust averaging without top-k and without factors": not run.averaging.robust
         or (run.averaging.codec not in SPARSE_CODECS and not run.averaging.rank),
         "averaging by line without factors": not (run.averaging.by_line and run.averaging.rank),
+        "a rank of which factors alternate": run.averaging.rank > 0 or not run.averaging.alternating,
         f"a compression out of {', '.join(COMPRESSIONS)}": run.compression.rule in COMPRESSIONS,
         f"a top-k ratio from 1 to {MAX_RATIO:g}": 1 <= run.compression.ratio <= MAX_RATIO,
     }

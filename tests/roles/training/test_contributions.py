@@ -10,8 +10,8 @@ from torch import Size, Tensor
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
+from swarmnode.compute.training.averaging.compressors import make_gradient_compressor
 from swarmnode.compute.training.averaging.flat import FlatVector
-from swarmnode.compute.training.averaging.gradient_compressor import make_gradient_compressor
 from swarmnode.compute.training.averaging.parts import LARGEST_PART, cut
 from swarmnode.compute.training.contribution_sketch import ContributionSketch
 from swarmnode.compute.training.gradient_sketch import gradient_sketch

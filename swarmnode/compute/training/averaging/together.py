@@ -21,16 +21,20 @@ def agree(
     weights: Sequence[float],
     clippings: Sequence[CentredClipping | None] = (),
     forms: Sequence[Forms | None] = (),
+    *,
+    warm_start: bool = False,
 ) -> tuple[list[Tensor], int]:
     """Run one attempt of the members' exchanges; what each of them ends with, and the bytes that crossed between them.
 
     A member of weight 0 only listens. `clippings`: one for each member, where the sum is to be robust; `forms`: likewise, where
-    they do not send alike.
+    they do not send alike; `warm_start`: see `GradientCompressor.run`.
     """
     totals = [torch.empty_like(local_N) for local_N in locals_N]
     nothing = [None] * len(weights)
     runs = [
-        gradient_compressor.run(FlatVector([local_N]), FlatVector([total_N]), weight, clipping, form)
+        gradient_compressor.run(
+            FlatVector([local_N]), FlatVector([total_N]), weight, clipping, form, warm_start=warm_start
+        )
         for gradient_compressor, local_N, total_N, weight, clipping, form in zip(
             gradient_compressors, locals_N, totals, weights, clippings or nothing, forms or nothing, strict=True
         )

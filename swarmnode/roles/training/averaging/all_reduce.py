@@ -24,12 +24,9 @@ from swarmnode.codec.messages import Error
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.averaging.centred_clipping import LEAST_MEMBERS
+from swarmnode.compute.training.averaging.compressors import make_gradient_compressor
 from swarmnode.compute.training.averaging.flat import FlatVector
-from swarmnode.compute.training.averaging.gradient_compressor import (
-    GradientCompressor,
-    Rounds,
-    make_gradient_compressor,
-)
+from swarmnode.compute.training.averaging.gradient_compressor import GradientCompressor, Rounds
 from swarmnode.compute.training.averaging.outlier_detector import History, OutlierDetector, suspect
 from swarmnode.compute.training.averaging.parts import Forms
 from swarmnode.compute.training.averaging.round import Round
@@ -230,7 +227,7 @@ class AllReducer:
             clipping = self._detector.clipping(circle.group, tuple(circle.weights), circle.members)
         weight = circle.weights.get(self._peer, 0.0)
         forms = circle.forms if gradient_compressor.averaging.by_line else None
-        rounds = gradient_compressor.run(local, total, weight, clipping, forms)
+        rounds = gradient_compressor.run(local, total, weight, clipping, forms, warm_start=circle.warm_start)
         number = 0
         while (round_ := await self._call(lambda: _next(rounds))) is not None:
             await attempt.sum(circle, number, round_)
@@ -261,7 +258,9 @@ class AllReducer:
         if len(set(clusters.values())) > 1 and (run.averaging.robust or run.averaging.codec == Codec.TOPK):
             raise ProtocolError("a REDUCE sums by clusters where each contribution has to reach the owner of its part")
         forms = self._forms(group, run.averaging)
-        return Circle(group.number, length, tuple(clusters), weights, shares, clusters, forms, robust, heard)
+        return Circle(
+            group.number, length, tuple(clusters), weights, shares, clusters, forms, robust, group.warm_start, heard
+        )
 
     def _forms(self, group: Group, averaging: Averaging) -> Forms | None:
         """What each one's values travel as. Raises ProtocolError where it is nothing that the run and the swarm leave to lines."""
@@ -303,4 +302,4 @@ def _new_detector() -> OutlierDetector:
 def _without_means(averaging: Averaging) -> Averaging:
     """For what the ends share: one end's gradient adds to the other's and does not stand for it."""
     codec = Codec.FP16 if averaging.codec == Codec.TOPK else averaging.codec
-    return msgspec.structs.replace(averaging, codec=codec, rank=0, by_line=False)
+    return msgspec.structs.replace(averaging, codec=codec, rank=0, by_line=False, alternating=False)

@@ -19,7 +19,7 @@ Heard = Callable[[PeerId, slice, Tensor], None]
 class Circle:
     """`length`: elements of the vector, at most. `weights`: of the contributors, in their order; `shares`: how much of the vector
     each adds up. `clusters`: of all members; empty: there is one alone. `forms`: what values travel as, where lines decide.
-    `robust`: none of them is to drag the sum away."""
+    `robust`: none of them is to drag the sum away. `warm_start`: all have had the last sum."""
 
     group: int
     length: int
@@ -29,6 +29,7 @@ class Circle:
     clusters: Mapping[PeerId, int] = field(default_factory=dict)
     forms: Forms | None = None
     robust: bool = False
+    warm_start: bool = False
     heard: Heard | None = None
 
     @property

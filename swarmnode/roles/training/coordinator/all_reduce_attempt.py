@@ -37,7 +37,7 @@ class AllReduceAttempt:
         self.failures: dict[PeerId, PeerId] = {}  # who failed -> whom it accused; itself, where it named nobody
         self.late: set[PeerId] = set()  # were not done in time, and accuse nobody
         self._run = run
-        self._groups = groups
+        self.groups = groups
         self._waiting = set(peers)
         self._squares: dict[int, dict[PeerId, float]] = {}  # by group and who tells it
         self._suspects: dict[PeerId, PeerId] = {}  # who suspects whom
@@ -64,7 +64,7 @@ class AllReduceAttempt:
         return Reduce(self.step, self.attempt, tuple(self._groups_of(peer)), self._run, self.within_s)
 
     def _groups_of(self, peer: PeerId) -> list[Group]:
-        return [group for group in self._groups if any(member.peer == peer for member in group.members)]
+        return [group for group in self.groups if any(member.peer == peer for member in group.members)]
 
     def hear(self, peer: PeerId, body: Reduced) -> bool:
         """An answer; whether it counts. One to an earlier attempt, or a second one, does nothing; squares that are none are its own
@@ -96,13 +96,13 @@ class AllReduceAttempt:
     @property
     def contributors(self) -> set[PeerId]:
         """All those whose gradients are summed."""
-        return {member.peer for group in self._groups for member in group.members if member.count}
+        return {member.peer for group in self.groups for member in group.members if member.count}
 
     @property
     def convicted(self) -> PeerId | None:
         """Of whom more than half of the others that contribute to a group with it say that what it contributes is not its
         gradient; at least two of them, for one member's word decides nothing about another."""
-        for group in self._groups:
+        for group in self.groups:
             contributors = {member.peer for member in group.members if member.count}
             voices = Counter(self._suspects.get(peer) for peer in contributors if self._suspects.get(peer) != peer)
             for peer in sorted(contributors):
@@ -123,7 +123,7 @@ class AllReduceAttempt:
     def norm(self) -> float:
         """Of the gradient over the whole model. What one peer alone tells counts for so much beside the others' word at most: by a
         norm out of all reason it would take all units' updates away."""
-        squares = {group.number: self._square(group) for group in self._groups}
+        squares = {group.number: self._square(group) for group in self.groups}
         alone = {number: next(iter(told)) for number, told in self._squares.items() if len(told) == 1}
         for peer in set(alone.values()):
             own = [number for number in squares if alone.get(number) == peer]

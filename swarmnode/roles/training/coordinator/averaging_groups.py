@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+import msgspec
 import numpy as np
 
 from swarmnode.codec.averaging_messages import Group, How, PathRate
@@ -15,6 +16,7 @@ from swarmnode.plan.training.averaging_clusters import AveragingClusters, Cluste
 from swarmnode.plan.training.averaging_forecast import AveragingNetwork
 from swarmnode.plan.training.groups import Count, Holder, make_groups
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
+from swarmnode.roles.training.coordinator.warm_starts import WarmStarts
 from swarmnode.roles.training.coordinator.worker_handle import WorkerHandle, WorkerState
 from swarmnode.swarm.records.run import Run
 
@@ -31,6 +33,7 @@ class AveragingGroups:
         self._codecs = codecs
         self._decisions = decisions
         self._clusters = AveragingClusters()
+        self._warm_starts = WarmStarts()
         self._received_bps: dict[PeerId, dict[PeerId, float]] = {}  # by receiver and sender
 
     def __repr__(self) -> str:
@@ -39,6 +42,14 @@ class AveragingGroups:
     def hear(self, peer: PeerId, rates: Iterable[PathRate]) -> None:
         """How fast others' parts came to a member; of whom it says nothing, what it said before holds."""
         self._received_bps.setdefault(peer, {}).update({rate.peer: rate.received_bps for rate in rates})
+
+    def begin(self) -> None:
+        """Members were gathered anew."""
+        self._warm_starts.clear()
+
+    def committed(self, groups: Sequence[Group], members: Sequence[WorkerHandle]) -> None:
+        """What these groups agreed on is what the members go on with."""
+        self._warm_starts.committed(groups, members)
 
     def give_up(self) -> None:
         """An averaging came to nothing."""
@@ -56,7 +67,12 @@ class AveragingGroups:
         chosen = self._choose(run, step, members, count)
         for one in chosen:
             self._tell(one)
-        return [one.group for one in chosen]
+        return [self._started(one.group, run, members) for one in chosen]
+
+    def _started(self, group: Group, run: Run, members: Sequence[WorkerHandle]) -> Group:
+        if not run.averaging.alternating:
+            return group
+        return msgspec.structs.replace(group, warm_start=self._warm_starts.may(group, members))
 
     def expected_s(self, run: Run, step: int, members: Sequence[WorkerHandle]) -> float:
         """Of the averaging at the end of a step, in which all take part; one group after another."""

@@ -68,6 +68,7 @@ class StepLoop:
         self._worker_group = office.worker_group
         self._dispatcher = office.dispatcher
         self._dispatcher.begin(run)
+        office.averaging_groups.begin()
         self._trainer_connections = office.trainer_connections
         self._step_progress = self._new_step_progress()
         self._all_reduce: AllReduceAttempt | None = None
@@ -335,6 +336,7 @@ class StepLoop:
         assert self._all_reduce is not None
         usable, loss, norm = self._worker_group.usable(), self._step_progress.loss, self._all_reduce.norm()
         self._times.note(FrameKind.REDUCE, self._office.clock() - self._reducing_since_s)
+        self._office.averaging_groups.committed(self._all_reduce.groups, usable)
         self._all_reduce = None
         beat_s = max((member.span.units * member.worker.unit_s for member in usable), default=0.0)
         saves = (self.step + 1) % self.run.checkpoint_steps == 0 or self.step + 1 == self.run.steps

@@ -56,6 +56,7 @@ class WorkerHandle:
     status: Status | None = None
     worker: Replica = field(default_factory=lambda: Replica(Span(0, 0)))
     listens_from: int = 0  # the first step whose all-reduce it hears
+    moves: int = 0  # to another run or step, which left what it remembered of averagings behind
     asked: deque[Command] = field(default_factory=deque)
     times: AnswerTimes = field(default_factory=AnswerTimes)
 
@@ -90,6 +91,7 @@ class WorkerHandle:
         if wait_s is None:
             pass_s = self.worker.unit_s * self.span.units
             wait_s = self.times.wait_s(kind, rtt_s=self.line.rtt_s or 0.0, work_s=2 * pass_s)
+        self.moves += kind in MOVES
         gives_up = MOVES if kind in MOVES else (kind,) if kind == FrameKind.REDUCE else ()
         self.asked = deque(command for command in self.asked if command.kind not in gives_up)
         if kind != FrameKind.SYNC:  # takes as long as a state takes to be fetched; meanwhile nothing needs it

@@ -10,7 +10,7 @@ from torch import Size, Tensor
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.training.averaging.centred_clipping import CentredClipping, median
-from swarmnode.compute.training.averaging.gradient_compressor import make_gradient_compressor
+from swarmnode.compute.training.averaging.compressors import make_gradient_compressor
 from swarmnode.compute.training.averaging.outlier_detector import History, OutlierDetector, suspect
 from swarmnode.compute.training.averaging.parts import Contribution, reduce_part
 from swarmnode.compute.training.averaging.projection import Projection

@@ -7,9 +7,10 @@ import torch
 from torch import Size, Tensor
 
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec
+from swarmnode.compute.training.averaging.compressors import make_gradient_compressor
 from swarmnode.compute.training.averaging.diloco import OuterOptimizer
 from swarmnode.compute.training.averaging.flat import FlatVector
-from swarmnode.compute.training.averaging.gradient_compressor import GradientCompressor, make_gradient_compressor
+from swarmnode.compute.training.averaging.gradient_compressor import GradientCompressor
 from swarmnode.compute.training.averaging.parts import ALIGNMENT, LARGEST_PART, contribution, cut, reduce_part
 from swarmnode.compute.training.averaging.together import agree
 from swarmnode.swarm.records.run import Averaging

@@ -26,6 +26,7 @@ LOSSY = {
     "top-k": Averaging(codec=Codec.TOPK, keep=0.25),
     "PowerSGD": Averaging(rank=1),
     "PowerSGD in fp16": Averaging(rank=1, codec=Codec.FP16),
+    "ACP-SGD": Averaging(rank=1, alternating=True),
     "DiLoCo": Averaging(every=5),
     "DiLoCo in int8": Averaging(every=5, codec=Codec.INT8),
 }
@@ -86,7 +87,9 @@ async def test_replicas_end_equal_and_have_learnt(tmp_path: Path, averaging: Ave
         swarm.assert_replicas_are_equal()
 
 
-@pytest.mark.parametrize(("name", "optimizer"), [("int8", "adamw8bit"), ("PowerSGD", "adamw"), ("DiLoCo", "adamw")])
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [("int8", "adamw8bit"), ("PowerSGD", "adamw"), ("ACP-SGD", "adamw"), ("DiLoCo", "adamw")]
+)
 @in_virtual_time
 async def test_a_replica_dies_and_another_joins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, optimizer: str
