@@ -159,3 +159,15 @@ async def test_who_has_no_address_is_somebody_too() -> None:
     """As over a Unix socket."""
     _, wire = come(FairShare[BoundedHttp](4), "")
     assert not wire.closed
+
+
+@in_virtual_time
+async def test_a_client_that_would_rather_speak_http_2_is_answered() -> None:
+    """As Java's asks, which sends the body at once."""
+    connection, wire = connected()
+    asks = (
+        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\nContent-Length: 5\r\n\r\n"
+    )
+    connection.data_received(POST + asks + b"hello")
+    await asyncio.sleep(0.1)
+    assert wire.written.startswith(b"HTTP/1.1 200") and wire.written.endswith(b"\r\n\r\n5")

@@ -84,6 +84,8 @@ BAD: list[tuple[str, Any, int, str]] = [
     (RESPONSES, {"input": [{"type": "function_call", "name": "x", "arguments": "{"}]}, 400, "not JSON"),
     (RESPONSES, {"input": "hi", "tools": [{"type": "web_search"}]}, 400, "web_search"),
     (RESPONSES, {"input": "hi", "previous_response_id": "x"}, 400, "not kept"),
+    (RESPONSES, {"input": "hi", "conversation": {"id": "x"}}, 400, "conversation: answers and prompts are not kept"),
+    (RESPONSES, {"input": "hi", "prompt": {"id": "x"}}, 400, "prompt: answers"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "text only"),
     (MESSAGES, {"messages": HI, "tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "bash_20250124"),
     (MESSAGES, {"messages": HI, "tool_choice": {"type": "tool"}}, 400, "tool with a name"),
@@ -215,6 +217,8 @@ async def test_bodies_are_bounded_and_pages_kept_out(founded: Founded, tmp_path:
         asks = {"origin": "https://chat.example", "access-control-request-method": "POST"}
         allowed = await served.http.options(CHAT, headers=asks)
         assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "https://chat.example")
+        packed = await served.http.post(TEXT, content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
+        assert packed.status_code == 415 and "Content-Encoding: gzip" in packed.json()["error"]["message"]
         told = await served.http.post(TEXT, content=b'{"prompt": "hi"}', headers={"content-type": "text/plain"})
         assert told.status_code == 400 and "Content-Type: application/json" in told.json()["error"]["message"]
         answer = await served.http.get("/v1/models", headers={"origin": "https://chat.example"})

@@ -43,6 +43,7 @@ class Guard:
             headers = Headers(scope=scope)
             self._check_page(headers)
             body.check_length(headers.get("content-length"))
+            _check_plain(headers)
             if scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_FOLDER):
                 scope.setdefault("state", {})["key"] = self._admit(headers)
         except ApiError as error:
@@ -71,6 +72,12 @@ class Guard:
             raise ApiError(
                 403, f"pages of {origin} may not call this gateway: allow them with --cors", code="wrong_origin"
             )
+
+
+def _check_plain(headers: Headers) -> None:
+    coding = headers.get("content-encoding", "identity")
+    if coding != "identity":  # a few bytes of gzip may be gigabytes
+        raise ApiError(415, f"bodies are read as they are: send it without Content-Encoding: {coding}")
 
 
 class _BoundedBody:

@@ -9,7 +9,10 @@ from typing import Any
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+
+from swarmnode.gateway.http.client_watch import ClientGone
 
 
 class BodyRoute(APIRoute):
@@ -26,6 +29,8 @@ class BodyRoute(APIRoute):
                 return await theirs(request)  # another way of writing it, or wrong
             try:
                 body = json.loads(await request.body())
+            except ClientDisconnect:
+                raise ClientGone from None
             except (ValueError, RecursionError):
                 return await theirs(request)
             asked, errors = body_field.validate(body, {}, loc=("body",))

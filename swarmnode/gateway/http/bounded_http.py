@@ -4,6 +4,7 @@ one limit on connections is for all of them, so that whoever holds that many kee
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -13,6 +14,7 @@ from swarmnode.net.limits.fair_share import FairShare
 
 MAX_HEAD_BYTES = 1 << 16  # and as much again as one read brings
 HEAD_S = 30.0  # for a head to arrive, also the first one of a connection
+UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 FRAMING = 8  # bytes that a chunked body may take on the wire for one of its own: a chunk of one byte takes 6
 
 
@@ -53,7 +55,7 @@ class BoundedHttp(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Of whatever part of a request."""
         self._beside_bytes += len(data)
-        super().data_received(data)
+        super().data_received(data if self._overdue is None else _without_upgrade(data))
         if self._beside_bytes > MAX_HEAD_BYTES:
             self._refuse(f"The head of a request may have {MAX_HEAD_BYTES} bytes.")
         elif not self._is_answering:
@@ -92,3 +94,10 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.close()
         else:
             self.send_400_response(sentence)
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """The head of a request whose client would rather speak HTTP/2, as Java's does: the parser would take its body for that. Who is
+    not answered so goes on with HTTP/1.1."""
+    head, end, body = data.partition(b"\r\n\r\n")
+    return UPGRADE.sub(b"\r\nX-Upgrade:", head) + end + body

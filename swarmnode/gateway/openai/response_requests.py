@@ -65,9 +65,11 @@ class ReasoningOptions(BaseModel):
 
 
 class ResponsesRequest(SamplingFields):
-    """POST /v1/responses"""
+    """POST /v1/responses. What refers to something that OpenAI keeps is refused."""
 
     input: str | list[InputItem] = Field(max_length=1 << 24)
+    kept_conversation: Any = Field(None, alias="conversation")
+    prompt: Any = None
     instructions: str | None = None
     max_output_tokens: NewTokens | None = None
     parallel_tool_calls: bool | None = None
@@ -109,11 +111,14 @@ class ResponsesRequest(SamplingFields):
         return {} if effort is None else {"reasoning_effort": effort}
 
     def conversation(self) -> list[dict[str, Any]]:
-        """As chat templates expect it. Raises ApiError where it goes on from an answer that nobody keeps."""
-        if self.previous_response_id is not None:
-            raise ApiError(
-                400, "answers are not kept here: send the whole conversation", parameter="previous_response_id"
-            )
+        """As chat templates expect it. Raises ApiError where it goes on from what nobody keeps."""
+        kept = {
+            "previous_response_id": self.previous_response_id,
+            "conversation": self.kept_conversation,
+            "prompt": self.prompt,
+        }
+        for field in (name for name, told in kept.items() if told is not None):
+            raise ApiError(400, f"{field}: answers and prompts are not kept here: send all of it", parameter=field)
         turns = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             return [*turns, {"role": "user", "content": self.input}]

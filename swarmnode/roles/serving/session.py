@@ -157,7 +157,13 @@ class StageSession:
         elif self._feeds_itself and (held := self._output_stream.held(accepted)) is not None:
             self._feed(accepted, held)  # it came while an older epoch led elsewhere
 
+    def _in_force(self, opened: Open) -> bool:
+        """Whether the session goes on, and by this OPEN: END may come in the same moment."""
+        return opened is self._open and not self._freed
+
     async def _extend(self, opened: Open, text: Buffer) -> None:
+        if not self._in_force(opened):
+            return
         peer = opened.route[opened.index + 1].peer
         try:
             forwarded = msgspec.structs.replace(opened, index=opened.index + 1)
@@ -169,11 +175,13 @@ class StageSession:
 
     async def _close_the_ring(self, opened: Open) -> None:
         last = len(opened.route) - 1
+        if not self._in_force(opened):
+            return
         try:
             channel = await self._stage.switchboard.call(
                 opened.route[last].peer, self._from_ring, lambda error: self._fault(last, error)
             )
-            if opened is not self._open:
+            if not self._in_force(opened):
                 channel.close()
                 return
             self._ring = channel

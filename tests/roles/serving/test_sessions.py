@@ -246,6 +246,18 @@ async def test_an_input_that_breaks_the_rules_ends_its_session(
     assert swarm.loads == [0]
 
 
+@in_virtual_time
+async def test_a_session_that_ends_as_it_is_opened_ends_at_every_hop() -> None:
+    swarm = await ToySwarm.start((0, 2), (2, 4))
+    first, last = (volunteer.peer for volunteer in swarm.volunteers)
+    route = (HopSpec(first, 0, 2), HopSpec(last, 2, 4))
+    channel = await swarm.switchboard.call(first, lambda _frame, _body: None, lambda _error: None)
+    channel.send(Open(bytes(16), 0, route, 0, Mode.DRIVEN, 1, 10))
+    channel.close()
+    await settle()
+    assert swarm.loads == [0, 0]
+
+
 @pytest.mark.parametrize("index", [0, 1], ids=["first", "last"])
 @in_virtual_time
 async def test_a_long_text_goes_on_where_a_hop_died(index: int) -> None:
