@@ -100,14 +100,18 @@ class _Exchange:
         return ends_s
 
     def spread(self, settled_s: Mapping[int, float], links: Links) -> float:
-        """When everybody has the sums of all parts."""
-        ends_s = []
-        for (gatherer, owner), share in self._gathered.items():
-            size_bytes = share * self._size_bytes[owner]
-            at_s = links.send(settled_s[owner], owner, gatherer, size_bytes)
-            near = [member for member in self._cluster_of if self._are_near(member, gatherer)]
-            ends_s += [links.send(at_s, gatherer, member, size_bytes) for member in near]
-        return max(ends_s)
+        """When everybody has the sums of all parts: lines carry first what is there first."""
+        sizes_bytes = {part: share * self._size_bytes[part[1]] for part, share in self._gathered.items()}
+        come_s = {
+            (gatherer, owner): links.send(settled_s[owner], owner, gatherer, size_bytes)
+            for (gatherer, owner), size_bytes in sizes_bytes.items()
+        }
+        return max(
+            links.send(come_s[part], part[0], member, sizes_bytes[part])
+            for part in sorted(come_s, key=lambda part: (come_s[part], part))
+            for member in self._cluster_of
+            if self._are_near(member, part[0])
+        )
 
     def _are_near(self, one: int, other: int) -> bool:
         return self._cluster_of[one] == self._cluster_of[other]

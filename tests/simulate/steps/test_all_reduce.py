@@ -86,9 +86,10 @@ def joined_s(sides: Sequence[int], *, clustered: bool, slow_bps: float = 50e6) -
     return reduction_ends_s(0.0, [group], indexes, links, cast("Model", OneUnit()), Averaging())
 
 
-@pytest.mark.parametrize(("sides", "share"), [([4, 4], 0.65), ([8, 8], 0.8), ([4, 4, 4], 0.95), ([6, 2], 0.7)])
+@pytest.mark.parametrize(("sides", "share"), [([4, 4], 0.45), ([8, 8], 0.6), ([4, 4, 4], 0.55), ([6, 2], 0.6)])
 def test_clusters_joined_by_slow_paths_average_sooner_one_after_another(sides: list[int], share: float) -> None:
-    """4.94 s -> 3.14 s for two of four: here each message goes as a whole, so that the four ways add up."""
+    """4.94 s -> 2.02 s for two of four: here each message goes as a whole, so that the four ways add up. What is handed on later
+    holds nothing up that is there sooner."""
     flat_s, clustered_s = joined_s(sides, clustered=False), joined_s(sides, clustered=True)
     assert clustered_s < share * flat_s, (flat_s, clustered_s)
 
