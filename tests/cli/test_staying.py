@@ -49,7 +49,8 @@ def test_a_service_is_installed_and_removed(tmp_path: Path, called: list[tuple[s
     assert "--memory 6GB" in options.read_text() and "ExecStart=/" in unit.read_text() and "%h" not in unit.read_text()
     assert called == [
         ("systemctl", "--user", "daemon-reload"),
-        ("systemctl", "--user", "enable", "--now", "swarmnode@friends"),
+        ("systemctl", "--user", "enable", "swarmnode@friends"),
+        ("systemctl", "--user", "restart", "swarmnode@friends"),
     ]
     assert invoke("service", "uninstall", "friends").returncode == 0
     assert not any(path.exists() for path in (invite, options, unit))

@@ -33,7 +33,8 @@ def create(
         "",
         "--model",
         metavar="PATH|HUB_ID",
-        help="Checkpoint: a folder with config.json and safetensors, a GGUF file, or a hub id; quantised ones are dequantised.",
+        help="Checkpoint: a folder with config.json and safetensors, a GGUF file, or a hub id (organisation/model, "
+        "organisation/model@revision); quantised ones are dequantised.",
         show_default=False,
     ),
     config: Path = typer.Option(

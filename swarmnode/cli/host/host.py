@@ -174,7 +174,12 @@ def _name_of(model: str) -> str:
 def _is_of(swarm: Swarm, model: str) -> bool:
     assert swarm.manifest is not None
     folder = Path(model).expanduser().absolute()
-    return model in (swarm.manifest.model.hub_id, swarm.original) or folder in (swarm.checkpoint, Path(swarm.original))
+    repository = model.partition("@")[0]
+    return (
+        repository == swarm.manifest.model.hub_id
+        or model == swarm.original
+        or folder in (swarm.checkpoint, Path(swarm.original))
+    )
 
 
 def _free_everywhere() -> str:

@@ -5,8 +5,10 @@ Sizes of all units are known before any weights are fetched: the headers of remo
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +30,24 @@ TOKENIZER_FILES = (
     "spiece.model",
 )
 
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+LOGIN = "log in (`hf auth login`, or HF_TOKEN)"
+
 
 def open_checkpoint(
     name: str | Path, *, revision: str | None = None, cache_dir: str | Path | None = None
 ) -> Checkpoint:
-    """A checkpoint in a local folder, or by its hub name as in "organisation/model". Raises CheckpointError."""
+    """A checkpoint in a local folder, or by its hub name as in "organisation/model", or "organisation/model@revision" for another
+    `revision` than the newest: a branch, a tag or a commit. Raises CheckpointError."""
     path = Path(name).expanduser()
     if path.is_dir():
         return Checkpoint(path)
     if path.is_file():
         raise CheckpointError(f"{name}: not a folder with a checkpoint (of a GGUF file `create` and `host` make one)")
-    if path.is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1:
+    repository, _, named = str(name).partition("@")
+    if path.is_absolute() or str(name).startswith((".", "~")) or repository.count("/") > 1:
         raise CheckpointError(f"{name}: no such folder")
-    return HubCheckpoint(str(name), revision=revision, cache_dir=cache_dir)
+    return HubCheckpoint(repository, revision=revision or named or None, cache_dir=cache_dir)
 
 
 class HubCheckpoint(Checkpoint):
@@ -59,7 +66,9 @@ class HubCheckpoint(Checkpoint):
         self.repository = repository
         self._api = HfApi(endpoint=endpoint)
         self._cache_dir = cache_dir
-        with _hub_errors(repository):
+        self.revision = revision
+        self._whole: set[str] = set()
+        with self._hub_errors():
             info = self._api.model_info(repository, revision=revision)
         self.revision = info.sha or revision
         self._files = {sibling.rfilename for sibling in info.siblings or ()}
@@ -79,7 +88,7 @@ class HubCheckpoint(Checkpoint):
         """Fetch the shards that hold the named tensors, check them, and open the tensors as slices."""
         names = list(names)
         for shard in sorted({self.entries[name].file.name for name in names}):
-            local = read_header(self._fetch(shard))
+            local = read_header(self._fetch_whole(shard))
             for name in names:
                 if self.entries[name].file.name == shard and not _same_tensor(local.get(name), self.entries[name]):
                     raise CheckpointError(f"{self.repository}: {name} in {shard} is not what the hub's header promised")
@@ -90,7 +99,7 @@ class HubCheckpoint(Checkpoint):
         return self._fetch(name) if name in self._files else None
 
     def _remote_entries(self) -> dict[str, TensorEntry]:
-        with _hub_errors(self.repository):
+        with self._hub_errors():
             metadata = self._api.get_safetensors_metadata(self.repository, revision=self.revision)
         entries: dict[str, TensorEntry] = {}
         for file, header in metadata.files_metadata.items():
@@ -99,8 +108,22 @@ class HubCheckpoint(Checkpoint):
                 entries[name] = TensorEntry(self.path / file, tensor.dtype, tuple(tensor.shape), begin, end)
         return entries
 
+    def _fetch_whole(self, file: str) -> Path:
+        """A large file, looked at once: the cache has it under the SHA-256 that the hub promised."""
+        path = self._fetch(file)
+        blob = path.resolve()
+        if file not in self._whole and _SHA256.fullmatch(blob.name) and _sha256_of(blob) != blob.name:
+            for damaged in (path, blob):
+                damaged.unlink()
+            raise CheckpointError(f"{self.repository}: {file} was damaged on its way here and is removed: try again")
+        self._whole.add(file)
+        return path
+
+    def _hub_errors(self) -> AbstractContextManager[None]:
+        return _hub_errors(self.repository, self.revision)
+
     def _fetch(self, file: str) -> Path:
-        with _hub_errors(self.repository):
+        with self._hub_errors():
             return Path(
                 self._api.hf_hub_download(self.repository, file, revision=self.revision, cache_dir=self._cache_dir)
             )
@@ -128,12 +151,20 @@ def read_range(
     return bytes(data)
 
 
+def _sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
 def _same_tensor(one: TensorEntry | None, other: TensorEntry) -> bool:
     return one is not None and (one.dtype, one.shape, one.nbytes) == (other.dtype, other.shape, other.nbytes)
 
 
 @contextmanager
-def _hub_errors(repository: str) -> Iterator[None]:
+def _hub_errors(repository: str, revision: str | None = None) -> Iterator[None]:
     """Turns what huggingface_hub raises into a line for people."""
     from huggingface_hub import errors
 
@@ -141,9 +172,11 @@ def _hub_errors(repository: str) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError:
-        raise CheckpointError(f"{repository}: its owner asks for consent: give it on the hub, then log in") from None
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError):
-        message = "neither a folder here nor a model on the hub (private ones need a login)"
+        raise CheckpointError(f"{repository}: its owner asks for consent: give it on the hub, then {LOGIN}") from None
+    except errors.RevisionNotFoundError:
+        raise CheckpointError(f"{repository}: has no revision {revision}: it is a branch, a tag or a commit") from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        message = f"neither a folder here nor a model on the hub (for a private one, {LOGIN})"
         raise CheckpointError(f"{repository}: {message}") from None
     except errors.NotASafetensorsRepoError:
         raise CheckpointError(f"{repository}: has no safetensors files; pickled weights are never loaded") from None

@@ -101,7 +101,7 @@ def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_le
             family=checkpoint.config.model_type,
             units=checkpoint.units,
             hidden=checkpoint.config.hidden_size,
-            hub_id=model if isinstance(checkpoint, HubCheckpoint) else None,
+            hub_id=checkpoint.repository if isinstance(checkpoint, HubCheckpoint) else None,
             revision=getattr(checkpoint, "revision", None),
             positions=positions or 0,
         ),

@@ -29,8 +29,14 @@ def open_plain(model: str, out: Path, *, force: bool = False, progress: Progress
     if gguf is not None:
         source = GgufCheckpoint(gguf)
     else:
-        if not path.is_dir() and (model.count("/") != 1 or model.startswith(("/", ".", "~")) or model.endswith(SUFFIX)):
-            raise UsageError(f"{model}: no such folder or GGUF file (and a hub id has the form organisation/model)")
+        repository = model.partition("@")[0]
+        if not path.is_dir() and (
+            repository.count("/") != 1 or model.startswith(("/", ".", "~")) or model.endswith(SUFFIX)
+        ):
+            raise UsageError(
+                f"{model}: no such folder or GGUF file (and a hub id has the form organisation/model, "
+                "or organisation/model@revision)"
+            )
         checkpoint = open_checkpoint(model)
         settings = settings_of(checkpoint.config)
         if settings is None:

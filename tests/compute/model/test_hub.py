@@ -20,12 +20,16 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """The folder as the repository "org/model"; `fetched` lists the files that were downloaded whole."""
+    """The folder as the repository "org/model", whose tag is v1; `fetched` lists the files that were downloaded whole. Where it has
+    a `token` nobody else gets a file. `cut`: how many downloads break half-way; `damage`: in how many a byte is another one."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder = folder
         self.fetched: list[str] = []
+        self.token = ""
+        self.cut = 0
+        self.damage = 0
 
     @property
     def url(self) -> str:
@@ -44,6 +48,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, with_body: bool) -> None:
         parts = self.path.split("?")[0].strip("/").split("/")
         if parts[:4] == ["api", "models", "org", "model"]:
+            if parts[4:5] == ["revision"] and parts[5] not in ("main", "v1", COMMIT):
+                self._send(b"", with_body, status=404, headers={"X-Error-Code": "RevisionNotFound"})
+                return
             files = [{"rfilename": file.name} for file in self.server.folder.iterdir()]
             self._send(json.dumps({"id": "org/model", "sha": COMMIT, "siblings": files}).encode(), with_body)
             return
@@ -52,18 +59,32 @@ class _Handler(BaseHTTPRequestHandler):
             code = "EntryNotFound" if parts[:2] == ["org", "model"] else "RepoNotFound"
             self._send(b"", with_body, status=404, headers={"X-Error-Code": code})
             return
+        if self.server.token and self.headers["Authorization"] != f"Bearer {self.server.token}":
+            self._send(b"", with_body, status=401, headers={"X-Error-Code": "GatedRepo"})
+            return
         body = file.read_bytes()
         headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": COMMIT}
         if "Range" in self.headers:
             begin, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
-            body = body[int(begin) : int(last or len(body)) + 1]
-        elif with_body:
+            whole, body = len(body), body[int(begin) : int(last or len(body)) + 1]
+            headers["Content-Range"] = f"bytes {begin}-{int(begin) + len(body) - 1}/{whole}"
+            self._send(body, with_body, status=206, headers=headers)
+            return
+        if with_body:
             self.server.fetched.append(file.name)
+        weights = with_body and file.suffix == ".safetensors"
+        if weights and self.server.damage:
+            self.server.damage -= 1
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        if weights and self.server.cut:
+            self.server.cut -= 1
+            headers["Content-Length"], body = str(len(body)), body[: len(body) // 2]
+            self.close_connection = True
         self._send(body, with_body, headers=headers)
 
     def _send(self, body: bytes, with_body: bool, *, status: int = 200, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
-        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
         if with_body:
@@ -120,3 +141,38 @@ def test_bytes_of_a_file_are_read_and_nothing_is_kept(hub, tmp_path, monkeypatch
     assert not hub.fetched and not list(tmp_path.iterdir())
     with pytest.raises(CheckpointError, match="does not give"):
         read_range("org/model", name, len(whole) - 5, 40, endpoint=hub.url)
+
+
+def test_another_revision_than_the_newest(hub, tmp_path, monkeypatch):
+    name_of_a_file = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", name_of_a_file)
+    checkpoint = open_checkpoint("org/model@v1", cache_dir=tmp_path)
+    assert (checkpoint.repository, checkpoint.revision) == ("org/model", COMMIT)
+    with pytest.raises(CheckpointError, match="org/model: has no revision v9"):
+        open_checkpoint("org/model@v9", cache_dir=tmp_path)
+
+
+def test_a_gated_model_asks_for_consent_and_a_token(hub, tmp_path, monkeypatch):
+    hub.token = "hf_of_somebody"
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(CheckpointError, match=r"asks for consent.*HF_TOKEN"):
+        HubCheckpoint("org/model", cache_dir=tmp_path, endpoint=hub.url)
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    assert HubCheckpoint("org/model", cache_dir=tmp_path, endpoint=hub.url).units == 6
+
+
+def test_a_download_that_breaks_goes_on_by_itself(hub, tmp_path):
+    checkpoint = HubCheckpoint("org/model", cache_dir=tmp_path, endpoint=hub.url)
+    hub.cut = 1
+    assert checkpoint.open_slices(checkpoint.tensor_names).keys() == set(checkpoint.tensor_names)
+    assert hub.fetched.count(min(hub.folder.glob("*.safetensors")).name) == 2
+
+
+def test_what_was_damaged_on_its_way_is_removed_and_fetched_again(hub, tmp_path):
+    checkpoint = HubCheckpoint("org/model", cache_dir=tmp_path, endpoint=hub.url)
+    hub.damage = 1
+    with pytest.raises(CheckpointError, match="damaged on its way here"):
+        checkpoint.open_slices(checkpoint.tensor_names)
+    assert checkpoint.open_slices(checkpoint.tensor_names).keys() == set(checkpoint.tensor_names)

@@ -33,9 +33,10 @@ class Systemd:
         return [self._unit, options]
 
     def start(self, service: Service) -> str:
-        """Now, and whenever the user logs in."""
+        """Now, anew where it runs with other options, and whenever the user logs in."""
         call_well("systemctl", "--user", "daemon-reload")
-        call_well("systemctl", "--user", "enable", "--now", f"swarmnode@{service.name}")
+        for command in ("enable", "restart"):
+            call_well("systemctl", "--user", command, f"swarmnode@{service.name}")
         return "To have it run while you are not logged in, too: loginctl enable-linger"
 
     def status(self, name: str) -> int:
