@@ -42,10 +42,12 @@ class ExpectedStep:
         self._forecast_s = forecast_s if 0 < forecast_s < LONGEST_S else 0.0
         self.expected_s = min(self._forecast_s * self.correction, LONGEST_S)
 
-    def end(self, step_s: float) -> None:
-        """It took so long."""
-        if self._forecast_s > 0 and step_s > 0:
-            self._ratios.append(step_s / self._forecast_s)
+    def end(self, step_s: float, forecast_s: float = 0.0) -> None:
+        """It took so long. `forecast_s`: what would be forecast of it by what is known now; 0 where nothing is. So the first step,
+        which stages could only estimate, teaches what their measurements miss, and not what their estimates did."""
+        forecast_s = forecast_s if 0 < forecast_s < LONGEST_S else self._forecast_s
+        if forecast_s > 0 and step_s > 0:
+            self._ratios.append(step_s / forecast_s)
 
 
 def passing_s(units: int, workers: Mapping[PeerId, Replica], transfers: Transfers, microbatches: int) -> float:

@@ -68,6 +68,18 @@ def test_forecasts_are_corrected_by_the_median_of_the_last_steps() -> None:
     )
 
 
+def test_a_step_teaches_by_what_is_known_when_it_is_over() -> None:
+    expected = ExpectedStep()
+    expected.begin(1.0)  # as stages had estimated it
+    expected.end(3.0, 2.5)  # as they have measured it since
+    assert expected.correction == pytest.approx(1.2)
+    for nothing in (0.0, math.nan, math.inf):
+        again = ExpectedStep()
+        again.begin(1.0)
+        again.end(3.0, nothing)
+        assert again.correction == pytest.approx(3.0)
+
+
 def test_room_for_few_microbatches_at_once_is_waited_for() -> None:
     workers = {"a": Replica(Span(0, 2), 0.1, window=1), "b": Replica(Span(2, 4), 0.1, window=9)}
     assert passing_s(4, workers, links("ab"), 10) == pytest.approx(10 * 0.4)

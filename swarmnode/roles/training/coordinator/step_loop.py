@@ -355,14 +355,18 @@ class StepLoop:
         self._expect()
 
     def _expect(self) -> None:
-        """Of the step that begins: its microbatches, and then the averaging."""
+        """Something of the step that begins."""
+        self._expected.begin(self._forecast_s())
+
+    def _forecast_s(self) -> float:
+        """Of the step in force: its microbatches, and then the averaging; 0 where a stage's speed is not known."""
         passing_s = self._dispatcher.passing_s(self.step, self.run.microbatches)
         averaging_s = self._office.averaging_groups.expected_s(self.run, self.step, self._worker_group.usable())
-        self._expected.begin(passing_s + averaging_s if passing_s else 0.0)
+        return passing_s + averaging_s if passing_s else 0.0
 
     def _note_forecast(self, step_s: float, expected_s: float) -> None:
         """How good it was."""
-        self._expected.end(step_s)
+        self._expected.end(step_s, self._forecast_s())
         if step_s and expected_s:
             off = abs(step_s / expected_s - 1)
             facts = (

@@ -213,6 +213,8 @@ class TrainingStage:
             self.spot_checks.records.close(microbatch.kept)
         for part in microbatch.parts:
             self._tasks.spawn(_settle(part.drop(place_of(microbatch.body))), "drop")
+        if self.state.has_new_speed():
+            self.tell_status()
 
     def lost_counts(self) -> None:
         """See `MicrobatchStage`. Other devices may hold a part of it: all begins anew, as if the coordinator had asked for that."""
@@ -310,7 +312,7 @@ class TrainingStage:
             line.send(status)
 
     def tell_status(self) -> None:
-        """Let the coordinator know that there is more on the disk than it was told."""
+        """Let the coordinator know what it was not told, or what is not so any more."""
         if self.following.line is not None:
             self._tasks.spawn(self._tell(self.following.line, 0), "status")
 

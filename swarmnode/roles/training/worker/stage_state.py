@@ -28,6 +28,7 @@ from swarmnode.swarm.records.run import Run, encode_run
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+DEPARTURE = 1.25  # factor between the speed that was told and the one that is measured
 MEET_S = 5.0  # for a step that replicas are to write down together to come
 
 
@@ -47,6 +48,7 @@ class StageState:
         self.agreed: Agreed | None = None
         self.losses: dict[int, float] = {}  # of what the model's last unit has counted, by microbatch
         self.last = (0.0, 0.0)
+        self._told_unit_s = 0.0
         self._update: asyncio.Future[None] | None = None  # the last one, which may be under way
         self._parts = parts
         self._checkpoint_manager = checkpoint_manager
@@ -82,6 +84,7 @@ class StageState:
         losses = tuple(self.losses.get(number, 0.0) for number in range(last.bit_length()) if last >> number & 1)
         run = self.run or kept.run
         norm, loss = self.last
+        self._told_unit_s = unit_s = self._parts.unit_s
         return Status(
             term,
             self.condition,
@@ -96,10 +99,18 @@ class StageState:
             norm,
             loss,
             kind,
-            self._parts.unit_s,
+            unit_s,
             self._parts.window,
             slowest_link_s,
         )
+
+    def has_new_speed(self) -> bool:
+        """Whether the coordinator was told of one that is not so any more, as where it was estimated; once."""
+        unit_s, told_s = self._parts.unit_s, self._told_unit_s
+        if not unit_s or 1 / DEPARTURE <= told_s / unit_s <= DEPARTURE:
+            return False
+        self._told_unit_s = unit_s
+        return True
 
     async def counts_less(self, body: Reduce, peer: PeerId) -> bool:
         """Whether a REDUCE has this peer contribute more microbatches than are counted here: word that they are lost came to the

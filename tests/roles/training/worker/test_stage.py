@@ -250,3 +250,18 @@ async def test_a_term_out_of_all_reason_is_not_followed(scene: Scene) -> None:
     status = await (await scene.talk(1)).ask(Lead(TERM + MAX_TERM_JUMP + 1, KEY))
     assert isinstance(status, Status) and status.term == TERM
     assert isinstance(await line.ask(Release((), RUN.id)), Status), "the one in force goes on"
+
+
+@in_scene
+async def test_a_speed_is_told_once_when_it_is_another(scene: Scene) -> None:
+    state, (part,) = scene.stage.state, scene.stage.parts
+    has_new_speed = type(state).has_new_speed
+    assert not has_new_speed(state), "nothing was timed"
+    await (await scene.lead()).ask(Release((), RUN.id))
+    part.unit_time.begin(1.0)
+    assert has_new_speed(state) and not has_new_speed(state), "an estimate"
+    for _ in range(2):
+        part.unit_time.note(1, 0.55)
+    assert not has_new_speed(state), "about as told"
+    part.unit_time.begin(9.0)
+    assert has_new_speed(state) and not has_new_speed(state)
