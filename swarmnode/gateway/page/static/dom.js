@@ -1,7 +1,7 @@
 // Elements out of values. Text goes in as text, whoever wrote it: nothing here ever parses markup.
 
 const SVG = "http://www.w3.org/2000/svg";
-const SLICE_MS = 4;
+export const SLICE_MS = 4; // of a frame, for what may also be done in the next
 
 export const $ = (id) => document.getElementById(id);
 

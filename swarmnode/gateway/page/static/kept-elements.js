@@ -8,15 +8,19 @@ export class KeptElements {
     this.kept = new Map(); // by id: [element, the item that is on it]
   }
 
-  /** Show these and no others; new ones come last. */
-  set(items) {
+  /** Show these and no others; new ones come last. Returns whether all are shown: not those that would come after `until`. */
+  set(items, until = Infinity) {
     const ids = new Set(items.map(this.idOf));
     for (const [id, [element]] of this.kept) {
       if (ids.has(id)) continue;
       element.remove();
       this.kept.delete(id);
     }
-    for (const item of items) this.place(this.idOf(item), item);
+    return items.every((item) => {
+      if (performance.now() >= until) return false;
+      this.place(this.idOf(item), item);
+      return true;
+    });
   }
 
   place(id, item) {

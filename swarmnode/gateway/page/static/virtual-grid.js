@@ -1,6 +1,6 @@
 // Cards of one size in as many columns as fit, of which only those in sight exist: a thousand machines cost what a screenful does.
 
-import { everyFrame, h, styled } from "./dom.js";
+import { SLICE_MS, everyFrame, h, styled } from "./dom.js";
 import { KeptElements } from "./kept-elements.js";
 
 const SPARE_ROWS = 2;
@@ -42,7 +42,8 @@ export class VirtualGrid {
       styled(this.sheet, { height: `${rows * this.height}px` });
       styled(this.window, { height: `${Math.min(rows * this.height, MOST_PX)}px` });
     }
-    this.cards.set(this.items.slice(first, first + inSight).map((item, offset) => ({ item, index: first + offset, columns, count })));
+    const places = this.items.slice(first, first + inSight).map((item, offset) => ({ item, index: first + offset, columns, count }));
+    if (!this.cards.set(places, performance.now() + SLICE_MS)) this.draw(); // the others in the next frame
   }
 
   showPlace(card, { item, index, columns, count }, before) {
