@@ -16,6 +16,7 @@ from swarmnode.codec.body import SHARED
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.linear import speed_up_linears
 from swarmnode.compute.model.span import ModelSpan, load_model
+from swarmnode.compute.packed import let_go
 from swarmnode.compute.training.nothing_kept import NothingKept
 from swarmnode.compute.training.randomness import reseed
 from swarmnode.compute.training.segment import Segment, Values
@@ -130,8 +131,11 @@ def load_segment(checkpoint: Checkpoint, start: int, end: int, *, device: torch.
     """Load units [start, end) to train them, in float32. Raises CheckpointError, LocalError."""
     model = load_model(checkpoint, start, end, dtype=torch.float32)
     model.to(device)
+    mapped = checkpoint.dtype == torch.float32 and torch.device(device).type == "cpu"
     for parameter in model.parameters():  # a mapped file would be copied page by page in the midst of training
-        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        stored, parameter.data = parameter.data, parameter.data.clone(memory_format=torch.contiguous_format)
+        if mapped:  # else the whole file would be resident beside the copies until the last is made
+            let_go(stored)
     return SpanSegment(ModelSpan(checkpoint.family, model, start, end))
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from swarmnode.codec.body import SHARED
 from swarmnode.compute.model.checkpoint import Checkpoint
@@ -135,6 +137,20 @@ def test_values_that_do_not_fit_are_refused(checkpoint: Get) -> None:
     ]:
         with pytest.raises(ProtocolError, match=text):
             segment.forward((torch.zeros(2, 12, 32),), 4, 5, 0, labels)
+
+
+@pytest.mark.parametrize(("stored", "is_let_go"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_what_was_mapped_from_the_file_is_let_go(
+    stored: torch.dtype, is_let_go: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what was made of another dtype, which goes by itself: a machine with swap would write it there."""
+    gone: list[Tensor] = []
+    monkeypatch.setattr("swarmnode.compute.training.lm.let_go", gone.append)
+    build("gpt2").to(stored).save_pretrained(tmp_path)
+    segment = load_segment(Checkpoint(tmp_path), 0, 5)
+    kept = {parameter.data_ptr() for named in segment.parameters().values() for parameter in named.values()}
+    assert len(gone) == (len(kept) if is_let_go else 0)
+    assert kept.isdisjoint(weight.data_ptr() for weight in gone), "only copies are trained"
 
 
 def test_repr(checkpoint: Get) -> None:
