@@ -43,6 +43,7 @@ from swarmnode.localswarm import LocalSwarm, NodeProcess
 
 SESSIONS = 32
 PROMPT, NEW = 96, 24
+LENT = "20GB"  # a node that trains asks for 16 bytes a parameter, as AdamW takes
 MICROBATCHES = 4  # of one sample each: as many as are in flight at once in a short pipeline
 
 
@@ -103,12 +104,18 @@ def serve(folder: Path, shape: Sizes, *extra: str) -> Use:
         return Use.of(node, url)
 
 
+def whole(model: Path) -> str:
+    """The span of a model."""
+    config = json.loads((model / "config.json").read_text())
+    return f"0:{config.get('num_hidden_layers', config.get('n_layer')) + 2}"
+
+
 def train(folder: Path, shape: Sizes, *extra: str) -> Use:
     """One node trains the checkpoint in `folder / "model"` for two steps."""
     with LocalSwarm(folder) as swarm:
         swarm.create(folder / "model", "--mode", "train")
         swarm.bootstrap()
-        node = swarm.node("node", "--metrics-port", "0")
+        node = swarm.node("node", "--metrics-port", "0", "--span", whole(folder / "model"), "--memory", LENT)
         url = node.wait_for("metrics", READY_TIMEOUT_S)["url"]
         node.wait_for("ready", READY_TIMEOUT_S)
         trainer = swarm.trainer("trainer", *settings(shape, MICROBATCHES, 1, 2, *extra))
