@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmnode.client.kept_tokenizer import TokenizerCache
 from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer, stop_ids, vocabulary_size
 from swarmnode.errors import NoRoute
 from swarmnode.roles.host import Host
@@ -48,8 +49,8 @@ class ModelFiles:
     async def tokenizer(self) -> Tokenizer | ByteTokenizer | None:
         """The checkpoint's own; a swarm that trains without one does so on bytes."""
         if self._tokenizer is None and has_tokenizer(file.name for file in self._manifest.files):
-            folder = await self.folder()
-            self._tokenizer = await asyncio.to_thread(Tokenizer, folder)
+            folder, cache = await self.folder(), TokenizerCache(self._host.config.home)
+            self._tokenizer = await asyncio.to_thread(cache.tokenizer, self._host.swarm.id, folder)
         elif self._tokenizer is None and self._manifest.mode == TRAIN:
             self._tokenizer = ByteTokenizer()
         return self._tokenizer

@@ -32,25 +32,37 @@ class Tokenizer:
     """transformers' tokenizer of a checkpoint folder. No code of the checkpoint is ever run."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError where there is none in the folder."""
+        self._folder = folder
+        _ = self.own
+
+    def __repr__(self) -> str:
+        return f"<Tokenizer of {len(self.own)} tokens>"
+
+    @functools.cached_property
+    def own(self) -> Any:
+        """As transformers has it. Raises CheckpointError."""
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            return AutoTokenizer.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"the checkpoint's tokenizer cannot be used: {error}") from error
-
-    def __repr__(self) -> str:
-        return f"<Tokenizer of {len(self._tokenizer)} tokens>"
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects. Raises UsageError where it is no text."""
         _utf8(text)
-        return list(self._tokenizer(text)["input_ids"])
+        return self._ids(text, special_tokens=True)
+
+    @property
+    def chat_template(self) -> Any:
+        """How a conversation is written, or several ways by their names; None where it does not say."""
+        return self.own.chat_template
 
     @property
     def has_chat_template(self) -> bool:
         """Whether it knows how a conversation is written."""
-        return bool(self._tokenizer.chat_template)
+        return bool(self.chat_template)
 
     def encode_chat(self, turns: Sequence[Turn]) -> list[int]:
         """Token ids of a conversation that the model is to answer, by the checkpoint's chat template: plain text where it has none.
@@ -74,11 +86,11 @@ class Tokenizer:
         turns: list[Any] = list(messages)
         offered: list[Any] = list(tools)
         _utf8(json.dumps([turns, offered], ensure_ascii=False, default=str))
-        own = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() & variables.keys()
+        own = inspect.signature(self.own.apply_chat_template).parameters.keys() & variables.keys()
         if own:  # one of them is the template itself
             raise CheckpointError(f"{', '.join(sorted(own))} cannot be set: that is no variable of a chat template")
         try:
-            ids = self._tokenizer.apply_chat_template(
+            ids = self.own.apply_chat_template(
                 turns, tools=offered or None, add_generation_prompt=True, return_dict=False, **variables
             )
         except (TemplateError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -87,40 +99,43 @@ class Tokenizer:
 
     def encode_document(self, text: str) -> list[int]:
         """Token ids of a text of any length, without special tokens."""
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self._ids(text, special_tokens=False)
 
     @property
     def separator(self) -> int | None:
         """The token between two documents: the end of text, where there is one."""
-        token: int | None = self._tokenizer.eos_token_id
+        token: int | None = self.own.eos_token_id
         return token
 
     @property
     def reasons(self) -> bool:
         """Whether its model thinks before it answers, as the chat template says."""
-        return THINK_END in str(self._tokenizer.chat_template)
+        return THINK_END in str(self.chat_template)
 
     @property
     def has_response_template(self) -> bool:
         """Whether the checkpoint says how its answers are written."""
-        return getattr(self._tokenizer, "response_template", None) is not None
+        return getattr(self.own, "response_template", None) is not None
 
     def response_parser(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Any:
         """transformers' parser of what follows this prompt, which wants special tokens, too. Raises CheckpointError where the
         checkpoint says wrongly how its answers are written."""
         offered: list[Any] = list(tools)
         try:
-            return self._tokenizer.get_response_parser(prefix=list(prompt), tools=offered)
+            return self.own.get_response_parser(prefix=list(prompt), tools=offered)
         except (AttributeError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"the checkpoint's response template cannot be used: {error}") from error
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """The text of generated tokens, with special tokens where they are wanted."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens))
+        return str(self.own.decode(list(ids), skip_special_tokens=not special_tokens))
 
     def decode_token(self, token: int) -> str:
         """The text of one token by itself, also of a special one."""
         return self.decode([token], special_tokens=True)
+
+    def _ids(self, text: str, *, special_tokens: bool) -> list[int]:
+        return list(self.own(text, add_special_tokens=special_tokens, verbose=False)["input_ids"])
 
 
 class ByteTokenizer:
