@@ -167,9 +167,18 @@ def test_packages_import_nothing_heavy() -> None:
 
 
 def test_the_command_line_starts_without_heavy_packages() -> None:
-    listing = "import sys, swarmnode.cli.main; print(*sys.modules)"
+    every = "[*typer.main.get_command(swarmnode.cli.main.app).commands.values()]"
+    listing = f"import sys, typer, swarmnode.cli.main; {every}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", listing], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {name.split(".")[0] for name in done.stdout.split()} & HEAVY
+
+
+def test_a_command_is_imported_without_the_others() -> None:
+    listing = "import sys; from swarmnode.cli.main import app; app(['ps', '--help'], standalone_mode=False); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", listing], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = {name for name in done.stdout.split() if name.startswith("swarmnode.cli.")}
+    assert "swarmnode.cli.lend.ps" in loaded
+    assert not loaded & {"swarmnode.cli.lend.run", "swarmnode.cli.use.generate", "swarmnode.cli.host.create"}
 
 
 def test_importing_the_package_loads_nothing_of_it() -> None:

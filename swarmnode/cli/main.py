@@ -8,75 +8,85 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
 
 import typer
 
-from swarmnode.cli.host.bootstrap import bootstrap
-from swarmnode.cli.host.create import create
-from swarmnode.cli.host.host import host
-from swarmnode.cli.host.invite import invite
-from swarmnode.cli.host.members import members
-from swarmnode.cli.host.revoke import revoke
-from swarmnode.cli.lend.bench import bench
-from swarmnode.cli.lend.config import config
-from swarmnode.cli.lend.credit import credit
-from swarmnode.cli.lend.doctor import doctor
-from swarmnode.cli.lend.identity import show_identity
-from swarmnode.cli.lend.lending import finish, pause, resume, stop
-from swarmnode.cli.lend.ps import ps
-from swarmnode.cli.lend.run import run
-from swarmnode.cli.lend.service.commands import app as service
-from swarmnode.cli.lend.weights import app as weights
-from swarmnode.cli.lend.why import why
 from swarmnode.cli.options.node_file import ConfiguredCommand
-from swarmnode.cli.plan.demo import demo
-from swarmnode.cli.plan.fit import fit
-from swarmnode.cli.plan.network import network
-from swarmnode.cli.plan.plan import plan
-from swarmnode.cli.plan.simulate import simulate
 from swarmnode.cli.terminal.console import fail
 from swarmnode.cli.terminal.grouped_help import GroupedHelp
-from swarmnode.cli.train.export import export
-from swarmnode.cli.train.train import train
-from swarmnode.cli.use.chat import chat
-from swarmnode.cli.use.generate import generate
-from swarmnode.cli.use.infer import infer
-from swarmnode.cli.use.join import join
-from swarmnode.cli.use.launch import launch
-from swarmnode.cli.use.mcp import mcp
-from swarmnode.cli.use.models import models
-from swarmnode.cli.use.serve import serve
-from swarmnode.cli.use.status import status
-from swarmnode.cli.use.trace import trace
+from swarmnode.cli.terminal.late_commands import CommandPlace, LateCommands
 from swarmnode.version import __version__
 
-GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Use a swarm": (join, models, generate, chat, infer, serve, launch, mcp, status, trace),
-    "Lend this machine": (run, ps, pause, resume, finish, stop, why, credit, doctor, bench),
-    "Host a swarm": (host, create, bootstrap, invite, revoke, members),
-    "Train": (train, export),
-    "Plan and try": (fit, network, plan, simulate, demo),
+GROUPS: Mapping[str, Mapping[str, CommandPlace]] = {
+    "Use a swarm": {
+        "join": CommandPlace("use.join"),
+        "models": CommandPlace("use.models"),
+        "generate": CommandPlace("use.generate"),
+        "chat": CommandPlace("use.chat"),
+        "infer": CommandPlace("use.infer"),
+        "serve": CommandPlace("use.serve"),
+        "launch": CommandPlace("use.launch"),
+        "mcp": CommandPlace("use.mcp"),
+        "status": CommandPlace("use.status"),
+        "trace": CommandPlace("use.trace"),
+    },
+    "Lend this machine": {
+        "run": CommandPlace("lend.run", settings={"cls": ConfiguredCommand}),
+        "ps": CommandPlace("lend.ps"),
+        "pause": CommandPlace("lend.lending"),
+        "resume": CommandPlace("lend.lending"),
+        "finish": CommandPlace("lend.lending"),
+        "stop": CommandPlace("lend.lending"),
+        "why": CommandPlace("lend.why"),
+        "credit": CommandPlace("lend.credit"),
+        "doctor": CommandPlace("lend.doctor"),
+        "bench": CommandPlace("lend.bench"),
+        "config": CommandPlace(
+            "lend.config",
+            settings={"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}},
+        ),
+        "service": CommandPlace("lend.service.commands", "app"),
+        "weights": CommandPlace("lend.weights", "app"),
+        "id": CommandPlace("lend.identity", "show_identity"),
+    },
+    "Host a swarm": {
+        "host": CommandPlace("host.host"),
+        "create": CommandPlace("host.create"),
+        "bootstrap": CommandPlace("host.bootstrap"),
+        "invite": CommandPlace("host.invite"),
+        "revoke": CommandPlace("host.revoke"),
+        "members": CommandPlace("host.members"),
+    },
+    "Train": {"train": CommandPlace("train.train"), "export": CommandPlace("train.export")},
+    "Plan and try": {
+        "fit": CommandPlace("plan.fit"),
+        "network": CommandPlace("plan.network"),
+        "plan": CommandPlace("plan.plan"),
+        "simulate": CommandPlace("plan.simulate"),
+        "demo": CommandPlace("plan.demo"),
+    },
 }
+
+
+class Commands(GroupedHelp):
+    """All of them, each imported when it is asked for."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = LateCommands(GROUPS)  # type: ignore[assignment]  # nobody adds to them
+
 
 app = typer.Typer(
     name="swarmnode",
     help="Lend your GPU to a swarm that serves or trains large neural networks, or use one.",
-    cls=GroupedHelp,
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help is three times faster than a decorated one
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for heading, commands in GROUPS.items():
-    for command in commands:
-        app.command(rich_help_panel=heading, cls=ConfiguredCommand if command is run else None)(command)
-app.command(
-    rich_help_panel="Lend this machine", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)(config)
-app.add_typer(service, name="service", rich_help_panel="Lend this machine")
-app.add_typer(weights, name="weights", rich_help_panel="Lend this machine")
-app.command("id", rich_help_panel="Lend this machine")(show_identity)
 
 
 def _print_version(wanted: bool) -> None:

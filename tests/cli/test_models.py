@@ -47,4 +47,4 @@ def test_help_is_in_groups() -> None:
     told = invoke("--help").stdout
     places = [told.index(f"{heading}:") for heading in GROUPS]
     assert places == sorted(places)
-    assert all(f"\n  {command.__name__} " in told for commands in GROUPS.values() for command in commands)
+    assert all(f"\n  {name} " in told for commands in GROUPS.values() for name in commands)

@@ -23,7 +23,13 @@ from swarmnode.errors import LocalError
 from swarmnode.localswarm import LocalSwarm, Process
 from swarmnode.net.libp2p.parent import die_with_parent
 
-IMPORTED = ("swarmnode.cli.main", "swarmnode.node.node", "swarmnode.roles.serving.stage", "swarmnode.net.libp2p.engine")
+IMPORTED = (
+    "swarmnode.cli.lend.run",
+    "swarmnode.cli.host.bootstrap",
+    "swarmnode.node.node",
+    "swarmnode.roles.serving.stage",
+    "swarmnode.net.libp2p.engine",
+)
 
 forkserver = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(list(IMPORTED))
