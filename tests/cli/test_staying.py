@@ -54,7 +54,8 @@ def test_a_service_is_installed_and_removed(tmp_path: Path, called: list[tuple[s
     ]
     assert invoke("service", "uninstall", "friends").returncode == 0
     assert not any(path.exists() for path in (invite, options, unit))
-    assert_clear(invoke("service", "uninstall", "friends"), 2, "no service friends")
+    for command in ("uninstall", "status", "logs"):
+        assert_clear(invoke("service", command, "friends"), 2, "no service friends")
 
 
 def test_a_service_of_macos(tmp_path: Path, called: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def status(name: str = NAME) -> None:
 
     Example: swarmnode service status friends
     """
-    _check_name(name)
+    _installed(name)
     raise typer.Exit(manager_here().status(name))
 
 
@@ -77,7 +77,7 @@ def logs(name: str = NAME, follow: bool = typer.Option(False, "--follow", "-f", 
 
     Example: swarmnode service logs friends -f
     """
-    _check_name(name)
+    _installed(name)
     raise typer.Exit(manager_here().logs(name, follow=follow))
 
 
@@ -88,10 +88,7 @@ def uninstall(name: str = NAME) -> None:
 
     Example: swarmnode service uninstall friends
     """
-    _check_name(name)
-    swarm = Service(name).swarm
-    if not (swarm.is_symlink() or swarm.exists()):
-        fail(f"there is no service {name}", 2)
+    swarm = _installed(name)
     manager_here().remove(name)
     swarm.unlink(missing_ok=True)
     say(f"The service {name} is gone.")
@@ -110,6 +107,15 @@ def _invite(name: str, home: Path) -> str:
     from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
 
     return JoinedSwarms(home).invite_to(name) or fail(f"{name} was not joined here: `swarmnode join` first", 2)
+
+
+def _installed(name: str) -> Path:
+    """The swarm of a service that was installed."""
+    _check_name(name)
+    swarm = Service(name).swarm
+    if not (swarm.is_symlink() or swarm.exists()):
+        fail(f"there is no service {name}: `swarmnode service install {name}` makes one", 2)
+    return swarm
 
 
 def _check_name(name: str) -> None:
