@@ -22,7 +22,7 @@ settings.load_profile("check")
 
 REAL = "tests/real/"
 TOGETHER = (REAL, "tests/compute/graph/")
-"""Folders for one worker: real swarms would disturb one another, and a ResNet-101 need be exported only once."""
+"""Folders for one worker: real swarms would disturb one another, and modules need be exported only once."""
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+import typer.testing
 
 from swarmnode.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240.0  # processes take long on a machine that is busy
+
+typer.testing._get_command = functools.cache(typer.testing._get_command)
+"""Else forty commands would be made of their signatures each time, which takes longer than what most tests have one do."""
 
 
 def swarmnode(*arguments: str, home: Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -28,12 +32,15 @@ def swarmnode(*arguments: str, home: Path, cwd: Path | None = None) -> subproces
     )
 
 
-def invoke(*arguments: str, home: Path | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """As `swarmnode`, in this process, which has imported the heavy packages already."""
+def invoke(
+    *arguments: str, home: Path | None = None, cwd: Path | None = None, given: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """As `swarmnode`, in this process, which has imported the heavy packages already. `given` is its standard input."""
+    environment = {"SWARMNODE_HOME": str(home)} if home is not None else None
     with pytest.MonkeyPatch.context() as patch:
         if cwd is not None:
             patch.chdir(cwd)
-        result = CliRunner().invoke(app, arguments, env={"SWARMNODE_HOME": str(home)} if home is not None else None)
+        result = typer.testing.CliRunner().invoke(app, arguments, input=given, env=environment)
     return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr)
 
 

@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from swarmnode.cli.main import app
 from swarmnode.cli.options.swarm import open_swarm
 from swarmnode.swarm.storage.joined_swarms import JoinedSwarms
 from tests.cli.command import assert_clear, invoke
@@ -27,8 +25,8 @@ def test_an_invite_need_not_stand_in_the_command(tmp_path: Path, way: str) -> No
     line = tmp_path / "line.txt"
     line.write_text(f"{FRIENDS}\n")
     argument, given = (str(line), None) if way == "file" else ("-", f"{FRIENDS}\n")
-    done = CliRunner().invoke(app, ["join", argument, "--home", str(tmp_path / "home"), "--json"], input=given)
-    assert done.exit_code == 0, done.output
+    done = invoke("join", argument, "--home", str(tmp_path / "home"), "--json", given=given)
+    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["name"] == "friends"
 
 
@@ -43,8 +41,8 @@ def test_a_private_swarms_terms_are_told(file: Path, tmp_path: Path) -> None:  #
     ("text", "word"), [("hello", "neither an invite"), (FRIENDS[:-4] + "aaaa", "damaged"), ("", "standard input")]
 )
 def test_what_is_no_invite_is_refused(tmp_path: Path, text: str, word: str) -> None:
-    done = CliRunner().invoke(app, ["join", text, "--home", str(tmp_path)], input="")
-    assert done.exit_code == 2 and word in done.stderr and not list(tmp_path.iterdir())
+    done = invoke("join", text, "--home", str(tmp_path), given="")
+    assert done.returncode == 2 and word in done.stderr and not list(tmp_path.iterdir())
 
 
 def test_without_any_swarm_it_is_asked_which(tmp_path: Path) -> None:

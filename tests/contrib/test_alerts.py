@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.real.prometheus import CONTRIB, needs_prometheus, promtool
 
@@ -43,5 +43,7 @@ def test_the_tests_notice_wrong_rules(tmp_path: Path, right: str, wrong: str) ->
     text = ALERTS.read_text()
     assert right in text
     (tmp_path / "alerts.yml").write_text(text.replace(right, wrong))
-    shutil.copy(TESTS, tmp_path)
+    tests = yaml.safe_load(TESTS.read_text())
+    short = [test for test in tests["tests"] if "for a day" not in test["name"]]  # each minute of which is evaluated
+    (tmp_path / TESTS.name).write_text(yaml.safe_dump({**tests, "tests": short}))
     assert promtool("test", "rules", str(tmp_path / TESTS.name)).returncode == 1

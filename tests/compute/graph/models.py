@@ -1,4 +1,4 @@
-"""Modules to export: a convolutional net with everything that is awkward, a U-Net, GPT-2, ResNet-101."""
+"""Modules to export: a convolutional net with everything that is awkward, a U-Net, GPT-2, a short ResNet."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from swarmnode.compute.training.datasets.batches import Microbatch
 Batch = dict[str, Tensor]
 CLASSES = 10
 VOCABULARY = 99
+BLOCKS = (2, 2, 12, 2)  # of a ResNet's stages: as many as let a unit be a whole block
 
 
 class Awkward(nn.Module):
@@ -78,7 +79,7 @@ def build(kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind == "resnet":
         widths: Any = {"embedding_size": 8, "hidden_sizes": [16, 16, 32, 32]}
-        return ResNetForImageClassification(ResNetConfig(depths=[3, 4, 23, 3], num_labels=CLASSES, **widths)).train()
+        return ResNetForImageClassification(ResNetConfig(depths=[*BLOCKS], num_labels=CLASSES, **widths)).train()
     if kind == "gpt2":
         off: Any = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "bos_token_id": None, "eos_token_id": None}
         config = GPT2Config(
