@@ -10,11 +10,10 @@ from tests.gateway.conftest import serving
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 
-pytest.importorskip("mcp", reason="the MCP SDK is not installed: pip install 'swarmnode[mcp]'")
-
 
 @in_virtual_time
 async def test_agents_generate_look_and_trace(founded: Founded, tmp_path: Path) -> None:
+    pytest.importorskip("mcp", reason="the MCP SDK is not installed: pip install 'swarmnode[mcp]'")
     from mcp.server.mcpserver.exceptions import ToolError
 
     from swarmnode.gateway.integrations.swarm_tools import SwarmTools

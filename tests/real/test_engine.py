@@ -224,6 +224,20 @@ def test_folders_of_the_living_stay() -> None:
         folder.remove()
 
 
+def test_folders_of_processes_in_other_containers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their numbers mean nothing here; whoever is dead everywhere holds no lock."""
+    with tempfile.TemporaryDirectory() as shared:
+        monkeypatch.setattr(tempfile, "tempdir", shared)
+        monkeypatch.setattr(daemon, "_is_alive", lambda _pid: False)
+        folder = daemon.SocketFolder()
+        daemon.remove_stale_folders()
+        assert folder.path.parent == Path(shared) and folder.path.exists()
+        assert folder._lock is not None
+        folder._lock.close()
+        daemon.remove_stale_folders()
+        assert not folder.path.exists()
+
+
 def test_a_deep_temp_folder_is_left_for_a_short_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tmp_path / ("deep" * 20)
     deep.mkdir()

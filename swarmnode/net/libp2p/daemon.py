@@ -1,7 +1,7 @@
 """p2pd as a child process: started, watched, ended; never left behind.
 
-Sockets live in a private folder of the temp directory that carries our process id, so that folders of processes that
-were killed can be told and removed at the next start.
+Sockets live in a private folder of the temp directory that carries our process id and holds a file that we have locked, so that
+folders of processes that were killed can be told and removed at the next start.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.errors import LocalError
+from swarmnode.files.file_lock import lock_alone
 from swarmnode.net.libp2p.parent import die_with_parent
 from swarmnode.net.tasks import cancel_and_wait
 
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 FOLDER_PREFIX = "swarmnode-"  # short: a socket's path may have 103 bytes (macOS), of which hivemind's names take 26
 MAX_FOLDER_CHARS = 76
+LOCK_FILE = "lock"  # in the folder, held by its process
 START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 3.0
 DESCRIPTORS = 16_384
@@ -42,6 +44,7 @@ class SocketFolder:
         if len(str(self.path)) > MAX_FOLDER_CHARS:
             self.path.rmdir()
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))  # nosec B108  # its name is drawn
+        self._lock = None if sys.platform == "win32" else lock_alone(self.path / LOCK_FILE)
         self._sockets = itertools.count(1)
 
     def __repr__(self) -> str:
@@ -54,6 +57,8 @@ class SocketFolder:
     def remove(self) -> None:
         """Delete the folder with all that is in it; no error where it is gone."""
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
 
 
 def remove_stale_folders() -> None:
@@ -61,13 +66,23 @@ def remove_stale_folders() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         pid = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):
-            if pid.isdigit() and not _is_alive(int(pid)) and _is_ours(folder):
+            if pid.isdigit() and not _is_alive(int(pid)) and _is_ours(folder) and not _is_held(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_ours(folder: Path) -> bool:
     """On Windows every user has a folder for such things."""
     return sys.platform == "win32" or folder.stat().st_uid == os.getuid()
+
+
+def _is_held(folder: Path) -> bool:
+    """By a process that we cannot see: containers may share a folder, but not the numbers of their processes."""
+    if sys.platform == "win32":
+        return False
+    lock = lock_alone(folder / LOCK_FILE)
+    if lock is not None:
+        lock.close()
+    return lock is None
 
 
 def _is_alive(pid: int) -> bool:

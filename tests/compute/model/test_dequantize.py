@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -79,6 +78,8 @@ def fp8_rows(weight_OI: Tensor) -> Packed:
 
 
 def nf4(weight_OI: Tensor, *, nested: bool = False) -> Packed:
+    from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit  # brings torch's compiler
+
     packed, state = quantize_4bit(weight_OI.clone(), quant_type="nf4", compress_statistics=nested)
     assert isinstance(state, QuantState)
     plain = dequantize_4bit(packed, state)

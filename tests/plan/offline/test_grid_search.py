@@ -127,15 +127,14 @@ def test_progress_ends_at_one_and_costs_only_fall() -> None:
     assert costs_s[-1] == problem.cost(grid).total_s
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_better_than_plain_annealing(seed: int) -> None:
+def test_better_than_plain_annealing() -> None:
     """Swaps of two places at random, accepted by Metropolis' rule: as many as take three times the search's processor time."""
-    problem = Problem.on(noisy_regions(24, 4, seed=seed), stages=4, replicas=6, traffic=GPT3_XL)
+    problem = Problem.on(noisy_regions(24, 4, seed=0), stages=4, replicas=6, traffic=GPT3_XL)
     found_s = problem.cost(Search(problem, effort=0.15).run()).total_s
-    assert found_s < 1.01 * annealed(problem, seed, swaps=60_000)
+    assert found_s < 1.01 * annealed(problem, seed=0, swaps=60_000)
 
 
-def annealed(problem: Problem, seed: int, *, swaps: int) -> float:
+def annealed(problem: Problem, *, seed: int, swaps: int) -> float:
     """The best cost that plain annealing meets."""
     random = np.random.default_rng(seed)
     grid: Grid = random.permutation(problem.devices).reshape(problem.stages, problem.replicas)
