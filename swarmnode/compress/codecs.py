@@ -104,9 +104,9 @@ def decode(
     if not length:
         return torch.empty(info.shape, dtype=TORCH_DTYPE[info.dtype], device=device)
     if (info.codec, info.dtype) == _SMALL and is_few(count := prod(info.shape)) and torch.device(device).type == "cpu":
-        x_N = decode_small_int8(payload, count)
-        if x_N is not None:
-            return x_N.view(info.shape)
+        x = decode_small_int8(payload, info.shape, count)
+        if x is not None:
+            return x
     return _decode_flat(info, _from_buffer(payload, torch.device(device))).view(info.shape)
 
 

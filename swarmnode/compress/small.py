@@ -21,12 +21,10 @@ _STEP = np.float32(1 / LEVELS)
 _SMALLEST = np.float32(SMALLEST_SCALE)
 _SPLIT = np.float32((1 << 16) + 1)  # Veltkamp's: it leaves the 8 bits of significand that bfloat16 has
 _LARGEST = np.float32(2.0**110)  # of an element: what is split must not overflow
-_HALVES, _CODES = (
-    np.dtype("<u2"),
-    np.dtype(np.int8),
-)  # a dtype that is named anew each time costs as much as an operation
+# A dtype that is named anew each time costs as much as an operation.
+_HALVES, _FLOATS, _CODES = np.dtype("<u2"), np.dtype("<f4"), np.dtype(np.int8)
 _INFINITE = 0x7F80  # as bfloat16; NaN and what is negative lie above
-_HIGH = np.uint32(16)
+_STARTS = np.arange(0, MOST_ELEMENTS, INT8_GROUP)  # of the groups
 
 
 def is_few(count: int) -> bool:
@@ -42,7 +40,9 @@ def is_small(x: Tensor) -> bool:
 def encode_small_int8(x: Tensor) -> bytes | None:
     """The payload of a tensor that is small; None where it holds huge values, or such as are not finite."""
     x_GW: NDArray[Any] = (x.detach() if x.requires_grad else x).numpy().reshape(-1, INT8_GROUP)
-    peaks_G = np.maximum.reduce(np.abs(x_GW), 1)
+    peaks_G = np.maximum.reduceat(
+        np.abs(x_GW).ravel(), _STARTS[: len(x_GW)]
+    )  # sooner than reduce over rows that are short
     if not np.maximum.reduce(peaks_G) < _LARGEST:
         return None
     scales_G = np.maximum(peaks_G * _STEP, _SMALLEST)
@@ -53,12 +53,14 @@ def encode_small_int8(x: Tensor) -> bytes | None:
     return scales_G.view(_HALVES)[1::2].tobytes() + codes_GW.astype(_CODES).tobytes()
 
 
-def decode_small_int8(payload: bytes | bytearray | memoryview, count: int) -> Tensor | None:
-    """x_N in float32; None where a scale is not finite."""
+def decode_small_int8(payload: bytes | bytearray | memoryview, shape: tuple[int, ...], count: int) -> Tensor | None:
+    """The tensor of this shape and so many elements in float32; None where a scale is not finite."""
     groups = count // INT8_GROUP
     halves_G = np.frombuffer(payload, _HALVES, groups)
     if np.maximum.reduce(halves_G) >= _INFINITE:
         return None
-    scales_G = (halves_G.astype(np.uint32) << _HIGH).view(np.float32)
+    wide_G: NDArray[Any] = np.zeros(2 * groups, _HALVES)
+    wide_G[1::2] = halves_G
+    scales_G = wide_G.view(_FLOATS)
     codes_GW = np.frombuffer(payload, _CODES, count, 2 * groups).reshape(groups, INT8_GROUP)
-    return torch.from_numpy(codes_GW * scales_G[:, None]).view(-1)
+    return torch.from_numpy((codes_GW * scales_G[:, None]).reshape(shape))
