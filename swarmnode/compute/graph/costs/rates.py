@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from swarmnode.compute.graph.costs.work import (
 )
 from swarmnode.compute.stopwatch import synchronize
 
+MEASURING_BYTES = 96 << 20  # that a measurement takes at most at a time, its outputs and torch's own buffers among them
 _TRIALS = 5
 
 
@@ -70,7 +71,7 @@ def measure_rates(
     device = torch.device(device)
     per_s: dict[str, float] = {}
     with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
-        for kind, trial in _trials(device).items():
+        for kind, trial in _trials(device):
             with WorkCounter() as counter:
                 trial()
             other = Rates(per_s).seconds(ComputeWork({done: counter.amounts.get(done, 0.0) for done in per_s}))
@@ -78,38 +79,47 @@ def measure_rates(
     return Rates(per_s)
 
 
-def _trials(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """For each kind something that is mostly of it; earlier kinds are subtracted from later ones."""
-    tiny = torch.zeros(1, device=device)
-    matrix = torch.randn(512, 512, device=device)
-    block = torch.randn(1 << 18, device=device)  # 1 MiB, as activations are
-    large = torch.randn(1 << 24, device=device)  # 64 MiB
-    images = torch.randn(8, 64, 16, 16, device=device, requires_grad=True)
-    moments = torch.ones(64, device=device)
-    kernel = torch.randn(64, 64, 3, 3, device=device, requires_grad=True)
-    small = torch.randn(2, 256, 4, 4, device=device, requires_grad=True)
-    filters = torch.randn(512, 256, 3, 3, device=device, requires_grad=True)
-    query = torch.randn(4, 8, 128, 64, device=device, requires_grad=True)
+def _trials(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """For each kind something that is mostly of it; earlier kinds are subtracted from later ones. Each has its tensors alone."""
+
+    def normal(*shape: int, learns: bool = False) -> Tensor:
+        return torch.randn(*shape, device=device, requires_grad=learns)
 
     def backward(output: Tensor, *inputs: Tensor) -> Any:
         return torch.autograd.grad(output, inputs, output.detach())
 
+    tiny = torch.zeros(1, device=device)
+    yield CALLS, lambda: [tiny + tiny for _ in range(1000)]
+
+    block = normal(1 << 18)  # 1 MiB, as activations are
+    yield PLAIN, lambda: [block + block for _ in range(50)]
+    yield LARGE, _addition(normal(1 << 23))
+    yield SOFT, lambda: [torch.softmax(block.view(-1, 512), 1) for _ in range(20)]
+    yield HARD, lambda: [torch.tanh(block) for _ in range(5)]
+    yield RANDOM, lambda: [torch.empty_like(block).bernoulli_(0.9) for _ in range(5)]
+
+    images, moments = normal(8, 64, 16, 16, learns=True), torch.ones(64, device=device)
+
     def batch_norm() -> Tensor:
         return functional.batch_norm(images, moments.clone(), moments.clone(), training=True)
 
-    return {
-        CALLS: lambda: [tiny + tiny for _ in range(1000)],
-        PLAIN: lambda: [block + block for _ in range(50)],
-        LARGE: lambda: large + large,
-        SOFT: lambda: [torch.softmax(block.view(-1, 512), 1) for _ in range(20)],
-        HARD: lambda: [torch.tanh(block) for _ in range(5)],
-        RANDOM: lambda: [torch.empty_like(block).bernoulli_(0.9) for _ in range(5)],
-        BATCH_NORM: lambda: [backward(batch_norm(), images) for _ in range(5)],
-        MATMUL: lambda: [matrix @ matrix for _ in range(5)],
-        CONVOLUTION: lambda: backward(functional.conv2d(images, kernel, padding=1), images, kernel),
-        FILTERS: lambda: backward(functional.conv2d(small, filters, padding=1), small, filters),
-        ATTENTION: lambda: backward(functional.scaled_dot_product_attention(query, query, query), query),
-    }
+    yield BATCH_NORM, lambda: [backward(batch_norm(), images) for _ in range(5)]
+
+    matrix = normal(512, 512)
+    yield MATMUL, lambda: [matrix @ matrix for _ in range(5)]
+
+    kernel = normal(64, 64, 3, 3, learns=True)
+    yield CONVOLUTION, lambda: backward(functional.conv2d(images, kernel, padding=1), images, kernel)
+
+    small, filters = normal(2, 256, 4, 4, learns=True), normal(512, 256, 3, 3, learns=True)
+    yield FILTERS, lambda: backward(functional.conv2d(small, filters, padding=1), small, filters)
+
+    query = normal(4, 8, 128, 64, learns=True)
+    yield ATTENTION, lambda: backward(functional.scaled_dot_product_attention(query, query, query), query)
+
+
+def _addition(large: Tensor) -> Callable[[], Any]:
+    return lambda: large + large
 
 
 def _fastest_s(trial: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
-from swarmnode.compute.graph.costs.rates import Rates
+from swarmnode.compute.graph.costs.rates import MEASURING_BYTES, Rates
 from swarmnode.compute.training.precision import autocast_dtype
 from swarmnode.errors import CheckpointError
+from swarmnode.ledger import Account, Full, MemoryLedger
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.run import Run
 
@@ -27,9 +28,16 @@ class PassEstimator:
     """Of one device, which is lent for a `share` of the time. Used on its thread: rates are measured when first asked for."""
 
     def __init__(
-        self, device: torch.device, estimates: Estimates, measure: MeasureRates, *, share: float = 1.0
+        self,
+        device: torch.device,
+        estimates: Estimates,
+        measure: MeasureRates,
+        ledger: MemoryLedger,
+        *,
+        share: float = 1.0,
     ) -> None:
         self._device = device
+        self._ledger = ledger
         self._estimates = estimates
         self._measure = measure
         self._share = share
@@ -39,17 +47,19 @@ class PassEstimator:
         return f"<PassEstimator of {self._device}, {len(self._rates)} rates measured>"
 
     def unit_s(self, run: Run, units: Span, *, recompute: bool) -> float:
-        """Seconds for one of these units, there and back; 0 where work cannot be estimated. `recompute`: graphs are not kept."""
+        """Seconds for one of these units, there and back; 0 where work cannot be estimated, or there is no memory to measure in.
+        `recompute`: graphs are not kept."""
         try:
             estimates = self._estimates(run)[slice(*units)]
-        except CheckpointError as error:
+            rates = self._rates_of(autocast_dtype(self._device, wanted=run.autocast))
+        except (CheckpointError, Full) as error:
             log.info("%s; how long it takes is known when it was timed", error)
             return 0.0
-        rates = self._rates_of(autocast_dtype(self._device, wanted=run.autocast))
         passes_s = sum(one.seconds(rates) + recompute * rates.seconds(one.forward) for one in estimates)
         return passes_s / units.units / self._share
 
     def _rates_of(self, dtype: torch.dtype | None) -> Rates:
         if dtype not in self._rates:
-            self._rates[dtype] = self._measure(self._device, dtype)
+            with self._ledger.reserve(Account.ACTIVATIONS, MEASURING_BYTES):
+                self._rates[dtype] = self._measure(self._device, dtype)
         return self._rates[dtype]

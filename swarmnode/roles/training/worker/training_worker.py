@@ -328,7 +328,7 @@ def _part(
         executors[device],
         memory=TrainingMemory(lent.ledger, segment, estimated),
         stopwatch=Stopwatch(segment.device, clock=host.clock.compute, throttle=lent.throttle),
-        estimator=PassEstimator(segment.device, estimated, measuring, share=hardware.config.share),
+        estimator=PassEstimator(segment.device, estimated, measuring, lent.ledger, share=hardware.config.share),
     )
 
 

@@ -9,6 +9,7 @@ from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.graph.costs.rates import REFERENCE, Rates
 from swarmnode.compute.graph.costs.work import MATMUL, ComputeWork
 from swarmnode.errors import CheckpointError
+from swarmnode.ledger import MemoryLedger
 from swarmnode.plan.view import Span
 from swarmnode.roles.training.worker.pass_estimator import Estimates, PassEstimator
 from swarmnode.roles.training.worker.unit_time import UnitTime
@@ -30,13 +31,19 @@ def unknown(_run: Run) -> list[UnitEstimate]:
     raise CheckpointError("its own code needs real numbers")
 
 
-def estimator(estimates: Estimates, asked: list[torch.device] | None = None, share: float = 1.0) -> PassEstimator:
+def estimator(
+    estimates: Estimates,
+    asked: list[torch.device] | None = None,
+    *,
+    share: float = 1.0,
+    limit_bytes: int | None = None,
+) -> PassEstimator:
     def measure(device: torch.device, _dtype: torch.dtype | None) -> Rates:
         if asked is not None:
             asked.append(device)
         return REFERENCE
 
-    return PassEstimator(CPU, estimates, measure, share=share)
+    return PassEstimator(CPU, estimates, measure, MemoryLedger(limit_bytes), share=share)
 
 
 def test_a_unit_takes_its_share_of_the_work_of_the_span() -> None:
@@ -55,6 +62,12 @@ def test_a_device_that_is_lent_for_half_of_the_time_takes_twice_as_long() -> Non
 def test_nothing_is_expected_of_work_that_cannot_be_estimated() -> None:
     asked: list[torch.device] = []
     assert estimator(unknown, asked).unit_s(RUN, Span(0, 3), recompute=False) == 0.0
+    assert asked == []
+
+
+def test_nothing_is_measured_where_there_is_no_memory_for_it() -> None:
+    asked: list[torch.device] = []
+    assert estimator(estimates, asked, limit_bytes=1 << 20).unit_s(RUN, Span(0, 3), recompute=False) == 0.0
     assert asked == []
 
 
