@@ -12,12 +12,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from swarmnode.client.chat_template import chosen_template, is_ordinary, render_chat, renders_as_transformers
 from swarmnode.client.tokenizer import Tokenizer
 from swarmnode.errors import LocalError
 from swarmnode.swarm.storage.kept_file import read_kept, write_kept
@@ -45,13 +46,16 @@ class KeptPipeline(msgspec.Struct, frozen=True):
     pipeline: str  # as `tokenizers` writes it
     separator: int | None
     chat_template: str | dict[str, str] | None
+    special_tokens: dict[str, str]  # by the names that templates know them by
+    template_settings: frozenset[str]
+    renders_chats: bool  # as transformers does
     has_response_template: bool
     splits_special_tokens: bool
 
 
 class KeptTokenizer(Tokenizer):
-    """A checkpoint's tokenizer that reads texts by a kept pipeline. Conversations by a template are transformers' own business,
-    which then makes its tokenizer of the folder, once."""
+    """A checkpoint's tokenizer that reads texts by a kept pipeline. What only transformers' own can do, that one does, which is
+    then made of the folder, once."""
 
     def __init__(self, folder: Path, kept: KeptPipeline) -> None:
         from tokenizers import Tokenizer as Pipeline
@@ -69,6 +73,10 @@ class KeptTokenizer(Tokenizer):
         return self._kept.chat_template
 
     @property
+    def template_settings(self) -> frozenset[str]:
+        return self._kept.template_settings
+
+    @property
     def separator(self) -> int | None:
         return self._kept.separator
 
@@ -78,6 +86,13 @@ class KeptTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         return self._pipeline.decode(list(ids), skip_special_tokens=not special_tokens)
+
+    def _chat_ids(self, messages: list[Any], tools: list[Any], variables: Mapping[str, Any]) -> list[int]:
+        template = chosen_template(self._kept.chat_template, with_tools=bool(tools))
+        if template is None or not self._kept.renders_chats or not is_ordinary(messages):
+            return super()._chat_ids(messages, tools, variables)
+        text = render_chat(template, messages, tools, {**self._kept.special_tokens, **variables})
+        return self._ids(text, special_tokens=False)
 
     def _ids(self, text: str, *, special_tokens: bool) -> list[int]:
         return self._pipeline.encode(text, add_special_tokens=special_tokens).ids
@@ -139,6 +154,9 @@ def kept_pipeline(tokenizer: Tokenizer) -> KeptPipeline:
         pipeline=whole.to_str(),
         separator=tokenizer.separator,
         chat_template=tokenizer.chat_template,
+        special_tokens=tokenizer.own.special_tokens_map,
+        template_settings=tokenizer.template_settings,
+        renders_chats=renders_as_transformers(tokenizer.own),
         has_response_template=tokenizer.has_response_template,
         splits_special_tokens=bool(tokenizer.own.split_special_tokens),
     )

@@ -86,16 +86,18 @@ class Tokenizer:
         turns: list[Any] = list(messages)
         offered: list[Any] = list(tools)
         _utf8(json.dumps([turns, offered], ensure_ascii=False, default=str))
-        own = inspect.signature(self.own.apply_chat_template).parameters.keys() & variables.keys()
+        own = self.template_settings & variables.keys()
         if own:  # one of them is the template itself
             raise CheckpointError(f"{', '.join(sorted(own))} cannot be set: that is no variable of a chat template")
         try:
-            ids = self.own.apply_chat_template(
-                turns, tools=offered or None, add_generation_prompt=True, return_dict=False, **variables
-            )
+            return self._chat_ids(turns, offered, variables)
         except (TemplateError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"the checkpoint's chat template cannot be used: {error}") from error
-        return list(ids)
+
+    @property
+    def template_settings(self) -> frozenset[str]:
+        """What transformers lets a caller set about a conversation, and is therefore no variable of a template."""
+        return frozenset(inspect.signature(self.own.apply_chat_template).parameters)
 
     def encode_document(self, text: str) -> list[int]:
         """Token ids of a text of any length, without special tokens."""
@@ -133,6 +135,13 @@ class Tokenizer:
     def decode_token(self, token: int) -> str:
         """The text of one token by itself, also of a special one."""
         return self.decode([token], special_tokens=True)
+
+    def _chat_ids(self, messages: list[Any], tools: list[Any], variables: Mapping[str, Any]) -> list[int]:
+        return list(
+            self.own.apply_chat_template(
+                messages, tools=tools or None, add_generation_prompt=True, return_dict=False, **variables
+            )
+        )
 
     def _ids(self, text: str, *, special_tokens: bool) -> list[int]:
         return list(self.own(text, add_special_tokens=special_tokens, verbose=False)["input_ids"])

@@ -177,12 +177,13 @@ def test_a_folder_without_one_is_told(tmp_path: Path) -> None:
 
 
 def test_a_kept_one_needs_no_transformers(tmp_path: Path) -> None:
-    byte_level().save_pretrained(tmp_path / "model")
+    byte_level(chat_template="{{ messages[0].content }}!").save_pretrained(tmp_path / "model")
     TokenizerCache(tmp_path).tokenizer(SWARM, tmp_path / "model")
     reading = (
         "import sys; from pathlib import Path; from swarmnode.client.kept_tokenizer import TokenizerCache;"
         f"tokenizer = TokenizerCache(Path({str(tmp_path)!r})).tokenizer(bytes(32), Path('nowhere'));"
-        "print(tokenizer.decode(tokenizer.encode('hello')), {'torch', 'transformers'} & set(sys.modules))"
+        "chat = tokenizer.encode_messages([{'role': 'user', 'content': 'world'}]);"
+        "print(tokenizer.decode(tokenizer.encode('hello') + chat), {'torch', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", reading], capture_output=True, text=True, check=True)
-    assert done.stdout == "hello set()\n"
+    assert done.stdout == "helloworld! set()\n"
