@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import itertools
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -158,7 +157,7 @@ class ToyDirectory:
 
 
 class StallingExecutor(InlineExecutor):
-    """For virtual time. `stall` lets it stand still, as a device that hangs does, while everything else at its node goes on."""
+    """`stall` lets it stand still, as a device that hangs does, while everything else at its node goes on."""
 
     def __init__(self) -> None:
         self._item_s = ITEM_S
@@ -260,30 +259,33 @@ class Volunteer:
 
 
 class TrainingSwarm:
-    """Volunteers by number, in the order in which they came; the first one is the eldest.
+    """Volunteers by number, in the order in which they came; the first one is the eldest. On a VirtualLoop.
 
-    `virtual`: on a VirtualLoop, where nothing may compute on a thread. `wrap` stands between a peer and the network."""
+    `wrap` stands between a peer and the network."""
 
     def __init__(
         self,
         folder: Path,
         gate: Gate = OPEN_GATE,
         *,
-        virtual: bool = False,
         wrap: Callable[[FakeNetwork], Network] = lambda network: network,
     ) -> None:
         self.world = FakeWorld(seed=1)
         self._gate = gate  # of everybody
-        self._virtual = virtual
         self._wrap = wrap
         self.announced = Announced()
         self.volunteers: list[Volunteer] = []
         self._folder = folder
         self._trainers: list[Switchboard] = []
 
+    async def __aenter__(self) -> TrainingSwarm:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     def _config(self) -> LinkConfig:
-        clock = asyncio.get_running_loop().time if self._virtual else time.perf_counter
-        return LinkConfig(gate=self._gate, clock=clock)
+        return LinkConfig(gate=self._gate, clock=asyncio.get_running_loop().time)
 
     async def _network(self) -> Network:
         network = self._wrap(self.world.join())
@@ -303,9 +305,8 @@ class TrainingSwarm:
         if disk_of is not None:
             await disk_of.checkpoint_manager.close()
             folder = disk_of.folder
-        executor = StallingExecutor() if self._virtual else Executor()
         directory = ToyDirectory(network, self.announced)
-        volunteer = Volunteer(network, directory, segment, folder, self._config(), executor)
+        volunteer = Volunteer(network, directory, segment, folder, self._config(), StallingExecutor())
         self.volunteers.append(volunteer)
         await volunteer.states.serve()
         await volunteer.stage.start()

@@ -150,10 +150,11 @@ def test_a_trainer_tells_of_its_last_step_and_passes_on_what_it_hears() -> None:
     assert listener.heard == [run, ("for a holder", (2, 3)), *reports]
 
 
+@in_virtual_time
 async def test_a_training_stage_counts_each_microbatch_there_and_back(tmp_path: Path) -> None:
-    swarm, batches = TrainingSwarm(tmp_path), toy_batches()
+    batches = toy_batches()
     run = toy_run(batches, 3)
-    try:
+    async with TrainingSwarm(tmp_path) as swarm:
         first = await swarm.join(0, 2)
         last = await swarm.join(2, 3)
         _, trainer = await swarm.trainer(run, batches, lambda _report: None)
@@ -166,5 +167,3 @@ async def test_a_training_stage_counts_each_microbatch_there_and_back(tmp_path: 
             assert not figures(told, table.NOT_FINITE) and not figures(told, table.FAULTS)
         sent = figures(first.stage.meter.readings(), table.TENSOR_RAW_BYTES)
         assert sent["0:2", TRAIN, "none", FORWARD] > 0
-    finally:
-        await swarm.close()

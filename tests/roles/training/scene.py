@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import inspect
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +16,13 @@ from swarmnode.errors import PeerError
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeWorld
-from swarmnode.net.memory.virtual_time import run_virtual
 from swarmnode.roles.training.checkpoints.checkpoint_manager import CheckpointManager
 from swarmnode.roles.training.checkpoints.state_server import StateServer
 from swarmnode.roles.training.coordinator.seal import seal_lease
 from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
 from swarmnode.swarm.records.run import encode_run
 from tests.compute.training.toy import ToySegment, toy_values
+from tests.net.virtual import in_virtual_time_with
 from tests.roles.training_swarm import HELLO, PATIENCE_S, one_part, toy_batches, toy_run
 
 TERM = 5
@@ -144,19 +141,4 @@ class Scene:
             await network.close()
 
 
-def in_scene(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an async test, whose first parameter is a Scene, on a VirtualLoop."""
-
-    async def play(folder: Path, named: dict[str, Any]) -> None:
-        async with Scene(folder) as scene:
-            await test(scene, **named)
-
-    @functools.wraps(test)
-    def run(tmp_path: Path, **named: Any) -> None:
-        run_virtual(play(tmp_path, named))
-
-    folder = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    signature = inspect.signature(test)
-    _, *named = signature.parameters.values()
-    run.__signature__ = signature.replace(parameters=[folder, *named])  # type: ignore[attr-defined]  # for pytest's fixtures
-    return run
+in_scene = in_virtual_time_with(Scene)

@@ -18,6 +18,7 @@ from swarmnode.roles.training.worker.link_durations import LinkDurations, Way
 from swarmnode.swarm.records.manifest import DEFAULT_CODECS, TRAIN, TRAINING_CODECS, Manifest, ModelInfo
 from swarmnode.swarm.records.run import Compression
 from swarmnode.training.preparation import check_compression
+from tests.net.virtual import in_virtual_time
 from tests.roles.training_swarm import PATIENCE_S, TrainingSwarm, Volunteer, toy_batches, toy_run
 
 RATIO = 4.0
@@ -42,10 +43,10 @@ def measured(volunteer: Volunteer, seconds: Mapping[PeerId, float]) -> None:
     volunteer.stage.compressor = compressor
 
 
+@in_virtual_time
 async def test_the_slowest_link_of_all_is_compressed_most_whatever_one_peer_says(tmp_path: Path) -> None:
     """The first stage knows of the slow link by the coordinator alone; the last one says that it knows of a far slower one."""
-    swarm = TrainingSwarm(tmp_path)
-    try:
+    async with TrainingSwarm(tmp_path) as swarm:
         first, second, third = [await swarm.join(unit, unit + 1) for unit in range(3)]
         measured(first, {second.peer: FASTER_S})
         measured(second, {first.peer: FASTER_S, third.peer: SLOW_S})
@@ -58,8 +59,6 @@ async def test_the_slowest_link_of_all_is_compressed_most_whatever_one_peer_says
         faster = first.stage.compressor.choices[second.peer, FORWARD]
         assert (slow.codec, slow.keep) == (Codec.TOPK, 1 / RATIO)
         assert (faster.codec, faster.keep) == (Codec.TOPK, 2 / RATIO)
-    finally:
-        await swarm.close()
 
 
 def test_a_swarm_that_allows_no_top_k_refuses_it() -> None:

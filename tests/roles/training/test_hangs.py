@@ -25,9 +25,7 @@ class Scenario:
     """Three units with two replicas each, and a trainer; the peers of `ill`, by number, are sabotaged."""
 
     def __init__(self, folder: Path, ill: dict[int, Saboteur] | None = None) -> None:
-        self.swarm = TrainingSwarm(
-            folder, virtual=True, wrap=wrapping(lambda: self.swarm.world, ill or {}, TRAIN_PROTOCOL)
-        )
+        self.swarm = TrainingSwarm(folder, wrap=wrapping(lambda: self.swarm.world, ill or {}, TRAIN_PROTOCOL))
         self.batches = toy_batches()
         self.run = toy_run(self.batches, STEPS)
         self.losses: dict[int, float] = {}

@@ -48,8 +48,8 @@ from tests.roles.training.test_robust import FalseGradients, WideSegment
 from tests.roles.training.test_robust import batches as wide_batches
 from tests.roles.training_swarm import HELLO, Volunteer, local_losses, sign_as, toy_run
 
-STEPS = 12
-LIES_FROM = 3  # step: it was honest before
+STEPS = 7
+LIES_FROM = 2  # step: it was honest before
 
 Lie = Callable[[Tensor], Tensor]
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.codec.training_messages import Forward, StepReport
-from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches, Microbatch
+from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches
 from swarmnode.errors import NotFinite, UsageError
 from swarmnode.ledger import Account
 from swarmnode.net.interfaces import Buffer
@@ -21,6 +19,7 @@ from swarmnode.roles.training.spot_checks.step_records import KeptMicrobatch
 from swarmnode.roles.training.worker.label_queue import ReceivedLabels
 from swarmnode.swarm.records.run import Run
 from tests.compute.training.toy import CLASSES, FEATURES
+from tests.net.virtual import in_virtual_time_with
 from tests.roles.training_swarm import (
     ACTIVATION_BYTES,
     BOUNDARY_BYTES,
@@ -33,36 +32,17 @@ from tests.roles.training_swarm import (
     until,
 )
 
-STEPS = 12
+STEPS = 8
+BATCH = 16
 Event = Callable[[], None]
 
 
-@pytest_asyncio.fixture
-async def swarm(tmp_path: Path) -> AsyncIterator[TrainingSwarm]:
-    swarm = TrainingSwarm(tmp_path)
-    yield swarm
-    await swarm.close()
+in_swarm = in_virtual_time_with(TrainingSwarm)
 
 
-class Gated(Batches):
-    """Gives microbatches of a step from `gate` on only when it is opened."""
-
-    def __init__(self, batches: Batches, gate: int) -> None:
-        self.fingerprint = batches.fingerprint
-        self.opened = threading.Event()
-        self._batches = batches
-        self._gate = gate
-
-    def samples(self, run: Run) -> int:
-        return self._batches.samples(run)
-
-    def rows(self, numbers: list[int], run: Run) -> Microbatch:
-        return self._batches.rows(numbers, run)
-
-    def microbatch(self, step: int, number: int, run: Run) -> Microbatch:
-        if step >= self._gate:
-            assert self.opened.wait(PATIENCE_S)
-        return self._batches.microbatch(step, number, run)
+def short_run(batches: Batches, steps: int, **settings: Any) -> Run:
+    """Of two microbatches for each of two replicas."""
+    return toy_run(batches, steps, batch=BATCH, **settings)
 
 
 class Curve:
@@ -98,18 +78,20 @@ async def train(swarm: TrainingSwarm, run: Run, batches: Batches, curve: Curve) 
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
+@in_swarm
 async def test_losses_are_those_of_one_process(swarm: TrainingSwarm, replicas: int) -> None:
     for unit in range(3):
         for _ in range(replicas):
             await swarm.join(unit, unit + 1)
     batches = toy_batches()
-    run, curve = toy_run(batches, STEPS), Curve()
+    run, curve = short_run(batches, STEPS), Curve()
     assert await train(swarm, run, batches, curve) == STEPS
     curve.assert_equals(local_losses(run, batches))
     swarm.assert_replicas_are_equal()
     assert {report.peers for report in curve.reports} == {3 * replicas}
 
 
+@in_swarm
 async def test_the_inputs_go_to_the_ends_alone(swarm: TrainingSwarm) -> None:
     seen: dict[int, set[tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]]] = {0: set(), 1: set(), 2: set()}
 
@@ -125,7 +107,7 @@ async def test_the_inputs_go_to_the_ends_alone(swarm: TrainingSwarm) -> None:
     for unit in range(3):
         watch(await swarm.join(unit, unit + 1), unit)
     batches = toy_batches()
-    run, curve = toy_run(batches, 2), Curve()
+    run, curve = short_run(batches, 2), Curve()
     assert await train(swarm, run, batches, curve) == 2
     floats = TensorInfo(Codec.NONE, DType.FLOAT32, (run.microbatch, FEATURES))
     labels = TensorInfo(Codec.NONE, DType.INT64, (run.microbatch,))
@@ -133,22 +115,24 @@ async def test_the_inputs_go_to_the_ends_alone(swarm: TrainingSwarm) -> None:
 
 
 @pytest.mark.parametrize("spans", [[(0, 2), (1, 3), (0, 1), (2, 3)], [(0, 3), (1, 2)]])
+@in_swarm
 async def test_spans_that_overlap(swarm: TrainingSwarm, spans: list[tuple[int, int]]) -> None:
     for start, end in spans:
         await swarm.join(start, end)
     batches = toy_batches()
-    run, curve = toy_run(batches, STEPS), Curve()
+    run, curve = short_run(batches, STEPS), Curve()
     assert await train(swarm, run, batches, curve) == STEPS
     curve.assert_equals(local_losses(run, batches))
     swarm.assert_replicas_are_equal()
 
 
 @pytest.mark.parametrize("victim", [1, 3, 5])
+@in_swarm
 async def test_a_replica_is_killed(swarm: TrainingSwarm, victim: int) -> None:
     for unit in (0, 0, 1, 1, 2, 2):
         await swarm.join(unit, unit + 1)
     batches = toy_batches()
-    run = toy_run(batches, STEPS)
+    run = short_run(batches, STEPS)
     curve = Curve(after_4=lambda: swarm.kill(swarm.volunteers[victim]))
     assert await train(swarm, run, batches, curve) == STEPS
     curve.assert_equals(local_losses(run, batches))
@@ -156,59 +140,56 @@ async def test_a_replica_is_killed(swarm: TrainingSwarm, victim: int) -> None:
     assert curve.reports[-1].peers == 5
 
 
+@in_swarm
 async def test_what_is_left_of_overlapping_spans_counts_the_rest(swarm: TrainingSwarm) -> None:
     for start, end in ((0, 2), (0, 1), (1, 3), (2, 3)):
         await swarm.join(start, end)
     batches = toy_batches()
-    run = toy_run(batches, STEPS)
+    run = short_run(batches, STEPS)
     victims = iter((swarm.volunteers[1], swarm.volunteers[3]))
-    curve = Curve(after_4=lambda: swarm.kill(next(victims)), after_7=lambda: swarm.kill(next(victims)))
+    curve = Curve(after_4=lambda: swarm.kill(next(victims)), after_6=lambda: swarm.kill(next(victims)))
     assert await train(swarm, run, batches, curve) == STEPS
     curve.assert_equals(local_losses(run, batches))
     swarm.assert_replicas_are_equal()
 
 
+@in_swarm
 async def test_a_replica_joins_by_listening(swarm: TrainingSwarm) -> None:
     for unit in range(3):
         await swarm.join(unit, unit + 1)
     joining: list[asyncio.Task[object]] = []
-    data = toy_batches()
-    batches = Gated(data, 10)
-    run = toy_run(data, STEPS)
+    batches = toy_batches()
+    run = short_run(batches, STEPS)
     curve = Curve(after_3=lambda: joining.append(asyncio.ensure_future(swarm.join(1, 2))))
-    training = asyncio.ensure_future(train(swarm, run, batches, curve))
-    await until(lambda: len(swarm.volunteers) == 4 and swarm.volunteers[3].ready, "the newcomer is ready")
-    batches.opened.set()
-    assert await training == STEPS
-    curve.assert_equals(local_losses(run, data))
+    assert await train(swarm, run, batches, curve) == STEPS
+    curve.assert_equals(local_losses(run, batches))
     swarm.assert_replicas_are_equal()
     assert curve.reports[-1].peers == 4, "the newcomer takes part"
 
 
+@in_swarm
 async def test_a_replica_joins_while_another_is_killed(swarm: TrainingSwarm) -> None:
     for unit in (0, 1, 1, 2):
         await swarm.join(unit, unit + 1)
     joining: list[asyncio.Task[object]] = []
-    data = toy_batches()
-    batches = Gated(data, 10)
-    run = toy_run(data, STEPS)
+    batches = toy_batches()
+    run = short_run(batches, STEPS)
     curve = Curve(
         after_3=lambda: joining.append(asyncio.ensure_future(swarm.join(1, 2))),
         after_4=lambda: swarm.kill(swarm.volunteers[1]),
     )
-    training = asyncio.ensure_future(train(swarm, run, batches, curve))
-    await until(lambda: len(swarm.volunteers) == 5 and swarm.volunteers[4].ready, "the newcomer is ready")
-    batches.opened.set()
-    assert await training == STEPS
-    curve.assert_equals(local_losses(run, data))
+    assert await train(swarm, run, batches, curve) == STEPS
+    curve.assert_equals(local_losses(run, batches))
     swarm.assert_replicas_are_equal()
+    assert curve.reports[-1].peers == 4, "the newcomer takes part"
 
 
+@in_swarm
 async def test_replicas_come_and_go_the_coordinator_too(swarm: TrainingSwarm) -> None:
     for unit in (0, 1, 2, 0, 1, 2):
         await swarm.join(unit, unit + 1)
     batches = toy_batches()
-    run = toy_run(batches, 2 * STEPS)
+    run = short_run(batches, 2 * STEPS)
     joining: list[asyncio.Task[object]] = []
 
     def replace(number: int) -> Event:
@@ -219,18 +200,19 @@ async def test_replicas_come_and_go_the_coordinator_too(swarm: TrainingSwarm) ->
 
         return event
 
-    curve = Curve(after_3=replace(4), after_7=replace(2), after_11=replace(0), after_15=replace(7))
+    curve = Curve(after_3=replace(4), after_6=replace(2), after_9=replace(0), after_12=replace(7))
     assert await train(swarm, run, batches, curve) == 2 * STEPS
     curve.assert_equals(local_losses(run, batches))
     swarm.assert_replicas_are_equal()
     assert len(joining) == 4
 
 
+@in_swarm
 async def test_a_trainer_is_killed_and_another_goes_on(swarm: TrainingSwarm) -> None:
     for unit in (0, 1, 1, 2):
         await swarm.join(unit, unit + 1)
     batches = toy_batches()
-    run = toy_run(batches, STEPS)
+    run = short_run(batches, STEPS)
     first_curve = Curve(after_4=lambda: swarm.world.kill(network.peer_id))
     network, first = await swarm.trainer(run, batches, first_curve)
     training = asyncio.ensure_future(first.train(asyncio.Event()))
@@ -242,21 +224,23 @@ async def test_a_trainer_is_killed_and_another_goes_on(swarm: TrainingSwarm) -> 
     curve.assert_equals(local_losses(run, batches))
 
 
+@in_swarm
 async def test_a_later_trainer_hears_the_whole_curve(swarm: TrainingSwarm) -> None:
     await swarm.join(0, 3)
     batches = toy_batches()
-    run, curve, later = toy_run(batches, STEPS), Curve(), Curve()
+    run, curve, later = short_run(batches, STEPS), Curve(), Curve()
     await train(swarm, run, batches, curve)
     assert await train(swarm, run, batches, later) == STEPS
     assert later.losses == curve.losses
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
+@in_swarm
 async def test_the_coordinator_is_killed(swarm: TrainingSwarm, replicas: int) -> None:
     for unit in [0, *[0, 1, 2] * replicas]:
         await swarm.join(unit, unit + 1)
     batches = toy_batches()
-    run = toy_run(batches, STEPS)
+    run = short_run(batches, STEPS)
     eldest = swarm.volunteers[0]
     curve = Curve(after_4=lambda: swarm.kill(eldest))
     training = asyncio.ensure_future(train(swarm, run, batches, curve))
@@ -267,11 +251,12 @@ async def test_the_coordinator_is_killed(swarm: TrainingSwarm, replicas: int) ->
     swarm.assert_replicas_are_equal()
 
 
+@in_swarm
 async def test_a_replica_that_hangs_is_given_up(swarm: TrainingSwarm) -> None:
     for unit in (0, 1, 1, 2):
         await swarm.join(unit, unit + 1)
     batches = toy_batches()
-    run = toy_run(batches, STEPS)
+    run = short_run(batches, STEPS)
     hanging = swarm.volunteers[2]
 
     def hang() -> None:
@@ -285,11 +270,12 @@ async def test_a_replica_that_hangs_is_given_up(swarm: TrainingSwarm) -> None:
     swarm.world.wake(hanging.peer)
 
 
+@in_swarm
 async def test_a_unit_without_peers_is_waited_for(swarm: TrainingSwarm) -> None:
     for unit in range(3):
         await swarm.join(unit, unit + 1)
     batches = toy_batches()
-    run = toy_run(batches, STEPS, checkpoint_steps=4)
+    run = short_run(batches, STEPS, checkpoint_steps=4)
     lost = swarm.volunteers[1]
     curve = Curve(after_6=lambda: swarm.kill(lost))
     training = asyncio.ensure_future(train(swarm, run, batches, curve))
@@ -300,6 +286,7 @@ async def test_a_unit_without_peers_is_waited_for(swarm: TrainingSwarm) -> None:
     curve.assert_equals(local_losses(run, batches))
 
 
+@in_swarm
 async def test_a_loss_that_is_not_finite_stops_the_run(swarm: TrainingSwarm) -> None:
     await swarm.join(0, 1)
     await swarm.join(1, 2, breaks=1)
@@ -307,61 +294,63 @@ async def test_a_loss_that_is_not_finite_stops_the_run(swarm: TrainingSwarm) -> 
     batches = toy_batches()
     curve = Curve()
     with pytest.raises(NotFinite):
-        await train(swarm, toy_run(batches, STEPS), batches, curve)
+        await train(swarm, short_run(batches, STEPS), batches, curve)
     assert not curve.losses
 
 
+@in_swarm
 async def test_another_run_is_refused_until_the_first_is_over(swarm: TrainingSwarm) -> None:
     await swarm.join(0, 3)
-    data = toy_batches()
-    batches = Gated(data, 2)
-    run, other = toy_run(data, STEPS), toy_run(data, STEPS, seed=1)
+    batches = toy_batches()
+    run, other = short_run(batches, STEPS), short_run(batches, STEPS, seed=1)
     curve = Curve()
     training = asyncio.ensure_future(train(swarm, run, batches, curve))
     await until(lambda: len(curve.losses) == 2, "the first run is on its way")
     with pytest.raises(UsageError, match="other settings"):
-        await train(swarm, other, data, Curve())
-    batches.opened.set()
+        await train(swarm, other, batches, Curve())
+    assert len(curve.losses) < STEPS
     assert await training == STEPS
-    curve.assert_equals(local_losses(run, data))
+    curve.assert_equals(local_losses(run, batches))
 
 
+@in_swarm
 async def test_who_joins_in_the_first_step_of_a_later_run_begins_as_the_others_do(swarm: TrainingSwarm) -> None:
     for unit in range(3):
         await swarm.join(unit, unit + 1)
-    data = toy_batches()
-    await train(swarm, toy_run(data, 2), data, Curve())
-    batches, curve = Gated(data, 0), Curve()
-    training = asyncio.ensure_future(train(swarm, toy_run(data, 2, seed=1), batches, curve))
+    batches = toy_batches()
+    await train(swarm, short_run(batches, 2), batches, Curve())
+    curve = Curve()
+    training = asyncio.ensure_future(train(swarm, short_run(batches, 2, seed=1), batches, curve))
     await until(lambda: all(volunteer.stage.state.step == 0 and volunteer.ready for volunteer in swarm.live), "step 0")
     newcomer = await swarm.join(1, 2)
     await until(lambda: newcomer.ready, "the newcomer is ready")
-    batches.opened.set()
+    assert not curve.losses, "it is the first step still"
     assert await training == 2
     assert curve.reports[-1].peers == 4, "the newcomer takes part"
     swarm.assert_replicas_are_equal()
 
 
+@in_swarm
 async def test_other_data_is_refused(swarm: TrainingSwarm) -> None:
     await swarm.join(0, 3)
-    data = toy_batches()
-    batches = Gated(data, 1)
-    training = asyncio.ensure_future(train(swarm, toy_run(data, STEPS), batches, curve := Curve()))
+    batches = toy_batches()
+    training = asyncio.ensure_future(train(swarm, short_run(batches, STEPS), batches, curve := Curve()))
     await until(lambda: len(curve.losses) == 1, "the first run is on its way")
     zeros = {"x": np.zeros((8, FEATURES), np.float32), "labels": np.zeros(8, np.int64) % CLASSES}
     with pytest.raises(UsageError):
-        await train(swarm, toy_run(others := ArrayBatches(zeros), STEPS), others, Curve())
-    batches.opened.set()
+        await train(swarm, short_run(others := ArrayBatches(zeros), STEPS), others, Curve())
+    assert len(curve.losses) < STEPS
     assert await training == STEPS
 
 
+@in_swarm
 async def test_where_memory_is_short_microbatches_wait_for_one_another(swarm: TrainingSwarm) -> None:
     """Stages that have room for one at a time answer BUSY to others; the curve is the same, and nothing stays taken."""
     volunteers = [await swarm.join(0, 2), await swarm.join(2, 3)]
     for volunteer in volunteers:
         volunteer.ledger.limit_bytes = 1
     batches = toy_batches()
-    run, curve = toy_run(batches, STEPS), Curve()
+    run, curve = short_run(batches, STEPS), Curve()
     assert await train(swarm, run, batches, curve) == STEPS
     curve.assert_equals(local_losses(run, batches))
     kept_bytes = [

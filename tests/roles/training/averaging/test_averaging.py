@@ -7,17 +7,19 @@ import contextlib
 import functools
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.codec.training_messages import StepReport
 from swarmnode.compute.training import adamw8bit
-from swarmnode.swarm.records.run import Averaging
+from swarmnode.compute.training.datasets.batches import Batches
+from swarmnode.swarm.records.run import Averaging, Run
 from tests.net.virtual import in_virtual_time
 from tests.roles.training_swarm import PATIENCE_S, TrainingSwarm, local_losses, toy_batches, toy_run
 
-STEPS = 20
+STEPS = 12
 LOSSY = {
     "bf16": Averaging(codec=Codec.BF16),
     "fp16": Averaging(codec=Codec.FP16),
@@ -27,15 +29,20 @@ LOSSY = {
     "PowerSGD": Averaging(rank=1),
     "PowerSGD in fp16": Averaging(rank=1, codec=Codec.FP16),
     "ACP-SGD": Averaging(rank=1, alternating=True),
-    "DiLoCo": Averaging(every=5),
-    "DiLoCo in int8": Averaging(every=5, codec=Codec.INT8),
+    "DiLoCo": Averaging(every=4),
+    "DiLoCo in int8": Averaging(every=4, codec=Codec.INT8),
 }
+
+
+def quick_run(batches: Batches, **settings: Any) -> Run:
+    """Learns within few steps."""
+    return toy_run(batches, STEPS, learning_rate=2e-2, batch=16, **settings)
 
 
 @contextlib.asynccontextmanager
 async def two_by_two(folder: Path) -> AsyncIterator[TrainingSwarm]:
     """Two stages of two replicas each."""
-    swarm = TrainingSwarm(folder, virtual=True)
+    swarm = TrainingSwarm(folder)
     for start, end in ((0, 2), (0, 2), (2, 3), (2, 3)):
         await swarm.join(start, end)
     yield swarm
@@ -55,7 +62,7 @@ async def losses_of(
         if event is not None:
             event()  # type: ignore[operator]
 
-    run = toy_run(batches, STEPS, averaging=averaging, optimizer=optimizer)
+    run = quick_run(batches, averaging=averaging, optimizer=optimizer)
     _, trainer = await swarm.trainer(run, batches, on_step)
     assert await asyncio.wait_for(trainer.train(asyncio.Event()), PATIENCE_S) == STEPS
     await swarm.settled(STEPS)
@@ -66,7 +73,7 @@ async def losses_of(
 def losses_alone() -> list[float]:
     """Of one process that averages nothing."""
     batches = toy_batches()
-    return local_losses(toy_run(batches, STEPS), batches)
+    return local_losses(quick_run(batches), batches)
 
 
 def assert_close(losses: list[float], averaging: Averaging) -> None:
@@ -98,8 +105,8 @@ async def test_a_replica_dies_and_another_joins(
     async with two_by_two(tmp_path) as swarm:
         joining: list[asyncio.Task[object]] = []
         after = {
-            7: lambda: swarm.kill(swarm.volunteers[1]),
-            12: lambda: joining.append(asyncio.ensure_future(swarm.join(0, 2))),
+            3: lambda: swarm.kill(swarm.volunteers[1]),
+            5: lambda: joining.append(asyncio.ensure_future(swarm.join(0, 2))),
         }
         assert_close(await losses_of(swarm, LOSSY[name], after, optimizer), LOSSY[name])  # type: ignore[arg-type]
         await asyncio.gather(*joining)

@@ -11,11 +11,13 @@ from swarmnode.codec.training_messages import Condition, Lead, Status
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.roles.training.worker.stage import TRAIN_PROTOCOL
+from tests.net.virtual import in_virtual_time
 from tests.roles.training_swarm import HELLO, TrainingSwarm, toy_batches, toy_run, until
 
 STEPS = 3
 
 
+@in_virtual_time
 async def test_a_stage_that_is_in_no_run_stops_no_training(tmp_path: Path) -> None:
     """It says that it is further than all others, in a run that cannot be read."""
     swarm = TrainingSwarm(tmp_path)

@@ -11,6 +11,7 @@ from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.gate import Gate
 from swarmnode.swarm.records.run import encode_run
+from tests.net.virtual import in_virtual_time
 from tests.roles.training.scene import KEY, RUN, TERM, Scene, in_scene
 from tests.roles.training_swarm import TrainingSwarm, until
 
@@ -49,10 +50,10 @@ async def test_who_may_not_feed_is_refused(scene: Scene) -> None:
     assert await (await scene.talk(0)).ask(offer) == Error(ErrorCode.ELSEWHERE), "it is heard, and there is no election"
 
 
+@in_virtual_time
 async def test_volunteers_lead_until_a_trainers_node_comes(tmp_path: Path) -> None:
     gate = TrainersFirst()
-    swarm = TrainingSwarm(tmp_path, gate)
-    try:
+    async with TrainingSwarm(tmp_path, gate) as swarm:
         elder, younger = await swarm.join(0, 3), await swarm.join(0, 3)
         await until(lambda: swarm.coordinator is elder and younger.stage.coordinator == elder.peer, "the eldest's term")
         trainer = await swarm.join(0, 3)
@@ -64,5 +65,3 @@ async def test_volunteers_lead_until_a_trainers_node_comes(tmp_path: Path) -> No
         await until(
             lambda: swarm.coordinator is elder and younger.stage.coordinator == elder.peer, "the eldest's again"
         )
-    finally:
-        await swarm.close()
