@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 
 from fastapi import Request
 
@@ -12,6 +13,7 @@ from swarmnode.gateway.access.keys import ApiKey, KeyRing
 from swarmnode.gateway.config import GatewayConfig
 from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.served_model import ServedModel
+from swarmnode.net.tasks import Tasks
 
 
 class Gateway:
@@ -26,10 +28,23 @@ class Gateway:
         self.config = config
         self.keys = keys or KeyRing()
         self.queue = FairQueue(running=config.running, waiting=config.waiting, wait_s=config.wait_s)
-        self.models = {name: ServedModel(name, client, self.queue, config) for name, client in clients.items()}
+        self._tasks = Tasks("gateway", on_crash=None)
+        self.models = {
+            name: ServedModel(name, client, self.queue, config, self._tasks) for name, client in clients.items()
+        }
 
     def __repr__(self) -> str:
         return f"<Gateway to {', '.join(self.models)}, {self.queue!r}>"
+
+    @contextlib.asynccontextmanager
+    async def loading(self) -> AsyncIterator[None]:
+        """Load what requests need, in the background; what is under way when the context ends is given up."""
+        for name, model in self.models.items():
+            self._tasks.spawn(model.loader.load(), f"loading of {name}")
+        try:
+            yield
+        finally:
+            await self._tasks.close()
 
     def model(self, name: str) -> ServedModel:
         """The model of that name; the only one where none is said. Raises ApiError."""
@@ -37,9 +52,10 @@ class Gateway:
             return next(iter(self.models.values()))
         if name not in self.models:
             known = ", ".join(self.models)
-            raise ApiError(
-                404, f"there is no model {name!r} here; there is {known}", code="model_not_found", parameter="model"
-            )
+            sentence = f"there is no model {name!r} here; there is {known}"
+            if not name:
+                sentence = f"no model is named, and there are several here: {known}"
+            raise ApiError(404, sentence, code="model_not_found", parameter="model")
         return self.models[name]
 
 

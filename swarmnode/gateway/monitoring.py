@@ -20,9 +20,12 @@ async def health() -> dict[str, str]:
 
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
-    """Whether each swarm has somebody for every unit of its model."""
-    missing = {name: model.missing for name, model in gateway_of(request).models.items() if model.missing}
-    return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
+    """Whether each swarm has somebody for every unit of its model, and the tokenizers are loaded."""
+    models = gateway_of(request).models
+    missing = {name: model.missing for name, model in models.items() if model.missing}
+    loading = [name for name, model in models.items() if not model.loader.is_done]
+    is_ready = not missing and not loading
+    return JSONResponse({"ready": is_ready, "missing": missing, "loading": loading}, 200 if is_ready else 503)
 
 
 @router.get("/metrics")

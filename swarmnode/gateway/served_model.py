@@ -23,6 +23,8 @@ from swarmnode.gateway.generation.template_parser import TemplateParser
 from swarmnode.gateway.generation.tool_use import ToolUse
 from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.openai.replies import ModelCard
+from swarmnode.gateway.tokenizer_loader import TokenizerLoader
+from swarmnode.net.tasks import Tasks
 from swarmnode.roles.serving.client.generation import GenerateOptions
 
 NO_TOKENIZER = "this swarm's checkpoint has no tokenizer, so it knows no text: give token ids to /v1/completions"
@@ -31,11 +33,12 @@ PROMPT_END_TOKENS = 8  # in which a template opens the reasoning
 
 
 class ServedModel:
-    """`queue` is shared with the other models of the gateway."""
+    """`queue` and `tasks` are shared with the other models of the gateway."""
 
-    def __init__(self, name: str, client: SwarmClient, queue: FairQueue, config: GatewayConfig) -> None:
+    def __init__(self, name: str, client: SwarmClient, queue: FairQueue, config: GatewayConfig, tasks: Tasks) -> None:
         self.name = name
         self.client = client
+        self.loader = TokenizerLoader(client, tasks)
         self._queue = queue
         self._config = config
 
@@ -61,7 +64,7 @@ class ServedModel:
 
     async def tokenizer(self) -> Tokenizer | ByteTokenizer:
         """The checkpoint's own. Raises ApiError where it has none, UsageError where the model knows no text anyway."""
-        tokenizer = await self.client.tokenizer()
+        tokenizer = await self.loader.tokenizer()
         if tokenizer is None:
             self.client.check_language_model()
             raise ApiError(400, NO_TOKENIZER)
@@ -104,7 +107,7 @@ class ServedModel:
                 f"at most {self._config.max_choices} texts at once are possible (n, times the prompts)",
                 parameter="n",
             )
-        tokenizer, stop_ids, stops = await self.client.tokenizer(), await self.client.stop_ids(), asked.stops
+        tokenizer, stop_ids, stops = await self.loader.tokenizer(), await self.client.stop_ids(), asked.stops
         if tokenizer is None and stops:
             raise ApiError(400, NO_TOKENIZER, parameter="stop")
         grammar = asked.followed_grammar()

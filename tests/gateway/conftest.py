@@ -101,7 +101,10 @@ async def serving(
             gateway = Gateway({MODEL: client}, keys, GatewayConfig(**config))
             page = Page(gateway, folder / "page")
             app = build_app(gateway, page)
-            async with httpx2.AsyncClient(transport=InProcess(app), base_url="http://localhost", timeout=None) as http:
+            async with (
+                gateway.loading(),
+                httpx2.AsyncClient(transport=InProcess(app), base_url="http://localhost", timeout=None) as http,
+            ):
                 caller = openai.AsyncOpenAI(
                     api_key=api_key, base_url="http://localhost/v1", http_client=http, max_retries=0
                 )

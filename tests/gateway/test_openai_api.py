@@ -117,7 +117,7 @@ async def test_models_and_what_watches(founded: Founded, tmp_path: Path) -> None
         await served.openai.completions.create(model=MODEL, prompt="hens", max_tokens=2)
         metrics = (await served.http.get("/metrics")).text
         assert 'swarmnode_client_sessions_total{result="done",swarm="virtual"} 1.0' in metrics
-        assert (await served.http.get("/ready")).json() == {"ready": True, "missing": {}}
+        assert (await served.http.get("/ready")).json() == {"ready": True, "missing": {}, "loading": []}
         await served.swarm.members["a"].kill()
         while served.client.status()["covered"]:
             await served.client.changed()

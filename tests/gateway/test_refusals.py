@@ -10,6 +10,8 @@ import openai
 import pytest
 
 from swarmnode.gateway.access.keys import KeyFile, new_key
+from swarmnode.gateway.gateway import Gateway
+from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.roles.serving.client.limits import ModelLimits
 from tests.gateway.conftest import MODEL, Served, found_on, serving
 from tests.gateway.speaking import save_speaking_llama
@@ -86,6 +88,8 @@ BAD: list[tuple[str, Any, int, str]] = [
     (RESPONSES, {"input": "hi", "previous_response_id": "x"}, 400, "not kept"),
     (RESPONSES, {"input": "hi", "conversation": {"id": "x"}}, 400, "conversation: answers and prompts are not kept"),
     (RESPONSES, {"input": "hi", "prompt": {"id": "x"}}, 400, "prompt: answers"),
+    (RESPONSES, {"input": "hi", "background": True}, 400, "background: answers are not kept here"),
+    (RESPONSES, {"input": None}, 400, "input: Input should be a valid string"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "text only"),
     (MESSAGES, {"messages": HI, "tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "bash_20250124"),
     (MESSAGES, {"messages": HI, "tool_choice": {"type": "tool"}}, 400, "tool with a name"),
@@ -142,8 +146,21 @@ async def test_a_conversation_longer_than_the_model_is_refused_before_any_prefil
         with pytest.raises(openai.BadRequestError, match="64 positions") as refusal:
             await served.openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "q" * 80}])
         assert refusal.value.code == "context_length_exceeded" and served.computed() == before
+        with pytest.raises(openai.BadRequestError, match="ask for at most"):
+            await served.openai.responses.create(model=MODEL, input="hi", max_output_tokens=100_000)
+        assert served.computed() == before
         rest = await served.openai.chat.completions.create(model=MODEL, messages=HI)
         assert rest.usage.total_tokens == 65, "the last token takes no position"
+
+
+@in_virtual_time
+async def test_of_several_models_one_has_to_be_named(founded: Founded, tmp_path: Path) -> None:
+    async with serving(founded, tmp_path) as served:
+        gateway = Gateway({"hens": served.client, "foxes": served.client})
+        with pytest.raises(ApiError, match="no model is named, and there are several here: hens, foxes"):
+            gateway.model("")
+        with pytest.raises(ApiError, match="there is no model 'wolves' here; there is hens, foxes"):
+            gateway.model("wolves")
 
 
 @in_virtual_time

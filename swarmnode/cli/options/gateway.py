@@ -52,6 +52,7 @@ class GatewayAddress:
         gateway = Gateway(clients, keys, config or GatewayConfig())
         page = Page(gateway, self.home)
         async with (
+            gateway.loading(),
             serving_http(build_app(gateway, page), self.host, self.port) as bound,
             page.watching(),
             contextlib.AsyncExitStack() as sockets,

@@ -29,7 +29,7 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
             raise ApiError(400, f"{field} is not possible: a model here only goes on with a text", parameter=field)
     model = gateway_of(request).model(asked.model)
     prompts = [await model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
-    tells_ids = asked.return_token_ids or await model.client.tokenizer() is None
+    tells_ids = asked.return_token_ids or await model.loader.tokenizer() is None
     choices = await model.choices(prompts, asked, key_of(request))
     answer = ApiAnswer("cmpl-", model.name, prompts, choices)
     return await answer.respond(request, _CompletionStyle(answer, asked, tells_ids=tells_ids), stream=asked.stream)

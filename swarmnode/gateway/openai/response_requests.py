@@ -70,6 +70,7 @@ class ResponsesRequest(SamplingFields):
     input: str | list[InputItem] = Field(max_length=1 << 24)
     kept_conversation: Any = Field(None, alias="conversation")
     prompt: Any = None
+    background: bool | None = None
     instructions: str | None = None
     max_output_tokens: NewTokens | None = None
     parallel_tool_calls: bool | None = None
@@ -111,7 +112,7 @@ class ResponsesRequest(SamplingFields):
         return {} if effort is None else {"reasoning_effort": effort}
 
     def conversation(self) -> list[dict[str, Any]]:
-        """As chat templates expect it. Raises ApiError where it goes on from what nobody keeps."""
+        """As chat templates expect it. Raises ApiError where it goes on from what nobody keeps, or is to be asked for later."""
         kept = {
             "previous_response_id": self.previous_response_id,
             "conversation": self.kept_conversation,
@@ -119,6 +120,9 @@ class ResponsesRequest(SamplingFields):
         }
         for field in (name for name, told in kept.items() if told is not None):
             raise ApiError(400, f"{field}: answers and prompts are not kept here: send all of it", parameter=field)
+        if self.background:
+            sentence = "background: answers are not kept here, so none can be fetched later: wait for it, or stream it"
+            raise ApiError(400, sentence, parameter="background")
         turns = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             return [*turns, {"role": "user", "content": self.input}]
