@@ -7,15 +7,21 @@ import subprocess
 from pathlib import Path
 
 from tests.browser.chromium import BrowserPage
+from tests.browser.views import VIEWS, show_view
 
 NPM_TIMEOUT_S = 60.0
-VIEWS = ("chat", "swarm", "machine")
 RUN = "axe.run(document, {resultTypes: ['violations']}).then((told) => told.violations)"
 SERIOUS = ("serious", "critical")
+SCREENS = {
+    "wide, light": (1280, 800, False),
+    "wide, dark": (1280, 800, True),
+    "phone, light": (360, 740, False),
+    "phone, dark": (360, 740, True),
+}
 
 
 def serious_faults(page: BrowserPage, folder: Path) -> list[str]:
-    """Of each view, light and dark. None where axe-core cannot be had, which is printed."""
+    """Of each view on each of the screens. None where axe-core cannot be had, which is printed."""
     script = _fetch(folder)
     if script is None:
         print("axe-core cannot be had: the page was not tried with it")
@@ -25,15 +31,14 @@ def serious_faults(page: BrowserPage, folder: Path) -> list[str]:
     page.wait_until("document.getElementById('model')?.value")
     page.evaluate(script)
     found = []
-    for dark in (False, True):
-        page.resize(1280, 800, dark=dark)
+    for screen, (width, height, dark) in SCREENS.items():
+        page.resize(width, height, dark=dark)
         for view in VIEWS:
-            page.evaluate(f"location.hash = '#{view}'")
-            page.wait_until(f"!document.getElementById('view-{view}').hidden")
+            show_view(page, view)
             for fault in page.evaluate(RUN):
                 if fault["impact"] in SERIOUS:
                     nodes = [node["html"] + " " + node["failureSummary"] for node in fault["nodes"]]
-                    found.append(f"{view}, {'dark' if dark else 'light'}: {fault['help']}: {nodes[:3]}")
+                    found.append(f"{view}, {screen}: {fault['help']}: {nodes[:3]}")
     return found
 
 

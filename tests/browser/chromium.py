@@ -19,6 +19,11 @@ from swarmnode.net.libp2p.parent import die_with_parent
 
 TIMEOUT_S = 120.0  # of what hangs; nothing is to be fast
 SPARE = 10  # descriptors from here on are nobody's by convention
+KEYS = {
+    "Enter": (13, "\r"),
+    "Escape": (27, ""),
+    "Tab": (9, ""),
+}  # their codes, and what they write: a form is sent by that
 FLAGS = (
     "--headless=new",
     "--no-sandbox",  # it sees this machine's pages alone, and may run as root
@@ -174,9 +179,14 @@ class BrowserPage:
         """By the keyboard, into the field."""
         self.evaluate(f"document.querySelector({json.dumps(selector)}).focus()")
         self.call("Input.insertText", {"text": text})
-        enter = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13}
-        self.call("Input.dispatchKeyEvent", {"type": "keyDown", "text": "\r", **enter})  # by which a form is sent, too
-        self.call("Input.dispatchKeyEvent", {"type": "keyUp", **enter})
+        self.press("Enter")
+
+    def press(self, key: str) -> None:
+        """A key of those that are named below."""
+        code, text = KEYS[key]
+        pressed = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+        self.call("Input.dispatchKeyEvent", {"type": "keyDown", **pressed, **({"text": text} if text else {})})
+        self.call("Input.dispatchKeyEvent", {"type": "keyUp", **pressed})
 
     def resize(self, width: int, height: int, *, dark: bool = False, scale: float = 1.0) -> None:
         """Let the window be as large, in pixels."""

@@ -16,6 +16,8 @@ from swarmnode.lending.control_client import running_gateways, tell_node
 from swarmnode.localswarm import NodeProcess
 from tests.browser.axe import serious_faults
 from tests.browser.chromium import BrowserPage, Chromium, find_chromium
+from tests.browser.keyboard import unreached
+from tests.browser.views import VIEWS, show_view
 from tests.contrib.script import CONTRIB, ROOT
 from tests.gateway.speaking import save_speaking_llama
 from tests.real.forked import ForkedSwarm
@@ -121,7 +123,8 @@ def test_a_chat_in_a_browser_goes_on_while_its_writer_is_killed(
             MARKUP.format(name) for name in NODES
         } - {writer}
         invite_somebody(page)
-        page.evaluate("location.hash = '#chat'; document.getElementById('stop').click()")
+        page.evaluate("location.hash = '#chat'")
+        page.press("Escape")
         page.wait_until("document.querySelector('.message footer')?.textContent.includes('stopped')")
         assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0, "text stays text"
         take_pictures(page, tmp_path)
@@ -147,11 +150,11 @@ def invite_somebody(page: BrowserPage) -> None:
 
 
 def take_pictures(page: BrowserPage, folder: Path) -> None:
-    """Of each view at both widths, none of which is wider than its window."""
+    """Of each view at both widths, none of which is wider than its window, and all of which the keyboard reaches."""
     for name, size in SIZES.items():
         page.resize(*size)
-        for view in ("chat", "swarm", "machine"):
-            page.evaluate(f"location.hash = '#{view}'")
-            page.wait_until(f"!document.getElementById('view-{view}').hidden")
+        for view in VIEWS:
+            show_view(page, view)
             page.picture(folder / f"{view}-{name}.png")
+            assert unreached(page) == [], (view, name)
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (view, name)

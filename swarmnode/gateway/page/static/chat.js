@@ -2,7 +2,7 @@
 
 import { ask, askJson, eventsOf, follow } from "./api.js";
 import { begin, load, save, titleOf } from "./conversations.js";
-import { $, announce, everyFrame, fill, h } from "./dom.js";
+import { $, announce, everyFrame, fill, h, keepFocus } from "./dom.js";
 import { plural } from "./format.js";
 import { markdown } from "./markdown.js";
 import { otherTask } from "./tasks.js";
@@ -35,7 +35,7 @@ export class Chat {
       this.current.system = $("system").value;
       this.keep();
     });
-    document.addEventListener("keydown", (key) => key.key === "Escape" && this.abort?.abort());
+    document.addEventListener("keydown", (key) => key.key === "Escape" && !document.querySelector("dialog[open]") && this.abort?.abort());
     this.open(this.current);
   }
 
@@ -166,6 +166,13 @@ export class Chat {
   // -- showing
 
   show() {
+    keepFocus(
+      () => this.showAll(),
+      () => $(this.abort ? "stop" : "prompt"),
+    );
+  }
+
+  showAll() {
     this.showTalks();
     const last = this.current.messages.length - 1;
     const said = this.current.messages.map((message, index) => this.article(message, index === last));
@@ -189,7 +196,10 @@ export class Chat {
         h("button", { type: "button", class: "quiet forget", "aria-label": `Delete: ${titleOf(each)}`, onclick: () => this.forget(each) }, "×"),
       ),
     );
-    fill($("talks"), talks);
+    keepFocus(
+      () => fill($("talks"), talks),
+      () => $("talks").querySelector("[aria-current]") ?? $("new-chat"),
+    );
   }
 
   /** The message that is being written, and nothing else. */

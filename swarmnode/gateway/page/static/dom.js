@@ -84,6 +84,13 @@ export function overFrames(works) {
   };
 }
 
+/** Do `work`. Where that takes away what has the focus, or hides it, `next()` has it then: the keyboard goes on from there. */
+export function keepFocus(work, next) {
+  const focused = document.activeElement;
+  work();
+  if (!focused.isConnected || focused.hidden) next()?.focus();
+}
+
 /** Tell those who listen to the page, without moving anything. */
 export function announce(text) {
   $("status").textContent = text;

@@ -1,7 +1,7 @@
 // This machine: what it lends, what it does now and why, and what it has given. For its owner alone.
 
 import { askJson, isOwner, keepOwnerToken } from "./api.js";
-import { $, announce, fill, h } from "./dom.js";
+import { $, announce, fill, h, keepFocus } from "./dom.js";
 import { bytes, plural, rate, units } from "./format.js";
 
 const LOOK_MS = 2000;
@@ -32,7 +32,7 @@ const LENDS = {
   monthly_bytes: (value) => `at most ${bytes(value)} of traffic a month`,
 };
 
-export class MachineView {
+export default class MachineView {
   constructor() {
     this.isShown = false;
     setInterval(() => this.look(), LOOK_MS);
@@ -73,10 +73,14 @@ export class MachineView {
 
   show(nodes) {
     const told = JSON.stringify(nodes);
-    if (told === this.told && $("machine").childElementCount) return; // who has the focus keeps it
+    if (told === this.told && $("machine").childElementCount) return;
     this.told = told;
+    const { node, command } = document.activeElement.dataset;
     const none = h("p", {}, "No node runs here. ", h("code", {}, "swarmnode run"), " lends this machine to a swarm.");
-    fill($("machine"), nodes.length ? nodes.map((node) => this.card(node)) : none);
+    keepFocus(
+      () => fill($("machine"), nodes.length ? nodes.map((each) => this.card(each)) : none),
+      () => buttonOf(node, command),
+    );
   }
 
   card(node) {
@@ -99,8 +103,9 @@ export class MachineView {
   }
 
   button(node, command, label, more) {
-    const tell = async (click) => {
-      click.target.disabled = true;
+    const tell = async ({ target }) => {
+      if (target.ariaDisabled) return;
+      target.ariaDisabled = "true"; // not `disabled`, which would take the focus from it
       try {
         const answer = await askJson(`/api/v1/machine/${encodeURIComponent(node)}`, { body: { command, ...more } });
         announce(`${node} is ${answer.state}.`);
@@ -110,8 +115,14 @@ export class MachineView {
       this.told = null;
       this.look();
     };
-    return h("button", { type: "button", onclick: tell }, label);
+    return h("button", { type: "button", data: { node, command: label }, onclick: tell }, label);
   }
+}
+
+/** The button by which a node is told this, else its first one. */
+function buttonOf(node, command) {
+  const all = [...$("machine").querySelectorAll("button")].filter((each) => each.dataset.node === node);
+  return all.find((each) => each.dataset.command === command) ?? all[0];
 }
 
 const part = (title, items) => h("section", {}, h("h3", {}, title), h("ul", {}, items));

@@ -2,16 +2,23 @@
 
 import { follow, takeOwnerToken } from "./api.js";
 import { Chat, models } from "./chat.js";
-import { $, fill, h } from "./dom.js";
-import { MachineView } from "./machine.js";
-import { Swarm, SwarmView } from "./swarm.js";
+import { coverage } from "./coverage.js";
+import { $, everyFrame, fill, h } from "./dom.js";
+import { Swarm } from "./picture.js";
 import { startTheme } from "./theme.js";
 
 const VIEWS = ["chat", "swarm", "machine"];
 const MODEL = "swarmnode.model";
 const RETRY_MS = 2000;
+const AWAY = "The gateway does not answer at the moment. Trying again…";
 
-const views = { swarm: new SwarmView(), machine: new MachineView() };
+// Views of which most visits need none: their modules come when one is first looked at.
+const MODULES = {
+  swarm: () => import("./swarm.js"),
+  machine: () => import("./machine.js"),
+};
+const views = {}; // those that are made
+const begun = new Set(); // names of those that are made or come
 let swarm = new Swarm();
 let stop = () => {};
 
@@ -20,8 +27,26 @@ const chat = new Chat(
   () => $("model").value,
 );
 
+const showCoverage = everyFrame(() => swarm.id && coverage($("coverage"), swarm));
+
+function wantedView() {
+  const named = location.hash.slice(1);
+  return VIEWS.includes(named) ? named : "chat";
+}
+
+/** Make a view, once, as soon as the gateway gives its modules. */
+async function make(name) {
+  if (begun.has(name)) return;
+  begun.add(name);
+  const { default: View } = await untilItAnswers(MODULES[name]);
+  views[name] = new View();
+  views[name].follow?.(swarm);
+  views[name].shown(name === wantedView());
+}
+
 function showView() {
-  const wanted = VIEWS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "chat";
+  const wanted = wantedView();
+  if (wanted in MODULES) make(wanted);
   for (const view of VIEWS) {
     $(`view-${view}`).hidden = view !== wanted;
     views[view]?.shown(view === wanted);
@@ -41,16 +66,17 @@ function followSwarm(name) {
   stop();
   swarm = new Swarm();
   const followed = swarm;
-  views.swarm.follow(swarm);
+  views.swarm?.follow(swarm);
   stop = follow(
     `/api/v1/swarms/${encodeURIComponent(name)}/events`,
     (event, told) => {
       notice("");
       followed.hear(event, told);
-      views.swarm.refresh();
+      showCoverage();
+      views.swarm?.refresh();
       chat.refresh();
     },
-    (error) => notice(error.status ? error.message : "The gateway does not answer at the moment. Trying again…"),
+    (error) => notice(error.status ? error.message : AWAY),
   );
 }
 
@@ -67,12 +93,12 @@ async function start() {
   chat.show();
 }
 
-async function startWhenItAnswers() {
+async function untilItAnswers(work) {
   for (;;) {
     try {
-      return await start();
+      return await work();
     } catch (error) {
-      notice(error.status ? error.message : "The gateway does not answer at the moment. Trying again…");
+      notice(error.status ? error.message : AWAY);
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
     }
   }
@@ -89,4 +115,4 @@ addEventListener("hashchange", () => {
   showView();
 });
 showView();
-startWhenItAnswers();
+untilItAnswers(start);

@@ -2,35 +2,20 @@
 
 import { askJson } from "./api.js";
 import { Figures } from "./chart.js";
+import { coverageText } from "./coverage.js";
 import { $, h, overFrames, refill } from "./dom.js";
 import { bytes, plural, runs, seconds, units } from "./format.js";
 import { LinkMatrix } from "./links.js";
 import { Machines } from "./machines.js";
 import { Members } from "./members.js";
 import { Sessions } from "./sessions.js";
-import { Strip, coverage, coverageText, holders } from "./strip.js";
+import { Strip } from "./strip.js";
 import { otherTask } from "./tasks.js";
 
 const LINKS_MS = 10_000;
 const HISTORY_MS = 10_000;
 
-/** A swarm as its events tell it: `peers` by id. */
-export class Swarm {
-  constructor() {
-    this.peers = new Map();
-  }
-
-  /** Raises nothing: what is not known is passed over. */
-  hear(name, told) {
-    const { peers = [], gone = [], ...rest } = told;
-    if (name === "swarm") this.peers = new Map();
-    Object.assign(this, rest);
-    for (const peer of peers) this.peers.set(peer.peer, peer);
-    for (const id of gone) this.peers.delete(id);
-  }
-}
-
-export class SwarmView {
+export default class SwarmView {
   constructor() {
     this.swarm = null;
     this.isShown = false;
@@ -98,9 +83,8 @@ export class SwarmView {
   parts() {
     const looked = (show) => () => this.isShown && this.swarm?.id && show(this.swarm);
     return [
-      () => this.swarm?.id && this.count(this.swarm),
-      looked((swarm) => showHead($("swarm-head"), swarm, this.counts)),
-      looked((swarm) => this.strip.show(swarm, this.counts)),
+      looked((swarm) => showHead($("swarm-head"), swarm)),
+      looked((swarm) => this.strip.show(swarm)),
       looked((swarm) => this.figures.set(figures(swarm, this.history))),
       looked((swarm) => this.showSessions(swarm)),
       looked((swarm) => this.machines.set(swarm.peers, { writeText: writesText(swarm) })),
@@ -113,11 +97,6 @@ export class SwarmView {
     $("sessions-block").hidden = !writesText(swarm);
     this.sessions.show(swarm);
   }
-
-  count(swarm) {
-    this.counts = holders(swarm);
-    coverage($("coverage"), swarm, this.counts);
-  }
 }
 
 const writesText = (swarm) => otherTask(swarm.task) === null;
@@ -127,7 +106,7 @@ function seriesOf(samples) {
   return { samples, tokens: samples.map((each) => each.tokens_per_s), losses: samples.map((each) => each.loss).filter((loss) => loss !== null) };
 }
 
-function showHead(element, swarm, counts) {
+function showHead(element, swarm) {
   const { name, mode, model, missing } = swarm;
   const size = swarm.weights_bytes / swarm.units;
   const what = [
@@ -135,10 +114,11 @@ function showHead(element, swarm, counts) {
     mode === "serve" && otherTask(swarm.task),
   ];
   const lacks = runs(missing).map((run) => `${units(run)}: about ${bytes((run[1] - run[0]) * size)} of weights`);
-  refill(element, [name, what, coverageText(swarm, counts), lacks], () => [
+  const covered = coverageText(swarm);
+  refill(element, [name, what, covered, lacks], () => [
     h("h1", {}, name),
     h("p", {}, what.filter(Boolean).join(" ")),
-    h("p", { class: missing.length ? "lacks" : "whole" }, coverageText(swarm, counts)),
+    h("p", { class: missing.length ? "lacks" : "whole" }, covered),
     lacks.length ? h("p", {}, `It needs machines with room for ${lacks.join("; ")}, and their caches.`) : null,
   ]);
 }

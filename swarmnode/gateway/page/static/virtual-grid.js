@@ -1,6 +1,6 @@
 // Cards of one size in as many columns as fit, of which only those in sight exist: a thousand machines cost what a screenful does.
 
-import { SLICE_MS, everyFrame, h, styled } from "./dom.js";
+import { SLICE_MS, everyFrame, h, keepFocus, styled } from "./dom.js";
 import { KeptElements } from "./kept-elements.js";
 
 const SPARE_ROWS = 2;
@@ -47,7 +47,12 @@ export class VirtualGrid {
   }
 
   showPlace(card, { item, index, columns, count }, before) {
-    if (item !== before?.item) this.show(card, item);
+    if (item !== before?.item) {
+      keepFocus(
+        () => this.show(card, item),
+        () => card.querySelector("button"),
+      );
+    }
     if (count !== before?.count) card.setAttribute("aria-setsize", count);
     if (index === before?.index && columns === before.columns) return;
     const column = index % columns;
