@@ -76,6 +76,6 @@ class TokenizerLoader:
 
 
 def _converse(tokenizer: Tokenizer) -> None:
-    """A template is transformers' business, which is imported for the first conversation, and compiles it then."""
+    """A template is compiled, and what that needs imported, for the first conversation."""
     with contextlib.suppress(CheckpointError):  # it may want to be told something else than a greeting
         tokenizer.encode_messages(GREETING)
