@@ -1,14 +1,17 @@
 """Estimates of what units cost: work of the forward and backward pass, memory, bytes across boundaries. Nothing is computed.
 
-Every node is called once on fake tensors, forward and backward, and the operators that it dispatches are counted.
+Every kind of call is made once on fake tensors, forward and backward, and the operators that it dispatches are counted: a model's
+blocks call the same operators with the same shapes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -17,9 +20,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from swarmnode.compute.graph.arguments import argument_value, torch_constant
 from swarmnode.compute.graph.costs.rates import REFERENCE, Rates
 from swarmnode.compute.graph.costs.work import PLAIN, ComputeWork, WorkCounter, bytes_of, total
-from swarmnode.compute.graph.graph import Graph, OperatorCall, Poly, Ref, TensorType
+from swarmnode.compute.graph.graph import Argument, Graph, OperatorCall, Poly, Ref, TensorType
 from swarmnode.compute.graph.layout import Layout, Value, trained_values, value_types
 from swarmnode.compute.graph.operators import resolve
+
+CALLS_KEPT = 4096  # of all graphs, some 2 KiB each; a large model has some hundred kinds
 
 
 @dataclass(frozen=True)
@@ -109,61 +114,37 @@ class _Estimator:
         self.seen: set[Ref] = set()
 
     def run(self) -> dict[str, NodeEstimate]:
-        with FakeTensorMode():
-            return {node.name: self._estimate(node) for node in self.graph.nodes}
+        return {node.name: self._estimate(node) for node in self.graph.nodes}
 
     def _estimate(self, node: OperatorCall) -> NodeEstimate:
-        inputs = {ref: self._fake(ref) for ref in dict.fromkeys(node.refs())}
-        wanted = [tensor for tensor in inputs.values() if tensor.requires_grad]
-        named = {storage_of(tensor): ref for ref, tensor in inputs.items()}
-        saved: list[Tensor] = []
+        refs = list(dict.fromkeys(node.refs()))
+        cost = _estimate_call(msgspec.msgpack.encode(self._call(node, refs)))
+        named = {memory: self.storages.get(ref, ref) for memory, ref in enumerate(refs)}
+        for item, memory in enumerate(cost.outputs):
+            if memory is not None:
+                ref = Ref(node.name, item if len(cost.outputs) > 1 else None)
+                self.storages[ref] = named.setdefault(memory, ref)
+        kept = {named.get(memory, (node.name, memory)): size for memory, size in cost.kept.items()}
+        kept = {key: size for key, size in kept.items() if key not in self.weights}
+        return NodeEstimate(cost.forward, cost.backward + self._sums(node), kept)
 
-        def keep(tensor: Tensor) -> Tensor:
-            saved.append(tensor)
-            return tensor
+    def _call(self, node: OperatorCall, refs: list[Ref]) -> _Call:
+        """The node's, for this batch."""
+        numbers = {ref: str(number) for number, ref in enumerate(refs)}
 
         def argument(value: Any) -> Any:
             if isinstance(value, list):
                 return [argument(atom) for atom in value]
             if isinstance(value, Poly):
                 return value.at(self.batch)
-            return inputs[value] if isinstance(value, Ref) else argument_value(value, torch.device("cpu"))
+            return Ref(numbers[value]) if isinstance(value, Ref) else value
 
-        with WorkCounter() as forward, saved_tensors_hooks(keep, lambda tensor: tensor):
-            function = resolve(node.operator)
-            output = function(*map(argument, node.args), **{key: argument(value) for key, value in node.kwargs.items()})
-        outputs = list(output) if isinstance(output, list | tuple) else [output]
-        for item, tensor in enumerate(outputs):
-            if isinstance(tensor, Tensor):
-                self._name_output(Ref(node.name, item if len(outputs) > 1 else None), tensor, named)
-        kept = {self._key(node, tensor, named): bytes_of(tensor) for tensor in saved}
-        kept = {key: size for key, size in kept.items() if key not in self.weights}
-        return NodeEstimate(forward.work, self._backward(outputs, wanted) + self._sums(node), kept)
+        kwargs = {key: argument(value) for key, value in node.kwargs.items()}
+        return _Call(node.operator, tuple(map(argument, node.args)), kwargs, tuple(map(self._input, refs)))
 
-    def _name_output(self, ref: Ref, tensor: Tensor, named: dict[Any, Ref]) -> None:
-        """A view goes by the name of what it is a view of."""
-        source = named.setdefault(storage_of(tensor), ref)
-        self.storages[ref] = self.storages.get(source, source)
-
-    def _key(self, node: OperatorCall, tensor: Tensor, named: dict[Any, Ref]) -> Any:
-        """One for each memory: the value that it belongs to, or something of the node's own."""
-        ref = named.get(storage_of(tensor))
-        return (node.name, storage_of(tensor)) if ref is None else self.storages.get(ref, ref)
-
-    def _fake(self, ref: Ref) -> Tensor:
+    def _input(self, ref: Ref) -> _Input:
         kind = self.types[ref]
-        tensor = torch.empty(kind.sizes(self.batch), dtype=torch_constant(kind.dtype))
-        return tensor.requires_grad_(ref.name in self.trained and tensor.is_floating_point())
-
-    def _backward(self, outputs: list[Any], wanted: list[Tensor]) -> ComputeWork:
-        roots = [tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.requires_grad]
-        if not roots or not wanted:
-            return ComputeWork()
-        gradients = [torch.empty_like(root) for root in roots]
-        with WorkCounter() as counter:
-            torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
-        work: ComputeWork = counter.work
-        return work
+        return _Input(kind.dtype, kind.sizes(self.batch), ref.name in self.trained)
 
     def _sums(self, node: OperatorCall) -> ComputeWork:
         """Adding a gradient to what is there already: a weight's accumulator, or another user's of the value."""
@@ -172,6 +153,84 @@ class _Estimator:
         ]
         self.seen |= set(node.refs())
         return ComputeWork({PLAIN: 3.0 * sum(type_bytes(self.types[ref], self.batch) for ref in again)})
+
+
+class _Input(msgspec.Struct, frozen=True):
+    """A tensor that a call takes. `trained`: a gradient goes through it."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+    trained: bool
+
+
+class _Call(msgspec.Struct, frozen=True):
+    """Call of an operator on values without names: a Ref's name is the number of the input."""
+
+    operator: str
+    args: tuple[Argument, ...]
+    kwargs: dict[str, Argument]
+    inputs: tuple[_Input, ...]
+
+
+@dataclass(frozen=True)
+class _CallEstimate:
+    """What a call costs. Memories are numbered, first those of the inputs. `outputs`: in which memory each is, None where it is no
+    tensor; `kept`: bytes that the backward pass needs in each.
+    """
+
+    forward: ComputeWork
+    backward: ComputeWork
+    outputs: tuple[int | None, ...]
+    kept: dict[int, int]
+
+
+@lru_cache(maxsize=CALLS_KEPT)
+def _estimate_call(encoded: bytes) -> _CallEstimate:
+    """Of a `_Call`; as bytes, in which 1, 1.0 and True differ."""
+    call = msgspec.msgpack.decode(encoded, type=_Call)
+    memories: dict[Any, int] = {}
+    saved: list[Tensor] = []
+
+    def memory(tensor: Tensor) -> int:
+        return memories.setdefault(storage_of(tensor), len(memories))
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, list):
+            return [argument(atom) for atom in value]
+        return inputs[int(value.name)] if isinstance(value, Ref) else argument_value(value, torch.device("cpu"))
+
+    with FakeTensorMode():
+        inputs = [_fake(one) for one in call.inputs]
+        for tensor in inputs:
+            memory(tensor)
+        with WorkCounter() as forward, saved_tensors_hooks(keep, lambda tensor: tensor):
+            kwargs = {key: argument(value) for key, value in call.kwargs.items()}
+            output = resolve(call.operator)(*map(argument, call.args), **kwargs)
+        outputs = list(output) if isinstance(output, list | tuple) else [output]
+        places = tuple(memory(item) if isinstance(item, Tensor) else None for item in outputs)
+        kept = {memory(tensor): bytes_of(tensor) for tensor in saved}
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        return _CallEstimate(forward.work, _backward(outputs, wanted), places, kept)
+
+
+def _fake(one: _Input) -> Tensor:
+    tensor = torch.empty(one.sizes, dtype=torch_constant(one.dtype))
+    return tensor.requires_grad_(one.trained and tensor.is_floating_point())
+
+
+def _backward(outputs: list[Any], wanted: list[Tensor]) -> ComputeWork:
+    roots = [tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.requires_grad]
+    if not roots or not wanted:
+        return ComputeWork()
+    gradients = [torch.empty_like(root) for root in roots]
+    with WorkCounter() as counter:
+        torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+    work: ComputeWork = counter.work
+    return work
 
 
 def storage_of(tensor: Tensor) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from swarmnode.compute.graph.costs import estimate
 from swarmnode.compute.graph.costs.estimate import estimate_units
 from swarmnode.compute.graph.costs.rates import REFERENCE, measure_rates
 from swarmnode.compute.graph.costs.span_estimate import estimate_span
@@ -67,6 +69,18 @@ def test_activation_bytes_are_what_autograd_keeps(folder: Callable[[str], Path],
     assert loss.requires_grad
     estimated = sum(unit.activation_bytes for unit in estimate_units(read_graph(folder(kind))))
     assert estimated == pytest.approx(sum(nbytes for nbytes, _ in kept.values()), rel=0.25)
+
+
+def test_blocks_that_are_alike_are_estimated_once(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimate_call = lru_cache(maxsize=None)(estimate._estimate_call.__wrapped__)
+    monkeypatch.setattr(estimate, "_estimate_call", estimate_call)
+    graph = read_graph(folder("gpt2"))
+    once, twice = estimate_units(graph), estimate_units(graph)
+    calls = estimate_call.cache_info()
+    assert once == twice and calls.hits + calls.misses == 2 * len(graph.nodes)
+    assert calls.misses < len(graph.nodes) / 2
 
 
 def test_spans_are_estimated_from_the_config(tmp_path: Path) -> None:
