@@ -8,7 +8,7 @@ from tests.roles.greedy import PROMPT, Greedy
 from tests.roles.toy_swarm import ToySwarm, expected
 
 VIRTUAL, FAST = True, True
-LIMIT_BYTES = 100_000
+LIMIT_BYTES = 600_000  # of which links take some
 SESSIONS, POSITIONS, TOKENS = 60, 20, 12
 
 

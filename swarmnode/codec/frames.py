@@ -158,7 +158,7 @@ class FrameReader:
         self._buffer = memoryview(CountedBytes(RECEIVE_BYTES, self._ledger.count(Account.MESSAGES, RECEIVE_BYTES)))
         self._held_bytes = 0  # at the start of the buffer, of a frame that is not complete
         self._large: _LargeFrame | None = None
-        self._error: ProtocolError | None = None
+        self._fault = ""  # not the error itself, whose traceback would keep the buffer
 
     def __repr__(self) -> str:
         return f"<FrameReader holding {self.pending_bytes} bytes>"
@@ -178,8 +178,8 @@ class FrameReader:
 
         Raises ProtocolError (TOO_LARGE) on a length over its bound.
         """
-        if self._error is not None:
-            raise self._error
+        if self._fault:
+            raise self._too_large()
         if self._large is None:
             yield from self._parse(self._held_bytes + count)
             return
@@ -195,8 +195,8 @@ class FrameReader:
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Frame]:
         """The same for bytes that are somewhere else already."""
         view = memoryview(data)
-        if self._error is not None:
-            raise self._error
+        if self._fault:
+            raise self._too_large()
         while view:
             room = self.room()
             count = min(len(view), len(room))
@@ -206,35 +206,37 @@ class FrameReader:
 
     def _parse(self, end: int) -> Iterator[Frame]:
         """Frames in the buffer's first `end` bytes; what is left over moves to its start, or begins a large frame."""
-        buffer, position = self._buffer, 0
+        position = 0  # and no variable for the buffer, which an error's traceback would keep
         while end - position >= HEADER_BYTES:
-            kind, _flags, body_bytes, payload_bytes, channel, seq = HEADER.unpack_from(buffer, position)
+            kind, _flags, body_bytes, payload_bytes, channel, seq = HEADER.unpack_from(self._buffer, position)
             if not self._greeted and body_bytes + payload_bytes > MAX_GREETING_BYTES:
-                raise self._too_large("greeting", body_bytes + payload_bytes, MAX_GREETING_BYTES)
+                raise self._lose_place("greeting", body_bytes + payload_bytes, MAX_GREETING_BYTES)
             if payload_bytes > self.max_payload_bytes:
-                raise self._too_large("payload", payload_bytes, self.max_payload_bytes)
+                raise self._lose_place("payload", payload_bytes, self.max_payload_bytes)
             body_at = position + HEADER_BYTES
             payload_at = body_at + body_bytes
             frame_end = payload_at + payload_bytes
             if frame_end <= end:
                 self._greeted = True
-                payload = bytes(buffer[payload_at:frame_end])
-                yield Frame(kind, channel, seq, bytes(buffer[body_at:payload_at]), payload)
+                payload = bytes(self._buffer[payload_at:frame_end])
+                yield Frame(kind, channel, seq, bytes(self._buffer[body_at:payload_at]), payload)
                 position = frame_end
             elif payload_bytes > LARGE_BYTES and payload_at <= end:
-                body = bytes(buffer[body_at:payload_at])
-                beginning = buffer[payload_at:end]
+                body = bytes(self._buffer[body_at:payload_at])
+                beginning = self._buffer[payload_at:end]
                 self._large = _LargeFrame(kind, channel, seq, body, payload_bytes, beginning, self._ledger)
                 position = end
             else:
                 break
         self._held_bytes = end - position
-        buffer[: self._held_bytes] = buffer[position:end]
+        self._buffer[: self._held_bytes] = self._buffer[position:end]
 
-    def _too_large(self, what: str, size_bytes: int, bound_bytes: int) -> ProtocolError:
-        text = f"a frame announces a {what} of {size_bytes} bytes; the bound here is {bound_bytes}"
-        self._error = ProtocolError(text, code=ErrorCode.TOO_LARGE)
-        return self._error
+    def _lose_place(self, what: str, size_bytes: int, bound_bytes: int) -> ProtocolError:
+        self._fault = f"a frame announces a {what} of {size_bytes} bytes; the bound here is {bound_bytes}"
+        return self._too_large()
+
+    def _too_large(self) -> ProtocolError:
+        return ProtocolError(self._fault, code=ErrorCode.TOO_LARGE)
 
 
 class _LargeFrame:
