@@ -3,7 +3,10 @@ else by lines and by what peers nearby measured; and how long a position takes."
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -23,8 +26,8 @@ def one_way_delays(view: View, peers: Sequence[PeerId | None]) -> Floats:
     rtt_s = _by_coordinates(view, peers)
     for (one, other), measured_s in view.rtt_s.items():
         a, b = index.get(one), index.get(other)
-        if a is not None and b is not None:
-            rtt_s[a, b] = rtt_s[b, a] = measured_s
+        if a is not None and b is not None:  # what one end calls near is as far as the other end says
+            rtt_s[a, b] = rtt_s[b, a] = max(measured_s, view.rtt_s.get((other, one), 0.0))
     return rtt_s / 2
 
 
@@ -35,14 +38,17 @@ def position_times(view: View, peers: Sequence[PeerId | None]) -> Floats:
 
 def bandwidths(view: View, peers: Sequence[PeerId | None]) -> Floats:
     """Bits/s [N, N]: as the sender measured it, else the sender's uplink or the receiver's downlink, whichever is narrower, and no
-    more than peers near the one have to peers near the other; infinite if nothing was measured."""
+    more than peers near the one have to peers near the other, or than is usual of the sender's links; infinite if nothing was
+    measured."""
     bps_NN = _by_lines(view, peers)
     index = {peer: number for number, peer in enumerate(peers) if peer is not None}
     measured = [
         (index[one], index[other], bps) for (one, other), bps in view.path_bps.items() if {one, other} <= index.keys()
     ]
     if measured:
-        bps_NN = np.minimum(bps_NN, _by_neighbours(one_way_delays(view, peers), measured))
+        delay_NN = one_way_delays(view, peers)
+        told_NN = _by_neighbours(delay_NN, measured)
+        bps_NN = np.minimum(bps_NN, np.where(np.isfinite(told_NN), told_NN, _usual(delay_NN, measured)))
         senders, receivers, rates_bps = zip(*measured, strict=True)
         bps_NN[senders, receivers] = rates_bps
     return bps_NN
@@ -70,16 +76,41 @@ def _by_neighbours(delay_NN: Floats, measured: Sequence[tuple[int, int, float]])
     return told_NN
 
 
+def _usual(delay_NN: Floats, measured: Sequence[tuple[int, int, float]]) -> Floats:
+    """Bits/s [N, N]: the median of what each sender measured, or of those nearest to it where it measured nothing, two at least;
+    infinite to who is nearer than all whom these measured. Half of its links are no faster, so that a stranger seems to be beside
+    the peers of one place at most, and never of two that a slow link joins."""
+    usual_NN = np.full(delay_NN.shape, np.inf)
+    own = {
+        sender: (statistics.median_low(rates_bps), delay_NN[sender, receivers].min())
+        for sender, receivers, rates_bps in _by_sender(measured)
+    }
+    for sender, delay_N in enumerate(delay_NN):
+        voices = [sender] if sender in own else sorted(own, key=lambda voice: (delay_N[voice], voice))[:VOICES]
+        if sender in own or len(voices) >= LEAST_VOICES:
+            usual_bps, least_s = (
+                statistics.median_low(values) for values in zip(*(own[voice] for voice in voices), strict=True)
+            )
+            usual_NN[sender, delay_N >= least_s] = usual_bps
+    return usual_NN
+
+
+def _by_sender(measured: Sequence[tuple[int, int, float]]) -> Iterator[tuple[int, list[int], list[float]]]:
+    """All who measured, with their receivers and the bits/s to each."""
+    for sender, own in groupby(sorted(measured), key=itemgetter(0)):
+        _, receivers, rates_bps = zip(*own, strict=True)
+        yield sender, list(receivers), list(rates_bps)
+
+
 def _nearest_receivers(apart_NN: Floats, measured: Sequence[tuple[int, int, float]]) -> tuple[Indexes, Floats, Floats]:
     """All who measured, [A, N] what each has to the one of its receivers that is nearest to each peer, and how far that is."""
-    senders_A = np.unique([sender for sender, _, _ in measured])
-    rates, offs = list[Floats](), list[Floats]()
-    for sender in senders_A:
-        receivers, rates_bps = zip(*((to, bps) for one, to, bps in measured if one == sender), strict=True)
-        off_RN = apart_NN[list(receivers)]
+    senders, rates, offs = list[int](), list[Floats](), list[Floats]()
+    for sender, receivers, rates_bps in _by_sender(measured):
+        off_RN = apart_NN[receivers]
+        senders.append(sender)
         rates.append(np.array(rates_bps)[off_RN.argmin(axis=0)])
         offs.append(off_RN.min(axis=0))
-    return senders_A, np.stack(rates), np.stack(offs)
+    return np.array(senders), np.stack(rates), np.stack(offs)
 
 
 def _by_lines(view: View, peers: Sequence[PeerId | None]) -> Floats:

@@ -64,9 +64,12 @@ class TrainingNetwork:
 
     @property
     def seconds_per_byte_NN(self) -> Floats:
-        """Of the slower of the two directions; nothing to oneself."""
+        """Of the slower of the two directions; nothing to oneself. Where neither is known it is the usual one of those that are: a
+        peer of which nobody knows anything is no way between two places."""
         known_NN = np.where(self.bandwidth_NN > 0, self.bandwidth_NN, np.inf)
-        slower_NN: Floats = 8 / np.minimum(known_NN, known_NN.T)
+        slowest_NN = np.minimum(known_NN, known_NN.T)
+        told = slowest_NN[np.isfinite(slowest_NN) & ~np.eye(self.peers, dtype=bool)]
+        slower_NN: Floats = 8 / np.where(np.isfinite(slowest_NN), slowest_NN, np.median(told) if len(told) else np.inf)
         np.fill_diagonal(slower_NN, 0.0)
         return slower_NN
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from swarmnode.net.measuring.coordinate import Coordinate
@@ -91,6 +93,20 @@ def test_two_who_measured_speak_for_their_neighbours_one_does_not():
     assert known["a2", "b0"] == 1e3, "but itself"
     assert known["a3", "a0"] == 1e9, "what is measured between towns says nothing of inside"
     assert rates(towns({("a0", "b0"): 1e7}, up_bps=0.0))["a1", "b1"] == float("inf")
+
+
+def test_to_whom_nobody_measured_a_link_is_the_usual_one_of_its_sender():
+    to_both = {(one, other): bps for one in ("a0", "a1") for other, bps in (("a3", 1e9), ("b0", 1e7), ("b1", 2e7))}
+    view = towns(to_both, up_bps=0.0)
+    stranger = PeerView("new", Span(0, 2), up_bps=1e18, down_bps=1e18)
+    known = rates(replace(view, peers=(*view.peers, stranger), path_bps={**to_both, ("new", "a0"): 1e18}))
+    assert known["a0", "new"] == 2e7, "whatever that one says of itself"
+    assert known["a2", "new"] == 2e7, "or of those nearby"
+
+
+def test_a_link_is_as_long_as_the_one_of_its_ends_says_that_calls_it_longer():
+    for rtt_s in ({("a", "b"): 0.4, ("b", "a"): 0.0}, {("b", "a"): 0.0, ("a", "b"): 0.4}):
+        assert one_way_delays(View(4, (), rtt_s), ["a", "b"])[0, 1] == 0.2
 
 
 def test_announcements_bring_paths():

@@ -60,6 +60,14 @@ def test_clusters_of_two_islands() -> None:
     assert rise_K[0] == pytest.approx(0.008) and rise_K[-1] == pytest.approx(0.08 - 0.008)
 
 
+def test_a_link_that_nobody_knows_is_the_usual_one() -> None:
+    network = islands([2, 2])
+    network.bandwidth_NN[0, 1], network.bandwidth_NN[1, 0] = 0.0, np.inf
+    assert network.seconds_per_byte_NN[0, 1] == 8 / FAR_BPS
+    unknown = replace(network, bandwidth_NN=np.zeros((4, 4)))
+    assert not unknown.seconds_per_byte_NN.any()
+
+
 def test_pipelines_stay_on_their_islands() -> None:
     """Memory for two of eight units: each island gets whole pipelines, as many of each stage as of the others."""
     spans = settled(load(), islands([8, 8], work_per_s=20.0), [2] * 16)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
 
 from swarmnode.net.measuring.coordinate import Coordinate
 from swarmnode.plan.spans.placement import Joiner, MovePolicy
+from swarmnode.plan.training.layout import STANDING_BY
 from swarmnode.plan.training.rule import TrainingRule
 from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad
 from swarmnode.plan.view import PeerView, Span, View
@@ -31,6 +33,15 @@ def swarm(names: list[str], speeds: list[float], capacity: int = 4) -> View:
     )
     coordinates = {name: Coordinate(PLACES_MS[number % 2], 0.5, 0.1) for number, name in enumerate(names)}
     return View(UNITS, peers, coordinates=coordinates)
+
+
+def measured(view: View) -> View:
+    """All told each other's delays and bandwidths, slow between the islands."""
+    names = [peer.peer for peer in view.peers]
+    pairs = list(permutations(range(len(names)), 2))
+    rtt_s = {(names[one], names[other]): 0.1 if (one - other) % 2 else 0.002 for one, other in pairs}
+    path_bps = {(names[one], names[other]): 1e8 if (one - other) % 2 else 1e9 for one, other in pairs}
+    return replace(view, rtt_s=rtt_s, path_bps=path_bps)
 
 
 def rule(*, begun: bool = False) -> TrainingRule:
@@ -77,6 +88,26 @@ def test_nobody_is_believed_to_be_faster_than_all_others_together() -> None:
     view = settled(swarm([f"peer {number}" for number in range(8)], [SPEED * 1e6, *[SPEED] * 7], capacity=UNITS))
     holders = Counter(unit for peer in view.peers[1:] for unit in range(*peer.span))
     assert min(holders[unit] for unit in range(UNITS)) >= 1
+
+
+@pytest.mark.parametrize(("claimed_bps", "line_bps"), [(0.0, 0.0), (1e18, 1e9)])
+def test_nobody_joins_two_islands_by_what_it_alone_says_or_what_nobody_knows(
+    claimed_bps: float, line_bps: float
+) -> None:
+    """A newcomer that nobody has measured, or one that says it is beside everybody: each island still has whole pipelines."""
+    honest = swarm([f"peer {number}" for number in range(8)], [SPEED] * 8)
+    honest = replace(honest, peers=tuple(replace(p, up_bps=line_bps, down_bps=line_bps) for p in honest.peers))
+    honest = measured(honest)
+    names = [peer.peer for peer in honest.peers]
+    stranger = PeerView("peer 3x", STANDING_BY, State.READY, SPEED, memory_bytes=4)
+    view = replace(honest, peers=(*honest.peers, replace(stranger, up_bps=claimed_bps, down_bps=claimed_bps)))
+    if claimed_bps:
+        said = {(stranger.peer, name) for name in names}
+        rtt_s = honest.rtt_s | dict.fromkeys(said, 0.0) | {(name, stranger.peer): 0.1 for name in names}
+        view = replace(view, path_bps=honest.path_bps | dict.fromkeys(said, claimed_bps), rtt_s=rtt_s)
+    alone = settled(honest)
+    among = replace(honest, peers=settled(view).peers[:-1])
+    assert step_s(among) <= 1.05 * step_s(alone)
 
 
 def test_once_training_has_begun_only_who_comes_chooses() -> None:
