@@ -42,10 +42,15 @@ class Tokenizer:
     @functools.cached_property
     def own(self) -> Any:
         """As transformers has it. Raises CheckpointError."""
-        from transformers import AutoTokenizer
+        import transformers
 
+        from swarmnode.compute.model.lean import list_models_once
+
+        list_models_once()
         try:
-            return AutoTokenizer.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
+            return transformers.AutoTokenizer.from_pretrained(
+                self._folder, local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"the checkpoint's tokenizer cannot be used: {error}") from error
 

@@ -38,7 +38,7 @@ def lean() -> Iterator[None]:
     placed = [_place(COMPILER, _compiler_stand_in), _place(OPTIMISERS, _optimisers_stand_in)]
     if "torch" in sys.modules:  # whose parts cannot be looked for without importing it
         placed += [_place(name, _symbols_stand_in if name == SYMBOLS else None, LateModule) for name in LATE]
-    _list_models_once()
+    list_models_once()
     try:
         yield
     finally:
@@ -63,7 +63,7 @@ def _place(
     return stand_in
 
 
-def _list_models_once() -> None:
+def list_models_once() -> None:
     """transformers reads the source of all its models for their names, some 0.4 s, and does so again when the first of them is
     wanted, as its memory holds 128 folders only. The second time it gets what the first has found."""
     utils = sys.modules.get("transformers.utils.import_utils")
