@@ -74,9 +74,9 @@ def test_activation_bytes_are_what_autograd_keeps(folder: Callable[[str], Path],
 def test_blocks_that_are_alike_are_estimated_once(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    graph = read_graph(folder("gpt2"))  # whose export estimates, too
     estimate_call = lru_cache(maxsize=None)(estimate._estimate_call.__wrapped__)
     monkeypatch.setattr(estimate, "_estimate_call", estimate_call)
-    graph = read_graph(folder("gpt2"))
     once, twice = estimate_units(graph), estimate_units(graph)
     calls = estimate_call.cache_info()
     assert once == twice and calls.hits + calls.misses == 2 * len(graph.nodes)
