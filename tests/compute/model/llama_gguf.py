@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,10 @@ WORDS = [
 ]  # bytes, as GPT-2 writes them
 
 
-def save_llama_gguf(path: Path, *, without: str = "", architecture: str = "llama") -> None:
-    """Matrices as Q8_0, norms as F32; all but the tensor `without`."""
+def save_llama_gguf(
+    path: Path, *, without: str = "", architecture: str = "llama", beside: Mapping[str, Sequence[float]] | None = None
+) -> None:
+    """Matrices as Q8_0, norms as F32; all but the tensor `without`, and those `beside`, as F32."""
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)
@@ -43,6 +46,8 @@ def save_llama_gguf(path: Path, *, without: str = "", architecture: str = "llama
         else:
             packed = gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0)
             writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    for name, numbers in (beside or {}).items():
+        writer.add_tensor(name, np.array(numbers, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from swarmnode.compute.model.checkpoint import Checkpoint, load_config
 from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint, find_gguf
+from swarmnode.compute.model.rope import switching_position
 from swarmnode.errors import CheckpointError
 from tests.compute.model.llama_gguf import save_llama_gguf
 
@@ -65,6 +67,22 @@ def test_one_that_lacks_tensors_is_refused(tmp_path: Path) -> None:
     save_llama_gguf(tmp_path / "lacking.gguf", without="blk.1.ffn_up.weight")
     with pytest.raises(CheckpointError, match=r"lacks 1 tensors.*up_proj"):
         GgufCheckpoint(tmp_path / "lacking.gguf").write(tmp_path)
+
+
+def test_one_with_tensors_that_the_model_has_no_place_for_is_refused(tmp_path: Path) -> None:
+    save_llama_gguf(tmp_path / "biased.gguf", beside={"blk.1.attn_q.bias": [0.5] * 64})
+    with pytest.raises(CheckpointError, match=r"blk\.1\.attn_q\.bias has no place in a llama model"):
+        GgufCheckpoint(tmp_path / "biased.gguf").write(tmp_path)
+
+
+def test_factors_of_its_frequencies_are_the_models(tmp_path: Path) -> None:
+    factors = [1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0, 8.0]
+    save_llama_gguf(tmp_path / "long.gguf", beside={"rope_freqs.weight": factors})
+    GgufCheckpoint(tmp_path / "long.gguf").write(tmp_path)
+    config = load_config(tmp_path / "config.json")
+    turns, attention = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"))
+    torch.testing.assert_close(turns, 10000.0 ** -(torch.arange(8) / 8) / torch.tensor(factors))
+    assert (attention, switching_position(config)) == (1.0, 512)
 
 
 def test_one_of_an_unknown_architecture_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -20,14 +21,16 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """The folder as the repository "org/model", whose tag is v1; `fetched` lists the files that were downloaded whole. Where it has
-    a `token` nobody else gets a file. `cut`: how many downloads break half-way; `damage`: in how many a byte is another one."""
+    """The folder as the repository "org/model", whose tag is v1; `fetched` lists the files that were downloaded whole. Where it
+    has a `token` nobody else gets a file, but `refusal`. `cut`: how many downloads break half-way; `damage`: in how many a
+    byte is another one."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder = folder
         self.fetched: list[str] = []
         self.token = ""
+        self.refusal = 401
         self.cut = 0
         self.damage = 0
 
@@ -60,7 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(b"", with_body, status=404, headers={"X-Error-Code": code})
             return
         if self.server.token and self.headers["Authorization"] != f"Bearer {self.server.token}":
-            self._send(b"", with_body, status=401, headers={"X-Error-Code": "GatedRepo"})
+            self._send(b"", with_body, status=self.server.refusal, headers={"X-Error-Code": "GatedRepo"})
             return
         body = file.read_bytes()
         headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": COMMIT}
@@ -94,15 +97,30 @@ class _Handler(BaseHTTPRequestHandler):
         """Silence."""
 
 
-@pytest.fixture
-def hub(checkpoint_path: Path) -> Iterator[Hub]:
-    server = Hub(checkpoint_path)
+@contextmanager
+def serving(folder: Path) -> Iterator[Hub]:
+    server = Hub(folder)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def make_default(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub of whoever names none."""
+    name_of_a_file = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", name_of_a_file)
+
+
+@pytest.fixture
+def hub(checkpoint_path: Path) -> Iterator[Hub]:
+    with serving(checkpoint_path) as server:
+        yield server
 
 
 def test_a_span_fetches_its_shards_only(hub, model, tmp_path):
@@ -144,17 +162,16 @@ def test_bytes_of_a_file_are_read_and_nothing_is_kept(hub, tmp_path, monkeypatch
 
 
 def test_another_revision_than_the_newest(hub, tmp_path, monkeypatch):
-    name_of_a_file = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", name_of_a_file)
+    make_default(hub, monkeypatch)
     checkpoint = open_checkpoint("org/model@v1", cache_dir=tmp_path)
     assert (checkpoint.repository, checkpoint.revision) == ("org/model", COMMIT)
     with pytest.raises(CheckpointError, match="org/model: has no revision v9"):
         open_checkpoint("org/model@v9", cache_dir=tmp_path)
 
 
-def test_a_gated_model_asks_for_consent_and_a_token(hub, tmp_path, monkeypatch):
-    hub.token = "hf_of_somebody"
+@pytest.mark.parametrize("refusal", [401, 403])
+def test_a_gated_model_asks_for_consent_and_a_token(hub, tmp_path, monkeypatch, refusal):
+    hub.token, hub.refusal = "hf_of_somebody", refusal
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
     with pytest.raises(CheckpointError, match=r"asks for consent.*HF_TOKEN"):

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from swarmnode.compute.model.assemble import quiet_loader
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
+from swarmnode.compute.model.dequantize.gguf_config import ROPE_TENSORS, GgufHeader, complete_config
 from swarmnode.compute.model.dequantize.shards import ShardWriter
 from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.trace import FOREIGN_ERRORS
+from swarmnode.compute.model.trace import FOREIGN_ERRORS, build_on_meta
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import TOKENIZER_NAMES, has_tokenizer
 
@@ -95,7 +96,11 @@ class GgufCheckpoint:
         writer.close()
 
     def _write_config(self, out: Path) -> Family:
-        values = {**self._parsed["config"], "dtype": "bfloat16"}
+        try:
+            completed = complete_config(GgufHeader(self._reader), self._parsed["config"])
+        except (*FOREIGN_ERRORS, CheckpointError) as error:
+            raise CheckpointError(f"{self.file}: its config cannot be read: {error}") from error
+        values = {**completed, "dtype": "bfloat16"}
         (out / CONFIG_FILE).write_text(json.dumps(values, indent=2, default=float) + "\n")
         return family_of(load_config(out / CONFIG_FILE))
 
@@ -119,7 +124,7 @@ class GgufCheckpoint:
 
     def _shapes(self, family: Family) -> dict[str, torch.Size]:
         """Of all tensors that the model has, tied ones once."""
-        model = _outline(family)
+        model = build_on_meta(family.model_class, family.config)
         return {
             name: tensor.shape
             for name, tensor in model.state_dict().items()
@@ -134,11 +139,13 @@ class GgufCheckpoint:
             get_gguf_hf_weights_map,
         )
 
-        architecture = bytes(self._reader.fields["general.architecture"].parts[-1]).decode()
+        architecture = GgufHeader(self._reader).architecture
         processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=self._parsed["config"])  # type: ignore[no-untyped-call]
-        names = get_gguf_hf_weights_map(_outline(family), processor)
+        names = get_gguf_hf_weights_map(build_on_meta(family.model_class, family.config), processor)
         together: dict[str, Any] = {}
         for tensor in self._reader.tensors:
+            if tensor.name in ROPE_TENSORS:  # the config has them
+                continue
             read = processor.process(
                 weights=dequantize(tensor.data, tensor.tensor_type),
                 name=tensor.name,
@@ -147,11 +154,7 @@ class GgufCheckpoint:
             )
             if read.name in names:
                 yield names[read.name], torch.from_numpy(np.copy(read.weights)).to(DTYPE)
+            elif read.name is not None:
+                raise CheckpointError(f"{self.file}: {read.name} has no place in a {family.config.model_type} model")
         for name, weights in together.items():
             yield name, weights.to(DTYPE)
-
-
-def _outline(family: Family) -> Any:
-    """The model without weights."""
-    with torch.device("meta"):
-        return family.model_class(family.config)
