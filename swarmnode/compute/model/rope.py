@@ -7,7 +7,6 @@ training. So that nobody's numbers depend on neighbours, or on how a prompt was 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 
@@ -15,7 +14,7 @@ def switching_position(config: Any) -> int | None:
     """The first position that a longrope model of this transformers config turns by its long frequencies; None for others."""
     lengths = [
         rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        for rope in _ropes(config)
+        for rope in ropes(config)
         if rope.get("rope_type") == "longrope"
     ]
     return min(lengths, default=None)
@@ -23,10 +22,10 @@ def switching_position(config: Any) -> int | None:
 
 def is_dynamic(config: Any) -> bool:
     """Whether frequencies change with every position."""
-    return any("dynamic" in str(rope.get("rope_type")) for rope in _ropes(config))
+    return any("dynamic" in str(rope.get("rope_type")) for rope in ropes(config))
 
 
-def _ropes(config: Any) -> list[Mapping[str, Any]]:
-    """Of a config's layers; those of several types may have one each."""
+def ropes(config: Any) -> list[dict[str, Any]]:
+    """What a config says of its layers' rotary embeddings; layers of several types may have one each."""
     told = getattr(config, "rope_parameters", None) or {}
-    return [rope for rope in told.values() if isinstance(rope, Mapping)] or [told]
+    return [rope for rope in told.values() if isinstance(rope, dict)] or [told]

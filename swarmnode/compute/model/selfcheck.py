@@ -17,6 +17,7 @@ from torch import Tensor
 from swarmnode.compute.model.assemble import assemble
 from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.rope import ropes
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, ONE_AT_A_TIME
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
@@ -54,6 +55,7 @@ TINY_SIZES = {
     "attention_chunk_size": 3,
 }
 TINY_LAYERS = 4
+FACTORS = {"long_factor", "short_factor"}
 PROMPT, LENGTH, PADDING = 5, 8, (0, 2)
 TOLERANCE = 1e-3  # of the logits' standard deviation; float32 differs by 1e-6
 POSITION_NAMES = ("max_position_embeddings", "max_seq_len")  # what configs call the size of their position tables
@@ -109,6 +111,7 @@ def tiny_config(config: Any) -> Any:
         if isinstance(value, int) and not isinstance(value, bool) and value > size:
             setattr(tiny, name, size)
     _shrink_attention(tiny, config)
+    _shrink_factors(tiny)
     if config.pad_token_id is not None:
         tiny.pad_token_id = 0
     tiny.dtype = None
@@ -122,6 +125,15 @@ def _shrink_attention(tiny: Any, config: Any) -> None:
         tiny.num_key_value_heads = {config.num_attention_heads: tiny.num_attention_heads, 1: 1}.get(sharing, 2)
     if getattr(config, "qk_rope_head_dim", None) is not None:
         tiny.head_dim = tiny.qk_rope_head_dim
+
+
+def _shrink_factors(tiny: Any) -> None:
+    """LongRoPE has a factor for each pair of a head's numbers that is turned."""
+    head = getattr(tiny, "head_dim", None) or tiny.hidden_size // tiny.num_attention_heads
+    for rope in ropes(tiny):
+        pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+        for name in FACTORS & rope.keys():
+            rope[name] = rope[name][:pairs]
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, Phi3Config, Phi3ForCausalLM
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import family_of
 from swarmnode.compute.model.rope import switching_position
+from swarmnode.compute.model.selfcheck import check_family
 from swarmnode.compute.model.span import ModelSpan, load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.errors import CheckpointError
@@ -104,3 +105,11 @@ def test_models_whose_frequencies_change_with_every_position_are_refused() -> No
 
 def test_other_models_know_no_such_length() -> None:
     assert switching_position(LlamaConfig(**SIZES)) is None
+
+
+@pytest.mark.parametrize("partial", [1.0, 0.75])
+def test_heads_of_any_size_are_tried_before_they_are_trusted(partial: float) -> None:
+    factors = [1.0] * int(96 * partial / 2)
+    rope = {**LONGROPE, "short_factor": factors, "long_factor": factors, "partial_rotary_factor": partial}
+    sizes = {**SIZES, "hidden_size": 96 * 4}
+    check_family(family_of(Phi3Config(**sizes, rope_parameters=rope, original_max_position_embeddings=ORIGINAL)))
