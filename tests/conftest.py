@@ -20,6 +20,11 @@ settings.register_profile("check", deadline=None, derandomize=True)
 settings.register_profile("deep", deadline=None, max_examples=5000)  # --hypothesis-profile deep
 settings.load_profile("check")
 
+WORKERS = 2
+"""For what lives in one process: on two cores a third would only import everything once more."""
+WORKERS_WITH_REAL = WORKERS + 1  # one waits for most of its time
+GARBAGE_AFTER = 5_000  # objects, not 700: there is seven times less to look through, and tests end before much is left
+
 REAL = "tests/real/"
 TOGETHER = (REAL, "tests/compute/graph/")
 """Folders for one worker: real swarms would disturb one another, and modules need be exported only once."""
@@ -34,6 +39,7 @@ def pytest_collection() -> Iterator[Any]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(GARBAGE_AFTER)
         gc.enable()
 
 
@@ -48,6 +54,10 @@ def nothing_else_is_frozen() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those on real processes begin: they wait for most of their time, which the other worker uses."""
     items.sort(key=lambda item: not item.nodeid.startswith(REAL))
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    return WORKERS if config.option.markexpr == "not real" else WORKERS_WITH_REAL
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:

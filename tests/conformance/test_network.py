@@ -30,6 +30,7 @@ from tests.conformance import puppet
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+STORES = 5  # until all keepers have a record: one that is busy for too long misses it
 PATIENCE_S = 3600.0  # of what comes, however slow the machine is: the suite's own timeout ends what does not
 LATER_S = 3600.0  # when records expire that shall not do so here
 MIB = 1 << 20
@@ -444,8 +445,12 @@ async def test_records_are_stored_for_others_and_expire(here: Network, other: Ne
 async def test_the_later_expiry_wins(here: Network, other: Network) -> None:
     later = time.time() + LATER_S
     assert await here.dht.store(b"race", b"who", b"first", expires_at=later)
-    assert await other.dht.store(b"race", b"who", b"second", expires_at=later + 1)
-    assert not await here.dht.store(b"race", b"who", b"too old", expires_at=later + 0.5)
+    for _ in range(STORES):
+        assert await other.dht.store(b"race", b"who", b"second", expires_at=later + 1)
+        if not await here.dht.store(b"race", b"who", b"too old", expires_at=later + 0.5):
+            break
+    else:
+        pytest.fail("who comes too late is told so")
     for network in (here, other):
         assert (await network.dht.get([b"race"]))[b"race"][b"who"].value == b"second"
 

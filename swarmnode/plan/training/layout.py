@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from operator import itemgetter
 
 import numpy as np
 
@@ -66,11 +67,11 @@ def common_layout(forecast: StepForecast, capacity_units: Sequence[int]) -> Stag
     candidates = sorted(_candidates(forecast, np.array(capacity_units)), key=lambda one: (one.missing, one.estimate_s))
     likely = [one for one in candidates[:SHORTLIST] if one.is_like(candidates[0])]
     if not likely:
-        return _along(forecast, cut(forecast.unit_s(1), 1), np.arange(0))
+        return _along(forecast, cut(forecast.unit_s(1), 1), [])
     laid = [_laid(forecast, one.stages, one.able) for one in likely]
-    values = [one.fragile * _taken_s(forecast, layout) for one, layout in zip(likely, laid, strict=True)]
+    values = [one.fragile * step_s for one, (step_s, _) in zip(likely, laid, strict=True)]
     best = int(np.argmin(values))
-    return laid[best if values[0] > CLEARLY * values[best] else 0]
+    return laid[best if values[0] > CLEARLY * values[best] else 0][1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,23 +113,22 @@ def _groups(forecast: StepForecast) -> Iterator[Indexes]:
         yield np.flatnonzero(member_N)
 
 
-def _taken_s(forecast: StepForecast, layout: StageLayout) -> float:
-    return float(forecast.step_s(layout.places, 0, layout.places[:1])[0])
-
-
-def _laid(forecast: StepForecast, stages: Sequence[Span], able: Indexes) -> StageLayout:
-    """The better of two ways to lay stages over clusters: whole pipelines in each, or whole stages, where gradients weigh more than
-    what pipelines hand on."""
-    along, across = _along(forecast, stages, able), _across(forecast, stages, able)
-    if across.least_holders < min(HOLDERS, along.least_holders):
-        return along
-    return min(along, across, key=lambda layout: _taken_s(forecast, layout))
-
-
-def _across(forecast: StepForecast, stages: Sequence[Span], able: Indexes) -> StageLayout:
-    """Stage after stage, each to who comes next along the clusters, until it is as fast as it should be."""
-    places, taking_part = [STANDING_BY] * forecast.network.peers, set(able.tolist())
+def _laid(forecast: StepForecast, stages: Sequence[Span], able: Indexes) -> tuple[float, StageLayout]:
+    """The better of two ways to lay stages over clusters, and its step: whole pipelines in each, or whole stages, where gradients
+    weigh more than what pipelines hand on."""
+    taking_part = set(able.tolist())
     along = [peer for peer in forecast.clusters.order if peer in taking_part]
+    pipelines, whole_stages = _along(forecast, stages, along), _across(forecast, stages, along)
+    layouts = [pipelines]
+    if whole_stages.least_holders >= min(HOLDERS, pipelines.least_holders):
+        layouts.append(whole_stages)
+    steps_s = [float(forecast.step_s(layout.places, 0, layout.places[:1])[0]) for layout in layouts]
+    return min(zip(steps_s, layouts, strict=True), key=itemgetter(0))
+
+
+def _across(forecast: StepForecast, stages: Sequence[Span], along: Sequence[int]) -> StageLayout:
+    """Stage after stage, each to who comes next along the clusters, until it is as fast as it should be."""
+    places = [STANDING_BY] * forecast.network.peers
     work_per_s = forecast.network.work_per_s_N[along]
     middle_C = (work_per_s.cumsum() - work_per_s / 2) / work_per_s.sum()
     ends_S = np.array([stage.end for stage in stages]) / forecast.load.units
@@ -137,11 +137,10 @@ def _across(forecast: StepForecast, stages: Sequence[Span], able: Indexes) -> St
     return StageLayout(stages, places)
 
 
-def _along(forecast: StepForecast, stages: Sequence[Span], able: Indexes) -> StageLayout:
+def _along(forecast: StepForecast, stages: Sequence[Span], along: Sequence[int]) -> StageLayout:
     """Along the clusters each to the stage that is slowest so far: stage after stage where all are as fast, so that pipelines
     cross as few slow links as they can. The last ones go where there is no second holder yet."""
-    places, taking_part = [STANDING_BY] * forecast.network.peers, set(able.tolist())
-    along = [peer for peer in forecast.clusters.order if peer in taking_part]
+    places = [STANDING_BY] * forecast.network.peers
     rate_S, lacking_S = np.zeros(len(stages)), np.full(len(stages), HOLDERS)
     for number, peer in enumerate(along):
         is_due = lacking_S.clip(min=0).sum() >= len(along) - number

@@ -38,8 +38,8 @@ class TrainingRule:
         self._network_of = network_of
         self._capacity_of = capacity_of
         self._has_begun = has_begun
-        self._seen: tuple[object, TrainingNetwork] | None = None
-        self._layout: tuple[StepForecast, StageLayout] | None = None
+        self._seen: tuple[object, StepForecast] | None = None
+        self._layout: StageLayout | None = None  # by that forecast
 
     def __repr__(self) -> str:
         return f"<TrainingRule for {self._load.units} units and {self._load.microbatches} microbatches>"
@@ -68,18 +68,21 @@ class TrainingRule:
         own = joiner.seen_in(view)
         seen = sorted([*others, own], key=lambda peer: peer.peer)
         capacities = [joiner.capacity_units if peer is own else self._capacity_of(peer) for peer in seen]
-        forecast, layout = self._look_at(view, seen, capacities)
+        forecast = self._forecast(view, seen, capacities)
         learnt = [number for number, peer in enumerate(seen) if peer.state is State.READY]
         peers = TrainingPeers([peer.span for peer in seen], capacities, learnt)
-        settled = None if self._has_begun() else layout
+        settled = None if self._has_begun() else self._common_layout(forecast, capacities)
         return choose_training_place(forecast, settled, peers, seen.index(own), hysteresis=hysteresis)
 
-    def _look_at(
-        self, view: View, seen: Sequence[PeerView], capacities: Sequence[int]
-    ) -> tuple[StepForecast, StageLayout]:
+    def _forecast(self, view: View, seen: Sequence[PeerView], capacities: Sequence[int]) -> StepForecast:
         """The same for all who know the same of the same peers; as it was, as long as little is different."""
         who, network = ([peer.peer for peer in seen], capacities), self._network_of(view, seen)
-        if self._layout is None or self._seen is None or self._seen[0] != who or not network.is_like(self._seen[1]):
-            forecast = StepForecast(self._load, network)
-            self._seen, self._layout = (who, network), (forecast, common_layout(forecast, capacities))
+        if self._seen is None or self._seen[0] != who or not network.is_like(self._seen[1].network):
+            self._seen, self._layout = (who, StepForecast(self._load, network)), None
+        return self._seen[1]
+
+    def _common_layout(self, forecast: StepForecast, capacities: Sequence[int]) -> StageLayout:
+        """Found once for each forecast, and only while nobody has learnt anything: with many peers it takes long."""
+        if self._layout is None:
+            self._layout = common_layout(forecast, capacities)
         return self._layout

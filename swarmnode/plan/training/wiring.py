@@ -93,10 +93,12 @@ def wire(
 def _late(workers: Mapping[PeerId, Replica], left: int) -> set[PeerId]:
     """Who would be done with one more microbatch only after the others, without it, have done all that are left. Nobody but who is
     much slower than most; and others count as no faster than these, so that none is waited for because of what it says."""
+    if left >= ENDLESS:
+        return set()
     unit_s_P = np.array([worker.assumed_unit_s for worker in workers.values()])
     usual_s = float(np.median(unit_s_P)) if len(workers) else 0.0
     slow = [(number, peer) for number, peer in enumerate(workers) if unit_s_P[number] > SLOW * usual_s]
-    if not slow or left >= ENDLESS:
+    if not slow:
         return set()
     rate_PU = np.zeros((len(workers), max(worker.span.end for worker in workers.values())))
     for number, worker in enumerate(workers.values()):

@@ -25,6 +25,19 @@ from tests.roles.memory_network import MemoryNetwork
 CHUNKS = 12
 
 
+class LateSource(PeerSource):
+    """Gives its chunks once somebody was dropped: else it might have given all before the other's first is here."""
+
+    def __init__(self, board, peer, dropped):
+        super().__init__(board, peer)
+        self._dropped = dropped
+
+    async def chunks(self, file, first, count):
+        await self._dropped.wait()
+        async for chunk in super().chunks(file, first, count):
+            yield chunk
+
+
 class World:
     """A checkpoint, seeders of it, and a newcomer with an empty cache."""
 
@@ -44,6 +57,7 @@ class World:
         self.board = Switchboard(self.newcomer, WEIGHTS_PROTOCOL, self.hello, config)
         self.cache = WeightCache(self.home, self.swarm.id)
         self.dropped = []
+        self.has_dropped = asyncio.Event()
         self._seeders = []
 
     async def seeder(self, name, *, swarm=None):
@@ -52,16 +66,25 @@ class World:
         self._seeders.append(seeder)
         return seeder
 
-    async def whole(self, name):
+    async def whole(self, name, verified=None):
         seeder = await self.seeder(name)
-        seeder.add_folder(self.folder)
+        seeder.add_folder(self.folder, verified or {})
         return seeder
 
-    async def fetch(self, *sources, numbers=range(CHUNKS)):
+    def hash_lists(self):
+        """The chunk hashes of all files, by root: who has them reads no file again, and so notices nothing."""
+        return {file.root: matching_hashes(self.folder / file.name, file) for file in self.swarm.manifest.files}
+
+    async def fetch(self, *sources, numbers=range(CHUNKS), late=()):
         peers = [PeerSource(self.board, name) for name in sources]
-        fetcher = Fetcher(self.cache, lambda: peers, lambda source, _reason: self.dropped.append(source.name))
+        peers += [LateSource(self.board, name, self.has_dropped) for name in late]
+        fetcher = Fetcher(self.cache, lambda: peers, self._drop)
         await fetcher.fetch({self.weights: numbers}, news=nobody_comes)
         return fetcher
+
+    def _drop(self, source, _reason):
+        self.dropped.append(source.name)
+        self.has_dropped.set()
 
     def complete(self):
         return self.cache.path(self.weights).read_bytes() == (self.folder / "model.safetensors").read_bytes()
@@ -131,8 +154,8 @@ def tamper(world, seeder):
 async def test_a_tampered_chunk_is_refused_and_fetched_elsewhere(world):
     await world.whole("good")
     await world.fetch("good", numbers=[0])  # with the hash list, so that only a chunk can be false
-    tamper(world, await world.whole("bad"))
-    await world.fetch("bad", "good")
+    tamper(world, await world.whole("bad", world.hash_lists()))
+    await world.fetch("bad", late=["good"])
     assert world.dropped == ["bad"] and world.complete()
 
 

