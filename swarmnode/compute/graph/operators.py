@@ -72,6 +72,8 @@ _ALLOWED = frozenset(_ALLOWED_NAMES.split())
 _RANDOM = frozenset(_RANDOM_NAMES.split())
 _RANDOM_WITH_DROPOUT = {"scaled_dot_product_attention": 4, "lstm": 5, "gru": 5, "rnn_tanh": 5, "rnn_relu": 5}
 """Operators that draw where they are told a dropout, and which argument tells it."""
+_COUNTED = frozenset({"dropout", "native_dropout", "scaled_dot_product_attention"})
+"""Those that `CounterDropout` draws for, the same on every device."""
 
 INSTEAD = {
     "aten.view.default": "aten.reshape.default",  # strides may differ from the export's: what came over a link is contiguous
@@ -113,6 +115,11 @@ def is_random(operator: str, args: tuple[Any, ...]) -> bool:
         dropout = args[place] if len(args) > place else 0
         return bool(dropout) if isinstance(dropout, int | float) else True
     return base in _RANDOM
+
+
+def draws_by_device(operator: str, args: tuple[Any, ...]) -> bool:
+    """Whether the operator draws, and other devices would draw other numbers."""
+    return is_random(operator, args) and operator.split(".")[1] not in _COUNTED
 
 
 def moved_by_batch_norm(node: OperatorCall) -> tuple[str, ...]:

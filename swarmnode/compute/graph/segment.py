@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from swarmnode.compute.graph.boundary import batch_of, check_labels, described, 
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.graph import Argument, Graph, OperatorCall, Poly, Ref, TensorType
 from swarmnode.compute.graph.layout import Layout, Unit
-from swarmnode.compute.graph.operators import is_random, resolve
+from swarmnode.compute.graph.operators import draws_by_device, is_random, resolve
 from swarmnode.compute.graph.ranges import RangeCheck
+from swarmnode.compute.training.dropout import CounterDropout
 from swarmnode.compute.training.randomness import reseed
 from swarmnode.compute.training.segment import Segment, Values
 from swarmnode.errors import CheckpointError, ProtocolError
@@ -61,6 +63,8 @@ class GraphSegment(Segment):
         self.device = torch.device(device)
         self._slots: dict[Ref, int] = {}
         self._ranges = RangeCheck()
+        self._dropout = CounterDropout()
+        self.is_portable = not any(draws_by_device(node.operator, node.args) for node in graph.nodes)
         held = {name for unit in self.layout.units[start:end] for name in unit.weights}
         self._weights = {weight.name: weight for weight in graph.weights if weight.name in held}
         self._tensors = {
@@ -117,15 +121,10 @@ class GraphSegment(Segment):
         program = self._programs[number]
         if program.is_random:
             reseed(seed, number, self.device)
+            self._dropout.begin(seed, number)
         try:
-            for call in program.calls:
-                args = [_fill(argument, slots, batch) for argument in call.args]
-                kwargs = {key: _fill(argument, slots, batch) for key, argument in call.kwargs.items()}
-                output = call.function(*args, **kwargs)
-                for item, slot in call.results:
-                    slots[slot] = output if item is None else output[item]
-                for slot in call.done:
-                    slots[slot] = None
+            with self._dropout if program.is_random else nullcontext():
+                _interpret(program, slots, batch)
         except IndexError as error:
             raise ProtocolError(f"unit {number} of the graph cannot work with this batch: {error}") from error
         for buffer, slot in program.moves:
@@ -184,6 +183,17 @@ def load_segment(folder: Path, start: int, end: int, *, device: torch.device | s
         raise CheckpointError(f"{folder}: the graph needs the tensor {missing[0]}, which the weights lack")
     copies = {name: tensor.clone() for name, tensor in checkpoint.read(names).items()}  # a map must not be written into
     return GraphSegment(checkpoint.graph, copies, start, end, device=device)
+
+
+def _interpret(program: _Program, slots: list[Any], batch: int) -> None:
+    for call in program.calls:
+        args = [_fill(argument, slots, batch) for argument in call.args]
+        kwargs = {key: _fill(argument, slots, batch) for key, argument in call.kwargs.items()}
+        output = call.function(*args, **kwargs)
+        for item, slot in call.results:
+            slots[slot] = output if item is None else output[item]
+        for slot in call.done:
+            slots[slot] = None
 
 
 def _fill(argument: Any, slots: list[Any], batch: int) -> Any:

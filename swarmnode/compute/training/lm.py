@@ -6,6 +6,7 @@ Values at boundary 0: (ids_BT,). In between: (hidden_BTH,). At the end: the loss
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.linear import speed_up_linears
 from swarmnode.compute.model.span import ModelSpan, load_model
 from swarmnode.compute.packed import let_go
+from swarmnode.compute.training.dropout import CounterDropout, draws_dropout
 from swarmnode.compute.training.nothing_kept import NothingKept
 from swarmnode.compute.training.randomness import reseed
 from swarmnode.compute.training.segment import Segment, Values
@@ -34,6 +36,8 @@ class SpanSegment(Segment):
         self.units = span.family.units
         self.device = span.device
         self._seed = 0
+        self._dropout = CounterDropout()
+        self._drops = draws_dropout(span.model, span.config)
         self._cache = NothingKept(span.config)
         span.model.train().requires_grad_(True)
         for number in span.layers_of(span.start, span.end):
@@ -74,9 +78,10 @@ class SpanSegment(Segment):
         if end == self.units:
             self._check_labels(labels, values[0].shape[:2])
         self._seed = seed
-        reseed(seed, start, self.device)
+        self._begin(start)
         x = self._here(values[0]) if start == 0 else values[0]
-        output = self.span.forward(x, cache=self._cache, start=start, end=end)
+        with self._dropout if self._drops else nullcontext():
+            output = self.span.forward(x, cache=self._cache, start=start, end=end)
         return (next_token_loss(output, self._here(labels[0])),) if end == self.units else (output,)
 
     def _here(self, ids_BT: Tensor) -> Tensor:
@@ -86,9 +91,13 @@ class SpanSegment(Segment):
         """A hook that comes before a unit's own code: what ran before it may have drawn, and another split runs less."""
 
         def hook(*_: Any) -> None:
-            reseed(self._seed, unit, self.device)
+            self._begin(unit)
 
         return hook
+
+    def _begin(self, unit: int) -> None:
+        reseed(self._seed, unit, self.device)
+        self._dropout.begin(self._seed, unit)
 
     def _check(self, values: Values, start: int) -> None:
         """Raises ProtocolError where the values are not those of the boundary."""

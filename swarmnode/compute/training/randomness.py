@@ -1,7 +1,7 @@
 """Randomness of training as a function of (run's seed, step, microbatch, unit): replays and recomputations draw the same.
 
-Dropout draws from torch's generators, one for each card and one for all else, which therefore belong to training while it
-computes: devices that share one make their forward passes one after another (`drawing`).
+What is no plain dropout (`dropout.py`) draws from torch's generators, one for each card and one for all else, which therefore
+belong to training while it computes: devices that share one make their forward passes one after another (`drawing`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _GENERATOR = threading.Lock()  # of the CPU
 
 def microbatch_seed(run_seed: int, step: int, index: int) -> int:
     """The seed of one microbatch, 63 bits."""
-    return _hash(run_seed, step, index)
+    return hashed(run_seed, step, index)
 
 
 def reseed(seed: int, unit: int, device: torch.device) -> None:
     """Set torch's generators, of the CPU and of this device, for the code of one unit on the microbatch of this seed."""
-    value = _hash(seed, unit)
+    value = hashed(seed, unit)
     torch.default_generator.manual_seed(value)  # torch.manual_seed would seed every card of the machine
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -40,7 +40,7 @@ def drawing(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _hash(*numbers: int) -> int:
+def hashed(*numbers: int) -> int:
     """63 well-mixed bits (the CPU's Mersenne twister takes the lower 32 only)."""
     raw = struct.pack(f"<{len(numbers)}Q", *(number & 0xFFFFFFFFFFFFFFFF for number in numbers))
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") >> 1

@@ -29,6 +29,8 @@ class Segment(ABC):
     end: int
     units: int
     device: torch.device
+    is_portable: bool = True
+    """Whether another device computes the same, but for how it rounds: whatever is drawn is not drawn by the device."""
 
     @property
     def positions(self) -> int | None:
@@ -60,6 +62,7 @@ class SplitSegment(Segment):
         self._segments = tuple(segments)
         first, last = segments[0], segments[-1]
         self.start, self.end, self.units, self.device = first.start, last.end, first.units, first.device
+        self.is_portable = first.is_portable
 
     def __repr__(self) -> str:
         return f"SplitSegment({list(self._segments)})"

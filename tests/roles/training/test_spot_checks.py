@@ -42,6 +42,7 @@ from swarmnode.roles.training.spot_checks.suspicions import LOOKS, Suspicions
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.commitment import Commitment, sign_commitment
 from swarmnode.swarm.records.run import Averaging
+from tests.compute.training.toy import ToySegment
 from tests.roles import training_swarm
 from tests.roles.training.test_hangs import LONGEST_S, Scenario, in_scenario
 from tests.roles.training.test_robust import FalseGradients, WideSegment
@@ -147,6 +148,19 @@ def test_honest_replicas_pass(tmp_path: Path, spans: list[tuple[int, int]]) -> N
         assert losses == pytest.approx(local_losses(scene.run, scene.batches), rel=1e-5)
         found = counts(volunteers)
         assert found["passed"] > STEPS and not found["false"] and not found["void"], found
+
+    in_scenario(tmp_path, test)
+
+
+def test_nobody_is_blamed_for_what_its_device_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of units that draw noise another device draws another: replicas differ, and all of them are honest."""
+    monkeypatch.setattr(ToySegment, "is_portable", False)
+
+    async def test(scene: Scenario) -> None:
+        *_, unlike = volunteers = await join(scene, *[(0, 3)] * 3)
+        make_false(monkeypatch, unlike, adds=perturbed)
+        await train(scene)
+        assert not scene.left_out and not counts(volunteers)  # type: ignore[attr-defined]
 
     in_scenario(tmp_path, test)
 

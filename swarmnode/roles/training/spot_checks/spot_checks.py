@@ -178,7 +178,7 @@ class SpotChecks:
         averages = learner.run.averaging.every > 1  # then parameters differ
         others = contributors(reduce) - self.found - {self._committer.peer}
         self._checked = step
-        if averages or not others:
+        if averages or not others or not learner.segment.is_portable:
             return None
         counted = max(map(int.bit_count, learner.counted.values()), default=0)
         cost = SessionCost(served_s=counted, audit_s=RECOMPUTED)  # in passes
