@@ -15,11 +15,13 @@ import typer
 
 from swarmnode.cli.terminal.console import fail
 from swarmnode.cli.terminal.standard_input import is_piped
+from swarmnode.files.bounded import read_bounded
 from swarmnode.swarm.records.signing_key import SigningKey
 from swarmnode.swarm.storage.owner_key import SUFFIX, load_owner_key, parse_owner_key
 
 KEY_VARIABLE = "SWARMNODE_OWNER_KEY"
 PASSWORD_VARIABLE = "SWARMNODE_OWNER_PASSWORD"
+MAX_PASSWORD_FILE_BYTES = 1 << 16
 
 PASSWORD_FILE = typer.Option(
     None, "--password-file", metavar="FILE", help="The owner's password is its first line.", show_default=False
@@ -53,7 +55,7 @@ def known_password(password_file: Path | None) -> str:
     if password_file is None:
         return os.environ.get(PASSWORD_VARIABLE, "")
     try:
-        lines = password_file.read_text().splitlines()
+        lines = (read_bounded(password_file, MAX_PASSWORD_FILE_BYTES) or b"").decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         fail(f"cannot read {password_file}: {getattr(error, 'strerror', None) or error}", 2)
     if not lines or not lines[0]:

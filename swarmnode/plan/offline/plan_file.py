@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.errors import UsageError
+from swarmnode.files.bounded import read_bounded
 from swarmnode.plan.view import Span
 
 MAX_FILE_BYTES = 16 << 20
@@ -31,9 +32,10 @@ class PlanFile:
     def load(cls, path: str | Path) -> PlanFile:
         """The plan in a file. Raises UsageError, naming the file, where it is not one."""
         try:
-            if Path(path).stat().st_size > MAX_FILE_BYTES:
+            content = read_bounded(path, MAX_FILE_BYTES)
+            if content is None:
                 raise UsageError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, so it is not a plan")
-            return _parse(json.loads(Path(path).read_bytes()))
+            return _parse(json.loads(content))
         except OSError as error:
             raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
         except (ValueError, TypeError, KeyError, RecursionError) as error:

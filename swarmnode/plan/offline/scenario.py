@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swarmnode.errors import UsageError
+from swarmnode.files.bounded import read_bounded
 
 FloatArray = npt.NDArray[np.float64]
 T = TypeVar("T")
@@ -74,9 +75,10 @@ class Scenario:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        content = read_bounded(path, MAX_FILE_BYTES)
+        if content is None:
             raise UsageError(f"larger than {MAX_FILE_BYTES >> 20} MiB, so it is not a scenario that can be planned on")
-        values = json.loads(path.read_bytes())
+        values = json.loads(content)
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError):  # ValueError: not JSON, or not UTF-8

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarmnode.errors import UsageError
+from swarmnode.files.bounded import read_bounded
 
+MAX_FILE_BYTES = 64 << 20
 AWAY_S = 300.0  # mean time until another peer takes a leaver's place
 
 
@@ -39,7 +41,10 @@ def steady_churn(devices: int, rate_per_hour: float, seconds: float, chance: ran
 def read_trace(path: str | Path, devices: int) -> list[Change]:
     """A JSON list of [seconds, device, "up" or "down"] in a file. Raises UsageError where it is not one."""
     try:
-        rows = json.loads(Path(path).read_bytes())
+        content = read_bounded(path, MAX_FILE_BYTES)
+        if content is None:
+            raise ValueError(f"it is larger than {MAX_FILE_BYTES >> 20} MiB")
+        rows = json.loads(content)
         if not isinstance(rows, list):
             raise ValueError("it is no list")
         changes = [_change(row, devices) for row in rows]

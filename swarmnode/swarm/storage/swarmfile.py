@@ -42,7 +42,7 @@ class Swarm:
     """A swarm as this machine knows it: from an invite (no manifest yet), or from the founder's own file.
 
     `bootstraps` are multiaddrs with /p2p/. `checkpoint` is a local folder with the whole checkpoint, a hint only;
-    `original` is the quantised one that it was made of (a path or hub id), where it was.
+    `original` is the quantised one that it was made of (a path or hub id), where it was; `adapters` one with the adapters' files.
     `bootstrap_key` (private key bytes) and `bootstrap_listen` make this host the promised bootstrap peer. A swarm that has
     an owner: its public key, its signature of the id; and of a private one the grant that we came by, with its private key.
     `revocations` is the newest list that the owner's own book has.
@@ -55,6 +55,7 @@ class Swarm:
     manifest: Manifest | None = None
     checkpoint: Path | None = None
     original: str = ""
+    adapters: Path | None = None
     bootstrap_key: bytes | None = None
     bootstrap_listen: tuple[str, ...] = ()
     owner: bytes = b""
@@ -106,6 +107,7 @@ class _SwarmFile(msgspec.Struct):
     bootstraps: tuple[str, ...] = ()
     checkpoint: str | None = None
     original: str = ""
+    adapters: str | None = None
     bootstrap_key: bytes | None = None
     bootstrap_listen: tuple[str, ...] = ()
     signature: bytes = b""
@@ -134,6 +136,7 @@ def save_swarm(swarm: Swarm, path: Path) -> None:
             "bootstraps": swarm.bootstraps,
             "checkpoint": None if swarm.checkpoint is None else str(swarm.checkpoint.absolute()),
             "original": swarm.original,
+            "adapters": None if swarm.adapters is None else str(swarm.adapters.absolute()),
             "bootstrap_key": None if swarm.bootstrap_key is None else base64.b64encode(swarm.bootstrap_key).decode(),
             "bootstrap_listen": swarm.bootstrap_listen,
             "signature": base64.b64encode(swarm.signature).decode(),
@@ -219,6 +222,7 @@ def _decode(data: bytes, path: Path) -> Swarm:
         bootstraps=content.bootstraps,
         checkpoint=None if content.checkpoint is None else Path(content.checkpoint),
         original=content.original,
+        adapters=None if content.adapters is None else Path(content.adapters),
         bootstrap_key=content.bootstrap_key,
         bootstrap_listen=content.bootstrap_listen,
         grant=content.grant,

@@ -22,8 +22,10 @@ def test_what_is_there_is_read_and_what_is_not_is_none(tmp_path: Path) -> None:
 def test_it_is_said_why_a_file_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(bytes(1 << 17))
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "endless").symlink_to("/dev/zero")
     for name, why in (
         ("large", "large is too large, not a list"),
+        ("endless", "endless is too large, not a list"),
         (".", "is a folder, not a list"),
         ("loop", "cannot read .*loop: Too many levels"),
     ):
