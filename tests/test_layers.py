@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "swarmnode"
 ROOMS = (
-    {"config", "counting", "decisions", "errors", "files", "ledger", "metrics", "version"},
+    {"config", "counting", "decisions", "errors", "files", "hollow_package", "ledger", "metrics", "version"},
     {"codec"},
     {"compress"},
     {"net"},

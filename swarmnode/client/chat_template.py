@@ -7,11 +7,11 @@ second time, under another name, in packages without contents: the real one stay
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from swarmnode.hollow_package import folders_of, put_hollow_package
 
 PACKAGE = "hollow_transformers"
 RENDERER = "utils.chat_template_utils"
@@ -69,11 +69,9 @@ def renders_as_transformers(tokenizer: Any) -> bool:
 
 def _renderer() -> Any:
     """transformers' module. Raises ImportError where this version has none."""
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.submodule_search_locations is None:
-        raise ImportError("transformers is not installed")
-    for name, folder in ((PACKAGE, ""), (f"{PACKAGE}.utils", "/utils")):
-        package = types.ModuleType(name)
-        package.__path__ = [f"{place}{folder}" for place in spec.submodule_search_locations]
-        sys.modules.setdefault(name, package)
+    inner = f"{PACKAGE}.utils"
+    if inner not in sys.modules:
+        folders = folders_of("transformers")
+        put_hollow_package(PACKAGE, folders)
+        put_hollow_package(inner, [f"{folder}/utils" for folder in folders])
     return importlib.import_module(f"{PACKAGE}.{RENDERER}")

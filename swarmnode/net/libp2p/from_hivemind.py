@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import logging
 import pkgutil
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
+
+from swarmnode.hollow_package import folders_of, put_hollow_package
 
 _HOLLOW = ("hivemind", "hivemind.utils")
 _UTILS = {  # what the modules below ask of hivemind.utils itself, and where that has it from
@@ -31,13 +31,7 @@ def _hollow_packages() -> Iterator[None]:
         return
     try:
         for name in _HOLLOW:
-            spec = importlib.util.find_spec(name)
-            if spec is None or spec.submodule_search_locations is None:
-                raise ImportError(f"{name} is not installed")
-            package = types.ModuleType(name)
-            package.__path__ = list(spec.submodule_search_locations)
-            package.__spec__ = spec
-            sys.modules[name] = package
+            put_hollow_package(name, folders_of(name))
         for thing, module in _UTILS.items():
             source = importlib.import_module(f"hivemind.utils.{module}")
             setattr(sys.modules["hivemind.utils"], thing, getattr(source, thing))

@@ -16,7 +16,8 @@ from multiaddr import Multiaddr
 from swarmnode.errors import LocalError, NetworkDown, PeerLost
 from swarmnode.net.addressing.addresses import without_peer
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.libp2p.from_hivemind import HivemindMultiaddr, PeerID, p2pd_pb2
+from swarmnode.net.libp2p.from_hivemind import HivemindMultiaddr, p2pd_pb2
+from swarmnode.net.libp2p.peer_names import peer_bytes, peer_name
 from swarmnode.net.libp2p.socket_stream import SocketStream, write_varint
 
 Request = p2pd_pb2.Request
@@ -34,11 +35,11 @@ class P2pdControl:
     async def identify(self) -> tuple[PeerId, list[str]]:
         """(our peer id, the multiaddrs at which we may be reached now)."""
         answer = await self._ask(Request(type=Request.IDENTIFY))
-        return PeerID(answer.identify.id).to_base58(), _texts(answer.identify.addrs)
+        return peer_name(answer.identify.id), _texts(answer.identify.addrs)
 
     async def connect(self, peer: PeerId, address: str, *, timeout_s: float) -> None:
         """Dial an address and check that this peer answers there. Raises PeerLost."""
-        target = _peer_bytes(peer)
+        target = peer_bytes(peer)
         place = Multiaddr(without_peer(address)).to_bytes()
         connect = p2pd_pb2.ConnectRequest(peer=target, addrs=[place], timeout=math.ceil(timeout_s))
         answer = await self._ask(Request(type=Request.CONNECT, connect=connect))
@@ -49,12 +50,12 @@ class P2pdControl:
         """The peers that are connected now, and the multiaddrs at which they are."""
         connected: dict[PeerId, list[str]] = {}
         for connection in await self._connections():
-            connected.setdefault(PeerID(connection.id).to_base58(), []).extend(_texts(connection.addrs))
+            connected.setdefault(peer_name(connection.id), []).extend(_texts(connection.addrs))
         return connected
 
     async def addresses_of(self, peer: PeerId) -> list[str]:
         """The multiaddrs at which one peer is connected now."""
-        wanted = _peer_bytes(peer)
+        wanted = peer_bytes(peer)
         return [text for each in await self._connections() if each.id == wanted for text in _texts(each.addrs)]
 
     async def _connections(self) -> Any:
@@ -62,7 +63,7 @@ class P2pdControl:
 
     async def disconnect(self, peer: PeerId) -> None:
         """Close every connection with a peer, if there is one."""
-        disconnect = p2pd_pb2.DisconnectRequest(peer=_peer_bytes(peer))
+        disconnect = p2pd_pb2.DisconnectRequest(peer=peer_bytes(peer))
         await self._ask(Request(type=Request.DISCONNECT, disconnect=disconnect))
 
     async def serve(self, protocol: str, inbox: Path) -> None:
@@ -76,7 +77,7 @@ class P2pdControl:
 
     async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> SocketStream:
         """A stream to a peer. Raises PeerLost."""
-        opening = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer), proto=[protocol], timeout=math.ceil(timeout_s))
+        opening = p2pd_pb2.StreamOpenRequest(peer=peer_bytes(peer), proto=[protocol], timeout=math.ceil(timeout_s))
         question = self._exchange(Request(type=Request.STREAM_OPEN, streamOpen=opening))
         try:
             stream, answer = await asyncio.wait_for(question, timeout_s)
@@ -132,7 +133,7 @@ class Inbox:
     def _arrived(self, stream: SocketStream, preamble: bytes) -> None:
         info = p2pd_pb2.StreamInfo()
         info.ParseFromString(preamble)
-        stream.peer, stream.protocol = PeerID(info.peer).to_base58(), info.proto
+        stream.peer, stream.protocol = peer_name(info.peer), info.proto
         self._on_stream(stream)
 
     def close(self) -> None:
@@ -140,14 +141,6 @@ class Inbox:
         if self._server is not None:
             self._server.close()
             self._server = None
-
-
-def _peer_bytes(peer: PeerId) -> bytes:
-    try:
-        raw: bytes = PeerID.from_base58(peer).to_bytes()
-    except ValueError as error:
-        raise PeerLost(f"{peer!r} is not a peer id", peer=peer) from error
-    return raw
 
 
 def _texts(addresses: Iterable[bytes]) -> list[str]:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -19,6 +18,7 @@ from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.net.interfaces import PeerId, Record, RecordValidator
 from swarmnode.net.libp2p.address_groups import AddressGroups
 from swarmnode.net.libp2p.from_hivemind import P2P, PeerID, dht_pb2
+from swarmnode.net.libp2p.peer_names import peer_bytes, peer_name
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.limits.fair_pace import FairPace, Pace
 from swarmnode.net.table.ids import ID_BITS, id_bytes, node_id
@@ -125,7 +125,7 @@ class TableCalls:
         return [self._read(key, result) for key, result in zip(keys, answer.results, strict=True)]
 
     def _read(self, key: int, result: Any) -> FoundThere:
-        nearer = [_name(raw) for raw in result.nearest_peer_ids[:BUCKET_PEERS]]
+        nearer = [peer_name(raw) for raw in result.nearest_peer_ids[:BUCKET_PEERS]]
         records: dict[bytes, Record] = {}
         if result.type == dht_pb2.FOUND_DICTIONARY:
             try:
@@ -241,7 +241,7 @@ class TableCalls:
             packed = msgspec.msgpack.encode([(subkey, each.value, each.expires_at) for subkey, each in records.items()])
             result = dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=packed)
         nearest = [peer for peer in self._routing_table.nearest(key, BUCKET_PEERS + 1) if peer != asker]
-        result.nearest_peer_ids.extend(PeerID.from_base58(peer).to_bytes() for peer in nearest[:BUCKET_PEERS])
+        result.nearest_peer_ids.extend(peer_bytes(peer) for peer in nearest[:BUCKET_PEERS])
         return result
 
 
@@ -251,13 +251,3 @@ async def _take_turn(pace: FairPace, claimant: Claimant, amount: float = 1.0) ->
         raise PermissionError("too many calls; slower")
     if wait_s:
         await asyncio.sleep(wait_s)
-
-
-@lru_cache(maxsize=4096)
-def _name(raw: bytes) -> PeerId:
-    """A peer id as others write it; empty where it is none."""
-    try:
-        name: PeerId = PeerID(raw).to_base58()
-        return name if len(raw) <= 64 else ""
-    except ValueError:
-        return ""
