@@ -1,10 +1,10 @@
-"""What a CUDA device does with this project's hot paths. One part a run, JSON on standard output, under ten minutes each.
+"""What a CUDA device does with this project's hot paths. A line of JSON on standard output for each part.
 
-    python contrib/benchmarks/gpu.py PART [--device cuda:0] [--tiny]
+    python contrib/benchmarks/gpu.py PART… [--device cuda:0] [--seconds 5] [--tiny]
 
     correct   tests/card on this device; a lost context in a process of its own
     decode    layers of an 8 B shape, bfloat16 and float32: tokens/s by sessions and cached positions, share of memory's bandwidth,
-              as it comes and captured, beside transformers' own model with a static cache
+              as it comes and captured, beside transformers' own model with the cache of its `generate`
     prefill   tokens/s of prompts, share of the device's speed at products of large matrices
     hop       a middle hop's decode pass from payloads to payloads, by codec and sessions, and the share of it that the model takes
     memory    peak over what the ledger counts, for weights, caches and a pass
@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,6 @@ from swarmnode.swarm.records.run import Run
 
 ROOT = Path(__file__).parents[2]
 LOST = "import torch; torch.zeros(3, device='{0}')[torch.tensor([7], device='{0}')]; torch.cuda.synchronize('{0}')"
-BUDGET_S = 5.0  # for each figure
 
 
 @dataclass(frozen=True)
@@ -101,13 +100,14 @@ TINY = Shape(
 class Bench:
     """A device, a shape, and its checkpoint."""
 
-    def __init__(self, device: Device, shape: Shape, folder: Path) -> None:
+    def __init__(self, device: Device, shape: Shape, folder: Path, figure_s: float = 0.1) -> None:
         self.device, self.use = device.torch_device, device.use
-        self.shape = shape
+        self.shape, self.figure_s = shape, figure_s
         self.tiny = shape is TINY
         ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         torch.manual_seed(1)
-        LlamaForCausalLM(LlamaConfig(num_hidden_layers=shape.layers, **shape.sizes, **ends)).save_pretrained(folder)
+        with self.device:  # a CPU takes most of a minute to draw so many values
+            LlamaForCausalLM(LlamaConfig(num_hidden_layers=shape.layers, **shape.sizes, **ends)).save_pretrained(folder)
         self.checkpoint = Checkpoint(folder)
 
     def span(self, dtype: torch.dtype, quantize: str = "none") -> ModelSpan:
@@ -119,8 +119,8 @@ class Bench:
         return torch.randn(rows, count, span.hidden_size, device=self.device).to(span.dtype)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """The shortest of several runs."""
-        best_s, until_s = float("inf"), time.perf_counter() + (0.1 if self.tiny else BUDGET_S)
+        """The shortest of the runs that fit into the seconds for a figure."""
+        best_s, until_s = float("inf"), time.perf_counter() + self.figure_s
         work()
         while best_s == float("inf") or time.perf_counter() < until_s:
             synchronize(self.device)
@@ -192,18 +192,23 @@ def _one_step(runner: StageRunner, x: torch.Tensor, sessions: int) -> Callable[[
 
 
 def _alone(bench: Bench, dtype: torch.dtype) -> dict[str, float]:
-    """transformers' own model of the same layers, embedding and head included, one session with a static cache."""
-    from transformers import AutoModelForCausalLM, StaticCache
+    """transformers' own model of the same layers, embedding and head included, one session with the cache of its `generate`."""
+    from transformers import AutoModelForCausalLM, DynamicCache
 
     model: Any = AutoModelForCausalLM.from_pretrained(bench.checkpoint.path, dtype=dtype).to(bench.device)
     held = bench.shape.positions[0]
-    ids_BT = torch.zeros((1, 1), dtype=torch.int64, device=bench.device)
-    place = torch.tensor([held], device=bench.device)
+    cache = DynamicCache(config=model.config)
+
+    def step(ids_BT: torch.Tensor) -> None:
+        model(ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    def one() -> None:
+        step(torch.zeros((1, 1), dtype=torch.int64, device=bench.device))
+        cache.crop(-1)
+
     with torch.inference_mode():
-        cache = StaticCache(config=model.config, max_cache_len=held + 64)
-        step_s = bench.seconds(
-            lambda: model(ids_BT, past_key_values=cache, cache_position=place, position_ids=place[None], use_cache=True)
-        )
+        step(torch.zeros((1, held), dtype=torch.int64, device=bench.device))
+        step_s = bench.seconds(one)
     return {"tokens_per_s": 1 / step_s}
 
 
@@ -374,24 +379,26 @@ PARTS: dict[str, Callable[[Bench], Any]] = {
 }  # fmt: skip
 
 
-def measure(part: str, device: str, *, tiny: bool) -> dict[str, Any]:
-    """What a part found, and where."""
+def measure(parts: Iterable[str], device: str, *, tiny: bool, figure_s: float = 0.1) -> Iterator[dict[str, Any]]:
+    """What each part found, and where."""
     probed = probe_device(device)
-    with tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
-        bench = Bench(probed, TINY if tiny else FULL, Path(folder))
-        found = PARTS[part](bench)
     machine = {"device": probed.name, "torch": torch.__version__, "python": platform.python_version()}
-    return {"part": part, **machine, "found": found}
+    with tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
+        bench = Bench(probed, TINY if tiny else FULL, Path(folder), figure_s)
+        for part in parts:
+            yield {"part": part, **machine, "found": PARTS[part](bench)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each figure")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     try:
-        print(json.dumps(measure(options.part, options.device, tiny=options.tiny), indent=1))
+        for found in measure(options.parts, options.device, tiny=options.tiny, figure_s=options.seconds):
+            print(json.dumps(found), flush=True)
     except SwarmnodeError as error:
         parser.error(str(error))
 

@@ -13,16 +13,21 @@ from tests.contrib.script import CONTRIB, load
 gpu: Any = load(CONTRIB / "benchmarks" / "gpu.py")
 
 
+def told_of(part: str, card: torch.device) -> Any:
+    (told,) = gpu.measure([part], str(card), tiny=True, figure_s=0)
+    return json.loads(json.dumps(told))
+
+
 @pytest.mark.parametrize("part", gpu.PARTS)
 def test_a_part_finds_something(part: str, card: torch.device) -> None:
-    told = json.loads(json.dumps(gpu.measure(part, str(card), tiny=True)))
+    told = told_of(part, card)
     assert told["found"] and told["device"]
 
 
 def test_text_is_the_same_in_float32(card: torch.device) -> None:
-    found = gpu.measure("text", str(card), tiny=True)["found"]["torch.float32"]
+    found = told_of("text", card)["found"]["torch.float32"]
     assert found == {"in a batch": None, "replayed": None}
 
 
 def test_payloads_are_the_cpus(card: torch.device) -> None:
-    assert all(codec["same"] for codec in gpu.measure("codecs", str(card), tiny=True)["found"].values())
+    assert all(codec["same"] for codec in told_of("codecs", card)["found"].values())

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from swarmnode.compute.adapters.lora import Lora
 from swarmnode.compute.device_fault import card_answers
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import load_span
@@ -18,6 +23,7 @@ from swarmnode.compute.serving.captured_decode import STEADY_STEPS, CapturedDeco
 from swarmnode.compute.serving.runner import WANT_NOTHING, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.static_columns import StaticColumns
 from swarmnode.compute.serving.window import Window, sliding_layers
+from swarmnode.compute.stopwatch import Stopwatch, Tell
 from swarmnode.ledger import Account, MemoryLedger
 from tests.numerics.families import tiny_config
 
@@ -39,12 +45,35 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> CheckpointOf:
     return save
 
 
+class Dictated(Stopwatch):
+    """Tells of passes what the test says, in turn: of a replay, and of the ordinary pass beside it."""
+
+    def __init__(self, device: torch.device, replay_s: float, ordinary_s: float) -> None:
+        super().__init__(device)
+        self._seconds = itertools.cycle((replay_s, ordinary_s))
+
+    @contextmanager
+    def timing(self, tell: Tell) -> Iterator[None]:
+        yield
+        tell(next(self._seconds))
+
+
 def open_runner(
-    checkpoint: Checkpoint, card: torch.device, *, capture: bool, start: int = 0, ledger: MemoryLedger | None = None
+    checkpoint: Checkpoint,
+    card: torch.device,
+    *,
+    capture: bool,
+    start: int = 0,
+    ledger: MemoryLedger | None = None,
+    replay_s: float = 1.0,
 ) -> StageRunner:
+    """A runner whose ordinary passes take two seconds for all that it knows."""
     span = load_span(checkpoint, start, checkpoint.units, device=card, check=False)
     windows = {layer: Window(size, slack=8, room=16) for layer, size in sliding_layers(span.config).items()}
-    return StageRunner(span, RunnerConfig(1 << 24, windows=windows, capture=capture), ledger=ledger)
+    runner = StageRunner(span, RunnerConfig(1 << 24, windows=windows, capture=capture), ledger=ledger)
+    if runner.captured is not None:
+        runner.captured.stopwatch = Dictated(card, replay_s, 2.0)
+    return runner
 
 
 def random_inputs(runner: StageRunner) -> Callable[[int], Tensor]:
@@ -55,12 +84,12 @@ def random_inputs(runner: StageRunner) -> Callable[[int], Tensor]:
     return lambda count: torch.randn(1, count, runner.span.hidden_size, generator=generator)
 
 
-def decode(runner: StageRunner, steps: int, spoil: int = -1) -> list[Tensor]:
+def decode(runner: StageRunner, steps: int, spoil: int = -1, adapter: str = "") -> list[Tensor]:
     """Two sessions of unlike lengths; the first is cut back on the way, the second misses a step. At step `spoil` the first
     one sends NaN, four positions at once, and is cut back behind them."""
     inputs = random_inputs(runner)
     for name, length in (("a", 5), ("b", 9)):
-        runner.open(name, rows=1, max_length=200)
+        runner.open(name, rows=1, max_length=200, adapter=adapter)
         runner.run([StepInput(name, inputs(length), WANT_NOTHING)])
     outputs = []
     for step in range(steps):
@@ -74,7 +103,7 @@ def decode(runner: StageRunner, steps: int, spoil: int = -1) -> list[Tensor]:
     return outputs
 
 
-def same(captured: StageRunner, ordinary: StageRunner, **options: int) -> None:
+def same(captured: StageRunner, ordinary: StageRunner, **options: Any) -> None:
     for got, wanted in zip(decode(captured, 30, **options), decode(ordinary, 30, **options), strict=True):
         torch.testing.assert_close(got, wanted, **CLOSE)
 
@@ -91,6 +120,33 @@ def test_a_captured_step_is_the_ordinary_one(model_type: str, checkpoint_of: Che
     captured, ordinary = (open_runner(checkpoint, card, capture=capture) for capture in (True, False))
     same(captured, ordinary)
     assert decoder(captured).replays > STEADY_STEPS and ordinary.captured is None
+
+
+def test_a_captured_step_goes_through_its_adapter(checkpoint_of: CheckpointOf, card: torch.device) -> None:
+    checkpoint = checkpoint_of("llama")
+    captured, ordinary = (open_runner(checkpoint, card, capture=capture) for capture in (True, False))
+    for runner in (captured, ordinary):
+        generator = torch.Generator().manual_seed(3)
+        for name in ("a", "b"):
+            layers = {f"model.layers.{layer}.self_attn.q_proj": runner.span.hidden_size for layer in range(2)}
+            sizes = {layer: (torch.randn(4, size, generator=generator), size) for layer, size in layers.items()}
+            loras = {
+                layer: Lora(a.to(card), torch.randn(size, 4, generator=generator).to(card))
+                for layer, (a, size) in sizes.items()
+            }
+            runner.span.adapters.add(name, loras)
+    texts = []
+    for name in ("a", "b", ""):
+        replays = decoder(captured).replays
+        same(captured, ordinary, adapter=name)
+        assert decoder(captured).replays > replays + STEADY_STEPS
+        for runner in (captured, ordinary):
+            runner.close("a")
+            runner.close("b")
+        texts.append(torch.cat(decode(ordinary, 12, adapter=name)))
+        ordinary.close("a")
+        ordinary.close("b")
+    assert not any(torch.allclose(one, other, atol=0.01) for one, other in itertools.combinations(texts, 2))
 
 
 def test_who_needs_the_host_is_served_as_before(checkpoint_of: CheckpointOf, card: torch.device) -> None:
@@ -121,6 +177,27 @@ def test_other_numbers_are_not_believed(
     outputs = [decode(runner, STEADY_STEPS + 2)[-2:] for runner in (captured, ordinary)]
     torch.testing.assert_close(*outputs, **CLOSE)
     assert decoder(captured).replays == 0 and not decoder(captured).refusal
+
+
+def test_what_is_slower_replayed_stays_ordinary(checkpoint_of: CheckpointOf, card: torch.device) -> None:
+    ledger = MemoryLedger()
+    runner = open_runner(checkpoint_of("llama"), card, capture=True, ledger=ledger, replay_s=3.0)
+    decode(runner, 3 * STEADY_STEPS)
+    assert decoder(runner).replays == 0 and not decoder(runner).refusal
+    assert ledger.accounts()[Account.ACTIVATIONS] == 0, "the graph is gone"
+
+
+def test_a_real_stopwatch_times_both(
+    checkpoint_of: CheckpointOf, card: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = open_runner(checkpoint_of("llama"), card, capture=True)
+    decoder(runner).stopwatch = Stopwatch(card)
+    with caplog.at_level(logging.INFO, "swarmnode.compute.serving.captured_decode"):
+        decode(runner, STEADY_STEPS + 1)
+    (told,) = (record.args for record in caplog.records if "a captured step of" in record.msg)
+    assert isinstance(told, tuple) and all(
+        0 <= seconds < 60 for seconds in told[1:]
+    )  # 0 by the simulated card's own clock
 
 
 def test_a_graph_is_in_the_ledger_while_its_cohort_lives(checkpoint_of: CheckpointOf, card: torch.device) -> None:

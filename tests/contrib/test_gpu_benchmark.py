@@ -14,7 +14,7 @@ gpu: Any = load(CONTRIB / "benchmarks" / "gpu.py")
 
 @pytest.mark.parametrize("part", gpu.PARTS)
 def test_a_part_comes_to_its_end_on_a_cpu(part: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("sys.argv", ["gpu.py", part, "--tiny", "--device", "cpu"])
+    monkeypatch.setattr("sys.argv", ["gpu.py", part, "--tiny", "--device", "cpu", "--seconds", "0"])
     gpu.main()
     told = json.loads(capsys.readouterr().out)
     assert told["part"] == part and told["found"]

@@ -4,8 +4,9 @@ A graph reads and writes the same memory at every replay. So its inputs lie in b
 seen as `StaticColumns`. It is made for one cohort, whose buffers it knows, and forgotten with it.
 
 Which families can be captured is not known by name. After some steady steps one is tried, captured and replayed. Then comes the
-ordinary pass, which writes over whatever that wrote, and what both gave is compared. Where the family's code cannot be captured,
-all passes stay ordinary; where numbers differ, those of this cohort.
+ordinary pass, which writes over whatever that wrote, and what both gave is compared, and how long both took: a replay reads all
+columns of the buffers, masked, so that with many rows and long caches it may cost more than the launches that it saves. Where the
+family's code cannot be captured, all passes stay ordinary; where numbers differ or the replay is slower, those of this cohort.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from swarmnode.compute.device_fault import card_answers, forget_traceback
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cohort import Cohort
 from swarmnode.compute.serving.static_columns import StaticColumns
+from swarmnode.compute.stopwatch import Stopwatch, synchronize
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 
 log = logging.getLogger(__name__)
@@ -36,18 +38,20 @@ TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}  # 
 
 @dataclass(frozen=True)
 class StepShape:
-    """Units [start, end), and of how many positions logits are wanted: what a captured step cannot change."""
+    """Units [start, end), of how many positions logits are wanted, and the adapter: what a captured step cannot change."""
 
     start: int
     end: int
     keep_last: int
+    adapter: str = ""
 
 
 class CapturedDecode:
     """Decode steps of one span's cohorts, by replay where they are captured. Used from the compute thread only."""
 
-    def __init__(self, span: ModelSpan, ledger: MemoryLedger | None = None) -> None:
+    def __init__(self, span: ModelSpan, ledger: MemoryLedger | None = None, stopwatch: Stopwatch | None = None) -> None:
         self.span = span
+        self.stopwatch = stopwatch or Stopwatch(span.device)
         self.refusal = ""  # why this model's steps are not captured
         self.replays = 0
         self._ledger = ledger or MemoryLedger()
@@ -72,11 +76,29 @@ class CapturedDecode:
         if not self._is_due(cohort):
             return ordinary()
         candidate = self._capture(cohort, x, shape)
-        replayed = None if candidate is None else candidate.replay(cohort, x).clone()
-        output = ordinary()
-        if replayed is not None:
-            self._captured[cohort] = candidate if self._agree(replayed, output) else None
+        if candidate is None:
+            return ordinary()
+        return self._compare(cohort, candidate, x, ordinary)
+
+    def _compare(self, cohort: Cohort, candidate: _CapturedStep, x: Tensor, ordinary: Callable[[], Tensor]) -> Tensor:
+        """The ordinary pass's output, after which the candidate is kept where it gave the same in no more time."""
+        candidate.replay(cohort, x)  # the first replay of a graph also brings it to the card
+        replayed, replay_s = self._timed(lambda: candidate.replay(cohort, x).clone())
+        output, ordinary_s = self._timed(ordinary)
+        is_kept = self._agree(replayed, output) and replay_s <= ordinary_s
+        self._captured[cohort] = candidate if is_kept else None
+        log.info("a captured step of %r takes %.1e s, an ordinary one %.1e s", cohort, replay_s, ordinary_s)
         return output
+
+    def _timed(self, work: Callable[[], Tensor]) -> tuple[Tensor, float]:
+        """What the work gives on a card that does nothing else, and its seconds."""
+        took_s: list[float] = []
+        synchronize(self.span.device)
+        with self.stopwatch.timing(took_s.append):
+            output = work()
+        synchronize(self.span.device)
+        self.stopwatch.read()
+        return output, took_s[0]
 
     def _is_due(self, cohort: Cohort) -> bool:
         """Whether the cohort goes on steadily and will for some more steps."""
@@ -172,6 +194,7 @@ class _CapturedStep:
             keep_last=self.shape.keep_last,
             start=self.shape.start,
             end=self.shape.end,
+            adapter=self.shape.adapter,
         )
 
 
