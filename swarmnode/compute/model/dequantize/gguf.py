@@ -65,6 +65,7 @@ class GgufCheckpoint:
             with quiet_loader():
                 self._reader = gguf.GGUFReader(file)
                 self._parsed: dict[str, Any] = read(str(file))
+                self._header = GgufHeader(self._reader)
         except (*FOREIGN_ERRORS, OSError) as error:
             raise CheckpointError(f"{file}: not a GGUF file that transformers reads, or cut short: {error}") from error
 
@@ -79,9 +80,10 @@ class GgufCheckpoint:
         family = self._write_config(out)
         self._write_tokenizer(out)
         writer, total = ShardWriter(out), self.plain_bytes
-        lacking = self._shapes(family)
+        model = build_on_meta(family.model_class, family.config)
+        lacking = _shapes(family, model)
         try:
-            for name, tensor in self._tensors(family):
+            for name, tensor in self._tensors(model):
                 if lacking.pop(name, None) != tensor.shape:
                     raise CheckpointError(
                         f"{self.file}: {name} is of shape {tuple(tensor.shape)}, not as its config says"
@@ -97,7 +99,7 @@ class GgufCheckpoint:
 
     def _write_config(self, out: Path) -> Family:
         try:
-            completed = complete_config(GgufHeader(self._reader), self._parsed["config"])
+            completed = complete_config(self._header, self._parsed["config"])
         except (*FOREIGN_ERRORS, CheckpointError) as error:
             raise CheckpointError(f"{self.file}: its config cannot be read: {error}") from error
         values = {**completed, "dtype": "bfloat16"}
@@ -122,16 +124,8 @@ class GgufCheckpoint:
                     f"{self.file}: its tokenizer cannot be read ({error}): put the model's tokenizer.json beside it"
                 ) from error
 
-    def _shapes(self, family: Family) -> dict[str, torch.Size]:
-        """Of all tensors that the model has, tied ones once."""
-        model = build_on_meta(family.model_class, family.config)
-        return {
-            name: tensor.shape
-            for name, tensor in model.state_dict().items()
-            if name not in (model.all_tied_weights_keys if family.tied else ())
-        }
-
-    def _tensors(self, family: Family) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, model: Any) -> Iterator[tuple[str, Tensor]]:
+        """Of the file, by their names in a model that has no weights."""
         from gguf import dequantize
         from transformers.modeling_gguf_pytorch_utils import (
             TENSOR_PROCESSORS,
@@ -139,9 +133,10 @@ class GgufCheckpoint:
             get_gguf_hf_weights_map,
         )
 
-        architecture = GgufHeader(self._reader).architecture
-        processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=self._parsed["config"])  # type: ignore[no-untyped-call]
-        names = get_gguf_hf_weights_map(build_on_meta(family.model_class, family.config), processor)
+        processor: Any = TENSOR_PROCESSORS.get(self._header.architecture, TensorProcessor)(
+            config=self._parsed["config"]
+        )  # type: ignore[no-untyped-call]
+        names = get_gguf_hf_weights_map(model, processor)
         together: dict[str, Any] = {}
         for tensor in self._reader.tensors:
             if tensor.name in ROPE_TENSORS:  # the config has them
@@ -155,6 +150,15 @@ class GgufCheckpoint:
             if read.name in names:
                 yield names[read.name], torch.from_numpy(np.copy(read.weights)).to(DTYPE)
             elif read.name is not None:
-                raise CheckpointError(f"{self.file}: {read.name} has no place in a {family.config.model_type} model")
+                raise CheckpointError(f"{self.file}: {read.name} has no place in a {model.config.model_type} model")
         for name, weights in together.items():
             yield name, weights.to(DTYPE)
+
+
+def _shapes(family: Family, model: Any) -> dict[str, torch.Size]:
+    """Of all tensors that the model has, tied ones once."""
+    return {
+        name: tensor.shape
+        for name, tensor in model.state_dict().items()
+        if name not in (model.all_tied_weights_keys if family.tied else ())
+    }

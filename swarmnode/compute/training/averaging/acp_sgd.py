@@ -11,17 +11,17 @@ import torch
 from torch import Size, Tensor
 
 from swarmnode.compute.training.averaging.centred_clipping import CentredClipping
-from swarmnode.compute.training.averaging.factors import SmallRound, Wanted, basis_of, first_factor, is_worth
+from swarmnode.compute.training.averaging.factors import LowRankCompressor, SmallRound, Wanted, basis_of, factor_name
 from swarmnode.compute.training.averaging.flat import FlatVector
-from swarmnode.compute.training.averaging.gradient_compressor import GradientCompressor, Rounds
+from swarmnode.compute.training.averaging.gradient_compressor import Rounds
 from swarmnode.compute.training.averaging.parts import Forms
-from swarmnode.errors import CheckpointError, ProtocolError
+from swarmnode.errors import ProtocolError
 from swarmnode.swarm.records.run import Averaging
 
 TRANSPOSED = "transposed"
 
 
-class AcpSgdCompressor(GradientCompressor):
+class AcpSgdCompressor(LowRankCompressor):
     """ACP-SGD (Zhang et al., arXiv 2306.08881, section IV): half of PowerSGD's bytes, in one round.
 
     With Q_IR made orthonormal P_OR = M_OI Q_IR is summed, beside all that is too small to gain by factors, and the result is P Q^T.
@@ -33,9 +33,6 @@ class AcpSgdCompressor(GradientCompressor):
 
     def __init__(self, averaging: Averaging, shapes: Sequence[Size]) -> None:
         super().__init__(averaging, shapes)
-        places = range(len(shapes))
-        self._matrices = [place for place in places if is_worth(shapes[place], averaging.rank)]
-        self._others = [place for place in places if place not in set(self._matrices)]
         self._older: dict[int, Tensor] = {}  # by matrix, what was summed last
         self._transposed = False  # whether that was a P_OR
 
@@ -69,12 +66,12 @@ class AcpSgdCompressor(GradientCompressor):
             for place, out_N in enumerate(left):
                 wanted.add_to(place, out_N)
         summed = sent.totals()[len(self._others) :]
-        self._kept |= {f"factor/{place}": factor_XR for place, factor_XR in zip(self._matrices, summed, strict=True)}
+        self._kept |= {factor_name(place): factor_XR for place, factor_XR in zip(self._matrices, summed, strict=True)}
         self._kept[TRANSPOSED] = torch.tensor(not transposed)
 
     def _factor(self, place: int, *, warm_start: bool) -> Tensor:
         """The older one, or where all begin: of the columns."""
-        return self._older[place] if warm_start else first_factor(self.shapes[place], self.averaging.rank, place)
+        return self._older[place] if warm_start else self._first_factor(place)
 
     def _write(
         self, out: Sequence[Tensor], values: Sequence[Tensor], bases: Sequence[Tensor], *, transposed: bool
@@ -88,15 +85,14 @@ class AcpSgdCompressor(GradientCompressor):
             torch.matmul(left_OR, right_IR.T, out=out[place].view(left_OR.shape[0], -1))
 
     def state(self) -> dict[str, Tensor]:
-        older = {f"factor/{place}": factor for place, factor in self._older.items()}
+        older = {factor_name(place): factor for place, factor in self._older.items()}
         return {**super().state(), **older, TRANSPOSED: torch.tensor(self._transposed)}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         transposed = bool(tensors.get(TRANSPOSED, False))
-        older = {place: tensors[f"factor/{place}"] for place in self._matrices if f"factor/{place}" in tensors}
+        older = {place: tensors[name] for place in self._matrices if (name := factor_name(place)) in tensors}
         for place, factor in older.items():
-            rows = self.shapes[place][0] if transposed else self.sizes[place] // self.shapes[place][0]
-            if factor.shape != (rows, self.averaging.rank):
-                raise CheckpointError(f"a factor of shape {tuple(factor.shape)} for tensor {place} of another run")
+            rows = self.shapes[place][0]
+            self._check_factor(place, factor, rows if transposed else self.sizes[place] // rows)
         super().load(tensors)
         self._older, self._transposed = older, transposed

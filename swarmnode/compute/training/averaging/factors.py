@@ -12,7 +12,10 @@ from torch import Size, Tensor
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.training.averaging.flat import FlatVector
+from swarmnode.compute.training.averaging.gradient_compressor import GradientCompressor
 from swarmnode.compute.training.averaging.round import Round
+from swarmnode.errors import CheckpointError
+from swarmnode.swarm.records.run import Averaging
 
 
 def basis_of(product_OR: Tensor) -> Tensor:
@@ -33,6 +36,29 @@ def first_factor(shape: Size, rank: int, place: int) -> Tensor:
     """Random, but the same on all members."""
     generator = torch.Generator().manual_seed(place)
     return torch.randn(shape.numel() // shape[0], rank, generator=generator)
+
+
+class LowRankCompressor(GradientCompressor):
+    """`_matrices` are the places of the tensors that gain by factors, `_others` of those that travel as they are."""
+
+    def __init__(self, averaging: Averaging, shapes: Sequence[Size]) -> None:
+        super().__init__(averaging, shapes)
+        places = range(len(shapes))
+        self._matrices = [place for place in places if is_worth(shapes[place], averaging.rank)]
+        self._others = [place for place in places if place not in set(self._matrices)]
+
+    def _first_factor(self, place: int) -> Tensor:
+        return first_factor(self.shapes[place], self.averaging.rank, place)
+
+    def _check_factor(self, place: int, factor: Tensor, size: int) -> None:
+        """Raises CheckpointError where a kept one is not of so many rows or columns of its matrix."""
+        if factor.shape != (size, self.averaging.rank):
+            raise CheckpointError(f"a factor of shape {tuple(factor.shape)} for tensor {place} of another run")
+
+
+def factor_name(place: int) -> str:
+    """Of what is remembered of a matrix."""
+    return f"factor/{place}"
 
 
 class Wanted:

@@ -11,17 +11,16 @@ import torch
 from torch import Size, Tensor
 
 from swarmnode.compute.training.averaging.centred_clipping import CentredClipping
-from swarmnode.compute.training.averaging.factors import SmallRound, Wanted, basis_of, first_factor, is_worth
+from swarmnode.compute.training.averaging.factors import LowRankCompressor, SmallRound, Wanted, basis_of, factor_name
 from swarmnode.compute.training.averaging.flat import FlatVector
-from swarmnode.compute.training.averaging.gradient_compressor import GradientCompressor, Rounds
+from swarmnode.compute.training.averaging.gradient_compressor import Rounds
 from swarmnode.compute.training.averaging.parts import Forms
-from swarmnode.errors import CheckpointError
 from swarmnode.swarm.records.run import Averaging
 
 SMALLEST_NORM = 1e-30
 
 
-class PowerSgdCompressor(GradientCompressor):
+class PowerSgdCompressor(LowRankCompressor):
     """PowerSGD (Vogels et al., arXiv 1905.13727, algorithms 1 and 2): matrices as products of two factors of rank R.
 
     Round 1 sums P_OR = M_OI Q_IR, and all that is too small to gain by factors as it is; round 2 sums Q_IR = M^T P with P made
@@ -32,10 +31,7 @@ class PowerSgdCompressor(GradientCompressor):
 
     def __init__(self, averaging: Averaging, shapes: Sequence[Size]) -> None:
         super().__init__(averaging, shapes)
-        places = range(len(shapes))
-        self._matrices = [place for place in places if is_worth(shapes[place], averaging.rank)]
-        self._others = [place for place in places if place not in set(self._matrices)]
-        self._factors = {place: first_factor(shapes[place], averaging.rank, place) for place in self._matrices}
+        self._factors = {place: self._first_factor(place) for place in self._matrices}
 
     def run(
         self,
@@ -89,15 +85,14 @@ class PowerSgdCompressor(GradientCompressor):
         """The next first factor, in unit columns; one without a direction (no gradient at all) is not adopted."""
         norms_R = factor_IR.norm(dim=0)
         if bool((norms_R > SMALLEST_NORM).all()):
-            self._kept[f"factor/{place}"] = factor_IR / norms_R
+            self._kept[factor_name(place)] = factor_IR / norms_R
 
     def state(self) -> dict[str, Tensor]:
-        return {**super().state(), **{f"factor/{place}": factor for place, factor in self._factors.items()}}
+        return {**super().state(), **{factor_name(place): factor for place, factor in self._factors.items()}}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        factors = {place: tensors.get(f"factor/{place}", factor) for place, factor in self._factors.items()}
+        factors = {place: tensors.get(factor_name(place), factor) for place, factor in self._factors.items()}
         for place, factor in factors.items():
-            if factor.shape != self._factors[place].shape:
-                raise CheckpointError(f"a factor of shape {tuple(factor.shape)} for tensor {place} of another run")
+            self._check_factor(place, factor, len(self._factors[place]))
         super().load(tensors)
         self._factors = factors
