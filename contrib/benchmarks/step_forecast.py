@@ -9,11 +9,10 @@ the first step but the machine's rates; later ones are corrected by how far off 
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from training import Bench, make_checkpoint, parse_options, settings_of, shapes_of
+from training import bench_of, parse_options, shapes_of
 
 
 def steps_of(log: Path) -> dict[str, Any]:
@@ -28,10 +27,7 @@ def steps_of(log: Path) -> dict[str, Any]:
 
 def main() -> None:
     options = parse_options(__doc__)
-    with tempfile.TemporaryDirectory(prefix="swarmnode-bench-") as name:
-        folder = Path(name)
-        make_checkpoint(folder / "model", options.layers, options.hidden)
-        bench = Bench(folder, folder / "model", settings_of(options))
+    with bench_of(options) as bench:
         report = {shape: steps_of(bench.swarm(spans)) for shape, spans in shapes_of(options.layers + 2).items()}
     print(json.dumps({"settings": vars(options), **report}, indent=2))
 

@@ -14,7 +14,7 @@ import json
 import statistics
 import tempfile
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from swarmnode.localswarm import LocalSwarm, NodeProcess
@@ -105,12 +105,18 @@ def settings_of(options: argparse.Namespace) -> list[str]:
     ]  # fmt: skip
 
 
-def main() -> None:
-    options = parse_options(__doc__)
+@contextlib.contextmanager
+def bench_of(options: argparse.Namespace) -> Iterator[Bench]:
+    """A bench with such a model, whose files are gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="swarmnode-bench-") as name:
         folder = Path(name)
         make_checkpoint(folder / "model", options.layers, options.hidden)
-        bench = Bench(folder, folder / "model", settings_of(options))
+        yield Bench(folder, folder / "model", settings_of(options))
+
+
+def main() -> None:
+    options = parse_options(__doc__)
+    with bench_of(options) as bench:
         before = tokens_per_s(bench.alone())
         measured = {shape: tokens_per_s(bench.swarm(spans)) for shape, spans in shapes_of(options.layers + 2).items()}
         alone = statistics.mean([before, tokens_per_s(bench.alone())])

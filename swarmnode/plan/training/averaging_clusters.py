@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from swarmnode.codec.averaging_messages import Group, How
+from swarmnode.codec.averaging_messages import USUAL_SHARE, Group, How
 from swarmnode.codec.tensors import Codec
 from swarmnode.codec.training_fields import MAX_CLUSTERS
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.offline.layouts import dendrogram
 from swarmnode.plan.training.averaging_forecast import AveragingNetwork
+from swarmnode.plan.training.shares import part_shares
 from swarmnode.swarm.records.run import Averaging
 
 LEAST_MEMBERS = 3  # contributors: of two, both send all they have to one another
@@ -27,6 +28,7 @@ UNBEARABLE = 4.0  # times as long as all with all, by one member's own measureme
 REST = 16  # averagings all with all after one over clusters came to nothing
 
 Clusters = tuple[int, ...]
+Shares = tuple[int, ...]
 """Of each contributor, in their order"""
 
 
@@ -77,21 +79,24 @@ class AveragingClusters:
         `may_cluster`."""
         places = [place for place, member in enumerate(group.members) if member.count]
         names = tuple(group.members[place].peer for place in places)
-        shares = [group.members[place].share for place in places]
-        among = network.among(places)
-        flat = (0,) * len(places)
-        flat_s = among.averaging_s(size_bytes, shares, flat)
+        among, flat = network.among(places), (0,) * len(places)
+        sharings = _sharings([group.members[place].share for place in places], among)
+        flat_s, shares = _shared(among, size_bytes, sharings, flat)
         if len(places) < LEAST_MEMBERS or group.how == How.APART or self._rests or not allowed:
-            return ClusteredGroup(group, flat_s, flat_s)
+            return ClusteredGroup(_with_shares(group, places, shares), flat_s, flat_s)
         known, before = self._chosen.get(group.blocks, ((), flat))
         before = before if known == names else flat
-        seconds = {clusters: among.averaging_s(size_bytes, shares, clusters) for clusters in {flat, before}}
-        seconds |= {found: among.averaging_s(size_bytes, shares, found) for found in _clusterings(among, size_bytes)}
-        best = min(seconds, key=lambda clusters: (seconds[clusters], clusters))
-        if seconds[best] * GAIN > seconds[before]:
+        found = {clusters: _shared(among, size_bytes, sharings, clusters) for clusters in {flat, before}}
+        found |= {
+            clusters: _shared(among, size_bytes, sharings, clusters) for clusters in _clusterings(among, size_bytes)
+        }
+        best = min(found, key=lambda clusters: (found[clusters][0], clusters))
+        if found[best][0] * GAIN > found[before][0]:
             best = before
         self._chosen[group.blocks] = names, best
-        return ClusteredGroup(_with_clusters(group, network, places, best), seconds[best], flat_s)
+        seconds, shares = found[best]
+        shared = _with_shares(group, places, shares)
+        return ClusteredGroup(_with_clusters(shared, network, places, best), seconds, flat_s)
 
 
 def is_bearable(group: Group, peer: PeerId, received_bps: Mapping[PeerId, float]) -> bool:
@@ -107,6 +112,29 @@ def is_bearable(group: Group, peer: PeerId, received_bps: Mapping[PeerId, float]
     shares = [member.share for member in contributors]
     seconds = network.slowest_s(own, 1.0, shares, [member.cluster for member in contributors])
     return seconds <= UNBEARABLE * network.slowest_s(own, 1.0, shares, [0] * len(names))
+
+
+def _sharings(by_line: Sequence[int], network: AveragingNetwork) -> list[Shares]:
+    """How much each may add up: as its line has it, all alike, or as its slowest path has it."""
+    return [tuple(by_line), (USUAL_SHARE,) * len(by_line), part_shares(network.slowest_paths_bps().tolist())]
+
+
+def _shared(
+    network: AveragingNetwork, size_bytes: float, sharings: Sequence[Shares], clusters: Clusters
+) -> tuple[float, Shares]:
+    """Seconds over these clusters, and the shares with which it takes least: the first ones, unless others are faster by far."""
+    seconds = [network.averaging_s(size_bytes, shares, clusters) for shares in sharings]
+    best = min(range(len(sharings)), key=seconds.__getitem__)
+    best = best if seconds[best] * GAIN < seconds[0] else 0
+    return seconds[best], sharings[best]
+
+
+def _with_shares(group: Group, places: Sequence[int], shares: Shares) -> Group:
+    of = dict(zip(places, shares, strict=True))
+    members = (
+        msgspec.structs.replace(member, share=of.get(place, member.share)) for place, member in enumerate(group.members)
+    )
+    return msgspec.structs.replace(group, members=tuple(members))
 
 
 def _clusterings(network: AveragingNetwork, size_bytes: float) -> Iterator[Clusters]:

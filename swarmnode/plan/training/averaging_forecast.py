@@ -32,7 +32,8 @@ class AveragingNetwork:
         """Until all have the sum of a vector that is so long as it travels; paths and lines carry side by side."""
         bits_NN = 8 * size_bytes * crossing(shares, clusters)
         lines_s = np.maximum(bits_NN.sum(axis=0), bits_NN.sum(axis=1)) / self.line_bps_N
-        return float(max((bits_NN / self.path_bps_NN).max(), lines_s.max()) + self._delays_s(clusters))
+        paths_s = 2 * self._gathered_s(size_bytes, shares, clusters)  # and the same way back
+        return max(paths_s, float(lines_s.max())) + self._delays_s(clusters)
 
     def among(self, places: Sequence[int]) -> AveragingNetwork:
         """Of some of them, in this order."""
@@ -43,6 +44,22 @@ class AveragingNetwork:
         """Of one contributor alone: its slowest path."""
         bits_NN = 8 * size_bytes * crossing(shares, clusters)
         return float((np.maximum(bits_NN, bits_NN.T) / self.path_bps_NN)[number].max())
+
+    def slowest_paths_bps(self) -> Floats:
+        """[N]: of each contributor to any other."""
+        slowest_N: Floats = np.where(np.eye(len(self.path_bps_NN), dtype=bool), np.inf, self.path_bps_NN).min(axis=1)
+        return slowest_N
+
+    def _gathered_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
+        """Until all owners have all values of their parts, as far as paths decide: a cluster's sum leaves it when the last of its
+        members has sent, so both ways add up; and an owner with a large part is waited for by whoever has a slow path to it."""
+        bits_NN = 8 * size_bytes * gathering(shares, clusters)
+        labels_N = np.asarray(clusters)
+        apart_NN = ~np.eye(len(labels_N), dtype=bool)
+        near_NN = (labels_N[:, None] == labels_N[None, :]) & apart_NN
+        inside_N = bits_NN.sum(axis=1) * (near_NN / self.path_bps_NN).max(axis=0)
+        between_NN = bits_NN * apart_NN / self.path_bps_NN
+        return float(((inside_N[:, None] + between_NN) * (bits_NN > 0)).max())
 
     def _delays_s(self, clusters: Sequence[int]) -> float:
         """There and back, and where there are several clusters inside them as well."""
