@@ -30,6 +30,7 @@ class ServerConfig:
     max_early_per_peer: int = 64
     max_compiling: int = 16  # grammars that wait
     compile_s: float = 20.0  # how long a session waits for its grammar, and the first one for the tokenizer
+    adapter_s: float = 1.5  # how long a session waits for its adapter: less than its client does for READY
     longest_chunk_tokens: int = 1024  # of a prompt in one pass, where positions cost next to nothing
 
 

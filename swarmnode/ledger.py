@@ -23,6 +23,7 @@ class Account(str, Enum):
     """What memory is for; the value is its name in metrics and `status`."""
 
     WEIGHTS = "weights"
+    ADAPTERS = "adapters"  # small changes to the weights, which sessions ask for
     KV_CACHE = "kv_cache"
     JOURNALS = "journals"  # what hops keep to send again
     MESSAGES = "messages"  # of links: their buffers, payloads that somebody keeps, and what has not left yet

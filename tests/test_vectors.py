@@ -16,6 +16,7 @@ import torch
 from referencing import Registry, Resource
 
 from swarmnode.codec.audit_messages import running_digest
+from swarmnode.codec.branch import branch_proof
 from swarmnode.codec.frames import FrameKind, FrameReader, pack_header
 from swarmnode.codec.messages import BODIES, Sampling, decode_body, encode_body
 from swarmnode.codec.sampling import pack_text
@@ -281,6 +282,12 @@ def test_an_entry_is_of_the_record_as_it_travels() -> None:
 def test_running_digests(vector: Vector) -> None:
     frames = ((start, count, bytes.fromhex(payload)) for start, count, payload in vector["frames"])
     assert running_digest(frames).hex() == vector["value"]
+
+
+@pytest.mark.parametrize("vector", vectors("branches"))
+def test_proofs_of_branches(vector: Vector) -> None:
+    source, session = bytes.fromhex(vector["source"]), bytes.fromhex(vector["session"])
+    assert branch_proof(source, vector["truncations"], session, vector["length"]).hex() == vector["value"]
 
 
 # -- invites -----------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def printed(escape: str) -> str:
     """A text, a name and JSON, as commands print them."""
     peer = {"peer": "Q", "name": escape, "state": "ready", "device": escape, "span": [0, 2], "sessions": 0}
     peer |= {"reached": "unknown", "sends": {}}
-    status = {"name": escape, "units": 2, "mode": "serve", "missing": [], "peers": [peer]}
+    status = {"name": escape, "units": 2, "mode": "serve", "adapters": [escape], "missing": [], "peers": [peer]}
     with contextlib.redirect_stdout(io.StringIO()) as terminal:
         say(f"before{escape}after")
         print_json(status)

@@ -1,5 +1,5 @@
-"""How soon a prompt is answered that begins as an earlier one did: time to the first token of both, of ten turns, and of four
-prompts that begin alike and come at once.
+"""How soon a prompt is answered that begins as an earlier one did: time to the first token of both, of ten turns, and of some
+prompts that begin alike and come at once, of one owner and of as many, who share nothing.
 
     python contrib/benchmarks/prefix.py
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import operator
 import os
 import random
 import statistics
@@ -27,15 +28,23 @@ from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.gateway.speaking import VOCABULARY, save_speaking_llama
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8, "num_key_value_heads": 8}
-LAYERS, NEW_TOKENS, TURN_TOKENS, AT_ONCE = 8, 8, 16, 4
+LAYERS, NEW_TOKENS, TURN_TOKENS = 8, 8, 16
 
 
-async def first_token_s(client: SwarmClient, prompt: list[int]) -> tuple[float, list[int], int]:
+async def first_token_s(
+    client: SwarmClient, prompt: list[int], owner: str = "benchmark"
+) -> tuple[float, list[int], int]:
     """Seconds to the first token, what was generated, and how many of the prompt's tokens were there."""
-    stream = await client.stream(prompt, kept_for="benchmark", max_new_tokens=NEW_TOKENS)
+    stream = await client.stream(prompt, kept_for=owner, max_new_tokens=NEW_TOKENS)
     async for _ in stream:
         pass
     return stream.result.first_token_s, stream.result.ids, stream.result.cached_tokens
+
+
+async def slowest_s(client: SwarmClient, prefix: list[int], owners: list[str]) -> float:
+    """Seconds to the last of the first tokens of prompts that come at once and begin alike, one for each of the owners."""
+    told = await asyncio.gather(*(first_token_s(client, [*prefix, 7, 8 + end], one) for end, one in enumerate(owners)))
+    return max(first_s for first_s, _, _ in told)
 
 
 async def measure(local: LocalSwarm, options: argparse.Namespace) -> dict[str, Any]:
@@ -43,28 +52,37 @@ async def measure(local: LocalSwarm, options: argparse.Namespace) -> dict[str, A
     dice = random.Random(0)
     client = await SwarmClient.join(load_swarm(local.file), home=local.folder / "client", audit_share=0.0)
     firsts, seconds, turns = [], [], []
+    shared, apart = [], []
+
+    def drawn() -> list[int]:
+        return [dice.randrange(5, VOCABULARY) for _ in range(options.prefix)]
+
     async with client:
         for _ in range(options.rounds + 1):  # the first to warm up
-            prefix = [dice.randrange(5, VOCABULARY) for _ in range(options.prefix)]
+            prefix = drawn()
             first_s, _, _ = await first_token_s(client, [*prefix, 7, 8])
             second_s, _, cached = await first_token_s(client, [*prefix, 9, 10])
             assert cached == options.prefix, cached
             firsts.append(first_s)
             seconds.append(second_s)
-        said = [dice.randrange(5, VOCABULARY) for _ in range(options.prefix)]
+            shared.append(await slowest_s(client, drawn(), ["benchmark"] * options.at_once))
+            apart.append(await slowest_s(client, drawn(), [f"owner {one}" for one in range(options.at_once)]))
+        said = drawn()
         for _ in range(10):
             turn_s, ids, _ = await first_token_s(client, said)
             turns.append(turn_s)
             said += [*ids, *(dice.randrange(5, VOCABULARY) for _ in range(TURN_TOKENS))]
-        prefix = [dice.randrange(5, VOCABULARY) for _ in range(options.prefix)]
-        together = await asyncio.gather(*(first_token_s(client, [*prefix, 7, end]) for end in range(AT_ONCE)))
-    first_s, second_s = statistics.median(firsts[1:]), statistics.median(seconds[1:])
+    first_s, second_s, shared_s, apart_s = (statistics.median(one[1:]) for one in (firsts, seconds, shared, apart))
     return {
         "prefix_tokens": options.prefix,
         "first_ms": round(1e3 * first_s, 1),
         "second_ms": round(1e3 * second_s, 1),
         "ratio": round(second_s / first_s, 3),
-        "at_once_ms": [round(1e3 * at_once_s, 1) for at_once_s, _, _ in together],
+        "at_once": options.at_once,
+        "at_once_ms": round(1e3 * shared_s, 1),
+        "at_once_apart_ms": round(1e3 * apart_s, 1),
+        "at_once_to_first": round(statistics.median(map(operator.truediv, shared[1:], firsts[1:])), 3),
+        "apart_to_first": round(statistics.median(map(operator.truediv, apart[1:], firsts[1:])), 3),
         "turns_ms": [round(1e3 * turn_s, 1) for turn_s in turns],
     }
 
@@ -86,4 +104,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prefix", type=int, default=2048)
+    parser.add_argument("--at-once", type=int, default=4)
     main(parser.parse_args())

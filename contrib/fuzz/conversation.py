@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from swarmnode.codec.audit_messages import SEED_BYTES, GetStatement
+from swarmnode.codec.branch import Branch, branch_proof
 from swarmnode.codec.messages import (
     Attach,
     Body,
@@ -27,6 +28,7 @@ from swarmnode.codec.tensors import Codec, DType, TensorInfo
 
 MAX_LENGTH = 16
 MAX_EPOCHS = 4
+SESSIONS = 4  # that the strangers share
 ID_BYTES = 8
 
 
@@ -82,8 +84,22 @@ class Conversation:
         sampling = Sampling(prompt_length=self._prompt, max_new_tokens=4)
         known = min(self._held, MAX_LENGTH)
         return Open(
-            self._session, self._epoch, self._route, 0, self._mode, 1, MAX_LENGTH, sampling=sampling, known=known
+            self._session,
+            self._epoch,
+            self._route,
+            0,
+            self._mode,
+            1,
+            MAX_LENGTH,
+            sampling=sampling,
+            known=known,
+            branch=self._branch() if self._mode == Mode.RING and self._chance.random() < 0.3 else None,
         )
+
+    def _branch(self) -> Branch:
+        """Of a session that may be there."""
+        source, length = bytes([self._chance.randrange(SESSIONS)]) * 16, self._chance.randint(1, self._prompt)
+        return Branch(branch_proof(source, self._chance.choice((0, 0, 1)), self._session, length), length)
 
     def _fed(self) -> Step:
         """The prompt, or what follows it; of a ring only what the client knows already."""

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conversation import Conversation, Step
+from conversation import SESSIONS, Conversation, Step
 from decoders import MOST_BYTES, hexes, peak_bytes, rows
 from mutation import mutate
 
@@ -63,7 +63,6 @@ BURST = 20  # frames of one stranger before it looks whether it is still heard
 CHANNELS = 6
 TOKENS = 8
 UNITS = 6  # of the tiny model
-SESSIONS = 4  # that the strangers share
 FITTING, MUTATED = 0.85, 0.05  # of the frames
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from swarmnode.cli.options.node_file import ConfiguredCommand
-from swarmnode.cli.terminal.console import fail
+from swarmnode.cli.terminal.console import fail, leave_threads
 from swarmnode.cli.terminal.grouped_help import GroupedHelp
 from swarmnode.cli.terminal.late_commands import CommandPlace, LateCommands
 from swarmnode.version import __version__
@@ -117,7 +117,11 @@ def main() -> None:
     # Read when torch starts: caches that grow and go leave holes in a card's memory, which segments of one size cannot use.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     _open_standard_streams()
-    app()
+    try:
+        app()
+    except SystemExit as ended:
+        leave_threads(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+        raise
 
 
 if __name__ == "__main__":

@@ -59,7 +59,8 @@ class ModelFiles:
         """What the model can be asked for."""
         if self._limits is None:
             manifest, vocabulary = self._manifest, vocabulary_size(await self.folder())
-            self._limits = ModelLimits(vocabulary, manifest.model.positions or None, manifest.codecs)
+            positions, adapters = manifest.model.positions or None, manifest.adapter_names
+            self._limits = ModelLimits(vocabulary, positions, manifest.codecs, adapters)
         return self._limits
 
     async def stop_ids(self) -> tuple[int, ...]:

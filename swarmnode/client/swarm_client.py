@@ -34,11 +34,11 @@ from swarmnode.roles.host import Host, HostConfig
 from swarmnode.roles.measuring.meters import ClientMeter, cause_of
 from swarmnode.roles.serving.audits.auditor import Auditor
 from swarmnode.roles.serving.audits.reports import Reports
+from swarmnode.roles.serving.client.beginnings import Beginnings
 from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.roles.serving.client.compressions import check_compression
 from swarmnode.roles.serving.client.directory_router import DirectoryRouter
 from swarmnode.roles.serving.client.generation import GenerateOptions, Generation, RingStream
-from swarmnode.roles.serving.client.kept_sessions import KeptSessions
 from swarmnode.roles.serving.client.limits import ModelLimits
 from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.swarm.peers.trust import EVERYBODY, Trust, parse_trust
@@ -74,7 +74,7 @@ class SwarmClient(SwarmObserver):
         )
         self.running: dict[str, Generation] = {}  # what is generated at the moment, by the trace with which it began
         self._meter = ClientMeter()
-        self._kept = KeptSessions()
+        self._beginnings = Beginnings()
         self._receipts = ReceiptIssuer(host)
         self._claims = Claims(host)
         self.auditor = Auditor(host, self._switchboard, config, on_over=self._receipts.served)
@@ -119,7 +119,7 @@ class SwarmClient(SwarmObserver):
 
     async def close(self) -> None:
         """Leave the swarm. Audits that are under way are given up."""
-        await self._kept.close()
+        await self._beginnings.close()
         await self.reports.close()
         await self.auditor.close()
         await self._claims.close()
@@ -168,7 +168,7 @@ class SwarmClient(SwarmObserver):
         """
         self._host.supervisor.check()
         self.check_language_model()
-        options = dataclasses.replace(options or GenerateOptions(), **changes)
+        options = dataclasses.replace(options or GenerateOptions(), **changes) if changes or not options else options
         deadline_s = self._clock() + self.config.patience_s
         tokenizer = await self.tokenizer()
         if isinstance(prompt, str):
@@ -195,7 +195,7 @@ class SwarmClient(SwarmObserver):
             audit=self.auditor.take,
             clock=self._clock,
             on_over=self._receipts.served,
-            kept=self._kept if kept_for is not None else None,
+            beginnings=self._beginnings if kept_for is not None else None,
             owner=kept_for or "",
         )
         return TextStream(ring, tokenizer, self.running, special_tokens=special_tokens)
@@ -304,15 +304,15 @@ class SwarmClient(SwarmObserver):
 
     # -- transformers
 
-    async def acausal_lm(self, *, hold_ends: bool = False, compress: str = "none") -> RemoteCausalLM:
+    async def acausal_lm(self, *, hold_ends: bool = False, compress: str = "none", adapter: str = "") -> RemoteCausalLM:
         """The swarm as a transformers model whose `generate` drives every step; call it from other threads than this loop's.
 
-        With `hold_ends` embedding and head run here, so that token ids and logits never leave this machine. `compress`: as
-        GenerateOptions'.
-        """
+        With `hold_ends` the model's embedding and head run here: token ids and logits never leave this machine. `compress` and
+        `adapter`: as GenerateOptions'."""
         self._host.supervisor.check()
         self.check_language_model()
         check_compression(compress, self.manifest.codecs)
+        (await self.limits()).check_adapter(adapter, hold_ends=hold_ends)
         loop = asyncio.get_running_loop()
 
         def run(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -347,6 +347,7 @@ class SwarmClient(SwarmObserver):
             self.config.prompt_chunk_tokens,
             await self.limits(),
             compress,
+            adapter,
         )
 
     # -- the model

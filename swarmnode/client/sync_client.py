@@ -117,9 +117,9 @@ class SyncSwarm:
         """See SwarmClient.classify."""
         return self.run(self._client.classify(texts))
 
-    def causal_lm(self, *, hold_ends: bool = False, compress: str = "none") -> RemoteCausalLM:
+    def causal_lm(self, *, hold_ends: bool = False, compress: str = "none", adapter: str = "") -> RemoteCausalLM:
         """See SwarmClient.acausal_lm."""
-        return self.run(self._client.acausal_lm(hold_ends=hold_ends, compress=compress))
+        return self.run(self._client.acausal_lm(hold_ends=hold_ends, compress=compress, adapter=adapter))
 
     def close(self) -> None:
         """Leave the swarm and end the thread. Safe to call twice."""

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from swarmnode.codec.audit_messages import AUDIT_BODIES
 from swarmnode.codec.body import (
+    MAX_ADAPTER_CHARS,
     MAX_CHUNKS,
     MAX_CODE,
     MAX_LINK_CODECS,
@@ -44,6 +45,7 @@ from swarmnode.codec.body import MAX_STOP_IDS as MAX_STOP_IDS
 from swarmnode.codec.body import VERSION as VERSION
 from swarmnode.codec.body import Body as Body
 from swarmnode.codec.body import HopSpec as HopSpec
+from swarmnode.codec.branch import Branch as Branch
 from swarmnode.codec.credit_messages import CREDIT_BODIES
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.codec.frames import MAX_SEQ, FrameKind
@@ -147,6 +149,8 @@ class Open(Body, frozen=True):
     truncate: Truncate | None = None  # before anything else: another text begins as the session's does
     codecs: Annotated[tuple[LinkCodec, ...], Meta(max_length=MAX_LINK_CODECS)] = ()
     adapts: bool = False
+    adapter: Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)] = ""  # of the swarm, which changes the model
+    branch: Branch | None = None  # as which other session this one begins, where it is new to a hop
 
     def check(self) -> None:
         rules = {
@@ -161,6 +165,8 @@ class Open(Body, frozen=True):
             "padding of no row or of each": len(self.padding) in (0, self.rows),
             "padding inside the session": max(self.padding, default=0) < self.max_length,
             "known outputs inside the session": self.known <= self.max_length,
+            "a branch in RING mode, shorter than the session": self.branch is None
+            or (self.mode == Mode.RING and self.branch.length < self.max_length),
         }
         for rule, kept in rules.items():
             if not kept:

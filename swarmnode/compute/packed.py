@@ -116,7 +116,9 @@ class Packing:
         def pack(entry: tuple[str, tuple[nn.Linear, type[PackedLinear]]]) -> None:
             name, (linear, form) = entry
             if not stopped():
-                self._model.set_submodule(name, form(linear.weight, linear.bias))
+                packed = form(linear.weight, linear.bias)
+                packed._forward_hooks = linear._forward_hooks  # one table, whichever of the two an adapter finds
+                self._model.set_submodule(name, packed)
                 let_go(linear.weight)
                 del self._left[name]
 

@@ -34,7 +34,15 @@ def build_app(gateway: Gateway, page: Page | None = None) -> FastAPI:
     from elsewhere."""
     app = FastAPI(title="swarmnode", version=__version__, docs_url=None, redoc_url=None, exception_handlers=HANDLERS)
     app.state.gateway = gateway
-    for each in (models, chat_completions, completions, responses, messages, encoders, monitoring):
+    for each in (
+        chat_completions,
+        completions,
+        responses,
+        messages,
+        encoders,
+        models,
+        monitoring,
+    ):  # tried in this order
         app.include_router(each.router)
     if page is not None:
         app.state.page = page

@@ -21,9 +21,9 @@ async def health() -> dict[str, str]:
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
     """Whether each swarm has somebody for every unit of its model, and the tokenizers are loaded."""
-    models = gateway_of(request).models
-    missing = {name: model.missing for name, model in models.items() if model.missing}
-    loading = [name for name, model in models.items() if not model.loader.is_done]
+    swarms = gateway_of(request).swarms
+    missing = {name: model.missing for name, model in swarms.items() if model.missing}
+    loading = [name for name, model in swarms.items() if not model.loader.is_done]
     is_ready = not missing and not loading
     return JSONResponse({"ready": is_ready, "missing": missing, "loading": loading}, 200 if is_ready else 503)
 
@@ -31,5 +31,5 @@ async def ready(request: Request) -> JSONResponse:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
-    sources = [Sources(name, model.client.readings) for name, model in gateway_of(request).models.items()]
+    sources = [Sources(name, model.client.readings) for name, model in gateway_of(request).swarms.items()]
     return Response(await exposed(sources), media_type=CONTENT_TYPE)

@@ -67,6 +67,8 @@ class Bootstrap:
             seeder = await Seeder.start(host.network, host.hello, host.swarm, host.link_config)
             if swarm.checkpoint is not None:
                 seeder.add_folder(swarm.checkpoint)
+            if swarm.adapters is not None:
+                seeder.add_adapters(swarm.adapters)
             host.directory.announce(
                 Place(state=State.READY, seeds=seeder.units), Machine(device="none"), await host.introduction()
             )

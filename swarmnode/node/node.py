@@ -206,10 +206,12 @@ class Node:
         seeder = await Seeder.start(host.network, host.hello, host.swarm, host.link_config)
         prober = Prober(host.network, host.hello, host.link_config, busy=lambda: self._busy(host))
         await heavy
+        from swarmnode.roles.fetching.adapter_files import AdapterFiles
         from swarmnode.roles.fetching.weights import Weights
         from swarmnode.roles.serving.hardware import Hardware
 
         weights = Weights(host)
+        adapters = AdapterFiles(host.swarm, weights, seeder) if host.swarm.manifest.adapters else None
         energy = EnergyMeter.start(host.config.home, Cards, on_crash=host.supervisor.ends_peer)
         receipts = self._receipts = await asyncio.to_thread(ReceiptKeeper, host)
         for service in (weights, seeder, prober, energy, receipts):
@@ -231,7 +233,7 @@ class Node:
             await executor.call(Urgency.CONTROL, lent.device.use, kind="use the device")
         machine, place = hardware.machine(self.config.host.home), self._place(host, hardware)
         self._tell("machine", f"This machine: {hardware.found}, {machine['cpu_cores']} cores", **machine)
-        return StageLoader(host, hardware, self._executors, seeder, weights, self._states, self._tell), place
+        return StageLoader(host, hardware, self._executors, seeder, weights, adapters, self._states, self._tell), place
 
     async def _work(self, host: Host, loader: StageLoader, place: Placement) -> None:
         """Hold what the swarm needs most. Ends by errors alone."""

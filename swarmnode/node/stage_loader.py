@@ -16,6 +16,7 @@ from swarmnode.roles.host import Host
 
 if TYPE_CHECKING:
     from swarmnode.compute.model.checkpoint import Checkpoint
+    from swarmnode.roles.fetching.adapter_files import AdapterFiles
     from swarmnode.roles.fetching.weights import Weights
     from swarmnode.roles.inference.stage import InferenceStage
     from swarmnode.roles.serving.hardware import Hardware
@@ -29,13 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageLoader:
-    """Loads spans one after another. `executors`: by device; `states`: where the swarm trains."""
+    """Loads spans one after another. `executors`: by device; `adapters`: where the swarm has any; `states`: where it trains."""
 
     host: Host
     hardware: Hardware
     executors: Sequence[Executor]
     seeder: Seeder
     weights: Weights
+    adapters: AdapterFiles | None
     states: SharedStates | None
     tell: Tell
 
@@ -47,13 +49,15 @@ class StageLoader:
             self.seeder.add_cache(self.weights.cache, (span.start, span.end))
         elif self.host.swarm.checkpoint is not None:
             self.seeder.add_folder(self.host.swarm.checkpoint, self.weights.verified)
+        if self.host.swarm.adapters is not None:
+            self.seeder.add_adapters(self.host.swarm.adapters)
         return await (self._train(checkpoint, span) if self.hardware.trains else self._serve(checkpoint, span))
 
     async def take_up(self, kept: KeptSpan) -> ServingStage:
         """Serve what was kept in memory."""
         from swarmnode.roles.serving.stage import ServingStage
 
-        return await ServingStage.take_up(self.host, kept, self.executors)
+        return await ServingStage.take_up(self.host, kept, self.executors, self.adapters)
 
     async def _fetch(self, span: Span) -> Checkpoint:
         """What else loading takes is done while the weights are on their way."""
@@ -74,7 +78,8 @@ class StageLoader:
 
         if isinstance(checkpoint, GraphCheckpoint):
             return await InferenceStage.load(self.host, checkpoint, self.hardware, span, self.executors)
-        return await ServingStage.load(self.host, checkpoint, self.hardware, span, self.executors)
+        executors, adapters = self.executors, self.adapters
+        return await ServingStage.load(self.host, checkpoint, self.hardware, span, executors, adapters)
 
     async def _train(self, checkpoint: Checkpoint, span: Span) -> Stage:
         from swarmnode.roles.training.worker.training_worker import TrainingWorker

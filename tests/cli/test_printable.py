@@ -61,7 +61,7 @@ def test_a_name_is_no_markup_and_no_command(name: str, capsys: pytest.CaptureFix
         "reached": "unknown",
         "sends": {},
     }
-    status = {"name": name, "units": 2, "mode": "serve", "missing": [], "peers": [peer]}
+    status = {"name": name, "units": 2, "mode": "serve", "adapters": [], "missing": [], "peers": [peer]}
     show(status_table(status))
     printed = capsys.readouterr().out
     assert not commands(printed)
@@ -79,7 +79,7 @@ def test_a_peer_is_one_line_of_80_columns() -> None:
         "reached": "relayed",
         "sends": {},
     }
-    status = {"name": "friends", "units": 126, "mode": "serve", "missing": [3, 4], "peers": [peer] * 3}
+    status = {"name": "friends", "units": 126, "mode": "serve", "adapters": [], "missing": [3, 4], "peers": [peer] * 3}
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(status_table(status))
     *_, first, second, third = [line.rstrip() for line in console.export_text().splitlines() if line.strip()]

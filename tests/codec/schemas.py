@@ -15,6 +15,7 @@ from msgspec import NODEFAULT
 from msgspec import inspect as types
 
 from swarmnode.codec.averaging_messages import Form, Group, MemberSpec, PathRate
+from swarmnode.codec.branch import Branch
 from swarmnode.codec.messages import BODIES, HopSpec, Sampling
 from swarmnode.codec.sampling import Grammar
 from swarmnode.codec.spot_check_messages import BlockTiles, Crossing, MicrobatchRecord
@@ -22,6 +23,7 @@ from swarmnode.codec.state_messages import StateEntry
 from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.trace_messages import TraceStep
 from swarmnode.codec.training_messages import Counted, Wait
+from swarmnode.swarm.records.adapter_info import AdapterInfo
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.certificate import Certificate
 from swarmnode.swarm.records.commitment import Commitment
@@ -40,6 +42,7 @@ FOLDER = Path(__file__).parents[2] / "protocol" / "schema"
 NAMES: dict[type[msgspec.Struct], str] = {
     **{body: kind.name.lower() for kind, body in BODIES.items() if body.__struct_fields__},
     HopSpec: "hop",
+    Branch: "branch",
     Sampling: "sampling",
     Grammar: "grammar",
     StateEntry: "state_entry",
@@ -54,6 +57,7 @@ NAMES: dict[type[msgspec.Struct], str] = {
     Announcement: "announcement",
     Manifest: "manifest",
     ModelInfo: "model",
+    AdapterInfo: "adapter",
     FileContent: "file",
     Run: "run",
     Averaging: "averaging",

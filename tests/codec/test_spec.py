@@ -35,6 +35,7 @@ from swarmnode.errors import ERROR_TEXT, ErrorCode
 from swarmnode.net.addressing import reachability
 from swarmnode.swarm.peers import shards
 from swarmnode.swarm.records import (
+    adapter_info,
     announcement,
     certificate,
     grant,
@@ -65,7 +66,21 @@ MODULES = (
         training_fields,
         tensors,
     ),
-    *(announcement, content, invite, manifest, run, shards, grant, certificate, receipt, report, revocation, voucher),
+    *(
+        adapter_info,
+        announcement,
+        content,
+        invite,
+        manifest,
+        run,
+        shards,
+        grant,
+        certificate,
+        receipt,
+        report,
+        revocation,
+        voucher,
+    ),
 )
 Row = dict[str, str]
 
@@ -204,6 +219,7 @@ def test_limits_are_the_ones_of_the_code() -> None:
         for name in constants(body)
     }
     imported |= {f"spot_check_messages.MAX_{name}" for name in ("MASK_BYTES", "UNITS", "VALUES")}
+    imported |= {"adapter_info.MAX_ADAPTER_CHARS", "manifest.MAX_ADAPTERS"}
     imported |= {"body.MAX_SEQ", "messages.MAX_SEQ", "manifest.MAX_FILE_BYTES", "run.MAX_RUN_BYTES"}
     imported |= {
         f"certificate.MAX_{name}" for name in ("CERTIFICATE_BYTES", "GRANT_BYTES", "PEER_CHARS", "PROOF_BYTES")
@@ -232,6 +248,7 @@ PAGES = {
             "manifest",
             "model",
             "file",
+            "adapter",
             "hop_statement",
             "edge",
             "report",
@@ -253,6 +270,7 @@ CHECKED_ELSEWHERE = {
     "manifest",
     "model",
     "file",
+    "adapter",
     "tensor",
     "invite",
     "run",

@@ -23,7 +23,7 @@ from swarmnode.metrics import table
 from tests.gateway.in_process import InProcess
 from tests.gateway.speaking import save_speaking_llama
 from tests.node.conftest import Founded
-from tests.node.virtual_swarm import VirtualSwarm
+from tests.node.virtual_swarm import VirtualSwarm, sees_ready
 
 MODEL = "virtual"
 WHOLE = {"a": "0:4"}
@@ -96,8 +96,7 @@ async def serving(
         for member in swarm.members.values():
             await member.wait_for("ready")
         async with swarm.client(patience_s=patience_s) as client:
-            while sum(peer["state"] == "ready" for peer in client.status()["peers"]) < len(nodes):
-                await client.changed()
+            await sees_ready(client, len(nodes))
             gateway = Gateway({MODEL: client}, keys, GatewayConfig(**config))
             page = Page(gateway, folder / "page")
             app = build_app(gateway, page)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
 import jsonschema
 import pytest
 
-from tests.gateway.conftest import MODEL, serving
+from tests.gateway.conftest import HALVES, MODEL, serving
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 
@@ -50,6 +51,26 @@ async def test_a_stream_is_the_same_text_in_pieces(founded: Founded, tmp_path: P
     cached = [usage.prompt_tokens_details.cached_tokens for usage in (whole.usage, last.usage)]
     assert cached == [0, whole.usage.prompt_tokens - 1], "what was asked before is not computed again"
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+@in_virtual_time
+async def test_requests_of_one_key_that_begin_alike_and_come_at_once_share_the_beginning(
+    founded: Founded, tmp_path: Path
+) -> None:
+    """Several choices of one request, and several requests; all prompts here have their first 400 tokens in common."""
+    said = "Once upon a time there was a hen. " * 16
+    async with serving(founded, tmp_path, nodes=HALVES) as served:
+        ids = (await served.http.post("/tokenize", json={"prompt": said})).json()["count"]
+        alone = [(await served.client.generate(said + end, max_new_tokens=5)).text for end in ("a", "b")]
+        before, asking = served.computed(), served.openai.completions.create
+        answers = await asyncio.gather(
+            asking(model=MODEL, prompt=said + "a", n=3, max_tokens=5, temperature=0),
+            asking(model=MODEL, prompt=said + "b", max_tokens=5, temperature=0),
+        )
+        assert [[one.text for one in answer.choices] for answer in answers] == [[alone[0]] * 3, alone[1:]]
+        cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+        assert ids >= 400 and max(cached) >= ids - 1, "of whichever did not come first"
+        assert served.computed() - before <= 2 * (ids + 4 * 8), "at both nodes once, and what each says"
 
 
 @in_virtual_time
@@ -182,6 +203,19 @@ WEATHER = {
         },
     },
 }
+
+
+@in_virtual_time
+async def test_an_answer_fits_its_schema_behind_a_free_one_to_the_same_words(founded: Founded, tmp_path: Path) -> None:
+    """What is kept of the free text has no matcher: it is not gone on with."""
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    asked = {"model": MODEL, "messages": SAID, "max_tokens": 64, "seed": 5}
+    async with serving(founded, tmp_path) as served:
+        alone = (await served.openai.chat.completions.create(response_format=schema, **asked)).choices[0]
+        await served.openai.chat.completions.create(**asked | {"max_tokens": 4})
+        choice = (await served.openai.chat.completions.create(response_format=schema, **asked)).choices[0]
+        jsonschema.validate(json.loads(choice.message.content), PERSON)
+        assert choice.message.content == alone.message.content
 
 
 @in_virtual_time

@@ -24,7 +24,7 @@ from swarmnode.roles.creation.model_source import ModelSource, from_module
 from swarmnode.roles.credit.receipt_issuer import GATHER_S
 from swarmnode.roles.credit.worker_credits import folder_credits
 from tests.net.virtual import in_virtual_time
-from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
+from tests.node.virtual_swarm import VirtualMember, VirtualSwarm, sees_ready
 from tests.segmenter import SIDE, WORDS, segmenter
 
 
@@ -121,8 +121,7 @@ def lying(change: Change, *members: VirtualMember, all_do: bool = False) -> Iter
 async def blaming(swarm: VirtualSwarm) -> AsyncIterator[tuple[SwarmClient, list[str]]]:
     """A client that knows all nodes, and whom it suspects from then on."""
     async with swarm.client() as client:
-        while sum(peer["state"] == "ready" for peer in client.status()["peers"]) < len(swarm.members):
-            await client.changed()
+        await sees_ready(client, len(swarm.members))
         blamed: list[str] = []
         suspect = client._host.directory.suspect
         with pytest.MonkeyPatch.context() as patch:
@@ -231,8 +230,7 @@ def scaled(encoded: Encoded) -> Encoded:
 async def auditing(swarm: VirtualSwarm) -> AsyncIterator[SwarmClient]:
     """A client that has every pass computed again, and knows all nodes."""
     async with swarm.client(audit_share=1.0) as client:
-        while sum(peer["state"] == "ready" for peer in client.status()["peers"]) < len(swarm.members):
-            await client.changed()
+        await sees_ready(client, len(swarm.members))
         yield client
 
 

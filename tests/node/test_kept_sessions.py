@@ -13,7 +13,7 @@ from swarmnode.metrics import table
 from swarmnode.roles.serving.client.generation import Generation
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
-from tests.node.virtual_swarm import VirtualSwarm
+from tests.node.virtual_swarm import VirtualSwarm, sees_ready
 from tests.tiny import PROMPT, TinyModel
 
 LONG = PROMPT * 8  # 64 tokens
@@ -33,8 +33,7 @@ async def swarm_of(
         for member in swarm.members.values():
             await member.wait_for("ready")
         async with swarm.client() as client:
-            while sum(peer["state"] == "ready" for peer in client.status()["peers"]) < len(spans):
-                await client.changed()
+            await sees_ready(client, len(spans))
             yield swarm, client
 
 

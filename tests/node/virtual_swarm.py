@@ -339,3 +339,9 @@ class VirtualSwarm:
             yield client
         finally:
             await client.close()
+
+
+async def sees_ready(client: SwarmClient, nodes: int) -> None:
+    """Wait until a client sees so many nodes that are ready."""
+    while sum(peer["state"] == "ready" for peer in client.status()["peers"]) < nodes:
+        await client.changed()

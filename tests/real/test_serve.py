@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import openai
 import pytest
 
 from swarmnode.lending.control_client import running_gateways, tell_node
-from swarmnode.localswarm import NodeProcess
+from swarmnode.localswarm import STOP_TIMEOUT_S, NodeProcess
 from tests.browser.axe import serious_faults
 from tests.browser.chromium import BrowserPage, Chromium, find_chromium
 from tests.browser.keyboard import unreached
@@ -47,6 +48,15 @@ def server(local: ForkedSwarm) -> NodeProcess:
     server = local.server("gateway", "--port", "0")
     server.wait_for("serving")
     return server
+
+
+def test_ctrl_c_while_the_tokenizer_is_loaded(local: ForkedSwarm) -> None:
+    """A home of its own has none yet, so that transformers makes it in a thread."""
+    server = local.server("interrupted", "--port", "0")
+    server.wait_for("serving")
+    server.kill(signal.SIGINT)
+    assert server.finish(STOP_TIMEOUT_S) == 0
+    assert "Traceback" not in server.tail()
 
 
 def test_a_node_dies_in_the_middle_of_sentences(local: ForkedSwarm, server: NodeProcess) -> None:

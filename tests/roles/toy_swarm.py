@@ -90,7 +90,7 @@ class ToyWorker:
                 position_limit=None,
                 cache_bytes_per_token=end - start,
             ),
-            pool=SimpleNamespace(budget=CacheBudget(cache_bytes)),
+            pool=SimpleNamespace(budget=CacheBudget(cache_bytes), keeps=lambda _held, _length: True),
             reservation_bytes=lambda rows, length, start, end: rows * length * (end - start),
         )
         self.scheduler = SimpleNamespace(cost=PassCost())
@@ -108,6 +108,12 @@ class ToyWorker:
 
     def extend(self, key: int, max_length: int) -> None:
         pass
+
+    def fork(self, source: int, key: int, length: int) -> None:
+        (first_unit, sums), held = self.caches[source], self.held[source]
+        assert 0 < length <= len(held)
+        self.caches[key] = (first_unit, list(sums if length == len(held) else held[length]))
+        self.held[key], self.lengths[key] = [list(one) for one in held[:length]], length
 
     def forget(self, key: int) -> None:
         del self.caches[key], self.lengths[key], self.held[key]

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.options.founding import ANNOUNCE, found, new_owner, new_swarm_file, new_weights
+from swarmnode.cli.options.founding import (
+    ADAPTERS,
+    ANNOUNCE,
+    found,
+    new_beside,
+    new_owner,
+    new_swarm_file,
+    parse_adapters,
+)
 from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE
 from swarmnode.cli.terminal.bars import bytes_bar
 from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors, say
@@ -60,6 +68,7 @@ def create(
     seed: int = typer.Option(0, "--seed", min=0, max=2**63 - 1, help="Of the random weights of --config."),
     byte_level: bool = typer.Option(False, "--byte-level", help="Bytes are tokens: leave the tokenizer out."),
     units: int = typer.Option(0, "--units", help="About how many units to cut a --module into.", show_default=False),
+    adapter: list[str] = ADAPTERS,
     bootstrap: list[str] = typer.Option(
         [],
         "--bootstrap",
@@ -92,22 +101,24 @@ def create(
 ) -> None:
     """Found a swarm that serves or trains a model: write NAME.swarm and print an invite.
 
-    Weights that --config or --module bring forth, or that were quantised, are written to NAME-weights.
+    Weights that --config or --module bring forth, or that were quantised, are written to NAME-weights, adapters to NAME-adapters.
     Keep NAME.swarm to yourself; hand out the invite.
 
     Example: swarmnode create friends --model ./llama --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/203.0.113.7/tcp/4001
 
     Example: swarmnode create school --mode train --config ./gpt2-small
 
+    Example: swarmnode create poets --model ./llama --adapter verse=./verse-lora --adapter prose=./prose-lora
+
     Example: swarmnode create friends --private --model ./llama --listen /ip4/0.0.0.0/tcp/4001
     """
     _check_options(context.params)
     from swarmnode.roles.creation.bootstraps import Bootstraps
 
-    path = new_swarm_file(name, force=force)
+    path, adapters = new_swarm_file(name, force=force), parse_adapters(adapter)
     bootstraps = Bootstraps(bootstrap, listen, announce).settled()
     owner = new_owner(path, owner_key, password_file, force=force) if private or public else None
-    with new_weights(path) as weights:
+    with new_beside(path) as weights:
         model_source = _model_source(context.params, weights)
         swarm = found(
             path,
@@ -118,6 +129,8 @@ def create(
             private=private,
             quiet=quiet or as_json,
             by_credit=priority == "credit",
+            adapters=adapters,
+            force=force,
         )
     if as_json:
         _print_json(swarm, path, model_source)
@@ -145,6 +158,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
         fail(f"--task {options['task']}: it is one of {', '.join(TASKS)}", 2)
     if options["task"] != "auto" and (mode == "train" or not model):
         fail("--task goes with --model and --mode serve", 2)
+    if options["adapter"] and (mode == "train" or not model):
+        fail("--adapter goes with --model and --mode serve", 2)
     if options["units"] and not module:
         fail("--units goes with --module; a language model's units are its layers", 2)
     if options["byte_level"] and (module or mode == "serve"):
@@ -219,6 +234,7 @@ def _print_json(swarm: Swarm, path: Path, model_source: ModelSource) -> None:
             "units": model_source.model.units,
             "bytes": swarm.manifest.total_bytes,
             "weights": str(model_source.folder),
+            "adapters": list(swarm.manifest.adapter_names),
             "remarks": list(model_source.remarks),
         }
     )

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from swarmnode.cli.lend.attendance import attended
-from swarmnode.cli.options.founding import ANNOUNCE, SUFFIX, found, new_owner, new_swarm_file, new_weights
+from swarmnode.cli.options.founding import (
+    ADAPTERS,
+    ANNOUNCE,
+    SUFFIX,
+    found,
+    new_beside,
+    new_owner,
+    new_swarm_file,
+    parse_adapters,
+)
 from swarmnode.cli.options.metrics import METRICS_HOST, SERVICE_METRICS_PORT, Watch
 from swarmnode.cli.options.node_flags import DEVICE, LAN, MEMORY, NAT, QUANTIZE
 from swarmnode.cli.options.owner import OWNER_KEY, PASSWORD_FILE, owner_key_of
@@ -64,6 +73,7 @@ def host(
         help=f"Where newcomers knock; default: port {PORT} of every address of this machine.",
     ),
     announce: list[str] = ANNOUNCE,
+    adapter: list[str] = ADAPTERS,
     memory: str = MEMORY,
     device: str = DEVICE,
     quantize: str = QUANTIZE,
@@ -131,17 +141,19 @@ def _swarm(options: Mapping[str, Any]) -> tuple[Swarm, Path, SigningKey | None]:
     from swarmnode.swarm.records.manifest import SERVE
 
     model, private = options["model"], options["private"]
-    given = (options["owner_key"], options["password_file"])
+    given, adapters = (options["owner_key"], options["password_file"]), parse_adapters(options["adapter"])
     swarm, path = _known(model, options["name"], options["listen"], options["announce"])
+    if swarm is not None and swarm.manifest is not None and not adapters.keys() <= {*swarm.manifest.adapter_names}:
+        fail(f"{path} is founded already; --adapter is for a new swarm: choose another name with --name", 2)
     if swarm is not None:
         return swarm, path, owner_key_of(path, *given) if swarm.private else None
     bootstraps = Bootstraps(listen=options["listen"] or [_free_everywhere()], announce=options["announce"]).settled()
     owner = new_owner(path, *given) if private else None
     quiet = options["as_json"]
-    with new_weights(path) as weights:
+    with new_beside(path) as weights:
         with bytes_bar("Dequantising the weights", quiet=quiet) as progress:
             source = from_checkpoint(model, weights, progress=progress)
-        swarm = found(path, source, bootstraps, owner, mode=SERVE, private=private, quiet=quiet)
+        swarm = found(path, source, bootstraps, owner, mode=SERVE, private=private, quiet=quiet, adapters=adapters)
     return swarm, path, owner.key if owner else None
 
 

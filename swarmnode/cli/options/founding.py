@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import typer
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 SUFFIX = ".swarm"
+ADAPTERS = typer.Option(
+    [],
+    "--adapter",
+    metavar="NAME=DIR",
+    help="A LoRA adapter that who asks may choose by this name: a folder that peft has saved it into. Repeatable.",
+)
 ANNOUNCE = typer.Option(
     [], "--announce", metavar="MADDR", help="Address under which others reach it, where that differs from --listen."
 )
@@ -64,10 +71,23 @@ def new_swarm_file(name: str, *, force: bool = False) -> Path:
     return path
 
 
+def parse_adapters(texts: Sequence[str]) -> dict[str, Path]:
+    """Folders by the names of the adapters in them. Raises UsageError."""
+    from swarmnode.errors import UsageError
+    from swarmnode.roles.creation.adapter_source import check_adapter_names
+
+    for text in texts:
+        if not all(text.partition("=")):
+            raise UsageError(f"--adapter takes a name and a folder, as in verse=./verse-lora, not {text!r}")
+    named = [(name, Path(folder).expanduser()) for name, _, folder in (text.partition("=") for text in texts)]
+    check_adapter_names([name for name, _ in named])
+    return dict(named)
+
+
 @contextmanager
-def new_weights(path: Path) -> Iterator[Path]:
-    """The folder beside the .swarm file for weights that did not exist yet; it does not stay where founding the swarm fails."""
-    folder = path.with_name(f"{path.stem}-weights").absolute()
+def new_beside(path: Path, what: str = "weights") -> Iterator[Path]:
+    """The folder beside the .swarm file for what did not exist yet; it does not stay where founding the swarm fails."""
+    folder = path.with_name(f"{path.stem}-{what}").absolute()
     was_there = folder.exists()
     try:
         yield folder
@@ -100,14 +120,19 @@ def found(
     private: bool,
     quiet: bool,
     by_credit: bool = False,
+    adapters: Mapping[str, Path] = MappingProxyType({}),
+    force: bool = False,
 ) -> Swarm:
-    """A new swarm of this model, kept in its file. Raises UsageError, CheckpointError, LocalError."""
+    """A new swarm of this model, with `adapters` from folders by their names, kept in its file. Raises UsageError, CheckpointError,
+    LocalError."""
     from msgspec import UNSET
 
+    from swarmnode.roles.creation.adapter_source import from_folders
     from swarmnode.roles.creation.swarm_creation import create_swarm
     from swarmnode.swarm.records.manifest import CREDIT, OPEN, PRIVATE
 
-    with bytes_bar("Hashing the weights", quiet=quiet) as progress:
+    with new_beside(path, "adapters") as folder, bytes_bar("Hashing the weights", quiet=quiet) as progress:
+        adapter_source = from_folders(adapters, source, folder, force=force) if adapters else None
         swarm = create_swarm(
             path.stem,
             source,
@@ -116,9 +141,10 @@ def found(
             membership=PRIVATE if private else OPEN,
             owner=owner.key if owner else None,
             priority=CREDIT if by_credit else UNSET,
+            adapters=adapter_source,
             progress=progress,
         )
-    return _keep(swarm, owner, path)
+        return _keep(swarm, owner, path)
 
 
 def _keep(swarm: Swarm, owner: NewOwner | None, path: Path) -> Swarm:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmnode.codec.sampling import Grammar, GrammarKind
+from swarmnode.codec.sampling import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from swarmnode.errors import UsageError
 from swarmnode.roles.serving.client.compressions import AUTO, COMPRESSIONS
+from swarmnode.swarm.storage.user_file import read_user_file
 
 if TYPE_CHECKING:
     from swarmnode.roles.serving.client.generation import GenerateOptions
@@ -37,6 +38,9 @@ REPETITION_PENALTY = typer.Option(
 LOGIT_BIAS = typer.Option(
     [], "--logit-bias", metavar="ID=BIAS", help="Add to the logit of a token id, from -100 (never) to 100. Repeatable."
 )
+ADAPTER = typer.Option(
+    "", "--adapter", metavar="NAME", help="Ask the model as this adapter of the swarm changes it; `status` lists them."
+)
 COMPRESS = typer.Option(
     AUTO,
     "--compress",
@@ -60,6 +64,7 @@ AS_THEY_ARE = (
     "presence_penalty",
     "repetition_penalty",
     "compress",
+    "adapter",
 )
 
 
@@ -96,8 +101,12 @@ def read_grammar(json_schema: str, grammar: str) -> Grammar | None:
         return None
     if json_schema.lstrip().startswith("{"):
         return Grammar(GrammarKind.JSON_SCHEMA, json_schema)
+    file = Path(json_schema or grammar)
+    content = read_user_file(file, max_bytes=MAX_GRAMMAR_CHARS, what=f"a grammar of at most {MAX_GRAMMAR_CHARS} bytes")
+    if content is None:
+        raise UsageError(f"cannot read {file}: there is no such file")
     try:
-        text = Path(json_schema or grammar).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {json_schema or grammar}: {error}") from error
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"cannot read {file}: {error}") from None
     return Grammar(GrammarKind.JSON_SCHEMA if json_schema else GrammarKind.LARK, text)

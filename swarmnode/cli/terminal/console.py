@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import functools
 import logging
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -22,8 +24,10 @@ from swarmnode.errors import SwarmnodeError
 from swarmnode.net.tasks import cancel_and_wait, cancel_the_rest
 
 LEAVE_NOW_S = 10.0  # after the second Ctrl-C
+THREADS_S = 0.5  # for threads to end, once a command that was asked to stop is over
 
 logger = logging.getLogger(__name__)
+_asked_to_stop = threading.Event()
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -132,6 +136,7 @@ def run_async(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
         task = asyncio.ensure_future(main(stop))
 
         def on_signal() -> None:
+            _asked_to_stop.set()
             if stop.is_set():
                 task.cancel()
                 _end_soon()
@@ -160,6 +165,22 @@ def _end_soon() -> None:
     ending = threading.Timer(LEAVE_NOW_S, os._exit, (1,))
     ending.daemon = True
     ending.start()
+
+
+def leave_threads(exit_code: int) -> None:
+    """End the process here where Ctrl-C ended the command and a thread goes on: nothing stops one that imports transformers, for
+    which Python would wait seconds, and say so with a stack trace to who asks again. What threads write outlasts a kill, too."""
+    threads = [one for one in threading.enumerate() if not one.daemon and one is not threading.current_thread()]
+    if not _asked_to_stop.is_set() or not threads:
+        return
+    until_s = time.monotonic() + THREADS_S
+    for one in threads:
+        one.join(max(0.0, until_s - time.monotonic()))
+    if any(one.is_alive() for one in threads):
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                stream.flush()
+        os._exit(exit_code)
 
 
 async def unless_stopped(work: Awaitable[T], stop: asyncio.Event) -> T | None:

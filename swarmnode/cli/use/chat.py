@@ -11,6 +11,7 @@ import typer
 
 from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
 from swarmnode.cli.options.sampling import (
+    ADAPTER,
     COMPRESS,
     FREQUENCY_PENALTY,
     LOGIT_BIAS,
@@ -58,6 +59,7 @@ def chat(
     repetition_penalty: float = REPETITION_PENALTY,
     logit_bias: list[str] = LOGIT_BIAS,
     compress: str = COMPRESS,
+    adapter: str = ADAPTER,
     trust: list[str] = TRUST,
     patience: float = PATIENCE,
     home: Path = HOME,

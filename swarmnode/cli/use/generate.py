@@ -14,6 +14,7 @@ import typer
 from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
 from swarmnode.cli.options.metrics import METRICS_HOST, METRICS_PORT, Watch
 from swarmnode.cli.options.sampling import (
+    ADAPTER,
     COMPRESS,
     FREQUENCY_PENALTY,
     GRAMMAR,
@@ -74,6 +75,7 @@ def generate(
     json_schema: str = JSON_SCHEMA,
     grammar: str = GRAMMAR,
     compress: str = COMPRESS,
+    adapter: str = ADAPTER,
     logprobs: int = typer.Option(
         -1,
         "--logprobs",

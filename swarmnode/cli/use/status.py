@@ -148,7 +148,8 @@ def status_table(status: dict[str, Any]) -> Table:
     far = any(peer["reached"] != "unknown" for peer in status["peers"])
     columns = ["peer", "name", "state", "device", "span", "units", "load"]
     columns += ["reached"] * far + ["sends"] * trains
-    caption = "\n".join(map(credit_line, status.get("credit", ()))) or None
+    adapters = [one_line(f"adapters: {', '.join(status['adapters'])}")] if status["adapters"] else []
+    caption = "\n".join([*adapters, *map(credit_line, status.get("credit", ()))]) or None
     table = new_table(title, columns, numbers=("load",), caption=caption)
     table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False
     for peer in sorted(status["peers"], key=lambda peer: (peer["span"], peer["name"])):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swarmnode.compute.adapters.span_adapters import SpanAdapters
 from swarmnode.compute.model.assemble import assemble, outline
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.dismantle import dismantle
@@ -50,6 +51,7 @@ class ModelSpan:
         self.end = end
         self.quantization = quantization
         self.packing = Packing(model, {}) if packing is None else packing
+        self.adapters = SpanAdapters(model)
         self.stack: Stack = model.get_submodule(family.stack_name)
         parameter = next(p for p in model.parameters() if p.is_floating_point())
         self._device: torch.device = parameter.device
@@ -127,6 +129,7 @@ class ModelSpan:
 
     def close(self) -> None:
         """Free the memory of the weights, at once. Nothing can be run any more."""
+        self.adapters.clear()
         dismantle(self.model, self.device)
 
     def layers_of(self, start: int, end: int) -> range:
@@ -144,17 +147,20 @@ class ModelSpan:
         keep_last: int = -1,
         start: int | None = None,
         end: int | None = None,
+        adapter: str = "",
     ) -> Tensor:
         """Run units [start, end) of the span (default: all) on the next positions of a batch.
 
         `x` is ids_BT (int64) where the range starts with the embedding, else hidden_BTH. Without a `cache` (training)
-        they are the first ones, and nothing is kept. `attention_mask` (B, past + T) is None where nothing is padding.
+        they are the first ones, and nothing is kept. `attention_mask` (B, past + T) is None where nothing is padding. They go
+        through the model as the `adapter` of this name changes it, one of `adapters`.
         Returns logits_BKV of the `keep_last` last positions (-1: all) where the range ends with the head, else hidden_BTH.
         """
         start = self.start if start is None else start
         end = self.end if end is None else end
         layers = self.layers_of(start, end)
         self.stack.select(layers.start, layers.stop)
+        self.adapters.choose(adapter)
         inputs = {
             "input_ids" if start == 0 else "inputs_embeds": x,
             "attention_mask": attention_mask,

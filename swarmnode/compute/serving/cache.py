@@ -16,7 +16,7 @@ import torch
 
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cache_budget import CacheBudget, Claim, OutOfCache
-from swarmnode.compute.serving.cohort import CachedSession, Cohort, regroup
+from swarmnode.compute.serving.cohort import CachedSession, Cohort, copy_beginning, regroup
 from swarmnode.compute.serving.window import LONGEST_SHARED, MAX_LAG, Window, Windows, sliding_layers
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.ledger import MemoryLedger
@@ -100,6 +100,26 @@ class CachePool:
         self.sessions.clear()
         self.budget.close()
 
+    def fork(self, source_id: Hashable, session_id: Hashable, length: int) -> None:
+        """Let an empty session, which has room for them, begin with copies of the first `length` positions of another one, of as
+        many rows and the same layers. Raises ProtocolError where that one does not hold them, or not any more."""
+        source, session = self.sessions[source_id], self.sessions[session_id]
+        if source.cohort is None or source.lost or not max(1, source.floor) <= length <= source.length:
+            raise ProtocolError(f"{source!r} has not the first {length} positions", code=ErrorCode.NO_SESSION)
+        capacity = min(session.max_length, length + max(GROW_COLUMNS, length // 4))
+        try:
+            self.budget.claim(Claim.ALLOCATED, self.allocated_bytes + self._bytes([session], capacity))
+        except OutOfCache:
+            self._dissolve()
+            self.budget.claim(Claim.ALLOCATED, self.allocated_bytes + self._bytes([session], capacity))
+        copy_beginning(source, session, length, capacity)
+
+    def keeps(self, held: int, length: int) -> bool:
+        """Whether a session that holds at most so many positions has the first `length` whole, wherever its windows stand."""
+        return all(
+            held + MAX_LAG <= window.kept or held - length <= window.slack - MAX_LAG for window in self.windows.values()
+        )
+
     def truncate(self, session_id: Hashable, length: int) -> None:
         """Forget the positions from `length` on. Raises ProtocolError where a window has moved past what would be seen again."""
         session = self.sessions[session_id]
@@ -160,12 +180,15 @@ class CachePool:
 
     def _prepare_apart(self, members: Sequence[CachedSession], count: int) -> list[Cohort]:
         """Each member in a cohort of its own: without padding all reservations fit."""
-        for cohort in self.cohorts:
-            if len(cohort.members) > 1:
-                regroup([([member], member.length) for member in cohort.members], self.span.device, self.windows)
+        self._dissolve()
         cohorts = [self._regroup([member], capacity_for([member], count)) for member in members]
         self.budget.claim(Claim.ALLOCATED, self.allocated_bytes)
         return cohorts
+
+    def _dissolve(self) -> None:
+        for cohort in self.cohorts:
+            if len(cohort.members) > 1:
+                regroup([([member], member.length) for member in cohort.members], self.span.device, self.windows)
 
     def _fits(self, members: Sequence[CachedSession], capacity: int) -> bool:
         """Whether there is room for a cohort of these members, beside what it leaves behind; the room is then claimed."""

@@ -279,6 +279,26 @@ def regroup(
     return cohorts
 
 
+def copy_beginning(source: CachedSession, session: CachedSession, length: int, capacity: int) -> None:
+    """Let an empty session have the first `length` positions that a source holds, in a cohort of its own of so many columns. The
+    source stays as it is."""
+    cohort = source.cohort
+    assert cohort is not None and session.length == 0
+    # As another member whose last positions were cut off, in the same rows; the copy is then as of any member.
+    session.length, session.floor = length, source.floor
+    session.cohort, session.first_row, session.lag = cohort, source.first_row, source.lag + source.length - length
+    try:
+        copy = Cohort([session], capacity, cohort.device, cohort.windows)
+        for layer in cohort.buffers:
+            _copy_layer(copy, layer)
+    except BaseException:  # no memory
+        session.length, session.floor, session.cohort, session.lag = 0, 0, None, 0
+        raise
+    session.cohort, session.first_row, session.lag = copy, 0, 0
+    copy.note_floors()
+    copy.refresh_rows()
+
+
 def _cohorts_of(members: Sequence[CachedSession]) -> Iterator[Cohort]:
     return (member.cohort for member in members if member.cohort is not None)
 

@@ -84,6 +84,7 @@ class _Opened:
     start: int
     end: int
     cached: CachedSession
+    adapter: str
 
 
 class StageRunner:
@@ -124,8 +125,10 @@ class StageRunner:
         padding: Sequence[int] = (),
         start: int | None = None,
         end: int | None = None,
+        adapter: str = "",
     ) -> None:
-        """Open a session over units [start, end) of the span (default: all). Raises OutOfCache, ProtocolError."""
+        """Open a session over units [start, end) of the span (default: all), through the adapter of this name, which is loaded
+        beside it. Raises OutOfCache, ProtocolError."""
         start = self.span.start if start is None else start
         end = self.span.end if end is None else end
         if not self.span.start <= start < end <= self.span.end:
@@ -134,14 +137,24 @@ class StageRunner:
             raise ProtocolError("the session is open already")
         if rows < 1 or max_length < 1 or len(padding) not in (0, rows) or any(p < 0 for p in padding):
             raise ProtocolError("a session needs rows, a length and one padding per row")
+        if adapter and adapter not in self.span.adapters:
+            raise ProtocolError("the session's adapter is not loaded", code=ErrorCode.INTERNAL)
         layers = self.span.layers_of(start, end)
         cached = self.pool.open(session_id, rows=rows, max_length=max_length, padding=padding, layers=layers)
-        self._sessions[session_id] = _Opened(start, end, cached)
+        self._sessions[session_id] = _Opened(start, end, cached, adapter)
 
     def extend(self, session_id: Hashable, max_length: int) -> None:
         """Let a session have so many positions, or as many as it may have already. Raises OutOfCache, ProtocolError."""
         self._opened(session_id)
         self.pool.extend(session_id, max_length)
+
+    def fork(self, source_id: Hashable, session_id: Hashable, length: int) -> None:
+        """Let a session that was just opened begin with the first `length` positions of another one over the same units. Raises
+        ProtocolError, OutOfCache."""
+        source, opened = self._opened(source_id), self._opened(session_id)
+        if (source.start, source.end, source.cached.padding) != (opened.start, opened.end, opened.cached.padding):
+            raise ProtocolError("sessions of other units or rows have nothing in common")
+        self.pool.fork(source_id, session_id, length)
 
     def close(self, session_id: Hashable) -> None:
         """Free a session. An unknown one is no error."""
@@ -152,6 +165,7 @@ class StageRunner:
         """Free the sessions, and the span unless somebody keeps it: nothing runs here any more."""
         self._sessions.clear()
         self.pool.close_all()
+        self.span.adapters.clear()
         if not keep_span:
             self.span.close()
 
@@ -212,14 +226,13 @@ class StageRunner:
             self.pool.reorder(work.session_id, work.reorder)
 
     def _group(self, works: Sequence[StepInput]) -> list[list[StepInput]]:
-        """Works that go through the model together: over the same units, steps with steps and chunks with chunks."""
-        alike: dict[tuple[int, int, bool, bool], list[StepInput]] = {}
+        """Works that go through the model together: over the same units and through the same adapter, steps with steps and chunks
+        with chunks."""
+        alike: dict[tuple[int, int, str, bool, bool], list[StepInput]] = {}
         for work in works:
             opened = self._sessions[work.session_id]
-            is_short = work.count <= self._longest_shared
-            alike.setdefault((opened.start, opened.end, is_short, self._before_switch(opened.cached) > 0), []).append(
-                work
-            )
+            is_short, is_early = work.count <= self._longest_shared, self._before_switch(opened.cached) > 0
+            alike.setdefault((opened.start, opened.end, opened.adapter, is_short, is_early), []).append(work)
         return [group for candidates in alike.values() for group in self._fill_up(candidates)]
 
     def _fill_up(self, works: list[StepInput]) -> list[list[StepInput]]:
@@ -317,7 +330,7 @@ class StageRunner:
         """One pass of a cohort, which advances it."""
         counts = {member: x.shape[1] for member, x in inputs.items()}
         longest = max(counts.values())
-        shape = StepShape(opened.start, opened.end, keep_last)
+        shape = StepShape(opened.start, opened.end, keep_last, opened.adapter)
         x = _gather(cohort, inputs, longest).to(self.span.device, non_blocking=self.span.device.type == "cuda")
 
         def ordinary() -> Tensor:

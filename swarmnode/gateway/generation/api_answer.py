@@ -116,16 +116,18 @@ class ApiAnswer:
         return texts
 
     async def _events(self, style: Style) -> AsyncGenerator[bytes, None]:
-        begun = False
+        begun, running = False, len(self.choices)
         try:
             async with contextlib.aclosing(pieces_of(self.choices)) as pieces:
                 async for piece in pieces:
-                    yield b"".join(map(event, style.events(piece)))
+                    running -= piece.finish_reason is not None
+                    told: list[BaseModel | bytes | str] = list(style.events(piece))
+                    if not running:
+                        told += style.ending()  # goes out with the last piece
+                    yield b"".join(map(event, told))
                     begun = True
         except (SwarmnodeError, ApiError) as error:
             if not begun:
                 raise  # a status tells it
-            told = error if isinstance(error, ApiError) else api_error(error)
-            yield event(told.json(), name="error")
-        else:
-            yield b"".join(map(event, style.ending()))
+            failure = error if isinstance(error, ApiError) else api_error(error)
+            yield event(failure.json(), name="error")

@@ -17,7 +17,7 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> ModelList:
-    """The swarms that this gateway belongs to, each a model."""
+    """The swarms that this gateway belongs to, each a model, and each of their adapters another one."""
     return ModelList(data=[model.card() for model in gateway_of(request).models.values()])
 
 

@@ -110,7 +110,8 @@ class CompletionReply(BaseModel):
 
 class ModelCard(BaseModel):
     """A swarm. `max_model_len`: positions that it has, as vLLM tells them; `task`: what may be asked of it (generate, embed,
-    classify; infer of another module, train where it only trains one)."""
+    classify; infer of another module, train where it only trains one). `parent`: of an adapter the model that it changes, as vLLM
+    tells it."""
 
     id: str
     object: str = "model"
@@ -118,6 +119,7 @@ class ModelCard(BaseModel):
     owned_by: str = "swarmnode"
     max_model_len: int | None = None
     task: str
+    parent: str | None = None
 
 
 class ModelList(BaseModel):

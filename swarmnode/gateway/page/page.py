@@ -29,7 +29,7 @@ class Page:
             name: SwarmFeed(
                 name, model.client, SwarmHistory(model.client, self.loss_of), tells_sessions=not len(gateway.keys)
             )
-            for name, model in gateway.models.items()
+            for name, model in gateway.swarms.items()
         }
 
     def __repr__(self) -> str:

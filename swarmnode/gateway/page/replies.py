@@ -65,6 +65,7 @@ class SwarmReply(BaseModel):
     name: str
     mode: str
     task: str
+    adapters: list[str]
     model: str
     units: int
     weights_bytes: int

@@ -179,6 +179,21 @@ class Hop:
         self._count()
         return True
 
+    def begin_as(self, other: Hop, end: int) -> int:
+        """Journal the first positions of another session's edge, of which the peer hears otherwise; their bytes are there once.
+        Returns how many: at most `end`, and none of an entry that only is to be had whole."""
+        for entry in other._journal:
+            is_cut = entry.count < entry.body.tensor.shape[1] or entry.end > end
+            if entry.start >= end or (is_cut and not _is_divisible(entry)):
+                break
+            self.record(replace(entry if entry.end <= end else _front(entry, end - entry.start), truncate=None))
+        return self._end
+
+    @property
+    def truncations(self) -> int:
+        """How often positions were taken back."""
+        return self._truncations
+
     def cut(self, truncate: Truncate) -> None:
         """Forget what lies beyond, of which the peer hears otherwise."""
         if truncate.number > self._truncations and truncate.to < self._end:
@@ -268,13 +283,19 @@ async def _answer(channel: Channel, ready: asyncio.Future[int]) -> int:
 
 def _front(entry: Entry, count: int) -> Entry:
     """The first positions of an entry. Where they are not the first bytes it is sent whole, and what follows it cuts it."""
-    info = entry.body.tensor
-    if info.shape[0] > 1 or info.codec not in (Codec.NONE, Codec.BF16, Codec.FP16):
+    if not _is_divisible(entry):
         return replace(entry, count=count)
+    info = entry.body.tensor
     whole = b"".join(entry.payload)
     shape = (1, count, *info.shape[2:])
     body = replace(entry.body, tensor=replace(info, shape=shape))
     return replace(entry, count=count, body=body, payload=(whole[: len(whole) * count // info.shape[1]],))
+
+
+def _is_divisible(entry: Entry) -> bool:
+    """Whether its first positions are its first bytes."""
+    info = entry.body.tensor
+    return info.shape[0] == 1 and info.codec in (Codec.NONE, Codec.BF16, Codec.FP16)
 
 
 def _send(channel: Channel, entry: Entry) -> None:

@@ -19,6 +19,9 @@ from swarmnode.plan.view import View
 NEAR_S, NEAR_SHARE = 0.002, 0.25
 VOICES, LEAST_VOICES = 5, 2  # that are heard, and without which nothing is said
 
+MeasuredLinks = tuple[int, list[int], list[float]]
+"""A sender, its receivers, and the bits/s to each"""
+
 
 def one_way_delays(view: View, peers: Sequence[PeerId | None]) -> Floats:
     """delay_s [N, N] between peers that are named once each; None stands for somebody of whom nothing is known."""
@@ -47,18 +50,19 @@ def bandwidths(view: View, peers: Sequence[PeerId | None]) -> Floats:
     ]
     if measured:
         delay_NN = one_way_delays(view, peers)
-        told_NN = _by_neighbours(delay_NN, measured)
-        bps_NN = np.minimum(bps_NN, np.where(np.isfinite(told_NN), told_NN, _usual(delay_NN, measured)))
+        by_sender = list(_by_sender(measured))
+        told_NN = _by_neighbours(delay_NN, by_sender)
+        bps_NN = np.minimum(bps_NN, np.where(np.isfinite(told_NN), told_NN, _usual(delay_NN, by_sender)))
         senders, receivers, rates_bps = zip(*measured, strict=True)
         bps_NN[senders, receivers] = rates_bps
     return bps_NN
 
 
-def _by_neighbours(delay_NN: Floats, measured: Sequence[tuple[int, int, float]]) -> Floats:
+def _by_neighbours(delay_NN: Floats, by_sender: Sequence[MeasuredLinks]) -> Floats:
     """Bits/s [N, N], infinite where nobody nearby measured enough. The sender's own word of peers near the receiver counts by
     itself; else it is the median of those near the sender who measured, each with one voice, and of two at least."""
     apart_NN = delay_NN * (1 - np.eye(len(delay_NN)))
-    senders_A, rate_AN, off_AN = _nearest_receivers(apart_NN, measured)
+    senders_A, rate_AN, off_AN = _nearest_receivers(apart_NN, by_sender)
     own_NA = senders_A == np.arange(len(delay_NN))[:, None]
     near_NK = np.argsort(apart_NN[:, senders_A] - own_NA, axis=1, kind="stable")[
         :, :VOICES
@@ -76,14 +80,14 @@ def _by_neighbours(delay_NN: Floats, measured: Sequence[tuple[int, int, float]])
     return told_NN
 
 
-def _usual(delay_NN: Floats, measured: Sequence[tuple[int, int, float]]) -> Floats:
+def _usual(delay_NN: Floats, by_sender: Sequence[MeasuredLinks]) -> Floats:
     """Bits/s [N, N]: the median of what each sender measured, or of those nearest to it where it measured nothing, two at least;
     infinite to who is nearer than all whom these measured. Half of its links are no faster, so that a stranger seems to be beside
     the peers of one place at most, and never of two that a slow link joins."""
     usual_NN = np.full(delay_NN.shape, np.inf)
     own = {
         sender: (statistics.median_low(rates_bps), delay_NN[sender, receivers].min())
-        for sender, receivers, rates_bps in _by_sender(measured)
+        for sender, receivers, rates_bps in by_sender
     }
     for sender, delay_N in enumerate(delay_NN):
         voices = [sender] if sender in own else sorted(own, key=lambda voice: (delay_N[voice], voice))[:VOICES]
@@ -95,17 +99,17 @@ def _usual(delay_NN: Floats, measured: Sequence[tuple[int, int, float]]) -> Floa
     return usual_NN
 
 
-def _by_sender(measured: Sequence[tuple[int, int, float]]) -> Iterator[tuple[int, list[int], list[float]]]:
-    """All who measured, with their receivers and the bits/s to each."""
+def _by_sender(measured: Sequence[tuple[int, int, float]]) -> Iterator[MeasuredLinks]:
+    """All who measured."""
     for sender, own in groupby(sorted(measured), key=itemgetter(0)):
         _, receivers, rates_bps = zip(*own, strict=True)
         yield sender, list(receivers), list(rates_bps)
 
 
-def _nearest_receivers(apart_NN: Floats, measured: Sequence[tuple[int, int, float]]) -> tuple[Indexes, Floats, Floats]:
+def _nearest_receivers(apart_NN: Floats, by_sender: Sequence[MeasuredLinks]) -> tuple[Indexes, Floats, Floats]:
     """All who measured, [A, N] what each has to the one of its receivers that is nearest to each peer, and how far that is."""
     senders, rates, offs = list[int](), list[Floats](), list[Floats]()
-    for sender, receivers, rates_bps in _by_sender(measured):
+    for sender, receivers, rates_bps in by_sender:
         off_RN = apart_NN[receivers]
         senders.append(sender)
         rates.append(np.array(rates_bps)[off_RN.argmin(axis=0)])

@@ -10,10 +10,13 @@ from msgspec import UNSET, UnsetType
 from swarmnode.errors import UsageError
 from swarmnode.net.addressing.addresses import with_peer
 from swarmnode.net.identity import Identity
+from swarmnode.roles.creation.adapter_source import AdapterSource
 from swarmnode.roles.creation.bootstraps import Bootstraps
 from swarmnode.roles.creation.model_source import ModelSource, check_vocabulary
 from swarmnode.swarm.records.invite import sign_swarm
 from swarmnode.swarm.records.manifest import (
+    ADAPTERS_FORMAT,
+    FORMAT,
     MAX_NAME_CHARS,
     OPEN,
     SERVE,
@@ -51,6 +54,7 @@ def create_swarm(
     membership: str = OPEN,
     owner: SigningKey | None = None,
     priority: str | UnsetType = UNSET,
+    adapters: AdapterSource | None = None,
     progress: Progress | None = None,
 ) -> Swarm:
     """The new swarm that serves or trains a model, signed by its owner where it has one; a private one needs one.
@@ -72,6 +76,8 @@ def create_swarm(
         membership=membership,
         owner=b"" if owner is None else owner.public,
         priority=priority,
+        format=FORMAT if adapters is None else ADAPTERS_FORMAT,
+        adapters=UNSET if adapters is None else adapters.adapters,
     )
     raw = encode_manifest(manifest)
     signature = b"" if owner is None else sign_swarm(swarm_id(raw), owner)
@@ -79,6 +85,7 @@ def create_swarm(
         new_swarm(raw, signature),
         checkpoint=model_source.folder,
         original=model_source.original,
+        adapters=None if adapters is None else adapters.folder,
         bootstraps=tuple(bootstraps.running),
     )
     return swarm if bootstraps.running else _promise_bootstrap(swarm, bootstraps)

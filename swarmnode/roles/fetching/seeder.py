@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,6 +12,8 @@ from swarmnode.net.interfaces import Network
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.roles.fetching.chunk_server import ChunkServer, Offer
+from swarmnode.swarm.storage.chunk_folder import ChunkFolder
+from swarmnode.swarm.storage.content import FileContent
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.swarm.storage.weight_cache import WeightCache
 
@@ -46,7 +48,7 @@ class Seeder(ChunkServer):
     def units(self) -> tuple[int, int]:
         """Units [i, j) whose weights can be had here; (0, 0) for none."""
         whole = all(file.root in self._offers for file in self._manifest.files)
-        if whole and not any(offer.cache for offer in self._offers.values()):
+        if whole and not any(self._offers[file.root].cache for file in self._manifest.files):
             return (0, self._manifest.model.units)
         return self._cached_units
 
@@ -56,17 +58,29 @@ class Seeder(ChunkServer):
         `verified` has the chunk hashes, by root, of files that were read already. Those of the others are worked out from now on,
         so that who asks need not wait for it.
         """
-        for file in self._manifest.files:
-            path = folder / file.name
-            if path.is_file() and path.stat().st_size == file.size:
-                self._offers[file.root] = Offer(file, path)
+        self._offer_whole(self._manifest.files, folder)
         self._hashes.update(verified)
         self._tasks.spawn(self._hash_all(), "hash what is offered")
 
+    def add_adapters(self, folder: Path) -> None:
+        """Offer the swarm's adapters, of which the founder has all in a folder."""
+        self._offer_whole([file for adapter in self._manifest.adapters or () for file in adapter.files], folder)
+        self._tasks.spawn(self._hash_all(), "hash what is offered")
+
+    def add_files(self, files: Iterable[FileContent], cache: ChunkFolder) -> None:
+        """Offer what a cache has of these files, beside what is offered of them already."""
+        for file in files:
+            self._offers.setdefault(file.root, Offer(file, cache.path(file), cache))
+
+    def _offer_whole(self, files: Iterable[FileContent], folder: Path) -> None:
+        for file in files:
+            path = folder / file.name
+            if path.is_file() and path.stat().st_size == file.size:
+                self._offers[file.root] = Offer(file, path)
+
     def add_cache(self, cache: WeightCache, units: tuple[int, int]) -> None:
         """Offer what a cache holds, which is everything of these units; beside those added before, where they adjoin."""
-        for file in self._manifest.files:
-            self._offers.setdefault(file.root, Offer(file, cache.path(file), cache))
+        self.add_files(self._manifest.files, cache)
         start, end = self._cached_units
         adjoin = start < end and units[0] <= end and start <= units[1]
         self._cached_units = (min(start, units[0]), max(end, units[1])) if adjoin else units

@@ -37,7 +37,8 @@ class Source(ABC):
 
 def largest_answer_bytes(manifest: manifests.Manifest) -> int:
     """The largest payload that a source may send: a chunk, or the hash list of the largest file."""
-    longest = max(file.chunks(manifest.chunk_bytes) for file in manifest.files)
+    adapters = (adapter.weights for adapter in manifest.adapters or ())
+    longest = max(file.chunks(manifest.chunk_bytes) for file in (*manifest.files, *adapters))
     return max(manifest.chunk_bytes, longest * HASH_BYTES)
 
 

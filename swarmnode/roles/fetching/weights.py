@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from swarmnode.errors import CheckpointError, PeerRefused
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.plan.view import Span
+from swarmnode.roles.fetching.chunk_numbers import chunks_of, header_chunks
 from swarmnode.roles.fetching.chunk_server import weights_link
 from swarmnode.roles.fetching.fetcher import Fetcher
 from swarmnode.roles.fetching.seeder import WEIGHTS_PROTOCOL
@@ -22,11 +23,10 @@ from swarmnode.swarm.storage.content import FileContent, Progress, is_weights, m
 from swarmnode.swarm.storage.weight_cache import FOLDER, WeightCache
 
 if TYPE_CHECKING:
-    from swarmnode.compute.model.checkpoint import Checkpoint
+    from swarmnode.compute.model.checkpoint import Checkpoint, TensorEntry
 
 log = logging.getLogger(__name__)
 
-HEADER_LENGTH_BYTES = 8
 DAMAGED_PATIENCE_S = 5.0  # for peers to turn up where the founder's own folder cannot be used
 
 
@@ -55,8 +55,8 @@ class Weights:
 
     @property
     def cache(self) -> WeightCache | None:
-        """What was fetched; None while the founder's own folder serves."""
-        return self._cache
+        """What was fetched of the checkpoint; None while the founder's own folder serves."""
+        return None if self._hint is not None else self._cache
 
     async def small_files(self) -> Path:
         """The folder with config and tokenizer. Raises CheckpointError, LocalError, as all methods here do."""
@@ -83,7 +83,8 @@ class Weights:
             return (
                 await self._read_outline()
             )  # the folder was given up in the middle: what it gave before does not count
-        folder = await self._bring({file: range(self._header_chunks(file)) for file in weights}, verify=False)
+        headers = {file: header_chunks(self._folder() / file.name, file) for file in weights}
+        folder = await self._bring(headers, verify=False)
         try:
             return await asyncio.to_thread(self._open, folder)
         except CheckpointError as error:
@@ -110,25 +111,17 @@ class Weights:
     async def _with_units(self, spans: Sequence[Span], progress: Progress | None) -> Checkpoint:
         checkpoint = await self.outline()
         names = {name for span in spans for name in checkpoint.tensors_of(span.start, span.end)}
-        chunk_bytes = self._manifest.chunk_bytes
-        wanted: dict[FileContent, set[int]] = {}
+        by_file: dict[str, list[TensorEntry]] = {}
         for entry in map(checkpoint.entries.__getitem__, sorted(names)):
-            file = self._manifest.file(entry.file.name)
-            if file is not None and entry.end > entry.begin:
-                chunks = range(entry.begin // chunk_bytes, (entry.end - 1) // chunk_bytes + 1)
-                wanted.setdefault(file, set()).update(chunks)
+            by_file.setdefault(entry.file.name, []).append(entry)
+        files = {file: by_file[file.name] for file in self._manifest.files if file.name in by_file}
+        wanted = {file: chunks_of(entries) for file, entries in files.items()}
         self._units = spans
         try:
             folder = await self._bring(wanted, progress)
         finally:
             self._units = ()
         return checkpoint if folder == checkpoint.path else await self._with_units(spans, progress)
-
-    def _header_chunks(self, file: FileContent) -> int:
-        """How many chunks a safetensors header takes; its first 8 bytes say so."""
-        with (self._folder() / file.name).open("rb") as stream:
-            length = int.from_bytes(stream.read(HEADER_LENGTH_BYTES), "little")
-        return min(file.chunks(), -(-(HEADER_LENGTH_BYTES + length) // self._manifest.chunk_bytes))
 
     def _open(self, folder: Path) -> Checkpoint:
         """Imports torch, which a client that wants config and tokenizer alone goes without."""
@@ -182,47 +175,57 @@ class Weights:
         self._hint, self._damaged, self._outline = None, True, None
 
     async def _fetch(self, wanted: Mapping[FileContent, Iterable[int]], progress: Progress | None) -> None:
-        config, directory = self._host.config, self._host.directory
         if self._fetcher is None:
-            root = config.home / FOLDER
-            self._cache = WeightCache(root, self._host.swarm.id, config.max_cache_bytes)
-            self._fetcher = Fetcher(self._cache, self._sources, self._drop)
-
-        async def news() -> None:
-            await directory.changed(directory.revision)
-
+            self._fetcher = Fetcher(self.open_cache(), self._sources, self.drop)
         patience_s = DAMAGED_PATIENCE_S if self._damaged else None  # who has an invite alone has time
         try:
-            await self._fetcher.fetch(wanted, news=news, progress=progress, patience_s=patience_s)
+            await self._fetcher.fetch(wanted, news=self.news, progress=progress, patience_s=patience_s)
         except PeerRefused as error:
             raise CheckpointError(
                 f"{self._host.swarm.checkpoint} is not what the swarm was founded on: it was changed or damaged, "
                 "and no peer has the weights; restore it"
             ) from error
 
-    def _sources(self) -> list[Source]:
-        """Peers that say they have what is wanted, the least busy first; the hub last.
+    def open_cache(self) -> WeightCache:
+        """Where what is fetched is kept, this swarm's alone, until `close`."""
+        if self._cache is None:
+            config = self._host.config
+            self._cache = WeightCache(config.home / FOLDER, self._host.swarm.id, config.max_cache_bytes)
+        return self._cache
+
+    async def news(self) -> None:
+        """Wait until other peers may have what is wanted."""
+        directory = self._host.directory
+        await directory.changed(directory.revision)
+
+    def seeders(self, units: Sequence[Span]) -> list[Source]:
+        """Peers that say they have these units, those with most of them and the least busy first.
 
         Among equals each asker has an order of its own, so that not all ask the same one.
         """
         own = self._host.peer_id
-        seeders = [
-            peer for peer in self._host.directory.peers().values() if peer.peer != own and self._covers(peer) > 0
-        ]
-        seeders.sort(key=lambda peer: (-self._covers(peer), peer.sessions, peer_digest(own + peer.peer)))
-        names = [peer.peer for peer in seeders] or self._host.bootstraps()
-        sources: list[Source] = [PeerSource(self._board, name) for name in names]
+        others = (peer for peer in self._host.directory.peers().values() if peer.peer != own)
+        able = [(covered, peer) for peer in others if (covered := _covered(peer, units)) > 0]
+        able.sort(key=lambda one: (-one[0], one[1].sessions, peer_digest(own + one[1].peer)))
+        names = [peer.peer for _, peer in able] or self._host.bootstraps()
+        return [PeerSource(self._board, name) for name in names]
+
+    def _sources(self) -> list[Source]:
+        """Peers first; the hub last."""
+        sources = self.seeders(self._units)
         if self._manifest.model.hub_id is not None:
             sources.append(HubSource(self._manifest.model, self._manifest.chunk_bytes))
         return sources
 
-    def _covers(self, peer: Announcement) -> int:
-        """How many of the wanted units a peer can give. Config and headers are wherever any units are."""
-        start, end = peer.seeds
-        if not self._units:
-            return min(1, end - start)
-        return sum(max(0, min(end, span.end) - max(start, span.start)) for span in self._units)
-
-    def _drop(self, source: Source, reason: str) -> None:
+    def drop(self, source: Source, reason: str) -> None:
+        """A source has failed, or given something false."""
         if isinstance(source, PeerSource):
             self._host.directory.suspect(source.name, reason)
+
+
+def _covered(peer: Announcement, units: Sequence[Span]) -> int:
+    """How many of these units a peer can give. Config and headers, for which none are named, are wherever any units are."""
+    start, end = peer.seeds
+    if not units:
+        return min(1, end - start)
+    return sum(max(0, min(end, span.end) - max(start, span.start)) for span in units)

@@ -23,6 +23,11 @@ class InputCursor:
     def __repr__(self) -> str:
         return f"<InputCursor at {self.accepted}, {len(self._ahead)} tokens ahead, outputs known to {self.known}>"
 
+    @property
+    def truncations(self) -> int:
+        """The number of the last that was heard; 0 where none was."""
+        return self._truncations
+
     def truncate(self, body: Truncate) -> bool:
         """Go on from an earlier position, with the next input. False where that was done before the session moved here."""
         if body.number <= self._truncations:

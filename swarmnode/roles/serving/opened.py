@@ -71,7 +71,7 @@ def is_for(opened: Open, own: PeerId, sender: PeerId) -> bool:
 
 def shape_of(opened: Open) -> tuple[object, ...]:
     """What must stay the same over a session's epochs for its cache to be of use."""
-    return (units_of(opened), opened.mode, opened.rows, opened.padding)
+    return (units_of(opened), opened.mode, opened.rows, opened.padding, opened.adapter)
 
 
 def text_of(opened: Open) -> tuple[object, ...]:

@@ -47,7 +47,7 @@ class Pipeline:
     def __repr__(self) -> str:
         return f"<Pipeline of {len(self._passed)} sessions over {self.workers!r}>"
 
-    def __contains__(self, session: int) -> bool:
+    def __contains__(self, session: int | None) -> bool:
         return session in self._passed
 
     @property
@@ -99,6 +99,7 @@ class Pipeline:
         rows: int,
         max_length: int,
         padding: Sequence[int] = (),
+        adapter: str = "",
         owner: str = "",
         weight: float = 1.0,
     ) -> None:
@@ -106,9 +107,18 @@ class Pipeline:
         parts = ((worker, self._part(worker, start, end)) for worker in self.workers)
         held = [(worker, part) for worker, part in parts if part.units > 0]
         for worker, part in held:
-            reservation = {"rows": rows, "max_length": max_length, "padding": padding}
+            reservation = {"rows": rows, "max_length": max_length, "padding": padding, "adapter": adapter}
             worker.open(session, owner=owner, weight=weight, start=part.start, end=part.end, **reservation)
         self._passed[session] = tuple(worker for worker, _ in held)
+
+    def fork(self, source: int, session: int, length: int) -> None:
+        """Let a session that was just opened begin as another one does, whose first positions `keeps` says are here."""
+        for worker in self._passed[session]:
+            worker.fork(source, session, length)
+
+    def keeps(self, source: int, held: int, length: int) -> bool:
+        """Whether of a session here, which holds at most so many positions, the first `length` can be copied."""
+        return source in self and all(worker.runner.pool.keeps(held, length) for worker in self._passed[source])
 
     def extend(self, session: int, max_length: int) -> None:
         """Let a session have so many positions; they are promised already."""

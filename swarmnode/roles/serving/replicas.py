@@ -15,6 +15,7 @@ from swarmnode.errors import ErrorCode
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.plan.view import Span
+from swarmnode.roles.serving.adapters import StageAdapters
 from swarmnode.roles.serving.opened import journal_bytes, units_of
 from swarmnode.roles.serving.pipeline import Pipeline
 
@@ -23,14 +24,22 @@ if TYPE_CHECKING:
 
 
 class Replicas:
-    """Of one stage. `sessions` are the server's, by their ids."""
+    """Of one stage. `sessions` are the server's, by their ids; `adapters` and caches make room for one another where nobody
+    uses them."""
 
     def __init__(
-        self, pipelines: Sequence[Pipeline], sessions: Mapping[bytes, StageSession], config: ServerConfig
+        self,
+        pipelines: Sequence[Pipeline],
+        sessions: Mapping[bytes, StageSession],
+        config: ServerConfig,
+        adapters: StageAdapters | None = None,
     ) -> None:
         self._pipelines = pipelines
         self._sessions = sessions
         self._config = config
+        self._adapters = adapters
+        if adapters is not None:
+            adapters.free_cache = self._free_kept
         runner = pipelines[0].workers[0].runner
         self.span: Span = pipelines[0].span
         self.hidden_size: int = runner.span.hidden_size
@@ -85,11 +94,12 @@ class Replicas:
             f"{free_bytes / 1e6:.1f} of {limit_bytes / 1e6:.1f} MB of cache are free now",
         )
 
-    def reserve(self, key: int, claimant: Claimant, body: Open) -> Pipeline | ErrorCode:
-        """Memory for a session, new or already here; or why there is none."""
+    def reserve(self, key: int, claimant: Claimant, body: Open, *, beside: int | None = None) -> Pipeline | ErrorCode:
+        """Memory for a session, new or already here; or why there is none. It is `beside` another one where it can be."""
         able = [pipeline for pipeline in self._pipelines if key in pipeline] or list(self._pipelines)
         stalled = self.stalled
-        able = sorted((pipeline for pipeline in able if pipeline not in stalled), key=lambda pipeline: pipeline.load)
+        able = [pipeline for pipeline in able if pipeline not in stalled]
+        able.sort(key=lambda pipeline: (beside not in pipeline, pipeline.load))
         if not able:
             return ErrorCode.BUSY
         able = [pipeline for pipeline in able if pipeline.may_hold(_cache_bytes(pipeline, body))]
@@ -105,10 +115,17 @@ class Replicas:
             if pipeline.memory.take(key, claimant, cache_bytes=cache_bytes, journal_bytes=journal):
                 return pipeline
         pipeline, cache_bytes = pipelines[0], sizes[pipelines[0]]
-        while self._make_room(pipeline, key, claimant, cache_bytes, journal):
+        while self._let_adapter_go() or self._make_room(pipeline, key, claimant, cache_bytes, journal):
             if pipeline.memory.take(key, claimant, cache_bytes=cache_bytes, journal_bytes=journal):
                 return pipeline
         return None
+
+    def _let_adapter_go(self) -> bool:
+        return self._adapters is not None and self._adapters.make_room()
+
+    def _free_kept(self) -> bool:
+        """Whether a session that is only kept for another text has made room, the one that was used the longest ago."""
+        return _free_oldest([session for session in self._sessions.values() if session.kept])
 
     def _make_room(
         self, pipeline: Pipeline, key: int, claimant: Claimant, cache_bytes: tuple[int, ...], journal_bytes: int
@@ -117,15 +134,20 @@ class Replicas:
         more."""
         here = [session for session in self._sessions.values() if session.key in pipeline]
         orphans = [session for session in here if session.orphaned and session.key != key]
-        spare = orphans or [session for session in here if session.kept]
-        if spare:
-            min(spare, key=lambda session: session.moved_s).free()
+        if _free_oldest(orphans or [session for session in here if session.kept]):
             return True
         idle = [key for key in self.idle if key in pipeline]
         ended = set(pipeline.memory.who_gives_way(claimant, cache_bytes, journal_bytes, idle))
         for session in [session for session in here if session.key in ended]:
             session.give_up(ErrorCode.BUSY, retry_s=self._config.retry_s)
         return bool(ended)
+
+
+def _free_oldest(sessions: Sequence[StageSession]) -> bool:
+    """Whether there was one to be freed: the one that was used the longest ago."""
+    if sessions:
+        min(sessions, key=lambda session: session.moved_s).free()
+    return bool(sessions)
 
 
 def _cache_bytes(pipeline: Pipeline, body: Open) -> tuple[int, ...]:

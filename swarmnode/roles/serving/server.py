@@ -27,6 +27,7 @@ from swarmnode.roles.measuring.meters import cause_of
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.measuring.trace_log import SessionTrace, TraceLog
 from swarmnode.roles.measuring.trace_server import trace_server
+from swarmnode.roles.serving.adapters import StageAdapters
 from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.roles.serving.early_attaches import EarlyAttaches
 from swarmnode.roles.serving.grammars import Grammars
@@ -70,16 +71,18 @@ class StageServer:
         on_neighbour_lost: Callable[[PeerError], None] = lambda _error: None,
         decisions: DecisionLog | None = None,
         grammars: Grammars | None = None,
+        adapters: StageAdapters | None = None,
         codec_rules: CodecRules = CodecRules(),
     ) -> None:
-        """`pipelines` are the replicas of one span. `grammars` where tokens are drawn here, by a checkpoint with a tokenizer."""
+        """`pipelines` are the replicas of one span. `grammars` where tokens are drawn here, by a checkpoint with a tokenizer;
+        `adapters` where the swarm has any."""
         self.config, self.codec_rules = config, codec_rules
-        self._grammars = grammars
+        self._grammars, self._adapters = grammars, adapters
         self._tasks = Tasks("stage server", on_crash=None)
         self._decisions = decisions or DecisionLog()
         self._network = network
         self._sessions: dict[bytes, StageSession] = {}
-        self._replicas = Replicas(pipelines, self._sessions, config)
+        self._replicas = Replicas(pipelines, self._sessions, config, adapters)
         self._early = EarlyAttaches(config)
         self._keys = itertools.count()
         self._refusals: Counter[ErrorCode] = Counter()
@@ -170,6 +173,8 @@ class StageServer:
         await self._tasks.close()
         if self._grammars is not None:
             self._grammars.close()
+        if self._adapters is not None:
+            await self._adapters.close()
         await self._trace_server.close()
         await self.switchboard.close()
 
@@ -222,14 +227,15 @@ class StageServer:
             del self._sessions[session.id]
             self._traces.keep(session.trace_id, session.trace)
             self._replicas.of(session.key).forget(session.key)
+            self._leave_adapter(session.key)
         if not self._sessions:
             self._idle.set()
 
     # -- incoming conversations
 
     def _accept(self, channel: Channel, frame: Frame, body: Body) -> None:
-        if isinstance(body, Open) and draws_by_grammar(body) and body.session not in self._sessions:
-            self._tasks.spawn(self._open_with_grammar(channel, body, frame.payload), "open with a grammar")
+        if isinstance(body, Open) and self._needs_more(body):
+            self._tasks.spawn(self._open_with_more(channel, body, frame.payload), "open with a grammar or an adapter")
         elif isinstance(body, Open):
             self._tell_refusal(channel, body, self._open(channel, body, frame.payload))
         elif isinstance(body, Attach):
@@ -237,13 +243,31 @@ class StageServer:
         else:
             channel.close(Error(ErrorCode.MALFORMED))
 
-    async def _open_with_grammar(self, channel: Channel, body: Open, text: Buffer) -> None:
-        """Compile the grammar beside the loop first."""
-        assert body.sampling is not None and body.sampling.grammar is not None
+    def _needs_more(self, body: Open) -> bool:
+        """Whether a session cannot be opened at once: for want of its grammar, or of its adapter."""
+        lacks_grammar = draws_by_grammar(body) and body.session not in self._sessions
+        return lacks_grammar or not self._has_adapter(body)
+
+    def _leave_adapter(self, key: int) -> None:
+        if self._adapters is not None:
+            self._adapters.leave(key)
+
+    def _has_adapter(self, body: Open) -> bool:
+        return not body.adapter or (self._adapters is not None and body.adapter in self._adapters)
+
+    async def _open_with_more(self, channel: Channel, body: Open, text: Buffer) -> None:
+        """Compile the grammar beside the loop first, and bring the adapter."""
+        grammar = None
         try:
-            if self._grammars is None:
-                raise ProtocolError("there is no tokenizer here", code=ErrorCode.INVALID_REQUEST)
-            grammar = await self._grammars.compile(body.sampling.grammar)
+            if draws_by_grammar(body) and body.session not in self._sessions:
+                assert body.sampling is not None and body.sampling.grammar is not None
+                if self._grammars is None:
+                    raise ProtocolError("there is no tokenizer here", code=ErrorCode.INVALID_REQUEST)
+                grammar = await self._grammars.compile(body.sampling.grammar)
+            if body.adapter:
+                if self._adapters is None:
+                    raise ProtocolError("the swarm has no adapters", code=ErrorCode.INVALID_REQUEST)
+                await self._adapters.bring(body.adapter)
         except ProtocolError as error:
             self._tell_refusal(channel, body, Error(error.code))
         except Busy as error:
@@ -272,6 +296,8 @@ class StageServer:
         wrong = check_sampling(body, text, self._replicas.vocab_size) or self.codec_rules.refusal(body)
         if wrong is not None:
             return Error(wrong)
+        if not self._has_adapter(body):  # it has gone again, while the session waited for it
+            return Error(ErrorCode.BUSY, retry_s=self.config.retry_s)
         session = self._sessions.get(body.session)
         if session is not None and body.epoch <= session.epoch:
             return Error(ErrorCode.STALE)
@@ -285,10 +311,15 @@ class StageServer:
                 session.free()
                 return refusal
         if session is None:
-            session = StageSession(self, body, next(self._keys), grammar)
-            refusal = self._admit(session.key, channel.claimant, body)
+            session, source = StageSession(self, body, next(self._keys), grammar), self._source_of(body)
+            if self._adapters is not None:
+                self._adapters.use(body.adapter, session.key)  # or it might make room for its own session
+            refusal = self._admit(session.key, channel.claimant, body, beside=source)
             if refusal is not None:
+                self._leave_adapter(session.key)
                 return refusal
+            if source is not None and body.branch is not None:
+                self._begin_as(source, session, body.branch.length)
             self._sessions[body.session] = session
             self._note("takes a session", channel.peer, body)
             self._idle.clear()
@@ -297,6 +328,19 @@ class StageServer:
         for early, attach in self._early.take(body.session):
             self._attach(early, attach)
         return None
+
+    def _source_of(self, body: Open) -> StageSession | None:
+        """The session that a new one begins as, if it is here."""
+        if body.branch is None or body.truncate is not None:
+            return None
+        alike = (one for one in self._sessions.values() if shape_of(one.opened) == shape_of(body))
+        return next((one for one in alike if one.is_source_of(body)), None)
+
+    def _begin_as(self, source: StageSession, session: StageSession, length: int) -> None:
+        """Let a session that was let in have what is here of its source, which may have given its room for it."""
+        pipeline, length = self._replicas.of(session.key), min(length, source.computed)
+        if pipeline.keeps(source.key, source.cursor.accepted, length) and (begun := session.begin_as(source, length)):
+            pipeline.fork(source.key, session.key, begun)
 
     def _note(self, what: str, sender: PeerId, body: Open) -> None:
         """Write down what was decided of a session, on the memory and the work that there were."""
@@ -311,14 +355,15 @@ class StageServer:
         about = (sender, trace_id(body.session).hex())
         self._decisions.note(Topic.ADMISSION, what, facts, about=about, units=self._replicas.span)
 
-    def _admit(self, key: int, claimant: Claimant, body: Open) -> Error | None:
-        """Reserve memory for a new session, or for one that gets another text: it can then never fail half-way for want of it."""
+    def _admit(self, key: int, claimant: Claimant, body: Open, *, beside: StageSession | None = None) -> Error | None:
+        """Reserve memory for a new session, `beside` another one where that can be, or for one that gets another text: it can then
+        never fail half-way for want of it."""
         if self.draining:
             return Error(ErrorCode.DRAINING)
         limit = self._replicas.position_limit
         if limit is not None and body.max_length > limit:
             return Error(ErrorCode.INVALID_REQUEST)
-        pipeline = self._replicas.reserve(key, claimant, body)
+        pipeline = self._replicas.reserve(key, claimant, body, beside=None if beside is None else beside.key)
         if isinstance(pipeline, ErrorCode):
             return Error(pipeline, retry_s=self.config.retry_s if pipeline == ErrorCode.BUSY else 0.0)
         if key in pipeline:
@@ -332,6 +377,7 @@ class StageServer:
             rows=body.rows,
             max_length=body.max_length,
             padding=body.padding,
+            adapter=body.adapter,
             owner=owner_of(claimant) if body.index == 0 else "",  # for whom it is only the first hop knows
             weight=self._weight_of(claimant.peer),
         )

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 import msgspec
 
+from swarmnode.codec.branch import branch_proof
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.measuring_messages import Ran
 from swarmnode.codec.messages import (
-    Attach,
     Body,
     End,
     Error,
@@ -51,6 +52,7 @@ from swarmnode.roles.serving.job import ForwardHidden, Job, JobResult, Pass, Ret
 from swarmnode.roles.serving.link_codecs import LinkCodecs
 from swarmnode.roles.serving.opened import check_input, units_of
 from swarmnode.roles.serving.output_stream import OutputStream
+from swarmnode.roles.serving.ring import Ring
 from swarmnode.roles.serving.session_host import SessionHost
 
 log = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ class StageSession:
         self._open = opened
         self.trace_id = trace_id(opened.session)
         self.key = key  # names the cache: a session that had to start over has another
-        self._cursor = InputCursor(opened.known)
+        self.cursor = InputCursor(opened.known)
         self._codecs = LinkCodecs(opened, stage.codec_rules, stage.hidden_size)
         self._sampler = (
             Sampler(opened.sampling, opened.max_length, grammar) if self._is_last and opened.sampling else None
@@ -75,18 +77,19 @@ class StageSession:
         self._output_stream = OutputStream()
         self.transcript = Transcript(self._downstream, self._output_stream, keeps=opened.rows == 1)
         self._extended: Open | None = None  # for which the rest of the route is bound
-        self._ring: Channel | None = None
+        self._ring = Ring(stage.switchboard, self._from_ring)
         self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}", on_crash=self._crashed)
         self._log = logging.LoggerAdapter(log, {"trace": self.trace_id.hex()})
         self._orphaned: asyncio.TimerHandle | None = None
         self._freed = False
+        self.computed = 0  # positions whose outputs were sent on; more may be on their way through the device
         self.kept = False  # for another text: it makes room for whoever needs some
         self._timing = self._new_timing()
         self.trace = SessionTrace(*units_of(opened))
 
     def __repr__(self) -> str:
         state = "freed" if self._freed else "orphaned" if self._orphaned else "bound"
-        return f"<StageSession {self.trace_id.hex()[:8]} epoch {self.epoch} hop {self.index} {state} {self._cursor!r}>"
+        return f"<StageSession {self.trace_id.hex()[:8]} epoch {self.epoch} hop {self.index} {state} {self.cursor!r}>"
 
     @property
     def id(self) -> bytes:
@@ -120,6 +123,19 @@ class StageSession:
     def _feeds_itself(self) -> bool:
         return self.index == 0 and self._open.mode == Mode.RING
 
+    def is_source_of(self, opened: Open) -> bool:
+        """Whether this is the session that one with a branch begins as, and has the text that its client means."""
+        branch, own = opened.branch, (self.id, self.cursor.truncations)
+        return branch is not None and branch.proof == branch_proof(*own, opened.session, branch.length)
+
+    def begin_as(self, source: StageSession, length: int) -> int:
+        """Begin, before anything else, with so many positions of another session, which were computed here. Returns how many: of
+        what was sent on only whole pieces can be sent again. Nothing is stated of a text that was computed in parts."""
+        length = length if self._is_last else self._downstream.begin_as(source._downstream, length)
+        self.computed, _ = length, self.cursor.advance(length)
+        self.transcript.end()
+        return length
+
     # -- a new epoch
 
     def rebind(self, channel: Channel, opened: Open, text: Buffer = b"") -> None:
@@ -133,10 +149,10 @@ class StageSession:
         if self._orphaned is not None:
             self._orphaned.cancel()
             self._orphaned = None
-        self._open, self._upstream, self._cursor.known = opened, channel, opened.known
+        self._open, self._upstream, self.cursor.known = opened, channel, opened.known
         if opened.truncate is not None:
             self._cut(opened.truncate)
-        accepted = self._cursor.accepted
+        accepted = self.cursor.accepted
         self.moved_s = asyncio.get_running_loop().time()
         self.transcript.rebound(accepted)
         self._codecs.rebound(opened, accepted)
@@ -145,15 +161,14 @@ class StageSession:
         channel.send(Ready(have=accepted))
         self._log.info("session %s: epoch %d begins at position %d", self.trace_id.hex()[:8], self.epoch, accepted)
         self._output_stream.close()
-        if self._ring is not None:
-            self._ring.close()
-            self._ring = None
+        self._ring.unbind()
         if self._sampler is not None:
             self._sampler.tell(text)
         if not self._is_last:
             self._tasks.spawn(self._extend(opened, text), "extend the route")
             if self._feeds_itself:
-                self._tasks.spawn(self._close_the_ring(opened), "close the ring")
+                fail = partial(self._fault, len(opened.route) - 1)
+                self._tasks.spawn(self._ring.bind(opened, lambda: self.cursor.accepted, fail), "close the ring")
         elif self._feeds_itself and (held := self._output_stream.held(accepted)) is not None:
             self._feed(accepted, held)  # it came while an older epoch led elsewhere
 
@@ -173,27 +188,10 @@ class StageSession:
             if opened is self._open:
                 self._fault(opened.index + 1, error)
 
-    async def _close_the_ring(self, opened: Open) -> None:
-        last = len(opened.route) - 1
-        if not self._in_force(opened):
-            return
-        try:
-            channel = await self._stage.switchboard.call(
-                opened.route[last].peer, self._from_ring, lambda error: self._fault(last, error)
-            )
-            if not self._in_force(opened):
-                channel.close()
-                return
-            self._ring = channel
-            channel.send(Attach(opened.session, opened.epoch, start=self._cursor.accepted))
-        except (PeerError, NetworkDown) as error:
-            if opened is self._open:
-                self._fault(last, error)
-
     def _from_upstream(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Input):
             code = self._stage.codec_rules.wrong(body) or check_input(
-                self._open, body, frame.seq, self._cursor.accepted, self._stage.hidden_size
+                self._open, body, frame.seq, self.cursor.accepted, self._stage.hidden_size
             )
             if code is None:
                 self._accept(frame.seq, body, frame.payload)
@@ -201,7 +199,7 @@ class StageSession:
                 self._refuse(code)
         elif isinstance(body, End):
             self.free()
-        elif isinstance(body, Truncate) and body.to <= self._cursor.accepted:
+        elif isinstance(body, Truncate) and body.to <= self.cursor.accepted:
             self._cut(body)
         elif isinstance(body, KeepCache):
             self.kept = True
@@ -218,24 +216,25 @@ class StageSession:
             self.free()
 
     def _cut(self, truncate: Truncate) -> None:
-        if truncate.to <= self._cursor.accepted and self._cursor.truncate(truncate):
+        if truncate.to <= self.cursor.accepted and self.cursor.truncate(truncate):
             self.transcript.end()
             self._codecs.schedule.truncate(truncate.to)
+            self.computed = min(self.computed, truncate.to)
             self._downstream.cut(truncate)
 
     def _accept(self, start: int, body: Input, payload: Buffer) -> None:
         end = start + body.tensor.shape[1]
-        skip = self._cursor.accepted - start
+        skip = self.cursor.accepted - start
         if skip >= body.tensor.shape[1]:
             return
-        want = Want(body.want) if end >= self._cursor.known else Want.NOTHING
+        want = Want(body.want) if end >= self.cursor.known else Want.NOTHING
         self._submit(end, ((body.tensor, payload),), want=want, reorder=body.reorder if not skip else (), skip=skip)
         self._feed_what_waits()
 
     def _submit(
         self, end: int, parts: tuple[tuple[TensorInfo, Buffer], ...], want: Want, reorder: tuple[int, ...], skip: int
     ) -> None:
-        start, truncate = self._cursor.advance(end)
+        start, truncate = self.cursor.advance(end)
         self.moved_s = asyncio.get_running_loop().time()
         self.transcript.take(start - skip, parts)
         then, now_s = self._then(start, end), self._stage.clock()
@@ -249,7 +248,7 @@ class StageSession:
                 self._tell_client(chosen)
             return ForwardHidden(self._codecs.schedule)
         if self._sampler is not None and self._open.mode == Mode.RING:
-            return Sample(self._sampler, first=self._sampler.first(self._cursor.known))
+            return Sample(self._sampler, first=self._sampler.first(self.cursor.known))
         return Return()
 
     def _from_ring(self, frame: Frame, body: Body) -> None:
@@ -262,17 +261,18 @@ class StageSession:
     def _feed(self, position: int, output: Output) -> None:
         """A token that the last hop drew is the next input, unless nothing follows it."""
         if position < self._open.max_length and not output.final:
-            self._cursor.hold(position, output.ids[0])
+            self.cursor.hold(position, output.ids[0])
         self._feed_what_waits()
 
     def _feed_what_waits(self) -> None:
-        while (token := self._cursor.next_token()) is not None:
-            self._submit(self._cursor.accepted + 1, (token,), Want.NOTHING, (), 0)
+        while (token := self.cursor.next_token()) is not None:
+            self._submit(self.cursor.accepted + 1, (token,), Want.NOTHING, (), 0)
 
     def _done(self, job: Job, result: JobResult, run: Pass) -> None:
         if self._freed:
             return
         self._stage.computed(self, job, run)
+        self.computed = job.end
         if result.error is not None:
             # A bad input is the fault of the hop that sent it.
             self._send_fault(max(0, self.index - 1) if result.bad_input else self.index, result.error)
@@ -302,7 +302,7 @@ class StageSession:
     def _tell_ran(self, end: int) -> None:
         """Let those who sent us the step know that it has left."""
         ran = self._timing.step()
-        for channel in (self._upstream, self._ring):
+        for channel in (self._upstream, self._ring.channel):
             if ran is not None and channel is not None and channel.open:
                 channel.send(ran, seq=end)
 
@@ -380,13 +380,13 @@ class StageSession:
         if self._freed:
             return
         self._freed = True
-        self._log.info("session %s: over after %d positions", self.trace_id.hex()[:8], self._cursor.accepted)
+        self._log.info("session %s: over after %d positions", self.trace_id.hex()[:8], self.cursor.accepted)
         if self._orphaned is not None:
             self._orphaned.cancel()
         self._downstream.unbind()
-        for channel in (self._ring, self._upstream):
-            if channel is not None:
-                channel.close()
+        self._ring.unbind()
+        if self._upstream is not None:
+            self._upstream.close()
         self._output_stream.close()
         self._stage.freed(self)
 

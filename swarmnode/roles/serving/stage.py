@@ -8,6 +8,7 @@ import gc
 import logging
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.model.checkpoint import Checkpoint
@@ -23,6 +24,7 @@ from swarmnode.plan.view import Span as Units
 from swarmnode.roles.host import Host
 from swarmnode.roles.measuring.capability import SpeedCache, in_sequence, serving_section
 from swarmnode.roles.question_server import QuestionServer
+from swarmnode.roles.serving.adapters import StageAdapters
 from swarmnode.roles.serving.audits.audit_server import Author, audit_server
 from swarmnode.roles.serving.grammars import Grammars
 from swarmnode.roles.serving.hardware import SPEEDS_FILE, Hardware
@@ -32,6 +34,9 @@ from swarmnode.roles.serving.pipeline import Pipeline
 from swarmnode.roles.serving.server import StageServer
 from swarmnode.roles.serving.span_part import LoadedSpan, SpanPart
 from swarmnode.swarm.records.sections import Section, ServingLoad
+
+if TYPE_CHECKING:
+    from swarmnode.roles.fetching.adapter_files import AdapterFiles
 
 log = logging.getLogger(__name__)
 
@@ -63,33 +68,47 @@ class ServingStage:
 
     @classmethod
     async def load(
-        cls, host: Host, checkpoint: Checkpoint, hardware: Hardware, units: Units, executors: Sequence[Executor]
+        cls,
+        host: Host,
+        checkpoint: Checkpoint,
+        hardware: Hardware,
+        units: Units,
+        executors: Sequence[Executor],
+        adapters: AdapterFiles | None = None,
     ) -> ServingStage:
         """Load a span whose weights are here, measure it, and serve: in float32 where numbers are too large for less. Raises
         CheckpointError, LocalError."""
         try:
-            return await cls._load(host, checkpoint, hardware, units, executors)
+            return await cls._load(host, checkpoint, hardware, units, executors, adapters)
         except PrecisionError as error:
             wider = hardware.in_float32(checkpoint)
             if wider is None:
                 raise
             log.warning("%s: they are loaded again, in float32", error)
-        return await cls._load(host, checkpoint, wider, units, executors)
+        return await cls._load(host, checkpoint, wider, units, executors, adapters)
 
     @classmethod
     async def _load(
-        cls, host: Host, checkpoint: Checkpoint, hardware: Hardware, units: Units, executors: Sequence[Executor]
+        cls,
+        host: Host,
+        checkpoint: Checkpoint,
+        hardware: Hardware,
+        units: Units,
+        executors: Sequence[Executor],
+        adapters: AdapterFiles | None,
     ) -> ServingStage:
         cache = SpeedCache(host.config.home / SPEEDS_FILE, now=host.clock.unix)
         layout = hardware.lay_out(units, cache, host.swarm.id)
         async with contextlib.AsyncExitStack() as undo:
             loaded = [[await _load_part(checkpoint, hardware, part, undo) for part in replica] for replica in layout]
-            stage = await cls.serve(host, loaded, hardware, executors)
+            stage = await cls.serve(host, loaded, hardware, executors, adapters)
             undo.pop_all()
         return stage
 
     @classmethod
-    async def take_up(cls, host: Host, kept: KeptSpan, executors: Sequence[Executor]) -> ServingStage:
+    async def take_up(
+        cls, host: Host, kept: KeptSpan, executors: Sequence[Executor], adapters: AdapterFiles | None = None
+    ) -> ServingStage:
         """Serve a span that was kept in the host's memory. Raises ExecutorDied."""
         async with contextlib.AsyncExitStack() as undo:
             loaded: list[list[LoadedSpan]] = []
@@ -102,7 +121,7 @@ class ServingStage:
                     await asyncio.to_thread(span.move_to, lent.device.torch_device)
                     loaded[-1].append(LoadedSpan(device, span, weights))
             kept.memory.release()
-            stage = await cls.serve(host, loaded, kept.hardware, executors)
+            stage = await cls.serve(host, loaded, kept.hardware, executors, adapters)
             undo.pop_all()
         return stage
 
@@ -113,9 +132,10 @@ class ServingStage:
         loaded: Sequence[Sequence[LoadedSpan]],
         hardware: Hardware,
         executors: Sequence[Executor],
+        adapters: AdapterFiles | None = None,
     ) -> ServingStage:
-        """Serve replicas of a span that are loaded, in their parts; executors are those of the devices. Raises ExecutorDied, and
-        LocalError where a device cannot compute it."""
+        """Serve replicas of a span that are loaded, in their parts, with `adapters` where the swarm has any; executors are those of
+        the devices. Raises ExecutorDied, and LocalError where a device cannot compute it."""
         async with contextlib.AsyncExitStack() as undo:  # whoever pauses gives a start up in its middle
             replicas: list[list[SpanPart]] = []
             for spans in loaded:
@@ -126,6 +146,8 @@ class ServingStage:
                     replicas[-1].append(part)
             span = loaded[0][-1].span
             compiler = GrammarCompiler(hardware.folder, span.vocab_size) if span.has_head and hardware.folder else None
+            places = [(part.worker, hardware.lent[part.device].ledger) for replica in replicas for part in replica]
+            crashed = host.supervisor.ends_conversation
             server = StageServer(
                 host.network,
                 host.hello,
@@ -138,6 +160,9 @@ class ServingStage:
                 on_neighbour_lost=host.lost_neighbour,
                 decisions=host.decisions,
                 grammars=Grammars(compiler, host.link_config.ledger, hardware.config.server) if compiler else None,
+                adapters=StageAdapters(adapters, places, hardware.config.server, on_crash=crashed)
+                if adapters
+                else None,
                 codec_rules=codec_rules_of(host, span.dtype),
             )
             undo.push_async_callback(server.close)

@@ -136,6 +136,20 @@ class Worker:
 
         self.call("open", make_room, owner=f"session {session}")
 
+    def fork(self, source: int, session: int, length: int) -> None:
+        """Let a session that was just opened begin as another one does, of which so many positions were computed here."""
+
+        def copy() -> None:
+            try:
+                self.runner.fork(source, session, length)
+            except Exception as error:
+                if is_device_fault(error):
+                    raise
+                log.warning("session %d cannot begin as session %d does: %s", session, source, error)
+                self.runner.close(session)  # its first input is told
+
+        self.call("fork", copy, owner=f"session {session}")
+
     def extend(self, session: int, max_length: int) -> None:
         """Let a session have so many positions; the caller has seen that they fit."""
         self.call("extend", lambda: self.runner.extend(session, max_length), owner=f"session {session}")

@@ -14,9 +14,11 @@ from msgspec import UNSET, UnsetType
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.swarm.records.adapter_info import MAX_ADAPTERS, AdapterInfo, is_valid
 from swarmnode.swarm.storage.content import CHUNK_BYTES, HASH_BYTES, MAX_FILE_BYTES, FileContent, is_allowed_name
 
 FORMAT = 1
+ADAPTERS_FORMAT = 3  # of one with adapters, so that nobody serves the model alone who does not know them; 2 is none
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_FILES = 4096
 MAX_NAME_CHARS = 64
@@ -79,10 +81,20 @@ class Manifest(msgspec.Struct, frozen=True):
     membership: str = OPEN
     owner: bytes = b""  # public key of who founded the swarm; of a private one it signs its members in
     priority: str | UnsetType = UNSET  # whose work goes first; where nobody's does, the manifest is as one of before
+    adapters: tuple[AdapterInfo, ...] | UnsetType = UNSET  # which sessions may ask for; without any, as before
 
     def file(self, name: str) -> FileContent | None:
         """The file of that name, or None."""
         return next((file for file in self.files if file.name == name), None)
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Of the adapters that sessions may ask for."""
+        return tuple(adapter.name for adapter in self.adapters or ())
+
+    def adapter(self, name: str) -> AdapterInfo | None:
+        """The adapter of that name, or None."""
+        return next((adapter for adapter in self.adapters or () if adapter.name == name), None)
 
     @property
     def task(self) -> str:
@@ -124,9 +136,9 @@ def decode_manifest(raw: bytes | bytearray | memoryview) -> Manifest:
     _check_size(raw)
     try:
         newest = _format_decoder.decode(raw).format
-        if newest > FORMAT:
+        if newest > FORMAT and newest != ADAPTERS_FORMAT:
             raise ProtocolError(
-                f"the manifest has format {newest}, this swarmnode knows {FORMAT}: upgrade swarmnode",
+                f"the manifest has format {newest}, this swarmnode knows {FORMAT} and {ADAPTERS_FORMAT}: upgrade swarmnode",
                 code=ErrorCode.VERSION,
             )
         manifest = _decoder.decode(raw)
@@ -153,6 +165,8 @@ def _check(manifest: Manifest) -> None:
     model = manifest.model
     names = [file.name for file in manifest.files]
     is_graph = manifest.kind == GRAPH
+    adapters = manifest.adapters or ()
+    adapter_files = {file.name for adapter in adapters for file in adapter.files}
     rules = {
         "a name": 0 < len(manifest.name) <= MAX_NAME_CHARS and manifest.name.isprintable(),
         "a kind that this version knows (causal_lm, graph)": manifest.kind in (CAUSAL_LM, GRAPH),
@@ -173,6 +187,13 @@ def _check(manifest: Manifest) -> None:
         "a membership that this version knows (open, private)": manifest.membership in (OPEN, PRIVATE),
         "an owner's key of 32 bytes, or none": len(manifest.owner) in (0, OWNER_BYTES),
         "a priority that this version knows (credit)": manifest.priority in (UNSET, CREDIT),
+        "adapters of a language model that is served, in format 3 and no other": (manifest.adapters is not UNSET)
+        == (manifest.format == ADAPTERS_FORMAT)
+        and (not adapters or (not is_graph and manifest.mode == SERVE)),
+        "a bounded list of adapters": len(adapters) <= MAX_ADAPTERS,
+        "each adapter once": len({adapter.name.casefold() for adapter in adapters}) == len(adapters),
+        "adapters with plain names and two files of their own": all(map(is_valid, adapters))
+        and adapter_files.isdisjoint(names),
         "an owner where it is private": bool(manifest.owner) or manifest.membership == OPEN,
     }
     for rule, kept in rules.items():

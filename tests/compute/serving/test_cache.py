@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import load_span
 from swarmnode.compute.serving.cache import MAX_PADDING, SMALL_COLUMNS, CachePool, capacity_for, partition_by_length
-from swarmnode.compute.serving.cache_budget import OutOfCache
+from swarmnode.compute.serving.cache_budget import Claim, OutOfCache
 from swarmnode.compute.serving.cohort import CachedSession, Cohort
+from swarmnode.compute.serving.window import ROLLBACK, Window
+from swarmnode.errors import ProtocolError
 
 LAYERS = range(1, 3)
 
@@ -186,3 +188,74 @@ def test_closing_frees(span):
     pool.close("b")
     assert (pool.allocated_bytes, pool.reserved_bytes) == (0, 0)
     assert repr(pool).startswith("CachePool(0 sessions")
+
+
+def test_a_session_begins_with_copies_of_another(span):
+    """In whatever cohort that one is, and however long it goes on."""
+    pool = CachePool(span, 1 << 24)
+    source, beside, copy = (open_session(pool, name) for name in ("source", "beside", "copy"))
+    for step in range(30):
+        fill(pool, source, 1, float(step))
+    fill(pool, beside, 40, -1.0)
+    next(pool.prepare([source, beside], 1))
+    assert source.cohort is beside.cohort
+    pool.fork("source", "copy", 20)
+    assert torch.equal(columns(copy), torch.arange(20.0)) and copy.cohort is not source.cohort
+    assert pool.budget.claimed(Claim.ALLOCATED) == pool.allocated_bytes
+    fill(pool, copy, 1, 99.0)
+    assert torch.equal(columns(source), torch.arange(30.0))
+    pool.close("source")
+    assert columns(copy).tolist() == [*range(20), 99.0]
+
+
+def test_what_is_not_held_is_not_copied(span):
+    pool = CachePool(span, 1 << 24)
+    source, _ = open_session(pool, "source"), open_session(pool, "copy")
+    for length in (1, 0):
+        with pytest.raises(ProtocolError):
+            pool.fork("source", "copy", length)
+    fill(pool, source, 5, 1.0)
+    for length in (0, 6):
+        with pytest.raises(ProtocolError):
+            pool.fork("source", "copy", length)
+    pool.fork("source", "copy", 5)
+
+
+def test_copies_find_room_in_what_is_only_padding(span):
+    """Each session may have what it has reserved, whatever others have been given beside it."""
+    pool = CachePool(span, 3 * 100 * PER_TOKEN)
+    long, short = open_session(pool, "long", 100), open_session(pool, "short", 100)
+    fill(pool, long, 90, 1.0)
+    fill(pool, short, 10, 2.0)
+    list(pool.prepare([long, short], 1))
+    copy = open_session(pool, "copy", 100)
+    pool.fork("long", "copy", 90)
+    assert columns(copy).tolist() == [1.0] * 90
+    assert pool.budget.claimed(Claim.ALLOCATED) <= pool.budget.limit_bytes
+
+
+def test_what_is_promised_of_windows_is_kept(span):
+    """Wherever they stand by then; who goes back a little has it always."""
+    pool = CachePool(span, 1 << 24, windows={1: Window(16), 2: Window(64)})
+    source = open_session(pool, "source", 1000)
+    for step in range(400):
+        fill(pool, source, 1, float(step))
+        promised = [length for length in range(1, source.length + 1) if pool.keeps(source.length, length)]
+        assert source.floor <= promised[0] <= max(1, source.length - ROLLBACK)
+    open_session(pool, "copy", 1000)
+    with pytest.raises(ProtocolError):
+        pool.fork("source", "copy", source.floor - 1)
+    pool.fork("source", "copy", source.floor)
+
+
+def test_a_copy_of_a_moved_window_is_what_is_seen(span):
+    window = Window(16)
+    pool = CachePool(span, 1 << 24, windows={1: window})
+    source, copy = open_session(pool, "source", 1000), open_session(pool, "copy", 1000)
+    for step in range(400):
+        fill(pool, source, 1, float(step))
+    assert pool.keeps(400, 380)
+    pool.fork("source", "copy", 380)
+    held = copy.cohort.buffers[1][0][0, 0, copy.cohort.held(copy, 1), 0]
+    assert held[-window.size + 1 :].tolist() == [float(at) for at in range(380 - window.size + 1, 380)]
+    assert copy.floor >= source.floor

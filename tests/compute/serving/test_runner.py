@@ -421,3 +421,33 @@ def test_a_step_that_does_not_follow_is_refused(runner, start, cut):
     with pytest.raises(ProtocolError, match="held"):
         runner.run([StepInput("a", ids_of(1), start=start, truncate_to=cut)])
     assert runner.length("a") == 5
+
+
+def test_sessions_that_begin_as_another_go_on_as_if_alone(model, runner):
+    """While the other goes on, too, and after it is closed."""
+    prefix = ids_of(17)
+    runner.open("source", rows=1, max_length=64)
+    runner.run([StepInput("source", ids_of(17), WANT_NOTHING)])
+    texts = {"source": prefix}
+    for name, length in (("a", 17), ("b", 12), ("c", 1)):
+        runner.open(name, rows=1, max_length=64)
+        runner.fork("source", name, length)
+        texts[name] = prefix[:, :length]
+    for step in range(12):
+        if step == 6:
+            runner.close("source")
+            del texts["source"]
+        works = [StepInput(name, ids_of(1 + step % 3, seed=step + len(name))) for name in texts]
+        for work, result in zip(works, runner.run(works), strict=True):
+            texts[work.session_id] = torch.cat([texts[work.session_id], work.x], dim=1)
+            assert close(result.output, expected(model, texts[work.session_id])[:, -1:])
+
+
+def test_nothing_begins_as_what_is_not_there(runner):
+    runner.open("source", rows=1, max_length=64)
+    runner.run([StepInput("source", ids_of(9), WANT_NOTHING)])
+    runner.open("two rows", rows=2, max_length=64)
+    runner.open("units", rows=1, max_length=64, start=0, end=1)
+    for source, name in (("source", "two rows"), ("source", "units"), ("unknown", "two rows"), ("source", "unknown")):
+        with pytest.raises(ProtocolError):
+            runner.fork(source, name, 3)

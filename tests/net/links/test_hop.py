@@ -303,3 +303,34 @@ async def test_a_peer_that_is_left_is_told() -> None:
     edge.hop.unbind()
     await settle()
     assert next_one.last_words == [(1, End())]
+
+
+def states(start: int, count: int, codec: Codec = Codec.NONE, *, of: int | None = None) -> Entry:
+    """Hidden states of width 2, of which `count` count."""
+    body = Input(TensorInfo(codec, DType.FLOAT32, (1, of or count, 2), 2 if codec == Codec.INT8 else 0))
+    return Entry(start, count, body, [bytes(8 * (of or count))])
+
+
+@pytest.mark.parametrize(
+    ("source", "end", "begun"),
+    [
+        ([states(0, 4), states(4, 4)], 8, [(0, 4), (4, 4)]),
+        ([states(0, 4), states(4, 4)], 6, [(0, 4), (4, 2)]),
+        ([states(0, 4), states(4, 4)], 4, [(0, 4)]),
+        ([states(0, 4), states(4, 4)], 99, [(0, 4), (4, 4)]),
+        ([states(0, 4), states(4, 4, Codec.INT8)], 6, [(0, 4)]),  # has one scale, and is to be had whole
+        ([states(0, 4, Codec.INT8)], 3, []),
+        ([states(0, 4), states(4, 2, Codec.INT8, of=4), states(6, 2)], 8, [(0, 4)]),  # was cut: what follows it says so
+    ],
+)
+@in_virtual_time
+async def test_another_session_begins_with_whole_pieces(
+    source: list[Entry], end: int, begun: list[tuple[int, int]]
+) -> None:
+    one, other = Edge().hop, Edge().hop
+    for each in source:
+        one.record(each)
+    assert other.begin_as(one, end) == other.end == sum(count for _, count in begun)
+    assert [(each.start, each.count) for each in other.journal] == begun
+    assert all(each.count == each.body.tensor.shape[1] for each in other.journal)
+    assert one.end == source[-1].end, "the source stays as it is"

@@ -71,12 +71,13 @@ class Directory:
 class World:
     """A swarm of a model, its seeders, and this machine with or without the founder's folder."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, model: Path, folder: Path, **more: Any) -> None:
+        """`more`: fields of the manifest, of one with adapters."""
         self.folder = folder
         self.model = Path(shutil.copytree(model, folder / "model"))
         self.hint = Path(shutil.copytree(model, folder / "hint"))
         files = describe_files(checkpoint_files(model))
-        self.swarm = new_swarm(encode_manifest(Manifest("m", ModelInfo("llama", UNITS, 256), files, created=1)))
+        self.swarm = new_swarm(encode_manifest(Manifest("m", ModelInfo("llama", UNITS, 256), files, created=1, **more)))
         self.hello = Hello(VERSION, self.swarm.id)
         self.directory = Directory()
         self.peers: dict[str, Any] = {}

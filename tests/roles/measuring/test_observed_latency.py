@@ -15,7 +15,8 @@ from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.routes.routing import find_route
 from swarmnode.plan.view import view_of
 from swarmnode.roles.measuring.observed_latency import FRESH_S, PEERS_KEPT, ObservedLatency
-from swarmnode.roles.serving.client.client_session import ClientSession, ids_entry
+from swarmnode.roles.serving.client.client_session import ClientSession
+from swarmnode.roles.serving.client.ids_entry import ids_entry
 from swarmnode.roles.serving.client.router import Route
 from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State, peer_digest

@@ -15,7 +15,8 @@ from swarmnode.errors import Busy, ErrorCode, NoRoute, PeerRefused, SwarmnodeErr
 from swarmnode.ledger import Account
 from swarmnode.net.interfaces import Stream
 from swarmnode.net.links.hop import ENTRY_BYTES
-from swarmnode.roles.serving.client.client_session import ClientSession, ids_entry
+from swarmnode.roles.serving.client.client_session import ClientSession
+from swarmnode.roles.serving.client.ids_entry import ids_entry
 from swarmnode.roles.serving.client.session_spec import SessionSpec
 from tests.net.virtual import in_virtual_time
 from tests.roles.toy_swarm import ToySwarm, expected, unpack

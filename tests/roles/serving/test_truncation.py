@@ -9,7 +9,8 @@ import pytest
 from swarmnode.codec.messages import Mode, Truncate, Want
 from swarmnode.net.links.hop import Hop
 from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession, ids_entry
+from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession
+from swarmnode.roles.serving.client.ids_entry import ids_entry
 from swarmnode.roles.serving.client.session_spec import SessionSpec
 from tests.net.virtual import in_virtual_time
 from tests.roles.toy_swarm import HELLO, ToySwarm, expected, link_config, unpack

@@ -13,10 +13,11 @@ const CHAT = "/v1/chat/completions";
 const TEXT = "/v1/completions"; // for models that have not learnt to converse
 
 export class Chat {
-  /** `swarmOf()` is the picture of the chosen swarm, `model()` what it is called. */
-  constructor(swarmOf, model) {
+  /** `swarmOf()` is the picture of the chosen swarm, `model()` what the model is called, `swarmName(model)` what its swarm is. */
+  constructor(swarmOf, model, swarmName) {
     this.swarmOf = swarmOf;
     this.model = model;
+    this.swarmName = swarmName;
     this.conversations = load();
     this.current = this.conversations[0] ?? begin();
     this.writing = null;
@@ -150,7 +151,7 @@ export class Chat {
     message.trace = trace;
     const writing = this.writing;
     const stop = follow(
-      `/api/v1/swarms/${encodeURIComponent(message.model)}/sessions/${trace}/events`,
+      `/api/v1/swarms/${encodeURIComponent(this.swarmName(message.model))}/sessions/${trace}/events`,
       (name, told) => {
         if (name === "over") return stop();
         writing.hear(told, this.swarmOf());
@@ -254,5 +255,5 @@ const welcome = (model, other) =>
     h("p", {}, other ?? "Several machines write each sentence together. When one of them goes away in the middle of a word, others take over, and the text is the same."),
   );
 
-/** The models that there are. */
-export const models = async () => (await askJson("/v1/models")).data.map((each) => each.id);
+/** The models that there are: `parent` is of an adapter the swarm whose model it changes. */
+export const models = async () => (await askJson("/v1/models")).data;

@@ -21,10 +21,14 @@ const views = {}; // those that are made
 const begun = new Set(); // names of those that are made or come
 let swarm = new Swarm();
 let stop = () => {};
+const parents = new Map(); // of the adapters: the swarms whose models they change
+
+const swarmName = (model) => parents.get(model) ?? model;
 
 const chat = new Chat(
   () => swarm,
   () => $("model").value,
+  swarmName,
 );
 
 const showCoverage = everyFrame(() => swarm.id && coverage($("coverage"), swarm));
@@ -81,15 +85,16 @@ function followSwarm(name) {
 }
 
 async function start() {
-  const names = await models();
-  fill($("model"), names.map((name) => h("option", { value: name }, name)));
+  const served = await models();
+  for (const { id, parent } of served) if (parent) parents.set(id, parent);
+  fill($("model"), served.map(({ id, parent }) => h("option", { value: id }, parent ? `${id} (adapter)` : id)));
   const kept = localStorage.getItem(MODEL);
-  if (names.includes(kept)) $("model").value = kept;
+  if (served.some(({ id }) => id === kept)) $("model").value = kept;
   $("model").addEventListener("change", () => {
     localStorage.setItem(MODEL, $("model").value);
-    followSwarm($("model").value);
+    followSwarm(swarmName($("model").value));
   });
-  followSwarm($("model").value);
+  followSwarm(swarmName($("model").value));
   chat.show();
 }
 

@@ -112,6 +112,7 @@ function showHead(element, swarm) {
   const what = [
     `${mode === "train" ? "Trains" : "Serves"} ${model}, ${plural(swarm.units, "unit")}, ${bytes(swarm.weights_bytes)}.`,
     mode === "serve" && otherTask(swarm.task),
+    swarm.adapters.length && `Adapters: ${swarm.adapters.join(", ")}.`,
   ];
   const lacks = runs(missing).map((run) => `${units(run)}: about ${bytes((run[1] - run[0]) * size)} of weights`);
   const covered = coverageText(swarm);

@@ -24,7 +24,8 @@ from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.roles.measuring.observed_latency import ObservedLatency
 from swarmnode.roles.serving.audits.comparison import Comparison, TextRun, compare
 from swarmnode.roles.serving.audits.hop_account import HopAccount, fetch_account
-from swarmnode.roles.serving.client.client_session import ClientSession, ids_entry
+from swarmnode.roles.serving.client.client_session import ClientSession
+from swarmnode.roles.serving.client.ids_entry import ids_entry
 from swarmnode.roles.serving.client.router import Route, Router
 from swarmnode.roles.serving.client.session_spec import SessionSpec
 

@@ -20,7 +20,8 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.view import Span
 from swarmnode.roles.serving.audits.auditor import Auditor
-from swarmnode.roles.serving.client.client_session import ClientSession, ids_entry
+from swarmnode.roles.serving.client.client_session import ClientSession
+from swarmnode.roles.serving.client.ids_entry import ids_entry
 from swarmnode.roles.serving.client.router import Route, Router
 from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.swarm.peers.report_rules import LIFE_S, report_key, report_subkey, reports_in

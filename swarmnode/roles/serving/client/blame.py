@@ -23,6 +23,7 @@ MILD = frozenset(
         ErrorCode.TOO_LARGE,
         ErrorCode.NO_SESSION,
         ErrorCode.STALE,
+        ErrorCode.NOT_FOUND,  # an adapter that the peer could not fetch
     }
 )
 ARGUABLE = frozenset({ErrorCode.INTERNAL, ErrorCode.MALFORMED, ErrorCode.NOT_FINITE, ErrorCode.INVALID_REQUEST})

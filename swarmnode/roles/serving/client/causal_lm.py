@@ -18,9 +18,11 @@ from swarmnode.codec.messages import Input, Mode, Want
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.errors import UsageError
 from swarmnode.net.links.hop import Entry
-from swarmnode.roles.serving.client.client_session import ClientSession, Received, ids_entry
+from swarmnode.roles.serving.client.client_session import ClientSession
 from swarmnode.roles.serving.client.compressions import AUTO, codec_named
+from swarmnode.roles.serving.client.ids_entry import ids_entry
 from swarmnode.roles.serving.client.limits import ModelLimits
+from swarmnode.roles.serving.client.received import Received
 from swarmnode.roles.serving.client.session_spec import MAX_WIDTH, SessionSpec
 
 if TYPE_CHECKING:
@@ -114,6 +116,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         prompt_chunk_tokens: int = 128,
         limits: ModelLimits = ModelLimits(),
         compress: str = "none",
+        adapter: str = "",
     ) -> None:
         config._attn_implementation = "eager"  # no attention runs here
         super().__init__(config)
@@ -122,6 +125,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         self._ends = ends
         self._prompt_chunk_tokens = prompt_chunk_tokens
         self._compress = compress
+        self._adapter = adapter
         self._limits = limits
         self.generation_config = generation_config or GenerationConfig.from_model_config(config)
         self.register_buffer("_where", torch.empty(0), persistent=False)  # gives the model a device and a dtype
@@ -150,6 +154,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         prompt_chunk_tokens: int,
         limits: ModelLimits = ModelLimits(),
         compress: str = "none",
+        adapter: str = "",
     ) -> RemoteCausalLM:
         """With the config and generation config of a checkpoint, of which no weights need be here."""
         try:
@@ -165,6 +170,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
             prompt_chunk_tokens=prompt_chunk_tokens,
             limits=limits,
             compress=compress,
+            adapter=adapter,
         )
 
     # -- transformers' side
@@ -227,6 +233,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
             adapts=self._compress == AUTO,
             allowed=frozenset(self._limits.codecs),
             width=width,
+            adapter=self._adapter,
         )
         session = self._open_session(spec)
         if self._ends is not None:

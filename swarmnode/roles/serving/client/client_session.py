@@ -7,20 +7,18 @@ the new peer lacks.
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import dataclasses
 import logging
 import secrets
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from swarmnode.codec.body import SESSION_ID_BYTES
+from swarmnode.codec.branch import Branch, branch_proof
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.measuring_messages import Ran
 from swarmnode.codec.messages import (
@@ -30,7 +28,6 @@ from swarmnode.codec.messages import (
     Error,
     Fault,
     HopSpec,
-    Input,
     KeepCache,
     LinkCodec,
     Mode,
@@ -38,7 +35,6 @@ from swarmnode.codec.messages import (
     Truncate,
     Want,
 )
-from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.codec.trace_messages import trace_id
 from swarmnode.config import ClientConfig
 from swarmnode.errors import (
@@ -60,6 +56,8 @@ from swarmnode.net.tasks import Tasks, cancel_and_wait
 from swarmnode.roles.measuring.meters import ClientMeter
 from swarmnode.roles.measuring.timing import Cadence, Timing
 from swarmnode.roles.serving.client.blame import Blame, Verdict
+from swarmnode.roles.serving.client.ids_entry import ids_entry
+from swarmnode.roles.serving.client.received import Received
 from swarmnode.roles.serving.client.router import Route, Router
 from swarmnode.roles.serving.client.served_work import ServedWork
 from swarmnode.roles.serving.client.session_spec import SessionSpec
@@ -71,24 +69,7 @@ log = logging.getLogger(__name__)
 SESSION_PROTOCOL = "/swarmnode/session/1"
 
 FINAL = (ErrorCode.TOO_LARGE, ErrorCode.NOT_FINITE, ErrorCode.INVALID_REQUEST)  # waiting for other peers would not help
-
-
-@dataclass(frozen=True)
-class Received:
-    """An output of the last hop: `position` is that of the token it is for (the one after the last input it covers)."""
-
-    position: int
-    output: Output
-    payload: Buffer
-
-
-def ids_entry(start: int, ids_BT: Sequence[Sequence[int]], want: Want, reorder: tuple[int, ...] = ()) -> Entry:
-    """Token ids as an entry of the journal: int64, little-endian, row-major."""
-    flat = array.array("q", [token for row in ids_BT for token in row])
-    if sys.byteorder == "big":
-        flat.byteswap()
-    info = TensorInfo(Codec.NONE, DType.INT64, (len(ids_BT), len(ids_BT[0])))
-    return Entry(start, len(ids_BT[0]), Input(info, want=want, reorder=reorder), (flat.tobytes(),))
+TOLD = (*FINAL, ErrorCode.NOT_FOUND)
 
 
 class ClientSession:
@@ -127,6 +108,8 @@ class ClientSession:
         self._drawn: list[int] = []  # tokens, in RING mode
         self.known = 0  # outputs for positions below this one came over earlier routes
         self._truncate: Truncate | None = None  # what this text does not have in common with the one before it
+        self._branch: Branch | None = None  # for the first OPEN: whoever takes over is sent all
+        self.had = 0  # positions that the first hop had when it was opened, or opened for another text
         self._mending: asyncio.Task[None] | None = None
         self._complete = False  # whether the last output has come: nothing is mended any more
         self._tainted = False  # whether some hop may hold what no honest one made
@@ -154,7 +137,11 @@ class ClientSession:
 
     async def start(self) -> None:
         """Open along the best route. Raises NoRoute, Busy, NetworkDown after the configured patience."""
+        epoch, branch = self.epoch, self._branch
         await self._bind()
+        self.had = self._first.had if self.epoch == epoch + 1 else 0
+        if branch is not None:
+            self._served.given(self.id, self.route, self.had)
         self._mending = self._tasks.spawn(self._mend(), "mend")
 
     async def keep(self) -> None:
@@ -163,11 +150,10 @@ class ClientSession:
             await cancel_and_wait(self._mending)
         self._first.tell(KeepCache())
 
-    async def go_on(self, spec: SessionSpec, begin: int) -> int:
-        """Another text, which begins as the last one does, up to a position. Returns how many positions the first hop still has of
-        it; it is sent the others again. Raises as `start`."""
+    def go_on(self, spec: SessionSpec, begin: int) -> None:
+        """Before `start`: another text, which begins as the last one does, up to a position. It is sent what comes after that."""
         assert spec.sampling is not None
-        epoch, self._truncate = self.epoch, None
+        self._truncate = None
         if begin < self.length:
             self._truncate = self._first.truncation(begin)
             self._first.cut(self._truncate)
@@ -175,8 +161,19 @@ class ClientSession:
         self.spec, self.stats, self._drawn, self._complete = spec, SessionStats(), [], False
         self._expected, self._wanted = spec.sampling.prompt_length, 1
         self._last_progress_s = self._clock()
-        await self.start()
-        return self._first.had if self.epoch == epoch + 1 else 0
+
+    @property
+    def truncations(self) -> int:
+        """How often another text took the place of this session's."""
+        return self._first.truncations
+
+    def begin_as(self, source: ClientSession, truncations: int, entries: Sequence[Entry]) -> None:
+        """Before `start`: the inputs in these entries are those of a source, too, as it was after so many truncations. Hops that
+        have them there need not compute them."""
+        for entry in entries:
+            self._first.record(entry)
+        self._branch = Branch(branch_proof(source.id, truncations, self.id, self.length), self.length)
+        self._codecs = ToldCodecs(self.spec.codec, (one for one in source._codecs.told if one.start < self.length))
 
     def send(self, entry: Entry, *, expect: int | None = None) -> None:
         """Send an input; positions from its first one on are taken back. `expect`: of the output that it will bring, if any."""
@@ -367,7 +364,7 @@ class ClientSession:
         if isinstance(error, PeerRefused) and error.code == ErrorCode.BUSY:
             retry_s = error.retry_s or 1.0
             return Busy(f"the swarm is full at the moment; try again in {retry_s:.0f} s", retry_s=retry_s)
-        told = isinstance(error, Busy) or (isinstance(error, PeerRefused) and error.code in FINAL)
+        told = isinstance(error, Busy) or (isinstance(error, PeerRefused) and error.code in TOLD)
         return error if told and error is not None else no_route
 
     async def _news(self, timeout_s: float) -> None:
@@ -379,7 +376,8 @@ class ClientSession:
             return
         self.epoch, self.known = self.epoch + 1, self._expected
         spec = self.spec
-        opened = spec.opening(self.id, self.epoch, self.route, self.known, self._truncate, self._codecs.told)
+        branch, self._branch = self._branch, None
+        opened = spec.opening(self.id, self.epoch, self.route, self.known, self._truncate, self._codecs.told, branch)
         if self._last is not None:
             self._last.close()
             self._last = None

@@ -23,11 +23,13 @@ from swarmnode.codec.sampling import (
 )
 from swarmnode.config import ClientConfig
 from swarmnode.errors import UsageError
+from swarmnode.net.links.hop import Entry
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.roles.measuring.meters import ClientMeter
-from swarmnode.roles.serving.client.client_session import ClientSession, ids_entry
+from swarmnode.roles.serving.client.beginnings import Beginning, Beginnings, PromptUnderWay
+from swarmnode.roles.serving.client.client_session import ClientSession
 from swarmnode.roles.serving.client.compressions import AUTO, COMPRESSIONS, codec_named
-from swarmnode.roles.serving.client.kept_sessions import KeptSessions
+from swarmnode.roles.serving.client.ids_entry import ids_entry
 from swarmnode.roles.serving.client.router import Router
 from swarmnode.roles.serving.client.served_work import ServedWork
 from swarmnode.roles.serving.client.session_spec import MAX_WIDTH, SessionSpec
@@ -41,7 +43,8 @@ class GenerateOptions:
     `frequency_penalty` and `presence_penalty` count generated tokens, `repetition_penalty` the prompt's, too. `logit_bias` is added
     to the logits of these token ids. `logprobs`: tell the logarithms of the probabilities of the tokens and of so many others. The
     text follows the `grammar`; it is whole unless it ends for want of new tokens. `compress`: as what states go from peer to peer;
-    "auto" leaves it to them, who compress where a link is what one waits for.
+    "auto" leaves it to them, who compress where a link is what one waits for. `adapter`: the swarm's adapter of this name changes
+    the model; "" is the model alone.
     """
 
     max_new_tokens: int = 64
@@ -58,6 +61,7 @@ class GenerateOptions:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     grammar: Grammar | None = None
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         rules = {
@@ -164,13 +168,14 @@ class RingStream:
         audit: Audit = lambda _session, _ids: False,
         clock: Callable[[], float] = time.monotonic,
         on_over: Callable[[ServedWork], None] = lambda _served: None,
-        kept: KeptSessions | None = None,
+        beginnings: Beginnings | None = None,
         owner: str = "",
     ) -> None:
-        """`allowed`: the codecs of the swarm. `kept` are sessions of earlier texts; those of this `owner` may be gone on with."""
-        self._kept = None if options.grammar is not None else kept  # its matcher is made for a new session
+        """`allowed`: the codecs of the swarm. `beginnings` are those of other texts; this `owner`'s may be used."""
+        self._beginnings = beginnings
         self._owner = owner
-        self._goes_on = False  # with an earlier text's session, whose hops may have forgotten what an audit asks for
+        self._under_way: PromptUnderWay | None = None
+        self._began_elsewhere = False  # so that its hops may not have what an audit asks for
         self.prompt = list(prompt)
         self._options = options
         self._config = config
@@ -187,6 +192,7 @@ class RingStream:
             prompt_tokens=len(self.prompt) - 1,  # its last one makes the first new token
             prompt=tuple(self.prompt),
             width=vocabulary or MAX_WIDTH,
+            adapter=options.adapter,
         )
         self._session = ClientSession(
             switchboard, router, spec, config, meter=self._meter, clock=clock, on_over=on_over
@@ -203,12 +209,14 @@ class RingStream:
             self._send_prompt(await self._begin())
             while not final and len(self.result.ids) < self._options.max_new_tokens:
                 received = await self._session.receive()
+                if self._under_way is not None:
+                    self._under_way.note_output()
                 final = received.output.final
                 self._note(received.output.ids[0], self._clock() - started_s)
                 if self._options.logprobs is not None:
                     self.result.logprobs.append(unpack_logprobs(received.payload))
                 yield received.output.ids[0]
-            is_audited = not self._goes_on and self._audit(self._session, self.text)
+            is_audited = not self._began_elsewhere and self._audit(self._session, self.text)
             self.result.whole = final and len(self.result.ids) < self._options.max_new_tokens
             ending = "done"
         except (GeneratorExit, asyncio.CancelledError):
@@ -216,10 +224,12 @@ class RingStream:
             raise
         finally:
             self._meter.sessions[ending] += 1
+            if self._beginnings is not None and self._under_way is not None:
+                self._beginnings.leave(self._under_way)
             if is_audited:
                 pass  # whoever audits closes it
-            elif ending == "done" and final and self._kept is not None:
-                await self._kept.keep(self._owner, self._session, self.text[:-1])
+            elif ending == "done" and final and self._beginnings is not None and not self._spec.follows_grammar:
+                await self._beginnings.keep(self._owner, self._session, self.text[:-1])
             else:
                 await self._session.close()
 
@@ -230,19 +240,28 @@ class RingStream:
 
     async def _begin(self) -> int:
         """Open the session, or go on with one: how many positions of the prompt need not be sent."""
-        found = None if self._kept is None else self._kept.take(self._owner, self.prompt, self._spec)
-        if found is None:
-            await self._session.start()
-            return 0
-        self._goes_on, (self._session, begin) = True, found
-        self.result.cached_tokens = min(begin, await self._session.go_on(self._spec, begin))
-        return begin
+        found = Beginning()
+        if self._beginnings is not None:
+            found = await self._beginnings.find(self._owner, self.prompt, self._spec, self._config.progress_s)
+            if found.goes_on is not None:
+                self._session = found.goes_on
+                self._session.go_on(self._spec, found.length)
+            self._under_way = self._beginnings.enter(self._owner, self.prompt, self._session)
+        if found.source is not None:
+            self._session.begin_as(found.source, found.truncations, self._entries(0, found.length))
+        self._began_elsewhere = found.length > 0
+        await self._session.start()
+        self.result.cached_tokens = min(found.length, self._session.had)
+        return found.length
+
+    def _entries(self, begin: int, end: int) -> list[Entry]:
+        """The prompt's positions in chunks, so that later hops work on the first one while earlier hops work on the next."""
+        size = self._config.prompt_chunk_tokens
+        starts = range(begin, end, size)
+        return [ids_entry(start, [self.prompt[start : min(start + size, end)]], Want.NOTHING) for start in starts]
 
     def _send_prompt(self, begin: int) -> None:
-        """In chunks, so that later hops work on the first one while earlier hops work on the next."""
-        size = self._config.prompt_chunk_tokens
-        for start in range(begin, len(self.prompt), size):
-            entry = ids_entry(start, [self.prompt[start : start + size]], Want.NOTHING)
+        for entry in self._entries(begin, len(self.prompt)):
             self._session.send(entry, expect=len(self.prompt))
 
     def _note(self, token: int, elapsed_s: float) -> None:

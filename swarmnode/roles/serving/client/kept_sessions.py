@@ -34,24 +34,23 @@ class KeptSessions:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def take(self, owner: str, prompt: Sequence[int], spec: SessionSpec) -> tuple[ClientSession, int] | None:
-        """The owner's session that has most in common with a prompt, and how many positions; it is not kept any more. None where
-        none has enough, or only a small part of itself, so that its own text may go on with it, or travels as `spec` does."""
+    def alike(self, owner: str, prompt: Sequence[int], spec: SessionSpec) -> list[tuple[int, KeptSession]]:
+        """The owner's sessions that are computed as `spec` is and begin as a prompt does, each with how many positions."""
         prompt = prompt[:-1]  # the last one's logits are needed
         begin = list(prompt[:LEAST_POSITIONS])
         common = [
             (common_length(kept.ids, prompt), kept)
             for kept in self._kept
-            if kept.owner == owner and list(kept.ids[:LEAST_POSITIONS]) == begin and kept.session.spec.travels_as(spec)
+            if kept.owner == owner
+            and list(kept.ids[:LEAST_POSITIONS]) == begin
+            and kept.session.spec.is_computed_as(spec)
         ]
-        useful = [
-            (length, kept) for length, kept in common if length >= LEAST_POSITIONS and 2 * length >= len(kept.ids)
-        ]
-        if not useful:
-            return None
-        length, best = max(useful, key=lambda one: one[0])
-        self._kept.remove(best)
-        return best.session, length
+        return [(length, kept) for length, kept in common if length >= LEAST_POSITIONS]
+
+    def take(self, kept: KeptSession) -> ClientSession:
+        """It is not kept any more."""
+        self._kept.remove(kept)
+        return kept.session
 
     async def keep(self, owner: str, session: ClientSession, ids: Sequence[int]) -> None:
         """A session whose last output has come. Of too many, the one that was used the longest ago is closed."""

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from swarmnode.codec.body import MAX_POSITIONS, MAX_ROWS, MAX_TOKEN_ID
+from swarmnode.codec.body import MAX_ADAPTER_CHARS, MAX_POSITIONS, MAX_ROWS, MAX_TOKEN_ID
 from swarmnode.codec.sampling import Grammar
 from swarmnode.errors import ContextTooLong, ProtocolError, UsageError
 from swarmnode.roles.serving.client.compressions import check_compression
@@ -18,11 +18,12 @@ from swarmnode.swarm.records.manifest import SERVING_CODECS
 @dataclass(frozen=True)
 class ModelLimits:
     """`vocabulary`: how many token ids it knows. `positions`: how many a sequence may have. None: no limit is known. `codecs`: as
-    what its states may travel."""
+    what its states may travel. `adapters`: the names of those that it has."""
 
     vocabulary: int | None = None
     positions: int | None = None
     codecs: tuple[int, ...] = SERVING_CODECS
+    adapters: tuple[str, ...] = ()
 
     def ids(self, prompt: Iterable[object]) -> list[int]:
         """The prompt's token ids. Raises UsageError where there is none, or one that the model does not know."""
@@ -59,13 +60,23 @@ class ModelLimits:
         return self._bound - prompt_length + 1
 
     async def check_options(self, options: GenerateOptions) -> None:
-        """Raises UsageError where a bias is for a token that the model does not have, the grammar is none, or the swarm does not
-        allow to compress so."""
+        """Raises UsageError where a bias is for a token that the model does not have, the grammar is none, the swarm does not allow
+        to compress so, or has no such adapter."""
         check_compression(options.compress, self.codecs)
+        self.check_adapter(options.adapter)
         if options.logit_bias:
             self.check_ids(min(options.logit_bias), max(options.logit_bias))
         if options.grammar is not None:
             await asyncio.to_thread(_check_grammar, options.grammar)
+
+    def check_adapter(self, name: str, *, hold_ends: bool = False) -> None:
+        """Raises UsageError where the swarm has no adapter of this name, or its user wants to `hold_ends`, of which nobody but the
+        peers knows what it changes; "" is the model alone."""
+        if name and hold_ends:
+            raise UsageError("hold_ends and an adapter do not go together: what it changes of the ends is not here")
+        if name and name not in self.adapters:
+            known = f"it has {', '.join(self.adapters)}" if self.adapters else "it has none"
+            raise UsageError(f"the swarm has no adapter {name[:MAX_ADAPTER_CHARS]!r}: {known}")
 
     def check_session(self, rows: int, length: int) -> None:
         """Raises UsageError where no session can have so many rows and positions."""

@@ -14,14 +14,19 @@ class ServedWork:
 
     def __init__(self) -> None:
         self._tokens: dict[tuple[bytes, HopSpec], int] = {}
+        self._given: dict[tuple[bytes, HopSpec], int] = {}
 
     def __repr__(self) -> str:
         return f"<ServedWork {dict(self.by_peer_and_session())}>"
 
+    def given(self, session: bytes, route: Route, tokens: int) -> None:
+        """A session began with so many tokens of another one, which these hops are not credited for once more."""
+        self._given = {(session, hop): tokens for hop in route}
+
     def heard(self, session: bytes, route: Route, tokens: int) -> None:
         """An output came for which the hops of this route have computed so many tokens, of all rows."""
         for hop in route:
-            self._tokens[session, hop] = tokens
+            self._tokens[session, hop] = max(0, tokens - self._given.get((session, hop), 0))
 
     def by_peer_and_session(self) -> Iterator[tuple[tuple[PeerId, bytes], int]]:
         """Who did how much under which id, in units times tokens."""

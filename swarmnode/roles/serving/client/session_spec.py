@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swarmnode.codec.branch import Branch
 from swarmnode.codec.logprobs import unpack_logprobs
 from swarmnode.codec.messages import HopSpec, LinkCodec, Mode, Open, Output, Sampling, Truncate
 from swarmnode.codec.sampling import pack_text
@@ -22,7 +23,8 @@ MAX_WIDTH = 1 << 20  # wider than any vocabulary
 class SessionSpec:
     """`width`: logits or hidden states that come out are no wider, token ids below it. `prompt_tokens` of `max_length`
     positions come at once, where that is known. `prompt` is what goes before the drawn tokens. States between hops travel as
-    `codec`, but for what `codecs` says; where it `adapts`, as the hops choose among what the swarm has `allowed`."""
+    `codec`, but for what `codecs` says; where it `adapts`, as the hops choose among what the swarm has `allowed`. They go
+    through the model as its `adapter` of this name changes it."""
 
     mode: Mode
     max_length: int
@@ -36,6 +38,7 @@ class SessionSpec:
     prompt_tokens: int = 0
     prompt: tuple[int, ...] = ()
     width: int = MAX_WIDTH
+    adapter: str = ""
 
     @property
     def size(self) -> SessionSize:
@@ -50,6 +53,7 @@ class SessionSpec:
         known: int,
         truncate: Truncate | None,
         codecs: tuple[LinkCodec, ...],
+        branch: Branch | None = None,
     ) -> Open:
         """The OPEN of an epoch, for the first hop of a route."""
         return Open(
@@ -67,11 +71,18 @@ class SessionSpec:
             truncate=truncate,
             codecs=codecs,
             adapts=self.adapts,
+            adapter=self.adapter,
+            branch=branch,
         )
 
-    def travels_as(self, other: SessionSpec) -> bool:
+    @property
+    def follows_grammar(self) -> bool:
+        """Whether tokens are drawn by a grammar. Its matcher is made for a new session."""
+        return self.sampling is not None and self.sampling.grammar is not None
+
+    def is_computed_as(self, other: SessionSpec) -> bool:
         """Whether what the hops hold of another session is what they would hold of this one."""
-        return (self.codec, self.adapts) == (other.codec, other.adapts)
+        return (self.codec, self.adapts, self.adapter) == (other.codec, other.adapts, other.adapter)
 
     def codec_into(self, unit: int, end: int) -> Codec:
         """The coarsest codec in which the positions below `end` entered a unit."""

@@ -10,8 +10,9 @@ import pytest
 from swarmnode.codec.messages import HopSpec, Mode, Open, Output, Want
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession, ids_entry
+from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.roles.serving.client.generation import GenerateOptions, RingStream
+from swarmnode.roles.serving.client.ids_entry import ids_entry
 from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.roles.serving.job import Job, JobResult
 from swarmnode.roles.serving.session import StageSession

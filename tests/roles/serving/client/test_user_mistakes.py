@@ -25,8 +25,9 @@ from swarmnode.errors import ErrorCode, PeerRefused
 from swarmnode.net.links.link import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.network import FakeWorld
-from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession, ids_entry
+from swarmnode.roles.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.roles.serving.client.generation import GenerateOptions, RingStream
+from swarmnode.roles.serving.client.ids_entry import ids_entry
 from swarmnode.roles.serving.client.session_spec import SessionSpec
 from swarmnode.roles.serving.pipeline import Pipeline
 from swarmnode.roles.serving.server import StageServer

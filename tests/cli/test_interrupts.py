@@ -1,0 +1,75 @@
+"""Ctrl-C while a thread does what nothing stops: real processes, which end as others do, at once and without a stack trace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+IMPORTING = """
+    import asyncio, threading
+    from swarmnode.cli.terminal.console import leave_threads, run_async
+
+    async def command(stop):
+        loading = asyncio.ensure_future(asyncio.to_thread(threading.Event().wait))  # as long as Python would wait for it
+        print("begun", flush=True)
+        await stop.wait()
+        loading.cancel()
+        print("over")
+
+    run_async(command)
+    leave_threads({code})
+    print("not reached")
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_asked_to_stop_waits_for_no_thread(code: int, number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(IMPORTING).format(code=code)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    said, errors = process.communicate(timeout=240)
+    assert (process.returncode, said, errors) == (code, "over\n", "")
+
+
+def test_who_ends_by_itself_waits_for_its_threads() -> None:
+    """What they write is to be there."""
+    script = """
+        import asyncio, threading, time
+        from swarmnode.cli.terminal.console import leave_threads, run_async
+
+        def write(begun):
+            begun.set()
+            time.sleep(1.0)
+            print("written")
+
+        async def command(stop):
+            begun = threading.Event()
+            writing = asyncio.ensure_future(asyncio.to_thread(write, begun))
+            await asyncio.to_thread(begun.wait)
+            writing.cancel()
+
+        run_async(command)
+        leave_threads(0)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "written\n", "")

@@ -1,0 +1,72 @@
+"""Each adapter of a swarm is a model of its own: listed with its parent, asked by its name, and never mistaken for another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import openai
+import pytest
+
+from swarmnode.roles.creation.adapter_source import from_folders
+from swarmnode.roles.creation.model_source import from_checkpoint
+from tests.adapters import save_llama_adapter
+from tests.gateway.conftest import MODEL, serving
+from tests.gateway.speaking import save_speaking_llama
+from tests.net.virtual import in_virtual_time
+from tests.node.conftest import Founded
+
+NAMES = ("verse", "prose")
+SAID = [{"role": "user", "content": "How are the hens?"}]
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Founded:
+    """A swarm whose model speaks, and speaks otherwise through each of two adapters."""
+    folder = tmp_path_factory.mktemp("adapted")
+    save_speaking_llama(folder / "model")
+    saved = {name: save_llama_adapter(folder / name, folder / "model", seed=at) for at, name in enumerate(NAMES)}
+    source = from_checkpoint(str(folder / "model"), folder / "none")
+    (folder / "founded").mkdir()
+    return Founded.on(folder / "model", folder / "founded", adapters=from_folders(saved, source, folder / "adapters"))
+
+
+@in_virtual_time
+async def test_each_is_listed_and_answers_by_its_name(adapted: Founded, tmp_path: Path) -> None:
+    async with serving(adapted, tmp_path) as served:
+        cards = {card.id: card.model_dump() for card in (await served.openai.models.list()).data}
+        assert list(cards) == [MODEL, f"{MODEL}:verse", f"{MODEL}:prose"]
+        assert [card["parent"] for card in cards.values()] == [None, MODEL, MODEL]
+        assert (await served.openai.models.retrieve(f"{MODEL}:verse")).id == f"{MODEL}:verse"
+        texts = {}
+        for name in cards:
+            options = {"prompt": "in the end", "max_tokens": 12, "temperature": 0}
+            texts[name] = (await served.openai.completions.create(model=name, **options)).choices[0].text
+            adapter = name.partition(":")[2]
+            assert texts[name] == (await served.client.generate("in the end", max_new_tokens=12, adapter=adapter)).text
+        assert len(set(texts.values())) == 3
+        chats = [
+            await served.openai.chat.completions.create(model=name, messages=SAID, max_tokens=8, temperature=0)
+            for name in cards
+        ]
+        assert len({chat.choices[0].message.content for chat in chats}) == 3
+        assert [chat.model for chat in chats] == list(cards)
+
+
+@in_virtual_time
+async def test_who_names_none_gets_the_model_alone(adapted: Founded, tmp_path: Path) -> None:
+    async with serving(adapted, tmp_path) as served:
+        answer = await served.http.post("/v1/completions", json={"prompt": "hens", "max_tokens": 4})
+        assert answer.json()["model"] == MODEL
+        with pytest.raises(openai.NotFoundError, match=f"{MODEL}:verse"):
+            await served.openai.completions.create(model=f"{MODEL}:rhyme", prompt="hens")
+
+
+@in_virtual_time
+async def test_the_page_has_one_swarm_with_its_adapters(adapted: Founded, tmp_path: Path) -> None:
+    async with serving(adapted, tmp_path) as served:
+        assert served.page.names == [MODEL]
+        assert (await served.http.get(f"/api/v1/swarms/{MODEL}")).json()["adapters"] == list(NAMES)
+        assert not {f"{MODEL}:{name}" for name in NAMES} & {*(await served.http.get("/ready")).json()["loading"]}
+        metrics = (await served.http.get("/metrics")).text
+        lines = [line for line in metrics.splitlines() if line.startswith("swarmnode_client_sessions_total")]
+        assert len(lines) == len(set(lines)), "one swarm is counted once"

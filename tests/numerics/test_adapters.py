@@ -1,0 +1,248 @@
+"""Spans with adapters give what the whole model gives whose weights an adapter has changed: family by family, and mixed."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from swarmnode.compute.adapters.adapter_file import AdapterFile, adapter_in
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import ModelSpan, load_span
+from swarmnode.compute.packed import FbgemmLinear, Packing
+from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
+from swarmnode.errors import ErrorCode, ProtocolError
+from tests.adapters import RANK, matrices, merge, write_adapter
+from tests.numerics.families import tiny_config
+
+TOLERANCE = 1e-4  # of the logits' standard deviation; float32, whose sums depend on the order
+PEFT_TOLERANCE = 1e-5
+STRENGTH = 0.15
+FAMILIES = ("llama", "gpt2", "gpt_neox", "qwen2", "gemma2", "phi3", "opt", "mixtral")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def ids_of(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(2, 97, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def use(span: ModelSpan, name: str, file: AdapterFile) -> None:
+    """As a node does: read what is for this span, and have it."""
+    loras = file.load(span.family, span.model, span.start, span.end, device=span.device, dtype=span.dtype)
+    span.adapters.add(name, loras)
+
+
+class Route:
+    """The spans of a checkpoint, one after another, with the adapters that they were given."""
+
+    def __init__(self, folder: Path, adapters: dict[str, AdapterFile], **options: Any) -> None:
+        checkpoint = Checkpoint(folder)
+        cuts = [0, 2, 4, checkpoint.units]
+        self.runners = []
+        for start, end in pairwise(cuts):
+            span = load_span(checkpoint, start, end, check=False, **options)
+            for name, file in adapters.items():
+                use(span, name, file)
+            self.runners.append(StageRunner(span, RunnerConfig(1 << 24)))
+
+    def open(self, session: str, adapter: str) -> None:
+        for runner in self.runners:
+            runner.open(session, rows=1, max_length=64, adapter=adapter)
+
+    def run(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for runner in self.runners:
+            results = runner.run([StepInput(name, x, WANT_ALL) for name, x in inputs.items()])
+            inputs = {result.session_id: result.output for result in results}
+        return inputs
+
+
+@torch.inference_mode()
+def whole(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids, use_cache=False).logits
+
+
+def assert_same(one: torch.Tensor, other: torch.Tensor, tolerance: float = TOLERANCE) -> None:
+    assert one.shape == other.shape
+    assert float((one - other).abs().max()) < tolerance * float(other.std())
+
+
+class Saved:
+    """A family's tiny model on disk, and two adapters of it with what they make of the model."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.model = AutoModelForCausalLM.from_config(tiny_config(name), dtype=torch.float32).eval()
+        self.folder = folder / "model"
+        self.model.save_pretrained(self.folder)
+        linears = {name for name, module in self.model.named_modules() if is_linear(module)}
+        if getattr(self.model.config, "tie_word_embeddings", False):
+            linears = {
+                name for name in linears if "." in name
+            }  # merged, the head's change would be the embedding's, too
+        tensors = [matrices(self.model, linears.__contains__, seed=seed, strength=STRENGTH) for seed in (1, 2)]
+        folders = [
+            write_adapter(folder / "one", tensors[0], fan_in_fan_out=name == "gpt2"),
+            write_adapter(folder / "two", tensors[1], use_rslora=True, fan_in_fan_out=name == "gpt2"),
+        ]
+        self.folders = dict(zip(("one", "two"), folders, strict=True))
+        self.adapters = {key: adapter_in(one) for key, one in self.folders.items()}
+        self.merged = {
+            "": self.model,
+            "one": merge(copy.deepcopy(self.model), tensors[0]),
+            "two": merge(copy.deepcopy(self.model), tensors[1], rslora=True),
+        }
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved("llama", tmp_path_factory.mktemp("llama"))
+
+
+def test_sessions_with_different_adapters_beside_one_another(saved: Saved) -> None:
+    route = Route(saved.folder, saved.adapters)
+    sessions = {f"{name or 'alone'} {number}": name for number, name in enumerate(["", "one", "two", "one", ""])}
+    texts = {session: ids_of(9, seed=number) for number, session in enumerate(sessions)}
+    for session, adapter in sessions.items():
+        route.open(session, adapter)
+    outputs = route.run({session: ids[:, :5] for session, ids in texts.items()})
+    for at in range(5, 9):  # step by step, with caches
+        later = route.run({session: ids[:, at : at + 1] for session, ids in texts.items()})
+        outputs = {session: torch.cat([outputs[session], later[session]], 1) for session in texts}
+    for session, adapter in sessions.items():
+        assert_same(outputs[session], whole(saved.merged[adapter], texts[session]))
+    apart = [
+        float((whole(saved.merged[name], ids_of(9)) - whole(saved.model, ids_of(9))).abs().max())
+        for name in ("one", "two")
+    ]
+    assert min(apart) > 0.01  # it would be seen if an adapter did nothing
+
+
+def test_a_pass_is_of_one_adapter(llama: Saved) -> None:
+    route = Route(llama.folder, llama.adapters)
+    for session, adapter in (("a", ""), ("b", "one"), ("c", "two"), ("d", "one")):
+        route.open(session, adapter)
+    route.run({session: ids_of(6) for session in "abcd"})
+    for runner in route.runners:
+        members = [{id(member) for member in cohort.members} for cohort in runner.pool.cohorts]
+        assert sorted(map(len, members)) == [1, 1, 2]
+
+
+def test_an_adapter_that_is_not_loaded_opens_no_session(llama: Saved) -> None:
+    route = Route(llama.folder, llama.adapters)
+    with pytest.raises(ProtocolError) as caught:
+        route.open("a", "three")
+    assert caught.value.code == ErrorCode.INTERNAL
+    assert "a" not in route.runners[0]
+
+
+def test_an_adapter_that_goes_leaves_the_model_as_it_was(llama: Saved) -> None:
+    route = Route(llama.folder, llama.adapters)
+    route.open("a", "one")
+    route.run({"a": ids_of(6)})
+    for runner in route.runners:
+        runner.close("a")
+        runner.span.adapters.remove("one")
+    route.open("b", "")
+    assert_same(route.run({"b": ids_of(6)})["b"], whole(llama.model, ids_of(6)))
+
+
+def test_an_adapter_of_few_layers_costs_other_spans_nothing(llama: Saved, tmp_path: Path) -> None:
+    tensors = matrices(llama.model, lambda name: ".3." in name and "q_proj" in name)
+    route = Route(llama.folder, {"last": adapter_in(write_adapter(tmp_path, tensors))})
+    route.open("a", "last")
+    merged = merge(copy.deepcopy(llama.model), tensors)
+    assert_same(route.run({"a": ids_of(6)})["a"], whole(merged, ids_of(6)))
+    hooks = [sum(len(module._forward_hooks) for module in runner.span.model.modules()) for runner in route.runners]
+    assert hooks == [0, 0, 1]
+
+
+@pytest.mark.parametrize("quantize", ["int8", "nf4"])
+def test_quantised_layers_take_adapters(llama: Saved, quantize: str) -> None:
+    """The change is the adapter's own, in full precision: what quantising changes it changes without an adapter, too."""
+    route = Route(llama.folder, llama.adapters, quantize=quantize)
+    for runner in route.runners[:1]:
+        layer = runner.span.model.get_submodule("model.layers.0.self_attn.q_proj")
+        assert type(layer) is not nn.Linear
+        x = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
+        with torch.inference_mode():
+            runner.span.adapters.choose("")
+            before = layer(x)
+            runner.span.adapters.choose("one")
+            after = layer(x)
+        whole_layers = [llama.merged[name].get_submodule("model.layers.0.self_attn.q_proj") for name in ("", "one")]
+        change = whole_layers[1](x) - whole_layers[0](x)
+        assert float((after - before - change).abs().max()) < 1e-4 * float(change.std())
+
+
+def test_layers_that_are_packed_meanwhile_keep_their_adapter(llama: Saved) -> None:
+    """Packing puts another module in the layer's place, before an adapter came or after."""
+    checkpoint = Checkpoint(llama.folder)
+    for packed_first in (True, False):
+        span = load_span(checkpoint, 0, checkpoint.units, check=False)
+        name = "model.layers.1.mlp.down_proj"
+        linear = span.model.get_submodule(name)
+        packing = Packing(span.model, {name: (linear, FbgemmLinear)})
+        if packed_first:
+            packing.run()
+        use(span, "one", llama.adapters["one"])
+        if not packed_first:
+            packing.run()
+        runner = StageRunner(span, RunnerConfig(1 << 24))
+        runner.open("a", rows=1, max_length=16, adapter="one")
+        (result,) = runner.run([StepInput("a", ids_of(6), WANT_ALL)])
+        expected = whole(llama.merged["one"], ids_of(6))
+        assert isinstance(span.model.get_submodule(name), FbgemmLinear)
+        assert float((result.output - expected).abs().max()) < 0.02 * float(expected.std())  # its weights are float16
+        without = whole(merge(copy.deepcopy(llama.model), _without(llama, name)), ids_of(6))
+        assert float((result.output - without).abs().max()) > 0.1 * float(expected.std())
+
+
+def _without(saved: Saved, module: str) -> dict[str, torch.Tensor]:
+    """The adapter's changes but for one layer's: what would come out if its hook were lost."""
+    tensors = matrices(saved.model, lambda name: is_linear(saved.model.get_submodule(name)), seed=1, strength=STRENGTH)
+    return {name: tensor for name, tensor in tensors.items() if module not in name}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_near(llama: Saved, dtype: torch.dtype) -> None:
+    route = Route(llama.folder, llama.adapters, dtype=dtype)
+    route.open("a", "one")
+    output = route.run({"a": ids_of(9)})["a"].float()
+    expected = whole(copy.deepcopy(llama.merged["one"]).to(dtype), ids_of(9)).float()
+    assert float((output - expected).abs().mean()) < 0.05 * float(expected.std())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_peft_gives_the_same(name: str, tmp_path: Path) -> None:
+    """Against peft itself, and files that it has written, where it is installed (docs/testing.md)."""
+    peft = pytest.importorskip("peft")
+    saved = Saved(name, tmp_path)
+    targets = ["c_attn", "c_proj"] if name == "gpt2" else ["q_proj", "v_proj", "down_proj", "lm_head"]
+    config = peft.LoraConfig(
+        r=RANK, lora_alpha=16, target_modules=targets, fan_in_fan_out=name == "gpt2", use_rslora=True
+    )
+    adapted = peft.get_peft_model(copy.deepcopy(saved.model), config).eval()
+    with torch.no_grad():
+        for key, parameter in adapted.named_parameters():
+            if "lora_" in key:
+                parameter.copy_(torch.randn(parameter.shape) * STRENGTH)
+    adapted.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    route = Route(saved.folder, {"theirs": adapter_in(tmp_path / "theirs")})
+    route.open("a", "theirs")
+    assert_same(route.run({"a": ids_of(12)})["a"], whole(adapted, ids_of(12)), PEFT_TOLERANCE)
