@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import is_wide
@@ -11,15 +13,22 @@ from swarmnode.net.table.ids import node_id
 
 BUCKET_PEERS = 8  # Kademlia's k, as BitTorrent has it
 GROUP_PEERS = 2  # of one address group of the open internet that are preferred to those of no other
+DOUBTFUL_S = 60.0  # who was heard within them is taken to live: in a full bucket each call of a newcomer would have another asked
+
+
+class _Known(NamedTuple):
+    group: str  # of its address
+    heard_s: float
 
 
 class RoutingTable:
     """A bucket for each length of the prefix that is shared with our own place. Whoever is known and answers stays: newcomers, who
     cost nothing, do not push them out, but for those of address groups that have more than their share."""
 
-    def __init__(self, own: PeerId) -> None:
+    def __init__(self, own: PeerId, clock: Callable[[], float] = time.monotonic) -> None:
         self._own = node_id(own)
-        self._buckets: dict[int, dict[PeerId, str]] = {}  # peers with their address groups, least recently heard first
+        self._clock = clock
+        self._buckets: dict[int, dict[PeerId, _Known]] = {}  # least recently heard first
 
     def __repr__(self) -> str:
         return f"<RoutingTable of {len(self)} peers>"
@@ -35,18 +44,19 @@ class RoutingTable:
         return {peer for bucket in self._buckets.values() for peer in bucket}
 
     def heard(self, peer: PeerId, group: str) -> PeerId | None:
-        """A peer has spoken. Where there is no room for it, returns whom to ask whether it still lives."""
+        """A peer has spoken. Where there is no room for it, returns whom to ask whether it still lives, if that is doubtful."""
         number = self._bucket_of(peer)
         if number == 0:
             return None  # ourselves
-        bucket = self._buckets.setdefault(number, {})
+        bucket, now_s = self._buckets.setdefault(number, {}), self._clock()
         if peer not in bucket and len(bucket) >= BUCKET_PEERS:
             crowding = self._crowding(bucket, group)
             if crowding is None:
-                return next(iter(bucket))
+                longest = next(iter(bucket))
+                return longest if now_s - bucket[longest].heard_s >= DOUBTFUL_S else None
             del bucket[crowding]
         bucket.pop(peer, None)
-        bucket[peer] = group
+        bucket[peer] = _Known(group, now_s)
         return None
 
     def lost(self, peer: PeerId) -> None:
@@ -56,19 +66,19 @@ class RoutingTable:
     def nearest(self, place: int, count: int = BUCKET_PEERS) -> list[PeerId]:
         """Those nearest to a place, of different address groups where there are some, without us. Else whoever has a crowd beside a
         place would be all that its neighbours there ask, and all whom they name."""
-        groups = {peer: group for bucket in self._buckets.values() for peer, group in bucket.items()}
+        groups = {peer: known.group for bucket in self._buckets.values() for peer, known in bucket.items()}
         return diverse(sorted(groups, key=lambda peer: node_id(peer) ^ place), groups, count)
 
     def _bucket_of(self, peer: PeerId) -> int:
         return (node_id(peer) ^ self._own).bit_length()
 
     @staticmethod
-    def _crowding(bucket: dict[PeerId, str], newcomer: str) -> PeerId | None:
+    def _crowding(bucket: dict[PeerId, _Known], newcomer: str) -> PeerId | None:
         """The latest of a group that has more than its share, where the newcomer's has less."""
-        sizes = Counter(group for group in bucket.values() if is_wide(group))
+        sizes = Counter(known.group for known in bucket.values() if is_wide(known.group))
         if is_wide(newcomer) and sizes[newcomer] >= GROUP_PEERS:
             return None
-        return next((peer for peer in reversed(bucket) if sizes[bucket[peer]] > GROUP_PEERS), None)
+        return next((peer for peer in reversed(bucket) if sizes[bucket[peer].group] > GROUP_PEERS), None)
 
 
 def diverse(peers: Iterable[PeerId], groups: Mapping[PeerId, str], count: int) -> list[PeerId]:

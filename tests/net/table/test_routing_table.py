@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from swarmnode.net.table.ids import node_id
-from swarmnode.net.table.routing_table import BUCKET_PEERS, RoutingTable, diverse
+from swarmnode.net.table.routing_table import BUCKET_PEERS, DOUBTFUL_S, RoutingTable, diverse
 
 
 def far_from(own: str, count: int, name: str) -> list[str]:
@@ -11,10 +11,14 @@ def far_from(own: str, count: int, name: str) -> list[str]:
 
 
 def test_who_is_known_stays_and_is_asked_when_others_come():
-    table = RoutingTable("me")
+    now_s = 0.0
+    table = RoutingTable("me", lambda: now_s)
     known, late = far_from("me", BUCKET_PEERS, "known"), far_from("me", 1, "late")[0]
     assert [table.heard(peer, peer) for peer in known] == [None] * BUCKET_PEERS
     assert table.heard(known[0], known[0]) is None, "heard again: the latest now"
+    assert table.heard(late, late) is None and late not in table, "all were heard just now"
+    now_s = DOUBTFUL_S
+    assert table.heard(known[2], known[2]) is None
     assert table.heard(late, late) == known[1] and late not in table
     table.lost(known[1])
     assert table.heard(late, late) is None and late in table
