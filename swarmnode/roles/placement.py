@@ -86,7 +86,7 @@ class Placement:
                 claim = choice
                 directory.announce(Place(span=(claim.start, claim.end)))
                 settled_s = self._clock() + self.config.settle_s
-        self._note(f"takes units {claim}" if claim.units else STANDS_BY, claim)
+        self._note(self._view(), f"takes units {claim}" if claim.units else STANDS_BY, claim)
         return claim
 
     async def reason_to_move(
@@ -106,16 +106,16 @@ class Placement:
             revision = self._host.directory.revision
             self._host.directory.announce(*news())
             fixed = bound()
-            move = None if fixed else await self._reconsider()
+            view, move = (self._view(), None) if fixed else await self._reconsider()
             if move is None:
                 self._wish = None
-                self._note_stay(fixed=fixed)
+                self._note_stay(view, fixed=fixed)
             elif self._stands(move):
                 self._leaving_s = self._clock()
-                self._note(f"moves to units {move.span}", move.span, *_reasons(move))
+                self._note(view, f"moves to units {move.span}", move.span, *_reasons(move))
                 return move
             else:
-                self._note(f"will move to units {move.span} when it is its turn", move.span, *_reasons(move))
+                self._note(view, f"will move to units {move.span} when it is its turn", move.span, *_reasons(move))
             await self._pause(revision)
 
     async def _pause(self, revision: int) -> None:
@@ -126,15 +126,16 @@ class Placement:
                 calm_s = self.config.calm_look_s - self.config.look_s
                 await asyncio.wait_for(self._host.directory.changed(revision), calm_s)
 
-    async def _reconsider(self) -> Move | None:
+    async def _reconsider(self) -> tuple[View, Move | None]:
         """As the directory has it. Of a large swarm that is a sample: units that seem to have nobody are looked for first."""
         directory, view = self._host.directory, self._view()
         move = await self._wish_in(view)
         if move is None or not move.fills or directory.crowd <= len(directory.peers()):
-            return move
+            return view, move
         for unit in gaps(view.units, view.peers)[:SEARCHED_GAPS]:
             await directory.look_for(unit)
-        return await self._wish_in(self._view())
+        view = self._view()
+        return view, await self._wish_in(view)
 
     async def _wish_in(self, view: View) -> Move | None:
         return await asyncio.to_thread(self._rule.reconsider, view, self._joiner(), self._move_policy())
@@ -152,7 +153,7 @@ class Placement:
             self._wish = _Wish(move, self._clock())
         return self._clock() - self._wish.since_s >= move.delay_s
 
-    def _note_stay(self, *, fixed: bool) -> None:
+    def _note_stay(self, view: View, *, fixed: bool) -> None:
         """Where it is, there it remains."""
         own, hysteresis = self._host.directory.own, self._move_policy().hysteresis
         assert own is not None
@@ -163,10 +164,10 @@ class Placement:
             reason = "every unit has two holders, and a step would not be shorter with this node"
         if fixed:
             reason = "these units were fixed with --span or --plan, are trained by nobody else, or are being finished"
-        self._note(f"stays at units {Span(*own.span)}" if own.span[1] else STANDS_BY, Span(*own.span), reason)
+        self._note(view, f"stays at units {Span(*own.span)}" if own.span[1] else STANDS_BY, Span(*own.span), reason)
 
-    def _note(self, what: str, span: Span, *reasons: str) -> None:
-        facts = (*reasons, *grounds(self._view(), self._joiner(), span))
+    def _note(self, view: View, what: str, span: Span, *reasons: str) -> None:
+        facts = (*reasons, *grounds(view, self._joiner(), span))
         self._host.decisions.note(Topic.PLACEMENT, what, facts, units=span)
 
     def _view(self) -> View:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.libp2p.from_hivemind import HivemindMultiaddr, p2pd_pb2
 from swarmnode.net.libp2p.peer_names import peer_bytes, peer_name
 from swarmnode.net.libp2p.socket_stream import SocketStream, write_varint
+
+MOST_TEXTS = 1024  # that are remembered: the same peers are connected each time
 
 Request = p2pd_pb2.Request
 
@@ -144,7 +147,12 @@ class Inbox:
 
 
 def _texts(addresses: Iterable[bytes]) -> list[str]:
-    return [str(Multiaddr(raw)) for raw in addresses]
+    return list(map(_text, addresses))
+
+
+@lru_cache(MOST_TEXTS)
+def _text(address: bytes) -> str:
+    return str(Multiaddr(address))
 
 
 def _reason(answer: Any) -> str:

@@ -27,10 +27,15 @@ def _name(raw: bytes) -> PeerId:
 
 
 @lru_cache(MOST)
-def peer_bytes(peer: PeerId) -> bytes:
-    """What `peer_name` is made of. Raises PeerLost where it is no peer id."""
+def hivemind_id(peer: PeerId) -> PeerID:
+    """As hivemind's calls take it. Raises PeerLost where it is no peer id."""
     try:
-        raw: bytes = PeerID.from_base58(peer).to_bytes()
+        return PeerID.from_base58(peer)
     except ValueError as error:
         raise PeerLost(f"{peer!r} is not a peer id", peer=peer) from error
+
+
+def peer_bytes(peer: PeerId) -> bytes:
+    """What `peer_name` is made of. Raises PeerLost where it is no peer id."""
+    raw: bytes = hivemind_id(peer).to_bytes()
     return raw

@@ -17,8 +17,8 @@ import msgspec
 from swarmnode.codec.decoding import DECODE_ERRORS
 from swarmnode.net.interfaces import PeerId, Record, RecordValidator
 from swarmnode.net.libp2p.address_groups import AddressGroups
-from swarmnode.net.libp2p.from_hivemind import P2P, PeerID, dht_pb2
-from swarmnode.net.libp2p.peer_names import peer_bytes, peer_name
+from swarmnode.net.libp2p.from_hivemind import P2P, dht_pb2
+from swarmnode.net.libp2p.peer_names import hivemind_id, peer_bytes, peer_name
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.limits.fair_pace import FairPace, Pace
 from swarmnode.net.table.ids import ID_BITS, id_bytes, node_id
@@ -138,8 +138,7 @@ class TableCalls:
 
     async def _call(self, peer: PeerId, name: str, request: Any, answer_type: type) -> Any:
         try:
-            target = PeerID.from_base58(peer)
-            calling = self._p2p.call_protobuf_handler(target, name, request, answer_type)
+            calling = self._p2p.call_protobuf_handler(hivemind_id(peer), name, request, answer_type)
             answer = await asyncio.wait_for(calling, self._timeout_s)
         except Exception as error:  # hivemind raises many kinds, asyncio's and the other side's among them
             log.debug("peer %s does not answer for the table: %s", peer, error)

@@ -174,6 +174,7 @@ def open_announcement(record: bytes, swarm_id: bytes, verify: Verify) -> Announc
     return _open_record(record, swarm_id, verify, MAX_RECORD_BYTES)[0]
 
 
+@lru_cache(maxsize=REMEMBERED_RECORDS)
 def _open_record(record: bytes, swarm_id: bytes, verify: Verify, max_bytes: int) -> tuple[Announcement, bytes]:
     signed = _KIND.decode(record, _record_decoder, max_bytes)
     if len(record) - len(signed.certificate) > MAX_RECORD_BYTES:
@@ -182,18 +183,11 @@ def _open_record(record: bytes, swarm_id: bytes, verify: Verify, max_bytes: int)
 
 
 def announcement_reader(swarm_id: bytes, verify: Verify, vouch: Vouch | None = None) -> Callable[[bytes], Announcement]:
-    """`open_announcement` for one swarm, with a memory: a signature costs 0.3 ms to check, and each record comes often.
-
-    `vouch` is asked every time: memberships end.
-    """
+    """`open_announcement` for one swarm. `vouch` is asked every time: memberships end."""
     max_bytes = MAX_RECORD_BYTES + (MAX_CERTIFICATE_BYTES if vouch is not None else 0)
 
-    @lru_cache(maxsize=REMEMBERED_RECORDS)
-    def opened(record: bytes) -> tuple[Announcement, bytes]:
-        return _open_record(record, swarm_id, verify, max_bytes)
-
     def read(record: bytes) -> Announcement:
-        announcement, certificate = opened(record)
+        announcement, certificate = _open_record(record, swarm_id, verify, max_bytes)
         if vouch is not None:
             vouch(announcement, certificate)
         return announcement

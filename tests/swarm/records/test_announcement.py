@@ -212,9 +212,14 @@ def test_garbage(data):
 
 def test_a_signature_is_checked_once():
     checks = []
-    read = announcement_reader(SWARM, lambda *parts: checks.append(parts) or fake_verify(*parts))
+
+    def verify(*parts):
+        checks.append(parts)
+        return fake_verify(*parts)
+
+    read, keep = announcement_reader(SWARM, verify), announcement_reader(SWARM, verify)
     good, bad = record(make()), record(make())[:-1] + b"?"
-    assert read(good) is read(good)
+    assert read(good) is read(good) is keep(good), "the same record is kept for others and read"
     assert len(checks) == 1
     for _ in range(2):
         with pytest.raises(ProtocolError):
