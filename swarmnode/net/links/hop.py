@@ -159,11 +159,12 @@ class Hop:
         if self._error is not None:
             raise self._error
 
-    def send(self, entry: Entry) -> None:
-        """Journal an entry and, while the hop is live, send it. Entries already journalled are ignored."""
+    def send(self, entry: Entry, *, at_once: bool = False) -> None:
+        """Journal an entry and, while the hop is live, send it; `at_once` where nothing goes with it. Entries already journalled
+        are ignored."""
         if self.record(entry) and self._live and self._channel is not None:
             try:
-                _send(self._channel, entry)
+                _send(self._channel, entry, at_once=at_once)
             except PeerLost as error:
                 self._lost(self._attempt, error)
 
@@ -298,10 +299,10 @@ def _is_divisible(entry: Entry) -> bool:
     return info.shape[0] == 1 and info.codec in (Codec.NONE, Codec.BF16, Codec.FP16)
 
 
-def _send(channel: Channel, entry: Entry) -> None:
+def _send(channel: Channel, entry: Entry, *, at_once: bool = False) -> None:
     if entry.truncate is not None:
         channel.send(entry.truncate)
-    channel.send(entry.body, seq=entry.start, payload=entry.payload)
+    channel.send(entry.body, seq=entry.start, payload=entry.payload, at_once=at_once)
 
 
 def _superseded(peer: PeerId | None) -> PeerLost:

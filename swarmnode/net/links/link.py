@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from swarmnode.codec.frames import Frame, FrameKind, FrameReader, pack_header
 from swarmnode.codec.messages import (
@@ -159,7 +159,9 @@ class Link:
 
     async def _first_frame(self) -> Frame:
         while True:
-            frames = list(self._advance(await self._read()))
+            count = await self._read()
+            frames = list(self._reader.advance(count))
+            await self._heard(count, 0)
             if frames:
                 self._early = frames[1:]
                 return frames[0]
@@ -176,9 +178,11 @@ class Link:
 
     # -- sending
 
-    def send(self, body: Body, *, channel: int = 0, seq: int = 0, payload: Sequence[Buffer] = ()) -> None:
-        """Queue a frame; all frames of one turn of the loop leave in one write. Raises PeerLost on a closed link; one whose peer
-        has not taken what was sent before is closed.
+    def send(
+        self, body: Body, *, channel: int = 0, seq: int = 0, payload: Sequence[Buffer] = (), at_once: bool = False
+    ) -> None:
+        """Queue a frame; all frames of one turn of the loop leave in one write, with its last one that is to leave `at_once`.
+        Raises PeerLost on a closed link; one whose peer has not taken what was sent before is closed.
 
         The payload's parts are byte buffers that nobody changes until they are sent.
         """
@@ -192,7 +196,10 @@ class Link:
         for part in payload:
             payload_bytes += len(part)
         head = pack_header(KIND_OF[type(body)], len(data), payload_bytes, channel, seq) + data
-        if self._sending.put((head, *payload), len(head) + payload_bytes):
+        is_first = self._sending.put((head, *payload), len(head) + payload_bytes)
+        if at_once:
+            self._flush()
+        elif is_first:
             self._loop.call_soon(self._flush)
         if payload_bytes >= MEASURED_BYTES:
             self._unasked_bytes += payload_bytes
@@ -223,9 +230,10 @@ class Link:
             self._tick()
             ended = self._dispatch(self._early, on_frame)
             while not ended:
-                frames = list(self._advance(await self._read()))
+                count = await self._read()
+                frames = list(self._reader.advance(count))
                 ended = self._dispatch(frames, on_frame)
-                await self._keep_pace(len(frames))
+                await self._heard(count, len(frames))  # only now: nobody waits for it
             await self._stream.close()
         except ProtocolError as error:
             error.peer = self.peer
@@ -240,22 +248,28 @@ class Link:
             self._reader.give_up()
 
     async def _read(self) -> int:
+        """Bytes into the reader's room; how many."""
         room, limiter = await self._room(), self._config.download_limiter
         count = await self._stream.read_into(room if limiter is None else room[: limiter.burst_bytes])
         if self._lost is not None:
             raise self._lost
         if not count:
             raise PeerLost(f"peer {self.peer} cut the link", peer=self.peer)
-        self._heartbeat.heard(self._loop.time())
-        self._config.link_statistics.heard(self.peer, self._loop.time())
-        self.received_bytes += count
-        self._config.traffic.received_bytes[self._protocol] += count
-        if limiter is not None:  # who sends finds the stream full, and waits
-            await asyncio.sleep(limiter.reserve(count))
         return count
 
-    async def _keep_pace(self, frames: int) -> None:
-        """Read no further for a moment from a peer that sends more frames than its share: it slows down, others do not."""
+    async def _heard(self, count: int, frames: int) -> None:
+        """So many bytes came, which completed so many frames. Who sends faster than it may is read no further for a moment: it
+        finds the stream full, and slows down; others do not."""
+        now_s, limiter = self._loop.time(), self._config.download_limiter
+        self._heartbeat.heard(now_s)
+        self._config.link_statistics.heard(self.peer, now_s)
+        self.received_bytes += count
+        self._config.traffic.received_bytes[self._protocol] += count
+        self._throughput_meter.note(count, self._reader.pending_bytes)
+        if self._reader.pending_bytes:
+            self._came()
+        if limiter is not None:
+            await asyncio.sleep(limiter.reserve(count))
         wait_s = self._config.pace.wait_s(self.claimant, frames)
         if wait_s:
             await asyncio.sleep(min(wait_s, MAX_PAUSE_S))
@@ -272,13 +286,6 @@ class Link:
                 raise ProtocolError(text, code=ErrorCode.BUSY, peer=self.peer)
             await asyncio.sleep(ROOM_AGAIN_S)
 
-    def _advance(self, count: int) -> Iterator[Frame]:
-        """The frames that `count` bytes complete."""
-        yield from self._reader.advance(count)
-        self._throughput_meter.note(count, self._reader.pending_bytes)
-        if self._reader.pending_bytes:
-            self._came()
-
     def _dispatch(self, frames: Iterable[Frame], on_frame: OnFrame) -> bool:
         """Handle frames; True where one of them ended the link."""
         for frame in frames:
@@ -286,8 +293,8 @@ class Link:
                 continue  # of a newer version: ignore what you do not know
             body = decode_body(frame.kind, frame.body)
             if frame.channel:
-                self._came()
                 on_frame(frame, body)
+                self._came()
             elif isinstance(body, Ping):
                 if not self._closed:  # what was sent before the end may still be on its way out
                     self.send(Pong(self._throughput_meter.rate_bps or 0.0), seq=frame.seq)

@@ -71,9 +71,9 @@ class Channel:
         """Whether frames may still be sent."""
         return self._line.channels.get(self.number) is self and not self._line.link.closed
 
-    def send(self, body: Body, *, seq: int = 0, payload: Sequence[Buffer] = ()) -> None:
-        """Queue a frame. Raises PeerLost where the link is gone."""
-        self._line.link.send(body, channel=self.number, seq=seq, payload=payload)
+    def send(self, body: Body, *, seq: int = 0, payload: Sequence[Buffer] = (), at_once: bool = False) -> None:
+        """Queue a frame, and with `at_once` write what is queued. Raises PeerLost where the link is gone."""
+        self._line.link.send(body, channel=self.number, seq=seq, payload=payload, at_once=at_once)
 
     async def drain(self) -> None:
         """Wait until the link's send queue is short again. Raises PeerLost where it died meanwhile."""

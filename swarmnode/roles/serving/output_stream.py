@@ -31,12 +31,12 @@ class OutputStream:
             position -= 1
         return position + 1, tuple(reversed(ids))
 
-    def publish(self, position: int, output: Output, payload: tuple[Buffer, ...]) -> None:
-        """Send an output to all subscribers. One whose link is cut is none any more."""
+    def publish(self, position: int, output: Output, payload: tuple[Buffer, ...], *, at_once: bool = False) -> None:
+        """Send an output to all subscribers, `at_once` where nothing goes with it. One whose link is cut is none any more."""
         self._outputs[position] = (output, payload)
         for channel in list(self._subscribers):
             try:
-                channel.send(output, seq=position, payload=payload)
+                channel.send(output, seq=position, payload=payload, at_once=at_once)
             except PeerLost:
                 self._subscribers.remove(channel)
 

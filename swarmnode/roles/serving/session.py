@@ -269,10 +269,11 @@ class StageSession:
             self._submit(self.cursor.accepted + 1, (token,), Want.NOTHING, (), 0)
 
     def _done(self, job: Job, result: JobResult, run: Pass) -> None:
+        """A step that was computed alone leaves at once; all that is not needed for that comes afterwards, in another turn of the
+        loop: the next hop waits."""
         if self._freed:
             return
-        self._stage.computed(self, job, run)
-        self.computed = job.end
+        self.computed, alone = job.end, run.jobs == 1
         if result.error is not None:
             # A bad input is the fault of the hop that sent it.
             self._send_fault(max(0, self.index - 1) if result.bad_input else self.index, result.error)
@@ -280,24 +281,26 @@ class StageSession:
             self.free()
         elif isinstance(job.then, ForwardHidden):
             for entry in entries_of(job, result.tensors):
-                self._downstream.send(entry)
+                self._downstream.send(entry, at_once=alone)
             if job.count == 1:
                 self._timing.sent(job.end)
         elif result.tensors:
             ((info, payload),) = result.tensors
             self._output_stream.forget()  # the client drives: it has the earlier ones
-            self._publish(job.end, Output(tensor=info), (payload,))
+            self._publish(job.end, Output(tensor=info), (payload,), at_once=alone)
         for drawn in result.tokens:
             logprobs = (drawn.logprobs,) if drawn.logprobs else ()
-            self._publish(drawn.position, Output(drawn.ids, drawn.final), logprobs)
-        if job.count == 1 and not self._freed:
-            self._tell_ran(job.end)
-        self._note(job, run)
+            self._publish(drawn.position, Output(drawn.ids, drawn.final), logprobs, at_once=alone)
+        asyncio.get_running_loop().call_soon(self._left, job, run, self._stage.clock())
 
-    def _note(self, job: Job, run: Pass) -> None:
-        began_s, ended_s, jobs = run
-        came_s, sent_s = job.submitted_s, self._stage.clock()
+    def _left(self, job: Job, run: Pass, sent_s: float) -> None:
+        """What came of a job was sent."""
+        (began_s, ended_s, jobs), came_s = run, job.submitted_s
         self.trace.note(job.end, job.count, came_s=came_s, began_s=began_s, ended_s=ended_s, sent_s=sent_s, batch=jobs)
+        if not self._freed:
+            self._stage.computed(self, job, run)
+            if job.count == 1:
+                self._tell_ran(job.end)
 
     def _tell_ran(self, end: int) -> None:
         """Let those who sent us the step know that it has left."""
@@ -306,9 +309,9 @@ class StageSession:
             if ran is not None and channel is not None and channel.open:
                 channel.send(ran, seq=end)
 
-    def _publish(self, position: int, output: Output, payload: tuple[Buffer, ...]) -> None:
+    def _publish(self, position: int, output: Output, payload: tuple[Buffer, ...], *, at_once: bool) -> None:
         self._timing.sent(position + 1)  # in a ring this is the first hop's next step
-        self._output_stream.publish(position, output, payload)
+        self._output_stream.publish(position, output, payload, at_once=at_once)
         if self._is_last and self._feeds_itself:
             self._feed(position, output)
 

@@ -203,6 +203,9 @@ class Worker:
         run = Pass(self._executor.began_s, self.clock(), len(batch))
         self._executor.post(_deliver, batch, results, run)  # first of all: the next hop waits for it
         self.scheduler.ran(len(batch) * max(job.count for job in batch), run.ended_s - run.began_s)
+        for job, result in zip(batch, results, strict=True):
+            if not result.bad_input:
+                self.meter.note_hop(job.phase, run.ended_s - job.submitted_s)
 
     def _compute(self, batch: Sequence[Job]) -> list[JobResult]:
         """Everything up to the results is only launched; then the device is waited for, once."""
@@ -228,10 +231,7 @@ class Worker:
         self.steps += 1
         self.positions += sum(job.count for job in ready)
         fetched = outputs.fetch()
-        results = [self._finish(job, finishes[id(job)], fetched) for job in batch]
-        for job in ready:
-            self.meter.note_hop(job.phase, self.clock() - job.submitted_s)
-        return results
+        return [self._finish(job, finishes[id(job)], fetched) for job in batch]
 
     def _pass(self, jobs: Sequence[Job], works: Sequence[StepInput]) -> list[Output | Exception]:
         phase = DECODE if min(work.count for work in works) == 1 else PREFILL

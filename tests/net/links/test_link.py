@@ -100,6 +100,32 @@ class Recorder:
 
 
 @in_virtual_time
+async def test_frames_of_a_turn_leave_in_one_write_and_with_the_one_that_is_to_leave_at_once() -> None:
+    heard: list[int] = []
+    pair = Pair()
+    link = await pair.open(lambda frame, _body: heard.append(frame.seq))
+    writes: list[int] = []
+    write = link._stream.write
+
+    def counted(buffers: Sequence[Buffer]) -> None:
+        writes.append(len(buffers))
+        write(buffers)
+
+    link._stream.write = counted  # type: ignore[method-assign]
+    for seq in (1, 2):
+        link.send(Ready(0), channel=1, seq=seq)
+    assert writes == []
+    link.send(Ready(0), channel=1, seq=3, at_once=True)
+    assert writes == [3]
+    link.send(Ready(0), channel=1, seq=4)
+    link.send(Ready(0), channel=1, seq=5)
+    await link.drain()
+    assert writes == [3, 2]
+    await link.close()
+    assert await pair.there_ended is None and heard == [1, 2, 3, 4, 5]
+
+
+@in_virtual_time
 async def test_frames_go_both_ways_in_order() -> None:
     pair = Pair(Path(latency_s=0.01))
     got: list[tuple[int, int, Body, bytes]] = []

@@ -17,7 +17,7 @@ class Line:
         self.cut = False
         self.last: Body | None = None
 
-    def send(self, _body: Body, *, seq: int, payload: tuple[Any, ...]) -> None:
+    def send(self, _body: Body, *, seq: int, payload: tuple[Any, ...], at_once: bool = False) -> None:
         if self.cut:
             raise PeerLost("cut", peer="p")
         self.heard.append(seq)

@@ -80,8 +80,8 @@ async def test_a_text_without_end_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = await ToySwarm.start((0, 2), (2, 4))
     publish = StageSession._publish
 
-    def never_final(self: StageSession, position: int, output: Output, payload: Any) -> None:
-        publish(self, position, Output(output.ids, False, output.tensor), payload)
+    def never_final(self: StageSession, position: int, output: Output, payload: Any, **how: Any) -> None:
+        publish(self, position, Output(output.ids, False, output.tensor), payload, **how)
 
     monkeypatch.setattr(StageSession, "_publish", never_final)
     assert [token async for token in swarm.ring(PROMPT, 8)] == expected(PROMPT, 8)
