@@ -4,10 +4,11 @@
 
 GPT-3 XL's layer 24 times over, 112 microbatches of 4 x 2048 tokens, fp16 across links; V100s where a scenario names no cards, of so
 many GB each; with --cards these in turn, with their own memory. For a number N a network is drawn; others go by
-name (`MADE_UP`). Devices are numbered anew at
-random, so that no order of a file helps. `planned`: the plan's spans and pipelines;
-`wired`: its spans, microbatches wired live; `live`: spans, too, are chosen live. Each beside its ratio to `planned`. With --lose,
-that share of the devices vanishes after the first step: `left` is a step of those that are left, beside a new plan for them.
+name (`MADE_UP`). Devices are numbered anew at random, so that no order of a file
+helps. `planned`: the plan's spans and pipelines;
+`wired`: its spans, microbatches wired live; `live`: spans, too, are chosen live. Each beside its ratio to `planned`, and `wired`,
+which is what `simulate --plan` does, beside that to the plan's own estimate. With --lose, that share of the
+devices vanishes after the first step: `left` is a step of those that are left, beside a new plan for them.
 """
 
 from __future__ import annotations
@@ -149,10 +150,12 @@ def some(scenario: Scenario, order: Indexes) -> Scenario:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Who holds what, and peers by index, stage after stage, that make a pipeline."""
+    """Who holds what, and peers by index, stage after stage, that make a pipeline. `step_s`: the planner's estimate, 0 where it
+    made none."""
 
     spans: Sequence[Span]
     pipelines: Sequence[Sequence[int]]
+    step_s: float = 0.0
 
 
 def planned(scenario: Scenario) -> Plan:
@@ -164,12 +167,13 @@ def planned(scenario: Scenario) -> Plan:
         )
         grid = Search(Problem.on(scenario, stages=STAGES, replicas=replicas, traffic=traffic)).run()
         spans = [Span(number * UNITS // STAGES, (number + 1) * UNITS // STAGES) for number in range(STAGES)]
-        stages = [(span, members.tolist()) for span, members in zip(spans, grid, strict=True)]
+        stages, said_s = [(span, members.tolist()) for span, members in zip(spans, grid, strict=True)], 0.0
     else:
         hosting = planner(scenario).plan(effort=EFFORT)
-        grid, stages = hosting.grid, [(stage.span, list(stage.devices)) for stage in hosting.stages]
+        grid, said_s = hosting.grid, float(hosting.step_s)
+        stages = [(stage.span, list(stage.devices)) for stage in hosting.stages]
     held = {device: span for span, members in stages for device in members}
-    return Plan([held.get(device, Span(0, 0)) for device in range(scenario.devices)], grid.T.tolist())
+    return Plan([held.get(device, Span(0, 0)) for device in range(scenario.devices)], grid.T.tolist(), said_s)
 
 
 def planner(scenario: Scenario) -> Planner:
@@ -228,6 +232,9 @@ def compared(scenario: Scenario) -> dict[str, Any]:
     }
     for name in ("wired", "live"):
         results[name]["of_planned"] = round(results[name]["step_s"] / results["planned"]["step_s"], 3)
+    if plan.step_s:
+        results["planned"]["estimated_s"] = round(plan.step_s, 3)
+        results["wired"]["of_estimated"] = round(results["wired"]["step_s"] / plan.step_s, 3)
     return results
 
 

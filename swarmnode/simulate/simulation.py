@@ -42,8 +42,9 @@ class SimulationResult:
 
 
 class Simulation:
-    """One run. `peers` devices: copies of the scenario's in turn where it has fewer. `spans` and `pipelines` are a
-    plan that is carried out instead of what peers would choose. Raises UsageError."""
+    """One run. `peers` devices: copies of the scenario's in turn where it has fewer. `spans`: a plan that
+    is carried out instead of what peers would choose; microbatches go as live coordinators wire
+    them, or are fixed to `pipelines`. Raises UsageError."""
 
     def __init__(
         self,
@@ -78,6 +79,11 @@ class Simulation:
 
     def __repr__(self) -> str:
         return f"<Simulation {self.settings.workload} on {self.scenario!r}, {self.world!r}>"
+
+    @property
+    def left_out(self) -> list[int]:
+        """Peers, by index, for whom the plan has no place."""
+        return [index for index, span in enumerate(self._spans or ()) if not span.units]
 
     def run(
         self, progress: Progress = lambda _done, _of: None, workload: SimulatedWorkload | None = None

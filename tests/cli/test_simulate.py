@@ -118,6 +118,25 @@ def test_a_plan_is_carried_out(files, tmp_path):
     assert "units 0 to 2" in page.read_text() and "units 3 to 5" in page.read_text()
 
 
+def test_who_is_left_out_of_a_plan_stands_by_until_somebody_is_lost(files, tmp_path):
+    two = plan_file(
+        tmp_path, stages=[{"units": [0, 3], "devices": [2]}, {"units": [3, 6], "devices": [1]}], pipelines=[[2, 1]]
+    )
+    train = ("--workload", "train", "--microbatches", "4", "--plan", two)
+    done = simulate(files, *train)
+    assert "1 of 3 devices are not in the plan: they stand by until somebody of it is lost." in " ".join(
+        done.stdout.split()
+    )
+    calm = json.loads(simulate(files, *train, "--json").stdout)
+    assert calm["standing_by"] == [0]
+    trace = tmp_path / "trace.json"
+    trace.write_text('[[10, 1, "down"]]')
+    lost = json.loads(simulate(files, *train, "--churn", str(trace), "--json").stdout)
+    assert calm["curves"]["stages"][-1] == lost["curves"]["stages"][-1] == 2, "it has taken the place of the lost one"
+    whole = json.loads(simulate(files, "--workload", "train", "--plan", plan_file(tmp_path), "--json").stdout)
+    assert whole["standing_by"] == []
+
+
 def test_plans_for_something_else_are_refused(files, tmp_path):
     train = ("--workload", "train")
     assert_clear(simulate(files, "--plan", plan_file(tmp_path)), 2, "plans are for training")

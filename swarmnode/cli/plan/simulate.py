@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from swarmnode.plan.offline.scenario import Scenario
+    from swarmnode.plan.view import Span
     from swarmnode.simulate.environment.churn import Change
     from swarmnode.simulate.settings import Settings
     from swarmnode.simulate.simulation import Simulation
@@ -100,12 +101,19 @@ def simulate(
     if report is not None:
         report.write_text(make_report(result), encoding="utf-8")
     figures = summary(result)
+    left_out = simulation.left_out
+    if plan is not None:
+        figures["standing_by"] = left_out
     if as_json:
         print_json(figures)
         return
     from swarmnode.cli.terminal.tables import show
 
     show(_table(figures))
+    if left_out:
+        say(
+            f"{len(left_out)} of {figures['peers']} devices are not in the plan: they stand by until somebody of it is lost."
+        )
     if report is not None:
         say(f"Wrote {report}.")
 
@@ -123,8 +131,8 @@ def _simulation(options: Mapping[str, Any]) -> Simulation:
     if options["workload"] == "serve" and not shape.has_tokens:
         fail(f"--model {options['model']}: a module's graph is simulated in training alone: add --workload train", 2)
     settings = _settings(options if shape.has_tokens else {**options, "sequence": 1}, churn)
-    planned = {} if plan is None else _planned(plan, settings.workload, peers or network.devices, shape.units)
-    return Simulation(network, shape, settings, peers=peers, trace=trace, **planned)
+    spans = None if plan is None else _planned(plan, settings.workload, peers or network.devices, shape.units)
+    return Simulation(network, shape, settings, peers=peers, trace=trace, spans=spans)
 
 
 def _settings(options: Mapping[str, Any], churn: float) -> Settings:
@@ -161,8 +169,8 @@ def _with_gpu(network: Scenario, gpu: str) -> Scenario:
     return dataclasses.replace(network, gpus=tuple(known or gpu for known in network.gpus))
 
 
-def _planned(path: Path, workload: str, devices: int, units: int) -> dict[str, Any]:
-    """Who begins with what, and the pipelines. Raises UsageError where the plan is for something else."""
+def _planned(path: Path, workload: str, devices: int, units: int) -> list[Span]:
+    """Who begins with what. Raises UsageError where the plan is for something else."""
     from swarmnode.errors import UsageError
     from swarmnode.plan.offline.plan_file import PlanFile
 
@@ -170,7 +178,7 @@ def _planned(path: Path, workload: str, devices: int, units: int) -> dict[str, A
         fail("--plan: plans are for training; add --workload train", 2)
     plan = PlanFile.load(path)
     try:
-        return {"spans": plan.spans(devices, units), "pipelines": plan.pipelines}
+        return plan.spans(devices, units)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
 

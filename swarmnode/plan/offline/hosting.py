@@ -105,6 +105,8 @@ class Planner:
         expired: Callable[[], bool] = lambda: False,
     ) -> None:
         self.network, self.hardware, self.workload = network, hardware, workload
+        self._paths = replace(network, delay_s=np.zeros_like(network.delay_s))  # what they carry in a second
+        self._line_bps = np.where(np.eye(network.devices, dtype=bool), 0.0, network.bandwidth_bps).max(axis=1)
         self._seed = seed
         self._expired = expired
         self._work_per_s = np.array(hardware.work_per_s)
@@ -220,7 +222,7 @@ class Planner:
         def seconds(stage: int) -> FloatArray | float:
             if stage == 0:
                 return 0.0
-            by_size = {size: hop_s(self.network, grid[stage - 1], grid[stage], size) for size in set(sizes)}
+            by_size = {size: hop_s(self._paths, grid[stage - 1], grid[stage], size) for size in set(sizes)}
             return np.array([by_size[size] for size in sizes])
 
         return seconds
@@ -232,19 +234,32 @@ class Planner:
         return float(mates_s.sum(axis=1).max())
 
     def _step_s(self, problem: Problem, grid: Grid, stages: Sequence[PlannedStage]) -> float:
-        """What a step takes: the slowest pipeline's hops, and stages whose devices share the microbatches."""
+        """What a step takes: the slowest pipeline's hops, and stages whose devices share the microbatches. That a message is under
+        way for long holds up none that follow."""
         sizes = [self.workload.boundary_bytes[stage.span.start] for stage in stages[1:]]
-        hops_s = [
-            hop_s(self.network, here, there, size) for (here, there), size in zip(pairwise(grid), sizes, strict=True)
-        ]
+        hops = [(*rows, size) for rows, size in zip(pairwise(grid), sizes, strict=True)]
         turns_s = [stage.compute_s * problem.replicas / len(stage.devices) for stage in stages]
+        paths_s = [hop_s(self._paths, *hop) for hop in hops]
+        crossing_bytes = (before + behind for before, behind in zip([0, *sizes], [*sizes, 0], strict=True))
+        lines_s = [
+            self._line_s(stage.devices, problem.replicas, size)
+            for stage, size in zip(stages, crossing_bytes, strict=True)
+        ]
         return step_s(
             [stage.compute_s for stage in stages],
-            hops_s,
-            beat_s=max([*turns_s, *hops_s]),
+            [hop_s(self.network, *hop) for hop in hops],
+            beat_s=max([*turns_s, *paths_s, *lines_s]),
             microbatches=self.workload.microbatches / problem.replicas,
             averaging_s=max(stage.averaging_s for stage in stages),
         )
+
+    def _line_s(self, group: tuple[int, ...], microbatches: int, size_bytes: float) -> float:
+        """How long the busiest line of a stage's devices is at what they send of so many microbatches, shared out by speed: of each
+        so many bytes, activations onward and gradients back."""
+        members = list(group)
+        shares = self._work_per_s[members] / self._work_per_s[members].sum()
+        sent_s = transfer_s(size_bytes, np.zeros(len(members)), self._line_bps[members])
+        return float((microbatches * shares * sent_s).max())
 
     def _better(self, one: Hosting | None, other: Hosting | None) -> Hosting | None:
         return min(filter(None, (one, other)), key=lambda hosting: hosting.step_s, default=None)

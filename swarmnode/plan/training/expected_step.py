@@ -1,7 +1,7 @@
 """What a run's next step will take, from what its stages have measured.
 
 Its microbatches are wired as they will be, and all that is booked is added up: the busiest stage or link has to do all of its own,
-and the way of one microbatch through the others comes on top; where a microbatch is long under way, how many may be so decides.
+and the way of one microbatch through the others comes on top; where stages have room for few at once, that decides.
 What else there is (trainers, updates, commands) is learnt: a step is corrected by how far off the last ones were.
 """
 
@@ -10,13 +10,12 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.training.rehearsal import rehearse
 from swarmnode.plan.training.transfers import Transfers
-from swarmnode.plan.training.wiring import ENDLESS, Replica, Wire, book, wire
+from swarmnode.plan.training.wiring import ENDLESS, Replica, Wire
 
-PLAYED = 32  # microbatches that are wired: more of them go the same ways
 LONGEST_S = 1e8  # three years: nobody waits for it, and it means nothing
 REMEMBERED = 5  # steps by which the next one is corrected
 
@@ -52,30 +51,13 @@ class ExpectedStep:
 
 def passing_s(units: int, workers: Mapping[PeerId, Replica], transfers: Transfers, microbatches: int) -> float:
     """Until so many microbatches have gone through the stages and back, as if nothing were booked; 0 where units have nobody."""
-    idle = {peer: replace(worker, booked_units=0, in_flight=0, window=0) for peer, worker in workers.items()}
-    links = transfers.idle()
-    routes: list[Sequence[Wire]] = []
-    for _ in range(min(microbatches, PLAYED)):
-        route = wire(units, idle, [None] * units, links, in_flight=ENDLESS)
-        if route is None:
-            return 0.0
-        routes.append(route)
-        book(route, idle, links, 1)
-    scale = microbatches / len(routes)
-    busiest_s = scale * max(links.busiest_s(), *(worker.finish_s(0) for worker in idle.values()))
-    way_s = statistics.fmean(_way_s(route, workers, transfers.idle()) for route in routes)
-    under_way = sum(_at_once(route, workers) for route in {route[0][0]: route for route in routes}.values())
-    return max(busiest_s + way_s - busiest_s / microbatches, microbatches * way_s / under_way)
+    played = rehearse(units, workers, transfers, microbatches)
+    if played is None:
+        return 0.0
+    under_way = sum(_room(route, workers) for route in {route[0][0]: route for route in played.routes}.values())
+    return max((microbatches - 1) * played.beat_s + played.way_s, microbatches * played.way_s / under_way)
 
 
-def _at_once(route: Sequence[Wire], workers: Mapping[PeerId, Replica]) -> int:
-    """Microbatches that may be under way on it: one more than it has hops, as far as all have room."""
-    return min(len(route) + 1, *(workers[peer].window or ENDLESS for peer, _ in route))
-
-
-def _way_s(route: Sequence[Wire], workers: Mapping[PeerId, Replica], links: Transfers) -> float:
-    """Of one microbatch alone, there and back."""
-    peers = [peer for peer, _ in route]
-    hops_PP = links.there_and_back_s(peers)
-    hops_s = sum(float(hops_PP[place, place + 1]) for place in range(len(peers) - 1))
-    return hops_s + sum(span.units * workers[peer].assumed_unit_s for peer, span in route)
+def _room(route: Sequence[Wire], workers: Mapping[PeerId, Replica]) -> int:
+    """For microbatches on it at once, as far as that is known."""
+    return min(workers[peer].window or ENDLESS for peer, _ in route)

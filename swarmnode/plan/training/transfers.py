@@ -57,8 +57,11 @@ class Transfers:
 
     def busiest_s(self) -> float:
         """How long the path or line that has most to carry is at it."""
-        lines_N = self._booked_NN.sum(axis=1) * self._uplink_N
-        return float(max((self._booked_NN * self._sending_NN).max(), lines_N.max()))
+        return float(self._busy_s_N().max())
+
+    def busy_s(self, peer: PeerId) -> float:
+        """How long this sender's line, or the one of its paths that has most to carry, is at it."""
+        return float(self._busy_s_N()[self._at(peer)])
 
     def clear(self) -> None:
         """Nothing is under way any more."""
@@ -75,6 +78,11 @@ class Transfers:
         one_way_NN = np.maximum(path_NN, line_N[:, None]) + self._delay_NN[pairs]
         both_NN: Floats = one_way_NN + one_way_NN.T
         return both_NN
+
+    def _busy_s_N(self) -> Floats:
+        lines_N = self._booked_NN.sum(axis=1) * self._uplink_N
+        busy_N: Floats = np.maximum((self._booked_NN * self._sending_NN).max(axis=1), lines_N)
+        return busy_N
 
     def _at(self, peer: PeerId) -> int:
         return self._number.get(peer, len(self._number))

@@ -29,17 +29,20 @@ NOBODY, ABSENT = -1, -2  # who a unit is fixed to: nobody, or somebody who takes
 
 @dataclass
 class Replica:
-    """A peer that may take microbatches: `unit_s` seconds for one through one unit, `booked_units` sent and not back."""
+    """A peer that may take microbatches: `unit_s` seconds for one through one unit, `booked_units` sent and not back. `at_once`:
+    microbatches that keep it busy; `window`: that it has room for; 0: not known."""
 
     span: Span
     unit_s: float = 0.0
     booked_units: int = 0
     in_flight: int = 0
-    window: int = 0  # microbatches that it has room for at once; 0: not known
+    at_once: int = 0
+    window: int = 0
 
-    def is_free(self, in_flight: int) -> bool:
-        """Whether it takes one more, where nobody is given more than `in_flight`."""
-        return self.in_flight < (min(in_flight, self.window) if self.window else in_flight)
+    @property
+    def is_free(self) -> bool:
+        """Whether it takes one more."""
+        return self.in_flight < min(self.at_once or ENDLESS, self.window or ENDLESS)
 
     @property
     def assumed_unit_s(self) -> float:
@@ -70,18 +73,15 @@ def wire(
     fixed: Sequence[PeerId | None],
     transfers: Transfers,
     *,
-    in_flight: int,
     left: int = ENDLESS,
 ) -> list[Wire] | None:
-    """The route of one microbatch; None where all who could take it have `in_flight` already, or would take longer than the
+    """The route of one microbatch; None where all who could take it have enough already, or would take longer than the
     others for all that are `left`, or nobody holds a unit.
 
     `fixed` names, for each unit, the peer that it must pass there, if any.
     """
     late = _late(workers, left) - set(fixed)
-    free = sorted(
-        (peer for peer, worker in workers.items() if worker.is_free(in_flight) and peer not in late), key=_lot
-    )
+    free = sorted((peer for peer, worker in workers.items() if worker.is_free and peer not in late), key=_lot)
     if not free:
         return None
     able_PU = _able(units, [workers[peer].span for peer in free], free, fixed)

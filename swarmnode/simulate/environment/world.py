@@ -72,6 +72,7 @@ class World:
         self.links = links
         self.peers = list(peers)
         self.by_id: dict[str, Peer] = {}
+        self.met: dict[str, Peer] = {}  # by name, also those that are gone, of which not everybody has heard
         self.settings = settings
         self.measures = measures
         self.directory = SimulatedDirectory(clock, model.units, settings.directory, model.hidden * BYTES_PER_HIDDEN)
@@ -79,6 +80,7 @@ class World:
         self.workload: SimulatedWorkload
         self._chance = chance
         self._trains = trains
+        self._spares_wait = False  # who is left out of a plan, until somebody is lost
         self._stood_by_at = 0  # the directory's revision, at the last look of those that hold nothing
         self._move_policy = MovePolicy(for_gain=settings.rebalance)
         self._outlook = Outlook(self.directory, measures, self._move_policy)
@@ -116,10 +118,12 @@ class World:
             if peer.span.units:
                 self._serve(peer)
         self.directory.start()
-        if spans is None and self._trains:  # units of a plan do not move
+        if spans is not None:
+            self._spares_wait = self._trains
+            return
+        if self._trains:
             self._stand_by()
-        if spans is None:
-            self._look()
+        self._look()
 
     def _announce_place(self, peer: Peer) -> None:
         """Known to all at once; whoever holds nothing stands by."""
@@ -172,6 +176,9 @@ class World:
         self.directory.vanish(peer.peer)
         self.measures.count("peers lost", 1)
         self.workload.lost(peer)
+        if self._spares_wait:
+            self._spares_wait = False
+            self._stand_by()
 
     def _introduce(self, peer: Peer) -> None:
         peer.life += 1
@@ -180,7 +187,7 @@ class World:
         peer.sessions = 0
         peer.load_is_news, peer.wish = False, None
         if peer.capacity_units:
-            self.by_id[peer.peer] = peer
+            self.by_id[peer.peer] = self.met[peer.peer] = peer
 
     def _choose(self, peer: Peer) -> Span:
         return self.measures.timed("choose", lambda: self.choose(self.directory.view(), peer.joiner()))

@@ -17,6 +17,7 @@ from swarmnode.plan.training.averaging_clusters import AveragingClusters, Cluste
 from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
 from swarmnode.plan.training.expected_step import ExpectedStep, passing_s
 from swarmnode.plan.training.groups import Count, Holder, make_groups
+from swarmnode.plan.training.rehearsal import keep_busy
 from swarmnode.plan.training.step_ledger import StepLedger
 from swarmnode.plan.training.transfers import Transfers
 from swarmnode.plan.training.wiring import Replica, book, wire
@@ -265,6 +266,7 @@ class Training:
         values = (self.settings.microbatch, self.settings.sequence, self.world.model.hidden)
         size_NN = self.encoder.expected_bytes(indexes, values)
         self._transfers.know(list(self._stages), delay_NN, 8 * size_NN / bandwidth_NN)
+        keep_busy(self.world.model.units, self._workers, self._transfers)
 
     def _missing_units(self) -> bool:
         held = {unit for worker in self._workers.values() for unit in range(*worker.span)}
@@ -277,10 +279,9 @@ class Training:
         missing = [number for number in self._ledger.missing() if number not in self._flights]
         if not missing:
             return
-        depth = len(wire(units, self._workers, [None] * units, self._transfers, in_flight=1 << 30) or ())
         for given, number in enumerate(missing):
             fixed, left = self._fixed(number), len(missing) - given
-            route = wire(units, self._workers, fixed, self._transfers, in_flight=depth + 1, left=left)
+            route = wire(units, self._workers, fixed, self._transfers, left=left)
             if route is None:
                 if self._pipelines:
                     continue  # its own pipeline is full, another's may not be

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from swarmnode.errors import LocalError, UsageError
@@ -87,6 +88,20 @@ def test_a_step_worked_out_by_hand() -> None:
     """Two stages of one device: 6 units at 10 per s; 10^7 bytes at 10^8 per s; 32 microbatches."""
     hosting = plan(instances([2], 0.8, 0.8), equal(2, room_gb=6), stages=2)
     assert hosting.step_s == pytest.approx(2 * 0.6 + 2 * 0.1 + 31 * 0.6)
+
+
+def test_who_is_in_the_middle_sends_two_messages_for_each_microbatch() -> None:
+    """Three stages of 0.4 s, a second for what crosses: the middle one's line carries it onward, and gradients back."""
+    wide = replace(LAYERS, boundary_bytes=(10**8,) * 12)
+    hosting = plan(instances([3], 0.8, 0.8), equal(3, room_gb=4), wide, stages=3)
+    assert hosting.step_s == pytest.approx(3 * 0.4 + 2 * 2 * 1.0 + 31 * 2.0)
+
+
+def test_a_long_way_holds_up_the_first_microbatch_alone() -> None:
+    network = instances([2], 0.8, 0.8)
+    far = replace(network, delay_s=np.where(np.eye(2, dtype=bool), 0.0, 5.0))
+    near_s, far_s = (plan(one, equal(2, room_gb=6), stages=2).step_s for one in (network, far))
+    assert far_s == pytest.approx(near_s + 2 * 5.0)
 
 
 @pytest.mark.parametrize(

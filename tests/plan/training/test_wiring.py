@@ -22,48 +22,45 @@ ANYWHERE = [None] * UNITS
 
 def test_one_chain() -> None:
     workers = {"a": Replica(Span(0, 2)), "b": Replica(Span(2, 4))}
-    assert wire(UNITS, workers, ANYWHERE, Transfers(), in_flight=3) == [("a", Span(0, 2)), ("b", Span(2, 4))]
+    assert wire(UNITS, workers, ANYWHERE, Transfers()) == [("a", Span(0, 2)), ("b", Span(2, 4))]
 
 
 def test_nobody_holds_a_unit() -> None:
-    assert wire(UNITS, {"a": Replica(Span(0, 3))}, ANYWHERE, Transfers(), in_flight=3) is None
-    assert wire(UNITS, {}, ANYWHERE, Transfers(), in_flight=3) is None
+    assert wire(UNITS, {"a": Replica(Span(0, 3))}, ANYWHERE, Transfers()) is None
+    assert wire(UNITS, {}, ANYWHERE, Transfers()) is None
 
 
 def test_who_has_enough_takes_no_more() -> None:
-    workers = {"a": Replica(Span(0, 4), in_flight=3), "b": Replica(Span(0, 4), unit_s=9.0)}
-    assert wire(UNITS, workers, ANYWHERE, Transfers(), in_flight=3) == [("b", Span(0, 4))]
-    workers["b"].in_flight = 3
-    assert wire(UNITS, workers, ANYWHERE, Transfers(), in_flight=3) is None
+    workers = {"a": Replica(Span(0, 4), in_flight=3, at_once=3), "b": Replica(Span(0, 4), unit_s=9.0)}
+    assert wire(UNITS, workers, ANYWHERE, Transfers()) == [("b", Span(0, 4))]
+    workers["b"].in_flight = workers["b"].at_once = 3
+    assert wire(UNITS, workers, ANYWHERE, Transfers()) is None
 
 
 def test_nobody_is_given_more_than_its_window() -> None:
     workers = {"a": Replica(Span(0, 4), in_flight=1, window=1)}
-    assert wire(UNITS, workers, ANYWHERE, Transfers(), in_flight=3) is None
+    assert wire(UNITS, workers, ANYWHERE, Transfers()) is None
     workers["a"].window = 2
-    assert wire(UNITS, workers, ANYWHERE, Transfers(), in_flight=3) is not None
-    assert wire(UNITS, workers, ANYWHERE, Transfers(), in_flight=1) is None, (
-        "a larger window does not make a pipeline longer"
-    )
+    assert wire(UNITS, workers, ANYWHERE, Transfers()) is not None
+    workers["a"].at_once = 1
+    assert wire(UNITS, workers, ANYWHERE, Transfers()) is None, "room for more does not make a pipeline longer"
 
 
 def test_a_route_may_enter_and_leave_in_the_middle_of_a_span() -> None:
     workers = {"a": Replica(Span(0, 3)), "b": Replica(Span(2, 4), unit_s=0.001)}
-    assert wire(UNITS, workers, ANYWHERE, Transfers(), in_flight=3) == [("a", Span(0, 2)), ("b", Span(2, 4))]
+    assert wire(UNITS, workers, ANYWHERE, Transfers()) == [("a", Span(0, 2)), ("b", Span(2, 4))]
     workers = {"a": Replica(Span(0, 3), unit_s=0.001), "b": Replica(Span(2, 4))}
-    assert wire(UNITS, workers, ANYWHERE, Transfers(), in_flight=3) == [("a", Span(0, 3)), ("b", Span(3, 4))]
+    assert wire(UNITS, workers, ANYWHERE, Transfers()) == [("a", Span(0, 3)), ("b", Span(3, 4))]
 
 
 def test_what_is_counted_goes_through_who_counted_it() -> None:
     workers = {"a": Replica(Span(0, 4), unit_s=0.001), "b": Replica(Span(1, 3), unit_s=9.0)}
-    route = wire(UNITS, workers, [None, "b", "b", None], Transfers(), in_flight=3)
+    route = wire(UNITS, workers, [None, "b", "b", None], Transfers())
     assert route == [("a", Span(0, 1)), ("b", Span(1, 3)), ("a", Span(3, 4))]
 
 
 def test_who_has_counted_some_of_its_units_may_take_the_others() -> None:
-    assert wire(UNITS, {"a": Replica(Span(0, 4))}, [None, "a", None, "a"], Transfers(), in_flight=3) == [
-        ("a", Span(0, 4))
-    ]
+    assert wire(UNITS, {"a": Replica(Span(0, 4))}, [None, "a", None, "a"], Transfers()) == [("a", Span(0, 4))]
 
 
 def links(peers: str, sending_s: dict[str, float], delay_s: float = 0.0) -> Transfers:
@@ -79,7 +76,7 @@ HALVES = {peer: Replica(Span(0, 2) if peer in "ab" else Span(2, 4), unit_s=0.1) 
 
 def test_a_microbatch_is_handed_on_where_the_link_is_fast() -> None:
     near = links("abcd", {"ad": 0.1, "bc": 0.1})
-    ways = [wire(UNITS, HALVES, [first, first, None, None], near, in_flight=3) for first in "ab"]
+    ways = [wire(UNITS, HALVES, [first, first, None, None], near) for first in "ab"]
     assert [way[1][0] for way in ways if way] == ["d", "c"]
 
 
@@ -89,7 +86,7 @@ def test_a_slow_link_is_crossed_where_the_fast_one_is_full() -> None:
     paths = links("abcd", {"ac": 0.3, "ad": 0.8})
     seconds = []
     for _ in range(4):
-        route = wire(UNITS, workers, ["a", "a", None, None], paths, in_flight=9)
+        route = wire(UNITS, workers, ["a", "a", None, None], paths)
         assert route is not None
         book(route, workers, paths, 1)
         seconds.append(route[1][0])
@@ -100,7 +97,7 @@ def test_what_is_booked_is_freed_when_it_is_back() -> None:
     workers = {peer: replace(worker) for peer, worker in HALVES.items()}
     paths = links("abcd", {})
     before_NN = paths.there_and_back_s("abcd")
-    route = wire(UNITS, workers, ANYWHERE, paths, in_flight=3)
+    route = wire(UNITS, workers, ANYWHERE, paths)
     assert route is not None
     book(route, workers, paths, 1)
     assert (paths.there_and_back_s("abcd") > before_NN).any()
@@ -121,21 +118,21 @@ def test_no_name_is_favoured() -> None:
     firsts = set()
     for swarm in range(20):
         workers = {f"{swarm} {name}": Replica(Span(0, 4)) for name in "abc"}
-        route = wire(UNITS, workers, ANYWHERE, Transfers(), in_flight=3)
+        route = wire(UNITS, workers, ANYWHERE, Transfers())
         assert route is not None
         firsts.add(route[0][0][-1])
     assert firsts == set("abc")
 
 
-def busy_schedule(speeds: dict[str, float], microbatches: int, in_flight: int) -> tuple[Counter[str], float]:
+def busy_schedule(speeds: dict[str, float], microbatches: int, at_once: int) -> tuple[Counter[str], float]:
     """How many microbatches each replica of a whole model did, when they are given out as they come back, and when all were."""
-    workers = {peer: Replica(Span(0, UNITS), unit_s=unit_s) for peer, unit_s in speeds.items()}
+    workers = {peer: Replica(Span(0, UNITS), unit_s=unit_s, at_once=at_once) for peer, unit_s in speeds.items()}
     back: list[tuple[float, str]] = []
     free_at_s = dict.fromkeys(speeds, 0.0)
     done: Counter[str] = Counter()
     now_s, left = 0.0, microbatches
     while left or back:
-        route = wire(UNITS, workers, ANYWHERE, Transfers(), in_flight=in_flight, left=left) if left else None
+        route = wire(UNITS, workers, ANYWHERE, Transfers(), left=left) if left else None
         if route is None:
             now_s, peer = heapq.heappop(back)
             workers[peer].booked_units -= UNITS
@@ -152,26 +149,30 @@ def busy_schedule(speeds: dict[str, float], microbatches: int, in_flight: int) -
 
 
 @settings(max_examples=8, deadline=None)
-@given(unit_s=st.floats(0.001, 1.0), in_flight=st.integers(2, 4))
-def test_half_the_speed_gets_half_the_work(unit_s: float, in_flight: int) -> None:
-    done, _ = busy_schedule({"fast": unit_s, "slow": 2 * unit_s}, 100, in_flight)
+@given(unit_s=st.floats(0.001, 1.0), at_once=st.integers(2, 4))
+def test_half_the_speed_gets_half_the_work(unit_s: float, at_once: int) -> None:
+    done, _ = busy_schedule({"fast": unit_s, "slow": 2 * unit_s}, 100, at_once)
     assert done["slow"] == pytest.approx(done["fast"] / 2, rel=0.15)
 
 
 def test_who_is_slow_is_not_waited_for() -> None:
     """Three take 4 s for a microbatch, one 40 s: of a hundred it does some, of nine none, and at the end all wait for nobody."""
     speeds = {"a": 1.0, "b": 1.0, "c": 1.0, "slow": 10.0}
-    done, took_s = busy_schedule(speeds, 100, in_flight=4)
+    done, took_s = busy_schedule(speeds, 100, at_once=4)
     assert done["slow"] >= 2 and took_s < 1.05 * 100 / (3 / 4 + 1 / 40)
-    done, took_s = busy_schedule(speeds, 9, in_flight=4)
+    done, took_s = busy_schedule(speeds, 9, at_once=4)
     assert not done["slow"] and took_s == pytest.approx(12.0)
 
 
 def test_nobody_is_waited_for_because_it_says_that_it_is_fast() -> None:
     """It has all that it may have, and never answers."""
-    workers = {"a": Replica(Span(0, 4), 1.0), "b": Replica(Span(0, 4), 1.5), "liar": Replica(Span(0, 4), 1e-9, 12, 3)}
+    workers = {
+        "a": Replica(Span(0, 4), 1.0),
+        "b": Replica(Span(0, 4), 1.5),
+        "liar": Replica(Span(0, 4), 1e-9, 12, 3, 3),
+    }
     for _ in range(6):
-        route = wire(UNITS, workers, ANYWHERE, Transfers(), in_flight=3, left=1)
+        route = wire(UNITS, workers, ANYWHERE, Transfers(), left=1)
         assert route is not None and route[0][0] != "liar"
         book(route, workers, Transfers(), 1)
 
@@ -179,10 +180,10 @@ def test_nobody_is_waited_for_because_it_says_that_it_is_fast() -> None:
 def test_what_a_slow_one_has_counted_or_holds_alone_goes_through_it() -> None:
     workers = {peer: Replica(Span(0, 4), 1.0) for peer in "abc"} | {"slow": Replica(Span(0, 4), 100.0)}
     counted = ["slow", None, None, None]
-    route = wire(UNITS, workers, counted, Transfers(), in_flight=3, left=1)
+    route = wire(UNITS, workers, counted, Transfers(), left=1)
     assert route is not None and route[0][0] == "slow"
     alone = {peer: Replica(Span(0, 2), 1.0) for peer in "abc"} | {"slow": Replica(Span(2, 4), 100.0, 8, 2)}
-    route = wire(UNITS, alone, ANYWHERE, Transfers(), in_flight=3, left=1)
+    route = wire(UNITS, alone, ANYWHERE, Transfers(), left=1)
     assert route is not None and route[-1] == ("slow", Span(2, 4))
 
 
@@ -191,31 +192,33 @@ spans = st.tuples(st.integers(0, UNITS - 1), st.integers(1, UNITS)).map(
 )
 crews = st.dictionaries(
     st.sampled_from("abcde"),
-    st.builds(Replica, spans, st.floats(0.0, 1.0), st.integers(0, 8), st.integers(0, 3), st.integers(0, 3)),
+    st.builds(
+        Replica, spans, st.floats(0.0, 1.0), st.integers(0, 8), st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)
+    ),
 )
 
 
-def assert_fits(route: list[Wire], workers: dict[str, Replica], fixed: list[str | None], in_flight: int) -> None:
+def assert_fits(route: list[Wire], workers: dict[str, Replica], fixed: list[str | None]) -> None:
     assert [unit for _, span in route for unit in range(*span)] == list(range(UNITS))
     assert all(left[0] != right[0] for left, right in pairwise(route))
     for peer, span in route:
         worker = workers[peer]
         assert worker.span.start <= span.start < span.end <= worker.span.end
-        assert worker.is_free(in_flight)
+        assert worker.is_free
         assert all(fixed[unit] in (None, peer) for unit in range(*span))
 
 
 @settings(max_examples=150, deadline=None)
 @given(workers=crews, fixed=st.lists(st.sampled_from([None, None, "a", "b"]), min_size=UNITS, max_size=UNITS))
 def test_every_route_fits(workers: dict[str, Replica], fixed: list[str | None]) -> None:
-    route = wire(UNITS, workers, fixed, Transfers(), in_flight=2)
+    route = wire(UNITS, workers, fixed, Transfers())
     if route is not None:
-        assert_fits(route, workers, fixed, 2)
+        assert_fits(route, workers, fixed)
 
 
 @settings(max_examples=100, deadline=None)
 @given(workers=crews)
 def test_there_is_a_route_where_free_workers_hold_all_units(workers: dict[str, Replica]) -> None:
-    free = [worker for worker in workers.values() if worker.is_free(2)]
+    free = [worker for worker in workers.values() if worker.is_free]
     covered = {unit for worker in free for unit in range(*worker.span)}
-    assert (wire(UNITS, workers, ANYWHERE, Transfers(), in_flight=2) is not None) == (covered == set(range(UNITS)))
+    assert (wire(UNITS, workers, ANYWHERE, Transfers()) is not None) == (covered == set(range(UNITS)))

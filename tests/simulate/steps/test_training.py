@@ -8,6 +8,7 @@ import pytest
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import UsageError
+from swarmnode.plan.offline.hosting import DeviceRates, Planner, Workload
 from swarmnode.plan.training.wiring import Replica
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.churn import Change
@@ -37,6 +38,23 @@ def test_a_pipeline_works_on_several_at_once():
     network = scenario([80.0, 80.0], delay_s=0.001, bandwidth_bps=1e10)
     result = run(network, model(8, parameters=1000), settings(), spans=HALVES)
     assert 4 * 1.2 < result.measures.values["step, s"][0] < 5.5 * 1.2
+
+
+def test_a_pipeline_over_long_hops_does_not_run_dry():
+    """Four stages of 0.3 s a microbatch, 0.25 s from each to the next: 40 take a stage's time each, and the way of one."""
+    network = scenario([80.0] * 4, delay_s=0.25, bandwidth_bps=1e10)
+    result = run(network, model(8, parameters=1000), settings(microbatches=40), spans=QUARTERS)
+    way_s = 4 * 0.3 + 6 * 0.25
+    assert result.measures.values["step, s"][0] < 1.1 * (39 * 0.3 + way_s)
+
+
+def test_replicas_of_unequal_speeds_in_a_row_of_stages_all_have_work():
+    """Each of four stages has a machine of three units of speed and one of one, so a microbatch leaves it every 0.3 s."""
+    network = scenario([60.0, 20.0] * 4, delay_s=0.1, bandwidth_bps=1e10)
+    spans = [span for span in QUARTERS for _ in range(2)]
+    result = run(network, model(8, parameters=1000), settings(microbatches=80), spans=spans)
+    way_s = 4 * 0.6 + 6 * 0.1
+    assert result.measures.values["step, s"][0] < 1.1 * (80 * 0.3 + way_s)
 
 
 def test_half_the_speed_gets_half_the_work():
@@ -206,6 +224,19 @@ def test_a_swarm_that_lost_everybody_goes_on_when_others_come():
 
 
 QUARTERS = [Span(0, 2), Span(2, 4), Span(4, 6), Span(6, 8)]
+
+
+def test_a_plan_for_unequal_devices_is_carried_out_as_fast_as_it_says():
+    """Fixed pipelines, some of which pair a fast one with a slow one, took 2.8 times as long as planned."""
+    speeds = [160.0, 40.0, 20.0, 120.0, 90.0, 40.0, 30.0, 70.0]
+    network, microbatches = scenario(speeds, delay_s=0.005, bandwidth_bps=1e9), 64
+    rates = DeviceRates(tuple(speed / (1.2 * 10) for speed in speeds), (10**12,) * 8)
+    load = Workload((1,) * 8, (4000,) * 8, (1.0,) * 8, (64 * 1000 * 4,) * 8, microbatches)
+    planned = Planner(network, rates, load).plan(stages=4, replicas=2, effort=0.01)
+    held = {device: stage.span for stage in planned.stages for device in stage.devices}
+    wanted = settings(microbatches=microbatches)
+    result = run(network, model(8, parameters=1000), wanted, spans=[held[device] for device in range(8)])
+    assert result.measures.values["step, s"][0] == pytest.approx(planned.step_s, rel=0.15)
 
 
 @pytest.mark.parametrize(

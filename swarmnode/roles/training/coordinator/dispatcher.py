@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import HopSpec
@@ -13,9 +13,10 @@ from swarmnode.codec.training_messages import Done, Failed, Lease, Release
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.expected_step import passing_s
+from swarmnode.plan.training.rehearsal import keep_busy
 from swarmnode.plan.training.step_ledger import StepLedger
 from swarmnode.plan.training.transfers import Transfers
-from swarmnode.plan.training.wiring import Wire, book, wire
+from swarmnode.plan.training.wiring import Replica, Wire, book, wire
 from swarmnode.roles.training.coordinator.answer_times import AnswerTimes
 from swarmnode.roles.training.coordinator.leases import OutstandingLease, OutstandingLeases
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
@@ -79,14 +80,13 @@ class Dispatcher:
         usable = [member for member in self._members.values() if member.state is WorkerState.USABLE]
         workers = {member.peer: member.worker for member in usable if not self._strikes.rests(member.peer)}
         self._know_links(ledger.step, workers)
-        depth = len(wire(self._units, workers, [None] * self._units, self._transfers, in_flight=1 << 30) or ())
         waiting = [number for number in ledger.missing() if number not in busy]
         for given, number in enumerate(waiting):
             trainer = self._free_trainer()
             if trainer is None:
                 return
             counters, left = ledger.counters(number), len(waiting) - given
-            route = wire(self._units, workers, counters, self._transfers, in_flight=depth + 1, left=left)
+            route = wire(self._units, workers, counters, self._transfers, left=left)
             if route is not None:
                 self._give(trainer, number, ledger.step, tuple(route))
             elif not any(counters):
@@ -100,12 +100,13 @@ class Dispatcher:
         self._know_links(step, workers)
         return passing_s(self._units, workers, self._transfers, microbatches)
 
-    def _know_links(self, step: int, workers: Collection[PeerId]) -> None:
-        """Anew in each step, and where other stages take part."""
+    def _know_links(self, step: int, workers: Mapping[PeerId, Replica]) -> None:
+        """Anew in each step, and where other stages take part; and how many microbatches at once keep each of them busy."""
         known = step, frozenset(workers)
         if known != self._known:
             self._known, peers = known, sorted(workers)
             self._transfers.know(peers, *self._link_times.between(peers, self._positions))
+            keep_busy(self._units, workers, self._transfers)
 
     def _free_trainer(self) -> TrainerLine | None:
         """Who has most room for another microbatch, if anybody has. Beside trainers who have fed something those who have not share
