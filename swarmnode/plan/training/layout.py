@@ -22,7 +22,7 @@ HOLDERS = 2  # that a unit should have, so that losing one loses nothing that wa
 STANDING_BY = Span(0, 0)
 FRAGILE = 3.0  # more of a step, relative, is a second holder of all units worth
 SAME = 1e-9  # relative: what sums of the same may differ by
-CLEARLY = 1.2  # times as long as with another layout does a step take before that is taken: more stages survive losses less well
+CLEARLY = 1.2  # times as long a step must take before units have fewer holders, which survive losses less well
 SHORTLIST = 48  # layouts of which a step is forecast
 LEFT_OUT = 1.5  # times as long a step must take with all, before anybody is left out who may be needed later
 
@@ -38,6 +38,11 @@ class StageLayout:
     def least_holders(self) -> int:
         """Of the stage that has fewest."""
         return min(self.places.count(stage) for stage in self.stages)
+
+    @property
+    def mean_holders(self) -> float:
+        """Of a unit."""
+        return sum(place.units for place in self.places) / self.stages[-1].end
 
     def windows(self, capacity: int) -> list[Span]:
         """Whole stages; of those that are too long for a peer's memory all parts that it can hold."""
@@ -62,16 +67,19 @@ def _parts(stages: Sequence[Span], capacity: int) -> list[Span]:
 
 def common_layout(forecast: StepForecast, capacity_units: Sequence[int]) -> StageLayout:
     """The layout with which fewest places are missing, and then a step takes least. An estimate that knows nothing of who holds
-    what says whether anybody is left out, and which layouts come into question; the best of them is taken, unless the step's
-    forecast calls another clearly better."""
+    what says whether anybody is left out, and which layouts come into question; of these the step's forecast takes one. Where units
+    have fewer holders than in the estimate's best, steps must be clearly shorter."""
     candidates = sorted(_candidates(forecast, np.array(capacity_units)), key=lambda one: (one.missing, one.estimate_s))
     likely = [one for one in candidates[:SHORTLIST] if one.is_like(candidates[0])]
     if not likely:
         return _along(forecast, cut(forecast.unit_s(1), 1), [])
     laid = [_laid(forecast, one.stages, one.able) for one in likely]
-    values = [one.fragile * step_s for one, (step_s, _) in zip(likely, laid, strict=True)]
-    best = int(np.argmin(values))
-    return laid[best if values[0] > CLEARLY * values[best] else 0][1]
+    usual = (1 - SAME) * laid[0][1].mean_holders
+    values = [
+        one.fragile * step_s * (1.0 if layout.mean_holders >= usual else CLEARLY)
+        for one, (step_s, layout) in zip(likely, laid, strict=True)
+    ]
+    return laid[int(np.argmin(values))][1]
 
 
 @dataclass(frozen=True, eq=False)

@@ -92,6 +92,15 @@ def test_stages_of_unequal_cards_are_about_as_fast() -> None:
     assert halves == [Span(0, 4), Span(4, 8)] and rates == [20.0, 20.0]
 
 
+def test_more_is_held_where_halves_are_not_as_fast() -> None:
+    """Of four cards each is twice as fast as the next, so that the slower half would be waited for. With gradients that weigh more
+    that is shorter nevertheless."""
+    network = replace(islands([4]), work_per_s_N=np.array([40.0, 20.0, 10.0, 5.0]))
+    light, heavy = (common_layout(StepForecast(load(size, 1e5), network), [UNITS] * 4) for size in (1e6, 1e7))
+    assert set(light.places) == {Span(0, 8)}
+    assert set(heavy.places) == {Span(0, 4), Span(4, 8)}
+
+
 def test_where_gradients_weigh_more_whole_stages_stay_on_their_islands() -> None:
     """Replicas average across the slow link unless all of a stage stand on one side; who does so alone leaves others behind."""
     network, capacities = islands([4, 4], work_per_s=20.0), [UNITS // 2] * 8
