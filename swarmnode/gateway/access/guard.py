@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from swarmnode.gateway.access.keys import ApiKey, KeyRing
 from swarmnode.gateway.config import GatewayConfig
 from swarmnode.gateway.http.api_error import ApiError, too_many
+from swarmnode.gateway.http.time_limit import TimeLimit
 
 OPEN_PATHS = {"/health", "/ready", "/"}  # for whoever restarts it, and the page, which asks for the key itself
 OPEN_FOLDER = "/page/"
@@ -99,7 +100,8 @@ class _BoundedBody:
         if self._whole:
             return await self._receive()
         try:
-            message = await asyncio.wait_for(self._receive(), self._config.body_timeout_s)
+            with TimeLimit(self._config.body_timeout_s):
+                message = await self._receive()
         except asyncio.TimeoutError:
             raise ApiError(408, "the request did not arrive in time") from None
         self._received_bytes += len(message.get("body", b""))
