@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swarmnode.net.identity import Identity, verify
-from swarmnode.net.interfaces import Dht, PeerId, Record
+from swarmnode.net.interfaces import Dht, Enough, PeerId, Record
 from swarmnode.net.memory.virtual_time import run_virtual
 from swarmnode.net.table.keepers import REMEMBERED_S, REPLICAS
 from swarmnode.net.table.routing_table import BUCKET_PEERS
@@ -187,14 +187,17 @@ class ChargedDht(Dht):
         self._own.setdefault(key, {})[subkey] = Record(value, expires_at)
         return True
 
-    async def get(self, keys: Sequence[bytes], *, thrifty: bool = False) -> Mapping[bytes, Mapping[bytes, Record]]:
+    async def get(
+        self, keys: Sequence[bytes], *, enough: Enough | None = None
+    ) -> Mapping[bytes, Mapping[bytes, Record]]:
         now = unix_time()
         found: dict[bytes, dict[bytes, Record]] = {}
         for key in dict.fromkeys(keys):
             there = {peer.encode(): self._population.record(peer, now) for peer in self._population.at.get(key, [])}
             there.update(self._own.get(key, {}))
             found[key] = {subkey: record for subkey, record in there.items() if record.expires_at > now}
-            self._bill.read([record.value for record in found[key].values()], thrifty=thrifty)
+            ends = enough is not None and enough(key, found[key])
+            self._bill.read([record.value for record in found[key].values()], thrifty=ends)
         return found
 
     async def population(self) -> float:

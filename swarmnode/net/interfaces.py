@@ -75,6 +75,10 @@ class Record:
     expires_at: float
 
 
+Enough = Callable[[bytes, Mapping[bytes, Record]], bool]
+"""(key, what has been found under it) -> whether no more of its keepers need be asked"""
+
+
 class Dht(ABC):
     """A Kademlia table of small, signed, expiring records, shared by all peers."""
 
@@ -84,11 +88,13 @@ class Dht(ABC):
         its validator refuses it, it is over MAX_RECORD_BYTES, or a record that expires later is known."""
 
     @abstractmethod
-    async def get(self, keys: Sequence[bytes], *, thrifty: bool = False) -> Mapping[bytes, Mapping[bytes, Record]]:
+    async def get(
+        self, keys: Sequence[bytes], *, enough: Enough | None = None
+    ) -> Mapping[bytes, Mapping[bytes, Record]]:
         """The subkeys of several keys, freshest known; a key that nobody holds gives an empty mapping.
 
-        A thrifty read takes the first answer to each key, which one of its keepers may know some seconds late: a fifth of
-        the traffic.
+        All keepers of a key are asked; with `enough` one after another, and nobody where this peer itself keeps enough. What one of
+        them alone says may be some seconds late.
         """
 
     @abstractmethod

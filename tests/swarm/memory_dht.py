@@ -11,6 +11,7 @@ class MemoryDht(Dht):
         self.down = False
         self.stores = 0
         self.keys_read = []
+        self.enough = None  # of the last read
 
     async def store(self, key, subkey, value, *, expires_at):
         self._check()
@@ -20,9 +21,10 @@ class MemoryDht(Dht):
             self.records[key][subkey] = Record(value, expires_at)
         return True
 
-    async def get(self, keys, *, thrifty=False):
+    async def get(self, keys, *, enough=None):
         self._check()
         self.keys_read.append(list(keys))
+        self.enough = enough
         now = self.clock.time()
         return {
             key: {sub: record for sub, record in self.records.get(key, {}).items() if record.expires_at > now}

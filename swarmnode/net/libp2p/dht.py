@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from swarmnode.errors import NetworkDown
-from swarmnode.net.interfaces import MAX_RECORD_BYTES, Dht, PeerId, Record, RecordValidator
+from swarmnode.net.interfaces import MAX_RECORD_BYTES, Dht, Enough, PeerId, Record, RecordValidator
 from swarmnode.net.libp2p.address_groups import AddressGroups
 from swarmnode.net.libp2p.from_hivemind import P2P
 from swarmnode.net.libp2p.table_calls import TableCalls
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.table.ids import id_bytes, key_id, node_id
 from swarmnode.net.table.keepers import REPLICAS, Keepers
-from swarmnode.net.table.lookup import LookUp
+from swarmnode.net.table.lookup import EnoughThere, LookUp, Records
 from swarmnode.net.table.population import Population
 from swarmnode.net.table.record_store import RecordStore
 from swarmnode.net.table.routing_table import BUCKET_PEERS, RoutingTable
@@ -92,7 +92,7 @@ class EngineDht(Dht):
     async def explore(self) -> None:
         """Learn our neighbourhood in the table from the peers that we have met."""
         if self._calls is not None:
-            await self._look_up([node_id(self._peer)])
+            await self._look_up({node_id(self._peer): {}})
 
     def _check_clock(self, peer: PeerId, theirs: float, asked_at: float) -> None:
         ahead_s = max(0.0, asked_at - theirs) + min(0.0, time.time() - theirs)
@@ -129,20 +129,17 @@ class EngineDht(Dht):
         return taken and (not ours or self._store.store(key, subkey, record.value, record.expires_at, own))
 
     async def _find_keepers(self, key: int) -> Sequence[PeerId]:
-        return (await self._look_up([key])).nearest(key, REPLICAS)
+        return (await self._look_up({key: {}})).nearest(key, REPLICAS)
 
-    async def get(self, keys: Sequence[bytes], *, thrifty: bool = False) -> Mapping[bytes, Mapping[bytes, Record]]:
+    async def get(
+        self, keys: Sequence[bytes], *, enough: Enough | None = None
+    ) -> Mapping[bytes, Mapping[bytes, Record]]:
         self._running()
-        places = {key: key_id(key) for key in keys}
-        ours = {key: dict(self._store.get(place)) for key, place in places.items()}
-        asked = {key: place for key, place in places.items() if not (thrifty and ours[key])}
-        if asked:
-            found = await self._while_running(self._look_up(asked.values(), thrifty=thrifty))
-            for key, place in asked.items():
-                for subkey, record in found.records(place).items():
-                    if subkey not in ours[key] or ours[key][subkey].expires_at < record.expires_at:
-                        ours[key][subkey] = record
-        return {key: self._believed(places[key], records) for key, records in ours.items()}
+        keys_at = {key_id(key): key for key in keys}
+        kept = {place: self._store.get(place) for place in keys_at}
+        is_enough = None if enough is None else lambda place, records: enough(keys_at[place], records)
+        found = await self._while_running(self._look_up(kept, is_enough))
+        return {key: self._believed(place, found.records(place)) for place, key in keys_at.items()}
 
     def _believed(self, key: int, records: Mapping[bytes, Record]) -> dict[bytes, Record]:
         """What still holds of what this peer keeps, too: a member that was one until a moment ago."""
@@ -156,14 +153,14 @@ class EngineDht(Dht):
     async def population(self) -> float:
         self._running()
         place = self._population.next_place()
-        found = await self._while_running(self._look_up([place]))
+        found = await self._while_running(self._look_up({place: {}}))
         self._population.saw(place, found.nearest(place, BUCKET_PEERS))
         return self._population.peers
 
-    async def _look_up(self, keys: Iterable[int], *, thrifty: bool = False) -> LookUp:
+    async def _look_up(self, kept: Mapping[int, Records], enough: EnoughThere | None = None) -> LookUp:
         calls = self._running()
         return await LookUp(
-            self._peer, keys, self._routing_table.nearest, calls.find, self._groups.of, thrifty=thrifty
+            self._peer, kept, self._routing_table.nearest, calls.find, self._groups.of, enough=enough
         ).run()
 
     async def _while_running(self, work: Coroutine[Any, Any, T]) -> T:

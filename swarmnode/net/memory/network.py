@@ -24,6 +24,7 @@ from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import (
     MAX_RECORD_BYTES,
     Dht,
+    Enough,
     Network,
     PeerId,
     Record,
@@ -133,7 +134,9 @@ class FakeDht(Dht):
         takers = [other for other in others if other.believes(key, subkey, value, expires_at)]
         return self._network.island.keep(key, subkey, Record(value, expires_at)) and bool(takers)
 
-    async def get(self, keys: Sequence[bytes], *, thrifty: bool = False) -> Mapping[bytes, Mapping[bytes, Record]]:
+    async def get(
+        self, keys: Sequence[bytes], *, enough: Enough | None = None
+    ) -> Mapping[bytes, Mapping[bytes, Record]]:
         answering = await self._network.table_neighbours()
         alone = not answering and self._network.has_neighbours
         return {key: {} if alone else dict(self._believed(key)) for key in keys}

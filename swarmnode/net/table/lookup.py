@@ -21,11 +21,14 @@ MAX_KNOWN = 512
 MAX_FIND_KEYS = 8  # in one call: its answer has a bound
 
 
+Records = Mapping[bytes, Record]
+
+
 @dataclass(frozen=True)
 class FoundThere:
     """What one peer answers of a key."""
 
-    records: Mapping[bytes, Record]
+    records: Records
     nearer: Sequence[PeerId]
 
 
@@ -34,17 +37,25 @@ Ask = Callable[[PeerId, Sequence[int]], Awaitable[Sequence[FoundThere] | None]]
 
 GroupOf = Callable[[PeerId], str]
 
+EnoughThere = Callable[[int, Records], bool]
+"""(place of a key, what has been found under it) -> whether nobody else need be asked"""
+
 
 @dataclass
 class _Search:
     """Of one key."""
 
     known: dict[PeerId, set[str]]  # with the address groups of those who named them
+    records: dict[bytes, Record]
     asked: set[PeerId] = field(default_factory=set)
     silent: set[PeerId] = field(default_factory=set)
     answered: set[PeerId] = field(default_factory=set)
-    records: dict[bytes, Record] = field(default_factory=dict)
     done: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether somebody has been asked and may still answer."""
+        return len(self.asked) > len(self.answered) + len(self.silent)
 
     def take(self, found: FoundThere, named_by: str, *, own: PeerId) -> None:
         for subkey, record in found.records.items():
@@ -57,23 +68,31 @@ class _Search:
 
 
 class LookUp:
-    """One look-up of the peer `own` for some keys. `thrifty` ends the search for a key with the first answer that has something."""
+    """One look-up of the peer `own` for some keys, with what itself keeps under them.
+
+    With `enough` the peers near a key are asked one after another until it is. Once one of them was silent they are asked side by
+    side, as without it: else each of those that are gone would be waited for.
+    """
 
     def __init__(
         self,
         own: PeerId,
-        keys: Iterable[int],
+        kept: Mapping[int, Records],
         start: Callable[[int], Iterable[PeerId]],
         ask: Ask,
         group_of: GroupOf,
         *,
-        thrifty: bool = False,
+        enough: EnoughThere | None = None,
     ) -> None:
-        self._searches = {key: _Search({peer: set() for peer in start(key)}) for key in keys}
+        self._searches = {
+            key: _Search({peer: set() for peer in start(key)}, dict(records)) for key, records in kept.items()
+        }
         self._own = own
         self._ask = ask
         self._group_of = group_of
-        self._thrifty = thrifty
+        self._enough = enough
+        for key, search in self._searches.items():
+            search.done = self._has_enough(key, search)
 
     def __repr__(self) -> str:
         return f"<LookUp of {len(self._searches)} keys>"
@@ -117,10 +136,14 @@ class LookUp:
                 return peer, keys
         return None
 
+    def _has_enough(self, key: int, search: _Search) -> bool:
+        return self._enough is not None and self._enough(key, search.records)
+
     def _front(self, key: int) -> list[PeerId]:
         """Who is to be asked of those nearest to a key, nearest first."""
         search = self._searches[key]
-        if len(search.asked) >= MAX_ASKED:
+        one_by_one = self._enough is not None and not search.silent
+        if len(search.asked) >= MAX_ASKED or (one_by_one and search.waits):
             return []
         living = sorted(search.known.keys() - search.silent, key=lambda peer: node_id(peer) ^ key)
         groups = {peer: self._supposed_group(search, peer) for peer in living}
@@ -143,4 +166,4 @@ class LookUp:
             else:
                 search.answered.add(peer)
                 search.take(found[number], group, own=self._own)
-                search.done = self._thrifty and bool(search.records)
+                search.done = self._has_enough(key, search)

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from swarmnode.errors import LocalError, ProtocolError, SwarmnodeError
-from swarmnode.net.interfaces import Network, PeerId
+from swarmnode.net.interfaces import Enough, Network, PeerId
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.swarm.peers import shards
 from swarmnode.swarm.peers.dht_meter import GET, STORE, DhtMeter
@@ -193,7 +193,7 @@ class Directory:
     async def _look_at(self, look: Sequence[Shard]) -> None:
         keys = {shard: shard.key(self.swarm_id) for shard in look}
         try:
-            found = await self._on_dht(GET, self.network.dht.get(list(keys.values()), thrifty=self._sampling.thrifty))
+            found = await self._on_dht(GET, self.network.dht.get(list(keys.values()), enough=self._enough(keys)))
         except (SwarmnodeError, asyncio.TimeoutError) as error:
             logger.warning("cannot read the swarm's announcements: %s", error or "no answer")
         else:
@@ -206,6 +206,24 @@ class Directory:
             self._rest_s = self.config.rest_s(len(keys), sizes, self.crowd)
         self._update()
         await self._remember()
+
+    def _enough(self, keys: Mapping[Shard, bytes]) -> Enough | None:
+        """What ends a read of these keys before all keepers were asked; None: nothing."""
+        now = self._now()
+        others = {peer: known for peer, known in self._peer_table.live.items() if peer != self.network.peer_id}
+        fresh_until = now + self.config.fresh_s(self.crowd)
+        overdue = any(known.expires_at < fresh_until - self.config.max_read_s for known in others.values())
+        calm = self._reads_seldom and not overdue and not self._peer_table.suspects(now)
+        enough_at = self._sampling.enough(others.keys(), fresh_until, calm=calm)
+        if enough_at is None:
+            return None
+        shards_at = {key: shard for shard, key in keys.items()}
+        return lambda key, records: enough_at(shards_at[key], records)
+
+    @property
+    def _reads_seldom(self) -> bool:
+        """Whether nothing has moved for so long that reading has slowed down as far as it does."""
+        return self._calm > 1.0 and self.config.read_period_s(self.crowd) * self._calm >= self.config.max_read_s
 
     async def _population(self) -> float:
         """Peers of the table: a stranger's many identities near the sample's end do not make it larger."""

@@ -23,6 +23,7 @@ class DirectoryConfig:
     publish_s: float = 5.0
     max_publish_s: float = 150.0
     life_factor: float = 3.2  # an announcement outlives three lost refreshes: 16 s, in the largest swarms 8 min
+    fresh_factor: float = 1.5  # publishing periods, of which one and a store pass between two refreshes
     crowd: int = 40  # peers beyond which reading slows down (publishing: from twice as many)
     retry_s: float = 1.0  # after a store that nobody took
     dht_timeout_s: float = 10.0
@@ -35,6 +36,10 @@ class DirectoryConfig:
     def publish_period_s(self, peers: float) -> float:
         """Seconds between two refreshes of the own announcement."""
         return min(self.max_publish_s, self.publish_s * max(1.0, peers / (2 * self.crowd)))
+
+    def fresh_s(self, peers: float) -> float:
+        """For so many seconds is an announcement good at least whose peer has refreshed it when it was due."""
+        return (self.life_factor - self.fresh_factor) * self.publish_period_s(peers)
 
     def rest_s(self, keys: int, values_bytes: Sequence[int], peers: float) -> float:
         """Seconds that a read of so many keys, which brought values of these sizes, is to be paid with."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from swarmnode.net.interfaces import PeerId
+from swarmnode.net.interfaces import PeerId, Record
 from swarmnode.swarm.peers import shards
 from swarmnode.swarm.peers.shards import ALL, LARGE, PEERS_PER_SHARD, SAMPLE, UNCERTAINTY, Place, Shard
 from swarmnode.swarm.records.announcement import Announcement
@@ -21,7 +21,11 @@ WHOLE_LEVELS = 3
 NEWEST = 0.5  # weight of a newer size
 SAMPLE_EVERY = 8  # reads
 THOROUGH_EVERY = 16  # reads of a large swarm: what one keeper holds back, another gives
+CALM_THOROUGH_EVERY = 4  # of a small one in which nothing moves: who is new is seen by then at the latest
 GROWTH = 2.0  # between two looks at the sample, once the size was known
+
+EnoughAt = Callable[[Shard, Mapping[bytes, Record]], bool]
+"""(shard, what has been found there) -> whether no more of its keepers need be asked"""
 
 
 class ShardSampling:
@@ -35,6 +39,7 @@ class ShardSampling:
         self._visits: Counter[Place] = Counter()
         self._misses: Counter[Place] = Counter()  # reads in a row that found nobody
         self._spans: list[tuple[int, int]] = []  # of the peers in the sample, which is a fair one
+        self._found: dict[Shard, frozenset[PeerId]] = {}  # who stood there when it was last read
         self._random = random.Random(peer)
         self._reads = 0
 
@@ -46,10 +51,24 @@ class ShardSampling:
         """Whether there are too many to read everything."""
         return self.peers >= LARGE
 
-    @property
-    def thrifty(self) -> bool:
-        """Whether the next read may take the first answer for all."""
-        return self.large and self._reads % THOROUGH_EVERY != 0
+    def enough(self, living: Collection[PeerId], fresh_until: float, *, calm: bool) -> EnoughAt | None:
+        """What ends the next read before all keepers were asked: in a large swarm the first answer, in a small one that is calm
+        a fresh record, which is good until then at least, of each of the living who stood there the last time. None: nothing."""
+        if self._reads % (THOROUGH_EVERY if self.large else CALM_THOROUGH_EVERY) == 0:
+            return None
+        if self.large:
+            return lambda _shard, records: bool(records)
+        if not calm:
+            return None
+        awaited = {
+            shard: {peer.encode() for peer in peers.intersection(living)} for shard, peers in self._found.items()
+        }
+
+        def are_fresh(shard: Shard, records: Mapping[bytes, Record]) -> bool:
+            fresh = {subkey for subkey, record in records.items() if record.expires_at >= fresh_until}
+            return bool(awaited.get(shard)) and awaited[shard] <= fresh
+
+        return are_fresh
 
     def is_in_doubt(self, found: Mapping[Shard, Sequence[Announcement]]) -> bool:
         """Whether a read makes the swarm look so large that the table is to be asked how large it is."""
@@ -110,6 +129,7 @@ class ShardSampling:
         """Take in what a read brought."""
         everybody = {peer.peer: peer for records in found.values() for peer in records}
         self.units = max([self.units, *(peer.span[1] for peer in everybody.values())])
+        self._found.update({shard: frozenset(peer.peer for peer in records) for shard, records in found.items()})
         if SAMPLE in found:
             self._look_at_sample(found)
         for place in {shard.place for shard in found} - {ALL}:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.table.ids import node_id
-from swarmnode.net.table.lookup import FoundThere, LookUp
+from swarmnode.net.table.lookup import EnoughThere, FoundThere, LookUp
 from swarmnode.net.table.record_store import RecordStore
 from swarmnode.net.table.routing_table import BUCKET_PEERS, RoutingTable
 
@@ -66,10 +66,9 @@ class Kademlia:
         known = self.peers.get(peer)
         return None if known is None else [known.answer(key) for key in keys]
 
-    async def look_up(self, asker: TablePeer, *keys: int, thrifty: bool = False) -> LookUp:
-        return await LookUp(
-            asker.name, keys, asker.routing_table.nearest, self.ask, self.group_of, thrifty=thrifty
-        ).run()
+    async def look_up(self, asker: TablePeer, *keys: int, enough: EnoughThere | None = None) -> LookUp:
+        kept = {key: asker.store.get(key) for key in keys}
+        return await LookUp(asker.name, kept, asker.routing_table.nearest, self.ask, self.group_of, enough=enough).run()
 
     async def store(self, writer: TablePeer, key: int, count: int = 5) -> list[PeerId]:
         """Store a record of the writer at the keepers of a key; who they are."""

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 import pytest
 
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.table.ids import key_id, node_id
-from swarmnode.net.table.lookup import MAX_ASKED
+from swarmnode.net.table.lookup import AT_ONCE, MAX_ASKED, FoundThere, LookUp
 from tests.net.table.kademlia import LATER, NOW, Kademlia, TablePeer
 
 KEY = key_id(b"a swarm's peers")
@@ -31,7 +34,50 @@ async def test_answers_are_merged():
     found = (await table.look_up(reader, KEY)).records(KEY)
     assert set(found) == {b"only 0", b"only 1", b"only 2", b"all"}
     assert found[b"all"].value == b"of 2", "the one that expires last"
-    assert (await table.look_up(reader, KEY, thrifty=True)).records(KEY)
+
+
+async def test_nobody_else_is_asked_once_what_was_found_is_enough():
+    table = Kademlia(30)
+    reader = next(iter(table.peers.values()))
+    (newcomer,) = reader.routing_table.nearest(KEY, 1)  # keeps one record only
+    for keeper in table.peers.values():
+        for subkey in (b"old", b"new") if keeper not in (reader, table.peers[newcomer]) else ():
+            keeper.store.store(KEY, subkey, b"", LATER, Claimant("", "writer"))
+    table.peers[newcomer].store.store(KEY, b"new", b"", LATER, Claimant("", "writer"))
+
+    async def calls_until(*wanted: bytes) -> int:
+        before = table.calls
+        found = await table.look_up(reader, KEY, enough=lambda _key, records: set(wanted) <= set(records))
+        assert set(wanted) <= set(found.records(KEY))
+        return table.calls - before
+
+    assert await calls_until(b"new") == 1
+    assert await calls_until(b"new", b"old") == 2
+    before = table.calls
+    await table.look_up(reader, KEY, enough=lambda _key, _records: False)
+    assert table.calls - before >= 8, "all that are near"
+    reader.store.store(KEY, b"kept here", b"", LATER, Claimant("", "old"))
+    assert await calls_until(b"kept here") == 0
+
+
+async def test_the_silent_are_not_waited_for_one_by_one():
+    table = Kademlia(30)
+    reader = next(iter(table.peers.values()))
+    for gone in reader.routing_table.nearest(KEY, 4):
+        del table.peers[gone]
+    at_once, most = 0, 0
+
+    async def slow(peer: str, keys: Sequence[int]) -> list[FoundThere] | None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await asyncio.sleep(0)
+        at_once -= 1
+        return await table.ask(peer, keys)
+
+    start = reader.routing_table.nearest
+    await LookUp(reader.name, {KEY: {}}, start, slow, table.group_of, enough=lambda _key, _records: False).run()
+    assert most == AT_ONCE
 
 
 async def test_several_keys_share_calls():

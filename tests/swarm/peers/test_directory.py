@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -253,3 +254,51 @@ async def test_a_directory_counts_what_it_asks_of_the_dht(world):
     }
     assert (times["get"].count, times["store"].count) == (reads, stores)
     assert failures["get",] == 1
+
+
+async def test_what_is_read_in_calm_ends_with_fresh_news_of_everybody(world):
+    watcher = await world.join("watcher", state=State.READY)
+    for name in ("a", "b"):
+        await world.join(name, state=State.READY)
+    await world.clock.advance(1.1)
+    assert world.dht.enough is None, "while somebody comes all keepers are asked"
+    await world.clock.advance(60)
+    ends = await reads(world, watcher, 4)
+    assert [end is None for end in ends].count(True) == 1, "what one keeper holds back, another gives"
+    enough = next(end for end in ends if end is not None)
+    ((key, records),) = world.dht.records.items()
+    assert enough(key, records)
+    assert not enough(key, {subkey: record for subkey, record in records.items() if subkey != b"b"})
+    stale = {subkey: replace(record, expires_at=record.expires_at - 9) for subkey, record in records.items()}
+    assert not enough(key, stale)
+    assert not enough(key, {})
+
+
+async def test_who_is_overdue_is_looked_for_at_all_keepers(world):
+    watcher = await world.join("watcher", state=State.READY)
+    for name in ("a", "b"):
+        dead = await world.join(name, state=State.READY)
+    await world.clock.advance(60)
+    await world.kill(dead)
+    await world.clock.advance(14)
+    assert dead.network.peer_id in watcher.peers()
+    assert await reads(world, watcher, 4) == [None] * 4
+    await world.clock.advance(3)
+    assert dead.network.peer_id not in watcher.peers()
+
+
+async def test_a_suspect_is_looked_for_at_all_keepers(world):
+    watcher = await world.join("watcher", state=State.READY)
+    await world.join("a", state=State.READY)
+    await world.clock.advance(60)
+    watcher.suspect("a", "hung")
+    assert await reads(world, watcher, 4) == [None] * 4
+
+
+async def reads(world, watcher, count):
+    """What was to end each of the next reads."""
+    ends = []
+    for _ in range(count):
+        await watcher.refresh()
+        ends.append(world.dht.enough)
+    return ends

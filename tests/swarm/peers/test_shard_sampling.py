@@ -173,9 +173,9 @@ def test_the_size_grows_by_steps():
 
 def test_in_a_large_swarm_some_reads_are_thorough():
     reader = Reader(Population.draw(3000, 40))
-    thrifty = []
+    thorough = []
     for _ in range(64):
         look = reader.sampling.next_look(reader.span)
-        thrifty.append(reader.sampling.thrifty)
+        thorough.append(reader.sampling.enough((), 0.0, calm=False) is None)
         reader.read(look)
-    assert thrifty[4:].count(False) == 4
+    assert thorough[4:].count(True) == 4
