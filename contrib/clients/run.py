@@ -2,9 +2,9 @@
 
     python contrib/clients/run.py [--python PYTHON] [--node-modules FOLDER]
 
-Founds a swarm of one small random Llama on loopback, serves it, and lets each script of this folder ask it: Python's by `--python`,
-whose environment may be one of their own, npm's where FOLDER is the parent of `node_modules`. Clients that are not installed there
-are told so. Prints a table in Markdown; exits with 1 where one failed.
+Founds a swarm of one small random Llama on loopback, serves it, and lets each script ask it: Python's by `--python`, whose
+environment may be one of their own (`requirements.txt`, beside this file), npm's where FOLDER is the parent of `node_modules`.
+Clients that are not installed there are told so. Prints a table in Markdown; exits with 1 where one failed.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ CLIENTS = (
     Client("openai", "openai_package.py"),
     Client("anthropic", "anthropic_package.py"),
     Client("langchain-openai", "langchain_package.py"),
+    Client("langchain-openai", "../../examples/langchain_chat.py"),
     Client("litellm", "litellm_package.py"),
     Client("openai", "openai_npm.mjs"),
 )
@@ -106,7 +107,7 @@ async def ask_by_all(local: LocalSwarm, python: str, node_modules: Path) -> int:
             print("| client | version | calls | |\n|---|---|---|---|")
             for each in CLIENTS:
                 folder = node_modules if each.is_npm else local.folder
-                name = f"{each.package} ({'npm' if each.is_npm else 'PyPI'})"
+                name = f"{each.package} ({'npm' if each.is_npm else 'PyPI'}), {Path(each.script).name}"
                 code, version = await output_of(each.version_command(python), folder)
                 if code:
                     print(f"| {name} | | | not installed |")
