@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from swarmnode.compute.graph.arguments import argument_value, torch_constant
 from swarmnode.compute.graph.costs.rates import REFERENCE, Rates
-from swarmnode.compute.graph.costs.work import PLAIN, ComputeWork, WorkCounter, bytes_of, total
+from swarmnode.compute.graph.costs.work import FRESH, PLAIN, ComputeWork, WorkCounter, bytes_of, total
 from swarmnode.compute.graph.graph import Argument, Graph, OperatorCall, Poly, Ref, TensorType
 from swarmnode.compute.graph.layout import Layout, Value, trained_values, value_types
 from swarmnode.compute.graph.operators import resolve
@@ -51,6 +51,13 @@ class UnitEstimate:
     def seconds(self, rates: Rates) -> float:
         """Forward and backward."""
         return rates.seconds(self.forward) + rates.seconds(self.backward)
+
+    def learning_s(self, rates: Rates) -> float:
+        """A microbatch, as a learner does it: what is kept is written where the last one left no memory, and gradients are added to
+        the step's sums, which are read and written."""
+        return self.seconds(rates) + rates.seconds(
+            ComputeWork({FRESH: self.activation_bytes, PLAIN: 3 * self.parameter_bytes})
+        )
 
 
 def estimate_units(graph: Graph, batch: int | None = None) -> list[UnitEstimate]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from swarmnode.compute.graph.costs.work import (
     CALLS,
     CONVOLUTION,
     FILTERS,
+    FRESH,
     HARD,
     LARGE,
     MATMUL,
@@ -28,9 +30,11 @@ from swarmnode.compute.graph.costs.work import (
     WorkCounter,
 )
 from swarmnode.compute.stopwatch import synchronize
+from swarmnode.compute.training.dropout import CounterDropout
 
 MEASURING_BYTES = 96 << 20  # that a measurement takes at most at a time, its outputs and torch's own buffers among them
 _TRIALS = 5
+_FRESH_BLOCKS = 72  # of 1 MiB: more than glibc keeps of what was freed, which is 64
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ REFERENCE = Rates(
         CONVOLUTION: 1e11,
         FILTERS: 2e9,
         ATTENTION: 5e10,
+        FRESH: 5e9,
     }
 )
 """A middling processor, for decisions that must not depend on the machine that makes them."""
@@ -68,20 +73,22 @@ def measure_rates(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Rates:
-    """Of this machine, with as many threads as torch has now, where passes are computed in that dtype. Takes about a second."""
+    """Of this machine as busy as it is, with as many threads as torch has now, where passes are computed in that dtype. Takes about
+    a second."""
     device = torch.device(device)
     per_s: dict[str, float] = {}
     with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
-        for kind, trial in _trials(device):
-            with WorkCounter() as counter:
-                trial()
-            other = Rates(per_s).seconds(ComputeWork({done: counter.amounts.get(done, 0.0) for done in per_s}))
-            per_s[kind] = counter.amounts[kind] / max(_fastest_s(trial, device, clock) - other, 1e-9)
+        for kind, trial, stands_for in _trials(device):
+            work = _counted(trial) if stands_for is None else stands_for
+            other = Rates(per_s).seconds(ComputeWork({done: work.amounts.get(done, 0.0) for done in per_s}))
+            took_s = _usual_s(trial, device, clock)
+            per_s[kind] = work.amounts[kind] / max(took_s - other, took_s / 100, 1e-9)
     return Rates(per_s)
 
 
-def _trials(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """For each kind something that is mostly of it; earlier kinds are subtracted from later ones."""
+def _trials(device: torch.device) -> Iterator[tuple[str, Callable[[], Any], ComputeWork | None]]:
+    """For each kind something that is mostly of it, and what it counts as, where that is not what it dispatches; earlier kinds are
+    subtracted from later ones."""
 
     def normal(*shape: int, learns: bool = False) -> Tensor:
         return torch.randn(*shape, device=device, requires_grad=learns)
@@ -90,42 +97,64 @@ def _trials(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
         return torch.autograd.grad(output, inputs, output.detach())
 
     tiny = torch.zeros(1, device=device)
-    yield CALLS, lambda: [tiny + tiny for _ in range(1000)]
+    yield CALLS, lambda: [tiny + tiny for _ in range(1000)], None
 
     block = normal(1 << 18)  # 1 MiB, as activations are
-    yield PLAIN, lambda: [block + block for _ in range(50)]
+
+    ring = [torch.empty_like(block) for _ in range(32)]  # more than caches hold, and no memory is asked for
+    yield PLAIN, functools.partial(_add_along, ring, block), None
+    del ring
+    fresh = ComputeWork({FRESH: _FRESH_BLOCKS * block.nbytes, PLAIN: 3 * _FRESH_BLOCKS * block.nbytes})
+    yield FRESH, lambda: [block + block for _ in range(_FRESH_BLOCKS)], fresh
     large = normal(1 << 23)
-    yield LARGE, functools.partial(torch.add, large, large)
+    yield LARGE, functools.partial(torch.add, large, large), None
     del large  # not kept for the trials that follow
-    yield SOFT, lambda: [torch.softmax(block.view(-1, 512), 1) for _ in range(20)]
-    yield HARD, lambda: [torch.tanh(block) for _ in range(5)]
-    yield RANDOM, lambda: [torch.empty_like(block).bernoulli_(0.9) for _ in range(5)]
+    yield SOFT, lambda: [torch.softmax(block.view(-1, 512), 1) for _ in range(20)], None
+    yield HARD, lambda: [torch.tanh(block) for _ in range(5)], None
+
+    def drop() -> list[Tensor]:
+        with CounterDropout() as dropout:
+            return [dropout.dropout(block) for _ in range(5)]
+
+    yield RANDOM, drop, ComputeWork({RANDOM: 5 * (2 * block.nbytes + block.numel())})  # read, written, and a mask
 
     images, moments = normal(8, 64, 16, 16, learns=True), torch.ones(64, device=device)
 
     def batch_norm() -> Tensor:
         return functional.batch_norm(images, moments.clone(), moments.clone(), training=True)
 
-    yield BATCH_NORM, lambda: [backward(batch_norm(), images) for _ in range(5)]
+    yield BATCH_NORM, lambda: [backward(batch_norm(), images) for _ in range(5)], None
 
     matrix = normal(512, 512)
-    yield MATMUL, lambda: [matrix @ matrix for _ in range(5)]
+    yield MATMUL, lambda: [matrix @ matrix for _ in range(5)], None
 
     kernel = normal(64, 64, 3, 3, learns=True)
-    yield CONVOLUTION, lambda: backward(functional.conv2d(images, kernel, padding=1), images, kernel)
+    yield CONVOLUTION, lambda: backward(functional.conv2d(images, kernel, padding=1), images, kernel), None
 
     small, filters = normal(2, 256, 4, 4, learns=True), normal(512, 256, 3, 3, learns=True)
-    yield FILTERS, lambda: backward(functional.conv2d(small, filters, padding=1), small, filters)
+    yield FILTERS, lambda: backward(functional.conv2d(small, filters, padding=1), small, filters), None
 
     query = normal(4, 8, 128, 64, learns=True)
-    yield ATTENTION, lambda: backward(functional.scaled_dot_product_attention(query, query, query), query)
+    yield ATTENTION, lambda: backward(functional.scaled_dot_product_attention(query, query, query), query), None
 
 
-def _fastest_s(trial: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
+def _add_along(ring: Sequence[Tensor], block: Tensor) -> None:
+    for at, output in enumerate(ring):
+        torch.add(ring[at - 1], block, out=output)
+
+
+def _counted(trial: Callable[[], Any]) -> ComputeWork:
+    counter = WorkCounter()
+    with counter:
+        trial()
+    return counter.work
+
+
+def _usual_s(trial: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
     seconds = []
     for _ in range(_TRIALS):
         start = clock()
         trial()
         synchronize(device)
         seconds.append(clock() - start)
-    return min(seconds)
+    return statistics.median(seconds)

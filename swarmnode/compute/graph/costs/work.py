@@ -22,6 +22,7 @@ PLAIN, LARGE = "plain", "large"  # bytes of operators that move and add: little 
 SOFT, HARD = "soft", "hard"  # bytes of operators that compute functions: softmax and its like, tanh and its like
 RANDOM, BATCH_NORM = "random", "batch_norm"  # bytes of those that draw, and of those
 CALLS = "calls"
+FRESH = "fresh"  # bytes that are written where the process had no memory before
 
 _LARGE_BYTES = 24 << 20
 _ATTENTION = "_scaled_dot_product"

@@ -55,7 +55,7 @@ class PassEstimator:
         except (CheckpointError, Full) as error:
             log.info("%s; how long it takes is known when it was timed", error)
             return 0.0
-        passes_s = sum(one.seconds(rates) + recompute * rates.seconds(one.forward) for one in estimates)
+        passes_s = sum(one.learning_s(rates) + recompute * rates.seconds(one.forward) for one in estimates)
         return passes_s / units.units / self._share
 
     def _rates_of(self, dtype: torch.dtype | None) -> Rates:

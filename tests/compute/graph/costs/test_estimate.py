@@ -17,9 +17,11 @@ from swarmnode.compute.graph.costs import estimate
 from swarmnode.compute.graph.costs.estimate import estimate_units
 from swarmnode.compute.graph.costs.rates import REFERENCE, measure_rates
 from swarmnode.compute.graph.costs.span_estimate import estimate_span
+from swarmnode.compute.graph.costs.work import FRESH, PLAIN
 from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.training.dropout import CounterDropout
 from tests.compute.graph.models import batch_of, build, loss_of
 
 BATCH, LENGTH, WIDTH = 3, 8, 16
@@ -97,6 +99,25 @@ def test_spans_are_estimated_from_the_config(tmp_path: Path) -> None:
     assert [unit.backward.flops > 1.9 * unit.forward.flops for unit in units] == [False, True, True, True, True]
     assert units[0].boundary_bytes == 8 * tokens and units[1].boundary_bytes == 4 * tokens * WIDTH
     assert units[0].parameter_bytes == units[4].parameter_bytes - 4 * WIDTH == 4 * 99 * WIDTH
+
+
+def test_a_learner_writes_what_it_keeps_to_fresh_memory_and_adds_up_gradients() -> None:
+    (unit,) = estimate_units(export_module(Attention(), (torch.zeros(BATCH, LENGTH, WIDTH),)).graph)
+    extra_s = unit.activation_bytes / REFERENCE.per_s[FRESH] + 3 * unit.parameter_bytes / REFERENCE.per_s[PLAIN]
+    assert unit.learning_s(REFERENCE) == pytest.approx(unit.seconds(REFERENCE) + extra_s)
+
+
+def test_dropout_is_timed_as_learners_draw_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[torch.Size] = []
+    drop = CounterDropout._drop
+
+    def note(self: CounterDropout, input: Tensor, p: float) -> tuple[Tensor, Tensor]:
+        drawn.append(input.shape)
+        return drop(self, input, p)
+
+    monkeypatch.setattr(CounterDropout, "_drop", note)
+    measure_rates()
+    assert drawn
 
 
 def test_rates_of_this_machine_are_measured() -> None:
