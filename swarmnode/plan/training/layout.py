@@ -23,6 +23,7 @@ STANDING_BY = Span(0, 0)
 FRAGILE = 3.0  # more of a step, relative, is a second holder of all units worth
 SAME = 1e-9  # relative: what sums of the same may differ by
 CLEARLY = 1.2  # times as long a step must take before units have fewer holders, which survive losses less well
+SLIGHTLY = 1.05  # likewise, before they have as many: who sees a little more than others comes to the same layout
 SHORTLIST = 48  # layouts of which a step is forecast
 LEFT_OUT = 1.5  # times as long a step must take with all, before anybody is left out who may be needed later
 
@@ -67,19 +68,21 @@ def _parts(stages: Sequence[Span], capacity: int) -> list[Span]:
 
 def common_layout(forecast: StepForecast, capacity_units: Sequence[int]) -> StageLayout:
     """The layout with which fewest places are missing, and then a step takes least. An estimate that knows nothing of who holds
-    what says whether anybody is left out, and which layouts come into question; of these the step's forecast takes one. Where units
-    have fewer holders than in the estimate's best, steps must be clearly shorter."""
+    what says whether anybody is left out, and which layouts come into question; the best of them is taken, unless with
+    another one the step is forecast to be shorter, and clearly so where units have fewer holders."""
     candidates = sorted(_candidates(forecast, np.array(capacity_units)), key=lambda one: (one.missing, one.estimate_s))
     likely = [one for one in candidates[:SHORTLIST] if one.is_like(candidates[0])]
     if not likely:
         return _along(forecast, cut(forecast.unit_s(1), 1), [])
     laid = [_laid(forecast, one.stages, one.able) for one in likely]
-    usual = (1 - SAME) * laid[0][1].mean_holders
-    values = [
-        one.fragile * step_s * (1.0 if layout.mean_holders >= usual else CLEARLY)
-        for one, (step_s, layout) in zip(likely, laid, strict=True)
-    ]
+    margins = [1.0, *(_margin(layout, laid[0][1]) for _, layout in laid[1:])]
+    values = [margin * one.fragile * step_s for margin, one, (step_s, _) in zip(margins, likely, laid, strict=True)]
     return laid[int(np.argmin(values))][1]
+
+
+def _margin(layout: StageLayout, usual: StageLayout) -> float:
+    """How many times as long a step must take with the usual layout, before this one is taken."""
+    return SLIGHTLY if layout.mean_holders >= (1 - SAME) * usual.mean_holders else CLEARLY
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +133,7 @@ def _laid(forecast: StepForecast, stages: Sequence[Span], able: Indexes) -> tupl
     layouts = [pipelines]
     if whole_stages.least_holders >= min(HOLDERS, pipelines.least_holders):
         layouts.append(whole_stages)
-    steps_s = [float(forecast.step_s(layout.places, 0, layout.places[:1])[0]) for layout in layouts]
+    steps_s = [forecast.arranged_s(layout.places) for layout in layouts]
     return min(zip(steps_s, layouts, strict=True), key=itemgetter(0))
 
 

@@ -3,7 +3,8 @@
 Terms that add up: computing, as slow as the units with least speed; lines, on which activations and gradients of all microbatches
 go one after another; the first microbatch's way through all stages; averaging, as slow as the slowest replicas. What must cross
 between those who hold a unit and those who hold the next follows from clusters (`clusters.py`). The worst counts most, but every
-term counts a little (power means), so that peers who see no more than what one of them could do find their way.
+term counts a little (power means), so that peers who see no more than what one of them could do find their way. Where all places
+are compared, lines carry beside computing; who moves alone counts them in full, and so stays where they are fast.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from swarmnode.plan.training.clusters import Clusters
 from swarmnode.plan.view import Span
 
 COMPUTE_SHARPNESS, LINE_SHARPNESS, AVERAGING_SHARPNESS = 8, 2, 16
+ADDED, BESIDE = 1, 4  # power sums of computing and lines: one after the other, or the longer one decides
 SHARED = 0.25  # how much of what is held beyond need is shared out, not left to whoever is nearest
 SAME_DELAY_S = 0.005  # delays that differ by less are the same
 UNHELD = 1e-3  # of a peer's speed on the whole model: what a unit that nobody holds counts as having
@@ -98,10 +100,11 @@ class StepForecast:
 
     def step_s(self, spans: Sequence[Span], peer: int, windows: Sequence[Span]) -> Floats:
         """[W]: seconds of a step with `peer` on each of the windows, all others on their spans (empty: they hold nothing)."""
-        held_NU = held_units(spans, self.load.units)
-        held_NU[peer] = 0.0
-        window_WU = held_units(windows, self.load.units)
-        return self._passing_s(held_NU, peer, window_WU) + self._averaging_s(held_NU, peer, window_WU)
+        return self._step_s(spans, peer, windows, ADDED)
+
+    def arranged_s(self, spans: Sequence[Span]) -> float:
+        """Seconds of a step with all on their spans, to be compared with other ways to place all."""
+        return float(self._step_s(spans, 0, spans[:1], BESIDE)[0])
 
     def fetching_s(self, spans: Sequence[Span], peer: int, window: Span) -> float:
         """Until `peer` has what is learnt of those units of `window` that are not its own yet, each from its fastest holder."""
@@ -112,13 +115,19 @@ class StepForecast:
         path_U = np.where(np.isfinite(path_U), path_U, self.line_N[peer])  # from a disk, where nobody holds it
         return float((self.load.state_bytes_U * path_U)[new_U].sum())
 
+    def _step_s(self, spans: Sequence[Span], peer: int, windows: Sequence[Span], sharpness: int) -> Floats:
+        held_NU = held_units(spans, self.load.units)
+        held_NU[peer] = 0.0
+        window_WU = held_units(windows, self.load.units)
+        return self._passing_s(held_NU, peer, window_WU, sharpness) + self._averaging_s(held_NU, peer, window_WU)
+
     def _rates(self, held_NU: Floats, work_per_s: Floats) -> Floats:
         """Microbatches/s that each takes through each unit of its span, if it works on all of them alike."""
         work_N1 = np.maximum(held_NU @ self.load.work_U, 1e-12)[:, None]
         rates_NU: Floats = held_NU * work_per_s[..., None] / work_N1
         return rates_NU
 
-    def _passing_s(self, held_NU: Floats, peer: int, window_WU: Floats) -> Floats:
+    def _passing_s(self, held_NU: Floats, peer: int, window_WU: Floats, sharpness: int) -> Floats:
         """Microbatches through all stages and back: computing, lines, and the way of the first one."""
         work_per_s_N = self.network.work_per_s_N
         others_NU = self._rates(held_NU, work_per_s_N)
@@ -131,9 +140,9 @@ class StepForecast:
         busy_WV = 2 * count * hops_WV / np.minimum(lines_WU[:, 1:], lines_WU[:, :-1])
         boundaries = max(1, int((hops_WV > 0).sum(axis=1).max(initial=0)))
         line_W = ((busy_WV**LINE_SHARPNESS).sum(axis=1) / boundaries) ** (1 / LINE_SHARPNESS)
-        passing_W: Floats = (
-            _mean(count / rate_WU, COMPUTE_SHARPNESS) + line_W + self.latency_s + 2 * hops_WV.sum(axis=1)
-        )
+        compute_W = _mean(count / rate_WU, COMPUTE_SHARPNESS)
+        busy_W = (compute_W**sharpness + line_W**sharpness) ** (1 / sharpness)
+        passing_W: Floats = busy_W + self.latency_s + 2 * hops_WV.sum(axis=1)
         return passing_W
 
     def _hops_s(self, others_NU: Floats, own_WU: Floats, peer: int, rate_WU: Floats) -> Floats:

@@ -259,6 +259,14 @@ def test_a_forecast_of_one_stage_is_what_can_be_worked_out_by_hand() -> None:
     assert forecast.step_s(spans, 0, spans[:1])[0] == pytest.approx(1.28 + 0.08 + 2 * averaging_s + 0.002)
 
 
+def test_lines_carry_beside_computing_where_all_places_are_compared() -> None:
+    """Two halves, each 6.4 s of computing; of 3.2 s of activations between them little more than the first one is waited for."""
+    spans, network = [Span(0, 4), Span(4, 8)], islands([2], work_per_s=20.0)
+    idle_s, busy_s = (StepForecast(load(0.0, size), network).arranged_s(spans) for size in (0.0, 0.05 * NEAR_BPS / 8))
+    assert idle_s == pytest.approx(6.4 + 0.4, rel=0.01)
+    assert 0.1 < busy_s - idle_s < 0.25
+
+
 def test_stages_share_the_work() -> None:
     assert cut(np.ones(UNITS), 4) == [Span(0, 2), Span(2, 4), Span(4, 6), Span(6, 8)]
     heavy_end = np.array([1.0] * 7 + [5.0])
