@@ -46,15 +46,17 @@ def rehearse(
     """So many microbatches (of more than 32 the first ones); None where units have nobody."""
     idle = {peer: replace(worker, booked_units=0, in_flight=0, at_once=0, window=0) for peer, worker in workers.items()}
     links = transfers.idle()
-    routes: list[Sequence[Wire]] = []
+    routes: list[tuple[Wire, ...]] = []
     for _ in range(min(microbatches, PLAYED)):
         route = wire(units, idle, [None] * units, links)
         if route is None:
             return None
-        routes.append(route)
+        routes.append(tuple(route))
         book(route, idle, links, 1)
     beat_s = max(links.busiest_s(), *(worker.finish_s(0) for worker in idle.values())) / len(routes)
-    way_s = statistics.fmean(_way_s(route, workers, transfers.idle()) for route in routes)
+    alone = transfers.idle()
+    ways_s = {route: _way_s(route, workers, alone) for route in set(routes)}
+    way_s = statistics.fmean(ways_s[route] for route in routes)
     return Rehearsal(routes, beat_s, way_s, _paces_s(idle, links))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 from itertools import pairwise
 
 import numpy as np
@@ -51,8 +52,8 @@ class Transfers:
 
     def idle(self) -> Transfers:
         """What is known of these links, with nothing booked."""
-        other = Transfers()
-        other.know(list(self._number), self._delay_NN[:-1, :-1], self._sending_NN[:-1, :-1])
+        other = copy(self)
+        other._booked, other._booked_NN = Counter(), np.zeros_like(self._booked_NN)
         return other
 
     def busiest_s(self) -> float:
