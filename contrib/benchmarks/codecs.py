@@ -1,6 +1,6 @@
 """Speed, ratio and error of every codec, beside memcpy and bitsandbytes block-wise 8-bit in the same run. Prints JSON.
 
-    OMP_NUM_THREADS=1 python contrib/benchmarks/codecs.py [--elements 4194304] [--runs 9] [--device cpu]
+    OMP_NUM_THREADS=1 python contrib/benchmarks/codecs.py [--elements 4194304] [--row 512] [--runs 9] [--device cpu]
 
 `encode_gb_per_s` and `decode_gb_per_s` count the float32 bytes that went in or came out; medians over the runs, which
 take turns, so that a busy moment of the machine does not fall on one codec alone.
@@ -26,7 +26,6 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
 
 TOPK_FRACTION = 0.05
-SMALL_SHAPE = (1, 1, 512)  # the hidden state of one decode step
 SMALL_CALLS = 500
 
 
@@ -91,10 +90,12 @@ def measure(subjects: dict[str, Subject], tensor: Tensor, runs: int, calls: int)
     return {name: {way: statistics.median(t[1:]) for way, t in ways.items()} for name, ways in times.items()}
 
 
-def report(subjects: dict[str, Subject], elements: int, runs: int, device: torch.device) -> dict[str, dict[str, float]]:
+def report(
+    subjects: dict[str, Subject], elements: int, row: int, runs: int, device: torch.device
+) -> dict[str, dict[str, float]]:
     generator = torch.Generator().manual_seed(0)
     large = torch.randn(elements, generator=generator).to(device)
-    small = torch.randn(SMALL_SHAPE, generator=generator).to(device)
+    small = torch.randn((1, 1, row), generator=generator).to(device)
     large_s, small_s = measure(subjects, large, runs, 1), measure(subjects, small, runs, SMALL_CALLS)
     rows = {}
     for name, subject in subjects.items():
@@ -114,6 +115,7 @@ def report(subjects: dict[str, Subject], elements: int, runs: int, device: torch
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=1 << 22, help="of the large float32 tensor")
+    parser.add_argument("--row", type=int, default=512, help="elements of the hidden state of one decode step")
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     options = parser.parse_args()
@@ -127,9 +129,9 @@ def main() -> None:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "elements": options.elements,
-        "small_shape": SMALL_SHAPE,
+        "row": options.row,
         "topk_fraction": TOPK_FRACTION,
-        "codecs": report(subjects, options.elements, options.runs, options.device),
+        "codecs": report(subjects, options.elements, options.row, options.runs, options.device),
     }
     print(json.dumps(result, indent=2))
 

@@ -22,7 +22,7 @@ _SMALLEST = np.float32(SMALLEST_SCALE)
 _SPLIT = np.float32((1 << 16) + 1)  # Veltkamp's: it leaves the 8 bits of significand that bfloat16 has
 _LARGEST = np.float32(2.0**110)  # of an element: what is split must not overflow
 # A dtype that is named anew each time costs as much as an operation.
-_HALVES, _FLOATS, _CODES = np.dtype("<u2"), np.dtype("<f4"), np.dtype(np.int8)
+_HALVES, _FLOATS, _BITS, _CODES = np.dtype("<u2"), np.dtype("<f4"), np.dtype("<i4"), np.dtype(np.int8)
 _INFINITE = 0x7F80  # as bfloat16; NaN and what is negative lie above
 _STARTS = np.arange(0, MOST_ELEMENTS, INT8_GROUP)  # of the groups
 
@@ -40,15 +40,15 @@ def is_small(x: Tensor) -> bool:
 def encode_small_int8(x: Tensor) -> bytes | None:
     """The payload of a tensor that is small; None where it holds huge values, or such as are not finite."""
     x_GW: NDArray[Any] = (x.detach() if x.requires_grad else x).numpy().reshape(-1, INT8_GROUP)
-    peaks_G = np.maximum.reduceat(
-        np.abs(x_GW).ravel(), _STARTS[: len(x_GW)]
-    )  # sooner than reduce over rows that are short
+    sizes_GW: NDArray[Any] = np.abs(x_GW)
+    # As bits: what has no sign is ordered alike, NaN at the top, and whole numbers are compared three times as fast.
+    peaks_G = np.maximum.reduceat(sizes_GW.view(_BITS).ravel(), _STARTS[: len(x_GW)]).view(_FLOATS)
     if not np.maximum.reduce(peaks_G) < _LARGEST:
         return None
     scales_G = np.maximum(peaks_G * _STEP, _SMALLEST)
     split_G = scales_G * _SPLIT
     scales_G = split_G - (split_G - scales_G)  # to bfloat16: to the nearest, ties to even
-    codes_GW = x_GW * np.reciprocal(scales_G)[:, None]
+    codes_GW = np.multiply(x_GW, np.reciprocal(scales_G)[:, None], sizes_GW)
     np.rint(codes_GW, codes_GW)
     return scales_G.view(_HALVES)[1::2].tobytes() + codes_GW.astype(_CODES).tobytes()
 
