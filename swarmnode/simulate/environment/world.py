@@ -280,7 +280,11 @@ class World:
             peer.span = span
             peer.life += 1
             peer.load_is_news, peer.wish = False, None
-            self._load(peer, arrive)
+            if span.units:
+                self._load(peer, arrive)
+            else:
+                peer.state = State.JOINING  # it stands by
+                self.directory.announce(peer.view())
 
         self._later(peer, self.settings.detect_s, go)
 

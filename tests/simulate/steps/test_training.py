@@ -13,7 +13,9 @@ from swarmnode.plan.training.wiring import Replica
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.churn import Change
 from swarmnode.simulate.settings import Settings, TrainSettings
+from swarmnode.simulate.simulation import Simulation
 from swarmnode.simulate.steps.pipelines import beat_s, share_out
+from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.run import Averaging
 from tests.simulate.worlds import MB, figures, model, run, scenario, total
 
@@ -55,6 +57,17 @@ def test_replicas_of_unequal_speeds_in_a_row_of_stages_all_have_work():
     result = run(network, model(8, parameters=1000), settings(microbatches=80), spans=spans)
     way_s = 4 * 0.6 + 6 * 0.1
     assert result.measures.values["step, s"][0] < 1.1 * (80 * 0.3 + way_s)
+
+
+def test_who_leaves_its_units_stands_by():
+    """Of three, one gives up its half after a while: the other two train on."""
+    network = scenario([80.0] * 3, delay_s=0.001, bandwidth_bps=1e10)
+    simulation = Simulation(network, model(8, parameters=1000), settings(), spans=[*HALVES, HALVES[1]])
+    spare = simulation.world.peers[2]
+    simulation.clock.at(30.0, lambda: simulation.world.move(spare, Span(0, 0)))
+    values = simulation.run().measures.values
+    assert spare.state is State.JOINING and not spare.span.units
+    assert sum(values["step, s"]) > 250.0
 
 
 def test_half_the_speed_gets_half_the_work():
