@@ -6,21 +6,24 @@ A message is a protobuf behind its length as a varint (go-libp2p-daemon, specs/C
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from multiaddr import Multiaddr
 
-from swarmnode.errors import LocalError, NetworkDown, PeerLost
+from swarmnode.errors import LocalError, NetworkDown, PeerLost, ProtocolError
 from swarmnode.net.addressing.addresses import without_peer
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.libp2p.from_hivemind import HivemindMultiaddr, p2pd_pb2
 from swarmnode.net.libp2p.peer_names import peer_bytes, peer_name
-from swarmnode.net.libp2p.socket_stream import SocketStream, write_varint
+from swarmnode.net.libp2p.socket_stream import SocketStream, read_varint, write_varint
 
+MAX_ANSWER_BYTES = 4 << 20  # some 60 for each address of a connection, of which a bootstrap peer has thousands
+MAX_VARINT_BYTES = 10
 MOST_TEXTS = 1024  # that are remembered: the same peers are connected each time
 
 Request = p2pd_pb2.Request
@@ -93,20 +96,26 @@ class P2pdControl:
         return stream
 
     async def _ask(self, request: Any) -> Any:
-        stream, answer = await self._exchange(request)
-        stream.abort()
+        """The answer, which may be long. Raises ProtocolError where it is too long, too."""
+        with _reached():
+            reader, writer = await asyncio.open_unix_connection(str(self.socket))
+        try:
+            writer.write(_framed(request))
+            answer = p2pd_pb2.Response()
+            answer.ParseFromString(await _message(reader))
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise NetworkDown("p2pd ended while it was asked something") from error
+        finally:
+            writer.transport.abort()
         return answer
 
     async def _exchange(self, request: Any) -> tuple[SocketStream, Any]:
-        """Ask on a new connection; (the connection, the answer)."""
-        data = request.SerializeToString()
+        """Ask for a stream on a new connection, which becomes that stream; (the connection, the answer)."""
         loop = asyncio.get_running_loop()
-        try:
+        with _reached():
             _, stream = await loop.create_unix_connection(SocketStream, str(self.socket))
-        except OSError as error:
-            raise NetworkDown(f"p2pd does not answer: {error.strerror or error}") from error
         try:
-            stream.write([write_varint(len(data)) + data])
+            stream.write([_framed(request)])
             answer = p2pd_pb2.Response()
             answer.ParseFromString(await stream.preamble())
         except PeerLost as error:
@@ -144,6 +153,32 @@ class Inbox:
         if self._server is not None:
             self._server.close()
             self._server = None
+
+
+@contextlib.contextmanager
+def _reached() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise NetworkDown(f"p2pd does not answer: {error.strerror or error}") from error
+
+
+def _framed(request: Any) -> bytes:
+    data: bytes = request.SerializeToString()
+    return write_varint(len(data)) + data
+
+
+async def _message(reader: asyncio.StreamReader) -> bytes:
+    """The next length-prefixed one. Raises ProtocolError, asyncio.IncompleteReadError."""
+    head = b""
+    while not head or head[-1] & 0x80:
+        if len(head) == MAX_VARINT_BYTES:
+            raise ProtocolError("p2pd sent a message that is too large")
+        head += await reader.readexactly(1)
+    length, _ = read_varint(head)
+    if length > MAX_ANSWER_BYTES:
+        raise ProtocolError("p2pd sent a message that is too large")
+    return await reader.readexactly(length)
 
 
 def _texts(addresses: Iterable[bytes]) -> list[str]:
