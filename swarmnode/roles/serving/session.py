@@ -275,6 +275,7 @@ class StageSession:
             return
         self.computed, alone = job.end, run.jobs == 1
         if result.error is not None:
+            self._stage.computed(self, job, run)  # while the session is there
             # A bad input is the fault of the hop that sent it.
             self._send_fault(max(0, self.index - 1) if result.bad_input else self.index, result.error)
             self._output_stream.close(Error(result.error))
