@@ -14,13 +14,12 @@ from operator import itemgetter
 
 import numpy as np
 
+from swarmnode.plan.holders import HOLDERS, fragility
 from swarmnode.plan.spans.flow import Floats, Indexes
 from swarmnode.plan.training.step_forecast import StepForecast
 from swarmnode.plan.view import Span
 
-HOLDERS = 2  # that a unit should have, so that losing one loses nothing that was learnt
 STANDING_BY = Span(0, 0)
-FRAGILE = 3.0  # more of a step, relative, is a second holder of all units worth
 SAME = 1e-9  # relative: what sums of the same may differ by
 CLEARLY = 1.2  # times as long a step must take before units have fewer holders, which survive losses less well
 SLIGHTLY = 1.05  # likewise, before they have as many: who sees a little more than others comes to the same layout
@@ -111,7 +110,7 @@ def _candidates(forecast: StepForecast, capacity_N: Indexes) -> Iterator[_Candid
             able = group[roomy_N[group]]
             if len(able):
                 leaves_out = len(group) < forecast.network.peers
-                fragile = 1 + FRAGILE * min(1.0, max(0, HOLDERS * count - len(able)) / count)
+                fragile = fragility(min(1.0, max(0, HOLDERS * count - len(able)) / count))
                 estimate_s = (LEFT_OUT if leaves_out else 1.0) * fragile * _estimate_s(forecast, stages, able)
                 yield _Candidate(stages, able, max(0, count - len(able)), leaves_out, fragile, estimate_s)
 

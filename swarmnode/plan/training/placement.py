@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from swarmnode.plan.holders import HOLDERS, fragility
 from swarmnode.plan.spans.flow import Floats
-from swarmnode.plan.training.layout import FRAGILE, HOLDERS, LEFT_OUT, STANDING_BY, StageLayout, windows_between
+from swarmnode.plan.training.layout import LEFT_OUT, STANDING_BY, StageLayout, windows_between
 from swarmnode.plan.training.step_forecast import StepForecast, held_units
 from swarmnode.plan.view import Span
 
@@ -141,7 +142,7 @@ def _windows(forecast: StepForecast, layout: StageLayout | None, peers: Training
 
 def _holds_up(worth: _Worth, spare: _Worth) -> bool:
     """Whether a peer makes a step so much longer than without it that second holders are not worth it."""
-    return worth.missing == spare.missing and worth.step_s > (1 + FRAGILE) * spare.step_s
+    return worth.missing == spare.missing and worth.step_s > fragility(1.0) * spare.step_s
 
 
 def _settled(layout: StageLayout, peers: TrainingPeers) -> list[Span]:
@@ -160,6 +161,6 @@ def _worth(
     held_NU[peer] = 0.0
     holders_WU: Floats = held_NU.sum(axis=0) + held_units(windows, forecast.load.units)
     missing_W, fragile_W = (holders_WU == 0).sum(axis=1), (holders_WU < HOLDERS).sum(axis=1)
-    step_W = forecast.step_s(spans, peer, windows) * (1 + FRAGILE * fragile_W / forecast.load.units)
+    step_W = forecast.step_s(spans, peer, windows) * fragility(fragile_W / forecast.load.units)
     counted_W = fragile_W if secure else np.zeros_like(fragile_W)
     return [_Worth(*of) for of in zip(missing_W.tolist(), counted_W.tolist(), step_W.tolist(), strict=True)]
