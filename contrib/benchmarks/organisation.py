@@ -5,10 +5,11 @@
 GPT-3 XL's layer 24 times over, 112 microbatches of 4 x 2048 tokens, fp16 across links; V100s where a scenario names no cards, of so
 many GB each; with --cards these in turn, with their own memory. For a number N a network is drawn; others go by
 name (`MADE_UP`). Devices are numbered anew at random, so that no order of a file
-helps. `planned`: the plan's spans and pipelines;
-`wired`: its spans, microbatches wired live; `live`: spans, too, are chosen live. Each beside its ratio to `planned`, and `wired`,
-which is what `simulate --plan` does, beside that to the plan's own estimate. With --lose, that share of the
-devices vanishes after the first step: `left` is a step of those that are left, beside a new plan for them.
+helps. `planned`: the plan's spans and pipelines, with two holders of each unit where these are worth it, as live peers weigh it;
+`wired`: its spans, microbatches wired live, which is what `simulate --plan` does; `live`: spans, too, are chosen live.
+Each beside its ratio to `planned`, `live` beside that to `wired`, and `wired` beside that to the plan's own estimate.
+`fastest`, where it is another plan: what `swarmnode plan --holders 1` says, wired live, beside what `live` is of it. With
+--lose, that share of the devices vanishes after the first step: `live` is a step of those that are left, beside new plans for them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from swarmnode.compute.memory import TRAINING_BYTES, usable_bytes
+from swarmnode.plan.holders import HOLDERS
 from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
 from swarmnode.plan.offline.grid_search import Search
 from swarmnode.plan.offline.hosting import DeviceRates, Planner, Workload
@@ -158,9 +160,11 @@ class Plan:
     step_s: float = 0.0
 
 
-def planned(scenario: Scenario) -> Plan:
-    """Of 64 equal cards DT-FM's grid of 8 stages (`contrib/studies/planned_allocation.py`); else as `swarmnode plan` does it."""
-    if len({*zip(scenario.gpus, scenario.peak_flops, strict=True)}) == 1 and scenario.devices % STAGES == 0:
+def planned(scenario: Scenario, holders: int = HOLDERS) -> Plan:
+    """Of 64 equal cards DT-FM's grid of 8 stages (`contrib/studies/planned_allocation.py`), which has as many holders; else, and
+    where one holder is enough, as `swarmnode plan` does it."""
+    equal = len({*zip(scenario.gpus, scenario.peak_flops, strict=True)}) == 1
+    if holders > 1 and equal and scenario.devices % STAGES == 0:
         replicas = scenario.devices // STAGES
         traffic = MicrobatchTraffic(
             ACTIVATION_BYTES * TRAIN.microbatches / replicas, GRADIENT_BYTES * PARAMETERS * UNITS / STAGES
@@ -169,7 +173,7 @@ def planned(scenario: Scenario) -> Plan:
         spans = [Span(number * UNITS // STAGES, (number + 1) * UNITS // STAGES) for number in range(STAGES)]
         stages, said_s = [(span, members.tolist()) for span, members in zip(spans, grid, strict=True)], 0.0
     else:
-        hosting = planner(scenario).plan(effort=EFFORT)
+        hosting = planner(scenario).plan(holders=holders, effort=EFFORT)
         grid, said_s = hosting.grid, float(hosting.step_s)
         stages = [(stage.span, list(stage.devices)) for stage in hosting.stages]
     held = {device: span for span, members in stages for device in members}
@@ -216,25 +220,35 @@ def after_losses(scenario: Scenario, share: float, seed: int) -> dict[str, Any]:
     order = np.random.default_rng(seed).permutation(scenario.devices)
     gone, left = np.split(order, [round(share * scenario.devices)])
     trace = [Change(LOST_S, int(device), up=False) for device in gone]
-    plan = planned(some(scenario, left))
-    anew = step_s(some(scenario, left), plan.spans, plan.pipelines)
-    lived = step_s(scenario, trace=trace, since_s=LOST_S)
-    return {"planned": anew, "live": {**lived, "of_planned": round(lived["step_s"] / anew["step_s"], 3)}}
+    results = as_planned(some(scenario, left))
+    results["live"] = step_s(scenario, trace=trace, since_s=LOST_S)
+    return with_ratios(results)
 
 
 def compared(scenario: Scenario) -> dict[str, Any]:
     """Planned, wired, live."""
-    plan = planned(scenario)
-    results = {
-        "planned": step_s(scenario, plan.spans, plan.pipelines),
-        "wired": step_s(scenario, plan.spans),
-        "live": step_s(scenario),
-    }
-    for name in ("wired", "live"):
-        results[name]["of_planned"] = round(results[name]["step_s"] / results["planned"]["step_s"], 3)
+    results = as_planned(scenario)
+    results["live"] = step_s(scenario)
+    return with_ratios(results)
+
+
+def as_planned(scenario: Scenario) -> dict[str, dict[str, float]]:
+    """Steps of the plan, and of the fastest one whatever it risks, where that is another."""
+    plan, fastest = planned(scenario), planned(scenario, holders=1)
+    results = {"planned": step_s(scenario, plan.spans, plan.pipelines), "wired": step_s(scenario, plan.spans)}
     if plan.step_s:
         results["planned"]["estimated_s"] = round(plan.step_s, 3)
         results["wired"]["of_estimated"] = round(results["wired"]["step_s"] / plan.step_s, 3)
+    if fastest.spans != plan.spans:
+        results["fastest"] = step_s(scenario, fastest.spans)
+    return results
+
+
+def with_ratios(results: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """What live steps are of planned ones, and those that are wired live, too."""
+    for name, of in (("wired", "planned"), ("live", "planned"), ("live", "wired"), ("live", "fastest")):
+        if of in results:
+            results[name][f"of_{of}"] = round(results[name]["step_s"] / results[of]["step_s"], 3)
     return results
 
 

@@ -121,6 +121,26 @@ def test_a_model_as_a_table(network: Path, tmp_path: Path) -> None:
         assert words in text
 
 
+@pytest.mark.parametrize(
+    "arguments, asked, fewer",
+    [(("--replicas", "1"), 2, 12), (("--replicas", "2"), 2, 0), (("--replicas", "2", "--holders", "3"), 3, 12)],
+)
+def test_units_with_fewer_holders_than_asked_are_told(
+    network: Path, tmp_path: Path, arguments: tuple[str, ...], asked: int, fewer: int
+) -> None:
+    write(tmp_path / "config.json", **LLAMA)
+    asked_for = ("--model", str(tmp_path), "--stages", "2", *arguments, "--seconds", "1")
+    value = plan(network, *asked_for)
+    assert (value["holders"], value["units_with_fewer"]) == (asked, fewer)
+    text = " ".join(invoke("plan", str(network), *asked_for).stdout.split())
+    assert (f"12 of 12 units have fewer than {asked} holders" in text) == (fewer > 0)
+
+
+def test_holders_are_weighed_by_the_model_alone(network: Path) -> None:
+    done = invoke("plan", str(network), "--stages", "2", "--replicas", "4", *SIZES, "--holders", "1")
+    assert_clear(done, 2, "--holders is for plans with --model: here --replicas says it")
+
+
 def test_a_page_shows_the_plan(network: Path, tmp_path: Path) -> None:
     write(tmp_path / "config.json", **LLAMA)
     file = tmp_path / "plan.html"

@@ -35,11 +35,19 @@ class ModelOptions:
         return self.batch * (self.sequence if model.has_tokens else 1)
 
 
+@dataclass(frozen=True)
+class Shape:
+    """Of the plan, where the user gives it: stages, pipelines, and how many should hold each unit."""
+
+    stages: int | None
+    replicas: int | None
+    holders: int | None
+
+
 def plan_model(
     network: Scenario,
     options: ModelOptions,
-    stages: int | None,
-    replicas: int | None,
+    shape: Shape,
     effort: Effort,
     report: Path | None,
     *,
@@ -48,6 +56,7 @@ def plan_model(
     """Plan and print which device holds which layers."""
     from swarmnode.cli.terminal.plan_view import describe_span, hosting_summary, hosting_table
     from swarmnode.cli.terminal.tables import show
+    from swarmnode.plan.holders import HOLDERS
     from swarmnode.plan.offline.hosting import Planner
     from swarmnode.simulate.environment.graph_model import load_model
 
@@ -56,18 +65,21 @@ def plan_model(
     network = _with_cards(network, options.gpu)
     model = load_model(options.source, options.batch)
     workload, hardware = _workload(model, options), _hardware(network, model, options)
+    holders = shape.holders or HOLDERS
     effort.begin()
     planner = Planner(network, hardware, workload, seed=effort.seed, expired=effort.expired)
     with effort.progress() as progress:
-        hosting = planner.plan(stages=stages, replicas=replicas, effort=effort.share, progress=progress)
-    shown = hosting_table(network, model, workload, hosting)
+        hosting = planner.plan(
+            stages=shape.stages, replicas=shape.replicas, holders=holders, effort=effort.share, progress=progress
+        )
+    shown = hosting_table(network, model, workload, hosting, holders)
     if report is not None:
         from swarmnode.cli.terminal.plan_page import plan_page
 
         held = [(describe_span(model, stage.span), stage.devices) for stage in hosting.stages]
         report.write_text(plan_page(network, shown, held, hosting.grid.T.tolist()), encoding="utf-8")
     if as_json:
-        print_json(hosting_summary(network, model, workload, hosting, effort.taken_s))
+        print_json(hosting_summary(network, model, workload, hosting, holders, effort.taken_s))
     else:
         show(shown)
         effort.tell_if_cut()

@@ -22,6 +22,14 @@ def plan(
     replicas: int = typer.Option(
         None, "--replicas", min=1, help="Pipelines; each has a device in every stage.", show_default=False
     ),
+    holders: int = typer.Option(
+        None,
+        "--holders",
+        min=1,
+        help="With --model: how many should hold each unit, so that losing one loses nothing, as far as that is worth its time; "
+        "1 gives the fastest plan, whatever it risks; default: 2.",
+        show_default=False,
+    ),
     activation_gb: float = typer.Option(
         None,
         "--activation-gb",
@@ -74,7 +82,7 @@ def plan(
 
     Example: swarmnode plan network.json --model ./llama --report plan.html
     """
-    from swarmnode.cli.options.plan_model import ModelOptions, plan_model
+    from swarmnode.cli.options.plan_model import ModelOptions, Shape, plan_model
     from swarmnode.plan.offline.scenario import Scenario
 
     check_output("--report", report)
@@ -84,9 +92,11 @@ def plan(
         if activation_gb is not None or gradient_gb is not None:
             fail("--activation-gb and --gradient-gb follow from --model: leave them out", 2)
         options = ModelOptions(model, batch, sequence, microbatches, dtype, gpu)
-        plan_model(network, options, stages, replicas, effort, report, as_json=as_json)
+        plan_model(network, options, Shape(stages, replicas, holders), effort, report, as_json=as_json)
     elif stages is None or replicas is None or activation_gb is None or gradient_gb is None:
         fail("give --stages, --replicas, --activation-gb and --gradient-gb, or --model", 2)
+    elif holders is not None:
+        fail("--holders is for plans with --model: here --replicas says it", 2)
     else:
         _plan_grid(network, stages, replicas, activation_gb, gradient_gb, effort, report, as_json=as_json)
     if report is not None and not as_json:

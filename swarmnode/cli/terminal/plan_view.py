@@ -61,9 +61,10 @@ def _hop(problem: Problem, grid: Grid, stage: int) -> str:
 
 
 def hosting_summary(
-    network: Scenario, model: Model, workload: Workload, hosting: Hosting, seconds: float
+    network: Scenario, model: Model, workload: Workload, hosting: Hosting, holders: int, seconds: float
 ) -> dict[str, Any]:
-    """As `grid_summary`, with what each stage holds. Pipelines are the full ones; further devices are in their stages alone."""
+    """As `grid_summary`, with what each stage holds. Pipelines are the full ones; further devices are in their stages alone.
+    `holders`: how many each unit should have."""
     return {
         **grid_summary(network, hosting.problem, hosting.grid, seconds),
         "model": model.name,
@@ -82,19 +83,25 @@ def hosting_summary(
             }
             for stage in hosting.stages
         ],
+        "holders": holders,
+        "units_with_fewer": hosting.units_below(holders),
         "unused": sorted(set(range(network.devices)) - hosting.used),
         **({"swarm": network.swarm, "peers": network.peers} if network.swarm else {}),
     }
 
 
-def hosting_table(network: Scenario, model: Model, workload: Workload, hosting: Hosting) -> Table:
-    """A row per stage: what it holds, how much memory and time that takes, and its devices."""
+def hosting_table(network: Scenario, model: Model, workload: Workload, hosting: Hosting, holders: int) -> Table:
+    """A row per stage: what it holds, how much memory and time that takes, and its devices. `holders`: how many each unit
+    should have."""
     table = new_table(
         f"{model.name} on {network.name}: {hosting.step_s:.2f} s for a step of {workload.microbatches} microbatches, "
         f"{len(hosting.grid)} stages x {len(hosting.grid[0])} pipelines",
         ("stage", "holds", "memory", "computes", "averages", "to the next and back", "devices"),
         numbers=("stage", "memory", "computes", "averages"),
-        caption=_unused(network.devices - len(hosting.used), network.devices),
+        caption=_sentences(
+            _thin(hosting.units_below(holders), workload.units, holders),
+            _unused(network.devices - len(hosting.used), network.devices),
+        ),
     )
     for number, stage in enumerate(hosting.stages):
         table.add_row(
@@ -107,6 +114,14 @@ def hosting_table(network: Scenario, model: Model, workload: Workload, hosting: 
             _cards(network, stage.devices),
         )
     return table
+
+
+def _sentences(*told: str | None) -> str | None:
+    return " ".join(filter(None, told)) or None
+
+
+def _thin(count: int, units: int, holders: int) -> str | None:
+    return f"{count} of {units} units have fewer than {holders} holders." if count else None
 
 
 def _unused(count: int, devices: int) -> str | None:

@@ -3,6 +3,7 @@
 Devices differ in speed and memory, and their number need not be a multiple of anything. For each number of stages and pipelines
 that comes into question a grid is searched (`grid_search.py`), devices that are left over reinforce stages, the units are
 cut so that stages take equally long (`split.py`), and what a step would take is estimated; the best is searched for longer.
+Best is what takes least, and more counts where units have fewer holders than they should, as among live peers (`holders.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.plan.cost import step_s, transfer_s
+from swarmnode.plan.holders import HOLDERS, fragility
 from swarmnode.plan.offline.grid import Grid, Members, MicrobatchTraffic, Problem, slower_way_s
 from swarmnode.plan.offline.grid_search import Search
 from swarmnode.plan.offline.layouts import dendrogram
@@ -91,6 +93,19 @@ class Hosting:
         """Devices that hold anything."""
         return frozenset(device for stage in self.stages for device in stage.devices)
 
+    def units_below(self, holders: int) -> int:
+        """How many units have fewer holders than that."""
+        return sum(stage.span.units for stage in self.stages if len(stage.devices) < holders)
+
+    def missing_holders(self, holders: int) -> float:
+        """Of the further holders that all units should have to be so many, the share that is missing."""
+        missing = sum(max(0, holders - len(stage.devices)) * stage.span.units for stage in self.stages)
+        return missing / max(1, holders - 1) / self.stages[-1].span.end
+
+    def counted_s(self, holders: int) -> float:
+        """A step, and more the more of so many holders are missing: what plans are compared by."""
+        return fragility(self.missing_holders(holders)) * self.step_s
+
 
 class Planner:
     """Plans one workload on one network."""
@@ -120,27 +135,30 @@ class Planner:
         *,
         stages: int | None = None,
         replicas: int | None = None,
+        holders: int = HOLDERS,
         effort: float = 1.0,
         progress: Progress = lambda done, step_s: None,
     ) -> Hosting:
-        """The plan with the shortest step found, for so many stages and pipelines where they are given.
+        """The best plan found for so many stages and pipelines, where they are given, and so many holders of each unit, as far as
+        they are worth it: with one the plan with the shortest step.
 
         Raises UsageError where the grid is larger than network or model, LocalError where the model does not fit.
         """
-        shapes = list(self._shapes(stages, replicas))
+        shapes = list(self._shapes(stages, replicas, holders))
         best: Hosting | None = None
         for number, shape in enumerate(shapes):
-            best = self._better(best, self._host(*shape, effort=QUICK))
+            best = _better(best, self._host(*shape, holders, effort=QUICK), holders)
             progress(number / len(shapes) / 2, best.step_s if best else np.inf)
             if best and self._expired():
                 break
         if best is None:
             raise LocalError(self._shortage(shapes))
-        longer = self._host(len(best.grid), len(best.grid[0]), effort=effort)
-        return self._better(best, longer) or best
+        longer = self._host(len(best.grid), len(best.grid[0]), holders, effort=effort)
+        return _better(best, longer, holders) or best
 
-    def _shapes(self, stages: int | None, replicas: int | None) -> Iterator[tuple[int, int]]:
-        """Numbers of stages and pipelines to compare: all stages up to a dozen, then ever fewer; pipelines by halving."""
+    def _shapes(self, stages: int | None, replicas: int | None, holders: int) -> Iterator[tuple[int, int]]:
+        """Numbers of stages and pipelines to compare: all stages up to a dozen, then ever fewer; pipelines by halving, two,
+        and as many as there should be holders."""
         devices = self.network.devices
         most = min(devices, self.workload.units)
         if stages is not None and stages > most:
@@ -149,10 +167,11 @@ class Planner:
             raise UsageError(f"--replicas {replicas}: there are {devices} devices, and {stages or 1} stages at least")
         counts = [stages] if stages else sorted({min(most, max(power + 1, round(1.25**power))) for power in range(40)})
         for count in counts:
-            halves = sorted({max(1, devices // count >> power) for power in range(devices.bit_length())})
-            yield from ((count, half) for half in ([replicas] if replicas else halves) if count * half <= devices)
+            halves = {max(1, devices // count >> power) for power in range(devices.bit_length())}
+            pipelines = [replicas] if replicas else sorted({*halves, HOLDERS, holders})
+            yield from ((count, number) for number in pipelines if count * number <= devices)
 
-    def _host(self, stages: int, replicas: int, *, effort: float) -> Hosting | None:
+    def _host(self, stages: int, replicas: int, holders: int, *, effort: float) -> Hosting | None:
         """The plan for one grid; None where the units do not fit however devices are grouped."""
         gradient_bytes = sum(self.workload.gradient_bytes) / stages
         traffic = MicrobatchTraffic(self.workload.activation_bytes, gradient_bytes)
@@ -164,7 +183,7 @@ class Planner:
         if hosting is None:  # devices with little memory spoil stages: keep like with like
             alike = replace(problem, kinds=self._room_bytes)
             hosting = self._staged(problem, self._search(alike, effort).run(roomiest))
-        return self._reinforced(hosting) if hosting else None
+        return self._reinforced(hosting, holders) if hosting else None
 
     def _search(self, problem: Problem, effort: float) -> Search:
         return Search(problem, seed=self._seed, effort=effort, expired=self._expired)
@@ -181,8 +200,8 @@ class Planner:
         fitting = [hosting for hosting in walks if hosting]
         return min(fitting, key=lambda hosting: hosting.step_s, default=None)
 
-    def _reinforced(self, hosting: Hosting) -> Hosting:
-        """Devices that are too few for one more pipeline join a stage each, the fastest first, where steps become shorter."""
+    def _reinforced(self, hosting: Hosting, holders: int) -> Hosting:
+        """Devices that are too few for one more pipeline join a stage each, the fastest first, where that is better."""
         left = sorted(set(range(self.network.devices)) - hosting.used, key=lambda device: -self._work_per_s[device])
         if len(left) >= len(hosting.stages):
             return hosting
@@ -192,7 +211,7 @@ class Planner:
                 self._cut(hosting.problem, hosting.grid, [*groups[:at], (*groups[at], device), *groups[at + 1 :]])
                 for at in range(len(groups))
             )
-            hosting = min((hosting, *filter(None, joined)), key=lambda one: one.step_s)
+            hosting = min((hosting, *filter(None, joined)), key=lambda one: one.counted_s(holders))
         return hosting
 
     def _cut(self, problem: Problem, grid: Grid, groups: Sequence[tuple[int, ...]]) -> Hosting | None:
@@ -261,9 +280,6 @@ class Planner:
         sent_s = transfer_s(size_bytes, np.zeros(len(members)), self._line_bps[members])
         return float((microbatches * shares * sent_s).max())
 
-    def _better(self, one: Hosting | None, other: Hosting | None) -> Hosting | None:
-        return min(filter(None, (one, other)), key=lambda hosting: hosting.step_s, default=None)
-
     def _shortage(self, shapes: Sequence[tuple[int, int]]) -> str:
         """By how much the model does not fit, with so many stages and pipelines as offer most."""
         offers = [self._offer(*shape) for shape in shapes]
@@ -286,6 +302,10 @@ class Planner:
         roomiest = np.sort(self._room_bytes)[::-1][: stages * replicas]
         rooms: list[float] = roomiest.reshape(stages, replicas).min(axis=1).tolist()
         return rooms
+
+
+def _better(one: Hosting | None, other: Hosting | None, holders: int) -> Hosting | None:
+    return min(filter(None, (one, other)), key=lambda hosting: hosting.counted_s(holders), default=None)
 
 
 def hop_s(network: Scenario, here: Members, there: Members, size_bytes: float) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from swarmnode.errors import LocalError, UsageError
+from swarmnode.plan.holders import FRAGILE, HOLDERS
 from swarmnode.plan.offline.hosting import DeviceRates, Hosting, Planner, Workload
 from swarmnode.plan.offline.scenario import Scenario
 from tests.plan.networks import instances
@@ -34,8 +35,10 @@ def plan(
     workload: Workload = LAYERS,
     stages: int | None = None,
     replicas: int | None = None,
+    holders: int = HOLDERS,
 ) -> Hosting:
-    hosting = Planner(network, hardware, workload).plan(stages=stages, replicas=replicas, effort=0.01)
+    planner = Planner(network, hardware, workload)
+    hosting = planner.plan(stages=stages, replicas=replicas, holders=holders, effort=0.01)
     check(hosting, hardware, workload)
     return hosting
 
@@ -102,6 +105,60 @@ def test_a_long_way_holds_up_the_first_microbatch_alone() -> None:
     far = replace(network, delay_s=np.where(np.eye(2, dtype=bool), 0.0, 5.0))
     near_s, far_s = (plan(one, equal(2, room_gb=6), stages=2).step_s for one in (network, far))
     assert far_s == pytest.approx(near_s + 2 * 5.0)
+
+
+SLOW_TO_AVERAGE = instances([4], 1, 1)
+"""Where a single pipeline is fastest: gradients take longer than the pipelines gain."""
+
+
+def test_every_unit_has_a_second_holder_where_the_fastest_plan_has_none() -> None:
+    fastest, usual = (plan(SLOW_TO_AVERAGE, equal(4, room_gb=12), holders=holders) for holders in (1, 2))
+    assert (fastest.missing_holders(2), usual.missing_holders(2)) == (1.0, 0.0)
+    assert fastest.step_s < usual.step_s < (1 + FRAGILE) * fastest.step_s
+    shape = {"stages": len(usual.grid), "replicas": len(usual.grid[0])}
+    same = plan(SLOW_TO_AVERAGE, equal(4, room_gb=12), holders=1, **shape)
+    assert usual.step_s == same.step_s, "a step is estimated as it is, whoever is to hold what"
+
+
+def test_a_second_holder_has_its_price() -> None:
+    """Over links a tenth as fast averaging takes as long as five steps of the single pipeline."""
+    hosting = plan(instances([4], 0.1, 0.1), equal(4, room_gb=12), replace(LAYERS, boundary_bytes=(1000,) * 12))
+    assert hosting.missing_holders(2) == 1.0
+
+
+def test_more_holders_are_there_where_they_are_asked_for() -> None:
+    few, many = (plan(instances([8], 2, 2), equal(8, room_gb=12), holders=holders) for holders in (2, 4))
+    assert min(len(stage.devices) for stage in few.stages) < 4
+    assert many.missing_holders(4) == 0.0
+
+
+@pytest.mark.parametrize("holders", [1, 2])
+def test_two_pipelines_are_thought_of_where_halving_passes_over_them(holders: int) -> None:
+    """Seven devices make three pipelines of two stages, and half of that is one; three of them have slow links."""
+    hosting = plan(instances([4, 1, 1, 1], 100, 0.01), equal(7, room_gb=6), holders=holders)
+    assert hosting.used == {0, 1, 2, 3} and hosting.missing_holders(2) == 0.0
+
+
+def test_a_network_too_small_for_two_holders_is_planned_and_says_so() -> None:
+    hosting = plan(FAST_LAN, equal(7, room_gb=3))
+    thin = sum(stage.span.units for stage in hosting.stages if len(stage.devices) < 2)
+    assert 0 < hosting.units_below(2) == thin < 12
+    assert hosting.missing_holders(2) == pytest.approx(thin / 12)
+    assert hosting.units_below(1) == hosting.missing_holders(1) == 0
+    assert len(hosting.used) == 7, "whom no further pipeline needs is a second holder"
+
+
+def test_a_device_that_is_left_over_is_a_second_holder_though_steps_become_longer() -> None:
+    """Two stages fill two devices; a third one has to average with one of these."""
+    network, hardware = instances([3], 1, 1), equal(3, room_gb=7)
+    fastest, usual = (plan(network, hardware, stages=2, replicas=1, holders=holders) for holders in (1, 2))
+    assert (len(fastest.used), len(usual.used)) == (2, 3)
+    assert fastest.step_s < usual.step_s
+
+
+def test_a_shape_that_is_given_is_kept_whoever_should_hold_what() -> None:
+    hosting = plan(SLOW_TO_AVERAGE, equal(4, room_gb=12), stages=4, replicas=1)
+    assert hosting.grid.shape == (4, 1) and hosting.units_below(2) == 12
 
 
 @pytest.mark.parametrize(
