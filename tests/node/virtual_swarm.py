@@ -27,6 +27,7 @@ from swarmnode.compute.graph.costs.rates import REFERENCE
 from swarmnode.compute.inline_executor import InlineExecutor
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.config import StageConfig
+from swarmnode.errors import CheckpointError
 from swarmnode.net.clock import Clock
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.memory.network import FakeWorld
@@ -221,6 +222,10 @@ class VirtualTrainer:
         await asyncio.gather(self.task, return_exceptions=True)
 
 
+def _no_dummy_run(*_: object, **__: object) -> float:
+    raise CheckpointError("what a virtual device takes follows from what it does, not from how long that takes here")
+
+
 class VirtualSwarm:
     """A swarm's file, its door and its nodes. `async with VirtualSwarm(folder) as swarm: ...` ends them all.
 
@@ -249,6 +254,7 @@ class VirtualSwarm:
         patch.setattr(secrets, "randbelow", chance.randrange)
         patch.setattr(speed, "MOST_PASSES", 1)  # by its own clock a device takes a tick for each
         patch.setattr(training_worker, "measure_rates", lambda *_, **__: REFERENCE)  # every device is as fast
+        patch.setattr(training_worker, "dummy_run_s", _no_dummy_run)
         return self
 
     async def __aexit__(self, *_: object) -> None:

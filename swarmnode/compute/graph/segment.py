@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.graph.arguments import argument_value
+from swarmnode.compute.graph.arguments import argument_value, torch_constant
 from swarmnode.compute.graph.boundary import batch_of, check_labels, described, text_of
 from swarmnode.compute.graph.checkpoint import GraphCheckpoint
 from swarmnode.compute.graph.graph import Argument, Graph, OperatorCall, Poly, Ref, TensorType
-from swarmnode.compute.graph.layout import Layout, Unit
+from swarmnode.compute.graph.layout import Layout, Unit, Value
 from swarmnode.compute.graph.operators import draws_by_device, is_random, resolve
 from swarmnode.compute.graph.ranges import RangeCheck
 from swarmnode.compute.training.dropout import CounterDropout
@@ -116,6 +116,17 @@ class GraphSegment(Segment):
         passing = {value.ref: tensor for value, tensor in zip(coming, tensors, strict=True) if not value.trained}
         leaving = self.layout.boundaries[end]
         return tuple(passing.get(value.ref, slots[self._slots[value.ref]]) for value in leaving)
+
+    def dummies(self, boundary: int, batch: int, sequence: int) -> tuple[Values, Values]:
+        """See `Segment`: floats of usual size, all whole numbers 0."""
+        batch = batch if self.graph.any_batch else self.graph.batch
+        chance = torch.Generator().manual_seed(boundary)
+
+        def made_up(value: Value) -> Tensor:
+            dtype, sizes = torch_constant(value.type.dtype), value.type.sizes(batch)
+            return (torch.randn(sizes, generator=chance) if dtype.is_floating_point else torch.zeros(sizes)).to(dtype)
+
+        return tuple(map(made_up, self.layout.boundaries[boundary])), tuple(map(made_up, self.layout.labels))
 
     def _run(self, number: int, slots: list[Any], batch: int, seed: int) -> None:
         program = self._programs[number]

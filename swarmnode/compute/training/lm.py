@@ -84,6 +84,13 @@ class SpanSegment(Segment):
             output = self.span.forward(x, cache=self._cache, start=start, end=end)
         return (next_token_loss(output, self._here(labels[0])),) if end == self.units else (output,)
 
+    def dummies(self, boundary: int, batch: int, sequence: int) -> tuple[Values, Values]:
+        """See `Segment`: ids out of the whole vocabulary, hidden states of usual size."""
+        chance = torch.Generator().manual_seed(boundary)
+        ids_BT = torch.randint(self.span.vocab_size, (batch, sequence), generator=chance)
+        hidden_BTH = torch.randn(batch, sequence, self.span.hidden_size, generator=chance)
+        return (hidden_BTH if boundary else ids_BT,), (ids_BT,)
+
     def _here(self, ids_BT: Tensor) -> Tensor:
         return ids_BT.to(self.device, non_blocking=self.device.type == "cuda")
 

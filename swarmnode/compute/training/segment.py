@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from swarmnode.errors import CheckpointError
+
 Values = tuple[Tensor, ...]
 """What crosses the boundary before a unit: floats (some of which take gradients), and whole numbers that only pass by. These may
 stay on the host, where they are looked at before anything is computed: what a unit needs of them it takes to its device."""
@@ -53,6 +55,11 @@ class Segment(ABC):
         model's inputs that its last unit takes, which cross no boundary for its sake. Whatever is random follows from
         (seed, unit) alone, so that another split, a recomputation or a replay draws the same.
         """
+
+    def dummies(self, boundary: int, batch: int, sequence: int) -> tuple[Values, Values]:
+        """Values at a boundary, and labels, as a microbatch of so many samples might have them: of the right shape, and as slow to
+        compute with as any. Raises CheckpointError where nobody but the data knows them."""
+        raise CheckpointError("what comes into these units is known to their data alone")
 
 
 class SplitSegment(Segment):

@@ -1,4 +1,8 @@
-"""Pass estimator: what a microbatch will take this device, before any was computed: the work of its passes at measured rates."""
+"""Pass estimator: what a microbatch will take this device, before any was computed.
+
+The work of its passes at measured rates says which units are alike, and how long all take. A dummy run says how long they really
+do: rates know nothing of what caches, allocators and calls make of a whole pass.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,26 @@ import torch
 
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.graph.costs.rates import MEASURING_BYTES, Rates
+from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.precision import autocast_dtype
-from swarmnode.errors import CheckpointError
+from swarmnode.errors import CheckpointError, NotFinite, ProtocolError
 from swarmnode.ledger import Account, Full, MemoryLedger
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.run import Run
 
 log = logging.getLogger(__name__)
 
+LONG_S = 2.0  # estimated: longer microbatches are not tried as a whole, which takes two of them
+
 Estimates = Callable[[Run], Sequence[UnitEstimate]]
 """Of all units of the model, for a microbatch of a run. Raises CheckpointError where the work cannot be estimated."""
 
 MeasureRates = Callable[[torch.device, "torch.dtype | None"], Rates]
 """(device, dtype of autocast)"""
+
+DummyRun = Callable[[Learner, int, int], float]
+"""Seconds for a microbatch through units [start, end). Raises CheckpointError, ProtocolError, NotFinite where none can be made
+up."""
 
 
 class PassEstimator:
@@ -32,6 +43,7 @@ class PassEstimator:
         device: torch.device,
         estimates: Estimates,
         measure: MeasureRates,
+        dummy_run: DummyRun,
         ledger: MemoryLedger,
         *,
         share: float = 1.0,
@@ -40,23 +52,42 @@ class PassEstimator:
         self._ledger = ledger
         self._estimates = estimates
         self._measure = measure
+        self._dummy_run = dummy_run
         self._share = share
         self._rates: dict[torch.dtype | None, Rates] = {}
 
     def __repr__(self) -> str:
         return f"<PassEstimator of {self._device}, {len(self._rates)} rates measured>"
 
-    def unit_s(self, run: Run, units: Span, *, recompute: bool) -> float:
-        """Seconds for one of these units, there and back; 0 where work cannot be estimated, or there is no memory to measure in.
-        `recompute`: graphs are not kept."""
+    def unit_s(self, learner: Learner) -> float:
+        """Seconds for one of a learner's units, there and back, in its run; 0 where work cannot be estimated, or there is no memory
+        to measure in. For one that has counted nothing yet."""
+        units = Span(learner.segment.start, learner.segment.end)
         try:
-            estimates = self._estimates(run)[slice(*units)]
-            rates = self._rates_of(autocast_dtype(self._device, wanted=run.autocast))
+            estimates_s = self._estimates_s(learner.run, units, recompute=learner.recompute)
         except (CheckpointError, Full) as error:
             log.info("%s; how long it takes is known when it was timed", error)
             return 0.0
-        passes_s = sum(one.learning_s(rates) + recompute * rates.seconds(one.forward) for one in estimates)
+        try:
+            passes_s = self._tried_s(learner, units, estimates_s)
+        except (CheckpointError, ProtocolError, NotFinite) as error:
+            log.info("no dummy run: %s", error)
+            passes_s = sum(estimates_s)
         return passes_s / units.units / self._share
+
+    def _estimates_s(self, run: Run, units: Span, *, recompute: bool) -> list[float]:
+        """Of each unit, by its work."""
+        estimates = self._estimates(run)[slice(*units)]
+        rates = self._rates_of(autocast_dtype(self._device, wanted=run.autocast))
+        return [one.learning_s(rates) + recompute * rates.seconds(one.forward) for one in estimates]
+
+    def _tried_s(self, learner: Learner, units: Span, estimates_s: Sequence[float]) -> float:
+        """Of all units. Where that takes long, one of those is tried that are estimated alike: of layers that are the same."""
+        if sum(estimates_s) <= LONG_S:
+            return self._dummy_run(learner, *units)
+        one_of = dict(zip(estimates_s, range(*units), strict=True))
+        tried_s = {estimate_s: self._dummy_run(learner, unit, unit + 1) for estimate_s, unit in one_of.items()}
+        return sum(tried_s[estimate_s] for estimate_s in estimates_s)
 
     def _rates_of(self, dtype: torch.dtype | None) -> Rates:
         if dtype not in self._rates:

@@ -66,16 +66,16 @@ class TrainingPart:
 
         def make() -> Learner:
             recompute = self.memory.begin(run)
-            self.unit_time.begin(self._estimated_s(run, recompute=recompute))
             return Learner(self.segment, run, step=step, recompute=recompute, follows=follows, alone=alone)
 
         learner = await self.call("begin a run", make, owner=f"step {step}")
         self.memory.hold(learner)
+        await self.call("estimate a microbatch", lambda: self._estimate(learner), owner=f"step {step}")
         self._learner = learner
         return learner
 
-    def _estimated_s(self, run: Run, *, recompute: bool) -> float:
-        return 0.0 if self._estimator is None else self._estimator.unit_s(run, self.span, recompute=recompute)
+    def _estimate(self, learner: Learner) -> None:
+        self.unit_time.begin(0.0 if self._estimator is None else self._estimator.unit_s(learner))
 
     def call(self, kind: str, function: Callable[[], T], *, owner: str = "") -> asyncio.Future[T]:
         """Something between passes, on its thread."""

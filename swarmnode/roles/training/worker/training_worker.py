@@ -19,6 +19,7 @@ from swarmnode.compute.graph.segment import load_segment as load_graph_segment
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.speed import Speeds, measure_training
 from swarmnode.compute.stopwatch import Stopwatch
+from swarmnode.compute.training.dummy_run import dummy_run_s
 from swarmnode.compute.training.lm import SpanSegment, load_segment, load_twin
 from swarmnode.compute.training.segment import Segment
 from swarmnode.decisions import DecisionLog, Topic
@@ -322,13 +323,21 @@ def _part(
 ) -> TrainingPart:
     lent = hardware.lent[device]
     estimated = functools.lru_cache(maxsize=1)(functools.partial(estimates, checkpoint))  # asked twice as a run begins
-    measuring = functools.partial(measure_rates, clock=host.clock.compute)
+    clock = host.clock.compute
+    estimator = PassEstimator(
+        segment.device,
+        estimated,
+        functools.partial(measure_rates, clock=clock),
+        functools.partial(dummy_run_s, clock=clock),
+        lent.ledger,
+        share=hardware.config.share,
+    )
     return TrainingPart(
         segment,
         executors[device],
         memory=TrainingMemory(lent.ledger, segment, estimated),
-        stopwatch=Stopwatch(segment.device, clock=host.clock.compute, throttle=lent.throttle),
-        estimator=PassEstimator(segment.device, estimated, measuring, lent.ledger, share=hardware.config.share),
+        stopwatch=Stopwatch(segment.device, clock=clock, throttle=lent.throttle),
+        estimator=estimator,
     )
 
 

@@ -8,12 +8,14 @@ import torch
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.graph.costs.rates import REFERENCE, Rates
 from swarmnode.compute.graph.costs.work import MATMUL, ComputeWork
-from swarmnode.errors import CheckpointError
+from swarmnode.compute.training.learner import Learner
+from swarmnode.errors import CheckpointError, NotFinite
 from swarmnode.ledger import MemoryLedger
 from swarmnode.plan.view import Span
-from swarmnode.roles.training.worker.pass_estimator import Estimates, PassEstimator
+from swarmnode.roles.training.worker.pass_estimator import DummyRun, Estimates, PassEstimator
 from swarmnode.roles.training.worker.unit_time import UnitTime
 from swarmnode.swarm.records.run import Run
+from tests.compute.training.toy import ToySegment
 from tests.roles.training_swarm import toy_batches, toy_run
 
 RUN = toy_run(toy_batches(), 3)
@@ -31,10 +33,15 @@ def unknown(_run: Run) -> list[UnitEstimate]:
     raise CheckpointError("its own code needs real numbers")
 
 
+def as_estimated(_learner: Learner, _start: int, _end: int) -> float:
+    raise CheckpointError("nobody but the data knows")
+
+
 def estimator(
-    estimates: Estimates,
-    asked: list[torch.device] | None = None,
+    estimates: Estimates = estimates,
+    dummy_run: DummyRun = as_estimated,
     *,
+    asked: list[torch.device] | None = None,
     share: float = 1.0,
     limit_bytes: int | None = None,
 ) -> PassEstimator:
@@ -43,32 +50,68 @@ def estimator(
             asked.append(device)
         return REFERENCE
 
-    return PassEstimator(CPU, estimates, measure, MemoryLedger(limit_bytes), share=share)
+    return PassEstimator(CPU, estimates, measure, dummy_run, MemoryLedger(limit_bytes), share=share)
+
+
+def learner(start: int = 0, end: int = 3, *, recompute: bool = False) -> Learner:
+    return Learner(ToySegment(start, end), RUN, recompute=recompute)
 
 
 def test_a_unit_takes_its_share_of_the_work_of_the_span() -> None:
     asked: list[torch.device] = []
-    node = estimator(estimates, asked)
+    node = estimator(asked=asked)
     assert asked == [], "nothing is measured before a run begins"
-    assert node.unit_s(RUN, Span(1, 3), recompute=False) == pytest.approx((2 + 2 + 3 + 2) / 2)
-    assert node.unit_s(RUN, Span(1, 3), recompute=True) == pytest.approx((2 + 2 + 2 + 3 + 3 + 2) / 2)
+    assert node.unit_s(learner(1)) == pytest.approx((2 + 2 + 3 + 2) / 2)
+    assert node.unit_s(learner(1, recompute=True)) == pytest.approx((2 + 2 + 2 + 3 + 3 + 2) / 2)
     assert asked == [CPU], "once"
 
 
 def test_a_device_that_is_lent_for_half_of_the_time_takes_twice_as_long() -> None:
-    assert estimator(estimates, share=0.5).unit_s(RUN, Span(0, 1), recompute=False) == pytest.approx(6.0)
+    assert estimator(share=0.5).unit_s(learner(0, 1)) == pytest.approx(6.0)
+    assert estimator(dummy_run=lambda *_: 4.0, share=0.5).unit_s(learner(0, 1)) == pytest.approx(8.0)
 
 
 def test_nothing_is_expected_of_work_that_cannot_be_estimated() -> None:
     asked: list[torch.device] = []
-    assert estimator(unknown, asked).unit_s(RUN, Span(0, 3), recompute=False) == 0.0
+    assert estimator(unknown, asked=asked).unit_s(learner()) == 0.0
     assert asked == []
 
 
 def test_nothing_is_measured_where_there_is_no_memory_for_it() -> None:
     asked: list[torch.device] = []
-    assert estimator(estimates, asked, limit_bytes=1 << 20).unit_s(RUN, Span(0, 3), recompute=False) == 0.0
+    assert estimator(asked=asked, limit_bytes=1 << 20).unit_s(learner()) == 0.0
     assert asked == []
+
+
+def test_what_takes_little_time_is_tried_as_a_whole() -> None:
+    tried: list[Span] = []
+
+    def dummy_run(_learner: Learner, start: int, end: int) -> float:
+        tried.append(Span(start, end))
+        return 0.6
+
+    small = [UnitEstimate(ComputeWork(), ComputeWork(), 0, 0, 0)] * 3
+    assert estimator(lambda _run: small, dummy_run).unit_s(learner(1)) == pytest.approx(0.3)
+    assert tried == [Span(1, 3)]
+
+
+def test_of_units_that_are_estimated_alike_one_is_tried() -> None:
+    tried: list[Span] = []
+
+    def dummy_run(_learner: Learner, start: int, end: int) -> float:
+        tried.append(Span(start, end))
+        return 10.0 if start == 0 else 40.0
+
+    alike = [estimates(RUN)[number] for number in (0, 1, 1)]
+    assert estimator(lambda _run: alike, dummy_run).unit_s(learner()) == pytest.approx((10 + 40 + 40) / 3)
+    assert tried == [Span(0, 1), Span(2, 3)]
+
+
+def test_the_estimate_stands_where_units_cannot_work_with_what_is_made_up() -> None:
+    def dummy_run(_learner: Learner, start: int, end: int) -> float:
+        raise NotFinite("NaN", unit=start)
+
+    assert estimator(dummy_run=dummy_run).unit_s(learner(1)) == pytest.approx((2 + 2 + 3 + 2) / 2)
 
 
 def test_what_was_timed_takes_the_place_of_the_estimate_and_corrects_the_next() -> None:
