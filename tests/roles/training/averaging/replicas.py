@@ -89,7 +89,8 @@ class Replica:
         self.board = Switchboard(self.network, PROTOCOL, HELLO, config, accept=self._accept)
         self.executor: Any = VirtualExecutor()
         self.all_reducer = AllReducer(self.peer, self.board, self.executor)
-        run = Run(data=bytes(32), steps=9, batch=8, microbatch=1, averaging=averaging)
+        # nothing is updated, so that moments would be memory for nothing
+        run = Run(data=bytes(32), steps=9, batch=8, microbatch=1, averaging=averaging, optimizer="sgd")
         self.learner = Learner(VectorSegment(elements, units), run)
         generator = torch.Generator().manual_seed(sum(self.peer.encode()))
         for unit in range(units):
