@@ -82,7 +82,7 @@ class _BusyTime:
         now = self._now()
         all_s, busy_s, own_s = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
-        return max(0.0, busy_s - own_s) / all_s if all_s > 0 else None
+        return min(1.0, max(0.0, busy_s - own_s) / all_s) if all_s > 0 else None  # idle time may count back
 
     def _now(self) -> tuple[float, float, float]:
         times = psutil.cpu_times()

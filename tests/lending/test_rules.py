@@ -6,8 +6,9 @@ import datetime
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import pytest
 
 from swarmnode.lending.lending import Lending
@@ -18,6 +19,13 @@ from swarmnode.lending.surroundings import Lookout, is_metered, logind_idle_sinc
 
 MONDAY_NOON = datetime.datetime(2026, 11, 23, 12)  # of the wall
 NIGHT = Hours(datetime.time(22), datetime.time(7))
+
+
+class CpuTimes(NamedTuple):
+    """Of the whole machine, in seconds."""
+
+    user: float
+    idle: float
 
 
 @pytest.mark.parametrize(
@@ -97,6 +105,14 @@ def test_what_is_seen_of_this_machine() -> None:
             program.kill()
     assert "sleep" in seen.programs and (seen.others_load is None or 0 <= seen.others_load <= 1)
     assert seen.idle_s is None or seen.idle_s >= 0
+
+
+def test_others_use_no_more_than_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's idle time may count back a little, and sums are rounded."""
+    monkeypatch.setattr(psutil, "cpu_times", lambda: CpuTimes(user=100.0, idle=50.0))
+    lookout = Lookout()
+    monkeypatch.setattr(psutil, "cpu_times", lambda: CpuTimes(user=200.0, idle=49.0))
+    assert lookout(Rules(max_others_load=0.5)).others_load == 1.0
 
 
 def test_pressure_as_the_kernel_tells_it(tmp_path: Path) -> None:
