@@ -44,10 +44,12 @@ def pytest_collection() -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def nothing_else_is_frozen() -> Iterator[None]:
-    """Nodes and commands freeze what is there when they have begun; here that would be what earlier tests have left, for good."""
+def nothing_else_is_frozen_or_unfrozen() -> Iterator[None]:
+    """Nodes and commands freeze what is there when they have begun; here that would be what earlier tests have left, for good. And
+    when they end they let all of it be looked through again, here what was imported for the tests, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "freeze", lambda: None)
+        patch.setattr(gc, "unfreeze", lambda: None)
         yield
 
 
