@@ -100,6 +100,7 @@ class Training:
 
     def leaving(self, peer: Peer) -> None:
         """It goes to other units and says so: what it has counted in this step is computed again by others."""
+        self._coming = [other for other in self._coming if other is not peer]
         stage = self._stages.get(peer.peer)
         if stage is not None:
             stage.bench.stop()

@@ -70,6 +70,17 @@ def test_who_leaves_its_units_stands_by():
     assert sum(values["step, s"]) > 250.0
 
 
+def test_who_leaves_again_before_the_next_step_takes_no_part_in_it():
+    """One comes to the other half in the middle of a step, and gives that up at once."""
+    network = scenario([80.0] * 3, delay_s=0.001, bandwidth_bps=1e10)
+    simulation = Simulation(network, model(8, parameters=1000), settings(), spans=[*HALVES, HALVES[1]])
+    world, spare = simulation.world, simulation.world.peers[2]
+    simulation.clock.at(30.0, lambda: world.move(spare, HALVES[0]))
+    simulation.clock.at(32.1, lambda: world.move(spare, Span(0, 0)) if spare.state is State.READY else None)
+    values = simulation.run().measures.values
+    assert spare.state is State.JOINING and sum(values["step, s"]) > 250.0
+
+
 def test_half_the_speed_gets_half_the_work():
     network = scenario([100.0, 50.0], delay_s=0.001)
     result = run(network, model(8, parameters=1000), settings(microbatches=30), spans=[Span(0, 8)] * 2)
