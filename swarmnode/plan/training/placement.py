@@ -81,9 +81,20 @@ class _Worth:
     fragile: int
     step_s: float
 
+    @classmethod
+    def of(cls, forecast: StepForecast, spans: Sequence[Span]) -> _Worth:
+        """With all on these."""
+        holders_U = held_units(spans, forecast.load.units).sum(axis=0)
+        fragile = fragility(float((holders_U < HOLDERS).mean()))
+        return cls(int((holders_U == 0).sum()), 0, fragile * forecast.arranged_s(spans))
+
     def secures(self, now: _Worth) -> bool:
         """Whether more units have a holder or a second one."""
         return (self.missing, self.fragile) < (now.missing, now.fragile)
+
+    def holds_up(self, spare: _Worth) -> bool:
+        """Whether a step, more of it where units have one holder, takes longer than without the peer."""
+        return self.missing == spare.missing and self.step_s > spare.step_s
 
     def gain(self, now: _Worth) -> float:
         """Against how it is now: of the step, relative; infinite where more units have a holder, negative where fewer have."""
@@ -106,12 +117,15 @@ def choose_training_place(
     windows = _windows(forecast, layout, peers, peer)
     spans = peers.spans if layout is None else _settled(layout, peers)
     considered = [*windows, now, STANDING_BY]
-    worths = _worth(forecast, spans, peer, considered, secure=layout is None and not peers.has_learnt(peer))
+    comes = layout is None and not peers.has_learnt(peer)
+    worths = _worth(forecast, spans, peer, considered, secure=comes)
     worth_of = dict(zip(considered, worths, strict=True))
     spare = worth_of[STANDING_BY]
-    able = windows if layout is not None else [one for one in windows if not _holds_up(worth_of[one], spare)] or [now]
-    worth_of[STANDING_BY] = replace(spare, step_s=LEFT_OUT * spare.step_s)
-    best, stays = min(able, key=lambda window: worth_of[window]), worth_of[now]
+    if comes:
+        windows = [one for one in windows if not worth_of[one].holds_up(spare)]
+    else:
+        worth_of[STANDING_BY] = replace(spare, step_s=LEFT_OUT * spare.step_s)
+    best, stays = min(windows, key=lambda window: worth_of[window]), worth_of[now]
     if layout is not None:
         place = layout.places[peer]
         together = _worth(forecast, layout.places, peer, [place])[0]
@@ -126,6 +140,12 @@ def choose_training_place(
     return TrainingPlace(best, max(0.0, gain), missed, forecast.fetching_s(peers.spans, peer, best))
 
 
+def is_worth_it(forecast: StepForecast, layout: StageLayout, spans: Sequence[Span], hysteresis: float) -> bool:
+    """Whether steps become so much shorter, or units get holders, when all leave their spans for their places in the layout."""
+    then, now = (_Worth.of(forecast, places) for places in (layout.places, spans))
+    return then.gain(now) > hysteresis
+
+
 def _windows(forecast: StepForecast, layout: StageLayout | None, peers: TrainingPeers, peer: int) -> list[Span]:
     """Where this one may stand. What it has learnt it may leave as far as that is not lost, and it may always stay."""
     units, capacity = forecast.load.units, peers.capacity_units[peer]
@@ -138,11 +158,6 @@ def _windows(forecast: StepForecast, layout: StageLayout | None, peers: Training
             windows = [*(one for one in peers.spans if one.units <= capacity), STANDING_BY]
         windows = [peers.spans[peer], *(one for one in windows if kept.issubset(range(*one)))]
     return list(dict.fromkeys(windows))
-
-
-def _holds_up(worth: _Worth, spare: _Worth) -> bool:
-    """Whether a peer makes a step so much longer than without it that second holders are not worth it."""
-    return worth.missing == spare.missing and worth.step_s > fragility(1.0) * spare.step_s
 
 
 def _settled(layout: StageLayout, peers: TrainingPeers) -> list[Span]:

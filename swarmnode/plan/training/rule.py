@@ -12,11 +12,18 @@ from collections.abc import Callable, Sequence
 
 from swarmnode.plan.spans.placement import HOLDING, Joiner, Move, MovePolicy, choose_span, reconsider
 from swarmnode.plan.training.layout import StageLayout, common_layout
-from swarmnode.plan.training.placement import HYSTERESIS, TrainingPeers, TrainingPlace, choose_training_place
+from swarmnode.plan.training.placement import (
+    HYSTERESIS,
+    TrainingPeers,
+    TrainingPlace,
+    choose_training_place,
+    is_worth_it,
+)
 from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork
 from swarmnode.plan.view import PeerView, Span, View, draw
 from swarmnode.swarm.records.announcement import State
 
+SETTLING = 0.2  # relative, of a step: less is not worth loading other units for, and may be noise
 RESETTLING = 0.01  # relative, of a step: so much must be gained by whoever moves once something is trained
 
 NetworkOf = Callable[[View, Sequence[PeerView]], TrainingNetwork]
@@ -51,11 +58,12 @@ class TrainingRule:
         return choose_span(view, joiner) if place is None else place.span
 
     def reconsider(self, view: View, joiner: Joiner, move_policy: MovePolicy) -> Move | None:
-        """Where a peer should rather be, or None where it should stay. Turns are drawn, so that few leave at the same time; what
+        """Where a peer should rather be, or None where it should stay. All leave for another layout only where that is worth it:
+        by then a first step may be under way. Turns are drawn, so that few leave at the same time; what
         nobody holds is first left to those who have learnt nothing."""
         own = joiner.seen_in(view)
         trains = self._has_begun() and own.state is State.READY
-        place = self._place(view, joiner, RESETTLING if trains else move_policy.hysteresis)
+        place = self._place(view, joiner, RESETTLING if trains else move_policy.hysteresis, may_stand=True)
         if place is None:
             return reconsider(view, joiner, move_policy)
         if place.span == own.span or (trains and not place.pays(move_policy.move_s, move_policy.stay_s)):
@@ -63,7 +71,7 @@ class TrainingRule:
         turn = draw(own.peer, *place.span, len(view.peers)) / 2**64 + (trains and place.gain == math.inf)
         return Move(place.span, place.gain, turn * move_policy.turn_s * (1 + len(view.peers) / 3))
 
-    def _place(self, view: View, joiner: Joiner, hysteresis: float) -> TrainingPlace | None:
+    def _place(self, view: View, joiner: Joiner, hysteresis: float, *, may_stand: bool = False) -> TrainingPlace | None:
         others = [peer for peer in view.peers if peer.state in HOLDING and peer.peer != joiner.peer]
         own = joiner.seen_in(view)
         seen = sorted([*others, own], key=lambda peer: peer.peer)
@@ -72,6 +80,8 @@ class TrainingRule:
         learnt = [number for number, peer in enumerate(seen) if peer.state is State.READY]
         peers = TrainingPeers([peer.span for peer in seen], capacities, learnt)
         settled = None if self._has_begun() else self._common_layout(forecast, capacities)
+        if may_stand and settled is not None and not is_worth_it(forecast, settled, peers.spans, hysteresis):
+            settled = None
         return choose_training_place(forecast, settled, peers, seen.index(own), hysteresis=hysteresis)
 
     def _forecast(self, view: View, seen: Sequence[PeerView], capacities: Sequence[int]) -> StepForecast:

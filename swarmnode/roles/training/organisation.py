@@ -11,7 +11,7 @@ import numpy as np
 from swarmnode.compute.memory import STATE_BYTES, TRAINING_BYTES
 from swarmnode.plan.routes.delays import bandwidths, one_way_delays
 from swarmnode.plan.spans.placement import PlacementRule
-from swarmnode.plan.training.rule import TrainingRule
+from swarmnode.plan.training.rule import SETTLING, TrainingRule
 from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork
 from swarmnode.plan.view import PeerView, View
 from swarmnode.roles.host import Host
@@ -24,7 +24,6 @@ from swarmnode.swarm.records.manifest import GRAPH
 MICROBATCHES = 32  # of a usual step: places are taken before a trainer comes
 POSITIONS, SAMPLES = 1024, 32  # of one of its microbatches, of a language model and of a module
 FLOAT32_BYTES = 4
-HYSTERESIS = 0.2  # relative, of a step: less is not worth loading other units for, and may be noise
 BELIEVED = 4.0  # times the usual speed, at most: nobody makes all others stand by with what it says of itself
 
 
@@ -33,7 +32,7 @@ def training_placement(host: Host, hardware: Hardware, config: PlacementConfig) 
     assert host.swarm.manifest is not None
     positions = SAMPLES if host.swarm.manifest.kind == GRAPH else POSITIONS
     rule = training_rule(host.directory, hardware, positions)
-    move_policy = replace(config.move_policy, for_gain=False, hysteresis=HYSTERESIS)
+    move_policy = replace(config.move_policy, for_gain=False, hysteresis=SETTLING)
     placement_rule = PlacementRule(rule.choose, rule.reconsider)
     return Placement(host, hardware.capacity_units, replace(config, move_policy=move_policy), placement_rule)
 

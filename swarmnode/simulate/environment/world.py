@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -89,9 +90,10 @@ class World:
         alive = sum(peer.alive for peer in self.peers)
         return f"<World of {alive} live peers of {len(self.peers)} at {self.clock.now_s:.0f} s, {self.directory!r}>"
 
-    def follow(self, rule: PlacementRule) -> None:
+    def follow(self, rule: PlacementRule, hysteresis: float) -> None:
         """Place peers by another rule than that of serving."""
         self.choose = rule.choose
+        self._move_policy = replace(self._move_policy, hysteresis=hysteresis)
         self._outlook = Outlook(self.directory, self.measures, self._move_policy, rule)
 
     def begin(self, workload: SimulatedWorkload, spans: Sequence[Span] | None = None) -> None:

@@ -18,6 +18,7 @@ from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination,
 from swarmnode.plan.training.expected_step import ExpectedStep, passing_s
 from swarmnode.plan.training.groups import Count, Holder, make_groups
 from swarmnode.plan.training.rehearsal import keep_busy
+from swarmnode.plan.training.rule import SETTLING
 from swarmnode.plan.training.step_ledger import StepLedger
 from swarmnode.plan.training.transfers import Transfers
 from swarmnode.plan.training.wiring import Replica, book, wire
@@ -48,7 +49,7 @@ class Training:
         self.encoder = Encoder(world.links, settings.compress)
         self.step = 0
         rule = simulated_rule(world, settings, self.encoder, lambda: self.step > 0)
-        world.follow(PlacementRule(rule.choose, rule.reconsider))
+        world.follow(PlacementRule(rule.choose, rule.reconsider), SETTLING)
         self._run = settings.run
         self._pipelines = pipelines
         self._pipeline_of: Sequence[int] = ()  # each of the step's microbatches

@@ -230,6 +230,36 @@ def test_who_would_hold_all_others_up_is_no_second_holder() -> None:
     assert choose_training_place(StepForecast(load(), network), None, peers, 2) == TrainingPlace(STANDING_BY)
 
 
+@pytest.mark.parametrize(("holders", "comes"), [(1, True), (2, False)])
+def test_who_makes_steps_longer_comes_only_for_a_second_holder_that_is_worth_it(holders: int, comes: bool) -> None:
+    """Something is trained already, on one island. One of the other would have all wait for its gradients: some 1.3 times as long,
+    which one half's second holder is worth, and nothing else."""
+    forecast = StepForecast(load(gradient_bytes=4e6), islands([4, 4], work_per_s=20.0))
+    spans = [
+        FRONT,
+        STANDING_BY,
+        BACK,
+        STANDING_BY,
+        BACK,
+        STANDING_BY,
+        FRONT if holders == 2 else STANDING_BY,
+        STANDING_BY,
+    ]
+    peers = TrainingPeers(spans, [UNITS // 2] * 8, range(0, 8, 2))
+    with_it = [FRONT if peer == 1 else span for peer, span in enumerate(spans)]
+    longer = forecast.step_s(with_it, 1, [FRONT])[0] / forecast.step_s(spans, 1, [STANDING_BY])[0]
+    assert comes or 1.0 < longer < 1.5
+    place = choose_training_place(forecast, None, peers, 1)
+    assert place is not None and (place.span == FRONT if comes else place == TrainingPlace(STANDING_BY))
+
+
+def test_who_would_make_steps_more_than_as_many_times_longer_as_second_holders_are_worth_stands_by() -> None:
+    """Half of the units have one holder, so that a step counts two and a half times; one from afar would make it longer still."""
+    forecast = StepForecast(load(gradient_bytes=3e7), islands([3, 1], work_per_s=20.0))
+    peers = TrainingPeers([FRONT, STANDING_BY, BACK, BACK], [UNITS // 2] * 4, [0, 2, 3])
+    assert choose_training_place(forecast, None, peers, 1) == TrainingPlace(STANDING_BY)
+
+
 def test_units_without_anybody_are_taken_as_far_as_memory_goes() -> None:
     """Two came for two units and have room for one each: the second one finds what the first one left."""
     forecast = StepForecast(load(), islands([3]))

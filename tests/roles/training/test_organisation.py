@@ -133,6 +133,17 @@ def test_a_layout_is_looked_for_once_and_never_after_training_has_begun(
     assert len(looked_for) == found
 
 
+@pytest.mark.parametrize(("front", "moving"), [(4, False), (1, True)])
+def test_all_leave_for_another_layout_only_where_that_is_worth_it(front: int, moving: bool) -> None:
+    """Before anything is trained. Four of eight peers hold three of the eight units, and the others the rest, which is little
+    slower than two halves; one peer that holds them alone is waited for."""
+    view = swarm([f"peer {number}" for number in range(8)], [SPEED] * 8, capacity=5)
+    spans = [Span(0, 3)] * front + [Span(3, 8)] * (8 - front)
+    view = replace(view, peers=tuple(replace(p, span=span) for p, span in zip(view.peers, spans, strict=True)))
+    moves = [rule().reconsider(view, joiner(peer), MovePolicy(hysteresis=0.2)) for peer in view.peers]
+    assert any(moves) == moving
+
+
 def test_a_wish_waits_for_its_turn() -> None:
     view = swarm([f"peer {number}" for number in range(8)], [SPEED] * 8)
     moves = [rule().reconsider(view, joiner(peer), MovePolicy()) for peer in view.peers]
