@@ -91,7 +91,7 @@ def drawn(seed: int) -> Scenario:
     )
 
 
-def _places(
+def places(
     name: str, sizes: Sequence[int], delay_s: Sequence[float], bandwidth_bps: Sequence[float], flops: Floats
 ) -> Scenario:
     """Places in a row, with so many devices each; delays and bandwidths of those that are so many places apart."""
@@ -106,19 +106,19 @@ def slow_member() -> Scenario:
     """Two places of twelve, one of whose devices has a tenth of the others' speed."""
     flops = np.full(24, 6e13)
     flops[-1] /= 10
-    return _places("slow_member", [12, 12], [0.001, 0.02], [5e9, 5e8], flops)
+    return places("slow_member", [12, 12], [0.001, 0.02], [5e9, 5e8], flops)
 
 
 def chain() -> Scenario:
     """Three places in a row: a quarter of the bandwidth from the first to the last."""
-    return _places("chain", [12, 12, 12], [0.0005, 0.015, 0.03], [5e9, 1e9, 2.5e8], np.full(36, 6e13))
+    return places("chain", [12, 12, 12], [0.0005, 0.015, 0.03], [5e9, 1e9, 2.5e8], np.full(36, 6e13))
 
 
 def asymmetric() -> Scenario:
     """Homes with two to ten times as much bandwidth down as up."""
     chance = np.random.default_rng(1)
     up_bps = 10 ** chance.uniform(8.3, 9.3, 32)
-    homes = _places("asymmetric", [1] * 32, [0.0, 0.01], [0.0, 0.0], np.full(32, 6e13))
+    homes = places("asymmetric", [1] * 32, [0.0, 0.01], [0.0, 0.0], np.full(32, 6e13))
     down_bps = up_bps * chance.uniform(2, 10, 32)
     return dataclasses.replace(homes, bandwidth_bps=np.minimum(up_bps[:, None], down_bps))
 
@@ -127,7 +127,7 @@ def few_fast() -> Scenario:
     """Four places of ten; one device of twenty has ten times the others' speed."""
     flops = np.full(40, 2e13)
     flops[:2] *= 10
-    return _places("few_fast", [10] * 4, [0.0005, 0.02], [2e9, 6e8], flops)
+    return places("few_fast", [10] * 4, [0.0005, 0.02], [2e9, 6e8], flops)
 
 
 MADE_UP = {made.__name__: made for made in (slow_member, chain, asymmetric, few_fast)}

@@ -34,6 +34,20 @@ def one_way_delays(view: View, peers: Sequence[PeerId | None]) -> Floats:
     return rtt_s / 2
 
 
+def likely_delays(view: View, peers: Sequence[PeerId | None]) -> Floats:
+    """delay_s [N, N], where what one end alone tells is believed as far as the triangle inequality allows: nobody is near to two
+    peers that are far from each other, as both of them tell."""
+    delay_NN = one_way_delays(view, peers)
+    told_NN = np.array([[(one, other) in view.rtt_s for other in peers] for one in peers])
+    agreed_NN = np.where(told_NN & told_NN.T, delay_NN, 0.0)
+    likely_NN: Floats = delay_NN.copy()
+    for teller in np.flatnonzero((told_NN & ~told_NN.T).any(axis=1)):
+        told, alone = told_NN[teller], told_NN[teller] & ~told_NN[:, teller]
+        around_N = (agreed_NN - delay_NN[teller])[:, told].max(axis=1)
+        likely_NN[teller, alone] = likely_NN[alone, teller] = np.maximum(delay_NN[teller], around_N)[alone]
+    return likely_NN
+
+
 def position_times(view: View, peers: Sequence[PeerId | None]) -> Floats:
     """Seconds [N, N] that one position takes from one peer to another."""
     return transfer_s(view.position_bytes, one_way_delays(view, peers), bandwidths(view, peers))
@@ -49,7 +63,7 @@ def bandwidths(view: View, peers: Sequence[PeerId | None]) -> Floats:
         (index[one], index[other], bps) for (one, other), bps in view.path_bps.items() if {one, other} <= index.keys()
     ]
     if measured:
-        delay_NN = one_way_delays(view, peers)
+        delay_NN = likely_delays(view, peers)
         by_sender = list(_by_sender(measured))
         told_NN = _by_neighbours(delay_NN, by_sender)
         bps_NN = np.minimum(bps_NN, np.where(np.isfinite(told_NN), told_NN, _usual(delay_NN, by_sender)))

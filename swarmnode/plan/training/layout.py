@@ -15,7 +15,7 @@ from operator import itemgetter
 import numpy as np
 
 from swarmnode.plan.holders import HOLDERS, fragility
-from swarmnode.plan.spans.flow import Floats, Indexes
+from swarmnode.plan.spans.flow import Bools, Floats, Indexes
 from swarmnode.plan.training.step_forecast import StepForecast
 from swarmnode.plan.view import Span
 
@@ -24,7 +24,9 @@ SAME = 1e-9  # relative: what sums of the same may differ by
 CLEARLY = 1.2  # times as long a step must take before units have fewer holders, which survive losses less well
 SLIGHTLY = 1.05  # likewise, before they have as many: who sees a little more than others comes to the same layout
 SHORTLIST = 48  # layouts of which a step is forecast
-LEFT_OUT = 1.5  # times as long a step must take with all, before anybody is left out who may be needed later
+LEFT_OUT = (
+    1.5  # times as long a step must take with all, before most are left out who may be needed later; for fewer less
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def common_layout(forecast: StepForecast, capacity_units: Sequence[int]) -> Stag
         return _along(forecast, cut(forecast.unit_s(1), 1), [])
     laid = [_laid(forecast, one.stages, one.able) for one in likely]
     margins = [1.0, *(_margin(layout, laid[0][1]) for _, layout in laid[1:])]
-    values = [margin * one.fragile * step_s for margin, one, (step_s, _) in zip(margins, likely, laid, strict=True)]
+    values = [margin * one.weight * step_s for margin, one, (step_s, _) in zip(margins, likely, laid, strict=True)]
     return laid[int(np.argmin(values))][1]
 
 
@@ -86,14 +88,14 @@ def _margin(layout: StageLayout, usual: StageLayout) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
-    """Stages, and the peers that are able to hold one. `fragile`: how many times longer a step may take with a second holder for
-    each unit."""
+    """Stages, and the peers that are able to hold one. `weight`: how many times longer a step may take with a second holder for
+    each unit, and nobody left out."""
 
     stages: Sequence[Span]
     able: Indexes
     missing: int  # places
     leaves_out: bool  # peers that may be needed later
-    fragile: float
+    weight: float
     estimate_s: float
 
     def is_like(self, other: _Candidate) -> bool:
@@ -111,24 +113,25 @@ def _candidates(forecast: StepForecast, capacity_N: Indexes) -> Iterator[_Candid
             if len(able):
                 leaves_out = len(group) < forecast.network.peers
                 fragile = fragility(min(1.0, max(0, HOLDERS * count - len(able)) / count))
-                estimate_s = (LEFT_OUT if leaves_out else 1.0) * fragile * _estimate_s(forecast, stages, able)
-                yield _Candidate(stages, able, max(0, count - len(able)), leaves_out, fragile, estimate_s)
+                weight = fragile * (1 + (LEFT_OUT - 1) * (1 - len(group) / forecast.network.peers))
+                estimate_s = weight * _estimate_s(forecast, stages, able)
+                yield _Candidate(stages, able, max(0, count - len(able)), leaves_out, weight, estimate_s)
 
 
 def _groups(forecast: StepForecast) -> Iterator[Indexes]:
-    """Peers among whom training may stay: all, and every cluster at every scale, once each."""
+    """Peers among whom training may stay, along the clusters: all, and at every scale each cluster, and all who are not alone."""
     members_KN, _ = forecast.clusters.members()
+    order_N = np.array(forecast.clusters.order)
     everybody = np.ones((1, forecast.network.peers))
-    for member_N in np.unique(np.concatenate([everybody, members_KN]), axis=0):
-        yield np.flatnonzero(member_N)
+    together_LN = (forecast.clusters.sizes(np.arange(forecast.network.peers)) > 1).astype(float)
+    for member_N in np.unique(np.concatenate([everybody, members_KN, together_LN]), axis=0):
+        yield order_N[member_N[order_N] > 0]
 
 
 def _laid(forecast: StepForecast, stages: Sequence[Span], able: Indexes) -> tuple[float, StageLayout]:
     """The better of two ways to lay stages over clusters, and its step: whole pipelines in each, or whole stages, where gradients
     weigh more than what pipelines hand on."""
-    taking_part = set(able.tolist())
-    along = [peer for peer in forecast.clusters.order if peer in taking_part]
-    pipelines, whole_stages = _along(forecast, stages, along), _across(forecast, stages, along)
+    pipelines, whole_stages = _along(forecast, stages, able.tolist()), _across(forecast, stages, able.tolist())
     layouts = [pipelines]
     if whole_stages.least_holders >= min(HOLDERS, pipelines.least_holders):
         layouts.append(whole_stages)
@@ -137,14 +140,21 @@ def _laid(forecast: StepForecast, stages: Sequence[Span], able: Indexes) -> tupl
 
 
 def _across(forecast: StepForecast, stages: Sequence[Span], along: Sequence[int]) -> StageLayout:
-    """Stage after stage, each to who comes next along the clusters, until it is as fast as it should be."""
+    """Whole stages in clusters."""
     places = [STANDING_BY] * forecast.network.peers
+    for peer, number in zip(along, _whole_stages(forecast, stages, along), strict=True):
+        places[peer] = stages[number]
+    return StageLayout(stages, places)
+
+
+def _whole_stages(forecast: StepForecast, stages: Sequence[Span], along: Sequence[int] | Indexes) -> Indexes:
+    """The number of each peer's stage: stage after stage, each to who comes next along the clusters, until it is as fast as it
+    should be."""
     work_per_s = forecast.network.work_per_s_N[along]
     middle_C = (work_per_s.cumsum() - work_per_s / 2) / work_per_s.sum()
     ends_S = np.array([stage.end for stage in stages]) / forecast.load.units
-    for peer, number in zip(along, np.searchsorted(ends_S, middle_C), strict=True):
-        places[peer] = stages[number]
-    return StageLayout(stages, places)
+    number_C: Indexes = np.searchsorted(ends_S, middle_C)
+    return number_C
 
 
 def _along(forecast: StepForecast, stages: Sequence[Span], along: Sequence[int]) -> StageLayout:
@@ -180,19 +190,32 @@ def cut(unit_s_U: Floats, count: int) -> list[Span]:
 
 
 def _estimate_s(forecast: StepForecast, cut_out: Sequence[Span], able: Indexes) -> float:
-    """A step of those who can hold a stage. Pipelines stay in clusters as far as these are large enough; replicas are all over the
-    network. Fewer peers than stages take as many times longer."""
+    """A step of those who can hold a stage, laid in the better of two ways: pipelines stay in clusters as far as these are large
+    enough, replicas are all over the network; or stage after stage along the clusters. Fewer peers than stages take as many times
+    longer."""
+    stages, labels_LN = len(cut_out), forecast.clusters.label_LN[:, able]
+    everybody_NN = np.ones((len(able), len(able)), dtype=bool)
+    leaving_LC = np.ceil(stages / forecast.clusters.sizes(able)) - 1  # hops of a pipeline that leave a cluster
+    pipelines_s = _laid_s(forecast, cut_out, able, leaving_LC, everybody_NN)
+    stage_N = _whole_stages(forecast, cut_out, able)
+    parted_L1 = np.minimum(stages, (np.diff(labels_LN, axis=1) != 0).sum(axis=1, keepdims=True) + 1) - 1
+    whole_stages_s = _laid_s(forecast, cut_out, able, parted_L1, stage_N[:, None] == stage_N)
+    return min(pipelines_s, whole_stages_s) * max(1.0, stages / len(able))
+
+
+def _laid_s(
+    forecast: StepForecast, cut_out: Sequence[Span], able: Indexes, leaving_LX: Floats, are_replicas_NN: Bools
+) -> float:
+    """Of pipelines so many of whose hops leave clusters of each level, and of those who may be replicas of each other."""
     load, network, stages = forecast.load, forecast.network, len(cut_out)
     replicas = max(1.0, len(able) / stages)
-    leaving_LC = np.ceil(stages / forecast.clusters.sizes(able)) - 1  # hops of a pipeline that leave a cluster
-    hops_s = float((forecast.clusters.rise_L[:, None] * leaving_LC).sum(axis=0).mean())
+    hops_s = float((forecast.clusters.rise_L[:, None] * leaving_LX).sum(axis=0).mean())
     compute_s = load.microbatches * float(load.work_U.sum() / network.work_per_s_N[able].sum())
     line_s = 2 * load.microbatches * hops_s / max(1, stages - 1) / replicas
     gradient_bytes = 2 * max(float(load.gradient_bytes_U[slice(*stage)].sum()) for stage in cut_out)
     pairs = np.ix_(able, able)
     averaging_s = gradient_bytes * (1 - 1 / replicas) * float(forecast.line_N[able].max())
     if replicas > 1:
-        averaging_s += gradient_bytes / replicas * float(forecast.path_NN[pairs].max())
-        averaging_s += 2 * float(network.delay_NN[pairs].max())
-    step_s = compute_s + line_s + 2 * hops_s + forecast.latency_s + averaging_s
-    return step_s * max(1.0, stages / len(able))
+        averaging_s += gradient_bytes / replicas * float(forecast.path_NN[pairs][are_replicas_NN].max())
+        averaging_s += 2 * float(network.delay_NN[pairs][are_replicas_NN].max())
+    return compute_s + line_s + 2 * hops_s + forecast.latency_s + averaging_s

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,10 +21,20 @@ from swarmnode.plan.training.clusters import Clusters
 from swarmnode.plan.view import Span
 
 COMPUTE_SHARPNESS, LINE_SHARPNESS, AVERAGING_SHARPNESS = 8, 2, 16
-ADDED, BESIDE = 1, 4  # power sums of computing and lines: one after the other, or the longer one decides
 SHARED = 0.25  # how much of what is held beyond need is shared out, not left to whoever is nearest
 SAME_DELAY_S = 0.005  # delays that differ by less are the same
 UNHELD = 1e-3  # of a peer's speed on the whole model: what a unit that nobody holds counts as having
+
+
+class _Overlap(NamedTuple):
+    """What goes on side by side: computing and lines, by the exponent of their power sum; and how many of a replica's parts are not
+    counted on its line: its own, and the one for which its path counts."""
+
+    sharpness: int
+    off_line: int
+
+
+IN_TURN, BESIDE = _Overlap(1, 1), _Overlap(4, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +111,7 @@ class StepForecast:
 
     def step_s(self, spans: Sequence[Span], peer: int, windows: Sequence[Span]) -> Floats:
         """[W]: seconds of a step with `peer` on each of the windows, all others on their spans (empty: they hold nothing)."""
-        return self._step_s(spans, peer, windows, ADDED)
+        return self._step_s(spans, peer, windows, IN_TURN)
 
     def arranged_s(self, spans: Sequence[Span]) -> float:
         """Seconds of a step with all on their spans, to be compared with other ways to place all."""
@@ -115,11 +126,12 @@ class StepForecast:
         path_U = np.where(np.isfinite(path_U), path_U, self.line_N[peer])  # from a disk, where nobody holds it
         return float((self.load.state_bytes_U * path_U)[new_U].sum())
 
-    def _step_s(self, spans: Sequence[Span], peer: int, windows: Sequence[Span], sharpness: int) -> Floats:
+    def _step_s(self, spans: Sequence[Span], peer: int, windows: Sequence[Span], overlap: _Overlap) -> Floats:
         held_NU = held_units(spans, self.load.units)
         held_NU[peer] = 0.0
         window_WU = held_units(windows, self.load.units)
-        return self._passing_s(held_NU, peer, window_WU, sharpness) + self._averaging_s(held_NU, peer, window_WU)
+        passing_W = self._passing_s(held_NU, peer, window_WU, overlap.sharpness)
+        return passing_W + self._averaging_s(held_NU, peer, window_WU, overlap.off_line)
 
     def _rates(self, held_NU: Floats, work_per_s: Floats) -> Floats:
         """Microbatches/s that each takes through each unit of its span, if it works on all of them alike."""
@@ -160,8 +172,9 @@ class StepForecast:
         hops_WV = self.clusters.rise_L.sum() - np.einsum("k,wkv->wv", self._rise_K, stays_WKV)
         return np.where(hops_WV > 1e-9 * self.clusters.rise_L.sum(), hops_WV, 0.0)
 
-    def _averaging_s(self, held_NU: Floats, peer: int, window_WU: Floats) -> Floats:
-        """Each member of a unit's replicas sends a part to every other, twice: through its line, then along its slowest path."""
+    def _averaging_s(self, held_NU: Floats, peer: int, window_WU: Floats, off_line: int) -> Floats:
+        """Each member of a unit's replicas sends a part to every other, twice: through its line, then along its slowest path.
+        What goes along that is on the line as well, which counts once where all places are compared."""
         gradient_U, delay_NN = 2 * self.load.gradient_bytes_U, 2 * self.network.delay_NN
         others_NN = (held_NU * gradient_U / np.maximum(held_NU.sum(axis=0), 1.0)) @ held_NU.T
         np.fill_diagonal(others_NN, 0.0)
@@ -169,7 +182,7 @@ class StepForecast:
         replicas_WU = np.maximum(held_NU.sum(axis=0) + window_WU, 1.0)
         own_WN = (window_WU * gradient_U / replicas_WU) @ held_NU.T
         own_path_WN = own_WN * self.path_NN[peer] + delay_NN[peer] * (own_WN > 0)
-        sent_WU = gradient_U * (1 - 1 / replicas_WU)
+        sent_WU = gradient_U * np.maximum(0.0, 1 - off_line / replicas_WU)
         seconds_WN = (sent_WU @ held_NU.T) * self.line_N + np.maximum(path_N, own_path_WN)
         seconds_WN[:, peer] = (window_WU * sent_WU).sum(axis=1) * self.line_N[peer] + own_path_WN.max(axis=1)
         return _mean(seconds_WN, AVERAGING_SHARPNESS)

@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from swarmnode.compute.memory import STATE_BYTES, TRAINING_BYTES
-from swarmnode.plan.routes.delays import bandwidths, one_way_delays
+from swarmnode.plan.routes.delays import bandwidths, likely_delays
 from swarmnode.plan.spans.placement import PlacementRule
 from swarmnode.plan.training.rule import SETTLING, TrainingRule
 from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork
@@ -66,7 +66,7 @@ def announced_network(view: View, peers: Sequence[PeerView], positions: int = PO
     usual = float(np.median(told_N[told_N > 0])) if told_N.any() else 1.0
     units_per_s_N = np.where(told_N > 0, np.minimum(told_N, BELIEVED * usual), usual)
     names = [peer.peer for peer in peers]
-    return TrainingNetwork(units_per_s_N / positions, one_way_delays(view, names), bandwidths(view, names))
+    return TrainingNetwork(units_per_s_N / positions, likely_delays(view, names), bandwidths(view, names))
 
 
 def has_begun(directory: Directory) -> bool:

@@ -110,6 +110,22 @@ def test_where_gradients_weigh_more_whole_stages_stay_on_their_islands() -> None
     assert set(pipelines[0::2]) == set(pipelines[1::2]) == {Span(0, 4), Span(4, 8)}
 
 
+@pytest.mark.parametrize("gradient_bytes", [5e7, 1e8])
+def test_no_island_is_left_out_because_replicas_could_stand_on_both(gradient_bytes: float) -> None:
+    """Averaging across the slow link would take long. Each island has whole stages of its own instead."""
+    forecast = StepForecast(load(gradient_bytes), islands([4, 4], work_per_s=20.0))
+    layout = common_layout(forecast, [UNITS] * 8)
+    assert Counter(layout.places[0::2]) == {Span(0, 2): 2, Span(2, 4): 2}
+    assert Counter(layout.places[1::2]) == {Span(4, 6): 2, Span(6, 8): 2}
+
+
+def test_who_is_far_from_two_islands_is_left_out_of_both() -> None:
+    """A ninth peer with stages of its own would make all averaging, or all pipelines, cross the slow link."""
+    network = islands([4, 4, 1], work_per_s=20.0)
+    layout = common_layout(StepForecast(load(5e7), network), [UNITS] * 9)
+    assert [peer for peer, place in enumerate(layout.places) if place == STANDING_BY] == [2]
+
+
 def test_no_layout_is_forecast_to_be_clearly_faster() -> None:
     """Of a fast island and a slow one: nobody finds a grid of the fast cards alone, or of all, that takes less."""
     network = replace(islands([4, 4]), work_per_s_N=np.array([40.0, 5.0] * 4))

@@ -111,6 +111,26 @@ def test_nobody_joins_two_islands_by_what_it_alone_says_or_what_nobody_knows(
     assert step_s(among) <= 1.05 * step_s(alone)
 
 
+def test_nobody_joins_two_islands_by_round_trips_that_it_alone_tells() -> None:
+    """Peers of two islands measured each other; a ninth tells of no time to any of them, and nobody has measured it."""
+    honest = measured(swarm([f"peer {number}" for number in range(8)], [SPEED] * 8))
+    names = [peer.peer for peer in honest.peers]
+    liar = PeerView("peer 3x", STANDING_BY, State.READY, SPEED, up_bps=1e9, down_bps=1e9, memory_bytes=4)
+    told_s = dict.fromkeys(((liar.peer, name) for name in names), 0.0)
+    view = replace(honest, peers=(*honest.peers, liar), rtt_s=honest.rtt_s | told_s)
+    delay_NN = announced_network(view, view.peers).delay_NN
+    assert delay_NN[8, :8].min() == pytest.approx(0.05), "as far as the islands are from each other"
+    assert (delay_NN[:8, :8] == announced_network(honest, honest.peers).delay_NN).all()
+
+
+def test_who_tells_the_truth_is_believed_before_others_have_measured_it() -> None:
+    honest = measured(swarm([f"peer {number}" for number in range(8)], [SPEED] * 8))
+    names = [peer.peer for peer in honest.peers]
+    rtt_s = {pair: seconds for pair, seconds in honest.rtt_s.items() if pair[1] != names[3]}
+    alone, known = (announced_network(view, honest.peers).delay_NN for view in (replace(honest, rtt_s=rtt_s), honest))
+    assert alone == pytest.approx(known)
+
+
 def test_once_training_has_begun_only_who_comes_chooses() -> None:
     """All stand badly, and stay; who comes takes the units that one peer alone holds, and ends where the others end."""
     view = swarm([f"peer {number}" for number in range(3)], [SPEED] * 3)
