@@ -33,7 +33,7 @@ from swarmnode.plan.holders import HOLDERS, fragility
 from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.plan.spans.placement import PlacementRule
 from swarmnode.plan.training.layout import STANDING_BY, cut
-from swarmnode.plan.training.rule import TrainingRule
+from swarmnode.plan.training.rule import SETTLING, TrainingRule
 from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork, held_units
 from swarmnode.plan.view import PeerView, Span, View
 from swarmnode.roles.training.organisation import MICROBATCHES, POSITIONS, announced_network
@@ -131,7 +131,7 @@ def simulated(
     training = Training(simulation.world, run)
     if rule is not None:
         by_rule = rule_of(case, simulation.world, rule)
-        simulation.world.follow(PlacementRule(by_rule.choose, lambda *_: None))
+        simulation.world.follow(PlacementRule(by_rule.choose, lambda *_: None), SETTLING)
     world = simulation.world
     world.begin(training, spans)
     training.begin()
