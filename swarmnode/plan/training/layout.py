@@ -7,6 +7,7 @@ those outside the cluster is to stand by.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -210,7 +211,7 @@ def _laid_s(
     load, network, stages = forecast.load, forecast.network, len(cut_out)
     replicas = max(1.0, len(able) / stages)
     hops_s = float((forecast.clusters.rise_L[:, None] * leaving_LX).sum(axis=0).mean())
-    compute_s = load.microbatches * float(load.work_U.sum() / network.work_per_s_N[able].sum())
+    compute_s = load.microbatches * _busiest_s(forecast, cut_out, able)
     line_s = 2 * load.microbatches * hops_s / max(1, stages - 1) / replicas
     gradient_bytes = 2 * max(float(load.gradient_bytes_U[slice(*stage)].sum()) for stage in cut_out)
     pairs = np.ix_(able, able)
@@ -219,3 +220,17 @@ def _laid_s(
         averaging_s += gradient_bytes / replicas * float(forecast.path_NN[pairs][are_replicas_NN].max())
         averaging_s += 2 * float(network.delay_NN[pairs][are_replicas_NN].max())
     return compute_s + line_s + 2 * hops_s + forecast.latency_s + averaging_s
+
+
+def _busiest_s(forecast: StepForecast, cut_out: Sequence[Span], able: Indexes) -> float:
+    """What a microbatch takes the slowest stage, where each peer, the fastest ones first, goes to the one that is slowest so far:
+    of eight equal cards three stages get three, three and two. Where stages have nobody, as if all could work on everything."""
+    work_S = [float(forecast.load.work_U[slice(*stage)].sum()) for stage in cut_out]
+    speeds = sorted(forecast.network.work_per_s_N[able].tolist(), reverse=True)
+    if len(speeds) < len(work_S):
+        return sum(work_S) / float(sum(speeds))
+    stages = [(0.0, number) for number in range(len(work_S))]  # work/s of a stage for each unit of its work
+    for speed in speeds:
+        rate, number = stages[0]
+        heapq.heapreplace(stages, (rate + speed / work_S[number], number))
+    return 1 / stages[0][0]

@@ -101,6 +101,15 @@ def test_more_is_held_where_halves_are_not_as_fast() -> None:
     assert set(heavy.places) == {Span(0, 4), Span(4, 8)}
 
 
+def test_cards_are_not_dealt_out_in_parts() -> None:
+    """Of eight equal cards three stages of four units would get three, three and two, and all would wait for the two: each pair
+    takes three units instead."""
+    units = 12
+    twelve = TrainingLoad(32, 1e5, np.full(units, 1e6), np.ones(units), np.full(units, 3e6))
+    layout = common_layout(StepForecast(twelve, islands([8], work_per_s=5.0)), [4] * 8)
+    assert Counter(layout.places) == {Span(start, start + 3): 2 for start in range(0, units, 3)}
+
+
 def test_where_gradients_weigh_more_whole_stages_stay_on_their_islands() -> None:
     """Replicas average across the slow link unless all of a stage stand on one side; who does so alone leaves others behind."""
     network, capacities = islands([4, 4], work_per_s=20.0), [UNITS // 2] * 8
