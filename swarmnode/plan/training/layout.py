@@ -23,6 +23,7 @@ from swarmnode.plan.view import Span
 STANDING_BY = Span(0, 0)
 SAME = 1e-9  # relative: what sums of the same may differ by
 CLEARLY = 1.2  # times as long a step must take before units have fewer holders, which survive losses less well
+ALIKE = 1.25  # times as fast: still the same card
 SLIGHTLY = 1.05  # likewise, before they have as many: who sees a little more than others comes to the same layout
 SHORTLIST = 48  # layouts of which a step is forecast
 LEFT_OUT = (
@@ -223,12 +224,13 @@ def _laid_s(
 
 
 def _busiest_s(forecast: StepForecast, cut_out: Sequence[Span], able: Indexes) -> float:
-    """What a microbatch takes the slowest stage, where each peer, the fastest ones first, goes to the one that is slowest so far:
-    of eight equal cards three stages get three, three and two. Where stages have nobody, as if all could work on everything."""
+    """What a microbatch takes the slowest stage. Cards that are alike are dealt out whole, each to the stage that is slowest so
+    far: of eight, three stages get three, three and two. Others, of which stages may be made about as fast, count by their sum,
+    and so do those that are too few."""
     work_S = [float(forecast.load.work_U[slice(*stage)].sum()) for stage in cut_out]
-    speeds = sorted(forecast.network.work_per_s_N[able].tolist(), reverse=True)
-    if len(speeds) < len(work_S):
-        return sum(work_S) / float(sum(speeds))
+    speeds: list[float] = forecast.network.work_per_s_N[able].tolist()
+    if len(speeds) < len(work_S) or max(speeds) > ALIKE * min(speeds):
+        return sum(work_S) / sum(speeds)
     stages = [(0.0, number) for number in range(len(work_S))]  # work/s of a stage for each unit of its work
     for speed in speeds:
         rate, number = stages[0]
