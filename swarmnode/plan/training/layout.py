@@ -198,21 +198,22 @@ def _estimate_s(forecast: StepForecast, cut_out: Sequence[Span], able: Indexes) 
     stages, labels_LN = len(cut_out), forecast.clusters.label_LN[:, able]
     everybody_NN = np.ones((len(able), len(able)), dtype=bool)
     leaving_LC = np.ceil(stages / forecast.clusters.sizes(able)) - 1  # hops of a pipeline that leave a cluster
-    pipelines_s = _laid_s(forecast, cut_out, able, leaving_LC, everybody_NN)
+    compute_s = forecast.load.microbatches * _busiest_s(forecast, cut_out, able)
+    pipelines_s = _between_s(forecast, cut_out, able, leaving_LC, everybody_NN)
     stage_N = _whole_stages(forecast, cut_out, able)
     parted_L1 = np.minimum(stages, (np.diff(labels_LN, axis=1) != 0).sum(axis=1, keepdims=True) + 1) - 1
-    whole_stages_s = _laid_s(forecast, cut_out, able, parted_L1, stage_N[:, None] == stage_N)
-    return min(pipelines_s, whole_stages_s) * max(1.0, stages / len(able))
+    whole_stages_s = _between_s(forecast, cut_out, able, parted_L1, stage_N[:, None] == stage_N)
+    return (compute_s + min(pipelines_s, whole_stages_s)) * max(1.0, stages / len(able))
 
 
-def _laid_s(
+def _between_s(
     forecast: StepForecast, cut_out: Sequence[Span], able: Indexes, leaving_LX: Floats, are_replicas_NN: Bools
 ) -> float:
-    """Of pipelines so many of whose hops leave clusters of each level, and of those who may be replicas of each other."""
+    """What a step takes beside computing, with pipelines so many of whose hops leave clusters of each level, and these who may be
+    replicas of each other."""
     load, network, stages = forecast.load, forecast.network, len(cut_out)
     replicas = max(1.0, len(able) / stages)
     hops_s = float((forecast.clusters.rise_L[:, None] * leaving_LX).sum(axis=0).mean())
-    compute_s = load.microbatches * _busiest_s(forecast, cut_out, able)
     line_s = 2 * load.microbatches * hops_s / max(1, stages - 1) / replicas
     gradient_bytes = 2 * max(float(load.gradient_bytes_U[slice(*stage)].sum()) for stage in cut_out)
     pairs = np.ix_(able, able)
@@ -220,7 +221,7 @@ def _laid_s(
     if replicas > 1:
         averaging_s += gradient_bytes / replicas * float(forecast.path_NN[pairs][are_replicas_NN].max())
         averaging_s += 2 * float(network.delay_NN[pairs][are_replicas_NN].max())
-    return compute_s + line_s + 2 * hops_s + forecast.latency_s + averaging_s
+    return line_s + 2 * hops_s + forecast.latency_s + averaging_s
 
 
 def _busiest_s(forecast: StepForecast, cut_out: Sequence[Span], able: Indexes) -> float:
