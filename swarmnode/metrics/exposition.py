@@ -27,6 +27,7 @@ from swarmnode.metrics.histogram import Histogram
 from swarmnode.metrics.metric import Metric, MetricKind, Reading, Readings, Source
 
 SCRAPE_TIMEOUT_S = 5.0
+END_LOOK_S = 0.05  # how often the server looks whether it is to end: who stops a node waits for that
 FAMILIES: dict[MetricKind, Callable[..., Family]] = {
     MetricKind.COUNTER: CounterMetricFamily,
     MetricKind.GAUGE: GaugeMetricFamily,
@@ -122,7 +123,7 @@ async def serving(sources: Sources, host: str, port: int) -> AsyncIterator[int]:
         raise LocalError(
             f"metrics cannot be served at {host}:{port}: {reason}; choose another --metrics-port"
         ) from None
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(END_LOOK_S,), name="metrics", daemon=True)
     thread.start()
     try:
         yield server.server_port

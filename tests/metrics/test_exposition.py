@@ -9,6 +9,7 @@ import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
+from wsgiref.simple_server import WSGIServer
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -115,6 +116,19 @@ async def test_a_port_in_use_is_said_to_be_so() -> None:
                 pytest.fail("two servers at one port")
     async with serving(sources, "127.0.0.1", port):  # given back in the end
         pass
+
+
+async def test_a_node_that_ends_hardly_waits_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_forever, looks_s = WSGIServer.serve_forever, []
+
+    def serve(server: WSGIServer, poll_interval: float = 0.5) -> None:
+        looks_s.append(poll_interval)
+        serve_forever(server, poll_interval)
+
+    monkeypatch.setattr(WSGIServer, "serve_forever", serve)
+    async with serving(Sources("friends", nothing, nothing), "127.0.0.1", 0):
+        pass
+    assert looks_s and max(looks_s) < 0.1
 
 
 def test_nobody_pays_who_does_not_ask() -> None:
