@@ -53,6 +53,11 @@ def nothing_else_is_frozen_or_unfrozen() -> Iterator[None]:
         yield
 
 
+def pytest_unconfigure() -> None:
+    """Nor is what the tests leave looked through once more, and again, while Python ends: that would take seconds."""
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those on real processes begin: they wait for most of their time, which the other worker uses."""
     items.sort(key=lambda item: not item.nodeid.startswith(REAL))
