@@ -14,7 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 IMPORTING = """
     import asyncio, threading
+    from swarmnode.cli.terminal import console
     from swarmnode.cli.terminal.console import leave_threads, run_async
+
+    console.THREADS_S = 0.05
 
     async def command(stop):
         loading = asyncio.ensure_future(asyncio.to_thread(threading.Event().wait))  # as long as Python would wait for it
@@ -53,7 +56,7 @@ def test_who_ends_by_itself_waits_for_its_threads() -> None:
 
         def write(begun):
             begun.set()
-            time.sleep(1.0)
+            time.sleep(0.2)
             print("written")
 
         async def command(stop):

@@ -35,7 +35,7 @@ class Gateway(BaseHTTPRequestHandler):
 def gateway(models: Sequence[Mapping[str, str]] = MODELS) -> Iterator[str]:
     answers = type("Answers", (Gateway,), {"models": json.dumps({"data": models}).encode()})
     with HTTPServer(("127.0.0.1", 0), answers) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}/v1"

@@ -268,13 +268,13 @@ def test_export_looks_before_it_leaps(school: Path, tmp_path: Path) -> None:
         done = invoke("export", str(school / "text.swarm"), *arguments, home=tmp_path, cwd=tmp_path)
         assert_clear(done, 2, "letters")
     assert (tmp_path / "letters" / "dear.txt").read_text() == "precious"
-    done = invoke("export", str(school / "text.swarm"), "new", "--patience", "1", home=tmp_path, cwd=tmp_path)
+    done = invoke("export", str(school / "text.swarm"), "new", "--patience", "0.2", home=tmp_path, cwd=tmp_path)
     assert_clear(done, 1, "cannot be reached")
     assert not (tmp_path / "new").exists()
 
 
 def test_a_trainer_whose_swarm_is_not_there(school: Path, tmp_path: Path) -> None:
     data = ("--data", str(school / "data.txt"), "--steps", "1")
-    done = invoke("train", str(school / "text.swarm"), *data, "--patience", "1", home=tmp_path)
+    done = invoke("train", str(school / "text.swarm"), *data, "--patience", "0.2", home=tmp_path)
     assert_clear(done, 1, "cannot be reached")
     assert_clear(invoke("train", str(school / "text.swarm"), *data, "--out", "x", home=tmp_path), 2, "--local")

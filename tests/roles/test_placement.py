@@ -1,4 +1,4 @@
-"""A node's place, decided on a directory that the test holds in its hands."""
+"""A node's place, decided on a directory that the test holds in its hands, in virtual time."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from swarmnode.plan.spans.placement import MovePolicy
 from swarmnode.roles.placement import Placement, PlacementConfig
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State
 from swarmnode.swarm.records.sections import Machine, Section, said
+from tests.net.virtual import in_virtual_time
 
 ME = "me"
 QUICK = PlacementConfig(
@@ -69,7 +70,7 @@ def place(directory: Directory, capacity: int, config: PlacementConfig = QUICK) 
         directory=directory,
         swarm=swarm,
         standing=standing,
-        clock=Clock(),
+        clock=Clock(monotonic=asyncio.get_running_loop().time),
         decisions=SimpleNamespace(note=lambda *_facts, **_units: None),
     )
     return Placement(host, capacity, config)  # type: ignore[arg-type]
@@ -87,24 +88,28 @@ async def stays(where: Placement) -> bool:
     return False
 
 
+@in_virtual_time
 async def test_claims_what_others_lack() -> None:
     directory = Directory(announcement("a", (0, 3)))
     assert await place(directory, 3).claim(Machine(device="test")) == (3, 6)
     assert directory.own is not None and directory.own.life is State.JOINING
 
 
+@in_virtual_time
 async def test_fills_a_gap_when_it_is_its_turn() -> None:
     directory = Directory(announcement("a", (0, 3)), announcement(ME, (0, 3)))
     move = await reason(place(directory, 3))
     assert move.span == (3, 6) and move.fills
 
 
+@in_virtual_time
 async def test_a_bound_node_stays() -> None:
     where = place(Directory(announcement("a", (0, 3)), announcement(ME, (0, 3))), 3)
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(where.reason_to_move(bound=lambda: True, news=tuple), 0.3)
 
 
+@in_virtual_time
 async def test_where_units_are_trained_nobody_leaves_a_replica_for_speed() -> None:
     pairs = [announcement(name, (0, 3)) for name in "ab"] + [announcement("d", (3, 6), speed=400.0)]
     directory = Directory(*pairs, announcement("e", (3, 6)), announcement(ME, (3, 6)))
@@ -113,6 +118,7 @@ async def test_where_units_are_trained_nobody_leaves_a_replica_for_speed() -> No
     assert await stays(place(directory, 3, trained))
 
 
+@in_virtual_time
 async def test_noise_in_speeds_is_no_reason() -> None:
     pairs = [announcement(name, span) for name, span in (("a", (0, 3)), ("b", (3, 6)), ("c", (3, 6)))]
     directory = Directory(*pairs, announcement(ME, (0, 3)))
@@ -123,6 +129,7 @@ async def test_noise_in_speeds_is_no_reason() -> None:
     assert await stays(where)
 
 
+@in_virtual_time
 async def test_a_node_counts_with_what_several_sessions_get_from_all_its_devices() -> None:
     directory = Directory(announcement("a", (0, 3), speed=110.0), announcement("b", (3, 6)))
     assert await place(directory, 3).claim() == (3, 6)
@@ -131,6 +138,7 @@ async def test_a_node_counts_with_what_several_sessions_get_from_all_its_devices
     assert await place(directory, 3).claim() == (0, 3)
 
 
+@in_virtual_time
 async def test_in_a_sample_a_gap_is_looked_for_before_it_is_filled() -> None:
     rare = announcement("rare", (3, 6))
     directory = Directory(announcement("a", (0, 3)), announcement(ME, (0, 3)), crowd=1000.0, hidden=(rare,))
@@ -138,6 +146,7 @@ async def test_in_a_sample_a_gap_is_looked_for_before_it_is_filled() -> None:
     assert directory.searched[:3] == [3, 4, 5]
 
 
+@in_virtual_time
 async def test_in_a_sample_a_peer_weighs_less() -> None:
     """Among four a move gains a fifth; of four known among a thousand it is nothing."""
     known = [announcement("a", (0, 3)), announcement("b", (0, 3)), announcement("d", (3, 6), speed=150.0)]

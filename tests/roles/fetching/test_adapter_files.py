@@ -105,6 +105,7 @@ async def test_who_has_fetched_one_gives_it(world: AdapterWorld) -> None:
 
 async def test_nobody_has_it(world: AdapterWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_files, "PATIENCE_S", 0.2)
+    monkeypatch.setattr("swarmnode.roles.fetching.fetcher.LOOK_AGAIN_S", 0.02)
     await world.founder()
     files = await world.files()
     with pytest.raises(PeerRefused) as caught:

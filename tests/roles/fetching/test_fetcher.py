@@ -17,6 +17,7 @@ from swarmnode.roles.fetching.sources import Source
 from swarmnode.swarm.storage import chunk_folder
 from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent, chunk_hashes, describe_files
 from swarmnode.swarm.storage.weight_cache import WeightCache
+from tests.net.virtual import in_virtual_time
 
 CHUNKS = 20
 
@@ -24,10 +25,9 @@ CHUNKS = 20
 class World:
     """A file of some chunks, its manifest, and a cache to fill."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "model.safetensors"
-        self.path.write_bytes(os.urandom(CHUNKS * CHUNK_BYTES - 77))
-        (self.file,) = describe_files([self.path])
+    def __init__(self, folder: Path, path: Path) -> None:
+        self.path = path
+        (self.file,) = describe_files([path])
         self.home = folder / "home"
         self.cache = WeightCache(self.home, bytes(32))
         self.dropped: list[str] = []
@@ -69,12 +69,13 @@ class Good(Source):
         return chunk_hashes(self._path)
 
     async def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, bytes]]:
-        data = self._path.read_bytes()
-        for number in range(first, first + count):
-            await asyncio.sleep(0)
-            self.gave.append(number)
-            self._gave_more.set()
-            yield number, self.spoil(number, data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
+        with self._path.open("rb") as stream:
+            for number in range(first, first + count):
+                await asyncio.sleep(0)
+                self.gave.append(number)
+                self._gave_more.set()
+                stream.seek(number * CHUNK_BYTES)
+                yield number, self.spoil(number, stream.read(CHUNK_BYTES))
 
     async def finished(self, chunks: int) -> None:
         """Until it gave so many."""
@@ -152,9 +153,16 @@ class Partial(Good):
         return data
 
 
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("original") / "model.safetensors"
+    path.write_bytes(os.urandom(CHUNKS * CHUNK_BYTES - 77))
+    return path
+
+
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def world(tmp_path: Path, original: Path) -> World:
+    return World(tmp_path, original)
 
 
 async def test_only_what_is_wanted_is_fetched(world: World) -> None:
@@ -266,6 +274,7 @@ async def test_waits_for_news_while_nobody_has_it(world: World) -> None:
     await fetching
 
 
+@in_virtual_time
 async def test_nobody_for_too_long_is_an_error(world: World) -> None:
     fetcher = world.fetcher()
     with pytest.raises(PeerRefused, match="no peer has"):
@@ -300,6 +309,7 @@ async def test_unused_folders_of_other_swarms_give_way(world: World) -> None:
     assert not other.folder.exists()
 
 
+@in_virtual_time
 async def test_a_source_that_came_back_is_asked_again(world: World) -> None:
     """The only one who has the weights dies after a few chunks, again and again."""
     mortal = Mortal(world, "mortal")
@@ -309,6 +319,7 @@ async def test_a_source_that_came_back_is_asked_again(world: World) -> None:
     assert world.fetched() == world.path.read_bytes()
 
 
+@in_virtual_time
 async def test_one_who_is_busy_is_asked_again(world: World) -> None:
     busy = Busy(world, "busy")
     await world.fetch(busy, numbers=range(2))

@@ -94,6 +94,7 @@ class World:
 @pytest_asyncio.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr("swarmnode.roles.training.checkpoints.export.AGAIN_S", 0.01)
+    monkeypatch.setattr("swarmnode.roles.training.checkpoints.state_server.FRESH_EVERY_S", 0.0)
     world = World(tmp_path)
     for stage in (0, 1):
         await world.start(stage)

@@ -187,8 +187,10 @@ async def test_who_asks_again_and_again_costs_a_twentieth_of_the_time(tmp_path: 
     await world.close()
 
 
-async def test_peers_at_different_steps_come_to_a_common_one(world: World) -> None:
+@in_virtual_time
+async def test_peers_at_different_steps_come_to_a_common_one(tmp_path: Path) -> None:
     """One has committed already: the other one is asked again, for a later step than before."""
+    world = World(tmp_path)
     ahead, behind = await world.peer("ahead"), await world.peer("behind")
     ahead.has(10, 0)
     behind.has(10, 1)
@@ -204,6 +206,7 @@ async def test_peers_at_different_steps_come_to_a_common_one(world: World) -> No
     assert await world.fetch(0, 1, at_least=15) == 18
     assert (ahead.snapshots, behind.snapshots) == ([18], [17, 18])
     world.assert_has(18, 0, 1)
+    await world.close()
 
 
 async def test_a_peer_that_cannot_make_a_snapshot_still_gives_what_it_has(world: World) -> None:
