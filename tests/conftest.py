@@ -26,6 +26,7 @@ WORKERS_WITH_REAL = WORKERS + 1  # one waits for most of its time
 GARBAGE_AFTER = 5_000  # objects, not 700: there is seven times less to look through, and tests end before much is left
 
 REAL = "tests/real/"
+FLUSHED = "tests/swarm/storage/"
 TOGETHER = (REAL, "tests/compute/graph/")
 """Folders for one worker: real swarms would disturb one another, and modules need be exported only once."""
 
@@ -50,6 +51,15 @@ def nothing_else_is_frozen_or_unfrozen() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "freeze", lambda: None)
         patch.setattr(gc, "unfreeze", lambda: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unflushed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No disk is waited for, as no network is: what has to be on it before it is relied on is tested in `tests/swarm/storage`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.node.nodeid.startswith(FLUSHED):
+            patch.setattr(os, "fsync", os.fstat)  # which refuses what is not open, too
         yield
 
 

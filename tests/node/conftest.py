@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,14 +60,6 @@ def estimated_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("swarmnode.roles.training.worker.training_worker.estimate_span", estimate)
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unflushed() -> Iterator[None]:
-    """No disk is waited for, as no network is: what has to be on it before it is relied on is tested in `tests/swarm/storage`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", os.fstat)  # which refuses what is not open, too
         yield
 
 

@@ -8,15 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swarmnode.compute.graph.exporting.export import export_module
-from swarmnode.compute.graph.partition import partition
-from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.dummy_run import BUDGET_S, FEWEST_PASSES, MOST_PASSES, dummy_run_s
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.errors import CheckpointError, NotFinite
-from tests.compute.graph.models import batch_of, build
 from tests.compute.training.conftest import learners, make_run, pass_through
 from tests.compute.training.toy import ToySegment
 
@@ -41,19 +37,6 @@ def test_training_goes_on_as_if_nothing_had_been_run(kind: str, recompute: bool,
         assert pass_through(tried, index) == pass_through(usual, index)
     for one, other in zip(tried, usual, strict=True):
         assert torch.equal(one.gradient(one.blocks).copy(), other.gradient(other.blocks).copy())
-
-
-def test_each_unit_of_a_module_can_be_tried_alone_and_statistics_stay() -> None:
-    exported = export_module(build("resnet"), batch_of("resnet", 2))
-    graph = partition(exported.graph).graph
-    segment = GraphSegment(graph, exported.weights, 0, graph.units)
-    before = {name: tensor.clone() for named in segment.buffers().values() for name, tensor in named.items()}
-    learner = Learner(segment, make_run(microbatch=2, batch=4, sequence=0))
-    assert before
-    for unit in range(graph.units):
-        assert dummy_run_s(learner, unit, unit + 1, clock(1.0)) == 1.0
-    after = {name: tensor for named in segment.buffers().values() for name, tensor in named.items()}
-    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
 
 
 @pytest.mark.parametrize(("pass_s", "passes"), [(BUDGET_S, FEWEST_PASSES), (BUDGET_S / 100, MOST_PASSES)])
