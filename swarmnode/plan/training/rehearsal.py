@@ -48,7 +48,7 @@ def rehearse(
     links = transfers.idle()
     routes: list[tuple[Wire, ...]] = []
     for _ in range(min(microbatches, PLAYED)):
-        route = wire(units, idle, [None] * units, links)
+        route = wire(idle, [None] * units, links)
         if route is None:
             return None
         routes.append(tuple(route))

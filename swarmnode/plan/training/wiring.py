@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.flow import Bools, Floats, Indexes
@@ -68,7 +68,6 @@ def book(route: Sequence[Wire], workers: Mapping[PeerId, Replica], transfers: Tr
 
 
 def wire(
-    units: int,
     workers: Mapping[PeerId, Replica],
     fixed: Sequence[PeerId | None],
     transfers: Transfers,
@@ -84,9 +83,10 @@ def wire(
     free = sorted((peer for peer, worker in workers.items() if worker.is_free and peer not in late), key=_lot)
     if not free:
         return None
-    able_PU = _able(units, [workers[peer].span for peer in free], free, fixed)
-    cheapest = _Cheapest(able_PU, [workers[peer] for peer in free], transfers.there_and_back_s(free))
-    route = cheapest.chain()
+    numbers = {peer: number for number, peer in enumerate(free)}
+    fixed_U = tuple(NOBODY if peer is None else numbers.get(peer, ABSENT) for peer in fixed)
+    cuts = _cuts(tuple(workers[peer].span for peer in free), fixed_U)
+    route = _Cheapest(cuts, [workers[peer] for peer in free], transfers.there_and_back_s(free)).chain()
     return [(free[number], span) for number, span in route] if route else None
 
 
@@ -118,27 +118,46 @@ def _lot(peer: PeerId) -> int:
     return draw("wiring", peer)
 
 
-def _able(units: int, spans: Sequence[Span], peers: Sequence[PeerId], fixed: Sequence[PeerId | None]) -> Bools:
+class _Cuts(NamedTuple):
+    """The C cuts where a microbatch may be handed on: where what somebody may take begins or ends. And how far each peer may
+    take one that enters at a cut but the last; no further than the cut where it may not take it."""
+
+    unit_C: Indexes
+    reach_PC: Indexes
+
+
+@lru_cache(maxsize=1024)
+def _cuts(spans: Sequence[Span], fixed: Sequence[int]) -> _Cuts:
+    """Of peers with these spans, of whom `fixed` names, by number, who must take each unit. The same for most microbatches of a
+    training."""
+    able_PU = _able(spans, fixed)
+    unit_C = np.concatenate([[0], 1 + np.flatnonzero((able_PU[:, 1:] != able_PU[:, :-1]).any(axis=0)), [len(fixed)]])
+    return _Cuts(unit_C, _reach(able_PU)[:, unit_C[:-1]])
+
+
+def _able(spans: Sequence[Span], fixed: Sequence[int]) -> Bools:
     """[P, U]: whether a peer may take a unit: it holds it, and nobody else must take it."""
-    numbers = {peer: number for number, peer in enumerate(peers)}
-    fixed_U = np.array([NOBODY if peer is None else numbers.get(peer, ABSENT) for peer in fixed])
     starts_P, ends_P = np.array(spans).T
-    units_U = np.arange(units)
+    fixed_U, units_U = np.array(fixed), np.arange(len(fixed))
     held_PU = (starts_P[:, None] <= units_U) & (units_U < ends_P[:, None])
-    able_PU: Bools = held_PU & ((fixed_U == NOBODY) | (fixed_U == np.arange(len(peers))[:, None]))
+    able_PU: Bools = held_PU & ((fixed_U == NOBODY) | (fixed_U == np.arange(len(spans))[:, None]))
     return able_PU
 
 
-class _Cheapest:
-    """The cheapest chain, found from the model's end: what is left to pay by whoever is entered at a unit. Only where what
-    somebody may take begins or ends (C cuts) may a microbatch be handed on."""
+def _reach(able_PU: Bools) -> Indexes:
+    """[P, U]: how far a peer may take a microbatch that enters at a unit; the unit itself where it may not take it."""
+    units = able_PU.shape[1]
+    ends_PU = np.where(able_PU, units, np.arange(units))
+    reach_PU: Indexes = np.minimum.accumulate(ends_PU[:, ::-1], axis=1)[:, ::-1]
+    return reach_PU
 
-    def __init__(self, able_PU: Bools, workers: Sequence[Replica], there_and_back_PP: Floats) -> None:
-        peers, units = able_PU.shape
-        self.cuts_C: Indexes = np.concatenate(
-            [[0], 1 + np.flatnonzero((able_PU[:, 1:] != able_PU[:, :-1]).any(axis=0)), [units]]
-        )
-        self.reach_PU = _reach(able_PU)
+
+class _Cheapest:
+    """The cheapest chain, found from the model's end: what is left to pay by whoever is entered at a cut."""
+
+    def __init__(self, cuts: _Cuts, workers: Sequence[Replica], there_and_back_PP: Floats) -> None:
+        self.cuts_C, self.reach_PC = cuts
+        peers = len(workers)
         self.unit_s_P = np.array([worker.assumed_unit_s for worker in workers])
         self.booked_P = np.array([worker.booked_units for worker in workers])
         self.hand_on_PP = there_and_back_PP + np.where(np.eye(peers, dtype=bool), np.inf, 0.0)  # to others
@@ -154,13 +173,14 @@ class _Cheapest:
         """What whoever is entered at a cut has to pay, leaving at its best later one; and to whom it pays to hand on there."""
         unit, stops = self.cuts_C[cut], self.cuts_C[cut + 1 :]
         compute_PS = (self.booked_P[:, None] + stops - unit) * self.unit_s_P[:, None]
-        within_PS = stops <= self.reach_PU[:, unit, None]
+        within_PS = stops <= self.reach_PC[:, cut, None]
         cost_PS = np.where(within_PS, compute_PS + self.left_PC[:, cut + 1 :], np.inf)
         self.stop_PC[:, cut] = cut + 1 + cost_PS.argmin(axis=1)
         self.entered_PC[:, cut] = cost_PS.min(axis=1)
-        onward_PP = self.hand_on_PP + self.entered_PC[:, cut]
-        self.next_PC[:, cut] = onward_PP.argmin(axis=1)
-        self.left_PC[:, cut] = onward_PP.min(axis=1)
+        if cut:  # nobody hands on to who takes the first unit
+            onward_PP = self.hand_on_PP + self.entered_PC[:, cut]
+            self.next_PC[:, cut] = onward_PP.argmin(axis=1)
+            self.left_PC[:, cut] = onward_PP.min(axis=1)
 
     def chain(self) -> list[tuple[int, Span]]:
         """Peers by number, and what each takes; empty where there is no chain."""
@@ -172,11 +192,3 @@ class _Cheapest:
             route.append((peer, Span(int(self.cuts_C[cut]), int(self.cuts_C[stop]))))
             peer, cut = int(self.next_PC[peer, stop]), stop
         return route
-
-
-def _reach(able_PU: Bools) -> npt.NDArray[np.intp]:
-    """[P, U]: how far a peer may take a microbatch that enters at a unit; the unit itself where it may not take it."""
-    units = able_PU.shape[1]
-    ends_PU = np.where(able_PU, units, np.arange(units))
-    reach_PU: npt.NDArray[np.intp] = np.minimum.accumulate(ends_PU[:, ::-1], axis=1)[:, ::-1]
-    return reach_PU

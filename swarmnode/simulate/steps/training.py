@@ -277,13 +277,12 @@ class Training:
     def _dispatch(self) -> None:
         """Lease every microbatch that is missing and free, as long as stages have room
         (`roles/training/coordinator/dispatcher.py`)."""
-        units = self.world.model.units
         missing = [number for number in self._ledger.missing() if number not in self._flights]
         if not missing:
             return
         for given, number in enumerate(missing):
             fixed, left = self._fixed(number), len(missing) - given
-            route = wire(units, self._workers, fixed, self._transfers, left=left)
+            route = wire(self._workers, fixed, self._transfers, left=left)
             if route is None:
                 if self._pipelines:
                     continue  # its own pipeline is full, another's may not be

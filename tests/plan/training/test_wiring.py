@@ -22,45 +22,45 @@ ANYWHERE = [None] * UNITS
 
 def test_one_chain() -> None:
     workers = {"a": Replica(Span(0, 2)), "b": Replica(Span(2, 4))}
-    assert wire(UNITS, workers, ANYWHERE, Transfers()) == [("a", Span(0, 2)), ("b", Span(2, 4))]
+    assert wire(workers, ANYWHERE, Transfers()) == [("a", Span(0, 2)), ("b", Span(2, 4))]
 
 
 def test_nobody_holds_a_unit() -> None:
-    assert wire(UNITS, {"a": Replica(Span(0, 3))}, ANYWHERE, Transfers()) is None
-    assert wire(UNITS, {}, ANYWHERE, Transfers()) is None
+    assert wire({"a": Replica(Span(0, 3))}, ANYWHERE, Transfers()) is None
+    assert wire({}, ANYWHERE, Transfers()) is None
 
 
 def test_who_has_enough_takes_no_more() -> None:
     workers = {"a": Replica(Span(0, 4), in_flight=3, at_once=3), "b": Replica(Span(0, 4), unit_s=9.0)}
-    assert wire(UNITS, workers, ANYWHERE, Transfers()) == [("b", Span(0, 4))]
+    assert wire(workers, ANYWHERE, Transfers()) == [("b", Span(0, 4))]
     workers["b"].in_flight = workers["b"].at_once = 3
-    assert wire(UNITS, workers, ANYWHERE, Transfers()) is None
+    assert wire(workers, ANYWHERE, Transfers()) is None
 
 
 def test_nobody_is_given_more_than_its_window() -> None:
     workers = {"a": Replica(Span(0, 4), in_flight=1, window=1)}
-    assert wire(UNITS, workers, ANYWHERE, Transfers()) is None
+    assert wire(workers, ANYWHERE, Transfers()) is None
     workers["a"].window = 2
-    assert wire(UNITS, workers, ANYWHERE, Transfers()) is not None
+    assert wire(workers, ANYWHERE, Transfers()) is not None
     workers["a"].at_once = 1
-    assert wire(UNITS, workers, ANYWHERE, Transfers()) is None, "room for more does not make a pipeline longer"
+    assert wire(workers, ANYWHERE, Transfers()) is None, "room for more does not make a pipeline longer"
 
 
 def test_a_route_may_enter_and_leave_in_the_middle_of_a_span() -> None:
     workers = {"a": Replica(Span(0, 3)), "b": Replica(Span(2, 4), unit_s=0.001)}
-    assert wire(UNITS, workers, ANYWHERE, Transfers()) == [("a", Span(0, 2)), ("b", Span(2, 4))]
+    assert wire(workers, ANYWHERE, Transfers()) == [("a", Span(0, 2)), ("b", Span(2, 4))]
     workers = {"a": Replica(Span(0, 3), unit_s=0.001), "b": Replica(Span(2, 4))}
-    assert wire(UNITS, workers, ANYWHERE, Transfers()) == [("a", Span(0, 3)), ("b", Span(3, 4))]
+    assert wire(workers, ANYWHERE, Transfers()) == [("a", Span(0, 3)), ("b", Span(3, 4))]
 
 
 def test_what_is_counted_goes_through_who_counted_it() -> None:
     workers = {"a": Replica(Span(0, 4), unit_s=0.001), "b": Replica(Span(1, 3), unit_s=9.0)}
-    route = wire(UNITS, workers, [None, "b", "b", None], Transfers())
+    route = wire(workers, [None, "b", "b", None], Transfers())
     assert route == [("a", Span(0, 1)), ("b", Span(1, 3)), ("a", Span(3, 4))]
 
 
 def test_who_has_counted_some_of_its_units_may_take_the_others() -> None:
-    assert wire(UNITS, {"a": Replica(Span(0, 4))}, [None, "a", None, "a"], Transfers()) == [("a", Span(0, 4))]
+    assert wire({"a": Replica(Span(0, 4))}, [None, "a", None, "a"], Transfers()) == [("a", Span(0, 4))]
 
 
 def links(peers: str, sending_s: dict[str, float], delay_s: float = 0.0) -> Transfers:
@@ -76,7 +76,7 @@ HALVES = {peer: Replica(Span(0, 2) if peer in "ab" else Span(2, 4), unit_s=0.1) 
 
 def test_a_microbatch_is_handed_on_where_the_link_is_fast() -> None:
     near = links("abcd", {"ad": 0.1, "bc": 0.1})
-    ways = [wire(UNITS, HALVES, [first, first, None, None], near) for first in "ab"]
+    ways = [wire(HALVES, [first, first, None, None], near) for first in "ab"]
     assert [way[1][0] for way in ways if way] == ["d", "c"]
 
 
@@ -86,7 +86,7 @@ def test_a_slow_link_is_crossed_where_the_fast_one_is_full() -> None:
     paths = links("abcd", {"ac": 0.3, "ad": 0.8})
     seconds = []
     for _ in range(4):
-        route = wire(UNITS, workers, ["a", "a", None, None], paths)
+        route = wire(workers, ["a", "a", None, None], paths)
         assert route is not None
         book(route, workers, paths, 1)
         seconds.append(route[1][0])
@@ -97,7 +97,7 @@ def test_what_is_booked_is_freed_when_it_is_back() -> None:
     workers = {peer: replace(worker) for peer, worker in HALVES.items()}
     paths = links("abcd", {})
     before_NN = paths.there_and_back_s("abcd")
-    route = wire(UNITS, workers, ANYWHERE, paths)
+    route = wire(workers, ANYWHERE, paths)
     assert route is not None
     book(route, workers, paths, 1)
     assert (paths.there_and_back_s("abcd") > before_NN).any()
@@ -118,7 +118,7 @@ def test_no_name_is_favoured() -> None:
     firsts = set()
     for swarm in range(20):
         workers = {f"{swarm} {name}": Replica(Span(0, 4)) for name in "abc"}
-        route = wire(UNITS, workers, ANYWHERE, Transfers())
+        route = wire(workers, ANYWHERE, Transfers())
         assert route is not None
         firsts.add(route[0][0][-1])
     assert firsts == set("abc")
@@ -132,7 +132,7 @@ def busy_schedule(speeds: dict[str, float], microbatches: int, at_once: int) -> 
     done: Counter[str] = Counter()
     now_s, left = 0.0, microbatches
     while left or back:
-        route = wire(UNITS, workers, ANYWHERE, Transfers(), left=left) if left else None
+        route = wire(workers, ANYWHERE, Transfers(), left=left) if left else None
         if route is None:
             now_s, peer = heapq.heappop(back)
             workers[peer].booked_units -= UNITS
@@ -172,7 +172,7 @@ def test_nobody_is_waited_for_because_it_says_that_it_is_fast() -> None:
         "liar": Replica(Span(0, 4), 1e-9, 12, 3, 3),
     }
     for _ in range(6):
-        route = wire(UNITS, workers, ANYWHERE, Transfers(), left=1)
+        route = wire(workers, ANYWHERE, Transfers(), left=1)
         assert route is not None and route[0][0] != "liar"
         book(route, workers, Transfers(), 1)
 
@@ -180,10 +180,10 @@ def test_nobody_is_waited_for_because_it_says_that_it_is_fast() -> None:
 def test_what_a_slow_one_has_counted_or_holds_alone_goes_through_it() -> None:
     workers = {peer: Replica(Span(0, 4), 1.0) for peer in "abc"} | {"slow": Replica(Span(0, 4), 100.0)}
     counted = ["slow", None, None, None]
-    route = wire(UNITS, workers, counted, Transfers(), left=1)
+    route = wire(workers, counted, Transfers(), left=1)
     assert route is not None and route[0][0] == "slow"
     alone = {peer: Replica(Span(0, 2), 1.0) for peer in "abc"} | {"slow": Replica(Span(2, 4), 100.0, 8, 2)}
-    route = wire(UNITS, alone, ANYWHERE, Transfers(), left=1)
+    route = wire(alone, ANYWHERE, Transfers(), left=1)
     assert route is not None and route[-1] == ("slow", Span(2, 4))
 
 
@@ -211,7 +211,7 @@ def assert_fits(route: list[Wire], workers: dict[str, Replica], fixed: list[str 
 @settings(max_examples=150, deadline=None)
 @given(workers=crews, fixed=st.lists(st.sampled_from([None, None, "a", "b"]), min_size=UNITS, max_size=UNITS))
 def test_every_route_fits(workers: dict[str, Replica], fixed: list[str | None]) -> None:
-    route = wire(UNITS, workers, fixed, Transfers())
+    route = wire(workers, fixed, Transfers())
     if route is not None:
         assert_fits(route, workers, fixed)
 
@@ -221,4 +221,4 @@ def test_every_route_fits(workers: dict[str, Replica], fixed: list[str | None]) 
 def test_there_is_a_route_where_free_workers_hold_all_units(workers: dict[str, Replica]) -> None:
     free = [worker for worker in workers.values() if worker.is_free]
     covered = {unit for worker in free for unit in range(*worker.span)}
-    assert (wire(UNITS, workers, ANYWHERE, Transfers()) is not None) == (covered == set(range(UNITS)))
+    assert (wire(workers, ANYWHERE, Transfers()) is not None) == (covered == set(range(UNITS)))

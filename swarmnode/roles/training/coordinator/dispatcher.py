@@ -86,7 +86,7 @@ class Dispatcher:
             if trainer is None:
                 return
             counters, left = ledger.counters(number), len(waiting) - given
-            route = wire(self._units, workers, counters, self._transfers, left=left)
+            route = wire(workers, counters, self._transfers, left=left)
             if route is not None:
                 self._give(trainer, number, ledger.step, tuple(route))
             elif not any(counters):
