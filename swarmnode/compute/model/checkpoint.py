@@ -21,6 +21,14 @@ CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 << 20  # as the safetensors library
+MAX_LAYERS, MAX_HEADS, MAX_WIDTH, MAX_VOCABULARY = 4096, 1 << 16, 1 << 20, 1 << 24
+LARGEST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), MAX_LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), MAX_HEADS),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), MAX_WIDTH),
+    "vocab_size": MAX_VOCABULARY,
+}  # what families call their sizes
+MAX_TOLD_CHARS = 40
 DTYPE_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
     "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -137,10 +145,23 @@ def load_config(file: Path) -> Any:
         if "auto_map" in values:
             raise CheckpointError(f"{file}: model type {model_type!r} needs its own code, which is never run here")
         raise CheckpointError(f"{file}: model type {model_type!r} is unknown to this version of transformers")
+    for part in (values, values.get("text_config")):
+        _check_sizes(file, part if isinstance(part, dict) else {})
     try:
         return CONFIG_MAPPING[model_type].from_dict(_without_kernels(values))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{file}: not a config of {model_type}: {error}") from error
+
+
+def _check_sizes(file: Path, values: dict[str, Any]) -> None:
+    """What is divided by, or allocated, before any tensor is looked at. Lists (a size for each layer) are left to the family."""
+    for name, most in LARGEST.items():
+        value = values.get(name, 1)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not isinstance(value, list) and not (whole and 1 <= value <= most):
+            raise CheckpointError(
+                f"{file}: {name} is {str(value)[:MAX_TOLD_CHARS]}, not a whole number from 1 to {most:,}"
+            )
 
 
 def _without_kernels(values: Any) -> Any:

@@ -109,7 +109,7 @@ def _parse(values: dict[str, Any], *, default_name: str) -> Scenario:
         memory_bytes=tuple(None if value is None else int(value * 1e9) for value in memory_gb),
         decode_units_per_s=_per_device(values, "decode_units_per_s", devices, _positive(MAX_UNITS_PER_S)),
         training_units_per_s=_per_device(values, "training_units_per_s", devices, _positive(MAX_UNITS_PER_S)),
-        peers=_per_device(values, "peer", devices, _text),
+        peers=_peers(values, devices),
         swarm="" if values.get("swarm") is None else _text(values["swarm"], "swarm"),
     )
 
@@ -135,6 +135,14 @@ def _per_device(
         return (None,) * devices
     _check_length(items, field, devices)
     return tuple(None if item is None else read(item, f"{field}[{i}]") for i, item in enumerate(items))
+
+
+def _peers(values: dict[str, Any], devices: int) -> tuple[str | None, ...]:
+    peers = _per_device(values, "peer", devices, _text)
+    for number, peer in enumerate(peers):
+        if peer is not None and peer in peers[:number]:
+            raise UsageError(f"peer[{number}] is the same as peer[{peers.index(peer)}]; each peer is one device")
+    return peers
 
 
 def _check_length(items: Any, where: str, devices: int) -> None:

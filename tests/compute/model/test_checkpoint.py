@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,6 +136,32 @@ def test_a_checkpoint_of_another_shape_is_found(copy):
     (copy / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
     with pytest.raises(CheckpointError, match="missing or misshapen"):
         load_span(Checkpoint(copy), 4, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_attention_heads", 0),
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", 2.5),
+        ("num_hidden_layers", True),
+        ("num_hidden_layers", 10**9),
+        ("hidden_size", None),
+        ("hidden_size", -5),
+        ("hidden_size", "x"),
+        ("hidden_size", math.nan),
+        ("hidden_size", 10**30),
+        ("vocab_size", -1),
+    ],
+)
+def test_sizes_that_no_model_has_are_told_before_anything_is_made_of_them(copy: Path, name: str, value: Any) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, name: value}))
+    with pytest.raises(CheckpointError, match=rf"config.json: {name} is .*, not a whole number from 1 to"):
+        Checkpoint(copy).config  # noqa: B018
+    (copy / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": {**config, name: value}}))
+    with pytest.raises(CheckpointError, match=rf"config.json: {name} is"):
+        Checkpoint(copy).config  # noqa: B018
 
 
 def test_a_config_cannot_have_code_fetched_and_run(copy: Path) -> None:

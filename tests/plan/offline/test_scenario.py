@@ -54,6 +54,7 @@ def test_matrices_cannot_be_written_to(tmp_path: Path) -> None:
 
 
 BAD: dict[str, tuple[Any, str]] = {
+    "a peer twice": (values(peer=["12D3A", "12D3A"]), r"peer\[1\] is the same as peer\[0\]"),
     "not JSON": ("{", "not JSON"),
     "not UTF-8": ('{"devices": "\udcff"}', "not JSON"),
     "too deep": ("[" * 100_000, "not JSON"),
