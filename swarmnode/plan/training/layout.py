@@ -25,10 +25,9 @@ SAME = 1e-9  # relative: what sums of the same may differ by
 CLEARLY = 1.2  # times as long a step must take before units have fewer holders, which survive losses less well
 ALIKE = 1.25  # times as fast: still the same card
 SLIGHTLY = 1.05  # likewise, before they have as many: who sees a little more than others comes to the same layout
-SHORTLIST = 48  # layouts of which a step is forecast
-LEFT_OUT = (
-    1.5  # times as long a step must take with all, before most are left out who may be needed later; for fewer less
-)
+SHORTLIST = 20  # layouts of which a step is forecast
+LEFT_OUT = 1.5  # times as long a step must take with all, before most of a few are left out, who may be needed later
+FEW = 8  # peers: of more than these there are others to step in, and it must take less longer
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,11 @@ class StageLayout:
     def least_holders(self) -> int:
         """Of the stage that has fewest."""
         return min(self.places.count(stage) for stage in self.stages)
+
+    @property
+    def holding(self) -> int:
+        """How many peers have a stage."""
+        return sum(place.units > 0 for place in self.places)
 
     @property
     def mean_holders(self) -> float:
@@ -77,21 +81,21 @@ def common_layout(forecast: StepForecast, capacity_units: Sequence[int]) -> Stag
     likely = [one for one in candidates[:SHORTLIST] if one.is_like(candidates[0])]
     if not likely:
         return _along(forecast, cut(forecast.unit_s(1), 1), [])
-    laid = [_laid(forecast, one.stages, one.able) for one in likely]
+    laid = [_laid(forecast, one, np.array(capacity_units)) for one in likely]
     margins = [1.0, *(_margin(layout, laid[0][1]) for _, layout in laid[1:])]
-    values = [margin * one.weight * step_s for margin, one, (step_s, _) in zip(margins, likely, laid, strict=True)]
+    values = [margin * step_s for margin, (step_s, _) in zip(margins, laid, strict=True)]
     return laid[int(np.argmin(values))][1]
 
 
 def _margin(layout: StageLayout, usual: StageLayout) -> float:
     """How many times as long a step must take with the usual layout, before this one is taken."""
-    return SLIGHTLY if layout.mean_holders >= (1 - SAME) * usual.mean_holders else CLEARLY
+    return SLIGHTLY if layout.mean_holders >= (1 - SAME) * min(HOLDERS, usual.mean_holders) else CLEARLY
 
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
-    """Stages, and the peers that are able to hold one. `weight`: how many times longer a step may take with a second holder for
-    each unit, and nobody left out."""
+    """Stages, and the peers that are able to hold one. `weight`: how many times as long a step may take with a second holder for
+    each unit."""
 
     stages: Sequence[Span]
     able: Indexes
@@ -105,6 +109,11 @@ class _Candidate:
         return (self.missing, self.leaves_out) == (other.missing, other.leaves_out)
 
 
+def _left_out_cost(used: int, peers: int) -> float:
+    """How many times as long a step must take with all, before the others are left out."""
+    return 1 + (LEFT_OUT - 1) * (1 - used / peers) * min(1.0, FEW / peers)
+
+
 def _candidates(forecast: StepForecast, capacity_N: Indexes) -> Iterator[_Candidate]:
     groups = list(_groups(forecast))
     for count in range(1, forecast.load.units + 1):
@@ -115,9 +124,9 @@ def _candidates(forecast: StepForecast, capacity_N: Indexes) -> Iterator[_Candid
             if len(able):
                 leaves_out = len(group) < forecast.network.peers
                 fragile = fragility(min(1.0, max(0, HOLDERS * count - len(able)) / count))
-                weight = fragile * (1 + (LEFT_OUT - 1) * (1 - len(group) / forecast.network.peers))
-                estimate_s = weight * _estimate_s(forecast, stages, able)
-                yield _Candidate(stages, able, max(0, count - len(able)), leaves_out, weight, estimate_s)
+                cost = fragile * _left_out_cost(len(group), forecast.network.peers)
+                estimate_s = cost * _estimate_s(forecast, stages, able)
+                yield _Candidate(stages, able, max(0, count - len(able)), leaves_out, fragile, estimate_s)
 
 
 def _groups(forecast: StepForecast) -> Iterator[Indexes]:
@@ -130,15 +139,63 @@ def _groups(forecast: StepForecast) -> Iterator[Indexes]:
         yield order_N[member_N[order_N] > 0]
 
 
-def _laid(forecast: StepForecast, stages: Sequence[Span], able: Indexes) -> tuple[float, StageLayout]:
-    """The better of two ways to lay stages over clusters, and its step: whole pipelines in each, or whole stages, where gradients
-    weigh more than what pipelines hand on."""
-    pipelines, whole_stages = _along(forecast, stages, able.tolist()), _across(forecast, stages, able.tolist())
+def _laid(forecast: StepForecast, one: _Candidate, capacity_N: Indexes) -> tuple[float, StageLayout]:
+    """The best of the ways to lay so many stages: whole pipelines in each cluster; whole stages, where gradients weigh more than
+    what pipelines hand on; or a stage for each of the fastest teams. Its step counts longer for what is fragile and who is left
+    out."""
+    able, count = one.able.tolist(), len(one.stages)
+    pipelines, whole_stages = _along(forecast, one.stages, able), _across(forecast, one.stages, able)
     layouts = [pipelines]
     if whole_stages.least_holders >= min(HOLDERS, pipelines.least_holders):
         layouts.append(whole_stages)
-    steps_s = [forecast.arranged_s(layout.places) for layout in layouts]
+    for holders in sorted({HOLDERS, len(able) // count}):
+        if 0 < holders * count <= len(able):
+            teams = _teams(forecast, one.able, holders, count)
+            layouts += [layout for each in teams if (layout := _by_team(forecast, each, count, capacity_N))]
+    costs = [one.weight * _left_out_cost(layout.holding, forecast.network.peers) for layout in layouts]
+    steps_s = [cost * forecast.arranged_s(layout.places) for cost, layout in zip(costs, layouts, strict=True)]
     return min(zip(steps_s, layouts, strict=True), key=itemgetter(0))
+
+
+def _teams(forecast: StepForecast, able: Indexes, holders: int, count: int) -> tuple[list[Indexes], list[Indexes]]:
+    """Peers in teams of so many, each of one cluster, where these are large enough for so many teams: of those about as fast, so
+    that no card is waited for; or each of a fast one and slow ones, so that no team's stage is much longer than another's."""
+    levels = forecast.clusters.label_LN[:, able]
+    for labels in [*levels, np.zeros(len(able), int)]:
+        clusters = [able[labels == label] for label in dict.fromkeys(labels.tolist())]
+        if sum(len(members) // holders for members in clusters) >= count:
+            break
+    alike, mixed = list[Indexes](), list[Indexes]()
+    for members in clusters:
+        fastest = members[np.argsort(-forecast.network.work_per_s_N[members], kind="stable")]
+        dealt = fastest[: len(members) // holders * holders]
+        alike += list(dealt.reshape(-1, holders))
+        turns = dealt.reshape(holders, -1).copy()
+        turns[1::2] = turns[1::2, ::-1]
+        mixed += list(turns.T)
+    return alike, mixed
+
+
+def _by_team(forecast: StepForecast, teams: Sequence[Indexes], count: int, capacity_N: Indexes) -> StageLayout | None:
+    """The fastest of the teams, in their order, each with a stage as long as it is fast; None where that does not fit into their
+    memory. Who is over stands by."""
+    rates = np.array([forecast.network.work_per_s_N[team].sum() for team in teams])
+    chosen = np.sort(np.argsort(-rates, kind="stable")[:count])
+    stages = _in_proportion(forecast.load.work_U, rates[chosen])
+    places = [STANDING_BY] * forecast.network.peers
+    for stage, number in zip(stages, chosen, strict=True):
+        if not 0 < stage.units <= capacity_N[teams[number]].min():
+            return None
+        for peer in teams[number]:
+            places[peer] = stage
+    return StageLayout(stages, places)
+
+
+def _in_proportion(work_U: Floats, rate_S: Floats) -> list[Span]:
+    """The units cut into stages with work as their holders are fast."""
+    middle_U = (work_U.cumsum() - work_U / 2) / work_U.sum()
+    ends = np.searchsorted(middle_U, rate_S.cumsum()[:-1] / rate_S.sum()).tolist()
+    return [Span(*pair) for pair in pairwise([0, *ends, len(work_U)])]
 
 
 def _across(forecast: StepForecast, stages: Sequence[Span], along: Sequence[int]) -> StageLayout:

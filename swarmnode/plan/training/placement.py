@@ -3,8 +3,7 @@
 What counts first is that every unit has a holder, then the step's forecast (`step_forecast.py`), the worse, the more units
 have just one: what the last one has learnt goes with it. Each peer goes where that becomes least, given where the others
 stand (best response). Peers that do so one by one can come to an order that no single move betters; so before anything is
-trained all come to the same layout, too (`layout.py`), and a peer goes to its place in it where no move of its own is as
-good.
+trained all come to the same layout (`layout.py`), and each goes to its place in it.
 
 Once something is trained, units with just one holder come next after those with none, before any step's time: what a newcomer or a
 node that stands by is worth most for is that nothing is lost. Who holds units already may leave those that two others hold, too;
@@ -129,15 +128,24 @@ def choose_training_place(
     if layout is not None:
         place = layout.places[peer]
         together = _worth(forecast, layout.places, peer, [place])[0]
-        if together.gain(worth_of[best]) > hysteresis and not together.missing:
+        if not together.missing:
             return TrainingPlace(place, 0.0 if place == now else together.gain(stays))
     if worth_of[best].missing and layout is not None:
         return None
     gain, may_stay = worth_of[best].gain(stays), now in windows
+    if gain < math.inf and best != now and _played_gain(forecast, spans, peer, best) < 0:
+        gain = 0.0
     if gain <= hysteresis and not worth_of[best].secures(stays) and may_stay:
         return TrainingPlace(now)
     missed = max(0.0, 1 - stays.step_s / spare.step_s)
     return TrainingPlace(best, max(0.0, gain), missed, forecast.fetching_s(peers.spans, peer, best))
+
+
+def _played_gain(forecast: StepForecast, spans: Sequence[Span], peer: int, place: Span) -> float:
+    """What a move gains where microbatches are played through. Formulas find it, also where one move is not enough; a rehearsal
+    says whether steps become longer by it."""
+    moved = [place if number == peer else span for number, span in enumerate(spans)]
+    return _Worth.of(forecast, moved).gain(_Worth.of(forecast, spans))
 
 
 def is_worth_it(forecast: StepForecast, layout: StageLayout, spans: Sequence[Span], hysteresis: float) -> bool:

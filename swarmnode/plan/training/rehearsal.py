@@ -22,13 +22,20 @@ BELIEVED = 4.0  # times the usual speed, at most, that who says that it is fast 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """`routes` of microbatches; for each of them the stage, path or line that has most to do needs `beat_s`; one alone is `way_s`
-    under way, there and back. `paces_s`: of each peer, what it, or what it sends by, needs for a microbatch."""
+    """`routes` of microbatches; for each of them the peer that has most to do needs `peer_s`, and the path or line that has most to
+    carry `line_s`; one alone is `way_s` under way, there and back. `paces_s`: of each peer, what it, or what it sends by, needs
+    for a microbatch."""
 
     routes: Sequence[Sequence[Wire]]
-    beat_s: float
+    peer_s: float
+    line_s: float
     way_s: float
     paces_s: Mapping[PeerId, float]
+
+    @property
+    def beat_s(self) -> float:
+        """What holds each microbatch up."""
+        return max(self.peer_s, self.line_s)
 
 
 def keep_busy(units: int, workers: Mapping[PeerId, Replica], transfers: Transfers) -> None:
@@ -53,11 +60,12 @@ def rehearse(
             return None
         routes.append(tuple(route))
         book(route, idle, links, 1)
-    beat_s = max(links.busiest_s(), *(worker.finish_s(0) for worker in idle.values())) / len(routes)
+    peer_s = max(worker.finish_s(0) for worker in idle.values()) / len(routes)
+    line_s = links.busiest_s() / len(routes)
     alone = transfers.idle()
     ways_s = {route: _way_s(route, workers, alone) for route in set(routes)}
     way_s = statistics.fmean(ways_s[route] for route in routes)
-    return Rehearsal(routes, beat_s, way_s, _paces_s(idle, links))
+    return Rehearsal(routes, peer_s, line_s, way_s, _paces_s(idle, links))
 
 
 def _paces_s(played: Mapping[PeerId, Replica], links: Transfers) -> dict[PeerId, float]:

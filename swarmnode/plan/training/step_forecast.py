@@ -4,49 +4,45 @@ Terms that add up: computing, as slow as the units with least speed; lines, on w
 go one after another; the first microbatch's way through all stages; averaging, as slow as the slowest replicas. What must cross
 between those who hold a unit and those who hold the next follows from clusters (`clusters.py`). The worst counts most, but every
 term counts a little (power means), so that peers who see no more than what one of them could do find their way. Where all places
-are compared, lines carry beside computing; who moves alone counts them in full, and so stays where they are fast.
+are compared, some microbatches are played through instead (`rehearsal.py`), and what lines carry goes beside computing; who moves
+alone counts lines in full, and so stays where they are fast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from swarmnode.plan.spans.flow import Floats
+from swarmnode.plan.spans.flow import Floats, Indexes
 from swarmnode.plan.spans.hysteresis import REAL_CHANGE
+from swarmnode.plan.training.averaging_clusters import GAIN
+from swarmnode.plan.training.averaging_forecast import AveragingNetwork
 from swarmnode.plan.training.clusters import Clusters
+from swarmnode.plan.training.rehearsal import rehearse
+from swarmnode.plan.training.transfers import Transfers
+from swarmnode.plan.training.wiring import Replica
 from swarmnode.plan.view import Span
 
 COMPUTE_SHARPNESS, LINE_SHARPNESS, AVERAGING_SHARPNESS = 8, 2, 16
 SHARED = 0.25  # how much of what is held beyond need is shared out, not left to whoever is nearest
 SAME_DELAY_S = 0.005  # delays that differ by less are the same
+LAST = 1.2  # ways of a microbatch, at most, that uneven replicas are waited for: fitted to 474 layouts
 UNHELD = 1e-3  # of a peer's speed on the whole model: what a unit that nobody holds counts as having
-
-
-class _Overlap(NamedTuple):
-    """What goes on side by side: computing and lines, by the exponent of their power sum; and how many of a replica's parts are not
-    counted on its line: its own, and the one for which its path counts."""
-
-    sharpness: int
-    off_line: int
-
-
-IN_TURN, BESIDE = _Overlap(1, 1), _Overlap(4, 2)
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingLoad:
     """A step: its microbatches, bytes of one's values between stages, and per unit bytes of gradients, work (in any measure), and
-    bytes of what is learnt."""
+    bytes of what is learnt. `over_clusters`: whether replicas may average so."""
 
     microbatches: int
     activation_bytes: float
     gradient_bytes_U: Floats
     work_U: Floats
     state_bytes_U: Floats
+    over_clusters: bool = True
 
     @property
     def units(self) -> int:
@@ -92,11 +88,14 @@ class StepForecast:
 
     def __init__(self, load: TrainingLoad, network: TrainingNetwork) -> None:
         self.load, self.network = load, network
+        self._arranged: dict[tuple[Span, ...], float] = {}
         self.path_NN = network.seconds_per_byte_NN
         apart_NN = self.path_NN + np.where(np.eye(network.peers, dtype=bool), np.inf, 0.0)
         self.line_N = np.where(np.isfinite(apart_NN.min(axis=1)), apart_NN.min(axis=1), 0.0)  # its fastest path
-        delay_NN = np.maximum(network.delay_NN, network.delay_NN.T)
-        self.clusters = Clusters(load.activation_bytes * self.path_NN + delay_NN * (1 - np.eye(network.peers)))
+        self._delay_NN = np.maximum(network.delay_NN, network.delay_NN.T) * (1 - np.eye(network.peers))
+        self.clusters = Clusters(load.activation_bytes * self.path_NN + self._delay_NN)
+        with np.errstate(divide="ignore"):
+            self._averaging = AveragingNetwork(8 / self.path_NN, 8 / self.line_N, self._delay_NN)
         self._members_KN, self._rise_K = self.clusters.members()
         self.latency_s = float(load.work_U.sum() / network.work_per_s_N.mean())
 
@@ -111,11 +110,17 @@ class StepForecast:
 
     def step_s(self, spans: Sequence[Span], peer: int, windows: Sequence[Span]) -> Floats:
         """[W]: seconds of a step with `peer` on each of the windows, all others on their spans (empty: they hold nothing)."""
-        return self._step_s(spans, peer, windows, IN_TURN)
+        held_NU, window_WU = self._held(spans, peer), held_units(windows, self.load.units)
+        return self._passing_s(held_NU, peer, window_WU) + self._averaging_s(held_NU, peer, window_WU)
 
     def arranged_s(self, spans: Sequence[Span]) -> float:
-        """Seconds of a step with all on their spans, to be compared with other ways to place all."""
-        return float(self._step_s(spans, 0, spans[:1], BESIDE)[0])
+        """Seconds of a step with all on their spans, to be compared with other ways to place all: its microbatches are wired, and
+        its gradients averaged, as they will be, as far as units have holders."""
+        key = tuple(spans)
+        if key not in self._arranged:
+            held_NU = held_units(spans, self.load.units)
+            self._arranged[key] = self._played_s(spans, held_NU) + self._averaged_s(held_NU)
+        return self._arranged[key]
 
     def fetching_s(self, spans: Sequence[Span], peer: int, window: Span) -> float:
         """Until `peer` has what is learnt of those units of `window` that are not its own yet, each from its fastest holder."""
@@ -126,12 +131,47 @@ class StepForecast:
         path_U = np.where(np.isfinite(path_U), path_U, self.line_N[peer])  # from a disk, where nobody holds it
         return float((self.load.state_bytes_U * path_U)[new_U].sum())
 
-    def _step_s(self, spans: Sequence[Span], peer: int, windows: Sequence[Span], overlap: _Overlap) -> Floats:
+    def _held(self, spans: Sequence[Span], but: int) -> Floats:
         held_NU = held_units(spans, self.load.units)
-        held_NU[peer] = 0.0
-        window_WU = held_units(windows, self.load.units)
-        passing_W = self._passing_s(held_NU, peer, window_WU, overlap.sharpness)
-        return passing_W + self._averaging_s(held_NU, peer, window_WU, overlap.off_line)
+        held_NU[but] = 0.0
+        return held_NU
+
+    def _played_s(self, spans: Sequence[Span], held_NU: Floats) -> float:
+        """Microbatches through all stages and back. Replicas share their work as they are fast; what lines carry, and how long one
+        is under way, a rehearsal tells; and how uneven they are, so that slow ones are waited for at the end. Where units have
+        nobody a formula has to do."""
+        chosen = [number for number, span in enumerate(spans) if span.units]
+        names = [f"{number:06d}" for number in chosen]
+        unit_s = [float(self.load.work_U[slice(*spans[one])].mean() / self.network.work_per_s_N[one]) for one in chosen]
+        workers = {name: Replica(spans[one], s) for name, one, s in zip(names, chosen, unit_s, strict=True)}
+        transfers, pairs = Transfers(), np.ix_(chosen, chosen)
+        transfers.know(names, self._delay_NN[pairs], self.load.activation_bytes * self.path_NN[pairs])
+        played = rehearse(self.load.units, workers, transfers)
+        if played is None:
+            return float(self._passing_s(self._held(spans, 0), 0, held_units(spans[:1], self.load.units))[0])
+        shared_s = float(1 / self._rates(held_NU, self.network.work_per_s_N).sum(axis=0).min())
+        uneven = 1 - min(1.0, shared_s / played.peer_s)
+        return self.load.microbatches * max(shared_s, played.line_s) + (1 + LAST * uneven) * played.way_s
+
+    def _averaged_s(self, held_NU: Floats) -> float:
+        """Until whoever has most to average is done: the units that the same peers hold, one group after another."""
+        holders_GN, group_U = np.unique(held_NU.T > 0, axis=0, return_inverse=True)
+        busy_s_N = np.zeros(len(held_NU))
+        for number, holds_N in enumerate(holders_GN):
+            gradient_bytes = float(self.load.gradient_bytes_U[group_U.ravel() == number].sum())
+            busy_s_N[holds_N] += self._group_s(np.flatnonzero(holds_N), gradient_bytes)
+        return float(busy_s_N.max(initial=0.0))
+
+    def _group_s(self, members: Indexes, gradient_bytes: float) -> float:
+        """Of replicas that average all with all, or over clusters where they may and that is faster."""
+        if len(members) <= 1:
+            return 0.0
+        among, alike, flat = self._averaging.among(members.tolist()), (1,) * len(members), (0,) * len(members)
+        flat_s = among.averaging_s(gradient_bytes, alike, flat)
+        clusterings = {tuple(labels) for labels in self.clusters.label_LN[:, members].tolist()}
+        several = [one for one in clusterings if 1 < len(set(one)) < len(members)] if self.load.over_clusters else []
+        least_s = min((among.averaging_s(gradient_bytes, alike, one) for one in several), default=flat_s)
+        return least_s if least_s * GAIN <= flat_s else flat_s
 
     def _rates(self, held_NU: Floats, work_per_s: Floats) -> Floats:
         """Microbatches/s that each takes through each unit of its span, if it works on all of them alike."""
@@ -139,7 +179,7 @@ class StepForecast:
         rates_NU: Floats = held_NU * work_per_s[..., None] / work_N1
         return rates_NU
 
-    def _passing_s(self, held_NU: Floats, peer: int, window_WU: Floats, sharpness: int) -> Floats:
+    def _passing_s(self, held_NU: Floats, peer: int, window_WU: Floats) -> Floats:
         """Microbatches through all stages and back: computing, lines, and the way of the first one."""
         work_per_s_N = self.network.work_per_s_N
         others_NU = self._rates(held_NU, work_per_s_N)
@@ -153,8 +193,7 @@ class StepForecast:
         boundaries = max(1, int((hops_WV > 0).sum(axis=1).max(initial=0)))
         line_W = ((busy_WV**LINE_SHARPNESS).sum(axis=1) / boundaries) ** (1 / LINE_SHARPNESS)
         compute_W = _mean(count / rate_WU, COMPUTE_SHARPNESS)
-        busy_W = (compute_W**sharpness + line_W**sharpness) ** (1 / sharpness)
-        passing_W: Floats = busy_W + self.latency_s + 2 * hops_WV.sum(axis=1)
+        passing_W: Floats = compute_W + line_W + self.latency_s + 2 * hops_WV.sum(axis=1)
         return passing_W
 
     def _hops_s(self, others_NU: Floats, own_WU: Floats, peer: int, rate_WU: Floats) -> Floats:
@@ -172,9 +211,8 @@ class StepForecast:
         hops_WV = self.clusters.rise_L.sum() - np.einsum("k,wkv->wv", self._rise_K, stays_WKV)
         return np.where(hops_WV > 1e-9 * self.clusters.rise_L.sum(), hops_WV, 0.0)
 
-    def _averaging_s(self, held_NU: Floats, peer: int, window_WU: Floats, off_line: int) -> Floats:
-        """Each member of a unit's replicas sends a part to every other, twice: through its line, then along its slowest path.
-        What goes along that is on the line as well, which counts once where all places are compared."""
+    def _averaging_s(self, held_NU: Floats, peer: int, window_WU: Floats) -> Floats:
+        """Each member of a unit's replicas sends a part to every other, twice: through its line, then along its slowest path."""
         gradient_U, delay_NN = 2 * self.load.gradient_bytes_U, 2 * self.network.delay_NN
         others_NN = (held_NU * gradient_U / np.maximum(held_NU.sum(axis=0), 1.0)) @ held_NU.T
         np.fill_diagonal(others_NN, 0.0)
@@ -182,7 +220,7 @@ class StepForecast:
         replicas_WU = np.maximum(held_NU.sum(axis=0) + window_WU, 1.0)
         own_WN = (window_WU * gradient_U / replicas_WU) @ held_NU.T
         own_path_WN = own_WN * self.path_NN[peer] + delay_NN[peer] * (own_WN > 0)
-        sent_WU = gradient_U * np.maximum(0.0, 1 - off_line / replicas_WU)
+        sent_WU = gradient_U * (1 - 1 / replicas_WU)
         seconds_WN = (sent_WU @ held_NU.T) * self.line_N + np.maximum(path_N, own_path_WN)
         seconds_WN[:, peer] = (window_WU * sent_WU).sum(axis=1) * self.line_N[peer] + own_path_WN.max(axis=1)
         return _mean(seconds_WN, AVERAGING_SHARPNESS)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from swarmnode.compute.memory import STATE_BYTES
+from swarmnode.plan.training.averaging_clusters import may_cluster
 from swarmnode.plan.training.averaging_forecast import averaged_bytes
 from swarmnode.plan.training.rule import TrainingRule
 from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork
@@ -32,6 +33,7 @@ def simulated_rule(
         np.array(list(gradient_bytes)) / settings.averaging.every,
         np.ones(model.units),  # units are alike to those who announce units/s
         STATE_BYTES * np.array(model.parameters, dtype=float),
+        may_cluster(settings.averaging),
     )
 
     def network(_view: View, seen: Sequence[PeerView]) -> TrainingNetwork:
