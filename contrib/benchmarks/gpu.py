@@ -40,6 +40,7 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.device import Device, probe_device
 from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.model.cache_argument import CACHE_ARGUMENT
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan, load_span
 from swarmnode.compute.serving.captured_decode import STEADY_STEPS
@@ -200,7 +201,7 @@ def _alone(bench: Bench, dtype: torch.dtype) -> dict[str, float]:
     cache = DynamicCache(config=model.config)
 
     def step(ids_BT: torch.Tensor) -> None:
-        model(ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(ids_BT, use_cache=True, **{CACHE_ARGUMENT: cache}, logits_to_keep=1)
 
     def one() -> None:
         step(torch.zeros((1, 1), dtype=torch.int64, device=bench.device))

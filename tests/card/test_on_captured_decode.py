@@ -171,7 +171,11 @@ def test_other_numbers_are_not_believed(
     checkpoint_of: CheckpointOf, card: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update = StaticColumns.update
-    monkeypatch.setattr(StaticColumns, "update", lambda *args: tuple(1.5 * states for states in update(*args)))
+
+    def wrong(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(1.5 * states for states in update(*args, **kwargs))
+
+    monkeypatch.setattr(StaticColumns, "update", wrong)
     checkpoint = checkpoint_of("llama")
     captured, ordinary = (open_runner(checkpoint, card, capture=capture) for capture in (True, False))
     outputs = [decode(runner, STEADY_STEPS + 2)[-2:] for runner in (captured, ordinary)]

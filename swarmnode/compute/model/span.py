@@ -15,6 +15,7 @@ from torch import Tensor
 
 from swarmnode.compute.adapters.span_adapters import SpanAdapters
 from swarmnode.compute.model.assemble import assemble, outline
+from swarmnode.compute.model.cache_argument import CACHE_ARGUMENT
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.dismantle import dismantle
 from swarmnode.compute.model.family import Family
@@ -164,7 +165,7 @@ class ModelSpan:
         inputs = {
             "input_ids" if start == 0 else "inputs_embeds": x,
             "attention_mask": attention_mask,
-            "past_key_values": cache,
+            CACHE_ARGUMENT: cache,
             "use_cache": cache is not None,
         }
         if self._takes_positions:

@@ -11,6 +11,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
+from swarmnode.compute.model.cache_argument import CACHE_ARGUMENT
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import Stack
 from swarmnode.errors import CheckpointError
@@ -150,12 +151,15 @@ def _narrows(model: Any, stack: Stack, recorder: _Recorder) -> bool:
 
 
 def _pass(model: Any, stack: Stack, recorder: _Recorder, keep_last: int = -1) -> None:
-    inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 2, dtype=torch.int64, device="meta")}
+    inputs: dict[str, Any] = {
+        "input_ids": torch.zeros(1, 2, dtype=torch.int64, device="meta"),
+        CACHE_ARGUMENT: recorder,
+    }
     if recorder.has_mask:  # with all four dimensions families take it as it is
         inputs["attention_mask"] = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="meta")
         inputs["position_ids"] = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     with torch.inference_mode():
-        stack.pass_through(lambda: model(**inputs, past_key_values=recorder, use_cache=True), None, keep_last=keep_last)
+        stack.pass_through(lambda: model(**inputs, use_cache=True), None, keep_last=keep_last)
 
 
 class _Recorder(Cache):

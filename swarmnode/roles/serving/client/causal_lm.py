@@ -7,7 +7,7 @@ here too where the client holds embedding and head itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from swarmnode.codec.body import MAX_WANTED_POSITIONS
 from swarmnode.codec.messages import Input, Mode, Want
 from swarmnode.compress.codecs import decode, encode
+from swarmnode.compute.model.cache_argument import CACHE_ARGUMENT
 from swarmnode.errors import UsageError
 from swarmnode.net.links.hop import Entry
 from swarmnode.roles.serving.client.client_session import ClientSession
@@ -183,21 +184,23 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        if model_kwargs.get("past_key_values") is not None:
+        if model_kwargs.get(CACHE_ARGUMENT) is not None:
             return
         rows = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1) * batch_size
         padding = self._padding(model_kwargs.get("attention_mask"), rows)
-        model_kwargs["past_key_values"] = self.new_cache(rows, self._limits.room(max_cache_length), padding)
+        model_kwargs[CACHE_ARGUMENT] = self.new_cache(rows, self._limits.room(max_cache_length), padding)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' generate. The session in the swarm is freed at the end, unless you passed the cache yourself."""
         given = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if isinstance(given, torch.Tensor):
             self._check_ids(given)  # before a session is opened for them
-        kept = kwargs.get("past_key_values")
+        kept = kwargs.get("cache", kwargs.get("past_key_values"))
         self._opened: list[RemoteCache] = []
         try:
-            return super().generate(*args, **kwargs)  # type: ignore[misc]  # a protocol there wants more than it uses
+            return cast(Any, super()).generate(
+                *args, **kwargs
+            )  # some releases ask there for a protocol of more than it uses
         finally:
             for cache in self._opened:
                 if cache is not kept:
@@ -254,28 +257,32 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         logits_to_keep: int = 0,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
+        past_key_values: Cache | None = None,  # what transformers called the cache before 5.24
         **_unused: Any,
     ) -> CausalLMOutputWithPast:
         """Logits_BTV of `input_ids` (BT), only of the last position where `logits_to_keep` is 1."""
         if input_ids is None:
             raise UsageError("a model in a swarm takes input_ids, not inputs_embeds")
         self._check_ids(input_ids)
-        cache = past_key_values
+        cache = cache if cache is not None else past_key_values
+        keep = use_cache or cache is not None
         if cache is None:
             padding = self._padding(attention_mask, input_ids.shape[0])
             cache = self.new_cache(input_ids.shape[0], self._limits.room(input_ids.shape[1]), padding)
         if not isinstance(cache, RemoteCache):
-            raise UsageError(f"past_key_values must come from this model's new_cache, not {type(cache).__name__}")
+            raise UsageError(f"the cache must come from this model's new_cache, not {type(cache).__name__}")
         cache.check(*input_ids.shape)
         logits_BTV = self._step(cache, input_ids, Want.LAST if logits_to_keep == 1 else Want.ALL)
-        if past_key_values is None and not use_cache:
+        output: dict[str, Any] = {"logits": logits_BTV}
+        if keep:
+            output[CACHE_ARGUMENT] = cache
+        else:
             cache.close()
-            return CausalLMOutputWithPast(logits=logits_BTV)
-        return CausalLMOutputWithPast(logits=logits_BTV, past_key_values=cache)
+        return CausalLMOutputWithPast(**output)
 
     def _check_ids(self, ids_BT: torch.Tensor) -> None:
         if ids_BT.dim() != 2 or not ids_BT.numel() or ids_BT.dtype not in ID_DTYPES:

@@ -100,7 +100,8 @@ MISTAKES: dict[str, tuple[Callable[[RemoteCausalLM], object], str]] = {
     "too many rows": (lambda model: model(IDS_BT.repeat(300, 1)), "sequences together"),
     "a row of padding": (lambda model: model(IDS_BT, attention_mask=torch.zeros_like(IDS_BT)), "without any token"),
     "a mask of other rows": (lambda model: model(IDS_BT, attention_mask=torch.tensor([[0, 1, 1]] * 2)), "as many rows"),
-    "another model's cache": (lambda model: model(IDS_BT, past_key_values=object()), "new_cache"),
+    "another model's cache": (lambda model: model(IDS_BT, cache=object()), "new_cache"),
+    "another model's cache, as it was called": (lambda model: model(IDS_BT, past_key_values=object()), "new_cache"),
 }  # type: ignore[dict-item]
 
 
