@@ -32,8 +32,8 @@ Sample = Mapping[torch.Size, Sequence[Tensor]]
 TIMED_ROWS = (1, 2, 4, 8, 16, 64)  # between two of them the lower one decides
 COMPARED_ROWS = (1, 8, 64)
 MANY_ROWS = 16  # from here on a product takes its time wherever the weights lie, and as long for each part of them
-REPEATS = 2
-TURNS = 4  # of a packed matrix and one that is not
+TURNS = 3
+PACKED_TURNS = 4  # of a packed matrix and one that is not
 HOPELESS = 1.5  # times the usual time
 MIN_GAIN = 0.9  # of the usual time: below it another way is taken
 SAMPLE_BYTES = 96 << 20
@@ -171,23 +171,21 @@ def _choose(weights: Sequence[Tensor], others: Sequence[Product]) -> dict[torch.
     for rows in TIMED_ROWS:
         if rows == MANY_ROWS:
             sample = {shape: [weights[0][:SAMPLE_OUTPUTS]] for shape, weights in sample.items()}
-        usual_s = _time_pass(USUAL, sample, rows)
-        rivals_s = [(product, _time_pass(product, sample, rows)) for product in _rivals(others, sample, rows, usual_s)]
+        times_s = _time_in_turns([USUAL, *_rivals(others, sample, rows)], sample, rows)
         for shape, chosen in choices.items():
-            best, best_s = min(rivals_s, key=lambda entry: entry[1][shape], default=(USUAL, usual_s))
-            chosen.append(best if best_s[shape] < MIN_GAIN * usual_s[shape] else USUAL)
+            best = min(times_s, key=lambda product: times_s[product][shape])
+            chosen.append(best if times_s[best][shape] < MIN_GAIN * times_s[USUAL][shape] else USUAL)
     return choices
 
 
-def _rivals(
-    products: Sequence[Product], sample: Sample, rows: int, usual_s: Mapping[torch.Size, float]
-) -> list[Product]:
-    """Those that a single try of each shape does not show to be hopeless."""
+def _rivals(products: Sequence[Product], sample: Sample, rows: int) -> list[Product]:
+    """Those that a few tries of one matrix of each shape do not show to be hopeless."""
     one_of_each = {shape: weights[:1] for shape, weights in sample.items()}
-    tries = {product: _time_pass(product, one_of_each, rows, repeats=1) for product in products}
+    tries_s = _time_in_turns([USUAL, *products], one_of_each, rows)
+    usual_s = tries_s.pop(USUAL)
     return [
         product
-        for product, took_s in tries.items()
+        for product, took_s in tries_s.items()
         if any(took_s[shape] < HOPELESS * usual_s[shape] for shape in took_s)
     ]
 
@@ -209,16 +207,17 @@ def _forms_to_pack(
 def _time_beside(packed: PackedLinear, weight_OI: Tensor, chosen: Sequence[Product]) -> float:
     """The time of packed products, in multiples of what those chosen take. Both in turn: a busy machine is as busy for one as for
     the other."""
+
+    def by_packed(x: Tensor, *_: object) -> Tensor:
+        y: Tensor = packed(x)
+        return y
+
     ratios: list[float] = []
+    shape = weight_OI.shape
     for product, rows in zip(chosen, TIMED_ROWS, strict=True):
         if rows in COMPARED_ROWS:
-            x_RI = torch.ones(rows, weight_OI.shape[1], dtype=weight_OI.dtype)
-            turns = [
-                (_time_product(lambda x, *_: packed(x), None, x_RI), _time_product(product, weight_OI, x_RI))
-                for _ in range(TURNS)
-            ]
-            packed_s, chosen_s = map(min, zip(*turns, strict=True))
-            ratios.append(packed_s / chosen_s)
+            times_s = _time_in_turns([by_packed, product], {shape: [weight_OI]}, rows, turns=PACKED_TURNS)
+            ratios.append(times_s[by_packed][shape] / times_s[product][shape])
     return sum(ratios) / len(ratios)
 
 
@@ -242,23 +241,27 @@ def _first_bytes(weights: Sequence[Tensor], limit_bytes: int) -> Sample:
     return sample
 
 
-def _time_pass(product: Product, sample: Sample, rows: int, repeats: int = REPEATS) -> dict[torch.Size, float]:
-    """Per shape, the least seconds that one product took.
+def _time_in_turns(
+    products: Sequence[Product], sample: Sample, rows: int, turns: int = TURNS
+) -> dict[Product, dict[torch.Size, float]]:
+    """Per product and shape, the least seconds that one product took.
 
-    Whole passes over many weights are timed, as in decoding, or they would lie in the processor's cache.
+    Whole passes over many weights are timed, as in decoding, or they would lie in the processor's cache. All in turn: who comes
+    first meets matrices whose memory nobody has touched, and a library that has compiled nothing yet.
     """
-    best_s: dict[torch.Size, float] = {}
-    for _ in range(repeats):
-        for shape, weights in sample.items():
-            for weight_OI in weights:
-                took_s = _time_product(product, weight_OI, torch.ones(rows, weight_OI.shape[1], dtype=weight_OI.dtype))
-                best_s[shape] = min(took_s, best_s.get(shape, took_s))
+    best_s: dict[Product, dict[torch.Size, float]] = {product: {} for product in products}
+    for _ in range(turns):
+        for product, known_s in best_s.items():
+            for shape, weights in sample.items():
+                x_RI = torch.ones(rows, shape[1], dtype=weights[0].dtype)
+                took_s = min(_time_product(product, weight_OI, x_RI) for weight_OI in weights)
+                known_s[shape] = min(took_s, known_s.get(shape, took_s))
     return best_s
 
 
-def _time_product(product: Callable[..., Tensor], weight: object, x_RI: Tensor) -> float:
+def _time_product(product: Product, weight_OI: Tensor, x_RI: Tensor) -> float:
     """In seconds. A single thread counts its own, so that a busy machine leads to the same choice."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     begin_s = clock()
-    product(x_RI, weight, None)
+    product(x_RI, weight_OI, None)
     return clock() - begin_s

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -115,15 +117,42 @@ def test_the_faster_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(model.tiny) is nn.Linear
 
 
+def test_who_is_timed_first_pays_for_no_cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever meets a matrix first takes long: its pages are not mapped, nothing is in a cache."""
+    now = [0.0]
+    monkeypatch.setattr(time, "thread_time", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    uses: Counter[int] = Counter()
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, warm_s: float) -> torch.Tensor:
+        uses[weight.data_ptr()] += 1
+        now[0] += 5.0 if uses[weight.data_ptr()] <= 3 else warm_s
+        return x @ weight.t()
+
+    def usual(x: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None) -> torch.Tensor:
+        return multiply(x, weight, 1.0)
+
+    def other(x: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None) -> torch.Tensor:
+        return multiply(x, weight, 1.25)
+
+    monkeypatch.setattr(linear, "USUAL", usual)
+    monkeypatch.setattr(linear, "OTHERS", {torch.float32: (other,)})
+    model = Two()
+    speed_up_linears(model)
+    assert type(model.own) is nn.Linear and len(uses) > 1
+
+
 def test_what_is_chosen_without_weights_holds_when_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[torch.Size] = []
-    time_pass = linear._time_pass
+    time_in_turns = linear._time_in_turns
 
-    def noted(product: linear.Product, sample: linear.Sample, rows: int, repeats: int = 1) -> dict[torch.Size, float]:
+    def noted(
+        products: Sequence[linear.Product], sample: linear.Sample, rows: int, turns: int = 1
+    ) -> dict[linear.Product, dict[torch.Size, float]]:
         timed.extend(sample)
-        return time_pass(product, sample, rows, repeats)
+        return time_in_turns(products, sample, rows, turns)
 
-    monkeypatch.setattr(linear, "_time_pass", noted)
+    monkeypatch.setattr(linear, "_time_in_turns", noted)
     with torch.device("meta"):
         outline = Two()
     assert len(speed_up_linears(outline)) == 0 and timed
