@@ -92,3 +92,27 @@ def test_words_for_units_and_times() -> None:
         "1:00 h",
         "2:01 h",
     ]
+
+
+def test_what_cannot_be_told_ends_the_feeding_and_no_link() -> None:
+    """A step is told from within a link to a peer, which goes on whatever becomes of the log."""
+    stopped: list[bool] = []
+    with pytest.raises(LocalError, match="full"), training_view(as_json=True, log=Path("/dev/full")) as view:
+        view.on_failure = lambda: stopped.append(True)
+        view.begun(RUN)
+        view.step(report(0))
+        view.step(report(1))
+    assert stopped == [True]
+
+
+def test_a_reader_that_has_gone_ends_the_feeding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(_value: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("swarmnode.cli.terminal.training_view.print_json", gone)
+    stopped: list[bool] = []
+    with pytest.raises(BrokenPipeError), training_view(as_json=True, log=None) as view:
+        view.on_failure = lambda: stopped.append(True)
+        view.begun(RUN)
+        view.step(report(0))
+    assert stopped == [True]

@@ -40,7 +40,7 @@ async def asking(swarm: str, home: Path, *, patience_s: float, trust: Trust) -> 
 
     with CollectorPause():
         loaded = open_swarm(swarm, home)
-        client = await SwarmClient.join(loaded, home=home, patience_s=patience_s, trust=trust)
+        client = await SwarmClient.join(loaded, home=home, patience_s=patience_s, trust=trust, audit_share=0.0)
     leave_torch_out()
     try:
         yield client
@@ -50,7 +50,7 @@ async def asking(swarm: str, home: Path, *, patience_s: float, trust: Trust) -> 
 
 def leave_torch_out() -> None:
     """This process computes nothing, and transformers' tokenizers take a fourth of the time where they find no torch. Not for one
-    that stays: audits of what others have computed need it."""
+    that stays and audits what others have computed, which needs it."""
     if "torch" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it tells that it has not found it

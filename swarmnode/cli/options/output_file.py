@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from swarmnode.cli.terminal.console import fail
+from swarmnode.errors import LocalError
 from swarmnode.files.permissions import may_write
 
 
@@ -21,3 +22,11 @@ def check_output(option: str, path: Path | None, *, force: bool = True) -> None:
         fail(f"{option} {path}: it exists; --force overwrites it", 2)
     if not may_write(path if path.exists() else folder):
         fail(f"{option} {path}: it cannot be written; name a file in a folder of yours")
+
+
+def write_output(path: Path, text: str) -> None:
+    """What the command has found. Raises LocalError: the system does not say which file's disk is full."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LocalError(f"cannot write {path}: {error.strerror or error}") from None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmnode.cli.options.output_file import write_output
 from swarmnode.cli.terminal.console import fail, print_json
 from swarmnode.cli.terminal.effort import Effort
 
@@ -77,7 +78,7 @@ def plan_model(
         from swarmnode.cli.terminal.plan_page import plan_page
 
         held = [(describe_span(model, stage.span), stage.devices) for stage in hosting.stages]
-        report.write_text(plan_page(network, shown, held, hosting.grid.T.tolist()), encoding="utf-8")
+        write_output(report, plan_page(network, shown, held, hosting.grid.T.tolist()))
     if as_json:
         print_json(hosting_summary(network, model, workload, hosting, holders, effort.taken_s))
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from swarmnode.cli.options.output_file import check_output
+from swarmnode.cli.options.output_file import check_output, write_output
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.terminal.console import (
     HOME,
@@ -54,7 +54,7 @@ def network(
 
 
 def _write(output: Path, found: dict[str, Any]) -> None:
-    output.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    write_output(output, json.dumps(found) + "\n")
     pairs = found["devices"] * (found["devices"] - 1)
     delays, bandwidths = (pairs - len(found["estimated"][field]) for field in ("delay_ms", "bandwidth_gbps"))
     say(

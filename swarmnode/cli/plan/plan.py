@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnode.cli.options.output_file import check_output
+from swarmnode.cli.options.output_file import check_output, write_output
 from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors, say
 from swarmnode.cli.terminal.effort import Effort
 
@@ -130,7 +130,7 @@ def _plan_grid(
         from swarmnode.cli.terminal.plan_page import plan_page
 
         held = [(f"stage {number}", members.tolist()) for number, members in enumerate(grid)]
-        report.write_text(plan_page(network, shown, held, grid.T.tolist()), encoding="utf-8")
+        write_output(report, plan_page(network, shown, held, grid.T.tolist()))
     if as_json:
         print_json(grid_summary(network, problem, grid, effort.taken_s))
     else:

@@ -19,7 +19,7 @@ from swarmnode.cli.options.averaging import (
     AVERAGE_RANK,
     parse_averaging,
 )
-from swarmnode.cli.options.output_file import check_output
+from swarmnode.cli.options.output_file import check_output, write_output
 from swarmnode.cli.terminal.bars import share_bar
 from swarmnode.cli.terminal.console import JSON, fail, print_json, reports_errors, say
 
@@ -99,7 +99,7 @@ def simulate(
     with _progress(quiet=as_json) as progress:
         result = simulation.run(progress)
     if report is not None:
-        report.write_text(make_report(result), encoding="utf-8")
+        write_output(report, make_report(result))
     figures = summary(result)
     left_out = simulation.left_out
     if plan is not None:

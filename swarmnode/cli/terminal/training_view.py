@@ -29,9 +29,15 @@ Sink = Callable[[dict[str, Any]], None]
 
 
 class TrainingView:
-    """A `Listener` that shows and logs. `sinks` get each step."""
+    """A `Listener` that shows and logs. `sinks` get each step.
+
+    Where something cannot be told (its reader has gone, a disk is full), that is its `failure`, `on_failure` is called, and nothing
+    more is told: who brings the news, a link to a peer perhaps, does not suffer for it.
+    """
 
     def __init__(self, sinks: tuple[Sink, ...]) -> None:
+        self.failure: LocalError | OSError | None = None
+        self.on_failure: Callable[[], None] = lambda: None
         self.run: Run | None = None
         self.reports: list[StepSummary] = []
         self.missing: tuple[int, ...] | None = None
@@ -44,20 +50,30 @@ class TrainingView:
     def begun(self, run: Run) -> None:
         """See `Listener`."""
         self.run = run
-        self.show()
+        self._tell()
 
     def step(self, report: StepSummary) -> None:
         """See `Listener`."""
         self.missing = None
         self.reports.append(report)
-        for sink in self._sinks:
-            sink(step_json(report))
-        self.show()
+        self._tell(report)
 
     def waiting(self, why: str, missing: tuple[int, ...]) -> None:
         """See `Listener`."""
         self.why, self.missing = why, missing
-        self.show()
+        self._tell()
+
+    def _tell(self, report: StepSummary | None = None) -> None:
+        if self.failure is not None:
+            return
+        try:
+            if report is not None:
+                for sink in self._sinks:
+                    sink(step_json(report))
+            self.show()
+        except (LocalError, OSError) as error:
+            self.failure = error
+            self.on_failure()
 
     def show(self) -> None:
         """Something changed."""
@@ -132,24 +148,32 @@ class Curve(TrainingView):
 
 @contextlib.contextmanager
 def training_view(*, as_json: bool, log: Path | None) -> Iterator[TrainingView]:
-    """The view that fits standard output. Raises LocalError where the log cannot be written."""
+    """The view that fits standard output. Raises, at its end too, LocalError where the log cannot be written, and OSError where
+    standard output cannot."""
     with contextlib.ExitStack() as stack:
-        sinks: tuple[Sink, ...] = ()
-        if log is not None:
-            sinks += (_log_sink(stack.enter_context(_open(log)), log),)
-        if as_json:
-            yield Lines((*sinks, print_json), as_json=True)
-            return
-        from rich.console import Console
+        view = _view(stack, as_json=as_json, log=log)
+        yield view
+        if view.failure is not None:
+            raise view.failure
 
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            yield Lines(sinks)
-            return
-        from rich.live import Live
 
-        live = stack.enter_context(Live(console=console, refresh_per_second=8))
-        yield Curve(sinks, live.update, console.width)
+def _view(stack: contextlib.ExitStack[bool | None], *, as_json: bool, log: Path | None) -> TrainingView:
+    sinks: tuple[Sink, ...] = ()
+    if log is not None:
+        file = _open(log)
+        stack.callback(_close, file)
+        sinks += (_log_sink(file, log),)
+    if as_json:
+        return Lines((*sinks, print_json), as_json=True)
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        return Lines(sinks)
+    from rich.live import Live
+
+    live = stack.enter_context(Live(console=console, refresh_per_second=8))
+    return Curve(sinks, live.update, console.width)
 
 
 def step_json(report: StepSummary) -> dict[str, Any]:
@@ -178,6 +202,12 @@ def _open(log: Path) -> IO[str]:
         return log.open("w", encoding="utf-8")
     except OSError as error:
         raise LocalError(f"cannot write the log {log}: {error.strerror or error}") from None
+
+
+def _close(file: IO[str]) -> None:
+    """What could not be written was told when it was."""
+    with contextlib.suppress(OSError):
+        file.close()
 
 
 def _log_sink(file: IO[str], log: Path) -> Sink:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +170,12 @@ def train(
 
     work = train_alone if local else train_with_others
     with training_view(as_json=as_json, log=log) as view:
-        done = run_async(lambda stop: work(TrainerMeter(view), stop))
+
+        def feed(stop: asyncio.Event) -> Coroutine[Any, Any, int]:
+            view.on_failure = stop.set  # what cannot be told is not gone on with
+            return work(TrainerMeter(view), stop)
+
+        done = run_async(feed)
     _say_where_it_stands(done, settings, out if local else None, swarm, local=local, as_json=as_json)
 
 
