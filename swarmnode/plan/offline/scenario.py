@@ -139,9 +139,10 @@ def _per_device(
 
 def _peers(values: dict[str, Any], devices: int) -> tuple[str | None, ...]:
     peers = _per_device(values, "peer", devices, _text)
+    first: dict[str, int] = {}
     for number, peer in enumerate(peers):
-        if peer is not None and peer in peers[:number]:
-            raise UsageError(f"peer[{number}] is the same as peer[{peers.index(peer)}]; each peer is one device")
+        if peer is not None and first.setdefault(peer, number) < number:
+            raise UsageError(f"peer[{number}] is the same as peer[{first[peer]}]; each peer is one device")
     return peers
 
 

@@ -77,11 +77,12 @@ def common_layout(forecast: StepForecast, capacity_units: Sequence[int]) -> Stag
     """The layout with which fewest places are missing, and then a step takes least. An estimate that knows nothing of who holds
     what says whether anybody is left out, and which layouts come into question; the best of them is taken, unless with
     another one the step is forecast to be shorter, and clearly so where units have fewer holders."""
-    candidates = sorted(_candidates(forecast, np.array(capacity_units)), key=lambda one: (one.missing, one.estimate_s))
+    capacity_N = np.array(capacity_units)
+    candidates = sorted(_candidates(forecast, capacity_N), key=lambda one: (one.missing, one.estimate_s))
     likely = [one for one in candidates[:SHORTLIST] if one.is_like(candidates[0])]
     if not likely:
         return _along(forecast, cut(forecast.unit_s(1), 1), [])
-    laid = [_laid(forecast, one, np.array(capacity_units)) for one in likely]
+    laid = [_laid(forecast, one, capacity_N) for one in likely]
     margins = [1.0, *(_margin(layout, laid[0][1]) for _, layout in laid[1:])]
     values = [margin * step_s for margin, (step_s, _) in zip(margins, laid, strict=True)]
     return laid[int(np.argmin(values))][1]
