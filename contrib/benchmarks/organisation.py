@@ -46,7 +46,10 @@ ACTIVATION_BYTES = 2 * TRAIN.tokens * HIDDEN  # of a microbatch
 STAGES = 8
 EFFORT = 0.1  # of the search that plans for unequal cards
 STEPS = 2  # at least; all are alike
-LOST_S, AFTER_S = 30.0, 480.0  # simulated: when devices vanish, and how long the others have to find their places again
+LOST_S, AFTER_S = (
+    30.0,
+    1800.0,
+)  # simulated: when devices vanish, and how long the others have to find their places again
 LOOKS_S = (30.0, 120.0, 480.0, 1920.0, 7680.0)  # simulated, until so many steps are done
 GPU = "V100"
 
@@ -200,18 +203,21 @@ def step_s(
     trace: Sequence[Change] | None = None,
     since_s: float = 0.0,
 ) -> dict[str, float]:
-    """Mean seconds of a step, and of it averaging; with a `trace`, of the latest steps after `since_s`."""
+    """Mean seconds of a step, and of it averaging; with a `trace`, of the latest steps that began after `since_s`."""
     for seconds in LOOKS_S if not trace else (AFTER_S,):
         settings = Settings("train", hours=(since_s + seconds) / 3600, sample_s=seconds, train=TRAIN)
         result = Simulation(scenario, MODEL, settings, spans=spans, pipelines=pipelines, trace=trace).run()
         values = result.measures.values
         if len(values["step, s"]) >= STEPS:
             break
-    steps_s, averaging_s = (values[name][-STEPS if trace else 0 :] for name in ("step, s", "of it agreeing, s"))
+    began_s = np.concatenate([[0.0], np.cumsum(values["step, s"])])
+    first = max(int((began_s < since_s).sum()), len(values["step, s"]) - STEPS) if trace else 0
+    steps_s, averaging_s = (values[name][first:] for name in ("step, s", "of it agreeing, s"))
     return {
         "step_s": round(statistics.mean(steps_s or [float("inf")]), 3),
         "averaging_s": round(statistics.mean(averaging_s or [float("inf")]), 3),
         "held_units": round(statistics.mean(peer.span.units for peer in result.world.peers), 2),
+        "steps": len(values["step, s"]),
     }
 
 

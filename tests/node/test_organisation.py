@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import typing
 from collections import Counter
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from swarmnode.compute.memory import limit_bytes_for
@@ -24,7 +25,7 @@ from swarmnode.swarm.records.run import Run
 from swarmnode.training.preparation import NO_DATA
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
-from tests.node.virtual_swarm import VirtualSwarm
+from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
 from tests.tiny import TinyModel
 from tests.training_results import assert_same_curve, losses_of_one_process
 
@@ -50,6 +51,11 @@ def alone(gpt2: Path, training: Founded) -> dict[int, float]:
     return losses_of_one_process(training.swarm.manifest, gpt2, DATA, SETTINGS)
 
 
+def span_of(member: VirtualMember) -> Span:
+    """What it holds now."""
+    return Span(*member.node.describe()["span"])
+
+
 @in_virtual_time
 async def test_who_only_holds_others_up_stands_by_until_it_is_needed(founded: Founded, tmp_path: Path) -> None:
     async with VirtualSwarm(tmp_path) as swarm:
@@ -65,7 +71,7 @@ async def test_who_only_holds_others_up_stands_by_until_it_is_needed(founded: Fo
         far = swarm.members["cyd"]
         await far.wait_for("spare")
         assert far.node.describe()["span"] == [0, 0]
-        units = Span(*swarm.members["ada"].node.describe()["span"])
+        units = span_of(swarm.members["ada"])
         for name in ("ada", "bob"):
             await swarm.members[name].kill()
         told = await far.wait_until(lambda event: event["event"] == "moving" and event["span"][1] > 0, "a move back")
@@ -87,7 +93,7 @@ async def test_of_two_clusters_joined_by_a_slow_link_each_holds_the_whole_model(
         for (one, here), (other, there) in combinations(enumerate(members), 2):
             swarm.world.set_path(here.peer, there.peer, INSIDE if one // 2 == other // 2 else BETWEEN)
         await asyncio.sleep(STEADY_S)
-        spans = [Span(*member.node.describe()["span"]) for member in members]
+        spans = [span_of(member) for member in members]
         assert {*spans[:2]} == {*spans[2:]} == {Span(0, 2), Span(2, 4)}
 
 
@@ -108,7 +114,7 @@ async def test_a_planned_node_stays_until_one_of_the_plan_has_gone(founded: Foun
             swarm.node(name, config=NodeConfig(HostConfig(home, name=name), plan=plan))
             await swarm.members[name].wait_for("ready")
             await asyncio.sleep(STEADY_S)
-        spans = {name: Span(*member.node.describe()["span"]) for name, member in swarm.members.items()}
+        spans = {name: span_of(member) for name, member in swarm.members.items()}
         assert spans == halves
         assert not any(told["event"] == "moving" for member in swarm.members.values() for told in member.seen)
         await swarm.members["bob"].kill()
@@ -130,11 +136,48 @@ async def test_who_trains_moves_where_others_were_lost_and_nothing_is_lost_with_
             await member.wait_for("ready")
         trainer = swarm.trainer("trainer", DATA, SETTINGS)
         await trainer.wait_for_step(2)
-        spans = {name: Span(*member.node.describe()["span"]) for name, member in swarm.members.items()}
+        spans = {name: span_of(member) for name, member in swarm.members.items()}
         (many, three), (few, two) = Counter(spans.values()).most_common()
         assert {many, few} == {Span(0, 2), Span(2, 4)} and (three, two) == (3, 2)
         await swarm.members.pop(next(name for name, span in spans.items() if span == few)).kill()
         assert await trainer.finish() == SETTINGS.steps
         assert_same_curve(trainer.losses, alone, steps=SETTINGS.steps)
-        held = Counter(Span(*member.node.describe()["span"]) for member in swarm.members.values())
+        held = Counter(span_of(member) for member in swarm.members.values())
         assert held == {Span(0, 2): 2, Span(2, 4): 2}
+
+
+@in_virtual_time
+async def test_who_trains_comes_to_another_layout_when_links_change_and_nothing_is_lost_with_it(
+    training: Founded, gpt2: Path, tmp_path: Path
+) -> None:
+    """Of four nodes two hold one half, and two the other. Then those two and two are joined by a slow link alone, which all that is
+    trained would cross: one of each two changes over, and learns from the two that it goes to."""
+    endless = msgspec.structs.replace(SETTINGS, steps=400, schedule="constant")
+    async with VirtualSwarm(tmp_path) as swarm:
+        training.into(swarm)
+        await swarm.bootstrap()
+        members = [
+            swarm.node(f"node-{number}", cost_s=lambda _item: PASS_S, compress="none", memory_bytes=HALF_BYTES)
+            for number in range(4)
+        ]
+        for member in members:
+            await member.wait_for("ready")
+        trainer = swarm.trainer("trainer", DATA, endless)
+        await trainer.wait_for_step(2)
+        members.sort(key=span_of)
+        assert [span_of(member) for member in members] == [Span(0, 2), Span(0, 2), Span(2, 4), Span(2, 4)]
+        for here, there in product(members[:2], members[2:]):
+            swarm.world.set_path(here.peer, there.peer, BETWEEN)
+
+        def both_halves(place: list[VirtualMember]) -> bool:
+            return {*map(span_of, place)} == {Span(0, 2), Span(2, 4)}
+
+        await trainer.wait_until(lambda: both_halves(members[:2]) and both_halves(members[2:]))
+        settled = max(trainer.losses)
+        await trainer.wait_until(
+            lambda: trainer.peers[max(trainer.losses)] == len(members) and max(trainer.losses) > settled
+        )
+        await trainer.kill()
+    done = msgspec.structs.replace(endless, steps=len(trainer.losses))
+    alone = losses_of_one_process(training.swarm.manifest, gpt2, DATA, done)
+    assert_same_curve(trainer.losses, alone, steps=done.steps)

@@ -145,13 +145,12 @@ def _played_gain(forecast: StepForecast, spans: Sequence[Span], peer: int, place
     """What a move gains where microbatches are played through. Formulas find it, also where one move is not enough; a rehearsal
     says whether steps become longer by it."""
     moved = [place if number == peer else span for number, span in enumerate(spans)]
-    return _Worth.of(forecast, moved).gain(_Worth.of(forecast, spans))
+    return gain_of_all(forecast, moved, spans)
 
 
-def is_worth_it(forecast: StepForecast, layout: StageLayout, spans: Sequence[Span], hysteresis: float) -> bool:
-    """Whether steps become so much shorter, or units get holders, when all leave their spans for their places in the layout."""
-    then, now = (_Worth.of(forecast, places) for places in (layout.places, spans))
-    return then.gain(now) > hysteresis
+def gain_of_all(forecast: StepForecast, then: Sequence[Span], now: Sequence[Span]) -> float:
+    """By how much steps become shorter, relative, when all go from these spans to those; infinite where more units have holders."""
+    return _Worth.of(forecast, then).gain(_Worth.of(forecast, now))
 
 
 def _windows(forecast: StepForecast, layout: StageLayout | None, peers: TrainingPeers, peer: int) -> list[Span]:

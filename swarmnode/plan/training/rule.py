@@ -2,23 +2,26 @@
 
 Before anything is trained all may go anywhere. Afterwards who comes or stands by goes where it helps most, in stages that begin and
 end where those of the others do; and who trains moves only to spans that others have, where others have what it has learnt, and the
-rest of the run gains more than is lost on the way.
+rest of the run gains more than is lost on the way. All go to other stages where that is worth it, what is learnt with them
+(`resettling.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from swarmnode.plan.spans.placement import HOLDING, Joiner, Move, MovePolicy, choose_span, reconsider
-from swarmnode.plan.training.layout import StageLayout, common_layout
+from swarmnode.plan.training.layout import STANDING_BY, StageLayout, common_layout
 from swarmnode.plan.training.placement import (
     HYSTERESIS,
     TrainingPeers,
     TrainingPlace,
     choose_training_place,
-    is_worth_it,
+    gain_of_all,
 )
+from swarmnode.plan.training.resettling import Resettling
 from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork
 from swarmnode.plan.view import PeerView, Span, View, draw
 from swarmnode.swarm.records.announcement import State
@@ -54,7 +57,7 @@ class TrainingRule:
     def choose(self, view: View, joiner: Joiner) -> Span:
         """The span that a peer should take, which may be empty. As long as units have nobody whatever it takes, it takes all that
         fits, where most are missing."""
-        place = self._place(view, joiner, HYSTERESIS)
+        place = self._place(view, joiner, MovePolicy(hysteresis=HYSTERESIS))
         return choose_span(view, joiner) if place is None else place.span
 
     def reconsider(self, view: View, joiner: Joiner, move_policy: MovePolicy) -> Move | None:
@@ -63,7 +66,8 @@ class TrainingRule:
         nobody holds is first left to those who have learnt nothing."""
         own = joiner.seen_in(view)
         trains = self._has_begun() and own.state is State.READY
-        place = self._place(view, joiner, RESETTLING if trains else move_policy.hysteresis, may_stand=True)
+        policy = replace(move_policy, hysteresis=RESETTLING) if trains else move_policy
+        place = self._place(view, joiner, policy, may_stand=True)
         if place is None:
             return reconsider(view, joiner, move_policy)
         if place.span == own.span or (trains and not place.pays(move_policy.move_s, move_policy.stay_s)):
@@ -71,18 +75,27 @@ class TrainingRule:
         turn = draw(own.peer, *place.span, len(view.peers)) / 2**64 + (trains and place.gain == math.inf)
         return Move(place.span, place.gain, turn * move_policy.turn_s * (1 + len(view.peers) / 3))
 
-    def _place(self, view: View, joiner: Joiner, hysteresis: float, *, may_stand: bool = False) -> TrainingPlace | None:
-        others = [peer for peer in view.peers if peer.state in HOLDING and peer.peer != joiner.peer]
-        own = joiner.seen_in(view)
+    def _place(
+        self, view: View, joiner: Joiner, move_policy: MovePolicy, *, may_stand: bool = False
+    ) -> TrainingPlace | None:
+        begun, own = self._has_begun(), joiner.seen_in(view)
+        here = (*HOLDING, State.DRAINING) if begun else HOLDING  # who drains may be on its way to another place
+        others = [peer for peer in view.peers if peer.state in here and peer.peer != joiner.peer]
         seen = sorted([*others, own], key=lambda peer: peer.peer)
         capacities = [joiner.capacity_units if peer is own else self._capacity_of(peer) for peer in seen]
         forecast = self._forecast(view, seen, capacities)
         learnt = [number for number, peer in enumerate(seen) if peer.state is State.READY]
-        peers = TrainingPeers([peer.span for peer in seen], capacities, learnt)
-        settled = None if self._has_begun() else self._common_layout(forecast, capacities)
-        if may_stand and settled is not None and not is_worth_it(forecast, settled, peers.spans, hysteresis):
-            settled = None
-        return choose_training_place(forecast, settled, peers, seen.index(own), hysteresis=hysteresis)
+        spans = [STANDING_BY if peer.state is State.DRAINING else peer.span for peer in seen]
+        peers, number = TrainingPeers(spans, capacities, learnt), seen.index(own)
+        layout = self._common_layout(forecast, capacities)
+        if not begun:
+            stays = may_stand and gain_of_all(forecast, layout.places, spans) <= move_policy.hysteresis
+            settled = None if stays else layout
+            return choose_training_place(forecast, settled, peers, number, hysteresis=move_policy.hysteresis)
+        resettling = Resettling(forecast, layout, peers)
+        if resettling.pays(move_policy.move_s, move_policy.stay_s):
+            return resettling.place(number)
+        return choose_training_place(forecast, None, peers, number, hysteresis=move_policy.hysteresis)
 
     def _forecast(self, view: View, seen: Sequence[PeerView], capacities: Sequence[int]) -> StepForecast:
         """The same for all who know the same of the same peers; as it was, as long as little is different."""
@@ -92,7 +105,7 @@ class TrainingRule:
         return self._seen[1]
 
     def _common_layout(self, forecast: StepForecast, capacities: Sequence[int]) -> StageLayout:
-        """Found once for each forecast, and only while nobody has learnt anything: with many peers it takes long."""
+        """Found once for each forecast: with many peers it takes long."""
         if self._layout is None:
             self._layout = common_layout(forecast, capacities)
         return self._layout

@@ -1,0 +1,109 @@
+"""How all who train come to another layout of stages without losing what they have learnt.
+
+When many have gone, or links have changed, a step may be much shorter with other stages, to which no move of one peer leads. Then
+each goes to its place in the layout that all come to alike (`layout.py`), as soon as nothing is lost by that: who stands by at
+once, the holders of a unit one after another, while another one that has learnt it is there. Of a stage that has to come over
+slow links one peer fetches it, and the others from that one. Who is in no stage any more goes on where it is until all others have
+arrived. Whoever cannot go yet does when others have come.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from swarmnode.plan.training.layout import STANDING_BY, StageLayout
+from swarmnode.plan.training.placement import TrainingPeers, TrainingPlace, gain_of_all
+from swarmnode.plan.training.step_forecast import StepForecast, held_units
+from swarmnode.plan.view import Span
+
+WORTH_IT = 0.1  # relative, of a step: forecasts of two layouts may be off by half of that against each other
+MUCH_SOONER = 0.5  # of the time: when somebody nearer will have what is learnt, it is waited for
+
+
+class Resettling:
+    """Of these peers into this layout."""
+
+    def __init__(self, forecast: StepForecast, layout: StageLayout, peers: TrainingPeers) -> None:
+        self._forecast, self._places, self._peers = forecast, layout.places, peers
+        everybody = range(len(peers.spans))
+        self._learnt = [peers.spans[one] if peers.has_learnt(one) else STANDING_BY for one in everybody]
+        self._coming = [one for one in everybody if layout.places[one] not in (STANDING_BY, self._learnt[one])]
+        others = [STANDING_BY if self._is_on_its_way(one) else span for one, span in enumerate(peers.spans)]
+        self._gain = gain_of_all(forecast, layout.places, others)  # the same when some are on their way
+
+    def __repr__(self) -> str:
+        return f"<Resettling for {self._gain:.0%} of a step, {len(self._coming)} peers have not arrived>"
+
+    def pays(self, move_s: float, stay_s: float) -> bool:
+        """Whether steps gain more, until `stay_s` from now, than is lost while what is learnt is fetched; and there are some who
+        can go, or are on their way. Units without a holder are filled first."""
+        if not WORTH_IT < self._gain < math.inf:
+            return False
+        together = TrainingPlace(STANDING_BY, self._gain, self._missed(), self._fetching_s())
+        return together.pays(move_s, stay_s) and any(
+            self._is_on_its_way(one) or self._may_go(one) for one in range(len(self._places))
+        )
+
+    def place(self, peer: int) -> TrainingPlace:
+        """Where this one should be by now."""
+        if self._may_go(peer):
+            return TrainingPlace(self._places[peer], self._gain)
+        return TrainingPlace(self._peers.spans[peer])
+
+    def _may_go(self, peer: int) -> bool:
+        place = self._places[peer]
+        if place == self._peers.spans[peer]:
+            return False
+        if place == STANDING_BY:
+            return not self._coming and self._leaves_nothing_alone(peer)
+        return self._leaves_nothing_alone(peer) and not self._waits(peer)
+
+    def _is_on_its_way(self, peer: int) -> bool:
+        return peer in self._coming and self._places[peer] == self._peers.spans[peer]
+
+    def _leaves_nothing_alone(self, peer: int) -> bool:
+        """Whether each unit that it has learnt has another holder that stays, or whose turn to leave comes later."""
+        later = [span for one, span in enumerate(self._learnt) if self._turn(one) > self._turn(peer)]
+        holders_U = held_units([STANDING_BY, *later], self._forecast.load.units).sum(axis=0)
+        return bool(holders_U[slice(*self._learnt[peer])].all())
+
+    def _turn(self, peer: int) -> tuple[bool, bool, int]:
+        """When it leaves: who stays does not, and who has nowhere to go is the last."""
+        place = self._places[peer]
+        return place == self._peers.spans[peer], place == STANDING_BY, peer
+
+    def _waits(self, peer: int) -> bool:
+        """Whether what it needs will soon be nearer."""
+        first = self._first_to(self._places[peer])
+        return first not in (None, peer) and self._from_first_s(peer, first) < MUCH_SOONER * self._alone_s(peer)
+
+    def _first_to(self, place: Span) -> int | None:
+        """Who fetches what is learnt there for the others, too: whoever is on its way, or could go and have it soonest."""
+        coming = (one for one in self._coming if self._places[one] == place)
+        able = (one for one in coming if self._is_on_its_way(one) or self._leaves_nothing_alone(one))
+        return min(able, key=lambda one: (not self._is_on_its_way(one), self._alone_s(one), one), default=None)
+
+    def _alone_s(self, peer: int) -> float:
+        """To fetch what is learnt there, from who has it now."""
+        return self._forecast.fetching_s(self._learnt, peer, self._places[peer])
+
+    def _from_first_s(self, peer: int, first: int | None) -> float:
+        """The same, once that one has it."""
+        then = [self._places[one] if one == first else span for one, span in enumerate(self._learnt)]
+        return self._forecast.fetching_s(then, peer, self._places[peer])
+
+    def _missed(self) -> float:
+        """The share of its speed that the swarm lacks meanwhile: where most is lost by those that go."""
+        held_NU = held_units(self._learnt, self._forecast.load.units) * self._forecast.network.work_per_s_N[:, None]
+        stays_N1 = np.array([[one not in self._coming] for one in range(len(self._learnt))])
+        return float(1 - ((held_NU * stays_N1).sum(axis=0) / np.maximum(held_NU.sum(axis=0), 1e-12)).min())
+
+    def _fetching_s(self) -> float:
+        """Until all have arrived: one in each stage, then the others, one after another."""
+        return max((self._stage_fetching_s(place) for place in {*self._places} - {STANDING_BY}), default=0.0)
+
+    def _stage_fetching_s(self, place: Span) -> float:
+        first, coming = self._first_to(place), (one for one in self._coming if self._places[one] == place)
+        return sum(self._alone_s(one) if first in (None, one) else self._from_first_s(one, first) for one in coming)
