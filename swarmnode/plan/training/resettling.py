@@ -13,6 +13,7 @@ import math
 
 import numpy as np
 
+from swarmnode.plan.holders import HOLDERS
 from swarmnode.plan.training.layout import STANDING_BY, StageLayout
 from swarmnode.plan.training.placement import TrainingPeers, TrainingPlace, gain_of_all
 from swarmnode.plan.training.step_forecast import StepForecast, held_units
@@ -46,11 +47,19 @@ class Resettling:
             self._is_on_its_way(one) or self._may_go(one) for one in range(len(self._places))
         )
 
-    def place(self, peer: int) -> TrainingPlace:
-        """Where this one should be by now."""
+    def place(self, peer: int) -> TrainingPlace | None:
+        """Where this one should be by now; None for who has learnt nothing yet, where it is a second holder that units lack, and
+        none of these are in its place."""
+        if not self._peers.has_learnt(peer) and self._secures_others(peer):
+            return None
         if self._may_go(peer):
             return TrainingPlace(self._places[peer], self._gain)
         return TrainingPlace(self._peers.spans[peer])
+
+    def _secures_others(self, peer: int) -> bool:
+        others = [span for one, span in enumerate(self._peers.spans) if one != peer]
+        lacking_U = held_units(others, self._forecast.load.units).sum(axis=0) < HOLDERS
+        return bool(lacking_U.any() and not lacking_U[slice(*self._places[peer])].any())
 
     def _may_go(self, peer: int) -> bool:
         place = self._places[peer]

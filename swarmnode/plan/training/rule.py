@@ -93,9 +93,8 @@ class TrainingRule:
             settled = None if stays else layout
             return choose_training_place(forecast, settled, peers, number, hysteresis=move_policy.hysteresis)
         resettling = Resettling(forecast, layout, peers)
-        if resettling.pays(move_policy.move_s, move_policy.stay_s):
-            return resettling.place(number)
-        return choose_training_place(forecast, None, peers, number, hysteresis=move_policy.hysteresis)
+        place = resettling.place(number) if resettling.pays(move_policy.move_s, move_policy.stay_s) else None
+        return place or choose_training_place(forecast, None, peers, number, hysteresis=move_policy.hysteresis)
 
     def _forecast(self, view: View, seen: Sequence[PeerView], capacities: Sequence[int]) -> StepForecast:
         """The same for all who know the same of the same peers; as it was, as long as little is different."""

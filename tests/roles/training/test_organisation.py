@@ -131,26 +131,41 @@ def test_who_tells_the_truth_is_believed_before_others_have_measured_it() -> Non
     assert alone == pytest.approx(known)
 
 
-def test_once_training_has_begun_only_who_comes_chooses() -> None:
-    """All stand badly, and stay; who comes takes the units that one peer alone holds, and ends where the others end."""
+def test_once_training_has_begun_who_comes_takes_what_one_peer_alone_holds() -> None:
+    """All stand badly; it ends where the others end."""
     view = swarm([f"peer {number}" for number in range(3)], [SPEED] * 3)
     spans = [HALF, HALF, Span(4, 8)]
     view = replace(view, peers=tuple(replace(p, span=span) for p, span in zip(view.peers, spans, strict=True)))
     assert rule(begun=True).choose(view, Joiner("new", 5, SPEED, 1.0)) == Span(4, 8)
 
 
-@pytest.mark.parametrize(("begun", "found"), [(True, 0), (False, 1)])
-def test_a_layout_is_looked_for_once_and_never_after_training_has_begun(
-    begun: bool, found: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody would go there any more."""
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_layout_is_looked_for_once(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as little is different: it takes long."""
     looked_for = []
     find = training_rule.common_layout
     monkeypatch.setattr(training_rule, "common_layout", lambda *about: looked_for.append(about) or find(*about))
     view, one = swarm([f"peer {number}" for number in range(4)], [SPEED] * 4), rule(begun=begun)
     for peer in view.peers:
         one.choose(view, joiner(peer))
-    assert len(looked_for) == found
+    assert len(looked_for) == 1
+
+
+def test_once_training_has_begun_all_go_to_other_stages_where_the_rest_of_the_run_pays_for_it() -> None:
+    """Eight peers by turns on two islands hold the halves so that all that is trained crosses the link between these. First one
+    goes on each island: what it has to learn crosses the link once."""
+    view = measured(swarm([f"peer {number}" for number in range(8)], [SPEED] * 8))
+    across = [Span(4, 8) if number % 2 else HALF for number in range(8)]
+    view = replace(view, peers=tuple(replace(p, span=span) for p, span in zip(view.peers, across, strict=True)))
+
+    def movers(stay_s: float) -> int:
+        moves = [
+            rule(begun=True).reconsider(view, joiner(p), MovePolicy(move_s=1.0, stay_s=stay_s)) for p in view.peers
+        ]
+        return sum(move is not None for move in moves)
+
+    assert movers(1800.0) == 2
+    assert movers(1.0) == 0
 
 
 @pytest.mark.parametrize(("front", "moving"), [(4, False), (1, True)])
