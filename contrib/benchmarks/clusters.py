@@ -119,7 +119,7 @@ def rule_of(case: Case, world: World, run: TrainSettings) -> TrainingRule:
         view = case.told(world, seen, run.tokens)
         return announced_network(view, view.peers, run.tokens)
 
-    return TrainingRule(load, network, lambda peer: world.met[peer.peer].capacity_units, lambda: False)
+    return TrainingRule(lambda: load, network, lambda peer: world.met[peer.peer].capacity_units, lambda: False)
 
 
 def simulated(

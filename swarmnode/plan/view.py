@@ -56,6 +56,7 @@ class PeerView:
     group: str = ""  # its address group, of the open internet
     memory_bytes: int = 0  # that it lends; 0: it did not say
     parallel_speedup: float = 1.0  # as many times its decode speed do several sessions have together
+    has_trained: bool = True  # its units are as they were trained, where anything is
 
     @property
     def assumed_units_per_s(self) -> float:
@@ -151,6 +152,7 @@ def view_of(
             wide_group(announcement.addresses),
             announcement.memory_bytes,
             1.0 if trains else announcement.parallel_speedup,
+            not trains or announcement.training_step > 0,
         )
         for announcement in announced
     )

@@ -20,6 +20,7 @@ from swarmnode.node.node import NodeConfig
 from swarmnode.plan.offline.plan_file import PlanFile
 from swarmnode.plan.view import Span
 from swarmnode.roles.host import HostConfig
+from swarmnode.roles.training.organisation import step_load_of
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.run import Run
 from swarmnode.training.preparation import NO_DATA
@@ -139,6 +140,10 @@ async def test_who_trains_moves_where_others_were_lost_and_nothing_is_lost_with_
         spans = {name: span_of(member) for name, member in swarm.members.items()}
         (many, three), (few, two) = Counter(spans.values()).most_common()
         assert {many, few} == {Span(0, 2), Span(2, 4)} and (three, two) == (3, 2)
+        host = swarm.members["node-0"].node._host
+        assert host is not None and host.swarm.manifest is not None
+        told = {tuple(peer.step_load) for peer in host.directory.peers().values() if peer.training_step}
+        assert told == {step_load_of(SETTINGS, host.swarm.manifest.model.hidden)}, "what a step asks is known to all"
         await swarm.members.pop(next(name for name, span in spans.items() if span == few)).kill()
         assert await trainer.finish() == SETTINGS.steps
         assert_same_curve(trainer.losses, alone, steps=SETTINGS.steps)

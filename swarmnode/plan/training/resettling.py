@@ -10,6 +10,8 @@ arrived. Whoever cannot go yet does when others have come.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,7 +21,8 @@ from swarmnode.plan.training.placement import TrainingPeers, TrainingPlace, gain
 from swarmnode.plan.training.step_forecast import StepForecast, held_units
 from swarmnode.plan.view import Span
 
-WORTH_IT = 0.1  # relative, of a step: forecasts of two layouts may be off by half of that against each other
+WORTH_IT = 0.2  # relative, of a step: less may be noise, of forecasts and of what is measured
+AS_LONG = 1.05  # times a step may take so that fewer have to move
 MUCH_SOONER = 0.5  # of the time: when somebody nearer will have what is learnt, it is waited for
 
 
@@ -27,12 +30,12 @@ class Resettling:
     """Of these peers into this layout."""
 
     def __init__(self, forecast: StepForecast, layout: StageLayout, peers: TrainingPeers) -> None:
-        self._forecast, self._places, self._peers = forecast, layout.places, peers
+        self._forecast, self._places, self._peers = forecast, _with_fewest_moves(forecast, layout, peers), peers
         everybody = range(len(peers.spans))
         self._learnt = [peers.spans[one] if peers.has_learnt(one) else STANDING_BY for one in everybody]
-        self._coming = [one for one in everybody if layout.places[one] not in (STANDING_BY, self._learnt[one])]
+        self._coming = [one for one in everybody if self._places[one] not in (STANDING_BY, self._learnt[one])]
         others = [STANDING_BY if self._is_on_its_way(one) else span for one, span in enumerate(peers.spans)]
-        self._gain = gain_of_all(forecast, layout.places, others)  # the same when some are on their way
+        self._gain = gain_of_all(forecast, self._places, others)  # the same when some are on their way
 
     def __repr__(self) -> str:
         return f"<Resettling for {self._gain:.0%} of a step, {len(self._coming)} peers have not arrived>"
@@ -116,3 +119,20 @@ class Resettling:
     def _stage_fetching_s(self, place: Span) -> float:
         first, coming = self._first_to(place), (one for one in self._coming if self._places[one] == place)
         return sum(self._alone_s(one) if first in (None, one) else self._from_first_s(one, first) for one in coming)
+
+
+def _with_fewest_moves(forecast: StepForecast, layout: StageLayout, peers: TrainingPeers) -> Sequence[Span]:
+    """The layout's places, but who holds one of its stages stays there, as far as others do not. Layouts that differ only in who
+    does what are as good, and which of them is found may change whenever a link is measured."""
+    places, left = dict[int, Span](), Counter(layout.places)
+    for here in (peers.spans, layout.places):
+        for one, place in enumerate(here):
+            if one not in places and left[place] and (place.units or here is layout.places):
+                places[one] = place
+                left[place] -= 1
+    others = [one for one in range(len(peers.spans)) if one not in places]
+    places.update(zip(others, left.elements(), strict=True))
+    staying = [places[one] for one in range(len(peers.spans))]
+    fits = all(place.units <= room for place, room in zip(staying, peers.capacity_units, strict=True))
+    as_long_s = AS_LONG * forecast.arranged_s(layout.places)
+    return staying if fits and forecast.arranged_s(staying) <= as_long_s else layout.places

@@ -34,17 +34,17 @@ NetworkOf = Callable[[View, Sequence[PeerView]], TrainingNetwork]
 
 
 class TrainingRule:
-    """Of one swarm. `capacity_of`: units that fit into the memory of another peer. `has_begun`: whether something is trained
-    already."""
+    """Of one swarm. `load_of`: what a step asks, as far as it is known; the same object as long as it is the same. `capacity_of`:
+    units that fit into the memory of another peer. `has_begun`: whether something is trained already."""
 
     def __init__(
         self,
-        load: TrainingLoad,
+        load_of: Callable[[], TrainingLoad],
         network_of: NetworkOf,
         capacity_of: Callable[[PeerView], int],
         has_begun: Callable[[], bool],
     ) -> None:
-        self._load = load
+        self._load_of = load_of
         self._network_of = network_of
         self._capacity_of = capacity_of
         self._has_begun = has_begun
@@ -52,7 +52,8 @@ class TrainingRule:
         self._layout: StageLayout | None = None  # by that forecast
 
     def __repr__(self) -> str:
-        return f"<TrainingRule for {self._load.units} units and {self._load.microbatches} microbatches>"
+        load = self._load_of()
+        return f"<TrainingRule for {load.units} units and {load.microbatches} microbatches>"
 
     def choose(self, view: View, joiner: Joiner) -> Span:
         """The span that a peer should take, which may be empty. As long as units have nobody whatever it takes, it takes all that
@@ -84,7 +85,8 @@ class TrainingRule:
         seen = sorted([*others, own], key=lambda peer: peer.peer)
         capacities = [joiner.capacity_units if peer is own else self._capacity_of(peer) for peer in seen]
         forecast = self._forecast(view, seen, capacities)
-        learnt = [number for number, peer in enumerate(seen) if peer.state is State.READY]
+        has_learnt = [peer.state is State.READY and (peer.has_trained or not begun) for peer in seen]
+        learnt = [number for number, learnt in enumerate(has_learnt) if learnt]
         spans = [STANDING_BY if peer.state is State.DRAINING else peer.span for peer in seen]
         peers, number = TrainingPeers(spans, capacities, learnt), seen.index(own)
         layout = self._common_layout(forecast, capacities)
@@ -98,9 +100,10 @@ class TrainingRule:
 
     def _forecast(self, view: View, seen: Sequence[PeerView], capacities: Sequence[int]) -> StepForecast:
         """The same for all who know the same of the same peers; as it was, as long as little is different."""
-        who, network = ([peer.peer for peer in seen], capacities), self._network_of(view, seen)
+        load, network = self._load_of(), self._network_of(view, seen)
+        who = load, [peer.peer for peer in seen], capacities
         if self._seen is None or self._seen[0] != who or not network.is_like(self._seen[1].network):
-            self._seen, self._layout = (who, StepForecast(self._load, network)), None
+            self._seen, self._layout = (who, StepForecast(load, network)), None
         return self._seen[1]
 
     def _common_layout(self, forecast: StepForecast, capacities: Sequence[int]) -> StageLayout:

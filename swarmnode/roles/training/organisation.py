@@ -11,6 +11,7 @@ import numpy as np
 from swarmnode.compute.memory import STATE_BYTES, TRAINING_BYTES
 from swarmnode.plan.routes.delays import bandwidths, likely_delays
 from swarmnode.plan.spans.placement import PlacementRule
+from swarmnode.plan.training.averaging_forecast import averaged_bytes
 from swarmnode.plan.training.rule import SETTLING, TrainingRule
 from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork
 from swarmnode.plan.view import PeerView, View
@@ -20,10 +21,13 @@ from swarmnode.roles.serving.hardware import Hardware
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.manifest import GRAPH
+from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.records.step_load import StepLoad, middle_load
 
 MICROBATCHES = 32  # of a usual step: places are taken before a trainer comes
 POSITIONS, SAMPLES = 1024, 32  # of one of its microbatches, of a language model and of a module
 FLOAT32_BYTES = 4
+MANY_PARAMETERS = 10**6
 BELIEVED = 4.0  # times the usual speed, at most: nobody makes all others stand by with what it says of itself
 
 
@@ -38,23 +42,41 @@ def training_placement(host: Host, hardware: Hardware, config: PlacementConfig) 
 
 
 def training_rule(directory: Directory, hardware: Hardware, positions: int) -> TrainingRule:
-    """Of one swarm. `positions`: of a microbatch; a module's samples are one each."""
+    """Of one swarm. Its step is that of the run that is announced, unless a usual one asks more: before a trainer comes, and where
+    small steps would leave nodes out that the next run needs. `positions`: of a microbatch of a usual one; samples, of a module."""
     capacity_of = lru_cache(maxsize=1024)(hardware.capacity_of)
 
     def capacity(peer: PeerView) -> int:
         return max(peer.span.units, capacity_of(peer.memory_bytes))
 
-    network_of = partial(announced_network, positions=positions)
-    return TrainingRule(training_load(hardware, positions), network_of, capacity, lambda: has_begun(directory))
+    usual = StepLoad(MICROBATCHES, positions, 1000 * FLOAT32_BYTES)
+
+    def step_load() -> StepLoad:
+        told = middle_load(StepLoad(*peer.step_load) for peer in directory.peers().values() if peer.life is State.READY)
+        return told if told.all_positions > usual.all_positions else usual
+
+    def network(view: View, peers: Sequence[PeerView]) -> TrainingNetwork:
+        return announced_network(view, peers, step_load().positions)
+
+    load_of = lru_cache(maxsize=8)(partial(training_load, hardware))
+    return TrainingRule(lambda: load_of(step_load()), network, capacity, lambda: has_begun(directory))
 
 
-def training_load(hardware: Hardware, positions: int) -> TrainingLoad:
-    """A usual step of the model."""
+def step_load_of(run: Run, width: int) -> StepLoad:
+    """Of a run, of a model of that width."""
+    averaging = run.averaging
+    each_bytes = averaged_bytes(MANY_PARAMETERS, width, averaging) / averaging.every / MANY_PARAMETERS
+    positions = run.microbatch * max(1, run.sequence)
+    return StepLoad(run.microbatches, positions, round(1000 * each_bytes))
+
+
+def training_load(hardware: Hardware, step: StepLoad) -> TrainingLoad:
+    """Of the model."""
     size_bytes_U = np.array(hardware.sizes.weight_bytes, dtype=float)
     return TrainingLoad(
-        MICROBATCHES,
-        float(FLOAT32_BYTES * positions * hardware.width),
-        size_bytes_U * FLOAT32_BYTES / TRAINING_BYTES,
+        step.microbatches,
+        float(FLOAT32_BYTES * step.positions * hardware.width),
+        size_bytes_U / TRAINING_BYTES * step.averaged_millibytes / 1000,
         np.ones(len(size_bytes_U)),  # units are alike to those who announce units/s
         size_bytes_U * STATE_BYTES / TRAINING_BYTES,
     )

@@ -39,7 +39,7 @@ def simulated_rule(
     def network(_view: View, seen: Sequence[PeerView]) -> TrainingNetwork:
         return _network(world, settings.tokens, seen)
 
-    return TrainingRule(load, network, lambda peer: world.met[peer.peer].capacity_units, has_begun)
+    return TrainingRule(lambda: load, network, lambda peer: world.met[peer.peer].capacity_units, has_begun)
 
 
 def _network(world: World, tokens: int, seen: Sequence[PeerView]) -> TrainingNetwork:

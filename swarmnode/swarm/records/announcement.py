@@ -102,6 +102,7 @@ class Announcement(msgspec.Struct, array_like=True, frozen=True):
     backup_bytes: int = 0  # disk space that it offers for training states of others
     parallel_speedup: float = 1.0  # as many times the decode speed of one session do several have together
     path_kbps: dict[bytes, int] = {}  # how fast its large frames came in at a few peers, by digest, kbit/s
+    step_load: tuple[int, int, int] = (0, 0, 0)  # of the run that it trains: a `StepLoad`
 
     def __repr__(self) -> str:
         start, end = self.span
@@ -245,6 +246,7 @@ def _rules(announcement: Announcement) -> dict[str, bool]:
         "rtts": _are_measured(announcement.rtt_us, MAX_RTTS),
         "unit times": _are_measured(announcement.unit_us, MAX_UNIT_TIMES),
         "paths": _are_measured(announcement.path_kbps, MAX_PATHS),
+        "step load": all(0 <= number < 1 << 32 for number in announcement.step_load),
     }
 
 

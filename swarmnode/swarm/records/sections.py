@@ -57,9 +57,10 @@ class ServingLoad(Section, frozen=True, kw_only=True):
 
 
 class TrainingNews(Section, frozen=True, kw_only=True):
-    """How far it has trained, and what it sends values as. Of the training worker."""
+    """How far it has trained, and of what run, and what it sends values as. Of the training worker."""
 
     training_step: int | UnsetType = UNSET
+    step_load: tuple[int, int, int] | UnsetType = UNSET
     sends: dict[bytes, int] | UnsetType = UNSET
 
 

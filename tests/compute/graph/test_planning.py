@@ -18,6 +18,7 @@ from swarmnode.errors import UsageError
 from swarmnode.roles.serving.hardware import Hardware
 from swarmnode.roles.training.organisation import SAMPLES, training_load
 from swarmnode.simulate.environment.graph_model import GraphModel, load_model
+from swarmnode.swarm.records.step_load import StepLoad
 from tests.cli.command import assert_clear, invoke
 
 BATCH = 8
@@ -124,4 +125,4 @@ def test_nodes_and_simulated_peers_know_alike_what_passes_between_units(
     model = GraphModel.of_graph(checkpoint.graph, kind, BATCH)
     between = sorted(size_bytes // BATCH for size_bytes in model.forward_bytes[1:])
     assert hardware.width == model.hidden == between[len(between) // 2] // 4
-    assert training_load(hardware, SAMPLES).activation_bytes == SAMPLES * between[len(between) // 2]
+    assert training_load(hardware, StepLoad(1, SAMPLES, 4000)).activation_bytes == SAMPLES * between[len(between) // 2]

@@ -16,6 +16,7 @@ from swarmnode.plan.view import Span
 
 UNITS = 8
 WHOLE, FIRST, LAST = Span(0, 8), Span(0, 4), Span(4, 8)
+FRONT, BACK = Span(0, 5), Span(5, 8)
 LONG_S, MOVE_S = 1e6, 1.0
 
 
@@ -44,6 +45,12 @@ def resettling(
     )
     stages = sorted({place for place in places if place.units})
     return Resettling(forecast_on(network), StageLayout(stages, places), peers)
+
+
+def placed(seen: Resettling) -> list[Span]:
+    """Where each should be by now."""
+    chosen = [seen.place(one) for one in range(len(seen._places))]
+    return [STANDING_BY if place is None else place.span for place in chosen]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -79,36 +86,40 @@ def test_all_come_to_their_places_and_each_unit_has_a_holder_all_the_time(seed: 
 
 
 def test_holders_of_a_unit_leave_one_after_another() -> None:
-    seen = resettling([LAST, LAST, FIRST, FIRST], [FIRST, FIRST, LAST, LAST])
-    assert [seen.place(one).span for one in range(4)] == [LAST, FIRST, FIRST, LAST]
+    seen = resettling([BACK, FRONT, FRONT, BACK], [FIRST, FIRST, LAST, LAST])
+    assert placed(seen) == [BACK, FIRST, FRONT, LAST]
 
 
 def test_the_last_holder_stays_until_another_one_has_learnt() -> None:
-    places = [LAST, FIRST, FIRST, LAST]
-    alone = resettling(places, [FIRST, LAST, STANDING_BY, LAST])
-    assert [alone.place(one).span for one in range(4)] == [FIRST, FIRST, FIRST, LAST]
-    coming = resettling(places, [FIRST, LAST, FIRST, LAST], learnt={0, 1, 3})
-    assert coming.place(0).span == FIRST
-    there = resettling(places, [FIRST, LAST, FIRST, LAST])
-    assert there.place(0).span == LAST
+    places = [BACK, FRONT, FRONT, BACK]
+    assert placed(resettling(places, [FIRST, LAST, STANDING_BY, LAST])) == [FIRST, FRONT, FRONT, LAST]
+    coming = [FIRST, LAST, FRONT, LAST]
+    assert placed(resettling(places, coming, learnt={0, 1, 3}))[0] == FIRST
+    assert placed(resettling(places, coming))[0] == BACK
 
 
 def test_who_is_in_no_stage_any_more_goes_on_until_the_others_have_arrived() -> None:
     places = [FIRST, LAST, STANDING_BY]
-    assert resettling(places, [FIRST, STANDING_BY, WHOLE]).place(2).span == WHOLE
-    assert resettling(places, [FIRST, LAST, WHOLE], learnt={0, 2}).place(2).span == WHOLE
-    assert resettling(places, [FIRST, LAST, WHOLE]).place(2).span == STANDING_BY
+    assert placed(resettling(places, [FIRST, STANDING_BY, WHOLE]))[2] == WHOLE
+    assert placed(resettling(places, [FIRST, LAST, WHOLE], learnt={0, 2}))[2] == WHOLE
+    assert placed(resettling(places, [FIRST, LAST, WHOLE]))[2] == STANDING_BY
 
 
 def test_what_crosses_a_slow_link_crosses_it_once() -> None:
     """The second waits until the first has it, which is near; where it is near already both go."""
-    spans, new = [WHOLE, STANDING_BY, STANDING_BY], [STANDING_BY, WHOLE, WHOLE]
-    apart = resettling(new, spans, network=places(1, 2, far_bps=1e6))
-    assert [apart.place(one).span for one in range(3)] == [WHOLE, WHOLE, STANDING_BY]
-    coming = resettling(new, [WHOLE, WHOLE, STANDING_BY], learnt={0}, network=places(1, 2, far_bps=1e6))
-    assert coming.place(2).span == STANDING_BY
-    together = resettling(new, spans, network=places(3))
-    assert [together.place(one).span for one in range(3)] == [WHOLE, WHOLE, WHOLE]
+    spans, new, apart = [WHOLE, STANDING_BY, STANDING_BY], [WHOLE, WHOLE, WHOLE], places(1, 2, far_bps=1e6)
+    assert placed(resettling(new, spans, network=apart)) == [WHOLE, WHOLE, STANDING_BY]
+    coming = resettling(new, [WHOLE, WHOLE, STANDING_BY], learnt={0}, network=apart)
+    assert placed(coming) == [WHOLE, WHOLE, STANDING_BY]
+    assert placed(resettling(new, spans, network=places(3))) == [WHOLE, WHOLE, WHOLE]
+
+
+def test_layouts_that_differ_in_who_does_what_alone_are_the_same() -> None:
+    """Else whatever is measured anew could make two near peers change places."""
+    swapped = resettling([LAST, FIRST, STANDING_BY], [FIRST, LAST, STANDING_BY])
+    assert placed(swapped) == [FIRST, LAST, STANDING_BY] and not swapped.pays(MOVE_S, LONG_S)
+    across = resettling([FIRST, LAST] * 2, [FIRST] * 2 + [LAST] * 2, network=places(2, 2, far_bps=1e6))
+    assert placed(across) != [FIRST] * 2 + [LAST] * 2
 
 
 def test_it_must_pay_within_the_rest_of_the_run() -> None:

@@ -7,9 +7,11 @@ from collections import Counter
 from dataclasses import replace
 from itertools import permutations
 
+import msgspec
 import numpy as np
 import pytest
 
+from swarmnode.codec.tensors import Codec
 from swarmnode.net.measuring.coordinate import Coordinate
 from swarmnode.plan.spans.placement import Joiner, MovePolicy
 from swarmnode.plan.training import rule as training_rule
@@ -17,8 +19,9 @@ from swarmnode.plan.training.layout import STANDING_BY
 from swarmnode.plan.training.rule import TrainingRule
 from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad
 from swarmnode.plan.view import PeerView, Span, View
-from swarmnode.roles.training.organisation import announced_network
+from swarmnode.roles.training.organisation import announced_network, step_load_of
 from swarmnode.swarm.records.announcement import State
+from swarmnode.swarm.records.run import Averaging, Run
 
 UNITS, HALF = 8, Span(0, 4)
 SPEED = 20_000.0  # units/s, so that 32 microbatches of 1024 positions through 8 units on 8 peers take 1.6 s
@@ -45,8 +48,8 @@ def measured(view: View) -> View:
     return replace(view, rtt_s=rtt_s, path_bps=path_bps)
 
 
-def rule(*, begun: bool = False) -> TrainingRule:
-    return TrainingRule(LOAD, announced_network, lambda peer: peer.memory_bytes, lambda: begun)
+def rule(*, begun: bool = False, load: TrainingLoad = LOAD) -> TrainingRule:
+    return TrainingRule(lambda: load, announced_network, lambda peer: peer.memory_bytes, lambda: begun)
 
 
 def joiner(peer: PeerView) -> Joiner:
@@ -158,14 +161,54 @@ def test_once_training_has_begun_all_go_to_other_stages_where_the_rest_of_the_ru
     across = [Span(4, 8) if number % 2 else HALF for number in range(8)]
     view = replace(view, peers=tuple(replace(p, span=span) for p, span in zip(view.peers, across, strict=True)))
 
+    own_rule = rule(begun=True, load=replace(LOAD, activation_bytes=4e7))
+
     def movers(stay_s: float) -> int:
-        moves = [
-            rule(begun=True).reconsider(view, joiner(p), MovePolicy(move_s=1.0, stay_s=stay_s)) for p in view.peers
-        ]
-        return sum(move is not None for move in moves)
+        policy = MovePolicy(move_s=1.0, stay_s=stay_s)
+        return sum(own_rule.reconsider(view, joiner(peer), policy) is not None for peer in view.peers)
 
     assert movers(1800.0) == 2
     assert movers(1.0) == 0
+
+
+def test_who_is_there_but_has_not_trained_yet_is_no_holder_that_others_may_leave_behind() -> None:
+    """A node is ready before it has learnt what the others know."""
+    view = measured(swarm([f"peer {number}" for number in range(8)], [SPEED] * 8))
+    across = [
+        replace(peer, span=Span(4, 8) if number % 2 else HALF, has_trained=number < 2)
+        for number, peer in enumerate(view.peers)
+    ]
+    view = replace(view, peers=tuple(across))
+    own_rule = rule(begun=True, load=replace(LOAD, activation_bytes=4e7))
+    moves = [own_rule.reconsider(view, joiner(peer), MovePolicy(move_s=1.0)) for peer in view.peers]
+    assert moves[:2] == [None, None] and any(moves[2:])
+
+
+def test_what_a_step_asks_is_looked_at_anew_once_it_is_known() -> None:
+    """Next to nothing is handed on between stages of the usual run; of this one nearly all is, so pipelines stay on islands."""
+    loads = [replace(LOAD, activation_bytes=1.0, gradient_bytes_U=np.full(UNITS, 4e7))]
+    view = measured(swarm([f"peer {number}" for number in range(8)], [SPEED] * 8))
+    one = TrainingRule(lambda: loads[-1], announced_network, lambda peer: peer.memory_bytes, lambda: False)
+    usual = [one.choose(view, joiner(peer)) for peer in view.peers]
+    assert not {*usual[::2]} & {*usual[1::2]}, "whole stages on islands: replicas are near"
+    loads.append(replace(LOAD, activation_bytes=4e7, gradient_bytes_U=np.full(UNITS, 1.0)))
+    known = [one.choose(view, joiner(peer)) for peer in view.peers]
+    assert {*known[::2]} == {*known[1::2]} == {HALF, Span(4, 8)}, "whole pipelines on islands"
+
+
+@pytest.mark.parametrize(
+    ("averaging", "averaged_millibytes"),
+    [
+        (Averaging(), 4000),
+        (Averaging(every=10), 400),
+        (Averaging(codec=Codec.FP16), 2000),
+        (Averaging(rank=4, every=2), round(1000 * 4 * 4 * 5 / (4 * 512) / 2)),
+    ],
+)
+def test_a_run_tells_what_its_step_asks(averaging: Averaging, averaged_millibytes: int) -> None:
+    run = Run(b"", 100, batch=24, microbatch=2, sequence=128, averaging=averaging)
+    assert step_load_of(run, 512) == (12, 256, averaged_millibytes)
+    assert step_load_of(msgspec.structs.replace(run, sequence=0), 512).positions == 2, "samples of a module"
 
 
 @pytest.mark.parametrize(("front", "moving"), [(4, False), (1, True)])

@@ -96,6 +96,7 @@ def fullest(**changes):
         "unit_us": {peer_digest(str(i)): 2**32 - 1 for i in range(MAX_UNIT_TIMES)},
         "backup_bytes": 2**63 - 1,
         "path_kbps": {peer_digest(str(i)): 2**32 - 1 for i in range(MAX_PATHS)},
+        "step_load": (2**32 - 1,) * 3,
     }
     return make(**{**limits, **changes})
 

@@ -44,6 +44,7 @@ from swarmnode.roles.training.checkpoints.restoration import Restoration
 from swarmnode.roles.training.checkpoints.shared_states import SharedStates
 from swarmnode.roles.training.coordinator.election import CoordinatorElection
 from swarmnode.roles.training.coordinator.link_times import LinkTimes
+from swarmnode.roles.training.organisation import step_load_of
 from swarmnode.roles.training.spot_checks.check_server import Committer
 from swarmnode.roles.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.roles.training.worker.activation_compressor import ActivationCompressor
@@ -56,6 +57,7 @@ from swarmnode.roles.training.worker.training_parts import TrainingParts
 from swarmnode.swarm.records.announcement import MAX_RTTS, peer_digest
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.records.sections import Section, TrainingNews, WorkSpeeds
+from swarmnode.swarm.records.step_load import StepLoad
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +74,11 @@ class TrainingWorker:
         capabilities: Sequence[Capability],
         backups: BackupSender,
         restoration: Restoration,
+        width: int,
         decisions: DecisionLog,
         clock: Callable[[], float],
     ) -> None:
+        self._width = width
         self._clock = clock
         self._decisions = decisions
         self._step_time = StepTime()
@@ -170,6 +174,7 @@ class TrainingWorker:
             capabilities,
             backups,
             restoration,
+            hardware.width,
             host.decisions,
             host.clock.monotonic,
         )
@@ -189,8 +194,13 @@ class TrainingWorker:
         """What the announcement says of this stage."""
         self._compare_with_real_work()
         self._step_time.note(self._training.state.step, self._clock())
-        own = TrainingNews(training_step=self._training.state.step, sends=self._sends()), self._speeds()
+        news = TrainingNews(training_step=self._training.state.step, step_load=self._step_load(), sends=self._sends())
+        own = news, self._speeds()
         return own if self._serving is None else (*self._serving.sections(), *own)
+
+    def _step_load(self) -> StepLoad:
+        run = self._training.run
+        return StepLoad() if run is None else step_load_of(run, self._width)
 
     def _compare_with_real_work(self) -> None:
         run = self._training.run
