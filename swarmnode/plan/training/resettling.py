@@ -3,8 +3,9 @@
 When many have gone, or links have changed, a step may be much shorter with other stages, to which no move of one peer leads. Then
 each goes to its place in the layout that all come to alike (`layout.py`), as soon as nothing is lost by that: who stands by at
 once, the holders of a unit one after another, while another one that has learnt it is there. Of a stage that has to come over
-slow links one peer fetches it, and the others from that one. Who is in no stage any more goes on where it is until all others have
-arrived. Whoever cannot go yet does when others have come.
+slow links one peer fetches it, and the others from that one. Whoever fetches longest goes first: as long as some have arrived and
+others not, steps take longer than before or after. Who is in no stage any more goes on where it is until all others have arrived.
+Whoever cannot go yet does when others have come.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from swarmnode.plan.view import Span
 WORTH_IT = 0.2  # relative, of a step: less may be noise, of forecasts and of what is measured
 AS_LONG = 1.05  # times a step may take so that fewer have to move
 MUCH_SOONER = 0.5  # of the time: when somebody nearer will have what is learnt, it is waited for
+LONG_S = 30.0  # to fetch what is learnt: others wait for that
 
 
 class Resettling:
@@ -50,14 +53,21 @@ class Resettling:
             self._is_on_its_way(one) or self._may_go(one) for one in range(len(self._places))
         )
 
-    def place(self, peer: int) -> TrainingPlace | None:
-        """Where this one should be by now; None for who has learnt nothing yet, where it is a second holder that units lack, and
-        none of these are in its place."""
-        if not self._peers.has_learnt(peer) and self._secures_others(peer):
-            return None
-        if self._may_go(peer):
-            return TrainingPlace(self._places[peer], self._gain)
-        return TrainingPlace(self._peers.spans[peer])
+    def place(self, peer: int) -> TrainingPlace:
+        """Where this one should be by now."""
+        return TrainingPlace(
+            *((self._places[peer], self._gain) if self._may_go(peer) else (self._peers.spans[peer], 0.0))
+        )
+
+    def spare_s(self, peer: int) -> float:
+        """How long another place, where it helps meanwhile, may take it to learn: as long as it all takes, for a second holder that
+        units lack, none of which are in its own place; half as long, for who waits; no time, for who has learnt something."""
+        if self._peers.has_learnt(peer):
+            return 0.0
+        longest_s = max(self._alone_s.values(), default=0.0)
+        if self._secures_others(peer):
+            return max(LONG_S, longest_s)
+        return MUCH_SOONER * longest_s if longest_s > LONG_S and not self._may_go(peer) else 0.0
 
     def _secures_others(self, peer: int) -> bool:
         others = [span for one, span in enumerate(self._peers.spans) if one != peer]
@@ -87,19 +97,22 @@ class Resettling:
         return place == self._peers.spans[peer], place == STANDING_BY, peer
 
     def _waits(self, peer: int) -> bool:
-        """Whether what it needs will soon be nearer."""
-        first = self._first_to(self._places[peer])
-        return first not in (None, peer) and self._from_first_s(peer, first) < MUCH_SOONER * self._alone_s(peer)
+        """Whether what it needs will soon be nearer; or others have to go long before it."""
+        first, longest_s = self._first_to(self._places[peer]), max(self._alone_s.values())
+        if first not in (None, peer) and self._from_first_s(peer, first) < MUCH_SOONER * self._alone_s[peer]:
+            return True
+        return longest_s > LONG_S and self._alone_s[peer] < MUCH_SOONER * longest_s
 
     def _first_to(self, place: Span) -> int | None:
         """Who fetches what is learnt there for the others, too: whoever is on its way, or could go and have it soonest."""
         coming = (one for one in self._coming if self._places[one] == place)
         able = (one for one in coming if self._is_on_its_way(one) or self._leaves_nothing_alone(one))
-        return min(able, key=lambda one: (not self._is_on_its_way(one), self._alone_s(one), one), default=None)
+        return min(able, key=lambda one: (not self._is_on_its_way(one), self._alone_s[one], one), default=None)
 
-    def _alone_s(self, peer: int) -> float:
-        """To fetch what is learnt there, from who has it now."""
-        return self._forecast.fetching_s(self._learnt, peer, self._places[peer])
+    @cached_property
+    def _alone_s(self) -> dict[int, float]:
+        """Of each that comes: to fetch what is learnt there from who has it now."""
+        return {one: self._forecast.fetching_s(self._learnt, one, self._places[one]) for one in self._coming}
 
     def _from_first_s(self, peer: int, first: int | None) -> float:
         """The same, once that one has it."""
@@ -118,7 +131,7 @@ class Resettling:
 
     def _stage_fetching_s(self, place: Span) -> float:
         first, coming = self._first_to(place), (one for one in self._coming if self._places[one] == place)
-        return sum(self._alone_s(one) if first in (None, one) else self._from_first_s(one, first) for one in coming)
+        return sum(self._alone_s[one] if first in (None, one) else self._from_first_s(one, first) for one in coming)
 
 
 def _with_fewest_moves(forecast: StepForecast, layout: StageLayout, peers: TrainingPeers) -> Sequence[Span]:

@@ -49,8 +49,7 @@ def resettling(
 
 def placed(seen: Resettling) -> list[Span]:
     """Where each should be by now."""
-    chosen = [seen.place(one) for one in range(len(seen._places))]
-    return [STANDING_BY if place is None else place.span for place in chosen]
+    return [seen.place(one).span for one in range(len(seen._places))]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -71,8 +70,7 @@ def test_all_come_to_their_places_and_each_unit_has_a_holder_all_the_time(seed: 
         if not seen.pays(MOVE_S, LONG_S):
             break
         for one in chance.sample(peers, chance.randint(1, len(peers))):
-            chosen = seen.place(one)
-            place = WHOLE if chosen is None else chosen.span  # it secures what one peer alone holds
+            place = WHOLE if seen.spare_s(one) else seen.place(one).span  # it secures what one peer alone holds
             if place != spans[one] and arrives.get(one, 0) <= turn:
                 spans[one] = place
                 learnt.discard(one)
@@ -112,6 +110,18 @@ def test_what_crosses_a_slow_link_crosses_it_once() -> None:
     coming = resettling(new, [WHOLE, WHOLE, STANDING_BY], learnt={0}, network=apart)
     assert placed(coming) == [WHOLE, WHOLE, STANDING_BY]
     assert placed(resettling(new, spans, network=places(3))) == [WHOLE, WHOLE, WHOLE]
+
+
+def test_whoever_fetches_longest_goes_first_and_others_may_help_elsewhere_meanwhile() -> None:
+    """15 MB over 1 Mbit/s to one, 9 MB over 1 Gbit/s to the other, who with those that stay would be faster than with neither."""
+    network = places(3)
+    network.bandwidth_NN[0, 1] = network.bandwidth_NN[1, 0] = 1e6
+    spans, new = [WHOLE, STANDING_BY, STANDING_BY], [WHOLE, FRONT, BACK]
+    seen = resettling(new, spans, network=network)
+    assert placed(seen) == [WHOLE, FRONT, STANDING_BY]
+    assert [seen.spare_s(one) for one in range(3)] == pytest.approx([0.0, 0.0, 60.0])
+    assert placed(resettling(new, [WHOLE, FRONT, STANDING_BY], learnt={0}, network=network))[2] == STANDING_BY
+    assert placed(resettling(new, [WHOLE, FRONT, STANDING_BY], network=network)) == new
 
 
 def test_layouts_that_differ_in_who_does_what_alone_are_the_same() -> None:
