@@ -19,10 +19,12 @@ from swarmnode.net.memory.network import Path as NetworkPath
 from swarmnode.node.node import NodeConfig
 from swarmnode.plan.offline.plan_file import PlanFile
 from swarmnode.plan.view import Span
-from swarmnode.roles.host import HostConfig
+from swarmnode.roles.host import Host, HostConfig
 from swarmnode.roles.training.organisation import step_load_of
+from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.records.sections import Place, TrainingNews
 from swarmnode.training.preparation import NO_DATA
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
@@ -186,3 +188,36 @@ async def test_who_trains_comes_to_another_layout_when_links_change_and_nothing_
     done = msgspec.structs.replace(endless, steps=len(trainer.losses))
     alone = losses_of_one_process(training.swarm.manifest, gpt2, DATA, done)
     assert_same_curve(trainer.losses, alone, steps=done.steps)
+
+
+@in_virtual_time
+async def test_who_says_that_it_has_trained_is_no_holder_before_it_has_averaged_with_others(
+    training: Founded, tmp_path: Path
+) -> None:
+    """Else the last holder of a unit would leave it to a peer that made its announcement up."""
+    endless = msgspec.structs.replace(SETTINGS, steps=4000, batch=8)
+    async with VirtualSwarm(tmp_path) as swarm:
+        training.into(swarm)
+        await swarm.bootstrap()
+        ada = swarm.node("ada", "0:4", cost_s=lambda _item: PASS_S, compress="none")
+        await ada.wait_for("ready")
+        liar = swarm.node("liar")
+
+        async def lie(host: Host, *_: object) -> None:
+            host.directory.announce(Place(state=State.READY, span=(0, 4)), TrainingNews(training_step=7))
+            await asyncio.Event().wait()
+
+        liar.node._work = lie  # type: ignore[method-assign]
+        await liar.wait_for("joined")
+        trainer = swarm.trainer("trainer", DATA, endless)
+
+        assert ada.node._host is not None and ada.node._stage is not None
+        directory = ada.node._host.directory
+        await trainer.wait_for_step(1)
+        while liar.peer not in directory.peers():  # now and then it is suspected: it does not do what it says
+            await directory.changed(directory.revision)
+        assert directory.peers()[liar.peer].training_step == 7 and ada.node._stage.bound
+        bob = swarm.node("bob", "0:4", cost_s=lambda _item: PASS_S, compress="none")
+        await bob.wait_for("ready")
+        await trainer.wait_until(lambda: ada.node._stage is not None and not ada.node._stage.bound)
+        await trainer.kill()

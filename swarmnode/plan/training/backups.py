@@ -11,7 +11,7 @@ every fourth or every sixteenth, which all keep for longer for this (`swarm/stor
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from swarmnode.codec.body import SHARED
 from swarmnode.net.interfaces import PeerId
@@ -32,10 +32,20 @@ def holds(announcement: Announcement, block: int, units: int) -> bool:
     return any(announcement.holds(unit) for unit in ends)
 
 
-def learnt_alone(announced: Iterable[Announcement], own: PeerId, held: range, units: int) -> list[int]:
-    """Which of the units that a peer holds no other one has learnt."""
+def learnt_alone(
+    announced: Iterable[Announcement],
+    own: PeerId,
+    held: range,
+    units: int,
+    met: Mapping[int, Collection[PeerId]] | None = None,
+) -> list[int]:
+    """Which of the units that a peer holds no other one has learnt; with `met`, none of those that have averaged each with it."""
     others = [peer for peer in announced if peer.peer != own and peer.life is State.READY and peer.training_step > 0]
-    return [unit for unit in held if not any(holds(peer, unit, units) for peer in others)]
+    return [
+        unit
+        for unit in held
+        if not any(holds(peer, unit, units) and (met is None or peer.peer in met.get(unit, ())) for peer in others)
+    ]
 
 
 def lacking(announced: Collection[Announcement], own: PeerId, block: int, units: int, wanted: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarmnode.codec.body import SHARED
-from swarmnode.plan.training.backups import LEAST_BPS, disks, holds, lacking, next_step, rate_bps
+from swarmnode.plan.training.backups import LEAST_BPS, disks, holds, lacking, learnt_alone, next_step, rate_bps
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State
 from swarmnode.swarm.storage.states import STRIDES
 
@@ -11,12 +11,16 @@ UNITS = 4
 
 
 def peer(
-    name: str, span: tuple[int, int] = (0, 0), room: int = 0, *, address: str = "", state: State = State.READY
+    name: str,
+    span: tuple[int, int] = (0, 0),
+    room: int = 0,
+    *,
+    address: str = "",
+    state: State = State.READY,
+    step: int = 0,
 ) -> Announcement:
-    addresses = (f"/ip4/{address}/tcp/1",) if address else ()
-    return Announcement(
-        VERSION, bytes(32), name, 1, 0.0, 60.0, 0.0, state, span, addresses=addresses, backup_bytes=room
-    )
+    said = {"addresses": (f"/ip4/{address}/tcp/1",) if address else (), "backup_bytes": room, "training_step": step}
+    return Announcement(VERSION, bytes(32), name, 1, 0.0, 60.0, 0.0, state, span, **said)  # type: ignore[arg-type]
 
 
 def test_a_unit_lacks_what_others_do_not_hold() -> None:
@@ -24,6 +28,14 @@ def test_a_unit_lacks_what_others_do_not_hold() -> None:
     assert [lacking(announced, "own", unit, UNITS, 2) for unit in range(UNITS)] == [0, 0, 1, 1]
     assert lacking(announced, "own", 3, UNITS, 3) == 2 and lacking(announced, "own", 3, UNITS, 1) == 0
     assert lacking(announced, "own", SHARED, UNITS, 2) == 0, "the half holds one of the ends"
+
+
+def test_nobody_has_learnt_something_by_its_own_word_alone() -> None:
+    announced = [peer("own", (0, 4), step=9), peer("replica", (0, 2), step=9), peer("liar", (0, 4), step=9)]
+    assert learnt_alone(announced, "own", range(4), UNITS) == []
+    assert learnt_alone([*announced[:2], peer("new", (0, 4))], "own", range(4), UNITS) == [2, 3]
+    met = {0: {"own", "replica"}, 1: {"own", "replica"}, 2: {"own", "gone"}}
+    assert learnt_alone(announced, "own", range(4), UNITS, met) == [2, 3]
 
 
 def test_what_is_shared_belongs_to_both_ends() -> None:

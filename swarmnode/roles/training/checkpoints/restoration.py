@@ -59,9 +59,10 @@ class Restoration:
 
     @property
     def is_last(self) -> bool:
-        """Whether no other node has learnt some unit of this stage."""
+        """Whether no other node has learnt some unit of this stage. In a run none says so alone: it has averaged with this one."""
         held, announced = range(self._stage.segment.start, self._stage.segment.end), self._host.directory.peers()
-        return bool(learnt_alone(announced.values(), self._host.peer_id, held, self._units))
+        met = None if self._stage.run is None else self._stage.state.replicas
+        return bool(learnt_alone(announced.values(), self._host.peer_id, held, self._units, met))
 
     @property
     def is_gap(self) -> bool:

@@ -349,7 +349,8 @@ class TrainingStage:
             with self.meter.averaging.timing():
                 watched = None if self._checking is None else self._checking.watch(body, self.learner)
                 reducing = self._all_reducer.reduce(self.term, body, self.learner, listening=listening, watched=watched)
-                state.agreed = agreed = await asyncio.wait_for(reducing, body.within_s or None)
+                agreed = await asyncio.wait_for(reducing, body.within_s or None)
+                state.agree(agreed, body.groups)
             suspect = agreed.suspect
             if self._checking is not None:
                 suspect = await self._checking.check(body, self.learner) or suspect

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -39,13 +39,15 @@ def check_positions(segment: Segment, run: Run) -> None:
 
 
 class StageState:
-    """`agreed` is what the replicas agreed on at `step`, if they have; `last` the norm and loss of the step before."""
+    """`agreed` is what the replicas agreed on at `step`, if they have; `replicas` who has taken part in that in this run, by
+    block; `last` the norm and loss of the step before."""
 
     def __init__(self, parts: TrainingParts, checkpoint_manager: CheckpointManager) -> None:
         self.step = 0
         self.condition = Condition.BLANK
         self.run: Run | None = None
         self.agreed: Agreed | None = None
+        self.replicas: dict[int, set[PeerId]] = {}
         self.losses: dict[int, float] = {}  # of what the model's last unit has counted, by microbatch
         self.last = (0.0, 0.0)
         self._told_unit_s = 0.0
@@ -59,6 +61,14 @@ class StageState:
 
     def __repr__(self) -> str:
         return f"<StageState {self.condition.name} at step {self.step}, {self._missed!r}>"
+
+    def agree(self, agreed: Agreed, groups: Iterable[Group]) -> None:
+        """The replicas of each group have agreed."""
+        self.agreed = agreed
+        for group in groups:
+            if group.how != How.APART:
+                for block in group.blocks:
+                    self.replicas.setdefault(block, set()).update(member.peer for member in group.members)
 
     @property
     def run_id(self) -> bytes:
@@ -161,7 +171,7 @@ class StageState:
         self.condition = Condition.BLANK
         self._checkpoint_manager.open(run)
         self._checkpoint_manager.give(self._fresh)
-        self.run, self.step, self.agreed, self.losses = run, step, None, {}
+        self.run, self.step, self.agreed, self.losses, self.replicas = run, step, None, {}, {}
         self._learner = await self._parts.begin(run, step)
         return self._learner
 
