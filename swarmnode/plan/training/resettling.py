@@ -23,7 +23,7 @@ from swarmnode.plan.training.placement import TrainingPeers, TrainingPlace, gain
 from swarmnode.plan.training.step_forecast import StepForecast, held_units
 from swarmnode.plan.view import Span
 
-WORTH_IT = 0.2  # relative, of a step: less may be noise, of forecasts and of what is measured
+WORTH_IT = 0.1  # relative, of a step: forecasts of two layouts are off by half of that against each other
 AS_LONG = 1.05  # times a step may take so that fewer have to move
 MUCH_SOONER = 0.5  # of the time: when somebody nearer will have what is learnt, it is waited for
 LONG_S = 30.0  # to fetch what is learnt: others wait for that
@@ -55,21 +55,21 @@ class Resettling:
 
     def place(self, peer: int) -> TrainingPlace:
         """Where this one should be by now."""
-        return TrainingPlace(
-            *((self._places[peer], self._gain) if self._may_go(peer) else (self._peers.spans[peer], 0.0))
-        )
+        if self._may_go(peer):
+            return TrainingPlace(self._places[peer], self._gain)
+        return TrainingPlace(self._peers.spans[peer])
 
     def spare_s(self, peer: int) -> float:
         """How long another place, where it helps meanwhile, may take it to learn: as long as it all takes, for a second holder that
         units lack, none of which are in its own place; half as long, for who waits; no time, for who has learnt something."""
         if self._peers.has_learnt(peer):
             return 0.0
-        longest_s = max(self._alone_s.values(), default=0.0)
         if self._secures_others(peer):
-            return max(LONG_S, longest_s)
-        return MUCH_SOONER * longest_s if longest_s > LONG_S and not self._may_go(peer) else 0.0
+            return max(LONG_S, self._longest_s)
+        return MUCH_SOONER * self._longest_s if self._longest_s > LONG_S and not self._may_go(peer) else 0.0
 
     def _secures_others(self, peer: int) -> bool:
+        """Whether units have fewer than two holders without this one, none of which are in its place."""
         others = [span for one, span in enumerate(self._peers.spans) if one != peer]
         lacking_U = held_units(others, self._forecast.load.units).sum(axis=0) < HOLDERS
         return bool(lacking_U.any() and not lacking_U[slice(*self._places[peer])].any())
@@ -98,21 +98,30 @@ class Resettling:
 
     def _waits(self, peer: int) -> bool:
         """Whether what it needs will soon be nearer; or others have to go long before it."""
-        first, longest_s = self._first_to(self._places[peer]), max(self._alone_s.values())
+        first = self._first_to(self._places[peer])
         if first not in (None, peer) and self._from_first_s(peer, first) < MUCH_SOONER * self._alone_s[peer]:
             return True
-        return longest_s > LONG_S and self._alone_s[peer] < MUCH_SOONER * longest_s
+        return self._longest_s > LONG_S and self._alone_s[peer] < MUCH_SOONER * self._longest_s
 
     def _first_to(self, place: Span) -> int | None:
         """Who fetches what is learnt there for the others, too: whoever is on its way, or could go and have it soonest."""
-        coming = (one for one in self._coming if self._places[one] == place)
-        able = (one for one in coming if self._is_on_its_way(one) or self._leaves_nothing_alone(one))
+        able = (one for one in self._able if self._places[one] == place)
         return min(able, key=lambda one: (not self._is_on_its_way(one), self._alone_s[one], one), default=None)
+
+    @cached_property
+    def _able(self) -> list[int]:
+        """Who of those that come is on its way, or leaves nothing alone."""
+        return [one for one in self._coming if self._is_on_its_way(one) or self._leaves_nothing_alone(one)]
 
     @cached_property
     def _alone_s(self) -> dict[int, float]:
         """Of each that comes: to fetch what is learnt there from who has it now."""
         return {one: self._forecast.fetching_s(self._learnt, one, self._places[one]) for one in self._coming}
+
+    @property
+    def _longest_s(self) -> float:
+        """The most of that, of those who are able to come."""
+        return max((self._alone_s[one] for one in self._able), default=0.0)
 
     def _from_first_s(self, peer: int, first: int | None) -> float:
         """The same, once that one has it."""
