@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from swarmnode.plan.spans.placement import HOLDING, Joiner, Move, MovePolicy, choose_span, reconsider
 from swarmnode.plan.training.layout import STANDING_BY, StageLayout, common_layout
@@ -90,16 +89,12 @@ class TrainingRule:
         learnt = [number for number, learnt in enumerate(has_learnt) if learnt]
         spans = [STANDING_BY if peer.state is State.DRAINING else peer.span for peer in seen]
         peers, number = TrainingPeers(spans, capacities, learnt), seen.index(own)
-        layout, choose = self._common_layout(forecast, capacities), partial(choose_training_place, forecast)
-        if not begun:
-            stays = may_stand and gain_of_all(forecast, layout.places, spans) <= move_policy.hysteresis
-            return choose(None if stays else layout, peers, number, hysteresis=move_policy.hysteresis)
-        resettling = Resettling(forecast, layout, peers)
-        pays = resettling.pays(move_policy.move_s, move_policy.stay_s)
-        spare_s = resettling.spare_s(number) if pays else math.inf
-        alone = choose(None, peers, number, hysteresis=move_policy.hysteresis) if spare_s else None
-        helps = not pays or (alone is not None and alone.fetching_s <= spare_s)
-        return alone if helps else resettling.place(number)
+        layout = self._common_layout(forecast, capacities)
+        if begun:
+            return _trained_place(forecast, layout, peers, number, move_policy)
+        stays = may_stand and gain_of_all(forecast, layout.places, spans) <= move_policy.hysteresis
+        settled = None if stays else layout
+        return choose_training_place(forecast, settled, peers, number, hysteresis=move_policy.hysteresis)
 
     def _forecast(self, view: View, seen: Sequence[PeerView], capacities: Sequence[int]) -> StepForecast:
         """The same for all who know the same of the same peers; as it was, as long as little is different."""
@@ -114,3 +109,15 @@ class TrainingRule:
         if self._layout is None:
             self._layout = common_layout(forecast, capacities)
         return self._layout
+
+
+def _trained_place(
+    forecast: StepForecast, layout: StageLayout, peers: TrainingPeers, peer: int, move_policy: MovePolicy
+) -> TrainingPlace | None:
+    """Once something is trained: in the layout, where it pays that all go there; else, or meanwhile, where this one helps alone."""
+    resettling = Resettling(forecast, layout, peers)
+    pays = resettling.pays(move_policy.move_s, move_policy.stay_s)
+    spare_s = resettling.spare_s(peer) if pays else math.inf
+    alone = choose_training_place(forecast, None, peers, peer, hysteresis=move_policy.hysteresis) if spare_s else None
+    helps = not pays or (alone is not None and alone.fetching_s <= spare_s)
+    return alone if helps else resettling.place(peer)

@@ -66,8 +66,7 @@ def step_load_of(run: Run, width: int) -> StepLoad:
     """Of a run, of a model of that width."""
     averaging = run.averaging
     each_bytes = averaged_bytes(MANY_PARAMETERS, width, averaging) / averaging.every / MANY_PARAMETERS
-    positions = run.microbatch * max(1, run.sequence)
-    return StepLoad(run.microbatches, positions, round(1000 * each_bytes))
+    return StepLoad(run.microbatches, run.positions, round(1000 * each_bytes))
 
 
 def training_load(hardware: Hardware, step: StepLoad) -> TrainingLoad:

@@ -78,6 +78,11 @@ class Run(msgspec.Struct, frozen=True):
         return self.batch // self.microbatch
 
     @property
+    def positions(self) -> int:
+        """Of one microbatch; of a module, its samples."""
+        return self.microbatch * max(1, self.sequence)
+
+    @property
     def id(self) -> bytes:
         """32 bytes that name the run."""
         return hashlib.sha256(encode_run(self)).digest()

@@ -69,7 +69,7 @@ class Dispatcher:
 
     def begin(self, run: Run) -> None:
         """From now on leases are of this run."""
-        self._run, self._positions = run.id, run.microbatch * max(1, run.sequence)
+        self._run, self._positions = run.id, run.positions
 
     # -- giving
 

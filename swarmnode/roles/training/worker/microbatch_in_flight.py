@@ -93,11 +93,6 @@ def patience_s(body: Forward) -> float:
     return min(LONGEST_S, CLEANUP * body.within_s) if body.within_s else LONGEST_S
 
 
-def tokens_of(run: Run) -> int:
-    """Of a microbatch; samples, where there are no tokens."""
-    return run.microbatch * max(1, run.sequence)
-
-
 class MicrobatchInFlight:
     """`run` lives its whole life; `cancel` ends it early. `body` says what and where."""
 
@@ -207,7 +202,7 @@ class MicrobatchInFlight:
     async def _compute(self, phase: str, part: TrainingPart, function: Callable[[], T]) -> T:
         """Wait for a device, and have it done there. At the last hop's last device the way forward leads back as well."""
         executor, run = part.executor, self._stage.run
-        came_s, size = executor.clock(), 0 if run is None else tokens_of(run)
+        came_s, size = executor.clock(), 0 if run is None else run.positions
 
         def compute() -> T:
             with part.learner.lock:
@@ -295,7 +290,7 @@ class MicrobatchInFlight:
         """Around the pass itself. A microbatch that other devices had before is counted already."""
         stage, came = self._stage, part is self._passed[0][0]
         assert stage.run is not None
-        tokens = tokens_of(stage.run)
+        tokens = stage.run.positions
 
         def told(pass_s: float) -> None:
             part.unit_time.note(units.units, pass_s)
@@ -363,7 +358,7 @@ class MicrobatchInFlight:
     def _finish(self, answer: Backward, payload: list[bytes | bytearray | memoryview]) -> None:
         hop, run = self.body.route[self.body.hop], self._stage.run
         if run is not None:
-            self._stage.completed.note(self.body.seal, (hop.end - hop.start) * tokens_of(run))
+            self._stage.completed.note(self.body.seal, (hop.end - hop.start) * run.positions)
         if self._channel.open:
             self._channel.send(answer, payload=payload)
             self._channel.close()

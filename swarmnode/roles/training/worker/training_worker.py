@@ -207,7 +207,7 @@ class TrainingWorker:
         for part, capability in self._capabilities.items():
             unit_s = part.unit_time.timed_s
             if unit_s and run is not None:
-                capability.note("training_units_per_s", unit_s / (run.microbatch * max(1, run.sequence)))
+                capability.note("training_units_per_s", unit_s / run.positions)
                 self._note_estimate(part)
 
     def _note_estimate(self, part: TrainingPart) -> None:
