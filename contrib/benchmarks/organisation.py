@@ -46,10 +46,8 @@ ACTIVATION_BYTES = 2 * TRAIN.tokens * HIDDEN  # of a microbatch
 STAGES = 8
 EFFORT = 0.1  # of the search that plans for unequal cards
 STEPS = 2  # at least; all are alike
-LOST_S, AFTER_S = (
-    30.0,
-    1800.0,
-)  # simulated: when devices vanish, and how long the others have to find their places again
+LOST_S = 30.0  # simulated: when devices vanish
+AFTER_S = 1800.0  # and how long the others have to find their places again
 LOOKS_S = (30.0, 120.0, 480.0, 1920.0, 7680.0)  # simulated, until so many steps are done
 GPU = "V100"
 

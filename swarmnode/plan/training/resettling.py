@@ -118,7 +118,7 @@ class Resettling:
         """Of each that comes: to fetch what is learnt there from who has it now."""
         return {one: self._forecast.fetching_s(self._learnt, one, self._places[one]) for one in self._coming}
 
-    @property
+    @cached_property
     def _longest_s(self) -> float:
         """The most of that, of those who are able to come."""
         return max((self._alone_s[one] for one in self._able), default=0.0)

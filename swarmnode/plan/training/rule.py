@@ -85,8 +85,8 @@ class TrainingRule:
         seen = sorted([*others, own], key=lambda peer: peer.peer)
         capacities = [joiner.capacity_units if peer is own else self._capacity_of(peer) for peer in seen]
         forecast = self._forecast(view, seen, capacities)
-        has_learnt = [peer.state is State.READY and (peer.has_trained or not begun) for peer in seen]
-        learnt = [number for number, learnt in enumerate(has_learnt) if learnt]
+        ready = [number for number, peer in enumerate(seen) if peer.state is State.READY]
+        learnt = [number for number in ready if seen[number].has_trained or not begun]
         spans = [STANDING_BY if peer.state is State.DRAINING else peer.span for peer in seen]
         peers, number = TrainingPeers(spans, capacities, learnt), seen.index(own)
         layout = self._common_layout(forecast, capacities)

@@ -198,9 +198,8 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         kept = kwargs.get("cache", kwargs.get("past_key_values"))
         self._opened: list[RemoteCache] = []
         try:
-            return cast(Any, super()).generate(
-                *args, **kwargs
-            )  # some releases ask there for a protocol of more than it uses
+            generation = cast(Any, super())  # some releases ask there for a protocol of more than it uses
+            return generation.generate(*args, **kwargs)
         finally:
             for cache in self._opened:
                 if cache is not kept:
