@@ -25,6 +25,9 @@ class Stream(ABC):
     def let_in(self) -> None:  # noqa: B027  # most streams have nobody who counts them
         """The peer that opened it has been admitted: it is no stranger's any more."""
 
+    def give_place_up(self) -> None:  # noqa: B027  # as above
+        """It is about to end, and another one counts in its stead."""
+
     @abstractmethod
     async def read_into(self, buffer: memoryview) -> int:
         """Put the next bytes at the start of `buffer`, as they come; how many, 0 at the end of the stream.

@@ -62,6 +62,10 @@ class TransportStream(Stream):
         if self.limits is not None:
             self.limits.let_in(self)
 
+    def give_place_up(self) -> None:
+        if self.limits is not None:
+            self.limits.leave(self)
+
     def _open_transport(self) -> asyncio.Transport:
         """To write to. Raises PeerLost."""
         if self._transport is None or self._transport.is_closing():

@@ -294,8 +294,8 @@ async def test_many_streams_at_once(here: Network, there: Puppet) -> None:
         stream.abort()
         return answer
 
-    answers = await asyncio.gather(*(ask(number) for number in range(20)))
-    assert answers == [f"stream {number}".encode() for number in range(20)]
+    answers = await asyncio.gather(*(ask(number) for number in range(30)))
+    assert answers == [f"stream {number}".encode() for number in range(30)]
 
 
 async def test_incoming_streams_are_served_in_this_process_too(here: Network, other: Network) -> None:

@@ -146,6 +146,7 @@ class DirectConnections:
         arrived = asyncio.get_running_loop().create_future()
 
         def take(prologue: Prologue) -> None:
+            asking.give_place_up()  # else as many as a peer may have half open, at once, would be too many
             prologue.say(agreement.welcome)
             seals, opens = agreement.acceptor_key, agreement.opener_key
             self._on_stream(self._begin(prologue, asking.peer, protocol, seals=seals, opens=opens))

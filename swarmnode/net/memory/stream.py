@@ -142,6 +142,10 @@ class FakeStream(Stream):
         if self.limits is not None:
             self.limits.let_in(self)
 
+    def give_place_up(self) -> None:
+        if self.limits is not None:
+            self.limits.leave(self)
+
     async def close(self) -> None:
         self._end()
 

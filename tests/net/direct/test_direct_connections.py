@@ -115,6 +115,14 @@ async def test_as_many_streams_at_once_as_a_peer_may_have_half_open(peers: tuple
     assert bob.arrived.qsize() == len(opened)
 
 
+async def test_the_question_counts_no_more_once_its_connection_is_there(peers: tuple[Peer, Peer]) -> None:
+    alice, bob = peers
+    counted: list[int] = []
+    bob.direct._on_stream = lambda _stream: counted.append(bob.network._limits.half_open)
+    assert await alice.open_direct(bob) is not None
+    assert counted == [0]
+
+
 async def test_closing_ends_every_stream(peers: tuple[Peer, Peer]) -> None:
     alice, bob = peers
     here = await alice.open_direct(bob)
